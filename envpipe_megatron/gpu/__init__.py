@@ -1,0 +1,1 @@
+"""One interface to a GPU's clocks and meters, and its back ends."""
