@@ -1,0 +1,306 @@
+"""Profiles: time and energy of each (stage, instruction, frequency), and their files.
+
+The CSV is Zeus's and lowtime's, `stage,instruction,frequency,time,energy` with MHz, s and J for one
+GPU and one microbatch; extra columns may follow and are kept out. What else is measured about the
+same job stands beside it in a sidecar JSON of the same name.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.schedule import Kind
+from envpipe_megatron.sidecar import Sidecar, read_sidecar, sidecar_path, write_sidecar
+
+COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
+
+
+class ProfileError(EnvPipeError):
+    """A profile or sidecar that is not readable or not complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRow:
+    """What one unit costs at one frequency: one GPU, one microbatch."""
+
+    frequency_mhz: int
+    time_s: float
+    energy_j: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A complete profile: at least one row for every stage and instruction.
+
+    Args:
+        rows: for each stage and kind, the rows with the highest frequency first.
+        sha256: of the file's bytes, or of the CSV that `write` would make.
+        source: where it came from, for messages.
+        sidecar: the facts beside the table.
+    """
+
+    rows: tuple[Mapping[Kind, tuple[ProfileRow, ...]], ...]
+    sha256: str
+    source: str
+    sidecar: Sidecar = field(default_factory=Sidecar)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages, p."""
+        return len(self.rows)
+
+    @cached_property
+    def _by_frequency(self) -> dict[tuple[int, Kind, int], ProfileRow]:
+        return {
+            (stage, kind, row.frequency_mhz): row
+            for stage, kinds in enumerate(self.rows)
+            for kind, rows in kinds.items()
+            for row in rows
+        }
+
+    def row(self, stage: int, kind: Kind, frequency_mhz: int) -> ProfileRow:
+        """The row of a stage, kind and frequency.
+
+        Raises:
+            ProfileError: that frequency was not profiled there.
+        """
+        found = self._by_frequency.get((stage, kind, frequency_mhz))
+        if found is None:
+            listed = ", ".join(str(row.frequency_mhz) for row in self.rows[stage][kind])
+            raise ProfileError(
+                f"{self.source}: stage {stage} {kind.value} was not profiled at this "
+                "frequency (MHz)",
+                value=frequency_mhz,
+                remedy=f"Profiled there: {listed}.",
+            )
+        return found
+
+    def max_frequency_mhz(self, stage: int, kind: Kind) -> int:
+        """The highest frequency listed, even where it is not the fastest."""
+        return self.rows[stage][kind][0].frequency_mhz
+
+    @cached_property
+    def optimal_frequency_mhz(self) -> tuple[int, ...]:
+        """For each stage, the frequency at the bottom of its energy valley.
+
+        The one with the least energy of one forward plus one backward (Choi et al., ATC'23,
+        section 3.2); of equal ones the highest.
+
+        Raises:
+            ProfileError: a stage whose forward and backward have no frequency in common.
+        """
+        optimal = []
+        for stage, kinds in enumerate(self.rows):
+            backward_j = {row.frequency_mhz: row.energy_j for row in kinds[Kind.BACKWARD]}
+            both = [
+                (row.energy_j + backward_j[row.frequency_mhz], -row.frequency_mhz)
+                for row in kinds[Kind.FORWARD]
+                if row.frequency_mhz in backward_j
+            ]
+            if not both:
+                raise ProfileError(
+                    f"{self.source}: stage {stage} has no frequency that both its forward and its "
+                    "backward were profiled at, so it has no energy valley",
+                    remedy="Profile both at the same frequencies.",
+                )
+            optimal.append(-min(both)[1])
+        return tuple(optimal)
+
+    def pareto(self, stage: int, kind: Kind) -> tuple[ProfileRow, ...]:
+        """The rows that no other beats in both time and energy, fastest first."""
+        efficient: list[ProfileRow] = []
+        for row in sorted(self.rows[stage][kind], key=lambda r: (r.time_s, r.energy_j)):
+            if not efficient or row.energy_j < efficient[-1].energy_j:
+                efficient.append(row)
+        return tuple(efficient)
+
+    def for_chunks(self, num_chunks: int) -> Profile:
+        """The profile of one of `num_chunks` chunks of each stage.
+
+        A profile without chunks gives each of V chunks 1/V of its stage's time and energy.
+
+        Raises:
+            ProfileError: the profile was measured with another number of chunks.
+        """
+        if num_chunks == self.sidecar.num_chunks:
+            return self
+        if self.sidecar.num_chunks != 1:
+            raise ProfileError(
+                f"{self.source} was measured with {self.sidecar.num_chunks} chunks a stage",
+                value=num_chunks,
+                remedy="Plan for as many chunks, or profile without chunks.",
+            )
+        rows = tuple(
+            {
+                kind: tuple(
+                    ProfileRow(r.frequency_mhz, r.time_s / num_chunks, r.energy_j / num_chunks)
+                    for r in rows
+                )
+                for kind, rows in kinds.items()
+            }
+            for kinds in self.rows
+        )
+        sidecar = replace(self.sidecar, num_chunks=num_chunks)
+        return Profile(rows, self.sha256, self.source, sidecar)
+
+    def lookup(
+        self, frequency_mhz: NDArray[np.int64], is_backward: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Time and energy of each unit.
+
+        Args:
+            frequency_mhz: [num_stages, units_per_stage].
+            is_backward: the same shape.
+
+        Returns:
+            times in s and energies in J, the same shape.
+
+        Raises:
+            ProfileError: a frequency that was not profiled for that stage and kind.
+        """
+        time_s = np.empty(frequency_mhz.shape)
+        energy_j = np.empty(frequency_mhz.shape)
+        for stage in range(frequency_mhz.shape[0]):
+            for kind, mask in (
+                (Kind.FORWARD, ~is_backward[stage]),
+                (Kind.BACKWARD, is_backward[stage]),
+            ):
+                for frequency in np.unique(frequency_mhz[stage][mask]):
+                    row = self.row(stage, kind, int(frequency))
+                    units = mask & (frequency_mhz[stage] == frequency)
+                    time_s[stage][units] = row.time_s
+                    energy_j[stage][units] = row.energy_j
+        return time_s, energy_j
+
+    def to_csv(self) -> str:
+        """The table as CSV text."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for (stage, kind, _), row in self._by_frequency.items():
+            writer.writerow([stage, kind.value, row.frequency_mhz, row.time_s, row.energy_j])
+        return out.getvalue()
+
+    def write(self, path: Path) -> None:
+        """Write the CSV, and the sidecar beside it."""
+        path.write_text(self.to_csv())
+        write_sidecar(self.sidecar, sidecar_path(path))
+
+
+def make_profile(
+    rows: Iterable[tuple[int, Kind, ProfileRow]], *, source: str, sidecar: Sidecar | None = None
+) -> Profile:
+    """A checked profile from rows in any order.
+
+    Raises:
+        ProfileError: no rows, or a stage or an instruction of a stage without any.
+    """
+    table: dict[int, dict[Kind, list[ProfileRow]]] = {}
+    for stage, kind, row in rows:
+        table.setdefault(stage, {}).setdefault(kind, []).append(row)
+    if not table:
+        raise ProfileError(
+            f"{source} has no rows", remedy="A profile lists every stage and instruction."
+        )
+    stages: list[dict[Kind, tuple[ProfileRow, ...]]] = []
+    for stage in range(max(table) + 1):
+        kinds: dict[Kind, tuple[ProfileRow, ...]] = {}
+        for kind in Kind:
+            if kind not in table.get(stage, {}):
+                raise ProfileError(
+                    f"{source} has no row for stage {stage} {kind.value}",
+                    remedy=f"Profile the forward and the backward of stages 0 to {max(table)}.",
+                )
+            kinds[kind] = tuple(
+                sorted(table[stage][kind], key=lambda r: r.frequency_mhz, reverse=True)
+            )
+        stages.append(kinds)
+    profile = Profile(tuple(stages), "", source, sidecar or Sidecar())
+    digest = hashlib.sha256(profile.to_csv().encode()).hexdigest()
+    return Profile(profile.rows, digest, source, profile.sidecar)
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a profile CSV, and its sidecar if there is one.
+
+    Raises:
+        ProfileError: naming file, line and value of what is wrong.
+    """
+    try:
+        content = path.read_bytes()
+        reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""))
+        lines = list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ProfileError(
+            f"Profile {path} is not readable: {error}", remedy="Give a profile CSV."
+        ) from error
+    header = [name.strip() for name in lines[0]] if lines else []
+    if tuple(header[: len(COLUMNS)]) != COLUMNS:
+        raise ProfileError(
+            f"{path}, line 1: not the header of a profile",
+            value=",".join(header),
+            remedy=f"The first line must start with {','.join(COLUMNS)}.",
+        )
+    seen: dict[tuple[int, Kind, int], int] = {}
+    rows: list[tuple[int, Kind, ProfileRow]] = []
+    for number, cells in enumerate(lines[1:], start=2):
+        if not any(cell.strip() for cell in cells):
+            continue
+        stage, kind, row = _parse_row(cells, f"{path}, line {number}")
+        key = (stage, kind, row.frequency_mhz)
+        if key in seen:
+            raise ProfileError(
+                f"{path}, line {number}: a second row for stage {stage} {kind.value} at this "
+                "frequency (MHz)",
+                value=row.frequency_mhz,
+                remedy=f"The first stands on line {seen[key]}; keep one.",
+            )
+        seen[key] = number
+        rows.append((stage, kind, row))
+    sidecar = read_sidecar(sidecar_path(path)) if sidecar_path(path).exists() else Sidecar()
+    profile = make_profile(rows, source=str(path), sidecar=sidecar)
+    return Profile(profile.rows, hashlib.sha256(content).hexdigest(), str(path), sidecar)
+
+
+def _parse_row(cells: Sequence[str], where: str) -> tuple[int, Kind, ProfileRow]:
+    if len(cells) < len(COLUMNS):
+        raise ProfileError(
+            f"{where}: too few columns", value=",".join(cells), remedy=f"Needed: {COLUMNS}."
+        )
+    stage_text, instruction, frequency_text, time_text, energy_text = (
+        cell.strip() for cell in cells[: len(COLUMNS)]
+    )
+    if instruction not in set(Kind):
+        raise ProfileError(
+            f"{where}: unknown instruction", value=instruction, remedy="Use forward or backward."
+        )
+    stage = _number(stage_text, f"{where}: stage", integral=True)
+    frequency = _number(frequency_text, f"{where}: frequency (MHz)", integral=True, positive=True)
+    time_s = _number(time_text, f"{where}: time (s)", positive=True)
+    energy_j = _number(energy_text, f"{where}: energy (J)")
+    return int(stage), Kind(instruction), ProfileRow(int(frequency), time_s, energy_j)
+
+
+def _number(text: str, what: str, *, integral: bool = False, positive: bool = False) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ProfileError(f"{what} is not a number", value=text)
+    if value < 0 or (positive and value == 0):
+        raise ProfileError(f"{what} must be {'above' if positive else 'at least'} 0", value=text)
+    if integral and not value.is_integer():
+        raise ProfileError(f"{what} must be a whole number", value=text)
+    return value

@@ -1,0 +1,345 @@
+"""Units and schedules: the order in which each stage runs its forwards and backwards.
+
+A schedule is data. One interpreter executes it, one timeline predicts it, and a policy gives each
+of its units a frequency; none of them knows how the order was made.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.errors import EnvPipeError
+
+IntArray = NDArray[np.int32]
+
+
+class ScheduleError(EnvPipeError):
+    """A schedule that cannot run: a unit is missing, repeated, too early, or never ready."""
+
+
+class Kind(StrEnum):
+    """What a unit computes; the values are the `instruction` column of a profile."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+    @cached_property
+    def letter(self) -> str:
+        """`F` or `B`, as units are written."""
+        return self.value[0].upper()
+
+
+_KIND_BY_LETTER = {kind.letter: kind for kind in Kind}
+_UNIT_PATTERN = re.compile(r"([FB])(\d+)(?:\.(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The forward or backward of one microbatch of one chunk, on whichever stage lists it."""
+
+    kind: Kind
+    microbatch: int
+    chunk: int = 0
+
+    def label(self, num_chunks: int = 1) -> str:
+        """The unit as plans write it: `F3`, or `F3.1` where the pipeline has chunks."""
+        chunk = f".{self.chunk}" if num_chunks > 1 else ""
+        return f"{self.kind.letter}{self.microbatch}{chunk}"
+
+    def __str__(self) -> str:
+        return self.label(self.chunk + 1)
+
+
+@lru_cache(maxsize=1 << 16)
+def unit(kind: Kind, microbatch: int, chunk: int = 0) -> Unit:
+    """A shared `Unit`: every stage of a pipeline lists the same ones."""
+    return Unit(kind, microbatch, chunk)
+
+
+def parse_unit(text: str) -> Unit:
+    """Read `F3` or `F3.1`.
+
+    Raises:
+        ScheduleError: the text is not a unit.
+    """
+    match = _UNIT_PATTERN.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise ScheduleError(
+            "A unit is not readable",
+            value=text,
+            remedy="Write F or B, the microbatch, and .chunk if there are chunks: F3, B0, F3.1.",
+        )
+    letter, microbatch, chunk = match.groups()
+    return unit(_KIND_BY_LETTER[letter], int(microbatch), int(chunk or 0))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """For each stage, the order of its units; checked to be executable when it is made.
+
+    Every stage runs each forward once and either each backward once or none at all (forward-only).
+    Units are also numbered through the whole pipeline: *node* `stage * units_per_stage + position`
+    is the unit at that position of that stage's order.
+
+    Args:
+        name: what the order is called, such as `1f1b`.
+        num_microbatches: M.
+        num_chunks: V, the virtual pipeline stages on each stage; chunk `c` of the last stage feeds
+            chunk `c + 1` of the first (Narayanan et al., SC'21, section 2.2).
+        stages: the order of each stage.
+
+    Raises:
+        ScheduleError: naming the unit that is missing, unknown, repeated, or can never run.
+    """
+
+    name: str
+    num_microbatches: int
+    num_chunks: int
+    stages: tuple[tuple[Unit, ...], ...]
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches < 1:
+            raise ScheduleError(
+                "A schedule needs at least one microbatch",
+                value=self.num_microbatches,
+                remedy="Give a positive number of microbatches.",
+            )
+        if not self.stages or self.num_chunks < 1:
+            raise ScheduleError(
+                "A schedule needs at least one stage and one chunk",
+                value=(len(self.stages), self.num_chunks),
+            )
+        if not self.forward_only:
+            self._check_forward_before_backward()
+        self.topological_order  # noqa: B018 - computed now, so that a deadlock is found here
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages, p."""
+        return len(self.stages)
+
+    @property
+    def units_per_stage(self) -> int:
+        """Units in each stage's order."""
+        return len(self.stages[0])
+
+    @property
+    def num_units(self) -> int:
+        """Units of the whole pipeline."""
+        return self.num_stages * self.units_per_stage
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether the schedule has no backwards, as in evaluation."""
+        return self.units_per_stage == self.num_microbatches * self.num_chunks
+
+    def unit_at(self, node: int) -> Unit:
+        """The unit of a node."""
+        stage, position = divmod(node, self.units_per_stage)
+        return self.stages[stage][position]
+
+    def stage_of(self, node: int) -> int:
+        """The stage of a node."""
+        return node // self.units_per_stage
+
+    def describe(self, node: int) -> str:
+        """A node for messages: `F3 on stage 1`."""
+        return f"{self.unit_at(node).label(self.num_chunks)} on stage {self.stage_of(node)}"
+
+    @cached_property
+    def is_backward(self) -> NDArray[np.bool_]:
+        """[num_stages, units_per_stage] whether the unit there is a backward."""
+        return self._codes >= self.num_microbatches * self.num_chunks
+
+    @cached_property
+    def cross_dependency(self) -> IntArray:
+        """[num_units] the node on a neighbour stage that a node receives from, or -1.
+
+        A forward receives its input from the stage before, a backward its gradient from the stage
+        after; with chunks the last stage and the first are neighbours too. The last backward chunk
+        of the last stage needs its own forward only, which stands earlier on the same stage.
+        """
+        position = np.empty((self.num_stages, self.units_per_stage), dtype=np.int32)
+        stages = np.arange(self.num_stages, dtype=np.int32)[:, None]
+        position[stages, self._codes] = np.arange(self.units_per_stage, dtype=np.int32)
+        node_of_code = position + stages * self.units_per_stage
+
+        microbatch, chunk = self._codes % self.num_microbatches, self.chunks
+        direction = np.where(self.is_backward, 1, -1)
+        source_stage = stages + direction
+        source_chunk = chunk.copy()
+        source_chunk[source_stage < 0] -= 1
+        source_chunk[source_stage >= self.num_stages] += 1
+        exists = (source_chunk >= 0) & (source_chunk < self.num_chunks)
+        source_code = (
+            self.is_backward * self.num_chunks + np.clip(source_chunk, 0, self.num_chunks - 1)
+        ) * self.num_microbatches + microbatch
+        source = node_of_code[source_stage % self.num_stages, source_code]
+        return np.where(exists, source, -1).astype(np.int32).ravel()
+
+    @cached_property
+    def cross_successor(self) -> IntArray:
+        """[num_units] the node that receives from a node, or -1: `cross_dependency` inverted."""
+        successor = np.full(self.num_units, -1, dtype=np.int32)
+        receivers = np.flatnonzero(self.cross_dependency >= 0)
+        successor[self.cross_dependency[receivers]] = receivers
+        return successor
+
+    @cached_property
+    def topological_order(self) -> list[int]:
+        """All nodes, each after the nodes it depends on.
+
+        Raises:
+            ScheduleError: the stages wait for each other in a circle.
+        """
+        width = self.units_per_stage
+        cross = self.cross_dependency.tolist()
+        successor = self.cross_successor.tolist()
+        done = bytearray(self.num_units)
+        next_node = [stage * width for stage in range(self.num_stages)]
+        order: list[int] = []
+        runnable = list(range(self.num_stages - 1, -1, -1))
+        while runnable:
+            stage = runnable.pop()
+            node, end = next_node[stage], (stage + 1) * width
+            while node < end and (cross[node] < 0 or done[cross[node]]):
+                done[node] = 1
+                order.append(node)
+                waiting = successor[node]
+                if waiting >= 0 and next_node[waiting // width] == waiting:
+                    runnable.append(waiting // width)
+                node += 1
+            next_node[stage] = node
+        if len(order) < self.num_units:
+            stuck = [
+                f"{self.describe(node)} waits for {self.describe(cross[node])}"
+                for stage, node in enumerate(next_node)
+                if node < (stage + 1) * width
+            ]
+            raise ScheduleError(
+                f"Schedule '{self.name}' would deadlock: " + "; ".join(stuck),
+                remedy="Each stage must run its units in an order its neighbours can feed.",
+            )
+        return order
+
+    @cached_property
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """For each stage, the most microbatches (x chunks) whose activations it holds at once."""
+        if self.forward_only:
+            return (0,) * self.num_stages
+        held = np.cumsum(np.where(self.is_backward, -1, 1), axis=1)
+        return tuple(int(peak) for peak in held.max(axis=1))
+
+    @cached_property
+    def warmup_forwards(self) -> tuple[int, ...]:
+        """For each stage, the forwards before its first backward, less the one 1F1B pairs with it.
+
+        Comparable with 1F1B's `p - s - 1` (Narayanan et al., SC'21, section 2.2).
+        """
+        if self.forward_only:
+            return (self.units_per_stage,) * self.num_stages
+        return tuple(int(first) - 1 for first in self.is_backward.argmax(axis=1))
+
+    @property
+    def extra_forwards(self) -> tuple[int, ...]:
+        """For each stage, the warm-up forwards beyond those of 1F1B; below zero never."""
+        return tuple(
+            max(0, warmup - min(self.num_stages - stage - 1, self.num_microbatches - 1))
+            for stage, warmup in enumerate(self.warmup_forwards)
+        )
+
+    @cached_property
+    def outer_envelope(self) -> frozenset[int]:
+        """Nodes of the outer envelope.
+
+        First forward of each stage, all units of the last stage, last backward of each stage
+        (Choi et al., ATC'23, section 3).
+        """
+        width = self.units_per_stage
+        last_stage = range((self.num_stages - 1) * width, self.num_stages * width)
+        edges = [
+            node
+            for stage in range(self.num_stages)
+            for node in (stage * width, (stage + 1) * width - 1)
+        ]
+        return frozenset([*edges, *last_stage])
+
+    def labels(self) -> list[list[str]]:
+        """The orders as plans write them."""
+        return [[unit.label(self.num_chunks) for unit in order] for order in self.stages]
+
+    @cached_property
+    def _codes(self) -> IntArray:
+        """[num_stages, units_per_stage] each unit as a number, dense by kind, chunk, microbatch."""
+        known = all_units(self.num_microbatches, self.num_chunks)
+        code_of = {u: code for code, u in enumerate(known)}
+        code_of_id = {id(u): code for u, code in code_of.items()}  # hashing an int is far cheaper
+        forwards = len(code_of) // 2
+        expected = forwards if len(self.stages[0]) <= forwards else 2 * forwards
+        rows = np.empty((self.num_stages, expected), dtype=np.int32)
+        for stage, order in enumerate(self.stages):
+            codes = np.array(
+                [code_of_id.get(id(u), -1) for u in order], dtype=np.int32
+            )  # -1: not one of the shared units, perhaps an equal one
+            for position in np.flatnonzero(codes < 0):
+                codes[position] = code_of.get(order[position], -1)
+            counts = np.bincount(codes + 1, minlength=expected + 1)
+            unknown, repeated = counts[0], np.flatnonzero(counts[1:] > 1)
+            missing = np.flatnonzero(counts[1:] == 0)
+            if unknown or len(counts) > expected + 1:
+                outside = np.flatnonzero((codes < 0) | (codes >= expected))[0]
+                raise ScheduleError(
+                    f"Stage {stage} lists a unit that the job does not have",
+                    value=order[outside].label(self.num_chunks),
+                    remedy=f"The job has {self.num_microbatches} microbatches and "
+                    f"{self.num_chunks} chunk(s), and all stages run the same kinds of units.",
+                )
+            if repeated.size:
+                raise ScheduleError(
+                    f"Stage {stage} lists a unit twice",
+                    value=known[repeated[0]].label(self.num_chunks),
+                    remedy="Every unit runs exactly once.",
+                )
+            if missing.size:
+                raise ScheduleError(
+                    f"Stage {stage} lacks a unit",
+                    value=known[missing[0]].label(self.num_chunks),
+                    remedy=f"Each stage runs {expected} units; this one lists {len(order)}.",
+                )
+            rows[stage] = codes
+        return rows
+
+    @property
+    def chunks(self) -> IntArray:
+        """[num_stages, units_per_stage] the chunk of the unit there."""
+        return (self._codes // self.num_microbatches) % self.num_chunks
+
+    def _check_forward_before_backward(self) -> None:
+        forwards = self.num_microbatches * self.num_chunks
+        position = np.argsort(self._codes, axis=1)
+        early = np.argwhere(position[:, forwards:] < position[:, :forwards])
+        if early.size:
+            stage, code = (int(x) for x in early[0])
+            backward = unit(
+                Kind.BACKWARD, code % self.num_microbatches, code // self.num_microbatches
+            )
+            raise ScheduleError(
+                f"Stage {stage} runs {backward.label(self.num_chunks)} before its forward",
+                remedy="A backward needs the activations of its own forward: put it later.",
+            )
+
+
+def all_units(num_microbatches: int, num_chunks: int) -> list[Unit]:
+    """Every unit that one stage runs: by kind, then chunk, then microbatch."""
+    return [
+        unit(kind, microbatch, chunk)
+        for kind in Kind
+        for chunk in range(num_chunks)
+        for microbatch in range(num_microbatches)
+    ]

@@ -1,0 +1,147 @@
+"""The sidecar of a profile: a JSON file of what else was measured about the same job."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from envpipe_megatron.errors import EnvPipeError
+
+SIDECAR_FORMAT = "envpipe-profile/1"
+
+
+class SidecarError(EnvPipeError):
+    """A sidecar that is not readable."""
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """What is known of a profiled job beyond its table; every field may be absent.
+
+    Args:
+        wait_power_w: for each stage, the power of a GPU that waits in a receive by the clock set
+            while it waits, `{frequency_mhz: power_w}`.
+        p2p_latency_s: for each boundary between stages.
+        tail_time_s: for each stage, the time after its last unit (gradient reduction, optimizer).
+        activation_bytes: for each stage, what one microbatch in flight holds.
+        free_bytes: for each stage, what is free beside one microbatch.
+        frequency_change_s: from the request of a clock until it runs.
+    """
+
+    gpu: str | None = None
+    tensor_parallel: int = 1
+    num_chunks: int = 1
+    microbatch_size: int | None = None
+    sequence_length: int | None = None
+    wait_power_w: tuple[Mapping[int, float], ...] | None = None
+    p2p_latency_s: tuple[float, ...] | None = None
+    tail_time_s: tuple[float, ...] | None = None
+    activation_bytes: tuple[float, ...] | None = None
+    free_bytes: tuple[float, ...] | None = None
+    frequency_change_s: float | None = None
+
+
+def sidecar_path(profile_path: Path) -> Path:
+    """Where the sidecar of a profile CSV stands."""
+    return profile_path.with_suffix(".json")
+
+
+def read_sidecar(path: Path) -> Sidecar:
+    """Read a sidecar JSON.
+
+    Raises:
+        SidecarError: naming the file and the field that is wrong.
+    """
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SidecarError(f"Sidecar {path} is not readable JSON: {error}") from error
+    if not isinstance(data, dict) or data.get("format") != SIDECAR_FORMAT:
+        found = data.get("format") if isinstance(data, dict) else data
+        raise SidecarError(
+            f"{path}: field 'format'", value=found, remedy=f"It must be '{SIDECAR_FORMAT}'."
+        )
+    values: dict[str, Any] = {}
+    for name, value in data.items():
+        if name == "format":
+            continue
+        try:
+            values[name] = _READERS[name](value)
+        except KeyError:
+            raise SidecarError(
+                f"{path}: unknown field",
+                value=name,
+                remedy=f"Known: {', '.join(_READERS)}.",
+            ) from None
+        except (TypeError, ValueError, AttributeError) as error:
+            raise SidecarError(f"{path}: field '{name}' is wrong", value=value) from error
+    return Sidecar(**values)
+
+
+def write_sidecar(sidecar: Sidecar, path: Path) -> None:
+    """Write a sidecar JSON."""
+    path.write_text(json.dumps(_to_json(sidecar), indent=1) + "\n")
+
+
+def _non_negative(value: Any) -> float:
+    number = float(value)
+    if isinstance(value, bool | str) or not math.isfinite(number) or number < 0:
+        raise ValueError
+    return number
+
+
+def _per_stage(values: Any) -> tuple[float, ...]:
+    return tuple(_non_negative(value) for value in values)
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError
+    return value
+
+
+def _read_wait_power(entries: Any) -> tuple[Mapping[int, float], ...]:
+    by_stage: dict[int, dict[int, float]] = {}
+    for entry in entries:
+        try:
+            stage, frequency, power = entry["stage"], entry["frequency_mhz"], entry["power_w"]
+        except KeyError as missing:
+            raise ValueError from missing
+        by_stage.setdefault(int(stage), {})[_count(frequency)] = _non_negative(power)
+    if sorted(by_stage) != list(range(len(by_stage))):
+        raise ValueError
+    return tuple(by_stage[stage] for stage in range(len(by_stage)))
+
+
+_READERS: dict[str, Any] = {
+    "gpu": str,
+    "tensor_parallel": _count,
+    "num_chunks": _count,
+    "microbatch_size": _count,
+    "sequence_length": _count,
+    "wait_power_w": _read_wait_power,
+    "p2p_latency_s": _per_stage,
+    "tail_time_s": _per_stage,
+    "activation_bytes": _per_stage,
+    "free_bytes": _per_stage,
+    "frequency_change_s": _non_negative,
+}
+
+
+def _to_json(sidecar: Sidecar) -> dict[str, Any]:
+    data: dict[str, Any] = {"format": SIDECAR_FORMAT}
+    for name in _READERS:
+        value = getattr(sidecar, name)
+        if name == "wait_power_w" and value is not None:
+            value = [
+                {"stage": stage, "frequency_mhz": frequency, "power_w": power}
+                for stage, curve in enumerate(value)
+                for frequency, power in curve.items()
+            ]
+        if value is not None:
+            data[name] = list(value) if isinstance(value, tuple) else value
+    return data
