@@ -1,0 +1,1 @@
+"""Policies: from a schedule and a profile to a plan."""

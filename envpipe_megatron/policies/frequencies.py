@@ -1,0 +1,50 @@
+"""The policies that give every unit its frequency by a rule (Choi et al., ATC'23, section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.plan import max_frequencies
+from envpipe_megatron.profile import Profile
+from envpipe_megatron.schedule import Schedule
+
+Frequencies = NDArray[np.int64]
+
+
+def baseline(schedule: Schedule, profile: Profile) -> Frequencies:
+    """All units at the highest profiled frequency."""
+    return max_frequencies(schedule, profile)
+
+
+def uniform(schedule: Schedule, profile: Profile) -> Frequencies:
+    """All units at their stage's optimal frequency.
+
+    Raises:
+        ProfileError: a stage whose forward and backward share no profiled frequency.
+    """
+    optimal = np.array(profile.optimal_frequency_mhz, dtype=np.int64)[:, None]
+    return np.repeat(optimal, schedule.units_per_stage, axis=1)
+
+
+def envelope(schedule: Schedule, profile: Profile) -> Frequencies:
+    """Maximum frequency on the outer envelope, optimal frequency inside it.
+
+    Raises:
+        ProfileError: a stage whose forward and backward share no profiled frequency.
+    """
+    on_envelope = np.isin(np.arange(schedule.num_units), list(schedule.outer_envelope))
+    return np.where(
+        on_envelope.reshape(schedule.is_backward.shape),
+        baseline(schedule, profile),
+        uniform(schedule, profile),
+    )
+
+
+POLICIES: dict[str, Callable[[Schedule, Profile], Frequencies]] = {
+    "baseline": baseline,
+    "uniform": uniform,
+    "envelope": envelope,
+}

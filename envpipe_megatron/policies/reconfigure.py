@@ -1,0 +1,172 @@
+"""EnvPipe's reconfiguring: raise frequencies on the critical path until it is the envelope.
+
+Choi et al., ATC'23, section 4.3, with the rules of the authors' code. One step takes the waits of
+one iteration and gives new frequencies; where the waits come from, a computed timeline or measured
+receives, is the caller's affair.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from envpipe_megatron.plan import Plan
+from envpipe_megatron.policies.frequencies import Frequencies
+from envpipe_megatron.profile import Profile
+from envpipe_megatron.schedule import Kind, Schedule
+from envpipe_megatron.timeline import (
+    RELATIVE_TOLERANCE,
+    Timeline,
+    critical_path,
+    is_envelope,
+)
+
+
+class Ended(StrEnum):
+    """Why reconfiguring ended."""
+
+    ENVELOPE = "the critical path is the outer envelope"
+    NOTHING_CAN_RISE = "nothing on the critical path can rise"
+    STEP_LIMIT = "the limit of steps was reached"
+
+
+@dataclass(frozen=True)
+class ReconfigurePolicy:
+    """Which units on the critical path one step raises.
+
+    Args:
+        name: EnvPipe's name.
+        granularity_mhz: a raised unit gets the lowest profiled frequency at least this much higher.
+        max_steps: steps after which the loop gives up.
+        select: from the path's nodes that can rise, in order from the end of the path, and their
+            frequencies, the nodes to raise together.
+    """
+
+    name: str
+    granularity_mhz: int
+    max_steps: int
+    select: Callable[[Sequence[int], Mapping[int, int]], Sequence[int]]
+
+
+def _last_on_path(path: Sequence[int], frequency_mhz: Mapping[int, int]) -> Sequence[int]:
+    return path[:1]
+
+
+def _lowest_on_path(path: Sequence[int], frequency_mhz: Mapping[int, int]) -> Sequence[int]:
+    lowest = min(frequency_mhz[node] for node in path)
+    return [node for node in path if frequency_mhz[node] == lowest]
+
+
+#: Greedy raises one unit by 90 MHz, balanced all units with the lowest frequency by 30 MHz (V100
+#: and RTX 3090). Greedy needs a step for each of thousands of units, so it has its own limit.
+RECONFIGURE_POLICIES = {
+    "greedy": ReconfigurePolicy("greedy", 90, 50_000, _last_on_path),
+    "balanced": ReconfigurePolicy("balanced", 30, 5_000, _lowest_on_path),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One look at an iteration.
+
+    Args:
+        path: nodes of the critical path, from its end.
+        raised: node -> new frequency in MHz; empty when reconfiguring has ended.
+        ended: why, if it has.
+    """
+
+    path: list[int]
+    raised: dict[int, int]
+    ended: Ended | None
+
+
+@dataclass(frozen=True)
+class Reconfigured:
+    """The outcome of the whole loop."""
+
+    frequency_mhz: Frequencies
+    steps: int
+    ended: Ended
+
+
+class Ladders:
+    """The frequencies that each unit of a schedule can be raised through: those profiled."""
+
+    def __init__(self, schedule: Schedule, profile: Profile) -> None:
+        self._schedule = schedule
+        self._rungs = {
+            (stage, backward): sorted(
+                row.frequency_mhz for row in kinds[Kind.BACKWARD if backward else Kind.FORWARD]
+            )
+            for stage, kinds in enumerate(profile.rows)
+            for backward in (False, True)
+        }
+        self._is_backward = schedule.is_backward.ravel().tolist()
+
+    def next_above(self, node: int, frequency_mhz: int, granularity_mhz: int) -> int | None:
+        """The frequency to raise a node to, or None at the top."""
+        rungs = self._rungs[self._schedule.stage_of(node), self._is_backward[node]]
+        if frequency_mhz >= rungs[-1]:
+            return None
+        at = bisect_left(rungs, frequency_mhz + granularity_mhz)
+        return rungs[min(at, len(rungs) - 1)]
+
+
+def step(
+    schedule: Schedule,
+    frequency_mhz: Sequence[int],
+    receive_wait_s: Callable[[int], float],
+    threshold_s: float,
+    policy: ReconfigurePolicy,
+    ladders: Ladders,
+) -> Step:
+    """One reconfigure step on the waits of one iteration.
+
+    Args:
+        schedule: the order of units.
+        frequency_mhz: [num_units] the current frequency of each node.
+        receive_wait_s: how long a node waited for its input.
+        threshold_s: waits up to this count as none.
+        policy: greedy or balanced.
+        ladders: what frequencies there are.
+    """
+    path = critical_path(schedule, receive_wait_s, threshold_s)
+    if is_envelope(schedule, path):
+        return Step(path, {}, Ended.ENVELOPE)
+    targets = {
+        node: target
+        for node in path
+        if (target := ladders.next_above(node, frequency_mhz[node], policy.granularity_mhz))
+    }
+    if not targets:
+        return Step(path, {}, Ended.NOTHING_CAN_RISE)
+    chosen = policy.select(list(targets), {node: frequency_mhz[node] for node in targets})
+    return Step(path, {node: targets[node] for node in chosen}, None)
+
+
+def reconfigure(plan: Plan, policy: ReconfigurePolicy) -> Reconfigured:
+    """Repeat a policy's step offline, on the plan's own timeline."""
+    schedule, profile = plan.schedule, plan.profile
+    ladders = Ladders(schedule, profile)
+    timeline = Timeline(schedule, plan.timeline.duration_s, plan.latency_s)
+    frequency = plan.frequency_mhz.ravel().tolist()
+    is_backward = schedule.is_backward.ravel().tolist()
+    threshold_s = RELATIVE_TOLERANCE * timeline.iteration_time_s
+    steps = 0
+    while True:
+        taken = step(schedule, frequency, timeline.receive_wait_s, threshold_s, policy, ladders)
+        if taken.ended or steps >= policy.max_steps:
+            ended = taken.ended or Ended.STEP_LIMIT
+            shape = plan.frequency_mhz.shape
+            return Reconfigured(np.array(frequency).reshape(shape), steps, ended)
+        changed = {}
+        for node, target in taken.raised.items():
+            frequency[node] = target
+            kind = Kind.BACKWARD if is_backward[node] else Kind.FORWARD
+            changed[node] = profile.row(schedule.stage_of(node), kind, target).time_s
+        timeline.update(changed)
+        steps += 1
