@@ -1,0 +1,1 @@
+"""Bindings to training frameworks; each imports its own framework alone."""

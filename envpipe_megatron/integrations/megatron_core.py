@@ -1,0 +1,318 @@
+"""megatron-core's forward-backward function, executed from a schedule.
+
+`ForwardBackward` has the signature of megatron-core 0.16's forward-backward functions and does all
+that they do around the units (gradient synchronisation, finalising, timers, deallocation), with
+megatron-core's own `forward_step` and `backward_step` for the units. Which unit comes when is the
+schedule's affair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel.schedules import (
+    backward_step,
+    check_first_val_step,
+    clear_embedding_activation_buffer,
+    deallocate_output_tensor,
+    finish_embedding_wgrad_compute,
+    forward_step,
+    get_tensor_shapes,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config, get_model_type
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.runtime.channel import TensorSpec
+from envpipe_megatron.runtime.executor import StageRecord
+from envpipe_megatron.runtime.session import Session
+from envpipe_megatron.schedule import Schedule, Unit
+
+Tensors = list[torch.Tensor | None]
+
+
+class UnsupportedModelError(EnvPipeError):
+    """A feature of Megatron that EnvPipe does not run."""
+
+
+class ForwardBackward:
+    """Stands in for the function that `get_forward_backward_func` returns.
+
+    Args:
+        session: executes iterations; it is asked for one a call.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.last_record: StageRecord | None = None
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Iterator[Any] | list[Iterator[Any]],
+        model: torch.nn.Module | list[torch.nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """Run all forwards and backwards of one iteration.
+
+        The arguments are those of `megatron.core.pipeline_parallel.get_forward_backward_func`.
+
+        Returns:
+            on the last stage what the loss function reduced, one entry a microbatch; else nothing.
+
+        Raises:
+            UnsupportedModelError: a feature that is not run under EnvPipe.
+        """
+        chunks = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        config = get_model_config(chunks[0])
+        check_supported(config, get_model_type(chunks[0]))
+        groups = pg_collection or _default_groups()
+        shapes = get_tensor_shapes(
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )
+        if adjust_tensor_shapes_fn is not None:
+            shapes, sent_shapes = adjust_tensor_shapes_fn(shapes, shapes)
+            if sent_shapes != shapes:
+                raise UnsupportedModelError(
+                    "EnvPipe's channel needs messages of one shape through the pipeline",
+                    value=(shapes, sent_shapes),
+                    remedy="Run without --envpipe.",
+                )
+        spec = TensorSpec(tuple(tuple(shape) for shape in shapes), config.pipeline_dtype, _device())
+        works: list[_MegatronWork] = []
+
+        def make_work(schedule: Schedule) -> _MegatronWork:
+            work = _MegatronWork(
+                schedule=schedule,
+                forward_step_func=forward_step_func,
+                iterators=iterators,
+                chunks=chunks,
+                config=config,
+                groups=groups,
+                num_microbatches=num_microbatches,
+                forward_only=forward_only,
+                collect_non_loss_data=collect_non_loss_data,
+                first_val_step=first_val_step,
+            )
+            works.append(work)
+            return work
+
+        embedding_module = None
+        if config.finalize_model_grads_func is not None and not forward_only:
+            last_stage = groups.pp.rank() == groups.pp.size() - 1
+            embedding_module = clear_embedding_activation_buffer(config, chunks, last_stage)
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(
+                barrier=config.barrier_with_L1_time
+            )
+        run = self._session.evaluate if forward_only else self._session.run_iteration
+        self.last_record = run(num_microbatches, spec, make_work)
+        (work,) = works
+        if not forward_only:
+            work.finish_grads()
+            if config.finalize_model_grads_func is not None:
+                finish_embedding_wgrad_compute(config, embedding_module, work.last_stage, groups.tp)
+                config.finalize_model_grads_func(
+                    chunks,
+                    work.num_tokens if config.calculate_per_token_loss else None,
+                    pg_collection=groups,
+                    force_all_reduce=force_all_reduce,
+                )
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return work.losses
+
+
+class _MegatronWork:
+    """Units of one stage in one iteration, by megatron-core's own step functions."""
+
+    def __init__(
+        self,
+        *,
+        schedule: Schedule,
+        forward_step_func: Callable[..., Any],
+        iterators: list[Iterator[Any]],
+        chunks: list[torch.nn.Module],
+        config: Any,
+        groups: ProcessGroupCollection,
+        num_microbatches: int,
+        forward_only: bool,
+        collect_non_loss_data: bool,
+        first_val_step: bool | None,
+    ) -> None:
+        self._forward_step_func = forward_step_func
+        self._iterators = iterators
+        self._chunks = chunks
+        self._config = config
+        self._groups = groups
+        self._num_microbatches = num_microbatches
+        self._forward_only = forward_only
+        self._collect_non_loss_data = collect_non_loss_data
+        self._first_val_step = first_val_step
+        self._model_type = get_model_type(chunks[0])
+        self._stage: int = groups.pp.rank()
+        self.last_stage: bool = self._stage == groups.pp.size() - 1
+        # Megatron's window of partial checkpointing is what a stage holds at once.
+        self._max_in_flight = schedule.peak_in_flight[self._stage]
+        self._inputs: dict[tuple[int, int], Tensors] = {}
+        self._outputs: dict[tuple[int, int], Tensors] = {}
+        self._no_sync = contextlib.ExitStack()
+        self._sync_held = False
+        self.losses: list[Any] = []
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=_device())
+        if not forward_only:
+            self._hold_sync()
+
+    def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        """Run a forward; what a backward needs is kept."""
+        config = self._config
+        checkpointed = config.num_microbatches_with_partial_activation_checkpoints
+        input_tensor: Tensors = list(inputs) if inputs is not None else [None]
+        several = len(self._chunks) > 1
+        output_tensor, num_tokens = forward_step(
+            self._forward_step_func,
+            self._iterators[unit.chunk],
+            self._chunks[unit.chunk],
+            self._num_microbatches,
+            input_tensor,
+            self.losses,
+            config,
+            cp_group_size=self._groups.cp.size(),
+            collect_non_loss_data=self._collect_non_loss_data,
+            checkpoint_activations_microbatch=(
+                None
+                if checkpointed is None
+                else unit.microbatch % self._max_in_flight >= checkpointed
+            ),
+            is_first_microbatch=check_first_val_step(
+                self._first_val_step, self._forward_only, unit.microbatch == 0
+            ),
+            current_microbatch=unit.microbatch,
+            vp_stage=unit.chunk if several else None,
+            is_last_stage=self.last_stage and unit.chunk == len(self._chunks) - 1,
+        )
+        self.num_tokens += num_tokens
+        outputs = output_tensor if isinstance(output_tensor, list) else [output_tensor]
+        if not self._forward_only:
+            key = (unit.microbatch, unit.chunk)
+            self._inputs[key], self._outputs[key] = input_tensor, outputs
+        return outputs
+
+    def backward(self, unit: Unit, gradients: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        """Run a backward, and let gradients synchronise in a chunk's last one."""
+        key = (unit.microbatch, unit.chunk)
+        if unit.microbatch == self._num_microbatches - 1 and self._syncs_in_last_backward():
+            self._release_sync()
+        gradient: Tensors = list(gradients) if gradients is not None else [None]
+        result = backward_step(
+            self._inputs.pop(key), self._outputs.pop(key), gradient, self._model_type, self._config
+        )
+        if len(self._chunks) > 1:
+            self._hold_sync()  # another chunk's gradients are not complete yet
+        sent: list[torch.Tensor] = result
+        return sent
+
+    def sent(self, unit: Unit) -> None:
+        """Free an output's data: the channel keeps what it still sends."""
+        outputs = self._outputs.get((unit.microbatch, unit.chunk))
+        if outputs is not None:
+            deallocate_output_tensor(outputs[0], self._config.deallocate_pipeline_outputs)
+
+    def finish_grads(self) -> None:
+        """Launch the gradient reductions that no backward launched."""
+        held = self._sync_held
+        self._release_sync()
+        sync = self._config.grad_sync_func
+        if sync is None or not held:
+            return
+        per_chunk = sync if isinstance(sync, list) else [sync] * len(self._chunks)
+        for function, chunk in zip(per_chunk, self._chunks, strict=True):
+            function(chunk.parameters())
+
+    def _syncs_in_last_backward(self) -> bool:
+        """Megatron's rule: with its own reducer always, with a grad_sync_func on stage 0 alone.
+
+        The other stages reduce after their units then, in the bubble at the end.
+        """
+        if self._config.grad_sync_func is None:
+            return True
+        return self._stage == 0 and len(self._chunks) == 1
+
+    def _hold_sync(self) -> None:
+        if self._sync_held:
+            return
+        no_sync = self._config.no_sync_func
+        for function in no_sync if isinstance(no_sync, list) else [no_sync]:
+            if function is not None:
+                self._no_sync.enter_context(function())
+        self._sync_held = True
+
+    def _release_sync(self) -> None:
+        self._no_sync.close()
+        self._sync_held = False
+
+
+def check_supported(config: Any, model_type: ModelType) -> None:
+    """Refuse by name what EnvPipe's interpreter does not do.
+
+    Raises:
+        UnsupportedModelError: naming the feature and what to change.
+    """
+    refused = {
+        "encoder-and-decoder models": model_type == ModelType.encoder_and_decoder,
+        "variable_seq_lengths": config.variable_seq_lengths,
+        "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
+        "fine_grained_activation_offloading": config.fine_grained_activation_offloading,
+        "cuda_graph_impl 'local'": config.cuda_graph_impl == "local",
+    }
+    for feature, used in refused.items():
+        if used:
+            raise UnsupportedModelError(
+                f"EnvPipe does not run {feature}", remedy="Switch it off, or run without --envpipe."
+            )
+    if config.pipeline_dtype is None:
+        raise UnsupportedModelError(
+            "pipeline_dtype is not set", remedy="Set it to the type of the activations."
+        )
+
+
+def _default_groups() -> ProcessGroupCollection:
+    """The groups of parallel_state, as megatron-core's own schedules collect them."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.dp_cp = parallel_state.get_data_parallel_group(
+        with_context_parallel=True, partial_data_parallel=False
+    )
+    return groups
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

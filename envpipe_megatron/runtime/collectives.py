@@ -1,0 +1,62 @@
+"""What the ranks of a job tell each other between iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Collectives:
+    """Exchanges over a host-side (gloo) group of all ranks of the job.
+
+    Args:
+        group: holds every rank of the job.
+        stage: this rank's pipeline stage.
+        num_stages: p.
+        pipeline_group: host-side group of this rank's pipeline.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        stage: int,
+        num_stages: int,
+        pipeline_group: dist.ProcessGroup,
+    ) -> None:
+        self._group = group
+        self._stage = stage
+        self._num_stages = num_stages
+        self._pipeline_group = pipeline_group
+        self.is_planner = dist.get_rank(group) == 0
+
+    def gather_by_stage(self, value: T) -> list[list[T]]:
+        """Every rank's value, to every rank: for each stage, those of all its replicas."""
+        gathered: list[tuple[int, T] | None] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, (self._stage, value), group=self._group)
+        by_stage: list[list[T]] = [[] for _ in range(self._num_stages)]
+        for item in gathered:
+            assert item is not None
+            by_stage[item[0]].append(item[1])
+        return by_stage
+
+    def from_planner(self, value: T | None) -> T:
+        """The planner's value, to every rank; what others pass is ignored."""
+        box: list[T | None] = [value]
+        dist.broadcast_object_list(box, group=self._group, group_src=0)
+        return box[0]  # type: ignore[return-value]  # the planner passed a T
+
+    def latest(self, time_s: float) -> float:
+        """The latest of the pipeline's times."""
+        latest = torch.tensor([time_s], dtype=torch.float64)
+        dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=self._pipeline_group)
+        return float(latest.item())
+
+
+def mean(values: Sequence[float]) -> float:
+    """Mean over replicas."""
+    return sum(values) / len(values)

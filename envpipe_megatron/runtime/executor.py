@@ -1,0 +1,184 @@
+"""How a unit's time passes: on a GPU, on the host, or on an emulated GPU.
+
+The interpreter tells an executor when a unit's input has arrived and when its work was handed to
+the device; the executor knows when the device began and ended it. Each ended unit carries a
+*completion* that the clock controller waits for on its own thread.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from envpipe_megatron.schedule import Schedule
+
+FloatArray = NDArray[np.float64]
+
+
+class Completion(Protocol):
+    """Something that becomes true when the device has ended a unit; may be waited for anywhere."""
+
+    def synchronize(self) -> None:
+        """Return when it is true."""
+
+    def query(self) -> bool:
+        """Whether it is true."""
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """What one stage measured in one iteration.
+
+    Args:
+        start_s: [units_per_stage] start of each unit after the start of the iteration.
+        end_s: [units_per_stage] end of each unit.
+        receive_wait_s: [units_per_stage] from the end of the previous unit (or the start of the
+            iteration) until the input was there.
+        begin_s: start of the iteration on the time base of the GPU's meter.
+        iteration_time_s: from there to the end of the slowest stage.
+        wall_time_s: what the host saw.
+    """
+
+    start_s: FloatArray
+    end_s: FloatArray
+    receive_wait_s: FloatArray
+    begin_s: float
+    iteration_time_s: float
+    wall_time_s: float
+
+    @property
+    def unit_time_s(self) -> FloatArray:
+        """[units_per_stage] how long each unit took."""
+        return self.end_s - self.start_s
+
+    @property
+    def end_of_iteration_s(self) -> float:
+        """End of the iteration on the time base of the meter."""
+        return self.begin_s + self.iteration_time_s
+
+
+class Executor(Protocol):
+    """Times units; one iteration is begin_iteration, units, end_iteration."""
+
+    def begin_iteration(self, schedule: Schedule, stage: int) -> None:
+        """Start an iteration; all stages of the pipeline do so together."""
+
+    def begin_unit(self, sent_s: float | None) -> None:
+        """The next unit's input is there (or will be, in stream order)."""
+
+    def end_unit(self) -> tuple[float | None, Completion]:
+        """The unit's work has been handed over: its emulated end, if any, and its completion."""
+
+    def end_iteration(self) -> StageRecord:
+        """Wait for the last unit and read all times."""
+
+    def now_s(self) -> float:
+        """The present instant on the time base of the GPU's meter."""
+
+    def wait_for_message(self, sent_s: float | None) -> None:
+        """Outside an iteration: let the device wait for a message that has been received."""
+
+
+class HostExecutor:
+    """Wall time of a machine without a GPU and without an emulated one; for tests and debugging."""
+
+    def begin_iteration(self, schedule: Schedule, stage: int) -> None:
+        """Start the iteration's clock."""
+        self._begin_s = time.monotonic()
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+
+    def begin_unit(self, sent_s: float | None) -> None:
+        """Note the start."""
+        self._starts.append(time.monotonic() - self._begin_s)
+
+    def end_unit(self) -> tuple[float | None, Completion]:
+        """Note the end; the work is done when it has been handed over."""
+        self._ends.append(time.monotonic() - self._begin_s)
+        return None, Done()
+
+    def end_iteration(self) -> StageRecord:
+        """The noted times."""
+        elapsed = time.monotonic() - self._begin_s
+        return make_record(self._starts, self._ends, self._begin_s, elapsed, elapsed)
+
+    def now_s(self) -> float:
+        """The host's monotonic clock."""
+        return time.monotonic()
+
+    def wait_for_message(self, sent_s: float | None) -> None:
+        """Nothing to do: a host has waited when it has received."""
+
+
+class CudaExecutor:
+    """CUDA events around each unit; the host waits for them only at the end of the iteration."""
+
+    def begin_iteration(self, schedule: Schedule, stage: int) -> None:
+        """Record the iteration's start on the current stream."""
+        self._begin_s = time.monotonic()
+        self._begin = self._record()
+        self._starts: list[torch.cuda.Event] = []
+        self._ends: list[torch.cuda.Event] = []
+
+    def begin_unit(self, sent_s: float | None) -> None:
+        """Record the start behind the receive that the stream waits for."""
+        self._starts.append(self._record())
+
+    def end_unit(self) -> tuple[float | None, Completion]:
+        """Record the end; the event is the completion."""
+        event = self._record()
+        self._ends.append(event)
+        return None, event
+
+    def end_iteration(self) -> StageRecord:
+        """Wait for the last unit and read the events."""
+        self._ends[-1].synchronize()
+        starts, ends = (
+            [self._begin.elapsed_time(event) / 1e3 for event in events]
+            for events in (self._starts, self._ends)
+        )
+        wall_s = time.monotonic() - self._begin_s
+        return make_record(starts, ends, self._begin_s, ends[-1], wall_s)
+
+    def now_s(self) -> float:
+        """The host's monotonic clock, which the meters of real GPUs use."""
+        return time.monotonic()
+
+    def wait_for_message(self, sent_s: float | None) -> None:
+        """Wait for the stream, which waits for the message."""
+        torch.cuda.synchronize()
+
+    @staticmethod
+    def _record() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+        event.record()
+        return event
+
+
+class Done:
+    """A completion that is true from the start."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def query(self) -> bool:
+        """Always true."""
+        return True
+
+
+def make_record(
+    starts_s: list[float],
+    ends_s: list[float],
+    begin_s: float,
+    iteration_time_s: float,
+    wall_time_s: float,
+) -> StageRecord:
+    """A record from starts and ends relative to the start of the iteration."""
+    start, end = np.array(starts_s), np.array(ends_s)
+    previous_end = np.concatenate(([0.0], end[:-1]))
+    return StageRecord(start, end, start - previous_end, begin_s, iteration_time_s, wall_time_s)

@@ -1,0 +1,219 @@
+"""The online profile: what forwards and backwards of each stage cost at each clock.
+
+It is measured while training goes on, in two sweeps from the highest clock downwards. The first
+runs forwards and backwards at the same clock, so no clock changes inside an iteration and unit
+times are clean; it gives times, and the sum of forward and backward energy. The second leaves
+backwards at the maximum and varies forwards alone, which tells the two energies apart. There the
+clock changes at every unit and settles some milliseconds late, so units start at the wrong clock;
+their times against the first sweep's tell by how much, and the energies are corrected.
+
+Only the difference of energy between clocks can be told apart, not its level: every stage runs as
+many forwards as backwards, so a constant moved from one to the other changes no iteration's energy.
+The level at the maximum clock is split as if both drew the same power.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.profile import Profile, ProfileRow, make_profile
+from envpipe_megatron.runtime.collectives import Collectives, mean
+from envpipe_megatron.runtime.energy_meter import EnergyMeter
+from envpipe_megatron.runtime.energy_split import Measured, mean_without_outliers, split_energies
+from envpipe_megatron.runtime.executor import FloatArray, StageRecord
+from envpipe_megatron.runtime.orders import IterationOrder, Phase, PhaseRun, constant_order
+from envpipe_megatron.schedule import Kind, Schedule
+from envpipe_megatron.sidecar import Sidecar
+
+#: A sweep ends after this many rises of energy in a row: lower clocks are past the valley.
+_RISES_TO_STOP = 5
+#: Clocks of a sweep are this share of the maximum apart, so the valley lies some ten clocks down.
+_SWEEP_STEP = 0.04
+
+
+class ProfilerError(EnvPipeError):
+    """A sweep that cannot be made or read."""
+
+
+@dataclass(frozen=True)
+class ProfilerSettings:
+    """How long to stay at each clock.
+
+    Args:
+        settle_iterations: run and not measured after each change of the sweep's clock.
+        measured_iterations: averaged at each clock.
+        measured_split_iterations: the same in the second sweep.
+    """
+
+    settle_iterations: int = 1
+    measured_iterations: int = 5
+    measured_split_iterations: int = 3
+
+
+def sweep_frequencies(supported_mhz: Sequence[int]) -> list[int]:
+    """Clocks to sweep, from the maximum downwards in steps that the GPU supports."""
+    highest = max(supported_mhz)
+    wanted_mhz: float = highest
+    clocks = []
+    for frequency in sorted(supported_mhz, reverse=True):
+        if frequency <= wanted_mhz + 1e-9:
+            clocks.append(frequency)
+            wanted_mhz = frequency - _SWEEP_STEP * highest
+    return clocks
+
+
+@dataclass
+class _Point:
+    """Measured iterations at one clock: unit times, waits, and the windows of the meter."""
+
+    is_backward: NDArray[np.bool_]
+    unit_times_s: list[FloatArray] = field(default_factory=list)
+    windows_s: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, record: StageRecord) -> None:
+        self.unit_times_s.append(record.unit_time_s)
+        self.windows_s.append((record.begin_s, record.end_of_iteration_s))
+
+    def read(self, meter: EnergyMeter, wait_power_w: float) -> Measured:
+        times = np.array(self.unit_times_s)
+        energy_j = sum(meter.energy_j(start, end) for start, end in self.windows_s)
+        wait_s = sum(end - start for start, end in self.windows_s) - times.sum()
+        pairs = (~self.is_backward).sum() * len(self.windows_s)
+        return Measured(
+            mean_without_outliers(times[:, ~self.is_backward].ravel()),
+            mean_without_outliers(times[:, self.is_backward].ravel()),
+            float((energy_j - wait_power_w * wait_s) / pairs),
+        )
+
+
+class OnlineProfiler:
+    """Profiles a pipeline that trains by the framework's own order.
+
+    Args:
+        schedule: that order.
+        supported_mhz: the clocks of this rank's GPU.
+        stage: this rank's stage.
+        meter: of this rank's GPU.
+        wait_power_w: of this rank's GPU while it waits in a receive.
+        collectives: to the other ranks.
+        settings: how long to measure.
+        progress: told of each clock, with the share of the sweep that is done at most.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        supported_mhz: Sequence[int],
+        stage: int,
+        meter: EnergyMeter,
+        wait_power_w: float,
+        collectives: Collectives,
+        settings: ProfilerSettings,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._schedule = schedule
+        self._clocks = sweep_frequencies(supported_mhz)
+        self._is_backward = schedule.is_backward[stage]
+        self._meter = meter
+        self._wait_power_w = wait_power_w
+        self._collectives = collectives
+        self._settings = settings
+        self._progress = progress
+
+    def run(self, sidecar: Sidecar) -> PhaseRun[Profile]:
+        """Sweep, and give the profile of the whole pipeline to every rank.
+
+        Raises:
+            ProfilerError: GPUs with different clocks.
+        """
+        clocks = self._clocks
+        everyone = self._collectives.gather_by_stage(clocks)
+        if any(other != clocks for stage in everyone for other in stage):
+            raise ProfilerError(
+                "The GPUs of the pipeline support different clocks",
+                remedy="Profile each kind of GPU alone and give the profile by file.",
+            )
+        together = yield from self._sweep(
+            [(f, f) for f in clocks], self._settings.measured_iterations, stop_early=True
+        )
+        clocks = clocks[: len(together)]
+        top = clocks[0]
+        apart = yield from self._sweep(
+            [(f, top) for f in clocks[1:]], self._settings.measured_split_iterations
+        )
+        own, change_s = split_energies(clocks, together, apart)
+        return self._merge(clocks, own, change_s, sidecar)
+
+    def _sweep(
+        self, clocks: Sequence[tuple[int, int]], measured: int, *, stop_early: bool = False
+    ) -> PhaseRun[list[Measured]]:
+        points: list[Measured] = []
+        rises = 0
+        open_point: _Point | None = None
+        for index, (forward_mhz, backward_mhz) in enumerate([*clocks, clocks[-1]]):
+            order = constant_order(Phase.PROFILE, self._schedule, forward_mhz, backward_mhz)
+            # These iterations let the new clock settle, and the counter pass the window before.
+            for _ in range(self._settings.settle_iterations):
+                yield order
+            if open_point is not None:
+                points.append(open_point.read(self._meter, self._wait_power_w))
+                rises = self._rises(points, rises)
+                if stop_early and rises >= _RISES_TO_STOP:
+                    break
+            if index == len(clocks):
+                break
+            self._progress(
+                f"profile: forward {forward_mhz} MHz, backward {backward_mhz} MHz "
+                f"({index + 1} of at most {len(clocks)})"
+            )
+            open_point = yield from self._measure(order, measured)
+        return points
+
+    def _measure(self, order: IterationOrder, measured: int) -> PhaseRun[_Point]:
+        point = _Point(self._is_backward)
+        for _ in range(measured):
+            record = yield order
+            point.add(record)
+        return point
+
+    def _rises(self, points: Sequence[Measured], rises: int) -> int:
+        """Rises of energy in a row that every stage has seen."""
+        rose = len(points) > 1 and points[-1].pair_j > points[-2].pair_j
+        everywhere = all(mean(stage) == 1 for stage in self._collectives.gather_by_stage(rose))
+        return rises + 1 if everywhere else 0
+
+    def _merge(
+        self,
+        clocks: Sequence[int],
+        own: dict[Kind, list[ProfileRow]],
+        change_s: float,
+        sidecar: Sidecar,
+    ) -> Profile:
+        by_stage = self._collectives.gather_by_stage((own, change_s, self._wait_power_w))
+        rows = []
+        for stage, replicas in enumerate(by_stage):
+            for kind in Kind:
+                for index, frequency in enumerate(
+                    row.frequency_mhz for row in replicas[0][0][kind]
+                ):
+                    measured = [replica[0][kind][index] for replica in replicas]
+                    row = ProfileRow(
+                        frequency,
+                        mean([m.time_s for m in measured]),
+                        mean([m.energy_j for m in measured]),
+                    )
+                    rows.append((stage, kind, row))
+        wait_power = tuple(
+            {clocks[0]: mean([replica[2] for replica in replicas])} for replicas in by_stage
+        )
+        changes = [replica[1] for replicas in by_stage for replica in replicas]
+        facts = {"wait_power_w": wait_power, "frequency_change_s": max(changes)}
+        full = Sidecar(**{**vars(sidecar), **facts})
+        # One rank's arithmetic for all, so that every rank plans from the same bits.
+        profile = make_profile(rows, source="the online profile", sidecar=full)
+        return self._collectives.from_planner(profile)
