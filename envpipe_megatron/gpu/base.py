@@ -1,0 +1,161 @@
+"""What every GPU back end offers: clocks to set, meters to read, and the guard against setting.
+
+The guard stands here and not in the back ends: `lock_frequency` and `reset_frequency` are template
+methods that a subclass cannot replace, so a new back end cannot forget it.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from envpipe_megatron.errors import EnvPipeError
+
+FORBID_VARIABLE = "ENVPIPE_FORBID_CLOCK_CONTROL"
+
+
+class GpuError(EnvPipeError):
+    """A GPU, or what stands in for one, cannot do what was asked."""
+
+
+class ClockControlForbiddenError(GpuError):
+    """The environment forbids every call that changes a real GPU."""
+
+
+class UnsupportedFrequencyError(GpuError):
+    """The GPU has no such SM clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnergyReading:
+    """The energy counter at the last refresh, and when that refresh was.
+
+    Attributes:
+        energy_j: the counter's value in J. Only differences of two readings mean anything.
+        time_s: the instant of the refresh in s, on the time base of the GPU's `time_s()`. Dividing
+            by the difference of these, and not of the instants of reading, gives exact mean power.
+    """
+
+    energy_j: float
+    time_s: float
+
+
+def clock_control_forbidden() -> bool:
+    """Whether the environment forbids changing the clocks of real GPUs.
+
+    Every value but an empty one and `0` forbids: a typo (`true`, `yes`) must not unlock hardware.
+    """
+    return os.environ.get(FORBID_VARIABLE, "").strip() not in ("", "0")
+
+
+def nearest_frequencies(wanted_mhz: int, supported_mhz: Sequence[int]) -> tuple[int, ...]:
+    """Return the supported clocks in MHz next to the wanted one, at most one a side, highest first."""
+    below = [f for f in supported_mhz if f <= wanted_mhz]
+    above = [f for f in supported_mhz if f > wanted_mhz]
+    return tuple(([min(above)] if above else []) + ([max(below)] if below else []))
+
+
+class Gpu(ABC):
+    """One GPU: SM clock in MHz, power in W, energy in J, time in s.
+
+    Attributes:
+        drives_hardware: whether `_lock` and `_reset` change a real GPU. True unless a back end
+            says otherwise, so that forgetting to say it is safe.
+        name: the product's name, for reports.
+        supported_frequencies_mhz: every SM clock that can be locked, highest first.
+    """
+
+    drives_hardware: ClassVar[bool] = True
+    name: str
+    supported_frequencies_mhz: tuple[int, ...]
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        """Refuse a subclass (or a mixin of it) that replaces a guarded method.
+
+        Raises:
+            TypeError: when the class does so.
+        """
+        super().__init_subclass__(**kwargs)
+        for method in ("lock_frequency", "reset_frequency"):
+            if getattr(cls, method) is not getattr(Gpu, method):
+                raise TypeError(
+                    f"{cls.__qualname__} replaces {method}, which carries the guard of "
+                    f"{FORBID_VARIABLE}: implement _lock and _reset instead"
+                )
+
+    @final
+    def lock_frequency(self, frequency_mhz: int) -> None:
+        """Request that the SM clock be `frequency_mhz` from now on.
+
+        Returning means that the request is installed: the clock settles later, and a power cap may
+        keep it lower (see `observed_frequency_mhz`).
+
+        Raises:
+            ClockControlForbiddenError: a real GPU while the environment forbids clock control.
+            UnsupportedFrequencyError: not one of `supported_frequencies_mhz`.
+            GpuError: the back end could not do it.
+        """
+        self._refuse_if_forbidden(f"lock the clock at {frequency_mhz} MHz")
+        if frequency_mhz not in self.supported_frequencies_mhz:
+            near = nearest_frequencies(frequency_mhz, self.supported_frequencies_mhz)
+            raise UnsupportedFrequencyError(
+                f"{self.name} cannot run at this SM clock in MHz",
+                value=frequency_mhz,
+                remedy=f"Nearest supported: {', '.join(f'{f} MHz' for f in near) or 'none'}",
+            )
+        self._lock(frequency_mhz)
+
+    @final
+    def reset_frequency(self) -> None:
+        """Undo any lock: back to the driver's default.
+
+        Raises:
+            ClockControlForbiddenError: a real GPU while the environment forbids clock control.
+            GpuError: the back end could not do it.
+        """
+        self._refuse_if_forbidden("reset the clock")
+        self._reset()
+
+    def _refuse_if_forbidden(self, action: str) -> None:
+        # Read at every call: a process may get the variable after it has made its GPU objects.
+        if self.drives_hardware and clock_control_forbidden():
+            raise ClockControlForbiddenError(
+                f"Refused to {action} on {self.name}: {FORBID_VARIABLE} is set",
+                value=os.environ[FORBID_VARIABLE],
+                remedy=f"Unset {FORBID_VARIABLE}, or use the dry_run or emulated back end",
+            )
+
+    @abstractmethod
+    def _lock(self, frequency_mhz: int) -> None:
+        """Install the request for a supported clock in MHz."""
+
+    @abstractmethod
+    def _reset(self) -> None:
+        """Remove any lock."""
+
+    @property
+    @abstractmethod
+    def requested_frequency_mhz(self) -> int | None:
+        """The clock in MHz that this library last requested, None after a reset or before any.
+
+        It is a memory of requests: NVML has no getter for a lock.
+        """
+
+    @property
+    @abstractmethod
+    def observed_frequency_mhz(self) -> int:
+        """The SM clock in MHz that the GPU reports now."""
+
+    @property
+    @abstractmethod
+    def power_w(self) -> float:
+        """The power in W that the GPU reports now."""
+
+    @abstractmethod
+    def read_energy(self) -> EnergyReading:
+        """Return the cumulative energy counter at its last refresh. May take milliseconds."""
+
+    @abstractmethod
+    def time_s(self) -> float:
+        """Return the present instant in s on the time base of `EnergyReading.time_s`."""

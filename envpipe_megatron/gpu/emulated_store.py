@@ -1,0 +1,151 @@
+"""Files of the emulated GPUs of a node: one state file a GPU, shared by every process.
+
+A writer holds an exclusive `flock` on a lock file, writes the whole state beside the state file and
+renames it over. The rename is atomic, so a reader needs no lock and never sees half a state, and a
+process that is killed at any point leaves the old state or the new one; its lock dies with it.
+Nothing is synced to disk: the state need not survive the machine.
+"""
+
+import fcntl
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.emulated_state import EmulatedState, parse_state
+
+ROOT_VARIABLE = "ENVPIPE_EMULATED_ROOT"
+_PREFIX, _SUFFIX = "gpu", ".json"
+
+
+class EmulatedStateError(GpuError):
+    """The state of an emulated GPU is missing, foreign, or cannot be written."""
+
+
+def default_root() -> Path:
+    """Return the folder of this node's GPUs: ENVPIPE_EMULATED_ROOT, or one per machine and user."""
+    given = os.environ.get(ROOT_VARIABLE)
+    if given:
+        return Path(given)
+    # The host's name, because the temporary folder may be one that several machines share.
+    name = f"envpipe-emulated-{socket.gethostname()}-{os.getuid()}"
+    return Path(tempfile.gettempdir()) / name
+
+
+def stored_indices(root: Path) -> tuple[int, ...]:
+    """Return the indices of the GPUs that have a state file in a folder, ascending."""
+    indices = []
+    for path in root.glob(f"{_PREFIX}*{_SUFFIX}"):
+        digits = path.name[len(_PREFIX) : -len(_SUFFIX)]
+        if digits.isascii() and digits.isdigit() and str(int(digits)) == digits:
+            indices.append(int(digits))
+    return tuple(sorted(indices))
+
+
+class StateFile:
+    """The state file of one emulated GPU.
+
+    Args:
+        root: folder of the node.
+        index: the GPU's index in it, from 0.
+    """
+
+    def __init__(self, root: Path, index: int) -> None:
+        self.path = root / f"{_PREFIX}{index}{_SUFFIX}"
+        self._lock_path = root / f"{_PREFIX}{index}.lock"
+        self._new_path = root / f"{_PREFIX}{index}{_SUFFIX}.new"
+
+    def read(self) -> EmulatedState:
+        """Return the state.
+
+        Raises:
+            EmulatedStateError: there is none, or the file is not one.
+        """
+        try:
+            text = self.path.read_bytes()
+        except FileNotFoundError as error:
+            known = stored_indices(self.path.parent)
+            raise EmulatedStateError(
+                "There is no such emulated GPU",
+                value=str(self.path),
+                remedy=f"Known in this folder: {', '.join(map(str, known)) or 'none'}. Create it "
+                f"with EmulatedGpu.create, or point {ROOT_VARIABLE} at the right folder",
+            ) from error
+        except OSError as error:
+            raise self._broken(f"cannot be read: {error}") from error
+        try:
+            return parse_state(text)
+        except ValueError as error:
+            raise self._broken(str(error)) from error
+
+    @contextmanager
+    def transaction(self) -> Iterator[EmulatedState]:
+        """Give the state for change, alone, and write it when the block ends without error.
+
+        Raises:
+            EmulatedStateError: the state is missing or wrong, or cannot be written.
+        """
+        with self._locked():
+            state = self.read()
+            yield state
+            self._write(state)
+
+    def create(self, fresh: EmulatedState) -> EmulatedState:
+        """Write `fresh` where no state exists; return the state that is there then.
+
+        Raises:
+            EmulatedStateError: the folder cannot be used, or holds a foreign file there.
+        """
+        try:
+            # Private to the user: whoever can write here decides what the others read.
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unusable(error) from error
+        with self._locked():
+            if self.path.exists():
+                return self.read()
+            self._write(fresh)
+            return fresh
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        # Opened anew each time: a lock belongs to the opened file, so threads of a process exclude
+        # each other, and a forked child does not share its parent's.
+        try:
+            descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            self.read()  # says that the GPU does not exist
+            raise
+        except OSError as error:
+            raise self._unusable(error) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _write(self, state: EmulatedState) -> None:
+        # One name for the new file is enough under the lock, and what a killed writer left of it
+        # is overwritten instead of piling up.
+        try:
+            self._new_path.write_bytes(state.to_json())
+            self._new_path.replace(self.path)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _broken(self, problem: str) -> EmulatedStateError:
+        return EmulatedStateError(
+            f"The state of an emulated GPU is unusable: {problem}",
+            value=str(self.path),
+            remedy="End the jobs that use it and delete the file; the GPU starts anew",
+        )
+
+    def _unusable(self, error: OSError) -> EmulatedStateError:
+        return EmulatedStateError(
+            f"Cannot write the state of an emulated GPU: {error}",
+            value=str(self.path),
+            remedy=f"Point {ROOT_VARIABLE} at a folder of your own with free space",
+        )
