@@ -1,0 +1,397 @@
+"""Does an order finish on the channels between stages? Decided before training, without a GPU.
+
+**Stage.** A stage is one sequential process. For each unit of its order it (1) takes the unit's
+input from a channel, if another stage makes it, (2) computes, (3) sends the output, if another
+stage needs it. A hop from a stage to itself (one stage with chunks) uses no channel.
+
+**Channel.** Messages of one kind from one stage to one other are a channel and arrive in the order
+they were sent. Kind and source name it: activations leave a stage for the next one only and
+gradients for the one before only, also where the hop wraps around between the last stage and the
+first. Two stages with chunks are each other's neighbour on both sides, which makes four channels
+(each kind each way), so whether a hop wraps need not be part of the name.
+
+**Taken, posted, matched.** A message is *taken* when the receiving stage stands at the unit that
+needs it and the message is there. A receive is *posted* when the communication library knows of
+it, and a send is *matched* when a posted receive exists for it. Transfers are rendezvous: an
+unmatched message has not left its sender.
+
+**Capacity.** A stage stops behind a send for as long as more than `capacity` messages of that
+channel are not taken:
+
+* `None`: asynchronous sends, a stage never stops behind one (several hardware queues);
+* `0`: a send returns when the peer stands at the receive (blocking send and receive);
+* `k`: up to `k` messages may be on their way.
+
+A channel that keeps one receive posted ahead (the first when the step starts, the next whenever a
+message is taken) has always one receive more posted than messages taken. A stage that stops behind
+a send while more than `u` messages are unmatched therefore has capacity `u + 1`: the posted-ahead
+receive adds one. A single hardware queue stops at the first unmatched send (`u = 0`): capacity 1.
+
+**One simulation is enough.** Stages are deterministic and wait on channels only. What a stage waits
+for (a message, or that one was taken) can only be brought about by others and never undone by them,
+so a step that is possible stays possible until it is made, and two possible steps lead to the same
+state in either order. Hence all interleavings end in one and the same state (Kahn, 'The semantics
+of a simple language for parallel programming', IFIP 1974; a bounded channel is an unbounded one
+with credits flowing back). `stopping_points` searches all interleavings and so checks this claim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from envpipe_megatron.builders import envpipe, one_f_one_b
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.schedule import Kind, Schedule, Unit
+
+_REMEDY = (
+    "Set CUDA_DEVICE_MAX_CONNECTIONS=8, with which sends are asynchronous (capacity None), or "
+    "allow a larger capacity."
+)
+
+
+class ChannelError(EnvPipeError):
+    """An order that the channels between stages cannot carry."""
+
+
+class Action(StrEnum):
+    """The call in which a stage waits."""
+
+    SEND = "send"
+    RECEIVE = "receive"
+
+
+@dataclass(frozen=True)
+class StuckStage:
+    """A stage that waits for ever to send its `unit`'s output to `peer` or to receive its input."""
+
+    stage: int
+    unit: Unit
+    action: Action
+    peer: int
+
+
+@dataclass(frozen=True)
+class Stall:
+    """The state in which an order stops for ever; `stuck` are the unfinished stages in order."""
+
+    schedule: Schedule
+    capacity: int | None
+    stuck: tuple[StuckStage, ...]
+
+    def __str__(self) -> str:
+        chunks = self.schedule.num_chunks
+        words = {Action.SEND: "sends the output of {} to", Action.RECEIVE: "awaits {}'s input from"}
+        return "; ".join(
+            f"stage {at.stage} {words[at.action].format(at.unit.label(chunks))} stage {at.peer}"
+            for at in self.stuck
+        )
+
+
+@dataclass(frozen=True)
+class ChannelFit:
+    """Extra forwards, one count a stage, with which EnvPipe's order finishes on a channel.
+
+    `lowered` says whether a stage has fewer than was asked for, and `reason` tells the user which,
+    from what to what, and why.
+    """
+
+    extra_forwards: tuple[int, ...]
+    lowered: bool
+    reason: str
+
+
+def check_message_order(schedule: Schedule) -> None:
+    """Check that every channel's messages are taken in the order in which they are sent.
+
+    A channel knows no names of messages: in another order units would get the wrong tensors.
+
+    Raises:
+        ChannelError: naming two messages that would be exchanged.
+    """
+    if schedule.num_stages == 1:
+        return
+    width = schedule.units_per_stage
+    successor = schedule.cross_successor.reshape(schedule.num_stages, width)
+    for stage in range(schedule.num_stages):
+        for backward in (False, True):
+            sends = (schedule.is_backward[stage] == backward) & (successor[stage] >= 0)
+            sender = np.flatnonzero(sends) + stage * width
+            receiver = schedule.cross_successor[sender]
+            early = np.flatnonzero(np.diff(receiver) < 0)
+            if early.size:
+                one, two = early[0], early[0] + 1
+                raise ChannelError(
+                    f"Schedule '{schedule.name}' runs {schedule.describe(sender[one])} before "
+                    f"{schedule.describe(sender[two])}, but their outputs are needed the other "
+                    f"way round: {schedule.describe(receiver[two])} comes before "
+                    f"{schedule.describe(receiver[one])}",
+                    remedy="Messages arrive in the order they are sent: list the units of "
+                    "neighbouring stages in the same order.",
+                )
+
+
+def completes(schedule: Schedule, capacity: int | None) -> bool:
+    """Whether every stage reaches the end of its order on such channels; raises as `find_stall`."""
+    return find_stall(schedule, capacity) is None
+
+
+def find_stall(schedule: Schedule, capacity: int | None) -> Stall | None:
+    """Run the order on channels of this capacity; the state it stops in, or None if it finishes.
+
+    One run decides for all interleavings (see the module). A message makes at most two stages
+    runnable, so the work is linear in the number of units.
+
+    Raises:
+        ChannelError: a negative capacity, or messages taken in another order than sent.
+    """
+    _check_capacity(capacity)
+    check_message_order(schedule)
+    num_stages, width = schedule.num_stages, schedule.units_per_stage
+    limit = schedule.num_units if capacity is None else capacity
+    source, target = _channels(schedule)
+    sent, taken = [0] * (2 * num_stages), [0] * (2 * num_stages)
+    position = [stage * width for stage in range(num_stages)]
+    behind_send = [-1] * num_stages  # the channel whose last send a stage still stands in
+    runnable, queued = list(range(num_stages - 1, -1, -1)), [True] * num_stages
+
+    def wake(stage: int) -> None:
+        if not queued[stage]:
+            queued[stage] = True
+            runnable.append(stage)
+
+    while runnable:
+        stage = runnable.pop()
+        queued[stage] = False
+        node, end, behind = position[stage], (stage + 1) * width, behind_send[stage]
+        while behind < 0 or sent[behind] - taken[behind] <= limit:
+            behind = -1
+            if node == end:
+                break
+            channel = source[node]
+            if channel >= 0:
+                if sent[channel] == taken[channel]:
+                    break
+                taken[channel] += 1
+                wake(channel % num_stages)
+            behind = target[node]
+            if behind >= 0:
+                sent[behind] += 1
+                wake((stage + (1 if behind < num_stages else -1)) % num_stages)
+            node += 1
+        position[stage], behind_send[stage] = node, behind
+
+    stuck = []
+    for stage, (node, behind) in enumerate(zip(position, behind_send, strict=True)):
+        if behind >= 0:
+            peer = schedule.stage_of(int(schedule.cross_successor[node - 1]))
+            stuck.append(StuckStage(stage, schedule.unit_at(node - 1), Action.SEND, peer))
+        elif node < (stage + 1) * width:
+            peer = schedule.stage_of(int(schedule.cross_dependency[node]))
+            stuck.append(StuckStage(stage, schedule.unit_at(node), Action.RECEIVE, peer))
+    return Stall(schedule, capacity, tuple(stuck)) if stuck else None
+
+
+def max_falling_step(capacity: int | None) -> int | None:
+    """How far a stage's extra forwards may exceed its successor's on channels of this capacity.
+
+    `2 * capacity - 1`; with a capacity of one or more this is exact: EnvPipe's order finishes if
+    and only if no step is larger. Take a stage with `w` warm-up forwards before one with `v`. When
+    the first has just sent a forward and the second a backward, `w - v + 1` messages between them
+    are not taken, both directions together. They stop for each other when each direction holds
+    `capacity + 1`, which takes `w - v = 2 * capacity + 1`, and 1F1B's own `w - v` is 1. No rise
+    that the order allows at all stalls. Asynchronous sends set no limit: None.
+    """
+    return None if capacity is None else 2 * capacity - 1
+
+
+def fit_to_channel(
+    num_stages: int, num_microbatches: int, extra_forwards: Sequence[int], capacity: int | None
+) -> ChannelFit:
+    """The most extra forwards, none above the given, with which EnvPipe's order finishes.
+
+    From the last stage to the first, a stage whose extra forwards exceed its successor's by more
+    than `max_falling_step` is lowered to just that step. Two stages that block each other are
+    always such a pair, the front one in the send of an activation, so this is also where lowering
+    that stage by one, again and again, ends. `find_stall` confirms the result.
+
+    Args:
+        num_stages: p.
+        num_microbatches: M.
+        extra_forwards: for each stage, the warm-up forwards beyond 1F1B's that are wanted.
+        capacity: of each channel; None lowers nothing.
+
+    Raises:
+        ChannelError: not even 1F1B finishes: capacity 0 with two or more stages and microbatches,
+            where the last stage but one sends its second activation while the last sends its first
+            gradient. (Megatron runs 1F1B there with a send and a receive in one call.)
+        ScheduleError: extra forwards that the job cannot have on any channel; see `envpipe`.
+    """
+    wanted = tuple(int(extra) for extra in extra_forwards)
+    step = max_falling_step(capacity)
+    if completes(envpipe(num_stages, num_microbatches, wanted), capacity) or step is None:
+        return ChannelFit(wanted, False, "The channel carries the order as it is.")
+    stall = find_stall(one_f_one_b(num_stages, num_microbatches), capacity)
+    if stall is not None:
+        raise ChannelError(
+            f"Not even 1F1B finishes on a channel of this capacity: {stall}",
+            value=capacity,
+            remedy=_REMEDY,
+        )
+    fitted = list(wanted)
+    for stage in range(num_stages - 2, -1, -1):
+        fitted[stage] = min(fitted[stage], fitted[stage + 1] + step)
+    stall = find_stall(envpipe(num_stages, num_microbatches, fitted), capacity)
+    if stall is not None:
+        raise ChannelError(
+            f"Extra forwards lowered to {fitted} stall still: {stall}",
+            value=list(wanted),
+            remedy="This is a fault of this software, please report it. " + _REMEDY,
+        )
+    changes = ", ".join(
+        f"stage {stage} from {before} to {after}"
+        for stage, (before, after) in enumerate(zip(wanted, fitted, strict=True))
+        if after < before
+    )
+    reason = (
+        f"Extra forwards lowered on {changes}: on a channel of capacity {capacity} they may fall "
+        f"by at most {step} from a stage to the next. {_REMEDY}"
+    )
+    return ChannelFit(tuple(fitted), True, reason)
+
+
+def explore_all(schedule: Schedule, capacity: int | None, max_states: int = 1_000_000) -> bool:
+    """Whether every interleaving of the stages' steps finishes; see `stopping_points`."""
+    points = stopping_points(schedule, capacity, max_states)
+    return points == {(schedule.units_per_stage,) * schedule.num_stages}
+
+
+def stopping_points(
+    schedule: Schedule, capacity: int | None, max_states: int = 1_000_000
+) -> frozenset[tuple[int, ...]]:
+    """Every state that some interleaving ends in, as units wholly finished on each stage.
+
+    For small jobs, and a check of `find_stall`, with which it shares only the check of its input.
+    It models the library one level lower: receives are posted, a transfer of a matched message is
+    a step of its own, and a stage waits behind a send for *transfers*. Capacity 0 posts a receive
+    when the stage stands at it and lets no send go untransferred; `k` and None post one ahead, and
+    `k` lets `k - 1` sends go untransferred.
+
+    Raises:
+        ChannelError: more than `max_states` global states, a negative capacity, or messages taken
+            in another order than sent.
+    """
+    _check_capacity(capacity)
+    check_message_order(schedule)
+    programs = [_program(schedule, stage, capacity) for stage in range(schedule.num_stages)]
+    channels = sorted({c for program in programs for _, c in program if c is not None})
+    index = {channel: len(programs) + i for i, channel in enumerate(channels)}
+    sent = {c: _counts(programs[c[1]], ("start", c)) for c in channels}
+    taken = {c: _counts(programs[c[2]], ("take", c)) for c in channels}
+    finished = [_counts(program, ("end", None)) for program in programs]
+    may_wait = max(0, (capacity or 0) - 1)
+
+    def next_states(state: _State) -> list[_State]:
+        follow = []
+        for stage, program in enumerate(programs):
+            place = state[stage]
+            if place == len(program):
+                continue
+            action, channel = program[place]
+            possible = True
+            if channel is not None and action == "take":
+                possible = state[index[channel]] > taken[channel][place]
+            elif channel is not None and action == "wait":
+                possible = sent[channel][place] - state[index[channel]] <= may_wait
+            if possible:
+                follow.append(_plus_one(state, stage))
+        for channel in channels:
+            _, source, target = channel
+            place = state[target]
+            at_receive = programs[target][place : place + 1] == [("take", channel)]
+            posted = taken[channel][place] + (at_receive if capacity == 0 else 1)
+            if state[index[channel]] < min(posted, sent[channel][state[source]]):
+                follow.append(_plus_one(state, index[channel]))
+        return follow
+
+    # A state is each stage's place in its program, then the messages transferred on each channel.
+    start = (0,) * (len(programs) + len(channels))
+    seen, frontier, points = {start}, [start], set()
+    while frontier:
+        state = frontier.pop()
+        follow = next_states(state)
+        if not follow:
+            points.add(tuple(done[at] for done, at in zip(finished, state, strict=False)))
+        frontier.extend(new for new in follow if new not in seen)
+        seen.update(follow)
+        if len(seen) > max_states:
+            raise ChannelError(
+                f"Schedule '{schedule.name}' has too many interleavings to search",
+                value=max_states,
+                remedy="Ask `completes`, which needs one run, or raise max_states.",
+            )
+    return frozenset(points)
+
+
+_State = tuple[int, ...]
+_Channel = tuple[Kind, int, int]  # kind, sending stage, receiving stage
+_Step = tuple[str, _Channel | None]
+
+
+def _program(schedule: Schedule, stage: int, capacity: int | None) -> list[_Step]:
+    """A stage's steps: take, start a send, wait until it may go on, end a unit."""
+    last = schedule.num_stages - 1
+    before, after = (stage - 1) % (last + 1), (stage + 1) % (last + 1)
+    steps: list[_Step] = []
+    for unit in schedule.stages[stage]:
+        front = (before, stage == 0 and unit.chunk == 0)
+        back = (after, stage == last and unit.chunk == schedule.num_chunks - 1)
+        backward = unit.kind is Kind.BACKWARD
+        (source, no_input), (target, no_output) = (back, front) if backward else (front, back)
+        if source != stage and not no_input:
+            steps.append(("take", (unit.kind, source, stage)))
+        if target != stage and not no_output:
+            steps.append(("start", (unit.kind, stage, target)))
+            if capacity is not None:
+                steps.append(("wait", (unit.kind, stage, target)))
+        steps.append(("end", None))
+    return steps
+
+
+def _counts(program: list[_Step], counted: _Step) -> list[int]:
+    """How often a step was made, by place in the program."""
+    done = [0]
+    for step in program:
+        done.append(done[-1] + (step == counted))
+    return done
+
+
+def _plus_one(state: _State, place: int) -> _State:
+    return (*state[:place], state[place] + 1, *state[place + 1 :])
+
+
+def _channels(schedule: Schedule) -> tuple[list[int], list[int]]:
+    """For each node the channel it takes from and the one it sends to, or -1.
+
+    A channel's number is its sending stage for activations, and p more for gradients.
+    """
+    num_stages, width = schedule.num_stages, schedule.units_per_stage
+    if num_stages == 1:
+        return [-1] * width, [-1] * width
+    first = schedule.is_backward.ravel() * num_stages
+    dependency, stages = schedule.cross_dependency, np.repeat(np.arange(num_stages), width)
+    source = np.where(dependency >= 0, first + dependency // width, -1)
+    target = np.where(schedule.cross_successor >= 0, first + stages, -1)
+    return source.tolist(), target.tolist()
+
+
+def _check_capacity(capacity: int | None) -> None:
+    if capacity is not None and capacity < 0:
+        raise ChannelError(
+            "The capacity of a channel is a number of messages",
+            value=capacity,
+            remedy="Give zero or more, or None for asynchronous sends.",
+        )

@@ -1,0 +1,417 @@
+"""Orders on channels of every capacity: searched exhaustively when small, by property beyond."""
+
+import random
+from functools import cache
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envpipe_megatron import builders
+from envpipe_megatron.channel_model import (
+    Action,
+    ChannelError,
+    StuckStage,
+    check_message_order,
+    completes,
+    explore_all,
+    find_stall,
+    fit_to_channel,
+    max_falling_step,
+    stopping_points,
+)
+from envpipe_megatron.schedule import Kind, Schedule, ScheduleError, Unit, parse_unit
+
+CAPACITIES = (None, 0, 1, 2)
+
+
+def most_extra(num_stages: int, num_microbatches: int) -> list[int]:
+    return [max(0, num_microbatches - (num_stages - stage)) for stage in range(num_stages)]
+
+
+def extra_vectors(num_stages: int, num_microbatches: int) -> list[tuple[int, ...]]:
+    """Every vector of extra forwards that has an order at all.
+
+    A stage cannot take more warm-up forwards than the stage before sends ahead of its first
+    backward, so the counts rise by at most one; the builder refuses the others.
+    """
+    most = most_extra(num_stages, num_microbatches)
+    return [
+        extra
+        for extra in product(*(range(count + 1) for count in most))
+        if all(after - before <= 1 for before, after in pairwise(extra))
+    ]
+
+
+def envpipe_orders(num_stages: int, num_microbatches: int) -> list[Schedule]:
+    return [
+        builders.envpipe(num_stages, num_microbatches, extra)
+        for extra in extra_vectors(num_stages, num_microbatches)
+    ]
+
+
+def other_orders(num_stages: int, num_microbatches: int, max_chunks: int = 3) -> list[Schedule]:
+    """GPipe, 1F1B, forward-only, and with chunks where the job allows it."""
+    orders = [
+        builders.gpipe(num_stages, num_microbatches),
+        builders.one_f_one_b(num_stages, num_microbatches),
+    ]
+    for chunks in range(1, max_chunks + 1):
+        orders.append(builders.forward_only(num_stages, num_microbatches, chunks))
+        if chunks > 1 and num_microbatches % num_stages == 0:
+            orders.append(builders.interleaved(num_stages, num_microbatches, chunks))
+    return orders
+
+
+def where(schedule: Schedule) -> str:
+    return f"{schedule.name} p={schedule.num_stages} M={schedule.num_microbatches} " + str(
+        schedule.extra_forwards
+    )
+
+
+def schedule_of(num_microbatches: int, *stages: str) -> Schedule:
+    orders = tuple(tuple(parse_unit(text) for text in stage.split()) for stage in stages)
+    return Schedule("by hand", num_microbatches, 1, orders)
+
+
+def stuck(stage: int, unit: str, action: Action, peer: int) -> StuckStage:
+    return StuckStage(stage, parse_unit(unit), action, peer)
+
+
+# Every order of the builders, small.
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_asynchronous_sends_carry_every_small_order(num_stages: int) -> None:
+    for num_microbatches in range(1, 9):
+        orders = envpipe_orders(num_stages, num_microbatches)
+        orders += other_orders(num_stages, num_microbatches, max_chunks=4)
+        for schedule in orders:
+            check_message_order(schedule)
+            assert completes(schedule, None), where(schedule)
+
+
+def test_the_builder_has_an_order_for_exactly_the_vectors_tried_here() -> None:
+    for num_stages, num_microbatches in ((2, 5), (3, 5), (4, 6)):
+        valid = set(extra_vectors(num_stages, num_microbatches))
+        most = most_extra(num_stages, num_microbatches)
+        for extra in set(product(*(range(count + 1) for count in most))) - valid:
+            with pytest.raises(ScheduleError, match="deadlock"):
+                builders.envpipe(num_stages, num_microbatches, extra)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_microbatches"),
+    [(p, m) for p, most in ((1, 4), (2, 8), (3, 5), (4, 3)) for m in range(1, most + 1)],
+)
+def test_all_interleavings_end_where_the_one_simulation_ends(
+    num_stages: int, num_microbatches: int
+) -> None:
+    """All orders of the builders with p = 2, M <= 8; p = 3, M <= 5; p = 4, M <= 3."""
+    orders = envpipe_orders(num_stages, num_microbatches)
+    orders += other_orders(num_stages, num_microbatches, max_chunks=2)
+    for schedule in orders:
+        for capacity in CAPACITIES:
+            assert_one_stopping_point(schedule, capacity)
+
+
+@pytest.mark.parametrize("extra", [(0, 0, 0, 0), (0, 0, 1, 2), (0, 1, 2, 3)])
+def test_all_interleavings_of_four_stages_and_four_microbatches(extra: tuple[int, ...]) -> None:
+    for capacity in CAPACITIES:
+        assert_one_stopping_point(builders.envpipe(4, 4, extra), capacity)
+
+
+def assert_one_stopping_point(schedule: Schedule, capacity: int | None) -> None:
+    points = stopping_points(schedule, capacity)
+    assert len(points) == 1, f"{where(schedule)} capacity {capacity} is not confluent: {points}"
+    stall = find_stall(schedule, capacity)
+    finished = dict.fromkeys(range(schedule.num_stages), schedule.units_per_stage)
+    for at in stall.stuck if stall else ():
+        finished[at.stage] = schedule.stages[at.stage].index(at.unit)
+    assert points == {tuple(finished.values())}, f"{where(schedule)} capacity {capacity}"
+    assert explore_all(schedule, capacity) == (stall is None)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_an_order_stalls_exactly_where_extra_forwards_fall_too_fast(num_stages: int) -> None:
+    for num_microbatches in range(1, 9):
+        for schedule in envpipe_orders(num_stages, num_microbatches):
+            fall = max(before - after for before, after in pairwise(schedule.extra_forwards))
+            for capacity in (1, 2, 3):
+                step = max_falling_step(capacity)
+                assert step is not None
+                assert completes(schedule, capacity) == (fall <= step), (where(schedule), capacity)
+
+
+@pytest.mark.parametrize("capacity", [1, 2])
+def test_fit_is_the_largest_vector_that_completes(capacity: int) -> None:
+    for num_stages, num_microbatches in ((2, 8), (3, 7), (4, 6)):
+        orders = envpipe_orders(num_stages, num_microbatches)
+        good = {order.extra_forwards for order in orders if completes(order, capacity)}
+        for order in orders:
+            wanted = order.extra_forwards
+            fit = fit_to_channel(num_stages, num_microbatches, wanted, capacity)
+            assert fit.extra_forwards in good
+            assert fit.lowered == (fit.extra_forwards != wanted) == (wanted not in good)
+            below = [v for v in good if all(a <= b for a, b in zip(v, wanted, strict=True))]
+            assert fit.extra_forwards == tuple(max(column) for column in zip(*below, strict=True))
+
+
+@pytest.mark.parametrize("capacity", [1, 2])
+def test_fit_is_where_lowering_one_forward_at_a_time_ends(capacity: int) -> None:
+    for extra in extra_vectors(4, 7):
+        lowered = list(extra)
+        while stall := find_stall(builders.envpipe(4, 7, lowered), capacity):
+            sends = {(at.stage, at.peer) for at in stall.stuck if at.action is Action.SEND}
+            fronts = [stage for stage, peer in sends if stage < peer and (peer, stage) in sends]
+            assert fronts, f"{lowered} stalls without two stages that send to each other: {stall}"
+            lowered[max(fronts, key=lambda s: lowered[s] - lowered[s + 1])] -= 1
+        assert fit_to_channel(4, 7, extra, capacity).extra_forwards == tuple(lowered)
+
+
+# Every order of the builders, up to 8 stages and 24 microbatches.
+
+
+@pytest.mark.parametrize("num_stages", range(2, 9))
+def test_orders_without_extra_forwards_complete(num_stages: int) -> None:
+    for num_microbatches in range(1, 25):
+        for schedule in other_orders(num_stages, num_microbatches, max_chunks=2):
+            for capacity in (None, 1, 2):
+                assert completes(schedule, capacity), (where(schedule), capacity)
+
+
+@pytest.mark.parametrize("num_stages", range(2, 9))
+def test_orders_by_the_formula_complete_once_they_are_fitted(num_stages: int) -> None:
+    seen: dict[tuple[int, tuple[int, ...]], bool] = {}
+    for num_microbatches in (1, num_stages, num_stages + 3, 16, 24):
+        for ratio in (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0):
+            for step in (None, 1, 2, 3, 5):
+                extra = builders.envpipe_extra_forwards(
+                    [ratio] * num_stages, [1.0] * num_stages, num_microbatches, max_warmup_step=step
+                )
+                key = (num_microbatches, tuple(extra))
+                if key in seen:
+                    continue
+                seen[key] = True
+                assert completes(builders.envpipe(num_stages, num_microbatches, extra), None), key
+                for capacity in (1, 2):
+                    fit = fit_to_channel(num_stages, num_microbatches, extra, capacity)
+                    order = builders.envpipe(num_stages, num_microbatches, fit.extra_forwards)
+                    assert completes(order, capacity), (key, capacity)
+    assert len(seen) > 5
+
+
+@pytest.mark.parametrize(("step", "capacity"), [(1, 1), (2, 2), (3, 2)])
+def test_limited_warmup_steps_need_no_fitting(step: int, capacity: int) -> None:
+    for num_stages in range(2, 9):
+        extra = builders.envpipe_extra_forwards(
+            [2.0] * num_stages, [1.0] * num_stages, 24, max_warmup_step=step
+        )
+        assert completes(builders.envpipe(num_stages, 24, extra), capacity)
+
+
+# Beyond the builders.
+
+
+@cache
+def forward(microbatch: int) -> Unit:
+    return Unit(Kind.FORWARD, microbatch)
+
+
+@cache
+def backward(microbatch: int) -> Unit:
+    return Unit(Kind.BACKWARD, microbatch)
+
+
+def random_order(
+    num_stages: int, num_microbatches: int, rng: random.Random, *, in_order: bool
+) -> Schedule:
+    """List scheduling: any stage runs any ready unit, so the result is executable by construction.
+
+    `in_order`: a message is taken only if it is the oldest of its channel, as channels need it.
+    """
+    activations: list[list[int]] = [[] for _ in range(num_stages)]  # arrived, oldest first
+    activations[0] = rng.sample(range(num_microbatches), num_microbatches)
+    gradients: list[list[int]] = [[] for _ in range(num_stages)]
+    orders: list[list[Unit]] = [[] for _ in range(num_stages)]
+    bias = [rng.random() for _ in range(num_stages)]  # how soon a stage turns to a backward
+
+    def pick(messages: list[int]) -> int:
+        return messages.pop(0 if in_order else rng.randrange(len(messages)))
+
+    while ready := [s for s in range(num_stages) if activations[s] or gradients[s]]:
+        stage = rng.choice(ready)
+        if gradients[stage] and (not activations[stage] or rng.random() < bias[stage]):
+            done = pick(gradients[stage])
+            orders[stage].append(backward(done))
+            if stage > 0:
+                gradients[stage - 1].append(done)
+        else:
+            done = pick(activations[stage])
+            orders[stage].append(forward(done))
+            if stage < num_stages - 1:
+                activations[stage + 1].append(done)
+            else:  # its gradients start from its own forwards, in any order
+                gradients[stage].insert(rng.randint(0, len(gradients[stage])), done)
+    return Schedule("random", num_microbatches, 1, tuple(tuple(order) for order in orders))
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(1, 8), st.integers(1, 24), st.randoms(use_true_random=False))
+def test_asynchronous_sends_carry_every_random_order(
+    num_stages: int, num_microbatches: int, rng: random.Random
+) -> None:
+    schedule = random_order(num_stages, num_microbatches, rng, in_order=True)
+    assert completes(schedule, None)
+    # A capacity no channel can fill is the same as none, and a larger one never hurts.
+    assert completes(schedule, num_microbatches)
+    verdicts = [completes(schedule, capacity) for capacity in range(num_microbatches + 1)]
+    assert verdicts == sorted(verdicts)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(2, 3), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_all_interleavings_of_random_orders_end_alike(
+    num_stages: int, num_microbatches: int, rng: random.Random
+) -> None:
+    schedule = random_order(num_stages, num_microbatches, rng, in_order=True)
+    for capacity in CAPACITIES:
+        assert_one_stopping_point(schedule, capacity)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(2, 6), st.integers(1, 12), st.randoms(use_true_random=False))
+def test_message_order_is_checked_against_a_plain_comparison(
+    num_stages: int, num_microbatches: int, rng: random.Random
+) -> None:
+    schedule = random_order(num_stages, num_microbatches, rng, in_order=False)
+
+    def listed(stage: int, kind: Kind) -> list[Unit]:
+        return [unit for unit in schedule.stages[stage] if unit.kind is kind]
+
+    same = all(
+        listed(stage, kind) == listed(stage + 1, kind)
+        for stage in range(num_stages - 1)
+        for kind in Kind
+    )
+    if same:
+        assert completes(schedule, None)
+    else:
+        with pytest.raises(ChannelError, match="other way round"):
+            completes(schedule, None)
+
+
+@settings(deadline=None, max_examples=120)
+@given(st.data(), st.integers(1, 8), st.integers(1, 24), st.sampled_from([1, 2, 3, None]))
+def test_any_extra_forwards_complete_once_they_are_fitted(
+    data: st.DataObject, num_stages: int, num_microbatches: int, capacity: int | None
+) -> None:
+    wanted: list[int] = []
+    for most in most_extra(num_stages, num_microbatches):
+        ceiling = min(most, wanted[-1] + 1) if wanted else most
+        wanted.append(data.draw(st.integers(0, ceiling)))
+    fit = fit_to_channel(num_stages, num_microbatches, wanted, capacity)
+    order = builders.envpipe(num_stages, num_microbatches, fit.extra_forwards)
+    assert completes(order, capacity)
+    assert all(a <= b for a, b in zip(fit.extra_forwards, wanted, strict=True))
+    if capacity is None:
+        assert not fit.lowered
+
+
+# What does not work, and how it is told.
+
+
+def test_1f1b_with_blocking_sends_stalls_at_the_last_two_stages() -> None:
+    stall = find_stall(builders.one_f_one_b(2, 2), 0)
+    assert stall is not None
+    assert stall.stuck == (stuck(0, "F1", Action.SEND, 1), stuck(1, "B0", Action.SEND, 0))
+    assert str(stall) == (
+        "stage 0 sends the output of F1 to stage 1; stage 1 sends the output of B0 to stage 0"
+    )
+    assert not explore_all(builders.one_f_one_b(2, 2), 0)
+
+
+@pytest.mark.parametrize("num_stages", range(2, 9))
+def test_1f1b_completes_with_blocking_sends_for_one_microbatch_only(num_stages: int) -> None:
+    for num_microbatches in range(1, 25):
+        schedule = builders.one_f_one_b(num_stages, num_microbatches)
+        assert completes(schedule, 0) == (num_microbatches == 1)
+
+
+def test_stall_on_a_channel_of_capacity_one_names_every_stuck_stage() -> None:
+    schedule = builders.envpipe(3, 5, [2, 0, 0])  # 4, 1 and 0 warm-up forwards
+    stall = find_stall(schedule, 1)
+    assert stall is not None
+    assert stall.stuck == (
+        stuck(0, "F4", Action.SEND, 1),
+        stuck(1, "B1", Action.SEND, 0),
+        stuck(2, "F3", Action.RECEIVE, 1),
+    )
+    assert completes(schedule, 2)
+
+
+def test_order_that_needs_a_channel_of_four() -> None:
+    """Four activations go out while the receiver is busy with gradients, which nobody takes."""
+    schedule = schedule_of(
+        8,
+        "F0 F1 F2 F3 F4 F5 F6 F7 B0 B1 B2 B3 B4 B5 B6 B7",
+        "F0 F1 F2 F3 B0 B1 B2 B3 F4 F5 F6 F7 B4 B5 B6 B7",
+    )
+    stalls = [find_stall(schedule, capacity) for capacity in range(5)]
+    assert [stall and stall.stuck for stall in stalls] == [
+        (stuck(0, "F4", Action.SEND, 1), stuck(1, "B0", Action.SEND, 0)),
+        (stuck(0, "F5", Action.SEND, 1), stuck(1, "B1", Action.SEND, 0)),
+        (stuck(0, "F6", Action.SEND, 1), stuck(1, "B2", Action.SEND, 0)),
+        (stuck(0, "F7", Action.SEND, 1), stuck(1, "B3", Action.SEND, 0)),
+        None,
+    ]
+
+
+def test_messages_taken_in_another_order_than_sent_are_refused() -> None:
+    schedule = schedule_of(2, "F0 F1 B0 B1", "F1 F0 B0 B1")  # executable with named messages
+    for call in (check_message_order, lambda s: completes(s, None), lambda s: explore_all(s, 1)):
+        with pytest.raises(ChannelError, match="F0 on stage 0 before F1 on stage 0") as error:
+            call(schedule)
+        assert "F1 on stage 1 comes before F0 on stage 1" in str(error.value)
+
+
+def test_fit_says_what_it_lowered_and_what_to_do() -> None:
+    fit = fit_to_channel(4, 16, [12, 10, 4, 0], 1)
+    assert fit.extra_forwards == (3, 2, 1, 0)
+    assert fit.lowered
+    assert "stage 0 from 12 to 3, stage 1 from 10 to 2, stage 2 from 4 to 1" in fit.reason
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=8" in fit.reason
+    assert fit_to_channel(4, 16, [12, 10, 4, 0], 2).extra_forwards == (9, 6, 3, 0)
+    unlimited = fit_to_channel(4, 16, [12, 10, 4, 0], None)
+    assert (unlimited.extra_forwards, unlimited.lowered) == ((12, 10, 4, 0), False)
+
+
+def test_fit_to_a_channel_that_1f1b_cannot_use_is_an_error() -> None:
+    with pytest.raises(ChannelError, match="CUDA_DEVICE_MAX_CONNECTIONS=8") as error:
+        fit_to_channel(4, 8, [2, 1, 0, 0], 0)
+    assert "Not even 1F1B" in str(error.value)
+    assert fit_to_channel(4, 1, [0, 0, 0, 0], 0).lowered is False
+    gpipe_like = fit_to_channel(3, 5, [2, 3, 4], 0)  # all forwards first: no two-way traffic
+    assert gpipe_like.lowered is False
+
+
+def test_two_stages_with_chunks_use_four_channels() -> None:
+    schedule = builders.interleaved(2, 4, 2)
+    check_message_order(schedule)
+    assert completes(schedule, 1)
+    assert not completes(schedule, 0)
+
+
+def test_one_stage_with_chunks_uses_no_channel() -> None:
+    assert completes(builders.interleaved(1, 3, 2), 0)
+
+
+def test_negative_capacity_is_refused() -> None:
+    with pytest.raises(ChannelError, match="got -1"):
+        completes(builders.gpipe(2, 2), -1)
+
+
+def test_search_gives_up_with_a_remedy() -> None:
+    with pytest.raises(ChannelError, match="completes"):
+        explore_all(builders.gpipe(4, 8), None, max_states=1000)
