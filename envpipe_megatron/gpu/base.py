@@ -50,7 +50,7 @@ def clock_control_forbidden() -> bool:
 
 
 def nearest_frequencies(wanted_mhz: int, supported_mhz: Sequence[int]) -> tuple[int, ...]:
-    """Return the supported clocks in MHz next to the wanted one, at most one a side, highest first."""
+    """Return the supported clocks (MHz) next to a wanted one, at most one a side, highest first."""
     below = [f for f in supported_mhz if f <= wanted_mhz]
     above = [f for f in supported_mhz if f > wanted_mhz]
     return tuple(([min(above)] if above else []) + ([max(below)] if below else []))

@@ -1,0 +1,132 @@
+"""The guard against clock control, and what the base class checks for every back end."""
+
+import logging
+
+import pytest
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.base import (
+    FORBID_VARIABLE,
+    ClockControlForbiddenError,
+    EnergyReading,
+    Gpu,
+    GpuError,
+    UnsupportedFrequencyError,
+)
+from envpipe_megatron.gpu.dry_run import HISTORY_LENGTH, DryRunGpu
+from envpipe_megatron.gpu.emulated import EmulatedGpu
+
+
+class HardwareGpu(Gpu):
+    """A fake of real hardware that records what reaches it; says nothing of drives_hardware."""
+
+    name = "fake"
+    supported_frequencies_mhz = (1410, 1395, 1380)
+    observed_frequency_mhz = 1395
+    power_w = 250.0
+
+    def __init__(self):
+        self.calls = []
+
+    def _lock(self, frequency_mhz):
+        self.calls.append(frequency_mhz)
+
+    def _reset(self):
+        self.calls.append(None)
+
+    @property
+    def requested_frequency_mhz(self):
+        return self.calls[-1] if self.calls else None
+
+    def read_energy(self):
+        return EnergyReading(energy_j=12.5, time_s=3.0)
+
+    def time_s(self):
+        return 3.5
+
+
+def test_calls_reach_hardware_when_nothing_forbids():
+    gpu = HardwareGpu()
+    gpu.lock_frequency(1380)
+    gpu.reset_frequency()
+    assert gpu.calls == [1380, None]
+
+
+@pytest.mark.parametrize("value", ["1", "true", "yes", "on", "no", "00", " 1 "])
+def test_forbidden_hardware_is_not_reached(monkeypatch, value):
+    gpu = HardwareGpu()
+    gpu.lock_frequency(1380)
+    monkeypatch.setenv(FORBID_VARIABLE, value)  # after the object was made: read at each call
+    with pytest.raises(ClockControlForbiddenError, match=FORBID_VARIABLE):
+        gpu.lock_frequency(1395)
+    with pytest.raises(ClockControlForbiddenError, match=FORBID_VARIABLE):
+        gpu.reset_frequency()
+    with pytest.raises(ClockControlForbiddenError):  # the guard comes before the check of the clock
+        gpu.lock_frequency(1)
+    assert gpu.calls == [1380]
+
+
+@pytest.mark.parametrize("value", ["", "0", " "])
+def test_empty_and_zero_do_not_forbid(monkeypatch, value):
+    monkeypatch.setenv(FORBID_VARIABLE, value)
+    gpu = HardwareGpu()
+    gpu.lock_frequency(1410)
+    assert gpu.calls == [1410]
+
+
+def test_dry_run_and_emulated_work_while_forbidden(monkeypatch, tmp_path):
+    monkeypatch.setenv(FORBID_VARIABLE, "1")
+    for gpu in (DryRunGpu(HardwareGpu()), EmulatedGpu.create("a100-sxm", 0, tmp_path)):
+        gpu.lock_frequency(1395)
+        assert gpu.requested_frequency_mhz == 1395
+        gpu.reset_frequency()
+        assert gpu.requested_frequency_mhz is None
+
+
+@pytest.mark.parametrize("method", ["lock_frequency", "reset_frequency"])
+def test_a_back_end_cannot_replace_the_guarded_methods(method):
+    with pytest.raises(TypeError, match=f"{method}.*_lock and _reset"):
+        type("Evasive", (HardwareGpu,), {method: lambda self, *_: None})
+    mixin = type("Mixin", (), {method: lambda self, *_: None})
+    with pytest.raises(TypeError, match=method):
+        type("EvasiveByMixin", (mixin, HardwareGpu), {})
+
+
+@pytest.mark.parametrize(
+    ("wanted_mhz", "nearest"),
+    [(1400, "1410 MHz, 1395 MHz"), (2000, "1410 MHz"), (1, "1380 MHz")],
+)
+def test_unsupported_clock_names_the_nearest(wanted_mhz, nearest):
+    gpu = HardwareGpu()
+    with pytest.raises(UnsupportedFrequencyError, match=rf"{wanted_mhz}.*: {nearest}$") as caught:
+        gpu.lock_frequency(wanted_mhz)
+    assert isinstance(caught.value, EnvPipeError)
+    assert gpu.calls == []
+
+
+def test_dry_run_reads_through_but_sets_nothing(caplog):
+    hardware = HardwareGpu()
+    gpu = DryRunGpu(hardware)
+    with caplog.at_level(logging.INFO):
+        gpu.lock_frequency(1380)
+        gpu.reset_frequency()
+    assert hardware.calls == []
+    assert gpu.would_set == [1380, None]
+    assert "would lock fake at 1380 MHz" in caplog.text
+    assert gpu.read_energy() == hardware.read_energy()
+    assert (gpu.observed_frequency_mhz, gpu.power_w, gpu.time_s()) == (1395, 250.0, 3.5)
+    with pytest.raises(UnsupportedFrequencyError):
+        gpu.lock_frequency(1400)
+
+
+def test_dry_run_alone():
+    gpu = DryRunGpu(name="paper", supported_frequencies_mhz=[900, 1000])
+    for _ in range(HISTORY_LENGTH + 5):
+        gpu.lock_frequency(900)
+    assert len(gpu.would_set) == HISTORY_LENGTH
+    assert (gpu.observed_frequency_mhz, gpu.power_w) == (1000, 0.0)
+    first, second = gpu.read_energy(), gpu.read_energy()
+    assert first.energy_j == 0.0
+    assert second.time_s >= first.time_s
+    with pytest.raises(GpuError, match="table of clocks"):
+        DryRunGpu()
