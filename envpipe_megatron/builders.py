@@ -160,9 +160,10 @@ def envpipe_extra_forwards(
             cap = min(cap, max_in_flight[stage] - needed)
         wanted = math.floor(backward_time_s[stage] * behind / forward_time_s[stage] + 1e-9)
         count = min(wanted, cap)
-        # The stage before must keep ahead, unless memory or the batch alone holds it back.
-        if extra and not at_cap:
-            count = min(count, extra[-1])
+        # The stage before must keep ahead, unless memory or the batch alone holds it back; and
+        # even then no stage can warm up with more forwards than that one has sent.
+        if extra:
+            count = min(count, extra[-1] + at_cap)
         extra.append(count)
         at_cap = count == cap
     if max_warmup_step is not None:

@@ -1,0 +1,1 @@
+"""What a person reads afterwards: pictures of plans, profiles and runs."""

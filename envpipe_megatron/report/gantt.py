@@ -1,0 +1,210 @@
+"""One iteration as a Gantt chart on given axes: boxes, waits, outer envelope, critical path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.collections import PatchCollection
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.text import Text
+from numpy.typing import NDArray
+
+from envpipe_megatron.schedule import Schedule
+
+FloatArray = NDArray[np.float64]
+
+INK = "#1a1a1a"
+_PATH = "#d1116b"
+_WAIT = {"facecolor": "#f1f1f1", "edgecolor": "#cfcfcf", "hatch": "////"}
+_BACKWARD_HEIGHT = 0.82  # of a row; forwards are lower, which no colour vision or print can lose
+_FORWARD_HEIGHT = 0.54
+_LABEL_POINTS = 7.5
+_NARROW_POINTS = 6.0  # boxes below this are outlined in runs: single outlines would fill them
+
+
+@dataclass(frozen=True)
+class DrawnTimeline:
+    """What `draw_timeline` put on its axes.
+
+    Args:
+        forwards: one box for each forward.
+        backwards: one box for each backward.
+        waits: one box for each span in which a GPU waits.
+        envelope: outlines of the outer envelope; runs of narrow boxes share one.
+        labels: the names of the units whose boxes are wide enough to hold them.
+    """
+
+    forwards: PatchCollection
+    backwards: PatchCollection
+    waits: PatchCollection
+    envelope: PatchCollection
+    labels: tuple[Text, ...]
+
+
+def draw_timeline(
+    axes: Axes,
+    schedule: Schedule,
+    frequency_mhz: NDArray[np.int64],
+    start_s: FloatArray,
+    end_s: FloatArray,
+    *,
+    scale: ScalarMappable,
+    critical_path: Sequence[int] = (),
+) -> DrawnTimeline:
+    """Draw the units of one iteration on axes whose x limits (s) are set already.
+
+    Args:
+        axes: where to.
+        schedule: the order of units.
+        frequency_mhz: [num_stages, units_per_stage] what colours the boxes.
+        start_s: the same shape.
+        end_s: the same shape.
+        scale: frequency to colour.
+        critical_path: nodes of a path to dot, from its end.
+    """
+    points_per_s = _points_per_second(axes)
+    boxes: dict[bool, list[Rectangle]] = {False: [], True: []}
+    colours: dict[bool, list[tuple[float, ...]]] = {False: [], True: []}
+    labels: list[Text] = []
+    for node in range(schedule.num_units):
+        stage, position = divmod(node, schedule.units_per_stage)
+        backward = bool(schedule.is_backward[stage, position])
+        start, end = float(start_s[stage, position]), float(end_s[stage, position])
+        colour = scale.to_rgba(float(frequency_mhz[stage, position]))
+        boxes[backward].append(_box(stage, start, end, backward))
+        colours[backward].append(colour)
+        name = schedule.unit_at(node).label(schedule.num_chunks)
+        if _fits(name, (end - start) * points_per_s):
+            labels.append(_label(axes, (start + end) / 2, stage, name, colour))
+    narrow = float(np.median(end_s - start_s)) * points_per_s < _NARROW_POINTS
+    waits = _add(
+        axes,
+        _wait_boxes(start_s, end_s),
+        **_WAIT,
+        linewidth=0.0,
+        zorder=1,
+    )
+    edge = 0.15 if narrow else 0.6
+    drawn = [
+        _add(
+            axes, boxes[kind], facecolor=colours[kind], edgecolor="white", linewidth=edge, zorder=2
+        )
+        for kind in (False, True)
+    ]
+    envelope = _add(
+        axes,
+        _envelope_boxes(schedule, start_s, end_s, merge=narrow),
+        facecolor="none",
+        edgecolor=INK,
+        linewidth=1.1 if narrow else 1.7,
+        zorder=3,
+    )
+    if critical_path:
+        _draw_path(axes, schedule, start_s, end_s, critical_path)
+    return DrawnTimeline(drawn[0], drawn[1], waits, envelope, tuple(labels))
+
+
+def legend_handles(with_path: bool) -> list[Patch | Line2D]:
+    """What the marks of `draw_timeline` mean."""
+    grey = "#9aa5b1"
+    handles: list[Patch | Line2D] = [
+        Line2D([], [], color=grey, linewidth=5, label="forward (low box)", solid_capstyle="butt"),
+        Line2D([], [], color=grey, linewidth=9, label="backward (tall box)", solid_capstyle="butt"),
+        Patch(**_WAIT, label="GPU waits"),
+        Patch(facecolor="none", edgecolor=INK, linewidth=1.7, label="outer envelope"),
+    ]
+    if with_path:
+        handles.append(
+            Line2D([], [], color=_PATH, linestyle=":", linewidth=1.8, label="critical path")
+        )
+    return handles
+
+
+def _points_per_second(axes: Axes) -> float:
+    low, high = axes.get_xlim()
+    width_in = axes.get_window_extent().width / axes.get_figure().dpi
+    return float(width_in * 72 / (high - low))
+
+
+def _fits(name: str, width_points: float) -> bool:
+    return width_points >= 0.62 * _LABEL_POINTS * len(name) + 3
+
+
+def _label(axes: Axes, x: float, stage: int, name: str, background: Sequence[float]) -> Text:
+    # Perceived brightness decides between dark and light letters.
+    red, green, blue = background[:3]
+    dark_letters = 0.299 * red + 0.587 * green + 0.114 * blue > 0.5
+    return axes.text(
+        x, stage, name, ha="center", va="center_baseline", fontsize=_LABEL_POINTS, zorder=5,
+        color=INK if dark_letters else "white", clip_on=True,
+    )  # fmt: skip
+
+
+def _box(stage: int, start: float, end: float, tall: bool) -> Rectangle:
+    height = _BACKWARD_HEIGHT if tall else _FORWARD_HEIGHT
+    return Rectangle((start, stage - height / 2), end - start, height)
+
+
+def _wait_boxes(start_s: FloatArray, end_s: FloatArray) -> list[Rectangle]:
+    """The spans between units, and those before the first and after the last of each stage."""
+    iteration_s = float(end_s.max())
+    boxes = []
+    for stage, (starts, ends) in enumerate(zip(start_s, end_s, strict=True)):
+        idle_from = np.concatenate([[0.0], ends])
+        idle_to = np.concatenate([starts, [iteration_s]])
+        for begin, until in zip(idle_from, idle_to, strict=True):
+            if until - begin > 1e-6 * iteration_s:
+                boxes.append(_box(stage, float(begin), float(until), tall=True))
+    return boxes
+
+
+def _envelope_boxes(
+    schedule: Schedule, start_s: FloatArray, end_s: FloatArray, *, merge: bool
+) -> list[Rectangle]:
+    width = schedule.units_per_stage
+    starts, ends = start_s.ravel(), end_s.ravel()
+    backward = schedule.is_backward.ravel()
+    boxes: list[Rectangle] = []
+    run: list[int] = []
+    for node in sorted(schedule.outer_envelope):
+        if not merge:
+            boxes.append(_box(node // width, starts[node], ends[node], bool(backward[node])))
+            continue
+        joins = run and node == run[-1] + 1 and node % width
+        if run and not joins:
+            boxes.append(_run_box(run, width, starts, ends, backward))
+            run = []
+        run.append(node)
+    if run:
+        boxes.append(_run_box(run, width, starts, ends, backward))
+    return boxes
+
+
+def _run_box(
+    run: Sequence[int],
+    width: int,
+    starts: FloatArray,
+    ends: FloatArray,
+    backward: NDArray[np.bool_],
+) -> Rectangle:
+    return _box(run[0] // width, starts[run[0]], ends[run[-1]], bool(backward[run].any()))
+
+
+def _add(axes: Axes, boxes: list[Rectangle], **style: object) -> PatchCollection:
+    return axes.add_collection(PatchCollection(boxes, **style), autolim=False)
+
+
+def _draw_path(
+    axes: Axes, schedule: Schedule, start_s: FloatArray, end_s: FloatArray, path: Sequence[int]
+) -> None:
+    starts, ends = start_s.ravel(), end_s.ravel()
+    # Below the label in each row, so that both stay readable.
+    times = [t for node in reversed(path) for t in (starts[node], ends[node])]
+    rows = [schedule.stage_of(node) + 0.2 for node in reversed(path) for _ in range(2)]
+    axes.plot(times, rows, color="white", linewidth=2.6, zorder=4, alpha=0.8)
+    axes.plot(times, rows, color=_PATH, linewidth=1.6, linestyle=(0, (1, 1.2)), zorder=4)

@@ -1,0 +1,274 @@
+"""Pictures: one iteration as a Gantt chart, and the energy valley of each stage.
+
+Figures are built without pyplot, so no display, global state or back end choice is involved, and
+drawing them from several threads is safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from numpy.typing import ArrayLike, NDArray
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.plan import Plan
+from envpipe_megatron.profile import Profile, ProfileError
+from envpipe_megatron.report.gantt import INK, FloatArray, draw_timeline, legend_handles
+from envpipe_megatron.schedule import Kind, Schedule
+
+_DPI = 150
+_MUTED = "#5f6368"
+_FORWARD_LINE, _BACKWARD_LINE, _SUM_LINE = "#0072b2", "#d55e00", INK
+
+
+class PlotError(EnvPipeError):
+    """Something that cannot be drawn."""
+
+
+def plot_timeline(
+    plan: Plan,
+    path: Path,
+    *,
+    title: str,
+    note: str | None = None,
+    x_max_s: float | None = None,
+    start_s: ArrayLike | None = None,
+    end_s: ArrayLike | None = None,
+    frequency_range_mhz: tuple[float, float] | None = None,
+    show_critical_path: bool = True,
+) -> None:
+    """Write one iteration of a plan as a picture; the suffix of `path` chooses the format.
+
+    Args:
+        plan: what ran or would run.
+        path: where the picture goes.
+        title: the headline.
+        note: a further line under the caption.
+        x_max_s: end of the time axis, s, so that two pictures share it; what is beyond is cut.
+        start_s: [num_stages, units_per_stage] measured starts; without them the plan's timeline.
+        end_s: measured ends, given together with `start_s`.
+        frequency_range_mhz: ends of the colour scale. The default, from the profile's optimal to
+            its highest frequency, is the same for all plans made from one profile.
+        show_critical_path: dot the path that sets the iteration time (not for measured times).
+
+    Raises:
+        PlotError: measured times that do not fit the schedule.
+    """
+    start, end = _times(plan, start_s, end_s)
+    measured = start_s is not None
+    figure = timeline_figure(
+        plan,
+        start,
+        end,
+        title=title,
+        caption=_caption(plan, float(end.max()), measured),
+        note=note,
+        x_max_s=x_max_s,
+        frequency_range_mhz=frequency_range_mhz,
+        critical_path=plan.timeline.critical_path()
+        if show_critical_path and not measured and not plan.schedule.forward_only
+        else (),
+    )
+    figure.savefig(path, dpi=_DPI)
+
+
+def timeline_figure(
+    plan: Plan,
+    start_s: FloatArray,
+    end_s: FloatArray,
+    *,
+    title: str,
+    caption: str,
+    note: str | None = None,
+    x_max_s: float | None = None,
+    frequency_range_mhz: tuple[float, float] | None = None,
+    critical_path: Sequence[int] = (),
+) -> Figure:
+    """The figure that `plot_timeline` saves."""
+    schedule = plan.schedule
+    width_in = float(np.clip(0.4 * schedule.units_per_stage, 10.5, 18.0))
+    height_in = float(np.clip(0.52 * schedule.num_stages, 1.4, 24.0)) + 1.75
+    figure = Figure(figsize=(width_in, height_in), dpi=_DPI, layout="constrained")
+    axes = figure.add_subplot()
+    low, high = frequency_range_mhz or default_frequency_range_mhz(plan)
+    scale = ScalarMappable(Normalize(low, high), _frequency_map())
+    bar = figure.colorbar(scale, ax=axes, pad=0.012, aspect=18, fraction=0.05)
+    bar.set_label("SM clock (MHz)", color=_MUTED)
+    bar.outline.set_visible(False)
+    # The layout decides how wide the axes become, and that which labels fit.
+    axes.set_xlim(0, x_max_s or float(end_s.max()))
+    _dress_timeline(axes, schedule, title, [caption, *([note] if note else [])])
+    figure.legend(
+        handles=legend_handles(bool(critical_path)),
+        loc="outside lower center",
+        ncols=5,
+        frameon=False,
+        fontsize=8,
+        handlelength=1.8,
+    )
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    draw_timeline(
+        axes,
+        schedule,
+        plan.frequency_mhz,
+        start_s,
+        end_s,
+        scale=scale,
+        critical_path=critical_path,
+    )
+    return figure
+
+
+def default_frequency_range_mhz(plan: Plan) -> tuple[float, float]:
+    """From the profile's lowest optimal frequency, or the plan's lowest, to the highest."""
+    profile = plan.profile
+    top = max(kinds[kind][0].frequency_mhz for kinds in profile.rows for kind in Kind)
+    lowest = int(plan.frequency_mhz.min())
+    with contextlib.suppress(ProfileError):  # no valley: the plan's own range will do
+        lowest = min(lowest, *profile.optimal_frequency_mhz)
+    # A scale needs some length, also where all units run at the only frequency there is.
+    return (float(lowest), float(top)) if lowest < top else (top - 1.0, float(top))
+
+
+def plot_energy_valley(profile: Profile, path: Path, *, title: str) -> None:
+    """Write the energy of one microbatch over frequency, a panel a stage."""
+    energy_valley_figure(profile, title=title).savefig(path, dpi=_DPI)
+
+
+def energy_valley_figure(profile: Profile, *, title: str) -> Figure:
+    """The figure that `plot_energy_valley` saves."""
+    columns = min(4, profile.num_stages)
+    rows = math.ceil(profile.num_stages / columns)
+    figure = Figure(
+        figsize=(max(3.1 * columns, 6.0) + 0.4, 2.5 * rows + 1.3), dpi=_DPI, layout="constrained"
+    )
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    for stage, axes in enumerate(panels[: profile.num_stages]):
+        _draw_valley(axes, profile, stage)
+        if stage + columns >= profile.num_stages:  # nothing below it
+            axes.tick_params(labelbottom=True)
+            axes.set_xlabel("SM clock (MHz)", fontsize=9, color=_MUTED)
+    for axes in panels[profile.num_stages :]:
+        axes.remove()
+    panels[0].set_ylim(bottom=0)
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", color=INK)
+    figure.supylabel("energy of one microbatch (J)", fontsize=9, color=_MUTED)
+    handles = [
+        Line2D([], [], color=_SUM_LINE, linewidth=2, label="forward + backward"),
+        Line2D([], [], color=_BACKWARD_LINE, linestyle="--", label="backward"),
+        Line2D([], [], color=_FORWARD_LINE, linestyle="-.", label="forward"),
+        _marker("D", "optimal frequency"),
+        _marker("^", "highest frequency"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    return figure
+
+
+def _marker(shape: str, label: str) -> Line2D:
+    return Line2D(
+        [], [], color="none", marker=shape, markerfacecolor="#f0c000", markeredgecolor=INK,
+        markersize=6.5, label=label,
+    )  # fmt: skip
+
+
+def _draw_valley(axes: Axes, profile: Profile, stage: int) -> None:
+    curve = {
+        kind: {row.frequency_mhz: row.energy_j for row in profile.rows[stage][kind]}
+        for kind in Kind
+    }
+    for kind, colour, style in (
+        (Kind.BACKWARD, _BACKWARD_LINE, "--"),
+        (Kind.FORWARD, _FORWARD_LINE, "-."),
+    ):
+        axes.plot(*zip(*sorted(curve[kind].items()), strict=True), color=colour, linestyle=style)
+    both = {
+        f: energy + curve[Kind.BACKWARD][f]
+        for f, energy in sorted(curve[Kind.FORWARD].items())
+        if f in curve[Kind.BACKWARD]
+    }
+    heading = f"stage {stage}"
+    if both:
+        axes.plot(list(both), list(both.values()), color=_SUM_LINE, linewidth=2)
+        best, top = min(both, key=lambda f: (both[f], -f)), max(both)
+        axes.axvline(best, color=_MUTED, linewidth=0.8, linestyle=":", zorder=0)
+        for frequency, shape in ((top, "^"), (best, "D")):
+            axes.plot(
+                frequency, both[frequency], shape, markerfacecolor="#f0c000",
+                markeredgecolor=INK, markersize=6.5, zorder=4, clip_on=False,
+            )  # fmt: skip
+        saved = 100 * (1 - both[best] / both[top])
+        heading += f": optimum {best} MHz saves {saved:.0f} %"
+    axes.set_title(heading, fontsize=9, loc="left", color=INK)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_MUTED, labelsize=8)
+
+
+def _times(
+    plan: Plan, start_s: ArrayLike | None, end_s: ArrayLike | None
+) -> tuple[FloatArray, FloatArray]:
+    if start_s is None and end_s is None:
+        return plan.timeline.start_s, plan.timeline.end_s
+    start, end = np.asarray(start_s, dtype=float), np.asarray(end_s, dtype=float)
+    shape = plan.frequency_mhz.shape
+    if start.shape != shape or end.shape != shape:
+        raise PlotError(
+            "Measured starts and ends must both be [num_stages, units_per_stage]",
+            value=(start.shape, end.shape),
+            remedy=f"The schedule is {shape}.",
+        )
+    if not np.all(np.isfinite(start) & np.isfinite(end) & (end >= start)):
+        raise PlotError("A measured unit ends before it starts, or is not measured at all")
+    begin = start.min()
+    return start - begin, end - begin
+
+
+def _caption(plan: Plan, iteration_s: float, measured: bool) -> str:
+    in_flight = ", ".join(str(count) for count in plan.schedule.peak_in_flight)
+    time = f"iteration {iteration_s:.4g} s"
+    energy = f"{_figures(plan.cost.energy_j)} J (one GPU a stage)"
+    if measured:
+        time = f"measured iteration {iteration_s:.4g} s (planned {plan.cost.iteration_time_s:.4g})"
+        energy = f"planned {energy}"
+    return f"{time}  ·  energy {energy}  ·  peak in flight {in_flight}"
+
+
+def _figures(value: float) -> str:
+    """Four figures, never in powers of ten: a caption is read by people."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _frequency_map() -> Colormap:
+    """Viridis less its darkest end, where outlines would drown."""
+    return LinearSegmentedColormap.from_list("clock", colormaps["viridis"](np.linspace(0.16, 1)))
+
+
+def _dress_timeline(axes: Axes, schedule: Schedule, title: str, lines: Sequence[str]) -> None:
+    axes.set_ylim(schedule.num_stages - 0.5, -0.5)
+    axes.set_yticks(range(schedule.num_stages))
+    axes.set_ylabel("stage", color=_MUTED)
+    axes.set_xlabel("time (s)", color=_MUTED)
+    axes.tick_params(colors=_MUTED, length=3)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color("#bbbbbb")
+    axes.set_title(
+        title, loc="left", fontweight="bold", fontsize=12, color=INK, pad=9 + 12 * len(lines)
+    )
+    for at, line in enumerate(reversed(lines)):
+        axes.annotate(
+            line, (0, 1), xycoords="axes fraction", xytext=(0, 5 + 12 * at),
+            textcoords="offset points", fontsize=8.5, color=_MUTED,
+        )  # fmt: skip

@@ -1,0 +1,106 @@
+"""A pool of gloo ranks that stay up, since importing megatron-core takes seconds a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
+
+
+class RankFailedError(AssertionError):
+    """A rank raised; its traceback is the message."""
+
+
+class RankPool:
+    """`size` processes in one gloo group; `run` calls a function on all of them at once."""
+
+    def __init__(self, size: int, timeout_s: float = 30.0) -> None:
+        context = mp.get_context("spawn")
+        self.size = size
+        self.timeout_s = timeout_s
+        self._folder = tempfile.TemporaryDirectory()
+        self.pipes = []
+        self.processes = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(rank, size, f"{self._folder.name}/store", timeout_s, there),
+                daemon=True,
+            )
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a module-level function as `function(rank, *args)` on every rank."""
+        for pipe in self.pipes:
+            pipe.send((function, args))
+
+    def outcomes(self, timeout_s: float = 120.0) -> dict[int, tuple[bool, Any]]:
+        """For each rank that answered in time, whether it returned, and its value or traceback."""
+        deadline = time.monotonic() + timeout_s
+        open_pipes = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        outcomes: dict[int, tuple[bool, Any]] = {}
+        while open_pipes and (ready := wait(list(open_pipes), deadline - time.monotonic())):
+            for pipe in ready:
+                rank = open_pipes.pop(pipe)
+                with contextlib.suppress(EOFError):  # the process is gone
+                    outcomes[rank] = pipe.recv()
+                    if not outcomes[rank][0]:  # its peers fail by the time-out at the latest
+                        deadline = min(deadline, time.monotonic() + self.timeout_s + 5)
+        return outcomes
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Values of all ranks.
+
+        Raises:
+            RankFailedError: with the tracebacks of the ranks that raised, or who did not answer.
+        """
+        self.start(function, *args)
+        outcomes = self.outcomes()
+        failures = [text for worked, text in outcomes.values() if not worked]
+        silent = sorted(set(range(self.size)) - outcomes.keys())
+        if failures or silent:
+            raise RankFailedError("\n".join([*failures, f"ranks without an answer: {silent}"]))
+        return [outcomes[rank][1] for rank in range(self.size)]
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
+
+
+def _serve(rank: int, size: int, store: str, timeout_s: float, pipe: Any) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), OMP_NUM_THREADS="1")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    while (job := pipe.recv()) is not None:
+        function, args = job
+        try:
+            pipe.send((True, function(rank, *args)))
+        except BaseException:
+            pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
+    # No destroy_process_group: a rank whose peers are gone would wait for them.
