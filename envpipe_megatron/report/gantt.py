@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import PatchCollection
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text
@@ -20,7 +22,7 @@ FloatArray = NDArray[np.float64]
 
 INK = "#1a1a1a"
 _PATH = "#d1116b"
-_WAIT = {"facecolor": "#f1f1f1", "edgecolor": "#cfcfcf", "hatch": "////"}
+_WAIT: dict[str, Any] = {"facecolor": "#f1f1f1", "edgecolor": "#cfcfcf", "hatch": "////"}
 _BACKWARD_HEIGHT = 0.82  # of a row; forwards are lower, which no colour vision or print can lose
 _FORWARD_HEIGHT = 0.54
 _LABEL_POINTS = 7.5
@@ -68,6 +70,7 @@ def draw_timeline(
         critical_path: nodes of a path to dot, from its end.
     """
     points_per_s = _points_per_second(axes)
+    rgba = np.asarray(scale.to_rgba(frequency_mhz.astype(np.float64)))
     boxes: dict[bool, list[Rectangle]] = {False: [], True: []}
     colours: dict[bool, list[tuple[float, ...]]] = {False: [], True: []}
     labels: list[Text] = []
@@ -75,7 +78,7 @@ def draw_timeline(
         stage, position = divmod(node, schedule.units_per_stage)
         backward = bool(schedule.is_backward[stage, position])
         start, end = float(start_s[stage, position]), float(end_s[stage, position])
-        colour = scale.to_rgba(float(frequency_mhz[stage, position]))
+        colour = tuple(rgba[stage, position])
         boxes[backward].append(_box(stage, start, end, backward))
         colours[backward].append(colour)
         name = schedule.unit_at(node).label(schedule.num_chunks)
@@ -127,8 +130,8 @@ def legend_handles(with_path: bool) -> list[Patch | Line2D]:
 
 def _points_per_second(axes: Axes) -> float:
     low, high = axes.get_xlim()
-    width_in = axes.get_window_extent().width / axes.get_figure().dpi
-    return float(width_in * 72 / (high - low))
+    figure = cast(Figure, axes.get_figure())
+    return float(axes.get_window_extent().width / figure.dpi * 72 / (high - low))
 
 
 def _fits(name: str, width_points: float) -> bool:
@@ -195,8 +198,10 @@ def _run_box(
     return _box(run[0] // width, starts[run[0]], ends[run[-1]], bool(backward[run].any()))
 
 
-def _add(axes: Axes, boxes: list[Rectangle], **style: object) -> PatchCollection:
-    return axes.add_collection(PatchCollection(boxes, **style), autolim=False)
+def _add(axes: Axes, boxes: list[Rectangle], **style: Any) -> PatchCollection:
+    collection = PatchCollection(boxes, **style)
+    axes.add_collection(collection, autolim=False)
+    return collection
 
 
 def _draw_path(

@@ -1,0 +1,282 @@
+"""Pictures are checked by what stands on the axes, not by pixels."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from envpipe_megatron import builders
+from envpipe_megatron.plan import Plan
+from envpipe_megatron.policies.frequencies import POLICIES
+from envpipe_megatron.profile import ProfileRow, make_profile
+from envpipe_megatron.report import gantt, plots
+from envpipe_megatron.schedule import Kind
+
+FREQUENCIES = (900, 1200, 1500)
+
+
+def profile(num_stages, frequencies=FREQUENCIES):
+    """A valley whose bottom is 1200 MHz; a backward takes twice a forward."""
+    shape = {900: (1.6, 11.0), 1200: (1.25, 10.0), 1500: (1.0, 14.0)}
+    return make_profile(
+        [
+            (stage, kind, ProfileRow(f, weight * shape[f][0], weight * shape[f][1]))
+            for stage in range(num_stages)
+            for kind, weight in ((Kind.FORWARD, 1), (Kind.BACKWARD, 2))
+            for f in frequencies
+        ],
+        source="made for a test",
+    )
+
+
+def plan(schedule, policy="envelope"):
+    prof = profile(schedule.num_stages)
+    return Plan(
+        policy,
+        schedule,
+        POLICIES[policy](schedule, prof),
+        prof,
+        (80.0,) * schedule.num_stages,
+    )
+
+
+def figure_of(a_plan, **options):
+    timeline = a_plan.timeline
+    return plots.timeline_figure(
+        a_plan, timeline.start_s, timeline.end_s, title="t", caption="c", **options
+    )
+
+
+def draw(a_plan, *, width_in=12.0):
+    figure = Figure(figsize=(width_in, 3))
+    axes = figure.add_subplot()
+    timeline = a_plan.timeline
+    axes.set_xlim(0, timeline.iteration_time_s)
+    scale = plots.ScalarMappable(plots.Normalize(900, 1500), "viridis")
+    return gantt.draw_timeline(
+        axes,
+        a_plan.schedule,
+        a_plan.frequency_mhz,
+        timeline.start_s,
+        timeline.end_s,
+        scale=scale,
+    )
+
+
+def extents(collection):
+    """(x0, x1, row) of each box."""
+    boxes = [path.get_extents() for path in collection.get_paths()]
+    return [(box.x0, box.x1, round((box.y0 + box.y1) / 2)) for box in boxes]
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+def test_each_unit_is_a_box_at_its_times_and_in_its_row():
+    p = plan(builders.one_f_one_b(3, 4))
+    drawn = draw(p)
+    backward, timeline = p.schedule.is_backward, p.timeline
+    for collection, mask in ((drawn.forwards, ~backward), (drawn.backwards, backward)):
+        rows = np.nonzero(mask)[0]
+        expected = sorted(zip(timeline.start_s[mask], timeline.end_s[mask], rows, strict=True))
+        assert np.allclose(sorted(extents(collection)), expected)
+
+
+def test_forwards_and_backwards_differ_without_colour():
+    drawn = draw(plan(builders.one_f_one_b(2, 4), "baseline"))
+    heights = [
+        {round(path.get_extents().height, 6) for path in collection.get_paths()}
+        for collection in (drawn.forwards, drawn.backwards)
+    ]
+    assert len(heights[0]) == len(heights[1]) == 1
+    assert heights[0].isdisjoint(heights[1])
+
+
+def test_waits_and_boxes_fill_the_iteration_exactly():
+    p = plan(builders.one_f_one_b(4, 6))
+    drawn = draw(p)
+    waiting = np.zeros(4)
+    for x0, x1, row in extents(drawn.waits):
+        waiting[row] += x1 - x0
+    busy = p.timeline.duration_s.sum(axis=1)
+    assert np.allclose(busy + waiting, p.cost.iteration_time_s)
+
+
+def test_colour_is_the_frequency():
+    p = plan(builders.one_f_one_b(3, 4))
+    drawn = draw(p)
+    scale = plots.ScalarMappable(plots.Normalize(900, 1500), "viridis")
+    expected = [scale.to_rgba(float(f)) for f in p.frequency_mhz[p.schedule.is_backward]]
+    assert np.allclose(drawn.backwards.get_facecolor(), expected)
+    assert len({tuple(colour) for colour in expected}) == 2
+
+
+def test_the_envelope_is_outlined_unit_by_unit_and_in_runs_where_narrow():
+    p = plan(builders.one_f_one_b(3, 6))
+    wide, narrow = draw(p), draw(p, width_in=1.0)
+    starts = p.timeline.start_s.ravel()
+    envelope = sorted(p.schedule.outer_envelope)
+    assert sorted(x0 for x0, _, _ in extents(wide.envelope)) == pytest.approx(
+        sorted(starts[envelope])
+    )
+    # Two ends on each of two stages, and one run for the whole last stage.
+    assert len(extents(narrow.envelope)) == 5
+    last = [(x0, x1) for x0, x1, row in extents(narrow.envelope) if row == 2]
+    assert last == [pytest.approx((p.timeline.start_s[2, 0], p.timeline.end_s[2, -1]))]
+
+
+def test_labels_name_the_units_and_drop_out_where_boxes_are_narrow():
+    p = plan(builders.one_f_one_b(2, 4))
+    wide, narrow = draw(p), draw(p, width_in=1.2)
+    assert sorted(text.get_text() for text in wide.labels) == sorted(
+        name for order in p.schedule.labels() for name in order
+    )
+    assert narrow.labels == ()
+
+
+def test_of_unequal_boxes_only_the_narrow_lose_their_labels():
+    drawn = draw(plan(builders.one_f_one_b(2, 16), "baseline"), width_in=8)
+    assert {text.get_text()[0] for text in drawn.labels} == {"B"}
+
+
+def test_letters_contrast_with_their_box():
+    drawn = draw(plan(builders.one_f_one_b(3, 4), "envelope"))
+    # The last stage runs at the highest clock (bright yellow), its neighbour mostly does not.
+    assert {t.get_color() for t in drawn.labels if t.get_position()[1] == 2} == {gantt.INK}
+    assert {t.get_color() for t in drawn.labels if t.get_position()[1] == 1} == {gantt.INK, "white"}
+
+
+def test_the_critical_path_runs_from_start_to_end_of_the_iteration():
+    p = plan(builders.one_f_one_b(3, 4))
+    axes = figure_of(p, critical_path=p.timeline.critical_path()).axes[0]
+    assert len(figure_of(p).axes[0].lines) == 0
+    xs = axes.lines[-1].get_xdata()
+    assert xs[0] == 0
+    assert xs[-1] == pytest.approx(p.cost.iteration_time_s)
+    assert np.all(np.diff(xs) >= -1e-12)
+
+
+def test_pictures_of_one_profile_share_the_frequency_scale_by_default():
+    schedule = builders.one_f_one_b(3, 4)
+    ranges = {
+        plots.default_frequency_range_mhz(plan(schedule, policy))
+        for policy in ("baseline", "envelope", "uniform")
+    }
+    assert ranges == {(1200.0, 1500.0)}
+
+
+def test_a_single_frequency_still_has_a_scale():
+    schedule = builders.one_f_one_b(2, 2)
+    prof = profile(2, frequencies=(1500,))
+    p = Plan("baseline", schedule, POLICIES["baseline"](schedule, prof), prof, (0.0, 0.0))
+    low, high = plots.default_frequency_range_mhz(p)
+    assert low < high == 1500.0
+
+
+def test_x_max_and_frequency_range_are_kept():
+    axes, bar = figure_of(
+        plan(builders.one_f_one_b(2, 2)), x_max_s=99.0, frequency_range_mhz=(500.0, 2000.0)
+    ).axes
+    assert axes.get_xlim() == (0.0, 99.0)
+    assert bar.get_ylim() == (500.0, 2000.0)
+    assert axes.get_ylim()[0] > axes.get_ylim()[1]  # stage 0 on top
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        builders.one_f_one_b(4, 8),
+        builders.one_f_one_b(1, 1),
+        builders.interleaved(2, 4, 2),
+        builders.forward_only(3, 4),
+        builders.forward_only(2, 4, 2),
+        builders.envpipe(4, 8, [4, 3, 2, 0]),
+    ],
+    ids=lambda s: f"{s.name}-{s.num_stages}x{s.num_microbatches}x{s.num_chunks}",
+)
+def test_files_are_made_for_every_schedule(tmp_path, schedule):
+    p = plan(schedule)
+    p = replace(p, profile=p.profile.for_chunks(schedule.num_chunks))
+    path = tmp_path / "timeline.png"
+    plots.plot_timeline(p, path, title="Plan", note="a note")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_8_by_96_is_drawn_without_labels(tmp_path):
+    p = plan(builders.one_f_one_b(8, 96))
+    drawn = draw(p, width_in=16)
+    assert len(drawn.forwards.get_paths()) == len(drawn.backwards.get_paths()) == 768
+    assert drawn.labels == ()
+    path = tmp_path / "timeline.svg"
+    plots.plot_timeline(p, path, title="Plan")
+    assert path.stat().st_size > 0
+
+
+def test_the_caption_says_time_energy_and_memory(monkeypatch, tmp_path):
+    p = plan(builders.one_f_one_b(3, 4))
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    plots.plot_timeline(p, tmp_path / "x.png", title="Plan", note="a note")
+    caption = next(text for text in texts(figures[0]) if "iteration" in text)
+    assert f"{p.cost.iteration_time_s:.4g} s" in caption
+    assert f"{p.cost.energy_j:,.0f} J" in caption
+    assert "peak in flight 3, 2, 1" in caption
+    assert "a note" in texts(figures[0])
+
+
+def test_measured_times_are_drawn_from_their_own_start(monkeypatch, tmp_path):
+    p = plan(builders.one_f_one_b(2, 3))
+    start, end = 100 + 2 * p.timeline.start_s, 100 + 2 * p.timeline.end_s
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    plots.plot_timeline(p, tmp_path / "x.png", title="Run", start_s=start, end_s=end)
+    axes = figures[0].axes[0]
+    assert axes.get_xlim() == pytest.approx((0, 2 * p.cost.iteration_time_s))
+    assert any("measured iteration" in text and "planned" in text for text in texts(figures[0]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda start, end: (start[:1], end),
+        lambda start, end: (start, None),
+        lambda start, end: (end, start),
+        lambda start, end: (start, np.where(end == end.max(), np.nan, end)),
+    ],
+    ids=["shape", "no ends", "backwards in time", "NaN"],
+)
+def test_unusable_measured_times_are_refused(tmp_path, change):
+    p = plan(builders.one_f_one_b(2, 3))
+    start, end = change(p.timeline.start_s, p.timeline.end_s)
+    with pytest.raises(plots.PlotError):
+        plots.plot_timeline(p, tmp_path / "x.png", title="Run", start_s=start, end_s=end)
+
+
+def test_valley_marks_optimum_and_highest_clock_of_each_stage(tmp_path):
+    figure = plots.energy_valley_figure(profile(5), title="Valley")
+    assert [axes.get_title(loc="left").split(":")[0] for axes in figure.axes] == [
+        f"stage {stage}" for stage in range(5)
+    ]
+    axes = figure.axes[4]
+    points = {
+        line.get_marker(): (line.get_xdata()[0], line.get_ydata()[0])
+        for line in axes.lines
+        if line.get_marker() != "None"
+    }
+    assert points == {"D": (1200, 30.0), "^": (1500, 42.0)}
+    curves = {tuple(line.get_ydata()) for line in axes.lines if len(line.get_xdata()) == 3}
+    assert curves == {(11.0, 10.0, 14.0), (22.0, 20.0, 28.0), (33.0, 30.0, 42.0)}
+    path = tmp_path / "valley.png"
+    plots.plot_energy_valley(profile(5), path, title="Valley")
+    assert path.stat().st_size > 0
+
+
+def test_valley_of_a_stage_without_common_frequencies_shows_its_two_curves():
+    rows = [
+        (0, Kind.FORWARD, ProfileRow(900, 1.0, 1.0)),
+        (0, Kind.BACKWARD, ProfileRow(1500, 1.0, 1.0)),
+    ]
+    figure = plots.energy_valley_figure(make_profile(rows, source="test"), title="Valley")
+    assert len(figure.axes[0].lines) == 2
