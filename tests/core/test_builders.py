@@ -1,0 +1,219 @@
+"""Orders against those written by hand, and EnvPipe's formula with each of its caps."""
+
+import itertools
+
+import pytest
+from core_cases import parse_stages
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envpipe_megatron import builders
+from envpipe_megatron.schedule import Kind, ScheduleError
+
+
+def test_1f1b_of_4_by_8_is_megatrons():
+    assert builders.one_f_one_b(4, 8).stages == parse_stages(
+        "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7",
+        "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7",
+        "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7",
+    )
+
+
+def test_1f1b_with_fewer_microbatches_than_stages():
+    assert builders.one_f_one_b(4, 2).stages == parse_stages(
+        "F0 F1 B0 B1", "F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1"
+    )
+
+
+def test_gpipe_runs_backwards_in_1f1bs_order():
+    assert builders.gpipe(2, 3).stages == parse_stages("F0 F1 F2 B0 B1 B2", "F0 F1 F2 B0 B1 B2")
+
+
+def test_interleaved_of_2_by_4_by_2_is_megatrons():
+    # Warm-ups (p - s - 1) * 2 + (V - 1) * p = 4 and 2; groups of p microbatches a chunk.
+    assert builders.interleaved(2, 4, 2).stages == parse_stages(
+        "F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 B2.1 B3.1 B2.0 B3.0",
+        "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 F3.0 B1.0 F2.1 B2.1 F3.1 B3.1 B2.0 B3.0",
+    )
+
+
+def test_interleaved_with_one_group_warms_up_with_everything_on_stage_0():
+    # As Megatron: where the warm-up would be longer than the job, it is the job.
+    assert (
+        builders.interleaved(2, 2, 2).stages[0]
+        == parse_stages("F0.0 F1.0 F0.1 F1.1 B0.1 B1.1 B0.0 B1.0")[0]
+    )
+
+
+def test_envpipe_of_4_by_8_by_hand():
+    assert builders.envpipe(4, 8, [2, 2, 1, 0]).stages == parse_stages(
+        "F0 F1 F2 F3 F4 F5 B0 F6 B1 F7 B2 B3 B4 B5 B6 B7",
+        "F0 F1 F2 F3 F4 B0 F5 B1 F6 B2 F7 B3 B4 B5 B6 B7",
+        "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7",
+    )
+
+
+def test_forward_only():
+    assert builders.forward_only(2, 3).stages == parse_stages("F0 F1 F2", "F0 F1 F2")
+    assert builders.forward_only(2, 3, 2).stages == parse_stages(
+        *["F0.0 F1.0 F0.1 F1.1 F2.0 F2.1"] * 2
+    )
+    assert builders.forward_only(2, 3).peak_in_flight == (0, 0)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 7])
+@pytest.mark.parametrize("num_microbatches", [1, 3, 4, 12])
+def test_peak_in_flight_follows_the_formulas(num_stages, num_microbatches):
+    stages = range(num_stages)
+    assert builders.gpipe(num_stages, num_microbatches).peak_in_flight == (
+        (num_microbatches,) * num_stages
+    )
+    assert builders.one_f_one_b(num_stages, num_microbatches).peak_in_flight == tuple(
+        min(num_stages - s, num_microbatches) for s in stages
+    )
+    extra = [min(2, max(0, num_microbatches - num_stages)) * (s < num_stages - 1) for s in stages]
+    assert builders.envpipe(num_stages, num_microbatches, extra).peak_in_flight == tuple(
+        min(num_stages - s, num_microbatches) + extra[s] for s in stages
+    )
+    if num_microbatches % num_stages == 0:
+        for chunks in (2, 3):
+            total = num_microbatches * chunks
+            assert builders.interleaved(
+                num_stages, num_microbatches, chunks
+            ).peak_in_flight == tuple(
+                min((num_stages - s - 1) * 2 + (chunks - 1) * num_stages + 1, total) for s in stages
+            )
+
+
+def test_gradients_add_up_in_the_same_order_whatever_the_schedule():
+    """Bit-equal training needs the backwards of each chunk to ascend by microbatch."""
+    schedules = [
+        builders.gpipe(3, 6),
+        builders.one_f_one_b(3, 6),
+        builders.envpipe(3, 6, [3, 2, 0]),
+        builders.interleaved(3, 6, 2),
+    ]
+    for schedule in schedules:
+        for order in schedule.stages:
+            for kind, chunk in itertools.product(Kind, range(schedule.num_chunks)):
+                run = [u.microbatch for u in order if u.kind is kind and u.chunk == chunk]
+                assert run == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("build", "value"),
+    [
+        (lambda: builders.one_f_one_b(0, 4), "0"),
+        (lambda: builders.gpipe(2, 0), "0"),
+        (lambda: builders.forward_only(2, -1), "-1"),
+        (lambda: builders.interleaved(2, 4, 1), "1"),
+        (lambda: builders.interleaved(4, 2, 2), "2"),
+        (lambda: builders.interleaved(4, 6, 2), "6"),
+        (lambda: builders.envpipe(2, 4, [1]), r"\[1\]"),
+        (lambda: builders.envpipe(2, 4, [-1, 0]), r"\[-1, 0\]"),
+        (lambda: builders.envpipe(4, 8, [5, 0, 0, 0]), "5"),
+        (lambda: builders.envpipe(4, 2, [0, 1, 0, 0]), "1"),
+    ],
+)
+def test_impossible_jobs_are_refused_with_the_value(build, value):
+    with pytest.raises(ScheduleError, match=rf"\(got {value}\)"):
+        build()
+
+
+def extra(backward, forward, microbatches, **caps):
+    return builders.envpipe_extra_forwards(backward, forward, microbatches, **caps)
+
+
+class TestExtraForwards:
+    """floor(backward at maximum x stages behind / forward at the optimum), then the caps."""
+
+    backward, forward = (
+        [2.0] * 4,
+        [1.25] * 4,
+    )  # wanted: floor(6 / 1.25, 4 / 1.25, 2 / 1.25) = 4 3 1 0
+
+    def test_formula(self):
+        assert extra(self.backward, self.forward, 96) == [4, 3, 1, 0]
+
+    def test_each_stage_uses_its_own_times(self):
+        assert extra([1.0, 2.0, 3.0, 9.0], [0.5, 1.0, 1.5, 0.1], 96) == [6, 4, 2, 0]
+
+    def test_a_whole_number_is_not_lost_to_rounding(self):
+        # 0.1 * 3 / 0.3 is 1.0000000000000002 and 0.7 * 3 / 2.1 is 0.9999999999999999.
+        assert extra([0.7] * 4, [2.1] * 4, 96)[0] == 1
+
+    def test_batch(self):
+        # Stage 0 has 6 - 4 = 2 to spare and is at its cap, so stage 1 may exceed it by one.
+        assert extra(self.backward, self.forward, 6) == [2, 3, 1, 0]
+        assert extra(self.backward, self.forward, 3) == [0, 0, 1, 0]
+        assert extra(self.backward, self.forward, 1) == [0, 0, 0, 0]
+
+    def test_max_extra_forwards(self):
+        assert extra(self.backward, self.forward, 96, max_extra_forwards=2) == [2, 2, 1, 0]
+        assert extra(self.backward, self.forward, 96, max_extra_forwards=0) == [0, 0, 0, 0]
+
+    def test_memory(self):
+        limits = [6, 6, 2, 1]  # 1F1B itself holds 4, 3, 2, 1
+        assert extra(self.backward, self.forward, 96, max_in_flight=limits) == [2, 3, 0, 0]
+
+    def test_memory_below_1f1b_is_refused_with_stage_and_need(self):
+        with pytest.raises(ScheduleError, match=r"Stage 1 .*got 2.*holds 3"):
+            extra(self.backward, self.forward, 96, max_in_flight=[9, 2, 9, 9])
+
+    def test_few_microbatches_need_less_memory(self):
+        assert extra(self.backward, self.forward, 2, max_in_flight=[2, 2, 2, 1]) == [0, 0, 0, 0]
+
+    def test_not_above_the_previous_stage(self):
+        slow = [1.0, 4.0, 1.0, 1.0]  # wanted: 3, 8, 1, 0
+        assert extra(slow, [1.0] * 4, 96) == [3, 3, 1, 0]
+
+    def test_above_the_previous_stage_by_one_where_that_is_at_its_cap(self):
+        slow = [1.0, 4.0, 1.0, 1.0]
+        assert extra(slow, [1.0] * 4, 96, max_in_flight=[5, 99, 99, 99]) == [1, 2, 1, 0]
+
+    def test_max_warmup_step(self):
+        assert extra([2.0] * 4, [0.5] * 4, 96) == [12, 8, 4, 0]
+        assert extra([2.0] * 4, [0.5] * 4, 96, max_warmup_step=1) == [3, 2, 1, 0]
+        assert extra([2.0] * 4, [0.5] * 4, 96, max_warmup_step=3) == [9, 6, 3, 0]
+        assert extra([2.0] * 4, [0.5] * 4, 96, max_warmup_step=0) == [0, 0, 0, 0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_the_formulas_order_always_runs_and_keeps_every_limit(data):
+    num_stages = data.draw(st.integers(1, 6))
+    num_microbatches = data.draw(st.integers(1, 12))
+    times = st.lists(st.floats(0.01, 10), min_size=num_stages, max_size=num_stages)
+    limit = [
+        min(num_stages - s, num_microbatches) + data.draw(st.integers(0, 4))
+        for s in range(num_stages)
+    ]
+    most, step = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 3))
+    counts = extra(
+        data.draw(times),
+        data.draw(times),
+        num_microbatches,
+        max_extra_forwards=most,
+        max_in_flight=limit,
+        max_warmup_step=step,
+    )
+    schedule = builders.envpipe(num_stages, num_microbatches, counts)  # raises if it could not run
+    assert all(peak <= top for peak, top in zip(schedule.peak_in_flight, limit, strict=True))
+    assert max(counts) <= most
+    assert all(abs(a - b) <= step for a, b in itertools.pairwise(counts))
+    assert counts[-1] == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(0, 3))
+def test_limit_step_gives_the_largest_counts_there_are(counts, step):
+    allowed = [
+        candidate
+        for candidate in itertools.product(*(range(c + 1) for c in counts))
+        if all(abs(a - b) <= step for a, b in itertools.pairwise(candidate))
+    ]
+    best = [max(column) for column in zip(*allowed, strict=True)]
+    assert builders.limit_step(counts, step) == best
+    assert tuple(best) in allowed

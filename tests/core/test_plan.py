@@ -1,0 +1,317 @@
+"""Plans: the definition of iteration energy by hand, and files that are never believed."""
+
+import json
+import logging
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from core_cases import B, F, profile_of, random_schedule, uniform_profile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envpipe_megatron import builders
+from envpipe_megatron.plan import (
+    Cost,
+    Plan,
+    PlanError,
+    blocking_powers,
+    framework_schedule,
+    max_frequencies,
+    read_plan,
+)
+from envpipe_megatron.profile import ProfileError, make_profile
+
+#: Time in s and energy in J; a forward at 1200 MHz on stage 1 takes 1 s and 11 J.
+PROFILE = profile_of(
+    {
+        (0, F): {1200: (1.0, 10.0), 900: (1.5, 7.0)},
+        (0, B): {1200: (2.0, 24.0), 900: (3.0, 15.0)},
+        (1, F): {1200: (1.0, 11.0), 900: (1.6, 7.5)},
+        (1, B): {1200: (2.0, 25.0), 900: (3.1, 15.5)},
+    }
+)
+FREQUENCY = np.array([[1200, 900, 900, 1200], [1200, 1200, 1200, 1200]])
+
+
+def small_plan(**changes):
+    plan = Plan("mine", builders.one_f_one_b(2, 2), FREQUENCY, PROFILE, (40.0, 50.0))
+    return replace(plan, **changes)
+
+
+def test_iteration_energy_by_hand():
+    # Stage 0: F0 0-1, F1 1-2.5, B0 4-7, B1 7-9.  Stage 1: F0 1-2, B0 2-4, F1 4-5, B1 5-7.
+    cost = small_plan().cost
+    assert cost.iteration_time_s == 9.0
+    units = (10 + 7 + 15 + 24) + (11 + 25 + 11 + 25)
+    waiting = 40 * (9 - 7.5) + 50 * (9 - 6)
+    assert cost.energy_j == units + waiting == 338
+
+
+def test_iteration_energy_with_latency_by_hand():
+    # Each hop adds 0.5 s: stage 1 runs F0 1.5-2.5, B0 2.5-4.5, F1 4.5-5.5, B1 5.5-7.5;
+    # stage 0 B0 5-8, B1 8-10. Both then wait a second longer.
+    cost = small_plan(latency_s=(0.5,)).cost
+    assert cost.iteration_time_s == 10.0
+    assert cost.energy_j == 338 + 40 + 50
+    assert small_plan(latency_s=0.5).cost == cost
+
+
+def test_baseline_is_everything_at_the_highest_clock():
+    # 1F1B at 1200 MHz ends after 9 s as well; both stages are busy for 6 s.
+    baseline = small_plan().baseline
+    assert set(baseline.frequency_mhz.ravel()) == {1200}
+    assert baseline.cost == Cost(9.0, 2 * (10 + 24 + 11 + 25) + 40 * 3 + 50 * 3)
+    assert small_plan().cost.slowdown_percent(baseline.cost) == 0
+    assert small_plan().cost.saving_percent(baseline.cost) == pytest.approx(100 * (1 - 338 / 410))
+
+
+def test_energy_of_stages_adds_up():
+    plan = small_plan()
+    by_hand = [10 + 7 + 15 + 24 + 40 * 1.5, 11 + 25 + 11 + 25 + 50 * 3]
+    assert plan.energy_by_stage_j.tolist() == by_hand
+    assert plan.energy_by_stage_j.sum() == plan.cost.energy_j
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (builders.gpipe(3, 6), "1f1b"),
+        (builders.envpipe(3, 6, [2, 1, 0]), "1f1b"),
+        (builders.interleaved(3, 6, 2), "interleaved"),
+    ],
+)
+def test_the_baseline_order_is_the_frameworks(schedule, expected):
+    framework = framework_schedule(schedule)
+    assert framework.name == expected
+    assert framework.num_chunks == schedule.num_chunks
+    assert framework.num_microbatches == schedule.num_microbatches
+
+
+def test_maximum_frequencies_are_by_stage_and_kind():
+    profile = profile_of(
+        {
+            (0, F): {1400: (1, 1)},
+            (0, B): {1300: (1, 1), 1100: (1, 1)},
+            (1, F): {1200: (1, 1)},
+            (1, B): {1000: (1, 1)},
+        }
+    )
+    assert max_frequencies(builders.one_f_one_b(2, 2), profile).tolist() == [
+        [1400, 1400, 1300, 1300],
+        [1200, 1000, 1200, 1000],
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"frequency_mhz": FREQUENCY[:, :3]},
+        {"frequency_mhz": FREQUENCY[:1]},
+        {"blocking_power_w": (40.0,)},
+        {"blocking_power_w": (40.0, -1.0)},
+        {"blocking_power_w": (40.0, float("nan"))},
+        {"profile": uniform_profile(3, {1200: (1, 1)})},
+    ],
+)
+def test_plans_that_do_not_fit_are_refused(changes):
+    with pytest.raises(PlanError):
+        small_plan(**changes)
+
+
+def test_a_frequency_that_was_not_profiled_is_refused():
+    plan = small_plan(frequency_mhz=np.where(FREQUENCY == 900, 1000, FREQUENCY))
+    with pytest.raises(ProfileError, match="got 1000"):
+        _ = plan.cost
+
+
+def test_blocking_power_of_all_stages_or_of_each():
+    assert blocking_powers(83.6, 3) == (83.6,) * 3
+    assert blocking_powers((1, 2, 3), 3) == (1.0, 2.0, 3.0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32))
+def test_round_trip_of_any_schedule(tmp_path_factory, seed):
+    rng = random.Random(seed)
+    schedule = random_schedule(rng, max_chunks=1)
+    if rng.random() < 0.3:
+        schedule = builders.interleaved(rng.choice([1, 2]), 4, 2)
+    profile = uniform_profile(schedule.num_stages, {1200: (0.1, 1 / 3), 900: (0.2, 0.1)})
+    profile = profile.for_chunks(schedule.num_chunks)
+    frequency = np.array([[rng.choice([1200, 900]) for _ in order] for order in schedule.stages])
+    latency = tuple(rng.choice([0.0, 0.1]) for _ in range(schedule.num_stages - 1))
+    powers = tuple(rng.uniform(0, 99) for _ in schedule.stages)
+    plan = Plan("mine", schedule, frequency, profile, powers, latency)
+    path = tmp_path_factory.getbasetemp() / "plan.json"
+    plan.write(path)
+    again = read_plan(path, profile)
+    assert again.schedule == schedule
+    assert again.policy == "mine"
+    assert again.blocking_power_w == powers
+    assert np.array_equal(again.frequency_mhz, frequency)
+    assert again.cost == plan.cost
+    assert again.to_json() == plan.to_json()
+
+
+def test_the_file_holds_what_the_format_says(tmp_path):
+    path = tmp_path / "plan.json"
+    small_plan().write(path)
+    data = json.loads(path.read_text())
+    assert data["format"] == "envpipe-plan/1"
+    assert data["schedule"] == [["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]]
+    assert data["frequency_mhz"] == FREQUENCY.tolist()
+    assert data["blocking_power_w"] == [40.0, 50.0]
+    assert (data["num_stages"], data["num_microbatches"], data["num_chunks"]) == (2, 2, 1)
+    assert (data["iteration_time_s"], data["energy_j"]) == (9.0, 338.0)
+    assert data["peak_in_flight"] == [2, 1]
+    assert data["baseline"] == {"schedule": "1f1b", "iteration_time_s": 9.0, "energy_j": 410.0}
+    assert data["profile_sha256"] == PROFILE.sha256
+    assert "p2p_latency_s" not in data
+
+
+def test_a_profile_of_whole_stages_prices_a_plan_with_chunks(tmp_path):
+    schedule = builders.interleaved(2, 2, 2)
+    plan = Plan(
+        "mine", schedule, max_frequencies(schedule, PROFILE), PROFILE.for_chunks(2), (1.0, 1.0)
+    )
+    plan.write(tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json", PROFILE).cost == plan.cost
+
+
+def tampered(tmp_path, **changes):
+    path = tmp_path / "plan.json"
+    small_plan().write(path)
+    data = json.loads(path.read_text())
+    for name, value in changes.items():
+        if value is ...:
+            del data[name]
+        else:
+            data[name] = value
+    path.write_text(json.dumps(data))
+    return path
+
+
+NOT_COUNTS = (0, -1, 2.0, "2", True, None, [2], ...)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("format", bad) for bad in ("envpipe-plan/2", None, 1, ...)],
+        *[("num_stages", bad) for bad in NOT_COUNTS],
+        *[("num_microbatches", bad) for bad in NOT_COUNTS],
+        *[("num_chunks", bad) for bad in NOT_COUNTS if bad is not ...],  # 1 is its default
+        *[
+            ("schedule", bad)
+            for bad in (
+                ...,
+                None,
+                "F0",
+                {},
+                [],
+                [["F0", "F1", "B0", "B1"]],
+                [["F0", "F1", "B0", "B1"], "F0"],
+                [["F0", "F1", "B0", "B1"], ["F0", "B0", "F1"]],
+                [["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B2"]],
+                [["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "X1"]],
+                [["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", 1]],
+                [["F0", "F1", "B0", "B1"], ["F0", "F0", "B0", "B1"]],
+                [["F0", "B0", "F1", "B1"], ["F1", "B1", "F0", "B0"]],  # deadlock
+                [["B0", "F0", "F1", "B1"], ["F0", "B0", "F1", "B1"]],
+            )
+        ],
+        *[
+            ("frequency_mhz", bad)
+            for bad in (
+                ...,
+                None,
+                1200,
+                [],
+                [[1200] * 4],
+                [[1200] * 4, [1200] * 3],
+                [[1200] * 4, 1200],
+                [[1200] * 4, [1200, 1200, 1200, 1200.0]],
+                [[1200] * 4, [1200, 1200, 1200, "1200"]],
+                [[1200] * 4, [1200, 1200, 1200, -1200]],
+                [[1200] * 4, [1200, 1200, 1200, None]],
+                [[1200] * 4, [1200, 1200, 1200, True]],
+            )
+        ],
+        *[
+            ("blocking_power_w", bad)
+            for bad in (..., None, 40.0, [], [40.0], [40.0] * 3, [40.0, "50"], [40.0, -1],
+                        [40.0, None], [40.0, float("nan")], [40.0, True], {"0": 1, "1": 1})
+        ],
+        *[("p2p_latency_s", bad) for bad in (None, 0.1, [], [0.1, 0.1], [-0.1], ["0.1"], [None])],
+        *[("iteration_time_s", bad) for bad in (..., None, "9", 9.001, float("nan"), [9.0])],
+        *[("energy_j", bad) for bad in (..., None, "338", 338.01, 0, float("inf"), {})],
+    ],
+)  # fmt: skip
+def test_a_tampered_field_is_named(tmp_path, field, value):
+    path = tampered(tmp_path, **{field: value})
+    with pytest.raises(PlanError, match=field) as caught:
+        read_plan(path, PROFILE)
+    if field != "num_stages" or value in NOT_COUNTS:
+        assert f"field '{field}'" in str(caught.value)
+
+
+def test_another_frequency_with_the_old_figures_is_refused(tmp_path):
+    path = tampered(tmp_path, frequency_mhz=[[1200] * 4, [1200] * 4])
+    with pytest.raises(PlanError, match="energy_j"):
+        read_plan(path, PROFILE)
+
+
+def test_another_blocking_power_with_the_old_figures_is_refused(tmp_path):
+    with pytest.raises(PlanError, match="energy_j"):
+        read_plan(tampered(tmp_path, blocking_power_w=[41.0, 50.0]), PROFILE)
+
+
+def test_a_frequency_that_the_profile_lacks_is_refused(tmp_path):
+    with pytest.raises(ProfileError, match="got 1000"):
+        read_plan(tampered(tmp_path, frequency_mhz=[[1000] * 4, [1200] * 4]), PROFILE)
+
+
+def test_a_plan_for_another_number_of_stages_is_refused(tmp_path):
+    path = tampered(tmp_path)
+    with pytest.raises(PlanError, match=r"2 stages .*got 3"):
+        read_plan(path, uniform_profile(3, {1200: (1, 1), 900: (1, 1)}))
+
+
+def dearer_profile():
+    return make_profile(
+        [
+            (stage, kind, replace(row, energy_j=row.energy_j * 2))
+            for stage, kinds in enumerate(PROFILE.rows)
+            for kind, rows in kinds.items()
+            for row in rows
+        ],
+        source="another",
+    )
+
+
+def test_another_profile_prices_the_plan_anew_with_a_warning(tmp_path, caplog):
+    path = tampered(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        plan = read_plan(path, dearer_profile())
+    assert plan.cost == Cost(9.0, 2 * 128 + 210)
+    assert "energy_j" in caplog.text
+    assert "338" in caplog.text
+    assert "iteration_time_s" not in caplog.text  # that is the same
+
+
+def test_its_own_profile_gives_no_warning(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        read_plan(tampered(tmp_path), PROFILE)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"null", b"\xff\x00", b"F0,B0\n"])
+def test_files_that_are_no_plan_are_refused_with_their_name(tmp_path, content):
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    with pytest.raises(PlanError, match=r"plan\.json"):
+        read_plan(path, PROFILE)
+    with pytest.raises(PlanError, match="absent"):
+        read_plan(tmp_path / "absent", PROFILE)

@@ -1,0 +1,254 @@
+"""Profiles: files are refused with file, line and value; the table answers what planners ask."""
+
+import hashlib
+import re
+
+import numpy as np
+import pytest
+from core_cases import B, F, profile_of, uniform_profile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.profile import ProfileError, ProfileRow, make_profile, read_profile
+from envpipe_megatron.sidecar import Sidecar, sidecar_path
+
+HEADER = "stage,instruction,frequency,time,energy"
+GOOD = "0,forward,1200,1.0,10\n0,backward,1200,2.0,20\n"
+
+
+def read(tmp_path, text):
+    path = tmp_path / "job.csv"
+    path.write_text(text)
+    return read_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("0,forward,900,text,1", "time (s) is not a number (got 'text')"),
+        ("0,forward,900,,1", "time (s) is not a number (got '')"),
+        ("0,forward,900,nan,1", "time (s) is not a number (got 'nan')"),
+        ("0,forward,900,inf,1", "time (s) is not a number (got 'inf')"),
+        ("0,forward,900,1e999,1", "time (s) is not a number (got '1e999')"),
+        ("0,forward,900,-1,1", "time (s) must be above 0 (got '-1')"),
+        ("0,forward,900,0,1", "time (s) must be above 0 (got '0')"),
+        ("0,forward,900,1,text", "energy (J) is not a number (got 'text')"),
+        ("0,forward,900,1,NaN", "energy (J) is not a number (got 'NaN')"),
+        ("0,forward,900,1,-inf", "energy (J) is not a number (got '-inf')"),
+        ("0,forward,900,1,-2", "energy (J) must be at least 0 (got '-2')"),
+        ("0,forward,0,1,1", "frequency (MHz) must be above 0 (got '0')"),
+        ("0,forward,-900,1,1", "frequency (MHz) must be above 0 (got '-900')"),
+        ("0,forward,900.5,1,1", "frequency (MHz) must be a whole number (got '900.5')"),
+        ("0,forward,fast,1,1", "frequency (MHz) is not a number (got 'fast')"),
+        ("first,forward,900,1,1", "stage is not a number (got 'first')"),
+        ("-1,forward,900,1,1", "stage must be at least 0 (got '-1')"),
+        ("0.5,forward,900,1,1", "stage must be a whole number (got '0.5')"),
+        ("0,sideways,900,1,1", "unknown instruction (got 'sideways')"),
+        ("0,Forward,900,1,1", "unknown instruction (got 'Forward')"),
+        ("0,forward,900,1", "too few columns (got '0,forward,900,1')"),
+        ("0;forward;900;1;1", "too few columns"),
+        ("0,forward,1200,1,1", "at this frequency (MHz) (got 1200). The first stands on line 2"),
+    ],
+)
+def test_a_bad_row_is_refused_with_file_line_and_value(tmp_path, line, told):
+    with pytest.raises(ProfileError) as caught:
+        read(tmp_path, f"{HEADER}\n{GOOD}\n{line}\n")  # an empty line does not shift the count
+    message = str(caught.value)
+    assert f"{tmp_path / 'job.csv'}, line 5: " in message
+    assert told in message
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "\n",
+        "stage,instruction,frequency,time",
+        "instruction,stage,frequency,time,energy",
+        "Stage,Instruction,Frequency,Time,Energy",
+        "0,forward,1200,1.0,10",
+        "stage;instruction;frequency;time;energy",
+    ],
+)
+def test_a_wrong_header_is_refused_with_the_right_one(tmp_path, header):
+    with pytest.raises(ProfileError, match=f"job.csv, line 1: .*{HEADER}"):
+        read(tmp_path, header and f"{header}\n{GOOD}")
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("", "job.csv has no rows"),
+        ("0,forward,900,1,1\n", "no row for stage 0 backward"),
+        ("0,backward,900,1,1\n", "no row for stage 0 forward"),
+        (GOOD + "2,forward,900,1,1\n", "no row for stage 1 forward"),
+        (GOOD.replace("0,f", "1,f").replace("0,b", "1,b"), "no row for stage 0 forward"),
+    ],
+)
+def test_an_incomplete_table_is_refused_with_what_it_lacks(tmp_path, body, told):
+    with pytest.raises(ProfileError, match=re.escape(told)):
+        read(tmp_path, f"{HEADER}\n{body}")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x89PNG\r\n\x1a\n\x00\x00",
+        bytes(range(256)),
+        b"\x00" * 64,
+        b"\xff\xfe" + HEADER.encode("utf-16-le"),
+        HEADER.encode() + b'\n0,"' + b"x" * 200_000,
+    ],
+    ids=["empty", "png", "bytes", "zeros", "utf-16", "endless quote"],
+)
+def test_a_file_that_is_no_csv_is_refused_with_its_name(tmp_path, content):
+    path = tmp_path / "odd.csv"
+    path.write_bytes(content)
+    with pytest.raises(ProfileError, match=re.escape(str(path))):
+        read_profile(path)
+
+
+def test_missing_files_and_folders_are_refused_with_their_name(tmp_path):
+    for path in (tmp_path, tmp_path / "absent.csv"):
+        with pytest.raises(ProfileError, match=re.escape(str(path))):
+            read_profile(path)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet='0123456789.,-eE_ \n"\r\tforwadbckn', max_size=60))
+def test_whatever_follows_the_header_is_read_or_refused(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "fuzz.csv"
+    path.write_text(f"{HEADER}\n{GOOD}{text}")
+    try:
+        profile = read_profile(path)
+    except EnvPipeError as error:
+        assert "fuzz.csv" in str(error)  # noqa: PT017 - both outcomes are right
+    else:
+        assert profile.num_stages >= 1
+
+
+def test_extra_columns_blanks_bom_and_crlf_are_accepted(tmp_path):
+    plain = read(tmp_path, f"{HEADER}\n{GOOD}")
+    dressed = f"\ufeff{HEADER},samples\n 0 ,forward, 1200 ,1.0,10,7\n\n0,backward,1200,2.0,20,8\n"
+    assert read(tmp_path, dressed).rows == plain.rows
+    assert read(tmp_path, dressed.replace("\n", "\r\n")).rows == plain.rows
+
+
+def test_rows_may_stand_in_any_order_and_come_out_highest_first(tmp_path):
+    lines = [
+        f"{s},{k},{f},1,1" for s in (1, 0) for k in ("backward", "forward") for f in (9, 12, 3)
+    ]
+    profile = read(tmp_path, "\n".join([HEADER, *lines]))
+    assert profile.num_stages == 2
+    assert [r.frequency_mhz for r in profile.rows[1][B]] == [12, 9, 3]
+
+
+def test_written_files_are_read_back_with_sidecar_and_digest(tmp_path):
+    profile = uniform_profile(
+        2, {1200: (0.1, 1 / 3), 900: (0.2, 1e-9)}, sidecar=Sidecar(gpu="Some GPU", num_chunks=2)
+    )
+    path = tmp_path / "job.csv"
+    profile.write(path)
+    again = read_profile(path)
+    assert again.rows == profile.rows
+    assert again.sidecar == profile.sidecar
+    assert again.sha256 == profile.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert again.source == str(path)
+
+
+def test_the_digest_is_of_the_files_bytes(tmp_path):
+    one, two = read(tmp_path, f"{HEADER}\n{GOOD}"), read(tmp_path, f"{HEADER}\n{GOOD}\n")
+    assert one.rows == two.rows
+    assert one.sha256 != two.sha256
+
+
+def test_a_broken_sidecar_is_not_passed_over(tmp_path):
+    path = tmp_path / "job.csv"
+    path.write_text(f"{HEADER}\n{GOOD}")
+    sidecar_path(path).write_text("{")
+    with pytest.raises(EnvPipeError, match=r"job\.json"):
+        read_profile(path)
+
+
+def test_an_unprofiled_frequency_is_refused_with_those_there_are():
+    profile = uniform_profile(1, {1200: (1, 1), 900: (2, 1)})
+    with pytest.raises(ProfileError, match=r"stage 0 backward .*got 1000.*1200, 900"):
+        profile.row(0, B, 1000)
+
+
+def test_the_highest_frequency_is_the_maximum_even_where_it_is_slower():
+    profile = uniform_profile(1, {1410: (1.03, 9), 1395: (1.0, 9), 900: (2.0, 5)})
+    assert profile.max_frequency_mhz(0, F) == 1410
+
+
+def test_the_optimal_frequency_is_the_bottom_of_the_sum():
+    profile = profile_of(
+        {
+            (0, F): {1500: (1, 10), 1200: (2, 6), 900: (3, 5)},  # forward alone: 900
+            (0, B): {1500: (1, 20), 1200: (2, 15), 900: (3, 18)},  # sums: 30, 21, 23
+            (1, F): {1500: (1, 5), 1200: (2, 5), 900: (3, 9)},  # sums: 10, 10, 19: the higher
+            (1, B): {1500: (1, 5), 1200: (2, 5), 900: (3, 10)},
+            (2, F): {1500: (1, 9), 900: (3, 7)},  # 1200 was not profiled for both
+            (2, B): {1500: (1, 9), 1200: (2, 1), 900: (3, 8)},
+        }
+    )
+    assert profile.optimal_frequency_mhz == (1200, 1500, 900)
+
+
+def test_no_common_frequency_means_no_valley():
+    profile = profile_of({(0, F): {1500: (1, 1)}, (0, B): {1200: (1, 1)}})
+    with pytest.raises(ProfileError, match="stage 0"):
+        _ = profile.optimal_frequency_mhz
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=12))
+def test_pareto_rows_are_those_that_no_other_beats(points):
+    curve = {100 + i: (float(time), float(energy)) for i, (time, energy) in enumerate(points)}
+    profile = profile_of({(0, F): curve, (0, B): curve})
+    pareto = profile.pareto(0, F)
+    got = [(row.time_s, row.energy_j) for row in pareto]
+    efficient = {
+        (t, e)
+        for t, e in curve.values()
+        if not any((t2 <= t and e2 <= e) and (t2, e2) != (t, e) for t2, e2 in curve.values())
+    }
+    assert got == sorted(efficient)
+    assert all(row in profile.rows[0][F] for row in pareto)
+
+
+def test_chunks_share_time_and_energy_evenly():
+    profile = uniform_profile(2, {1200: (1.0, 10.0), 900: (1.5, 8.0)})
+    half = profile.for_chunks(2)
+    assert half.row(1, B, 900) == ProfileRow(900, 1.5, 8.0)
+    assert half.row(0, F, 1200) == ProfileRow(1200, 0.5, 5.0)
+    assert half.sidecar.num_chunks == 2
+    assert half.sha256 == profile.sha256
+    assert half.for_chunks(2) is half  # not halved twice
+    assert profile.for_chunks(1) is profile
+    assert half.optimal_frequency_mhz == profile.optimal_frequency_mhz
+
+
+def test_a_profile_of_chunks_fits_no_other_number():
+    profile = uniform_profile(1, {1200: (1, 1)}, sidecar=Sidecar(num_chunks=2))
+    for num_chunks in (1, 4):
+        with pytest.raises(ProfileError, match=f"2 chunks .*got {num_chunks}"):
+            profile.for_chunks(num_chunks)
+
+
+def test_lookup_gives_each_unit_its_own_row():
+    profile = uniform_profile(2, {1200: (1, 10), 900: (2, 6)}, slowness=[1, 3])
+    frequency = np.array([[1200, 900, 900], [900, 1200, 1200]])
+    backward = np.array([[False, False, True], [False, True, False]])
+    time_s, energy_j = profile.lookup(frequency, backward)
+    assert time_s.tolist() == [[1, 2, 4], [6, 6, 3]]
+    assert energy_j.tolist() == [[10, 6, 12], [18, 60, 30]]
+    with pytest.raises(ProfileError, match="got 1000"):
+        profile.lookup(np.where(frequency == 900, 1000, frequency), backward)
+
+
+def test_no_rows_make_no_profile():
+    with pytest.raises(ProfileError, match="somewhere has no rows"):
+        make_profile([], source="somewhere")

@@ -1,0 +1,191 @@
+"""A schedule accepts exactly the orders that can run, and says which unit is wrong."""
+
+import random
+import re
+
+import pytest
+from core_cases import B, F, parse_stages, random_orders, random_schedule, run_naively, units_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envpipe_megatron import builders
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.schedule import Kind, Schedule, ScheduleError, Unit, parse_unit, unit
+
+
+@st.composite
+def jobs_with_orders(draw):
+    """Orders that run, orders with two units exchanged, and shuffled ones."""
+    num_stages, num_microbatches = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    num_chunks = draw(st.integers(1, 2))
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    orders = [list(o) for o in random_orders(rng, num_stages, num_microbatches, num_chunks)]
+    for _ in range(draw(st.integers(0, 3))):
+        order = rng.choice(orders)
+        i, j = rng.randrange(len(order)), rng.randrange(len(order))
+        order[i], order[j] = order[j], order[i]
+    if draw(st.integers(0, 3)) == 0:
+        rng.shuffle(rng.choice(orders))
+    return num_microbatches, num_chunks, tuple(tuple(order) for order in orders)
+
+
+@settings(max_examples=400, deadline=None)
+@given(jobs_with_orders())
+def test_accepts_exactly_what_a_naive_run_finishes(job):
+    num_microbatches, num_chunks, orders = job
+    stopped = run_naively(orders, num_chunks)
+    stuck = [
+        f"{orders[stage][position].label(num_chunks)} on stage {stage}"
+        for stage, position in enumerate(stopped)
+        if position < len(orders[stage])
+    ]
+    if not stuck:
+        schedule = Schedule("x", num_microbatches, num_chunks, orders)
+        assert sorted(schedule.topological_order) == list(range(schedule.num_units))
+        return
+    with pytest.raises(ScheduleError) as caught:
+        Schedule("x", num_microbatches, num_chunks, orders)
+    early = re.search(r"Stage (\d+) runs (\S+) before its forward", str(caught.value))
+    if early:
+        order = orders[int(early[1])]
+        backward = parse_unit(early[2])
+        forward = Unit(F, backward.microbatch, backward.chunk)
+        assert order.index(backward) < order.index(forward)
+    else:
+        assert all(f"{name} waits for" in str(caught.value) for name in stuck)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32))
+def test_topological_order_respects_stage_order_and_messages(seed):
+    schedule = random_schedule(random.Random(seed))
+    rank = {node: i for i, node in enumerate(schedule.topological_order)}
+    for node in range(schedule.num_units):
+        if node % schedule.units_per_stage:
+            assert rank[node - 1] < rank[node]
+        source = int(schedule.cross_dependency[node])
+        if source >= 0:
+            assert rank[source] < rank[node]
+            assert int(schedule.cross_successor[source]) == node
+
+
+GOOD = ("F0 F1 B0 B1", "F0 B0 F1 B1")
+
+
+@pytest.mark.parametrize(
+    ("orders", "told"),
+    [
+        (("F0 F1 B0 B1", "F0 B0 F0 B1"), "Stage 1 lists a unit twice (got 'F0')"),
+        (("F0 F1 B0", "F0 B0 F1 B1"), "Stage 0 lacks a unit (got 'B1')"),
+        (("F0 F1 B0 B1", "F0 B0 F1"), "Stage 1 lacks a unit (got 'B1')"),
+        (("F0 F2 B0 B1", "F0 B0 F1 B1"), "Stage 0 lists a unit that the job does not have"),
+        (("F0 F2 B0 B1", "F0 B0 F1 B1"), "'F2'"),
+        (("F0 F1 B0 B1", "F0 B0 F1 B1 F2"), "'F2'"),
+        (("F0 F1", "F0 B0"), "'B0'"),
+        (("F0 B1 F1 B0", "F0 B0 F1 B1"), "Stage 0 runs B1 before its forward"),
+        (("F0 B0 F1 B1", "F1 B1 F0 B0"), "B0 on stage 0 waits for B0 on stage 1"),
+        (("F0 B0 F1 B1", "F1 B1 F0 B0"), "F1 on stage 1 waits for F1 on stage 0"),
+        (("", "F0 B0 F1 B1"), "Stage 0 lacks a unit (got 'F0')"),
+    ],
+)
+def test_errors_name_stage_and_unit(orders, told):
+    with pytest.raises(ScheduleError, match=re.escape(told)):
+        Schedule("x", 2, 1, parse_stages(*orders))
+
+
+def test_errors_name_the_chunk_where_there_are_chunks():
+    orders = [list(o) for o in builders.interleaved(2, 2, 2).stages]
+    orders[1].remove(Unit(B, 1, 1))
+    with pytest.raises(ScheduleError, match=re.escape("Stage 1 lacks a unit (got 'B1.1')")):
+        Schedule("x", 2, 2, tuple(tuple(o) for o in orders))
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "chunks", "stages"), [(0, 1, GOOD), (2, 0, GOOD), (2, 1, ())]
+)
+def test_empty_jobs_are_refused(microbatches, chunks, stages):
+    with pytest.raises(ScheduleError):
+        Schedule("x", microbatches, chunks, parse_stages(*stages))
+
+
+def test_equal_units_need_not_be_the_shared_ones():
+    mine = Schedule("x", 2, 1, parse_stages(*GOOD))
+    shared = Schedule(
+        "x", 2, 1, tuple(tuple(unit(u.kind, u.microbatch) for u in o) for o in mine.stages)
+    )
+    assert mine == shared
+    assert (mine.cross_dependency == shared.cross_dependency).all()
+
+
+def test_cross_dependencies_by_hand():
+    schedule = Schedule("x", 2, 1, parse_stages(*GOOD))
+    #                    stage 0: F0  F1  B0 B1   stage 1: F0 B0 F1  B1
+    assert schedule.cross_dependency.tolist() == [-1, -1, 5, 7, 0, -1, 1, -1]
+    assert schedule.cross_successor.tolist() == [4, 6, -1, -1, -1, 2, -1, 3]
+
+
+def test_chunks_wrap_from_the_last_stage_to_the_first():
+    schedule = builders.interleaved(2, 2, 2)
+    node = {
+        (stage, u.label(2)): stage * schedule.units_per_stage + position
+        for stage, order in enumerate(schedule.stages)
+        for position, u in enumerate(order)
+    }
+    cross = schedule.cross_dependency
+    assert cross[node[0, "F1.1"]] == node[1, "F1.0"]
+    assert cross[node[1, "B1.0"]] == node[0, "B1.1"]
+    assert cross[node[0, "F1.0"]] == -1
+    assert cross[node[1, "B1.1"]] == -1
+    assert schedule.describe(node[1, "B1.0"]) == "B1.0 on stage 1"
+
+
+def test_outer_envelope_of_4_by_4_by_hand():
+    schedule = builders.one_f_one_b(4, 4)
+    names = {schedule.describe(node) for node in schedule.outer_envelope}
+    last_stage = {f"{kind}{m} on stage 3" for kind in "FB" for m in range(4)}
+    edges = {f"{u} on stage {stage}" for u in ("F0", "B3") for stage in range(3)}
+    assert names == last_stage | edges
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_memory_and_warmup_are_those_of_a_walk_through_the_order(seed):
+    schedule = random_schedule(random.Random(seed))
+    for stage, order in enumerate(schedule.stages):
+        held, peak, first = 0, 0, None
+        for position, u in enumerate(order):
+            held += 1 if u.kind is F else -1
+            peak = max(peak, held)
+            if u.kind is B and first is None:
+                first = position
+        assert held == 0
+        assert schedule.peak_in_flight[stage] == peak
+        assert schedule.warmup_forwards[stage] == first - 1
+
+
+def test_extra_forwards_are_those_beyond_1f1b_also_with_few_microbatches():
+    assert builders.one_f_one_b(4, 2).extra_forwards == (0, 0, 0, 0)
+    assert builders.envpipe(4, 8, [4, 3, 1, 0]).extra_forwards == (4, 3, 1, 0)
+    assert builders.gpipe(3, 6).extra_forwards == (3, 4, 5)
+
+
+@pytest.mark.parametrize("u", units_of(3, 2))
+def test_units_are_read_as_they_are_written(u):
+    assert parse_unit(u.label(2)) == u
+    if u.chunk == 0:
+        assert parse_unit(u.label()) == u
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "F", "F-1", "f0", "X0", "F0.", "F 0", "F0.1.2", " F0", "F0\n", None, 3, ["F0"], "F1.5e3"],
+)
+def test_unreadable_units_are_refused_with_their_text(text):
+    with pytest.raises(ScheduleError, match=re.escape(repr(text))):
+        parse_unit(text)
+
+
+def test_kinds_are_the_words_of_a_profile():
+    assert [kind.value for kind in Kind] == ["forward", "backward"]
+    assert [kind.letter for kind in Kind] == ["F", "B"]
+    assert issubclass(ScheduleError, EnvPipeError)

@@ -1,0 +1,227 @@
+"""Timelines against a naive recursion; updates, slack and critical paths against the timeline."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from core_cases import naive_times, parse_stages, random_schedule
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envpipe_megatron import builders
+from envpipe_megatron.schedule import Schedule
+from envpipe_megatron.timeline import Timeline, TimelineError, critical_path, is_envelope
+
+SEEDS = st.integers(0, 2**32)
+
+
+def random_case(seed, *, zeros=False):
+    """A schedule with a duration for each unit and a latency for each boundary."""
+    rng = random.Random(seed)
+    schedule = random_schedule(rng, max_stages=5, max_microbatches=5)
+    lowest = 0.0 if zeros else 0.1
+    duration = [
+        [0.0 if zeros and rng.random() < 0.2 else rng.uniform(lowest, 3) for _ in order]
+        for order in schedule.stages
+    ]
+    latency = [rng.choice([0.0, rng.uniform(0, 1)]) for _ in range(schedule.num_stages - 1)]
+    return rng, schedule, duration, latency
+
+
+@settings(max_examples=200, deadline=None)
+@given(SEEDS)
+def test_times_are_those_of_a_naive_recursion(seed):
+    _, schedule, duration, latency = random_case(seed, zeros=True)
+    timeline = Timeline(schedule, duration, latency)
+    naive = naive_times(schedule, duration, latency)
+    for (stage, position), (start, end) in naive.items():
+        assert timeline.start_s[stage, position] == pytest.approx(start, abs=1e-9)
+        assert timeline.end_s[stage, position] == pytest.approx(end, abs=1e-9)
+    assert timeline.iteration_time_s == pytest.approx(max(end for _, end in naive.values()))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        builders.one_f_one_b(4, 2),
+        builders.one_f_one_b(6, 20),
+        builders.gpipe(3, 5),
+        builders.interleaved(3, 6, 3),
+        builders.interleaved(2, 4, 2),
+        builders.envpipe(5, 12, [6, 5, 3, 2, 0]),
+        builders.forward_only(4, 5),
+        builders.forward_only(3, 6, 2),
+    ],
+    ids=lambda s: f"{s.name}-{s.num_stages}x{s.num_microbatches}x{s.num_chunks}",
+)
+def test_times_of_every_builder_are_those_of_a_naive_recursion(schedule):
+    rng = np.random.default_rng(7)
+    duration = rng.uniform(0.1, 2, (schedule.num_stages, schedule.units_per_stage))
+    latency = rng.uniform(0, 0.5, schedule.num_stages - 1)
+    timeline = Timeline(schedule, duration, latency.tolist())
+    naive = naive_times(schedule, duration, latency)
+    expected = [
+        [naive[stage, position][1] for position in range(schedule.units_per_stage)]
+        for stage in range(schedule.num_stages)
+    ]
+    assert np.allclose(timeline.end_s, expected)
+
+
+def test_2_by_2_by_hand():
+    schedule = builders.one_f_one_b(2, 2)
+    timeline = Timeline(schedule, [[1, 1, 2, 2], [1, 2, 1, 2]])
+    #                          F0 F1 B0 B1            F0 B0 F1 B1
+    assert timeline.start_s.tolist() == [[0, 1, 4, 7], [1, 2, 4, 5]]
+    assert timeline.end_s.tolist() == [[1, 2, 6, 9], [2, 4, 5, 7]]
+    assert timeline.iteration_time_s == 9
+    assert [timeline.receive_wait_s(node) for node in range(4)] == [0, 0, 2, 1]
+    assert [timeline.receive_wait_s(node) for node in range(4, 8)] == [1, 0, 0, 0]
+
+
+def test_latency_counts_on_every_hop_both_ways():
+    schedule = builders.one_f_one_b(3, 1)
+    timeline = Timeline(schedule, np.ones((3, 2)), [0.25, 0.5])
+    assert timeline.iteration_time_s == 6 + 2 * (0.25 + 0.5)
+    assert Timeline(schedule, np.ones((3, 2)), 0.5).iteration_time_s == 8
+
+
+def test_the_hop_back_to_stage_0_takes_the_longest_latency():
+    order = "F0.0 F0.1 B0.1 B0.0"
+    schedule = Schedule("x", 1, 2, parse_stages(order, order, order))
+    timeline = Timeline(schedule, np.ones((3, 4)), [0.25, 0.5])
+    hops = 4 * (0.25 + 0.5) + 2 * 0.5
+    assert timeline.iteration_time_s == 12 + hops
+
+
+@pytest.mark.parametrize("make", [
+    lambda: builders.one_f_one_b(5, 12),
+    lambda: builders.interleaved(4, 8, 2),
+    lambda: builders.envpipe(4, 12, [6, 4, 2, 0]),
+    lambda: random_schedule(random.Random(3), 5, 6),
+])  # fmt: skip
+def test_hundreds_of_updates_equal_a_timeline_made_anew_to_the_last_bit(make):
+    schedule = make()
+    rng = random.Random(11)
+    duration = [rng.uniform(0.1, 2) for _ in range(schedule.num_units)]
+    latency = [rng.uniform(0, 0.3) for _ in range(schedule.num_stages - 1)]
+    shape = (schedule.num_stages, schedule.units_per_stage)
+    timeline = Timeline(schedule, np.reshape(duration, shape), latency)
+    for _ in range(300):
+        changes = {
+            rng.randrange(schedule.num_units): rng.choice([0.0, rng.uniform(0.01, 4)])
+            for _ in range(rng.choice([1, 1, 2, 10]))
+        }
+        timeline.update(changes)
+        for node, value in changes.items():
+            duration[node] = value
+        anew = Timeline(schedule, np.reshape(duration, shape), latency)
+        assert np.array_equal(timeline.start_s, anew.start_s)
+        assert np.array_equal(timeline.end_s, anew.end_s)
+        assert np.array_equal(timeline.duration_s, anew.duration_s)
+
+
+def test_an_update_to_the_same_duration_changes_nothing():
+    timeline = Timeline(builders.one_f_one_b(2, 2), np.ones((2, 4)))
+    before = timeline.end_s
+    timeline.update({3: 1.0})
+    timeline.update({})
+    assert np.array_equal(timeline.end_s, before)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS)
+def test_slack_is_exactly_what_a_unit_can_be_delayed_by(seed):
+    _, schedule, duration, latency = random_case(seed)
+    timeline = Timeline(schedule, duration, latency)
+    iteration, slack = timeline.iteration_time_s, timeline.slack_s()
+    assert slack.min() == pytest.approx(0, abs=1e-9)
+    for stage in range(schedule.num_stages):
+        for position in range(schedule.units_per_stage):
+            longer = [list(row) for row in duration]
+            longer[stage][position] += slack[stage, position]
+            kept = Timeline(schedule, longer, latency).iteration_time_s
+            assert kept == pytest.approx(iteration, rel=1e-12)
+            longer[stage][position] += 0.125
+            late = Timeline(schedule, longer, latency).iteration_time_s
+            assert late == pytest.approx(iteration + 0.125, rel=1e-12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(SEEDS)
+def test_the_critical_path_is_contiguous_and_as_long_as_the_iteration(seed):
+    _, schedule, duration, latency = random_case(seed, zeros=True)
+    timeline = Timeline(schedule, duration, latency)
+    path = timeline.critical_path()[::-1]
+    width = schedule.units_per_stage
+    assert path[-1] == width - 1  # the last unit of stage 0
+    assert path[0] % width == 0
+    assert schedule.cross_dependency[path[0]] == -1
+    total = timeline.duration_s.ravel()[path[0]]
+    for before, node in itertools.pairwise(path):
+        same_stage = node == before + 1 and node % width
+        assert same_stage or schedule.cross_dependency[node] == before
+        gap = timeline.start_s.ravel()[node] - timeline.end_s.ravel()[before]
+        hops = {0.0, *latency, max(latency, default=0.0)} if not same_stage else {0.0}
+        assert min(abs(gap - hop) for hop in hops) < 1e-7
+        total += gap + timeline.duration_s.ravel()[node]
+    assert total == pytest.approx(timeline.iteration_time_s)
+    assert timeline.slack_s().ravel()[path].max() < 1e-7
+
+
+def test_critical_path_of_measured_waits_ignores_waits_up_to_the_threshold():
+    schedule = builders.one_f_one_b(2, 2)  # nodes 0-3: F0 F1 B0 B1; 4-7: F0 B0 F1 B1
+    waits = dict.fromkeys(range(8), 0.0) | {3: 0.010}
+    measured = waits.__getitem__
+    assert critical_path(schedule, measured, 0.010) == [3, 2, 1, 0]
+    assert critical_path(schedule, measured, 0.009) == [3, 7, 6, 5, 4, 0]
+
+
+def test_is_envelope():
+    schedule = builders.one_f_one_b(3, 3)
+    balanced = Timeline(schedule, np.ones((3, 6)))
+    assert is_envelope(schedule, [0, 6, 12, 13, 14, 15, 16, 17, 11, 5])
+    assert not is_envelope(schedule, [0, 1])
+    slow_inside = balanced.duration_s
+    slow_inside[0, 3] = 50
+    assert not is_envelope(schedule, Timeline(schedule, slow_inside).critical_path())
+
+
+def test_bubble_of_1f1b_is_the_textbooks():
+    """(p - 1) forwards and backwards of waiting on every stage (Narayanan et al., SC'21)."""
+    p, m, forward, backward = 4, 8, 1.0, 2.0
+    schedule = builders.one_f_one_b(p, m)
+    duration = np.where(schedule.is_backward, backward, forward)
+    assert Timeline(schedule, duration).iteration_time_s == (m + p - 1) * (forward + backward)
+    interleaved = builders.interleaved(p, m, 2)
+    duration = np.where(interleaved.is_backward, backward, forward) / 2
+    assert Timeline(interleaved, duration).iteration_time_s == (m + (p - 1) / 2) * 3
+
+
+@pytest.mark.parametrize("duration", [np.ones((2, 3)), np.ones((3, 4)), np.ones(8), [[1.0] * 4]])
+def test_wrong_shapes_are_refused(duration):
+    with pytest.raises(TimelineError, match=r"\(2, 4\)"):
+        Timeline(builders.one_f_one_b(2, 2), duration)
+
+
+@pytest.mark.parametrize("bad", [-0.1, float("nan"), float("inf")])
+def test_the_unit_with_an_impossible_duration_is_named(bad):
+    duration = np.ones((2, 4))
+    duration[1, 2] = bad
+    with pytest.raises(TimelineError, match=r"F1 on stage 1 .*got"):
+        Timeline(builders.one_f_one_b(2, 2), duration)
+
+
+@pytest.mark.parametrize("latency", [-1.0, float("nan"), [0.1], [0.1, 0.2, 0.3], [0.1, -0.1]])
+def test_impossible_latencies_are_refused(latency):
+    with pytest.raises(TimelineError, match="latency"):
+        Timeline(builders.one_f_one_b(3, 3), np.ones((3, 6)), latency)
+
+
+def test_the_callers_array_is_not_kept():
+    duration = np.ones((2, 4))
+    timeline = Timeline(builders.one_f_one_b(2, 2), duration)
+    timeline.update({0: 9.0})
+    assert duration.max() == 1
+    timeline.end_s[:] = 0
+    assert timeline.iteration_time_s > 0
