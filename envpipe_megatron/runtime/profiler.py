@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,7 +154,6 @@ class OnlineProfiler:
         self, clocks: Sequence[tuple[int, int]], measured: int, *, stop_early: bool = False
     ) -> PhaseRun[list[Measured]]:
         points: list[Measured] = []
-        rises = 0
         open_point: _Point | None = None
         for index, (forward_mhz, backward_mhz) in enumerate([*clocks, clocks[-1]]):
             order = constant_order(Phase.PROFILE, self._schedule, forward_mhz, backward_mhz)
@@ -162,8 +162,7 @@ class OnlineProfiler:
                 yield order
             if open_point is not None:
                 points.append(open_point.read(self._meter, self._wait_power_w))
-                rises = self._rises(points, rises)
-                if stop_early and rises >= _RISES_TO_STOP:
+                if stop_early and self._all_past_valley(points):
                     break
             if index == len(clocks):
                 break
@@ -181,11 +180,13 @@ class OnlineProfiler:
             point.add(record)
         return point
 
-    def _rises(self, points: Sequence[Measured], rises: int) -> int:
-        """Rises of energy in a row that every stage has seen."""
-        rose = len(points) > 1 and points[-1].pair_j > points[-2].pair_j
-        everywhere = all(mean(stage) == 1 for stage in self._collectives.gather_by_stage(rose))
-        return rises + 1 if everywhere else 0
+    def _all_past_valley(self, points: Sequence[Measured]) -> bool:
+        """Whether every stage has seen enough rises of energy in a row, now or before."""
+        rises, past = 0, False
+        for before, after in pairwise(points):
+            rises = rises + 1 if after.pair_j > before.pair_j else 0
+            past = past or rises >= _RISES_TO_STOP
+        return all(all(stage) for stage in self._collectives.gather_by_stage(past))
 
     def _merge(
         self,

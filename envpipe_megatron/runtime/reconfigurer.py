@@ -117,5 +117,5 @@ def grid(
                 f"{1e3 * receive_wait_s[node]:.1f}"
             )
             cells.append(f"[{text}]" if node in on_path else f" {text} ")
-        lines.append(f"Stage {stage} | " + " ".join(cells))
+        lines.append(f"Stage {stage} | " + "".join(cells))
     return "\n".join(lines)

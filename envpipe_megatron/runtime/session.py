@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -91,6 +91,7 @@ class Session:
         stage: this rank's stage.
         num_stages: p.
         rank: this rank, for the energy log.
+        labels: what else each line of the energy log says.
         say: told of progress, on the planning rank alone.
         print_grid: told of reconfigure grids, on the planning rank alone.
     """
@@ -106,6 +107,7 @@ class Session:
         stage: int,
         num_stages: int,
         rank: int,
+        labels: Mapping[str, object] | None = None,
         say: Callable[[str], None] = lambda text: None,
         print_grid: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -124,13 +126,15 @@ class Session:
         self.meter = EnergyMeter(gpu)
         log = config.output_dir / "energy.jsonl" if config.output_dir else None
         self.energy_log = EnergyLog(
-            self.meter, log, {"gpu": gpu.name, "rank": rank, "stage": stage}
+            self.meter, log, {**(labels or {}), "gpu": gpu.name, "rank": rank, "stage": stage}
         )
         self._phases: PhaseRun[None] | None = None
         self._order: IterationOrder | None = None
         self._spec: TensorSpec | None = None
         self._microbatches = 0
         self._closed = False
+        #: The units of the last iteration, in the order in which this stage ran them.
+        self.executed: list[str] = []
 
     def run_iteration(
         self, num_microbatches: int, spec: TensorSpec, make_work: Callable[[Schedule], StageWork]
@@ -191,13 +195,17 @@ class Session:
         frequencies = order.frequency_mhz[self._stage].tolist()
         assert self._spec is not None
 
+        executed: list[str] = []
+        units = order.schedule.stages[self._stage]
+
         def unit_ended(position: int, completion: Completion) -> None:
+            executed.append(units[position].label(order.schedule.num_chunks))
             # The wait before a unit runs at that unit's clock; after the last comes the next
             # iteration's first, which mostly is the same as this one's.
             self.clock.request(frequencies[(position + 1) % len(frequencies)], completion)
 
         self.clock.request(frequencies[0], Done())
-        return execute(
+        record = execute(
             order.schedule,
             self._stage,
             make_work(order.schedule),
@@ -206,6 +214,8 @@ class Session:
             self.executor,
             unit_ended,
         )
+        self.executed = executed
+        return record
 
     def _run_phases(self) -> PhaseRun[None]:
         schedule = self._framework_schedule()

@@ -1,0 +1,75 @@
+"""The quickstart's GPT and its data, on megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+
+from envpipe_megatron.quickstart.settings import VOCABULARY, Settings
+
+
+def build_model(settings: Settings) -> GPTModel:
+    """This stage's part of the model; the same weights in every run."""
+    torch.manual_seed(1234 + parallel_state.get_pipeline_model_parallel_rank())
+    config = TransformerConfig(
+        num_layers=settings.num_layers,
+        hidden_size=settings.hidden_size,
+        num_attention_heads=settings.num_attention_heads,
+        pipeline_model_parallel_size=settings.num_stages,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        deallocate_pipeline_outputs=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        VOCABULARY,
+        settings.sequence_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=False,
+    )
+
+
+def microbatches(settings: Settings, text: bytes, iteration: int) -> Iterator[torch.Tensor]:
+    """An iteration's microbatches, [microbatch_size, sequence_length + 1] tokens each.
+
+    Drawn by the iteration's number alone: every rank and every run sees the same.
+    """
+    tokens = np.frombuffer(text, dtype=np.uint8)
+    length = settings.sequence_length + 1
+    random = np.random.default_rng(iteration)
+    for _ in range(settings.num_microbatches):
+        starts = random.integers(0, len(tokens) - length, size=settings.microbatch_size)
+        windows = np.stack([tokens[start : start + length] for start in starts])
+        yield torch.from_numpy(windows.astype(np.int64))
+
+
+def forward_step(data: Iterator[torch.Tensor], model: GPTModel) -> tuple[torch.Tensor, Any]:
+    """One forward, in the shape that megatron-core's `forward_step` asks for."""
+    tokens = next(data)
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    length = inputs.shape[1]
+    positions = torch.arange(length).expand_as(inputs)
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    output = model(inputs, positions, mask, labels=labels)
+    return output, _mean_loss
+
+
+def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    mean = losses.mean()
+    return mean, {"loss": mean.detach().clone()}  # Megatron divides the first in place

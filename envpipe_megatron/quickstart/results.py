@@ -1,0 +1,215 @@
+"""What the quickstart leaves: tables, JSON and pictures, complete or not."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from envpipe_megatron.gpu.presets import GpuPreset, load_preset
+from envpipe_megatron.plan import Plan, read_plan
+from envpipe_megatron.profile import Profile, read_profile
+from envpipe_megatron.quickstart.settings import RUNS, Settings
+from envpipe_megatron.report.plots import plot_energy_valley, plot_timeline
+
+#: EnvPipe's columns, then ours.
+RESULT_COLUMNS = (
+    "Model", "Microbatch size", "Minibatch size", "Type", "Scheduling", "Reconfig",
+    "Throughput (sample/s)", "Energy (mJ)",
+    "Iterations", "Iteration time (s)", "Energy per iteration (J)", "Average power (W)",
+    "Final loss", "Wall time per iteration (s)", "Emulated",
+)  # fmt: skip
+
+Iterations = dict[str, list[dict[str, Any]]]
+Results = dict[str, dict[str, Any]]
+
+
+def write_results(
+    settings: Settings,
+    output: Path,
+    iterations: Iterations,
+    results: Results,
+    console: Console,
+) -> None:
+    """Write what is known of both runs, whether or not they finished, and show the summary."""
+    runs = {run: _run_facts(settings, results[run]) for run in results}
+    summary: dict[str, Any] = {
+        "emulated": True,
+        "complete": len(runs) == len(RUNS),
+        "gpu": settings.preset,
+        "model": settings.model_name,
+        "num_stages": settings.num_stages,
+        "num_microbatches": settings.num_microbatches,
+        "runs": runs,
+        "losses": {run: [entry["loss"] for entry in told] for run, told in iterations.items()},
+    }
+    if summary["complete"]:
+        summary |= _comparison(output, runs, results)
+    (output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    _write_csv(settings, output / "results.csv", runs)
+    if summary["complete"]:
+        _draw(settings, output, results)
+        _show(settings, summary, console)
+        console.print(f"Everything is in {output}", highlight=False)
+
+
+def _run_facts(settings: Settings, result: dict[str, Any]) -> dict[str, Any]:
+    steady = [entry for entry in result["iterations"] if entry["phase"] == "steady"]
+    energy_j = [stage["energy_j"]["steady"] for stage in result["stages"]]
+    time_s = sum(entry["iteration_time_s"] for entry in steady)
+    units = sum(stage["units"] for stage in result["stages"])
+    overruns = sum(stage["overruns"] for stage in result["stages"])
+    return {
+        "steady_iterations": len(steady),
+        "iterations": len(result["iterations"]),
+        "iteration_time_s": time_s / len(steady),
+        "energy_j": sum(energy_j),
+        "energy_per_iteration_j": sum(energy_j) / len(steady),
+        "energy_by_gpu_j": energy_j,
+        "average_power_w": sum(energy_j) / time_s,
+        "throughput_samples_per_s": settings.minibatch_size * len(steady) / time_s,
+        "wall_time_per_iteration_s": float(np.mean([entry["wall_time_s"] for entry in steady])),
+        "first_loss": result["losses"][0],
+        "final_loss": result["losses"][-1],
+        "schedule": result["schedule"],
+        "executed_order": [stage["executed"] for stage in result["stages"]],
+        "clock_changes": sum(stage["clock_changes"] for stage in result["stages"]),
+        "reconfigure_steps": result["reconfigure_steps"],
+        "reconfigure_ended": result["reconfigure_ended"],
+        "units": units,
+        "overruns": overruns,
+        "real_share_p99": max(stage["real_share_p99"] for stage in result["stages"]),
+        "times_trusted": overruns <= 0.01 * units,
+        "notes": result["notes"],
+    }
+
+
+def _comparison(output: Path, runs: dict[str, Any], results: Results) -> dict[str, Any]:
+    baseline, envpipe = (runs[run] for run, *_ in RUNS)
+    compared = results["envpipe"]["stages"]
+    plan, _ = _plan(output)
+    return {
+        "saving_percent": 100
+        * (1 - envpipe["energy_per_iteration_j"] / baseline["energy_per_iteration_j"]),
+        "slowdown_percent": 100 * (envpipe["iteration_time_s"] / baseline["iteration_time_s"] - 1),
+        "predicted_saving_percent": plan.cost.saving_percent(plan.baseline.cost),
+        "predicted_slowdown_percent": plan.cost.slowdown_percent(plan.baseline.cost),
+        "losses_bit_equal": compared[-1]["losses_bit_equal"],
+        "weights_bit_equal": all(
+            ours["weights_sha256"] == theirs["weights_sha256"]
+            for ours, theirs in zip(compared, results["baseline"]["stages"], strict=True)
+        ),
+        "steps_compared": results["envpipe"]["steps_compared"],
+        "extra_forwards": list(plan.schedule.extra_forwards),
+        "peak_in_flight": list(plan.schedule.peak_in_flight),
+        "times_trusted": all(run["times_trusted"] for run in runs.values()),
+    }
+
+
+def _plan(output: Path) -> tuple[Plan, Profile]:
+    profile = read_profile(output / "profile.csv")
+    return read_plan(output / "plan.json", profile), profile
+
+
+def _write_csv(settings: Settings, path: Path, runs: dict[str, Any]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(RESULT_COLUMNS)
+        for run, policy, scheduling, reconfigure in RUNS:
+            if run not in runs:
+                continue
+            facts = runs[run]
+            writer.writerow(
+                [
+                    settings.model_name, settings.microbatch_size, settings.minibatch_size,
+                    policy, scheduling, reconfigure,
+                    f"{facts['throughput_samples_per_s']:.4f}", f"{1e3 * facts['energy_j']:.0f}",
+                    facts["steady_iterations"], f"{facts['iteration_time_s']:.6f}",
+                    f"{facts['energy_per_iteration_j']:.3f}", f"{facts['average_power_w']:.2f}",
+                    f"{facts['final_loss']:.6f}", f"{facts['wall_time_per_iteration_s']:.4f}",
+                    "yes",
+                ]
+            )  # fmt: skip
+
+
+def _draw(settings: Settings, output: Path, results: Results) -> None:
+    plan, profile = _plan(output)
+    name = load_preset(settings.preset).gpu
+    longest = max(max(max(s["end_s"]) for s in results[run]["stages"]) for run in results)
+    for run, drawn, title in (
+        ("baseline", plan.baseline, "Baseline: 1F1B, maximum clock"),
+        ("envpipe", plan, "EnvPipe: its order, envelope, balanced"),
+    ):
+        stages = results[run]["stages"]
+        plot_timeline(
+            drawn,
+            output / f"timeline_{run}.png",
+            title=title,
+            note=f"measured in the last iteration on emulated {name}",
+            x_max_s=longest,
+            start_s=[stage["start_s"] for stage in stages],
+            end_s=[stage["end_s"] for stage in stages],
+            frequency_range_mhz=(
+                float(plan.frequency_mhz.min()),
+                float(plan.frequency_mhz.max()),
+            ),
+        )
+    plot_energy_valley(
+        profile, output / "energy_valley.png", title=f"Energy valley, emulated {name}"
+    )
+
+
+def _show(settings: Settings, summary: dict[str, Any], console: Console) -> None:
+    preset = load_preset(settings.preset)
+    baseline, envpipe = (summary["runs"][run] for run, *_ in RUNS)
+    table = Table(title=f"{settings.model_name}: {baseline['steady_iterations']} iterations each")
+    for column in ("", "baseline", "EnvPipe", "change (%)"):
+        table.add_column(column, justify="left" if not column else "right")
+
+    def row(name: str, key: str, digits: int, *, compare: bool = True) -> None:
+        values = baseline[key], envpipe[key]
+        change = f"{100 * (values[1] / values[0] - 1):+.2f}" if compare else ""
+        table.add_row(name, *(f"{value:.{digits}f}" for value in values), change)
+
+    row("loss at the start", "first_loss", 4, compare=False)
+    row("loss at the end", "final_loss", 4, compare=False)
+    row("throughput (samples/s)", "throughput_samples_per_s", 3)
+    row("iteration time (s)", "iteration_time_s", 4)
+    row("wall time per iteration (s)", "wall_time_per_iteration_s", 4)
+    for stage in range(settings.num_stages):
+        values = baseline["energy_by_gpu_j"][stage], envpipe["energy_by_gpu_j"][stage]
+        change = f"{100 * (values[1] / values[0] - 1):+.2f}"
+        table.add_row(f"energy of GPU {stage} (J)", *(f"{v:.0f}" for v in values), change)
+    row("energy of all (J)", "energy_j", 0)
+    row("average power (W)", "average_power_w", 1)
+    console.print(table)
+    equal = "equal to the last bit" if summary["losses_bit_equal"] else "NOT equal"
+    console.print(
+        f"[bold]Saving {summary['saving_percent']:.2f} %, slowdown "
+        f"{summary['slowdown_percent']:.2f} %[/bold] (envpipe simulate says "
+        f"{summary['predicted_saving_percent']:.2f} % and "
+        f"{summary['predicted_slowdown_percent']:.2f} %). Losses of the "
+        f"{summary['steps_compared']} steps both runs made: {equal}.",
+        highlight=False,
+    )
+    console.print(_emulation_note(preset), highlight=False)
+    if not summary["times_trusted"]:
+        console.print(
+            "[bold red]This machine was too slow for the emulation (over 1 % of the units took "
+            "more than half of their modelled time): these times are not to be trusted.[/bold red]"
+        )
+    for note in envpipe["notes"]:
+        console.print(f"Note: {note}", highlight=False)
+
+
+def _emulation_note(preset: GpuPreset) -> str:
+    basis = "fitted to published measurements" if preset.fitted else "not fitted to any measurement"
+    return (
+        f"These joules are emulated: no GPU was used. Times and energies are those of a model of "
+        f"the {preset.gpu}, {basis}; they are judged in emulated time."
+    )

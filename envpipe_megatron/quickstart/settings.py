@@ -1,0 +1,126 @@
+"""What the quickstart trains, and on what. Free of torch: the command imports it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from envpipe_megatron.errors import EnvPipeError
+
+
+class QuickstartError(EnvPipeError):
+    """A quickstart that cannot start or did not finish."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The job. Handed from the command to its ranks as a JSON file.
+
+    Args:
+        output_dir: the run's folder.
+        text: a file or folder to train on.
+        preset: of the emulated GPUs.
+        forward_time_s: emulated time at the maximum clock of a forward of the first stage.
+        backward_ratio: time of a backward over that of a forward.
+        steady_iterations: compared iterations of each run.
+    """
+
+    output_dir: str
+    text: str
+    preset: str = "a100-sxm"
+    num_stages: int = 4
+    num_layers: int = 8
+    hidden_size: int = 64
+    num_attention_heads: int = 4
+    sequence_length: int = 64
+    microbatch_size: int = 2
+    num_microbatches: int = 8
+    learning_rate: float = 3e-3
+    forward_time_s: float = 0.030
+    backward_ratio: float = 2.0
+    steady_iterations: int = 20
+    warmup_iterations: int = 3
+    settle_iterations: int = 1
+    measured_iterations: int = 2
+    measured_split_iterations: int = 2
+
+    @property
+    def model_name(self) -> str:
+        """As the results name it."""
+        return f"quickstart GPT ({self.num_layers} layers, width {self.hidden_size})"
+
+    @property
+    def minibatch_size(self) -> int:
+        """Samples of one iteration."""
+        return self.microbatch_size * self.num_microbatches
+
+    @property
+    def baseline_iterations(self) -> int:
+        """Iterations that the baseline run makes."""
+        return self.warmup_iterations + self.steady_iterations
+
+    @property
+    def forward_times_s(self) -> list[float]:
+        """For each stage, the emulated time of a forward at the maximum clock.
+
+        In proportion to the floating-point operations of the model's layers and output layer
+        (Narayanan et al., SC'21, appendix), so that the last stage is as much slower as it is.
+        """
+        layers = self.num_layers // self.num_stages
+        width, length = self.hidden_size, self.sequence_length
+        stage = layers * (24 * width**2 + 4 * width * length)
+        output_layer = 2 * width * VOCABULARY
+        work = [stage] * (self.num_stages - 1) + [stage + output_layer]
+        return [self.forward_time_s * operations / stage for operations in work]
+
+    def write(self, path: Path) -> None:
+        """Write the JSON file."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Settings:
+        """Read the JSON file."""
+        return cls(**json.loads(path.read_text()))
+
+
+#: Bytes.
+VOCABULARY = 256
+
+#: The two runs, as (name, type, scheduling, reconfiguring) in EnvPipe's words.
+RUNS = (
+    ("baseline", "baseline", "1f1b", "default"),
+    ("envpipe", "envelope", "ours", "balanced"),
+)
+
+
+def load_text(path: Path, least_bytes: int) -> bytes:
+    """The bytes of a file, or of all readable text files below a folder, in order of their names.
+
+    Raises:
+        QuickstartError: nothing there, or too little to train on.
+    """
+    if path.is_dir():
+        files = sorted(
+            f for f in path.rglob("*") if f.suffix in (".py", ".txt", ".md", ".rst") and f.is_file()
+        )
+    else:
+        files = [path] if path.is_file() else []
+    parts: list[bytes] = []
+    size = 0
+    for file in files:
+        content = file.read_bytes()
+        parts.append(content)
+        size += len(content)
+        if size > _MOST_BYTES:
+            break
+    text = b"\n".join(parts)
+    if len(text) < least_bytes:
+        raise QuickstartError(
+            f"Too little text to train on in {path}: {len(text)} bytes",
+            remedy=f"Give a file, or a folder of text or Python files, of {least_bytes} bytes.",
+        )
+    return text
+
+
+_MOST_BYTES = 20_000_000

@@ -1,0 +1,228 @@
+"""One rank of the quickstart: trains both runs, one after the other, and tells the command."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from envpipe_megatron.gpu.emulated import EmulatedGpu
+from envpipe_megatron.integrations.megatron_core import ForwardBackward
+from envpipe_megatron.integrations.megatron_cpu import use_cpu
+from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.quickstart import model as quickstart_model
+from envpipe_megatron.quickstart.settings import RUNS, Settings, load_text
+from envpipe_megatron.runtime.channel import make_channel
+from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor
+from envpipe_megatron.runtime.orders import Phase
+from envpipe_megatron.runtime.profiler import ProfilerSettings
+from envpipe_megatron.runtime.session import Session, SessionConfig
+from envpipe_megatron.schedule import Kind
+
+#: What starts a line of standard output that is meant for the command.
+EVENT_MARK = "@envpipe "
+_TIMEOUT = timedelta(seconds=60)
+
+
+def emit(event: str, **fields: Any) -> None:
+    """Tell the command something, in one write so that ranks' lines do not mix."""
+    line = EVENT_MARK + json.dumps({"event": event, **fields}) + "\n"
+    os.write(sys.stdout.fileno(), line.encode())
+
+
+class QuickstartRank:
+    """What a rank keeps over both runs."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.output = Path(settings.output_dir)
+        self.text = load_text(Path(settings.text), 100 * settings.sequence_length)
+        self.rank = dist.get_rank()
+        self.stage = parallel_state.get_pipeline_model_parallel_rank()
+        self.last = parallel_state.is_pipeline_last_stage()
+        group = parallel_state.get_pipeline_model_parallel_group()
+        assert dist.group.WORLD is not None
+        self.collectives = Collectives(dist.group.WORLD, self.stage, settings.num_stages, group)
+        self.gpu = EmulatedGpu.create(settings.preset, self.rank)
+        #: For each run, the losses of its iterations' microbatches (on the last stage).
+        self.losses: dict[str, list[list[float]]] = {}
+
+    def train(self, run: str, policy: str, schedule: str, reconfigure: str) -> None:
+        """Train one run, and emit what it came to."""
+        settings = self.settings
+        model = quickstart_model.build_model(settings)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
+        session, executor = self._session(run, policy, schedule, reconfigure)
+        forward_backward = ForwardBackward(session)
+        losses = self.losses[run] = []
+        digest = ""
+        steady = 0
+        try:
+            while steady < settings.steady_iterations:
+                iteration = len(losses)
+                optimizer.zero_grad()
+                reduced = forward_backward(
+                    forward_step_func=quickstart_model.forward_step,
+                    data_iterator=quickstart_model.microbatches(settings, self.text, iteration),
+                    model=model,
+                    num_microbatches=settings.num_microbatches,
+                    seq_length=settings.sequence_length,
+                    micro_batch_size=settings.microbatch_size,
+                )
+                optimizer.step()
+                losses.append([float(entry["loss"]) for entry in reduced])
+                phase, time_s, wall_s = session.state.iterations[-1]
+                steady += phase is Phase.STEADY
+                if self.last:
+                    emit(
+                        "iteration",
+                        run=run,
+                        phase=phase.value,
+                        iteration=iteration,
+                        loss=float(np.mean(losses[-1])),
+                        iteration_time_s=time_s,
+                        wall_time_s=wall_s,
+                    )
+                if len(losses) == settings.baseline_iterations:
+                    digest = _digest(model)  # after as many steps as the baseline makes
+        finally:
+            session.close()
+        self._emit_result(run, session, executor, forward_backward, digest)
+
+    def _session(
+        self, run: str, policy: str, schedule: str, reconfigure: str
+    ) -> tuple[Session, EmulatedExecutor]:
+        settings = self.settings
+        forward_s = settings.forward_times_s[self.stage]
+        times = {Kind.FORWARD: forward_s, Kind.BACKWARD: settings.backward_ratio * forward_s}
+        executors: list[EmulatedExecutor] = []
+
+        def make_executor(settle: Any) -> EmulatedExecutor:
+            executors.append(EmulatedExecutor(self.gpu, times, self.collectives.latest, settle))
+            return executors[-1]
+
+        grids = self.output / "reconfigure.txt"
+
+        def print_grid(text: str) -> None:
+            with grids.open("a") as file:
+                file.write(text + "\n\n")
+            emit("grid", run=run, text=text)
+
+        session = Session(
+            SessionConfig(
+                PlanRequest(
+                    num_microbatches=settings.num_microbatches,
+                    schedule=schedule,
+                    policy=policy,
+                    reconfigure=reconfigure,
+                ),
+                warmup_iterations=settings.warmup_iterations,
+                profiler=ProfilerSettings(
+                    settings.settle_iterations,
+                    settings.measured_iterations,
+                    settings.measured_split_iterations,
+                ),
+                output_dir=self.output,
+            ),
+            self.gpu,
+            make_executor,
+            make_channel(
+                parallel_state.get_pipeline_model_parallel_group(), stamped=True, timeout=_TIMEOUT
+            ),
+            self.collectives,
+            stage=self.stage,
+            num_stages=settings.num_stages,
+            rank=self.rank,
+            labels={"run": run, "emulated": True},
+            say=lambda text: emit("say", run=run, text=text),
+            print_grid=print_grid,
+        )
+        return session, executors[0]
+
+    def _emit_result(
+        self,
+        run: str,
+        session: Session,
+        executor: EmulatedExecutor,
+        forward_backward: ForwardBackward,
+        digest: str,
+    ) -> None:
+        baseline = RUNS[0][0]
+        common = min(len(self.losses[run]), len(self.losses[baseline]))
+        record = forward_backward.last_record
+        assert record is not None
+        mine = {
+            "energy_j": session.energy_log.energy_j,
+            "duration_s": session.energy_log.duration_s,
+            "units": executor.fidelity.units,
+            "overruns": executor.fidelity.overruns,
+            "real_share_p99": float(np.quantile(executor.fidelity.real_shares, 0.99)),
+            "clock_changes": session.clock.changes,
+            "start_s": record.start_s.tolist(),
+            "end_s": record.end_s.tolist(),
+            "executed": session.executed,
+            "losses": self.losses[run],
+            "weights_sha256": digest,
+            "losses_bit_equal": self.losses[run][:common] == self.losses[baseline][:common],
+        }
+        stages = [replicas[0] for replicas in self.collectives.gather_by_stage(mine)]
+        state = session.state
+        if self.collectives.is_planner:
+            emit(
+                "result",
+                run=run,
+                stages=[{**stage, "losses": None} for stage in stages],
+                losses=[float(np.mean(step)) for step in stages[-1]["losses"]],
+                steps_compared=common,
+                iterations=[
+                    {"phase": phase.value, "iteration_time_s": time_s, "wall_time_s": wall_s}
+                    for phase, time_s, wall_s in state.iterations
+                ],
+                schedule=state.plan.schedule.name if state.plan else "1f1b",
+                reconfigure_steps=state.reconfigure_steps,
+                reconfigure_ended=state.reconfigure_ended.value if state.reconfigure_ended else "",
+                notes=list(state.notes),
+            )
+
+
+def _digest(model: torch.nn.Module) -> str:
+    """Of all weights of this stage, to the last bit."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _stop(signum: int, frame: Any) -> None:
+    """Leave through the `finally` blocks, which give the clocks back."""
+    raise SystemExit(128 + signum)
+
+
+def main() -> None:
+    """Run as one rank under torchrun: `worker.py SETTINGS.json`."""
+    signal.signal(signal.SIGTERM, _stop)
+    settings = Settings.read(Path(sys.argv[1]))
+    torch.set_num_threads(1)
+    use_cpu()
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=settings.num_stages)
+    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
+    rank = QuickstartRank(settings)
+    for run in RUNS:
+        rank.train(*run)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
