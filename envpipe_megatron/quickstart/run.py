@@ -177,7 +177,9 @@ class _Shown:
         self._progress = progress
         self._settings = settings
         self._last_grid = ""
-        self._tasks = {run: progress.add_task(run, total=None, note="", start=False) for run, *_ in RUNS}
+        self._tasks = {
+            run: progress.add_task(run, total=None, note="", start=False) for run, *_ in RUNS
+        }
         progress.update(self._tasks[RUNS[0][0]], total=settings.baseline_iterations)
 
     def iteration(self, event: dict[str, Any]) -> None:
