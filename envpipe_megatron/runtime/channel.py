@@ -12,7 +12,7 @@ kernels take SMs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -61,20 +61,20 @@ class P2PChannel:
     Args:
         ranks: the global rank of each stage of this pipeline.
         stage: this rank's stage.
-        groups: for each kind, the process group that carries it. Two-rank NCCL groups for each
-            boundary, or the pipeline's own gloo group twice (links are told apart by tags there).
+        groups: for each kind and sending stage, the process group that carries that link.
         stamped: whether messages carry the sender's emulated time.
-        timeout: after which a silent neighbour is an error.
+        timeout: after which a silent neighbour is an error; None where the group watches over that
+            itself (NCCL, whose `wait` would block the host if it were given a time).
     """
 
     def __init__(
         self,
         ranks: Sequence[int],
         stage: int,
-        groups: dict[tuple[Kind, int], dist.ProcessGroup | None],
+        groups: Mapping[tuple[Kind, int], dist.ProcessGroup],
         *,
         stamped: bool,
-        timeout: timedelta,
+        timeout: timedelta | None,
     ) -> None:
         self._ranks = list(ranks)
         self._stage = stage
@@ -114,8 +114,7 @@ class P2PChannel:
         """
         posted = self._posted.pop(unit.kind)
         try:
-            for work in posted.works:
-                work.wait(self._timeout)
+            self._wait(posted.works)
         except RuntimeError as error:
             raise self._lost(f"waiting for the input of {unit}", posted.source, error) from error
         self._post_next(unit.kind)
@@ -156,8 +155,7 @@ class P2PChannel:
         while self._sent:
             sent = self._sent.popleft()
             try:
-                for work in sent.works:
-                    work.wait(self._timeout)
+                self._wait(sent.works)
             except RuntimeError as error:
                 what = f"sending the output of {sent.unit}"
                 raise self._lost(what, sent.destination, error) from error
@@ -168,6 +166,13 @@ class P2PChannel:
                 value=left or [kind.value for kind in self._posted],
                 remedy="The schedule and the channel disagree; please report this.",
             )
+
+    def _wait(self, works: Sequence[dist.Work]) -> None:
+        for work in works:
+            if self._timeout is None:
+                work.wait()  # the stream waits, not the host
+            else:
+                work.wait(self._timeout)
 
     def _post_next(self, kind: Kind) -> None:
         if not self._expected[kind]:
@@ -196,7 +201,7 @@ class P2PChannel:
         direction = towards if kind is Kind.FORWARD else -towards
         return (self._stage + direction) % len(self._ranks)
 
-    def _link(self, kind: Kind, *, destination: bool) -> tuple[dist.ProcessGroup | None, int]:
+    def _link(self, kind: Kind, *, destination: bool) -> tuple[dist.ProcessGroup, int]:
         """Group and first tag of the link that a kind takes to or from this stage."""
         sender = self._stage if destination else self._neighbour(kind, -1)
         return self._groups[kind, sender], 2 * list(Kind).index(kind)
@@ -230,41 +235,49 @@ class _Send:
 
 
 def make_channel(
-    pipeline_group: dist.ProcessGroup, *, stamped: bool, timeout: timedelta
+    pipeline_group: dist.ProcessGroup, *, stamped: bool, timeout: timedelta, num_chunks: int = 1
 ) -> P2PChannel:
     """The channel of this rank over a pipeline's process group.
 
     On gloo the pipeline's own group carries both directions, told apart by tags. NCCL has no tags
     and runs a communicator's transfers one after another, so each link gets a two-rank group.
+
+    Args:
+        pipeline_group: the ranks of the pipeline, in order of their stages.
+        stamped: whether messages carry the sender's emulated time.
+        timeout: after which a silent neighbour is an error.
+        num_chunks: with more than one, the last stage and the first are neighbours too.
     """
     ranks = dist.get_process_group_ranks(pipeline_group)
     stage = dist.get_group_rank(pipeline_group, dist.get_rank())
-    groups: dict[tuple[Kind, int], dist.ProcessGroup | None] = {}
-    for kind in Kind:
-        for sender in range(len(ranks)):
-            groups[kind, sender] = pipeline_group
     if dist.get_backend(pipeline_group) == "nccl":
-        groups = _nccl_links(ranks, stage, timeout)
+        links = _nccl_links(ranks, stage, timeout, wraps=num_chunks > 1)
+        return P2PChannel(ranks, stage, links, stamped=stamped, timeout=None)
+    groups = {(kind, sender): pipeline_group for kind in Kind for sender in range(len(ranks))}
     return P2PChannel(ranks, stage, groups, stamped=stamped, timeout=timeout)
 
 
 def _nccl_links(
-    ranks: Sequence[int], stage: int, timeout: timedelta
-) -> dict[tuple[Kind, int], dist.ProcessGroup | None]:
+    ranks: Sequence[int], stage: int, timeout: timedelta, *, wraps: bool
+) -> dict[tuple[Kind, int], dist.ProcessGroup]:
     """A two-rank communicator for each link of this stage, brought up in one order everywhere."""
-    groups: dict[tuple[Kind, int], dist.ProcessGroup | None] = {}
+    groups: dict[tuple[Kind, int], dist.ProcessGroup] = {}
     size = len(ranks)
     for kind in Kind:
         for sender in range(size):
-            receiver = (sender + (1 if kind is Kind.FORWARD else -1)) % size
-            if stage not in (sender, receiver) or sender == receiver:
+            receiver = sender + (1 if kind is Kind.FORWARD else -1)
+            if stage not in (sender, receiver % size) or (
+                receiver % size != receiver and not wraps
+            ):
                 continue
+            receiver %= size
             group = dist.new_group(
                 sorted((ranks[sender], ranks[receiver])),
                 timeout=timeout,
                 use_local_synchronization=True,
                 group_desc=f"envpipe-{kind.value}-{sender}",
             )
+            assert group is not None
             probe = torch.zeros(1, device=torch.cuda.current_device())
             if stage == sender:
                 dist.send(probe, ranks[receiver], group=group)

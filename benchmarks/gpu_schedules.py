@@ -1,0 +1,310 @@
+"""A GPT on real GPUs under the interpreter, against megatron-core's own 1F1B, in the same process.
+
+One rank a GPU, no clock is changed (dry run). Prints, for each order, whether losses and weights
+are equal to megatron-core's to the last bit, and its iteration time over megatron-core's, from
+alternating blocks of iterations: the median ratio and a 95 % interval by bootstrap over blocks.
+
+    torchrun --nproc-per-node 4 benchmarks/gpu_schedules.py --output results.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+
+from envpipe_megatron import builders
+from envpipe_megatron.gpu.base import FORBID_VARIABLE
+from envpipe_megatron.gpu.dry_run import DryRunGpu
+from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.integrations.megatron_core import ForwardBackward
+from envpipe_megatron.plan import Plan
+from envpipe_megatron.policies.frequencies import envelope
+from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.profile import ProfileRow, make_profile, read_profile
+from envpipe_megatron.runtime.channel import make_channel
+from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.executor import CudaExecutor
+from envpipe_megatron.runtime.session import Session, SessionConfig
+from envpipe_megatron.schedule import Kind, Schedule
+
+VOCABULARY = 32000
+
+
+@click.command()
+@click.option("--layers", default=24, show_default=True)
+@click.option("--hidden", default=2048, show_default=True)
+@click.option("--sequence", default=2048, show_default=True)
+@click.option("--microbatch-size", default=2, show_default=True)
+@click.option("--num-microbatches", default=16, show_default=True)
+@click.option("--blocks", default=12, show_default=True, help="Alternating blocks of each order.")
+@click.option("--block-iterations", default=3, show_default=True)
+@click.option("--steps", default=4, show_default=True, help="Steps of the comparison to the bit.")
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON file.")
+def main(**options: Any) -> None:
+    """Compare orders on the GPUs of this machine."""
+    os.environ.setdefault(FORBID_VARIABLE, "1")  # measured with the clocks as they are
+    local_rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=60), device_id=local_rank)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
+    tensor_parallel.model_parallel_cuda_manual_seed(123)
+    bench = Bench(options)
+    results = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **options}
+    results["output"] = str(results["output"])
+    results["orders"] = bench.compare()
+    if dist.get_rank() == 0:
+        options["output"].write_text(json.dumps(results, indent=1) + "\n")
+        click.echo(json.dumps(results["orders"], indent=1))
+    bench.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Bench:
+    """The model, and one session for each order."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+        self.stage = parallel_state.get_pipeline_model_parallel_rank()
+        self.num_stages = parallel_state.get_pipeline_model_parallel_world_size()
+        self.model = self._build()
+        self.initial = [p.detach().clone() for p in self.model.parameters()]
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        self.host_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+        assert self.host_group is not None
+        self.collectives = Collectives(
+            self.host_group, self.stage, self.num_stages, self.host_group
+        )
+        self.channel = make_channel(pipeline, stamped=False, timeout=timedelta(seconds=60))
+        self.sessions: dict[str, Session] = {}
+        self.functions: dict[str, Callable[..., Any]] = {
+            "megatron-core 1f1b": get_forward_backward_func()
+        }
+        # Megatron's own order first: compute kernels are loaded before any receive spins.
+        self._steps("megatron-core 1f1b", 2)
+        for name, schedule in self._schedules().items():
+            session = self._session(schedule)
+            self.sessions[name] = session
+            self.functions[name] = ForwardBackward(session)
+
+    def _schedules(self) -> dict[str, Schedule]:
+        p, m = self.num_stages, self.options["num_microbatches"]
+        return {
+            "interpreter 1f1b": builders.one_f_one_b(p, m),
+            "interpreter envpipe": builders.envpipe(p, m, list(range(p - 1, -1, -1))),
+            "interpreter envpipe, extra by threes": builders.envpipe(
+                p, m, [min(3 * (p - 1 - s), m - p + s) for s in range(p)]
+            ),
+        }
+
+    def _session(self, schedule: Schedule) -> Session:
+        preset = load_preset("h200")
+        rows = [
+            (stage, kind, ProfileRow(f, preset.unit_time_s(kind.value, f, 0.01), f / 100))
+            for stage in range(self.num_stages)
+            for kind in Kind
+            for f in preset.supported_frequencies_mhz[:40:4]
+        ]
+        with tempfile.TemporaryDirectory() as folder:
+            profile_file, plan_file = Path(folder) / "profile.csv", Path(folder) / "plan.json"
+            make_profile(rows, source="clocks to ask for").write(profile_file)
+            profile = read_profile(profile_file)
+            powers = (0.0,) * self.num_stages
+            Plan("envelope", schedule, envelope(schedule, profile), profile, powers).write(
+                plan_file
+            )
+            session = Session(
+                SessionConfig(
+                    PlanRequest(self.options["num_microbatches"], policy="envelope"),
+                    warmup_iterations=1,
+                    profile_file=profile_file,
+                    plan_file=plan_file,
+                ),
+                DryRunGpu(
+                    name="dry run", supported_frequencies_mhz=preset.supported_frequencies_mhz
+                ),
+                lambda settle: CudaExecutor(),
+                self.channel,
+                self.collectives,
+                stage=self.stage,
+                num_stages=self.num_stages,
+                rank=dist.get_rank(),
+            )
+            # The warm-up iteration; the files are read at its end.
+            self.functions["warm-up"] = ForwardBackward(session)
+            self._steps("warm-up", 1)
+        return session
+
+    def compare(self) -> dict[str, Any]:
+        """Bits first, then times."""
+        reference = self._train("megatron-core 1f1b")
+        again = self._train("megatron-core 1f1b")
+        report: dict[str, Any] = {
+            "megatron-core 1f1b": {"repeats_itself": self._everywhere(_equal(reference, again))}
+        }
+        names = [name for name in self.functions if name.startswith("interpreter")]
+        for name in names:
+            report[name] = {
+                "bit_equal": self._everywhere(_equal(reference, self._train(name))),
+                "peak_memory_gib": self._peak_memory(name),
+            }
+        report["megatron-core 1f1b"]["peak_memory_gib"] = self._peak_memory("megatron-core 1f1b")
+        times: dict[str, list[float]] = {name: [] for name in ["megatron-core 1f1b", *names]}
+        for _ in range(self.options["blocks"]):
+            for name, blocks in times.items():
+                blocks.append(self._time(name))
+        stock = times["megatron-core 1f1b"]
+        for name, blocks in times.items():
+            ratios = [ours / theirs for ours, theirs in zip(blocks, stock, strict=True)]
+            report[name] |= {
+                "iteration_time_s": statistics.median(blocks),
+                "time_ratio": statistics.median(ratios),
+                "time_ratio_95_percent": _bootstrap(ratios),
+            }
+        for name in names:
+            clock = self.sessions[name].clock
+            report[name] |= {"clock_requests": clock.changes, "coalesced": clock.coalesced}
+        return report
+
+    def close(self) -> None:
+        """End the sessions' threads."""
+        for session in self.sessions.values():
+            session.close()
+
+    def _train(self, name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        with torch.no_grad():
+            for parameter, value in zip(self.model.parameters(), self.initial, strict=True):
+                parameter.copy_(value)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        losses = []
+        for step in range(self.options["steps"]):
+            optimizer.zero_grad()
+            losses += [entry["loss"] for entry in self._run(name, step)]
+            optimizer.step()
+        torch.cuda.synchronize()
+        return losses, [p.detach().clone() for p in self.model.parameters()]
+
+    def _peak_memory(self, name: str) -> list[float]:
+        torch.cuda.reset_peak_memory_stats()
+        self._steps(name, 1)
+        mine = torch.cuda.max_memory_allocated() / 2**30
+        return [round(stage[0], 2) for stage in self.collectives.gather_by_stage(mine)]
+
+    def _time(self, name: str) -> float:
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        self._steps(name, self.options["block_iterations"])
+        torch.cuda.synchronize()
+        own = (time.perf_counter() - begin) / self.options["block_iterations"]
+        slowest = torch.tensor([own], dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.host_group)
+        return float(slowest)
+
+    def _steps(self, name: str, count: int) -> None:
+        for step in range(count):
+            self.model.zero_grad()
+            self._run(name, step)
+        torch.cuda.synchronize()
+
+    def _run(self, name: str, step: int) -> list[Any]:
+        result: list[Any] = self.functions[name](
+            forward_step_func=_forward_step,
+            data_iterator=self._data(step),
+            model=self.model,
+            num_microbatches=self.options["num_microbatches"],
+            seq_length=self.options["sequence"],
+            micro_batch_size=self.options["microbatch_size"],
+        )
+        return result
+
+    def _data(self, step: int) -> Iterator[torch.Tensor]:
+        shape = (self.options["microbatch_size"], self.options["sequence"] + 1)
+        generator = torch.Generator("cuda").manual_seed(step)
+        for _ in range(self.options["num_microbatches"]):
+            yield torch.randint(0, VOCABULARY, shape, generator=generator, device="cuda")
+
+    def _everywhere(self, equal: bool) -> bool:
+        return all(all(stage) for stage in self.collectives.gather_by_stage(equal))
+
+    def _build(self) -> GPTModel:
+        options = self.options
+        config = TransformerConfig(
+            num_layers=options["layers"],
+            hidden_size=options["hidden"],
+            num_attention_heads=options["hidden"] // 128,
+            pipeline_model_parallel_size=self.num_stages,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            pipeline_dtype=torch.bfloat16,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            bias_dropout_fusion=False,
+            bias_activation_fusion=False,
+            masked_softmax_fusion=False,
+            persist_layer_norm=False,
+            gradient_accumulation_fusion=False,
+            deallocate_pipeline_outputs=True,
+        )
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            VOCABULARY,
+            options["sequence"],
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=False,
+        )
+        return model.cuda()
+
+
+def _forward_step(data: Iterator[torch.Tensor], model: GPTModel) -> tuple[torch.Tensor, Any]:
+    tokens = next(data)
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    length = inputs.shape[1]
+    positions = torch.arange(length, device="cuda").expand_as(inputs)
+    mask = torch.ones(length, length, dtype=torch.bool, device="cuda").triu(1)[None, None]
+    return model(inputs, positions, mask, labels=labels), _mean_loss
+
+
+def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    mean = losses.float().mean()
+    return mean, {"loss": mean.detach().clone()}
+
+
+def _equal(
+    one: tuple[list[torch.Tensor], list[torch.Tensor]],
+    other: tuple[list[torch.Tensor], list[torch.Tensor]],
+) -> bool:
+    return all(
+        len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+        for mine, theirs in zip(one, other, strict=True)
+    )
+
+
+def _bootstrap(ratios: list[float]) -> list[float]:
+    """95 % interval of the median over blocks."""
+    random = np.random.default_rng(0)
+    medians = np.median(random.choice(ratios, size=(10_000, len(ratios))), axis=1)
+    return [float(x) for x in np.quantile(medians, [0.025, 0.975])]
+
+
+if __name__ == "__main__":
+    main()
