@@ -55,8 +55,9 @@ def run_quickstart(settings: Settings, console: Console) -> None:
     _clear(output)
     settings.write(output / "settings.json")
     console.print(
-        f"Training a {settings.model_name} on {text}\n{settings.num_stages} pipeline ranks on this "
-        f"machine's CPU, {settings.num_microbatches} microbatches, emulated GPUs ({settings.preset})."
+        f"Training a {settings.model_name} on {text}\n"
+        f"{settings.num_stages} pipeline ranks on this machine's CPU, "
+        f"{settings.num_microbatches} microbatches, emulated GPUs ({settings.preset})."
     )
     progressed = Progressed()
     try:
