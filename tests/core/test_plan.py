@@ -242,7 +242,8 @@ NOT_COUNTS = (0, -1, 2.0, "2", True, None, [2], ...)
         *[
             ("blocking_power_w", bad)
             for bad in (..., None, 40.0, [], [40.0], [40.0] * 3, [40.0, "50"], [40.0, -1],
-                        [40.0, None], [40.0, float("nan")], [40.0, True], {"0": 1, "1": 1})
+                        [40.0, None], [40.0, float("nan")],
+                        [40.0, float("inf")], [40.0, True], {"0": 1, "1": 1})
         ],
         *[("p2p_latency_s", bad) for bad in (None, 0.1, [], [0.1, 0.1], [-0.1], ["0.1"], [None])],
         *[("iteration_time_s", bad) for bad in (..., None, "9", 9.001, float("nan"), [9.0])],

@@ -52,6 +52,14 @@ def steps_of(plan, policy, *, until=1):
     return taken, plan
 
 
+#: From the end; B1 on stage 0 waited for stage 1, B0 on stage 1 for stage 2.
+PATH_OF_3_BY_3 = [
+    *("B2 on stage 0", "B1 on stage 0"),
+    *("B1 on stage 1", "F2 on stage 1", "B0 on stage 1"),
+    *("B0 on stage 2", "F0 on stage 2", "F0 on stage 1", "F0 on stage 0"),
+]
+
+
 class TestOneStepOf3By3:
     """Envelope on 1F1B; inside it everything runs at 1080 MHz, F 1.4 s and B 2.8 s.
 
@@ -61,30 +69,18 @@ class TestOneStepOf3By3:
     """
 
     plan = plan_of(builders.one_f_one_b(3, 3), uniform_profile(3, CURVE))
-    #: From the end; B1 on stage 0 waited for stage 1, B0 on stage 1 for stage 2.
-    path = [
-        "B2 on stage 0",
-        "B1 on stage 0",
-        "B1 on stage 1",
-        "F2 on stage 1",
-        "B0 on stage 1",
-        "B0 on stage 2",
-        "F0 on stage 2",
-        "F0 on stage 1",
-        "F0 on stage 0",
-    ]
 
     def test_timeline(self):
         assert self.plan.timeline.iteration_time_s == pytest.approx(16.8)
 
     def test_greedy_raises_the_last_unit_by_90(self):
         [(path, raised)], _ = steps_of(self.plan, GREEDY)
-        assert path == self.path
+        assert path == PATH_OF_3_BY_3
         assert raised == {"B1 on stage 0": 1170}
 
     def test_balanced_raises_all_lowest_by_30(self):
         [(path, raised)], _ = steps_of(self.plan, BALANCED)
-        assert path == self.path
+        assert path == PATH_OF_3_BY_3
         assert raised == {
             "B1 on stage 0": 1110,
             "B1 on stage 1": 1110,

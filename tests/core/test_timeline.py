@@ -129,6 +129,13 @@ def test_an_update_to_the_same_duration_changes_nothing():
     assert np.array_equal(timeline.end_s, before)
 
 
+def test_an_update_that_moves_a_start_but_not_its_end():
+    timeline = Timeline(builders.one_f_one_b(2, 1), [[2, 1], [2, 1]])
+    timeline.update({0: 3.0, 2: 1.0})  # F0 on stage 0 a second longer, on stage 1 as much shorter
+    assert timeline.start_s.tolist() == [[0, 5], [3, 4]]
+    assert timeline.end_s.tolist() == [[3, 6], [4, 5]]
+
+
 @settings(max_examples=40, deadline=None)
 @given(SEEDS)
 def test_slack_is_exactly_what_a_unit_can_be_delayed_by(seed):
