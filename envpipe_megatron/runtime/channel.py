@@ -260,29 +260,31 @@ def make_channel(
 def _nccl_links(
     ranks: Sequence[int], stage: int, timeout: timedelta, *, wraps: bool
 ) -> dict[tuple[Kind, int], dist.ProcessGroup]:
-    """A two-rank communicator for each link of this stage, brought up in one order everywhere."""
-    groups: dict[tuple[Kind, int], dist.ProcessGroup] = {}
+    """A two-rank communicator for each link of this stage.
+
+    All ranks of the job take part in making every group, in one order: where communicators are
+    brought up eagerly, making one splits the job's own.
+    """
+    pipelines: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(pipelines, list(ranks))
     size = len(ranks)
-    for kind in Kind:
-        for sender in range(size):
-            receiver = sender + (1 if kind is Kind.FORWARD else -1)
-            if stage not in (sender, receiver % size) or (
-                receiver % size != receiver and not wraps
-            ):
-                continue
-            receiver %= size
-            group = dist.new_group(
-                sorted((ranks[sender], ranks[receiver])),
-                timeout=timeout,
-                use_local_synchronization=True,
-                group_desc=f"envpipe-{kind.value}-{sender}",
-            )
-            assert group is not None
+    hops = [
+        (kind, sender, (sender + step) % size)
+        for kind, step in ((Kind.FORWARD, 1), (Kind.BACKWARD, -1))
+        for sender in range(size)
+        if wraps or 0 <= sender + step < size
+    ]
+    groups: dict[tuple[Kind, int], dist.ProcessGroup] = {}
+    for pipeline in sorted({tuple(pipeline) for pipeline in pipelines}):
+        for kind, sender, receiver in hops:
+            pair = sorted((pipeline[sender], pipeline[receiver]))
+            group = dist.new_group(pair, timeout=timeout, group_desc=f"envpipe-{kind.value}")
+            if pipeline == tuple(ranks) and stage in (sender, receiver):
+                groups[kind, sender] = group
+    for kind, sender, receiver in hops:
+        if stage in (sender, receiver):
             probe = torch.zeros(1, device=torch.cuda.current_device())
-            if stage == sender:
-                dist.send(probe, ranks[receiver], group=group)
-            else:
-                dist.recv(probe, ranks[sender], group=group)
-            groups[kind, sender] = group
+            exchange, peer = (dist.send, receiver) if stage == sender else (dist.recv, sender)
+            exchange(probe, ranks[peer], group=groups[kind, sender])
     torch.cuda.synchronize()
     return groups
