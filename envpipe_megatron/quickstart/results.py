@@ -15,7 +15,6 @@ from envpipe_megatron.gpu.presets import GpuPreset, load_preset
 from envpipe_megatron.plan import Plan, read_plan
 from envpipe_megatron.profile import Profile, read_profile
 from envpipe_megatron.quickstart.settings import RUNS, Settings
-from envpipe_megatron.report.plots import plot_energy_valley, plot_timeline
 
 #: EnvPipe's columns, then ours.
 RESULT_COLUMNS = (
@@ -53,9 +52,9 @@ def write_results(
     (output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     _write_csv(settings, output / "results.csv", runs)
     if summary["complete"]:
-        _draw(settings, output, results)
         _show(settings, summary, console)
-        console.print(f"Everything is in {output}", highlight=False)
+        _draw(settings, output, results)
+        console.print(f"Everything is in {output}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _run_facts(settings: Settings, result: dict[str, Any]) -> dict[str, Any]:
@@ -138,6 +137,8 @@ def _write_csv(settings: Settings, path: Path, runs: dict[str, Any]) -> None:
 
 
 def _draw(settings: Settings, output: Path, results: Results) -> None:
+    from envpipe_megatron.report.plots import plot_energy_valley, plot_timeline
+
     plan, profile = _plan(output)
     name = load_preset(settings.preset).gpu
     longest = max(max(max(s["end_s"]) for s in results[run]["stages"]) for run in results)
@@ -204,7 +205,7 @@ def _show(settings: Settings, summary: dict[str, Any], console: Console) -> None
             "more than half of their modelled time): these times are not to be trusted.[/bold red]"
         )
     for note in envpipe["notes"]:
-        console.print(f"Note: {note}", highlight=False)
+        console.print(f"Note: {note}", highlight=False, markup=False)
 
 
 def _emulation_note(preset: GpuPreset) -> str:

@@ -7,17 +7,18 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated import reset_all
 from envpipe_megatron.gpu.emulated_store import ROOT_VARIABLE
 from envpipe_megatron.gpu.presets import load_preset
@@ -28,6 +29,13 @@ from envpipe_megatron.quickstart.settings import RUNS, QuickstartError, Settings
 EVENT_MARK = "@envpipe "
 #: How long ranks get to give their clocks back before they are killed.
 _GRACE_S = 15.0
+#: All that a quickstart leaves in its folder; the first marks the folder as its own.
+_FILES = (
+    "settings.json", "text.bin", "log.txt", "energy.jsonl", "reconfigure.txt",
+    "profile.csv", "profile.json", "plan.json", "results.csv", "summary.json",
+    "timeline_baseline.png", "timeline_envpipe.png", "energy_valley.png",
+)  # fmt: skip
+_EMULATED = "emulated"
 
 
 @dataclass
@@ -38,67 +46,101 @@ class Progressed:
     iterations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     #: For each finished run, what it came to.
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: The process of each rank, which leads a session of its own.
+    rank_pids: list[int] = field(default_factory=list)
 
 
 def run_quickstart(settings: Settings, console: Console) -> None:
     """Train both runs and write the report to the settings' output folder.
 
     Raises:
-        QuickstartError: too little text, megatron-core missing, or a rank that failed; what was
-            measured until then is kept in the output folder.
-        KeyboardInterrupt: after clocks are reset and partial results are kept.
+        QuickstartError: too little text, a package missing, a folder with other files, or a rank
+            that failed; what was measured until then is kept in the output folder.
+        KeyboardInterrupt: on Ctrl-C, SIGTERM or a closed terminal, after clocks are reset and
+            partial results are kept.
     """
     output, text = Path(settings.output_dir), Path(settings.text)
     load_preset(settings.preset)
-    load_text(text, 100 * settings.sequence_length)
+    content = load_text(text, 100 * settings.sequence_length)
     _check_installed()
     _clear(output)
     settings.write(output / "settings.json")
-    console.print(
+    # One copy for all ranks: the source may change meanwhile, as when it holds this very folder.
+    settings.text_copy.write_bytes(content)
+    _say(
+        console,
         f"Training a {settings.model_name} on {text}\n"
         f"{settings.num_stages} pipeline ranks on this machine's CPU, "
-        f"{settings.num_microbatches} microbatches, emulated GPUs ({settings.preset})."
+        f"{settings.num_microbatches} microbatches, emulated GPUs ({settings.preset}).",
     )
     progressed = Progressed()
     try:
-        _train(settings, output, progressed, console)
-    except KeyboardInterrupt:
-        console.print(f"Interrupted: clocks are reset, partial results are in {output}.")
+        with _ended_like_ctrl_c(signal.SIGTERM, signal.SIGHUP):
+            _train(settings, output, progressed, console)
+    except BaseException as error:
         write_results(settings, output, progressed.iterations, progressed.results, console)
+        if isinstance(error, KeyboardInterrupt):
+            _say(console, f"Interrupted: clocks are reset, partial results are in {output}.")
         raise
-    except EnvPipeError:
-        write_results(settings, output, progressed.iterations, progressed.results, console)
-        raise
+    finally:
+        settings.text_copy.unlink(missing_ok=True)
     write_results(settings, output, progressed.iterations, progressed.results, console)
+
+
+def _say(console: Console, text: str) -> None:
+    """Print text that holds paths: they are neither broken over lines nor read as markup."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _ended_like_ctrl_c(*signals: signal.Signals) -> Iterator[None]:
+    """Let signals that would end this process at once interrupt it, so that it cleans up."""
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    # What somebody ignores (nohup) stays ignored.
+    handled = [s for s in signals if signal.getsignal(s) is signal.SIG_DFL]
+    for number in handled:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _check_installed() -> None:
     from importlib.util import find_spec
 
-    for module, package in (("torch", "torch"), ("megatron", "megatron-core")):
+    packages = {"torch": "torch", "megatron": "megatron-core", "matplotlib": "matplotlib"}
+    for module, package in packages.items():
         if find_spec(module) is None:
             raise QuickstartError(
-                f"The quickstart trains with {package}, which is not installed",
+                f"The quickstart needs {package}, which is not installed",
                 remedy="pip install 'envpipe-megatron[megatron]', or use make quickstart.",
             )
 
 
 def _clear(output: Path) -> None:
-    """Remove an earlier quickstart's files, and nothing that is not one's."""
-    marker = output / "settings.json"
-    if output.exists() and any(output.iterdir()) and not marker.exists():
+    """Remove an earlier quickstart's files; refuse a folder that holds anything else."""
+    found = sorted(path.name for path in output.iterdir()) if output.exists() else []
+    foreign = [name for name in found if name not in (*_FILES, _EMULATED)]
+    if foreign or (found and _FILES[0] not in found):
         raise QuickstartError(
-            "The output folder is not empty and holds no quickstart",
-            value=str(output),
+            f"The output folder {output} holds what no quickstart left there",
+            value=(foreign or found)[0],
             remedy="Give an empty or new folder with --output.",
         )
-    if marker.exists():
-        shutil.rmtree(output)
     output.mkdir(parents=True, exist_ok=True)
+    for name in _FILES:
+        (output / name).unlink(missing_ok=True)
+    if _EMULATED in found:
+        shutil.rmtree(output / _EMULATED)
 
 
 def _train(settings: Settings, output: Path, progressed: Progressed, console: Console) -> None:
-    emulated = output / "emulated"
+    emulated = output / _EMULATED
     log_path = output / "log.txt"
     environment = {
         **os.environ,
@@ -106,38 +148,32 @@ def _train(settings: Settings, output: Path, progressed: Progressed, console: Co
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # Peers are on this machine; gloo would look up its name otherwise, which may not resolve.
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
+    # Peers are on this machine; gloo would look up its name otherwise, which may not resolve.
+    loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}  # Linux, macOS
+    if loopback:
+        environment.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())
     command = [
-        sys.executable, "-m", "torch.distributed.run",
-        "--standalone", "--nproc-per-node", str(settings.num_stages),
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+        "--nproc-per-node", str(settings.num_stages),
         "--module", "envpipe_megatron.quickstart.worker", str(output / "settings.json"),
     ]  # fmt: skip
-    # A session of its own: Ctrl-C reaches this process alone, which then stops the ranks in order.
     with (
         log_path.open("w") as log,
-        subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,
-        ) as ranks,
         _show_progress(settings, console) as show,
+        _started(command, environment, log, emulated, progressed.rank_pids) as ranks,
     ):
+        assert ranks.stdout is not None
         try:
-            assert ranks.stdout is not None
             for line in ranks.stdout:
                 if line.startswith(EVENT_MARK):
                     _take(json.loads(line[len(EVENT_MARK) :]), progressed, show)
                 else:
                     log.write(line)
-            code = ranks.wait()
-        finally:
-            _stop(ranks)
-            reset_all(emulated)  # also what a rank that was killed left behind
+        except KeyboardInterrupt:
+            show.stopping()
+            raise
+        code = ranks.wait()
     if code != 0:
         raise QuickstartError(
             f"A rank failed (exit code {code}); clocks are reset",
@@ -145,20 +181,54 @@ def _train(settings: Settings, output: Path, progressed: Progressed, console: Co
         )
 
 
-def _stop(ranks: subprocess.Popen[str]) -> None:
+@contextlib.contextmanager
+def _started(
+    command: list[str],
+    environment: dict[str, str],
+    log: IO[str],
+    emulated: Path,
+    rank_pids: Iterable[int],
+) -> Iterator[subprocess.Popen[str]]:
+    """The ranks under torchrun; when left, none runs any more and all clocks are reset."""
+    # A session of its own: Ctrl-C reaches this process alone, which then stops the ranks in order.
+    ranks = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield ranks
+    finally:
+        try:
+            _stop(ranks, rank_pids)
+        finally:
+            if ranks.stdout:
+                ranks.stdout.close()  # a rank that is only starting ends when it wants to speak
+            reset_all(emulated)  # also what a rank that was killed left behind
+
+
+def _stop(ranks: subprocess.Popen[str], rank_pids: Iterable[int]) -> None:
     if ranks.poll() is not None:
         return
     ranks.terminate()  # torchrun passes it on to the ranks, which give their clocks back
     try:
         ranks.wait(_GRACE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(ranks.pid, signal.SIGKILL)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C is impatience
+        ranks.kill()
+        for pid in rank_pids:  # torchrun cannot take them along any more
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
         ranks.wait()
 
 
 def _take(event: dict[str, Any], progressed: Progressed, show: _Shown) -> None:
     run = event["run"]
     match event["event"]:
+        case "rank":
+            progressed.rank_pids.append(event["pid"])
         case "iteration":
             progressed.iterations.setdefault(run, []).append(event)
             show.iteration(event)
@@ -196,12 +266,15 @@ class _Shown:
             if self._last_grid:
                 self._progress.console.print(self._last_grid, highlight=False, markup=False)
         if not text.startswith("warm-up"):
-            self._progress.console.print(f"[dim]{run}: {text}[/dim]", highlight=False)
+            self._progress.console.print(f"[dim]{run}: {escape(text)}[/dim]", highlight=False)
 
     def grid(self, text: str) -> None:
         # Every grid is in reconfigure.txt; the screen gets its headline, and the last one whole.
         self._last_grid = text
-        self._progress.console.print(f"[dim]envpipe: {text.splitlines()[0]}[/dim]")
+        self._progress.console.print(f"[dim]envpipe: {escape(text.splitlines()[0])}[/dim]")
+
+    def stopping(self) -> None:
+        self._progress.console.print("Interrupted: stopping the ranks (again: kill them)")
 
     def finished(self, run: str) -> None:
         task = self._tasks[run]

@@ -51,6 +51,11 @@ class Settings:
         return f"quickstart GPT ({self.num_layers} layers, width {self.hidden_size})"
 
     @property
+    def text_copy(self) -> Path:
+        """What every rank reads, while the job runs."""
+        return Path(self.output_dir) / "text.bin"
+
+    @property
     def minibatch_size(self) -> int:
         """Samples of one iteration."""
         return self.microbatch_size * self.num_microbatches
@@ -109,7 +114,12 @@ def load_text(path: Path, least_bytes: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     for file in files:
-        content = file.read_bytes()
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            if path.is_dir():
+                continue  # one unreadable file of many
+            raise QuickstartError(f"Cannot read {path}: {error.strerror}") from error
         parts.append(content)
         size += len(content)
         if size > _MOST_BYTES:

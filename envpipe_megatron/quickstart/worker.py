@@ -21,7 +21,7 @@ from envpipe_megatron.integrations.megatron_core import ForwardBackward
 from envpipe_megatron.integrations.megatron_cpu import use_cpu
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.quickstart import model as quickstart_model
-from envpipe_megatron.quickstart.settings import RUNS, Settings, load_text
+from envpipe_megatron.quickstart.settings import RUNS, Settings
 from envpipe_megatron.runtime.channel import make_channel
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor
@@ -47,7 +47,7 @@ class QuickstartRank:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.output = Path(settings.output_dir)
-        self.text = load_text(Path(settings.text), 100 * settings.sequence_length)
+        self.text = settings.text_copy.read_bytes()
         self.rank = dist.get_rank()
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
         self.last = parallel_state.is_pipeline_last_stage()
@@ -212,6 +212,7 @@ def _stop(signum: int, frame: Any) -> None:
 def main() -> None:
     """Run as one rank under torchrun: `worker.py SETTINGS.json`."""
     signal.signal(signal.SIGTERM, _stop)
+    emit("rank", run="", pid=os.getpid())
     settings = Settings.read(Path(sys.argv[1]))
     torch.set_num_threads(1)
     use_cpu()
