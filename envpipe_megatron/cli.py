@@ -27,6 +27,7 @@ from envpipe_megatron.policies.planner import (
     make_plan,
 )
 from envpipe_megatron.profile import Profile, read_profile
+from envpipe_megatron.sidecar import sidecar_path
 
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -41,6 +42,13 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except EnvPipeError as error:
             raise click.ClickException(str(error)) from error
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise click.ClickException(
+                f"Cannot read or write {error.filename}: {error.strerror}. "
+                "Check that its folder exists and is yours to write."
+            ) from error
 
 
 class _Counts(click.ParamType):  # type: ignore[type-arg]  # generic in click's stubs alone
@@ -128,6 +136,19 @@ def plan(
       envpipe plan --profile profile.csv --num-microbatches 24 --schedule envpipe
       --policy envelope --reconfigure balanced --output plan.json
     """
+    if output.resolve() in (profile_path.resolve(), sidecar_path(profile_path).resolve()):
+        raise EnvPipeError(
+            "The plan would overwrite the profile or its sidecar",
+            value=str(output),
+            remedy="Give another --output.",
+        )
+    limits = (max_extra_forwards, max_in_flight, max_warmup_step, channel_capacity)
+    if any(limit is not None for limit in limits) and schedule not in ("envpipe", "ours"):
+        raise EnvPipeError(
+            "Limits on extra forwards and on microbatches in flight go with the envpipe schedule",
+            value=schedule,
+            remedy="Use --schedule envpipe, or leave the limits out.",
+        )
     profile = read_profile(profile_path)
     planned = make_plan(
         profile,
@@ -147,12 +168,12 @@ def plan(
     planned.plan.write(output)
     console = Console()
     for note in planned.notes:
-        console.print(f"Note: {note}", highlight=False)
+        _say(console, f"Note: {note}")
     if planned.reconfigured:
         result = planned.reconfigured
         console.print(f"Reconfigured in {result.steps} steps, until {result.ended.value}.")
     console.print(_summary_table(planned.plan))
-    console.print(f"Plan written to {output}", highlight=False)
+    _say(console, f"Plan written to {output}")
 
 
 @main.command()
@@ -173,7 +194,13 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
     simulated = read_plan(plan_path, profile)
     facts = simulation_facts(simulated)
     if output is not None:
-        from envpipe_megatron.report.plots import plot_energy_valley, plot_timeline
+        try:
+            from envpipe_megatron.report.plots import plot_energy_valley, plot_timeline
+        except ModuleNotFoundError as error:
+            raise EnvPipeError(
+                f"Pictures need {error.name}, which is not installed",
+                remedy="pip install matplotlib, or leave --output out.",
+            ) from error
 
         output.mkdir(parents=True, exist_ok=True)
         longest = max(facts["iteration_time_s"], facts["baseline"]["iteration_time_s"])
@@ -189,7 +216,7 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
     console.print(_summary_table(simulated))
     console.print(_stage_table(simulated))
     if output is not None:
-        console.print(f"Pictures written to {output}", highlight=False)
+        _say(console, f"Pictures written to {output}")
 
 
 @main.command()
@@ -251,13 +278,25 @@ def _waits(plan: Plan) -> list[float]:
 def _blocking_power(profile: Profile, given: float | None) -> float | tuple[float, ...]:
     if given is not None:
         return given
-    if profile.sidecar.wait_power_w is not None:
-        return tuple(curve[max(curve)] for curve in profile.sidecar.wait_power_w)
+    curves = profile.sidecar.wait_power_w
+    if curves is not None:
+        if len(curves) != profile.num_stages:
+            raise EnvPipeError(
+                f"The sidecar of {profile.source} has wait_power_w for another number of stages",
+                value=len(curves),
+                remedy=f"List all {profile.num_stages} stages, or give --blocking-power.",
+            )
+        return tuple(curve[max(curve)] for curve in curves)
     logger.warning(
         "No blocking power is known: waiting is taken to cost nothing, and savings are off. "
         "Give --blocking-power (an A100 SXM waits at 83.6 W, an A40 at 70.4 W)."
     )
     return 0.0
+
+
+def _say(console: Console, text: str) -> None:
+    """Print text that holds paths: they are neither broken over lines nor read as markup."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _summary_table(plan: Plan) -> Table:

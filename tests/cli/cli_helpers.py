@@ -1,0 +1,68 @@
+"""Running the command as a user does, and what it is run on."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from envpipe_megatron.cli import main
+
+MEASURED = Path(__file__).resolve().parents[3] / "shared" / "data" / "perseus_sosp24"
+SLOWNESS = (1.0, 1.1, 1.0, 1.2)
+#: {frequency_mhz: (time_s, energy_j)} of a forward of the first stage; a backward is twice that.
+CURVE = {1200: (0.10, 40.0), 1000: (0.11, 34.0), 900: (0.12, 32.0), 600: (0.17, 35.0)}
+
+
+def write_profile(path, stages=4):
+    lines = ["stage,instruction,frequency,time,energy"]
+    for stage in range(stages):
+        for kind, factor in (("forward", 1), ("backward", 2)):
+            for frequency, (time_s, energy_j) in CURVE.items():
+                scale = factor * SLOWNESS[stage % len(SLOWNESS)]
+                lines.append(f"{stage},{kind},{frequency},{scale * time_s},{scale * energy_j}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def measured_profile(name):
+    """One of the published profiles, which stand beside the repository where they are at all."""
+    found = sorted(MEASURED.rglob(name))
+    if not found:
+        pytest.skip(f"the published profiles are not at {MEASURED}")
+    return found[0]
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def run_well(*arguments):
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def run_badly(*arguments):
+    """Run what must fail, and give its message with single spaces."""
+    result = run(*arguments)
+    assert result.exit_code not in (0, None)
+    # An error that nobody caught would be here as itself, and a traceback for the user.
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert "Traceback" not in result.output
+    message = " ".join(result.stderr.split())
+    assert "Error: " in message
+    return message
+
+
+def plan_for(profile, output, *options, microbatches=8, power=80):
+    return run_well(
+        "plan", "--profile", profile, "--num-microbatches", microbatches, "--output", output,
+        "--blocking-power", power, *options,
+    )  # fmt: skip
+
+
+def simulate_json(profile, plan, *options):
+    return json.loads(
+        run_well("simulate", "--profile", profile, "--plan", plan, "--json", *options).stdout
+    )

@@ -1,0 +1,235 @@
+"""`envpipe plan` and `envpipe simulate` on good input."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from cli_helpers import measured_profile, plan_for, run, run_well, simulate_json, write_profile
+
+from envpipe_megatron.cli import main
+
+POLICIES = (
+    ("baseline",),
+    ("uniform",),
+    ("envelope",),
+    ("envelope", "default"),
+    ("envelope", "greedy"),
+    ("envelope", "balanced"),
+)
+SCHEDULES = ("1f1b", "envpipe", "ours", "gpipe", "interleaved")
+PLAN_FIELDS = {
+    "format", "policy", "num_stages", "num_microbatches", "num_chunks", "schedule",
+    "frequency_mhz", "blocking_power_w", "iteration_time_s", "energy_j", "peak_in_flight",
+    "baseline", "profile_sha256", "created_by",
+}  # fmt: skip
+
+
+def options_of(policy, schedule):
+    options = ["--policy", policy[0], "--schedule", schedule]
+    if len(policy) > 1:
+        options += ["--reconfigure", policy[1]]
+    return options + (["--num-chunks", 2] if schedule == "interleaved" else [])
+
+
+@pytest.mark.parametrize(
+    ("policy", "schedule"),
+    list(itertools.product(POLICIES, SCHEDULES)),
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_every_plan_has_the_promised_fields_and_simulates_to_its_own_figures(
+    profile_path, tmp_path, policy, schedule
+):
+    plan_for(profile_path, tmp_path / "plan.json", *options_of(policy, schedule))
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan.keys() >= PLAN_FIELDS
+    assert plan["format"] == "envpipe-plan/1"
+    chunks = 2 if schedule == "interleaved" else 1
+    assert (plan["num_stages"], plan["num_microbatches"], plan["num_chunks"]) == (4, 8, chunks)
+    assert [len(stage) for stage in plan["schedule"]] == [16 * chunks] * 4
+    assert [len(stage) for stage in plan["frequency_mhz"]] == [16 * chunks] * 4
+    assert {f for stage in plan["frequency_mhz"] for f in stage} <= {1200, 1000, 900, 600}
+    assert plan["blocking_power_w"] == [80.0] * 4
+    assert len(plan["peak_in_flight"]) == 4
+    assert plan["baseline"].keys() == {"schedule", "iteration_time_s", "energy_j"}
+
+    facts = simulate_json(profile_path, tmp_path / "plan.json")
+    for field in ("policy", "iteration_time_s", "energy_j", "peak_in_flight", "baseline"):
+        assert facts[field] == plan[field], field
+    assert sum(facts["energy_by_stage_j"]) == pytest.approx(plan["energy_j"])
+    baseline = plan["baseline"]
+    assert facts["saving_percent"] == pytest.approx(
+        100 * (1 - plan["energy_j"] / baseline["energy_j"])
+    )
+    assert facts["slowdown_percent"] == pytest.approx(
+        100 * (plan["iteration_time_s"] / baseline["iteration_time_s"] - 1), abs=1e-9
+    )
+
+
+def test_a_plan_costs_what_the_definitions_say(profile_path, tmp_path):
+    plan_for(profile_path, tmp_path / "plan.json", microbatches=1)
+    # One microbatch goes down and up the pipeline: no stage ever overlaps with another.
+    slow = 1.0 + 1.1 + 1.0 + 1.2
+    iteration_s = slow * (0.1 + 0.2)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["iteration_time_s"] == pytest.approx(iteration_s)
+    waiting_s = 4 * iteration_s - iteration_s
+    assert plan["energy_j"] == pytest.approx(slow * (40 + 80) + 80 * waiting_s)
+
+
+def test_ours_is_envpipes_own_name_for_envpipe(profile_path, tmp_path):
+    for name in ("ours", "envpipe"):
+        options = options_of(("envelope", "balanced"), name)
+        plan_for(profile_path, tmp_path / f"{name}.json", *options)
+    assert (tmp_path / "ours.json").read_bytes() == (tmp_path / "envpipe.json").read_bytes()
+
+
+def test_limits_reach_the_plan_and_a_shallow_channel_is_told(profile_path, tmp_path):
+    path = tmp_path / "plan.json"
+    plan_for(profile_path, path, "--schedule", "envpipe", "--max-in-flight", "5,4,2,1")
+    assert json.loads(path.read_text())["peak_in_flight"] == [5, 4, 2, 1]
+    plan_for(profile_path, path, "--schedule", "envpipe", "--max-extra-forwards", 0)
+    assert json.loads(path.read_text())["peak_in_flight"] == [4, 3, 2, 1]
+    plan_for(profile_path, path, "--schedule", "envpipe", "--max-warmup-step", 1)
+    assert simulate_json(profile_path, path)["extra_forwards"] == [3, 2, 1, 0]
+    told = plan_for(profile_path, path, "--schedule", "envpipe", "--channel-capacity", 1)
+    assert "Note: " in told.stdout
+
+
+def test_fewer_microbatches_than_stages_is_a_valid_job(profile_path, tmp_path):
+    options = options_of(("envelope", "balanced"), "envpipe")
+    plan_for(profile_path, tmp_path / "plan.json", *options, microbatches=2)
+    facts = simulate_json(profile_path, tmp_path / "plan.json")
+    assert facts["peak_in_flight"] == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "envpipe"])
+@pytest.mark.parametrize("policy", POLICIES, ids="-".join)
+@pytest.mark.parametrize(
+    "name",
+    ["A100_gpt3-xl_dp1_pp4_tp1/profile.csv", "A40_gpt3-2.7b_dp1_pp8_tp1/profile.csv"],
+)
+def test_published_measurements(tmp_path, name, policy, schedule):
+    profile = measured_profile(name)
+    plan_for(profile, tmp_path / "plan.json", *options_of(policy, schedule), microbatches=16)
+    facts = simulate_json(profile, tmp_path / "plan.json")
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert facts["energy_j"] == plan["energy_j"]
+    if policy == ("baseline",) and schedule == "1f1b":
+        assert facts["saving_percent"] == facts["slowdown_percent"] == 0
+    if policy == ("envelope", "balanced") and schedule == "envpipe":
+        assert facts["saving_percent"] > 3
+        assert max(facts["extra_forwards"]) > 0
+
+
+@pytest.mark.parametrize("name", ["gpt3-175b_a100_sxm.csv", "gpt3-175b_a40.csv"])
+def test_published_emulation_profiles(tmp_path, name):
+    profile = measured_profile(f"stage_profile/{name}")
+    options = options_of(("envelope", "balanced"), "ours")
+    plan_for(profile, tmp_path / "plan.json", *options, microbatches=24)
+    facts = simulate_json(profile, tmp_path / "plan.json")
+    assert facts["saving_percent"] > 5
+    assert facts["slowdown_percent"] < 1
+
+
+def test_pictures_and_figures_are_written_to_a_folder_that_is_made(profile_path, tmp_path):
+    plan_for(profile_path, tmp_path / "plan.json", *options_of(("envelope",), "envpipe"))
+    folder = tmp_path / "new" / "pictures [1]"
+    arguments = ("--profile", profile_path, "--plan", tmp_path / "plan.json", "--output", folder)
+    result = run_well("simulate", *arguments)
+    assert f"Pictures written to {folder}\n" in result.stdout  # neither broken nor markup
+    for name in ("timeline.png", "timeline_baseline.png", "energy_valley.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG"), name
+    facts = json.loads((folder / "simulation.json").read_text())
+    assert facts == simulate_json(profile_path, tmp_path / "plan.json")
+
+
+def test_tables_tell_the_saving_and_every_stage(profile_path, tmp_path):
+    told = plan_for(profile_path, tmp_path / "plan.json", *options_of(("uniform",), "1f1b"))
+    shown = run_well("simulate", "--profile", profile_path, "--plan", tmp_path / "plan.json")
+    saving = simulate_json(profile_path, tmp_path / "plan.json")["saving_percent"]
+    for result in (told, shown):
+        assert f"{saving:.2f}" in result.stdout
+    assert shown.stdout.count("900-900") == 4
+    assert f"Plan written to {tmp_path / 'plan.json'}\n" in told.stdout
+
+
+def write_wait_power(profile_path, powers):
+    entries = [
+        {"stage": stage, "frequency_mhz": frequency, "power_w": power}
+        for stage, power in enumerate(powers)
+        for frequency in (1200, 600)
+        for power in [power if frequency == 1200 else power / 2]
+    ]
+    sidecar = {"format": "envpipe-profile/1", "wait_power_w": entries}
+    profile_path.with_suffix(".json").write_text(json.dumps(sidecar))
+
+
+def test_blocking_power_comes_from_the_sidecar_at_its_highest_clock(profile_path, tmp_path):
+    write_wait_power(profile_path, [70, 71, 72, 73])
+    plan = tmp_path / "plan.json"
+    wanted = ("plan", "--profile", profile_path, "--num-microbatches", 4, "--output", plan)
+    run_well(*wanted)
+    assert json.loads(plan.read_text())["blocking_power_w"] == [70, 71, 72, 73]
+    run_well(*wanted, "--blocking-power", 50)
+    assert json.loads(plan.read_text())["blocking_power_w"] == [50] * 4
+
+
+def envpipe(*arguments):
+    command = [sys.executable, "-m", "envpipe_megatron.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
+
+
+def test_without_any_blocking_power_it_is_0_and_standard_error_warns(profile_path, tmp_path):
+    plan = tmp_path / "plan.json"
+    wanted = ("plan", "--profile", profile_path, "--num-microbatches", 4, "--output", plan)
+    result = envpipe(*wanted)
+    assert result.returncode == 0
+    assert json.loads(plan.read_text())["blocking_power_w"] == [0] * 4
+    assert "No blocking power is known" in result.stderr
+    assert "--blocking-power" in result.stderr
+    assert "blocking power" not in result.stdout
+    assert envpipe(*wanted, "--blocking-power", 0).stderr == ""  # 0 was asked for
+
+
+def test_a_plan_of_another_profile_is_priced_anew_with_a_warning_beside_the_json(
+    profile_path, tmp_path
+):
+    plan_for(profile_path, tmp_path / "plan.json", microbatches=1)
+    other = tmp_path / "other.csv"
+    other.write_text(
+        profile_path.read_text().replace("\n0,forward,1200,0.1,", "\n0,forward,1200,0.2,")
+    )
+    result = envpipe("simulate", "--profile", other, "--plan", tmp_path / "plan.json", "--json")
+    assert result.returncode == 0
+    stored = json.loads((tmp_path / "plan.json").read_text())
+    assert json.loads(result.stdout)["iteration_time_s"] == pytest.approx(
+        stored["iteration_time_s"] + 0.1
+    )
+    assert "made from another profile" in " ".join(result.stderr.split())
+
+
+def test_every_command_has_help_with_an_example():
+    for name in main.commands:
+        result = run_well(name, "--help")
+        assert "Example:" in result.stdout, name
+        assert f"envpipe {name}" in result.stdout, name
+    overview = run_well("--help").stdout
+    assert all(name in overview for name in ("plan", "simulate", "quickstart"))
+    assert run_well("-h").stdout == overview
+    assert "0.1" in run_well("--version").stdout
+
+
+def test_nothing_given_or_asked_wrongly_is_not_success():
+    for arguments in ([], ["plan"], ["simulate", "--json"], ["nonsense"], ["plan", "--nonsense"]):
+        assert run(*arguments).exit_code != 0, arguments
+
+
+def test_a_single_stage_is_all_envelope(tmp_path):
+    profile = write_profile(tmp_path / "one.csv", stages=1)
+    plan_for(profile, tmp_path / "plan.json", *options_of(("envelope", "greedy"), "envpipe"))
+    facts = simulate_json(profile, tmp_path / "plan.json")
+    assert facts["bubble_s"] == pytest.approx([0])
+    assert facts["saving_percent"] == pytest.approx(0)
