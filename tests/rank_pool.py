@@ -1,4 +1,8 @@
-"""A pool of gloo ranks that stay up, since importing megatron-core takes seconds a rank."""
+"""Processes in one gloo group that stay up and call what a test hands them.
+
+Ranks are forked from a server that has imported torch once (and megatron-core, where asked for):
+its import takes seconds, which no rank and no later pool pays again.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any
@@ -19,21 +23,30 @@ class RankFailedError(AssertionError):
 
 
 class RankPool:
-    """`size` processes in one gloo group; `run` calls a function on all of them at once."""
+    """`size` processes in one gloo group; `run` calls a function on all of them at once.
 
-    def __init__(self, size: int, timeout_s: float = 30.0) -> None:
-        context = mp.get_context("spawn")
+    Args:
+        size: number of ranks.
+        timeout_s: of the group's collectives.
+        preload: modules to import before ranks are forked; heeded by the first pool of a process.
+    """
+
+    def __init__(self, size: int, timeout_s: float = 30.0, preload: Sequence[str] = ()) -> None:
         self.size = size
         self.timeout_s = timeout_s
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch.distributed", *preload])
+        self._fork()
+
+    def _fork(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self.pipes = []
         self.processes = []
-        for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(rank, size, f"{self._folder.name}/store", timeout_s, there),
-                daemon=True,
+        for rank in range(self.size):
+            here, there = self._context.Pipe()
+            store = f"{self._folder.name}/store"
+            process = self._context.Process(
+                target=_serve, args=(rank, self.size, store, self.timeout_s, there), daemon=True
             )
             process.start()
             there.close()
@@ -53,14 +66,14 @@ class RankPool:
         while open_pipes and (ready := wait(list(open_pipes), deadline - time.monotonic())):
             for pipe in ready:
                 rank = open_pipes.pop(pipe)
-                with contextlib.suppress(EOFError):  # the process is gone
+                with contextlib.suppress(EOFError, ConnectionError):  # the process is gone
                     outcomes[rank] = pipe.recv()
                     if not outcomes[rank][0]:  # its peers fail by the time-out at the latest
                         deadline = min(deadline, time.monotonic() + self.timeout_s + 5)
         return outcomes
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Values of all ranks.
+        """Values of all ranks; where one fails, all are replaced.
 
         Raises:
             RankFailedError: with the tracebacks of the ranks that raised, or who did not answer.
@@ -70,18 +83,29 @@ class RankPool:
         failures = [text for worked, text in outcomes.values() if not worked]
         silent = sorted(set(range(self.size)) - outcomes.keys())
         if failures or silent:
+            self.close()  # what the ranks still wait for would spoil the next test
+            self._fork()
             raise RankFailedError("\n".join([*failures, f"ranks without an answer: {silent}"]))
         return [outcomes[rank][1] for rank in range(self.size)]
 
     def close(self) -> None:
+        """End every rank; one that does not listen is killed."""
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
+        deadline = time.monotonic() + 5
         for process in self.processes:
-            process.join(10)
+            process.join(max(0.1, deadline - time.monotonic()))
             if process.is_alive():
-                process.kill()
+                process.kill()  # also one that SIGSTOP holds
+                process.join()
         self._folder.cleanup()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _serve(rank: int, size: int, store: str, timeout_s: float, pipe: Any) -> None:
@@ -103,4 +127,5 @@ def _serve(rank: int, size: int, store: str, timeout_s: float, pipe: Any) -> Non
             pipe.send((True, function(rank, *args)))
         except BaseException:
             pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
-    # No destroy_process_group: a rank whose peers are gone would wait for them.
+    # Peers may be gone, and a rank that took its leave in order would wait for them.
+    os._exit(0)

@@ -1,55 +1,49 @@
-"""Training runs that tests compare: the same model and data, by megatron-core's own schedule or ours.
+"""Training runs that tests compare: the same model and data, by megatron-core's schedule or ours.
 
-Runs inside the ranks of a pool. `cuda_on_cpu` lets megatron-core's *own* schedules run without a
-GPU; EnvPipe's path needs none of it but `megatron_cpu.use_cpu`, which is part of the package.
+Runs inside the ranks of a pool. `cuda_on_cpu` lets megatron-core's *own* schedules, reducers and
+optimizers run without a GPU; EnvPipe's path needs none of it but `megatron_cpu.use_cpu`, which is
+part of the package.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from jobs import MAX_STEPS, STEADY_STEPS, Bits, Job, Ours, Result
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_model_config
 from torch.overrides import TorchFunctionMode
 
+from envpipe_megatron.gpu.emulated import EmulatedGpu
+from envpipe_megatron.integrations.megatron_core import ForwardBackward
+from envpipe_megatron.integrations.megatron_cpu import use_cpu
+from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.runtime.channel import make_channel
+from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor
+from envpipe_megatron.runtime.orders import Phase
+from envpipe_megatron.runtime.profiler import ProfilerSettings
+from envpipe_megatron.runtime.session import Session, SessionConfig
+from envpipe_megatron.schedule import Kind
+
 SEQUENCE, MICROBATCH, HIDDEN, VOCAB = 16, 2, 32, 64
-
-
-@dataclass(frozen=True)
-class Job:
-    """What both runs train."""
-
-    stages: int
-    microbatches: int = 6
-    chunks: int = 1
-    steps: int = 3
-    tied: bool = False
-    deallocate: bool = True
-    data_parallel: int = 1
-    ddp: dict[str, Any] | None = None
-    recompute: bool = False
-    partial_checkpoint: int | None = None
-    per_token_loss: bool = False
-    evaluate_at: int | None = None
-
-
-@dataclass(frozen=True)
-class Ours:
-    """How EnvPipe runs it; none of it may change a bit of the result."""
-
-    schedule: str = "1f1b"
-    policy: str = "baseline"
-    reconfigure: str = "default"
-    extra_forwards: tuple[int, ...] | None = None
-    unit_s: float = 0.002
-    profile_file: Path | None = None
-    profiler: dict[str, int] = field(default_factory=dict)
 
 
 class _CudaOnCpu(TorchFunctionMode):
@@ -67,8 +61,6 @@ class _CudaOnCpu(TorchFunctionMode):
 @contextlib.contextmanager
 def cuda_on_cpu() -> Iterator[None]:
     """What megatron-core's own schedules, reducers and optimizers need besides `use_cpu`."""
-    from unittest.mock import patch
-
     real_type = torch.Tensor.type
     fake_type = {"torch.FloatTensor": "torch.cuda.FloatTensor"}
 
@@ -78,7 +70,7 @@ def cuda_on_cpu() -> Iterator[None]:
 
     with (
         patch("torch.cuda.synchronize", lambda *a, **k: None),
-        patch("torch.cuda.get_rng_state", lambda *a, **k: torch.zeros(1, dtype=torch.uint8)),
+        patch("torch.cuda.random.get_rng_state", lambda *a, **k: torch.zeros(1, dtype=torch.uint8)),
         patch("megatron.core.tensor_parallel.random._set_cuda_rng_state", lambda *a, **k: None),
         patch.object(torch.Tensor, "type", type_),
         _CudaOnCpu(),
@@ -86,90 +78,98 @@ def cuda_on_cpu() -> Iterator[None]:
         yield
 
 
-def train(rank: int, job: Job, ours: Ours | None, root: Path) -> dict[str, Any]:
-    """Train on this rank; losses of the last stage, weights, and what the session came to."""
-    from megatron.core import parallel_state, tensor_parallel
-
-    from envpipe_megatron.integrations.megatron_cpu import use_cpu
-
+def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result:
+    """Train on this rank; without `ours` by megatron-core's own forward-backward function."""
     use_cpu()
-    torch.manual_seed(1234)
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=job.stages,
-        virtual_pipeline_model_parallel_size=job.chunks if job.chunks > 1 else None,
-    )
+    _use_parallel_state(job)
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    try:
-        with cuda_on_cpu():
-            return _train(rank, job, ours, root)
-    finally:
-        parallel_state.destroy_model_parallel()
-
-
-def _train(rank: int, job: Job, ours: Ours | None, root: Path) -> dict[str, Any]:
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    chunks, optimizer, finish_step = _build(job)
-    replica = parallel_state.get_data_parallel_rank()
-    function: Any = get_forward_backward_func()
-    session = None
-    if ours is not None:
-        from envpipe_megatron.integrations.megatron_core import ForwardBackward
-
-        session = _session(rank, job, ours, root)
-        function = ForwardBackward(session)
-    losses: list[list[float]] = []
-    evaluated: list[float] = []
-    grads: dict[str, torch.Tensor] = {}
-    try:
-        for step in range(job.steps):
-            for chunk in chunks:
-                if hasattr(chunk, "zero_grad_buffer"):
-                    chunk.zero_grad_buffer()
-            optimizer.zero_grad()
-            call = partial(
-                function,
-                forward_step_func=_forward_step,
-                model=chunks,
-                num_microbatches=job.microbatches,
-                seq_length=SEQUENCE,
-                micro_batch_size=MICROBATCH,
-            )
-            reduced = call(data_iterator=_data(job, step, replica))
-            losses.append([float(loss) for loss in _loss_values(reduced)])
-            if step == job.steps - 1:
-                grads = _gradients(chunks)
-            finish_step()
-            if job.evaluate_at == step:
-                with torch.no_grad():
-                    result = call(data_iterator=_data(job, 1000, replica), forward_only=True)
-                evaluated = [float(loss) for loss in _loss_values(result)]
-    finally:
+    with cuda_on_cpu(), contextlib.ExitStack() as stack:
+        result = Result(_stage(), parallel_state.get_data_parallel_rank())
+        session = None
+        if ours is not None:
+            session = _session(rank, job, ours, root, result)
+            stack.callback(session.close)
+        _train(job, session, result)
         if session is not None:
-            session.close()
-    return {
-        "losses": losses,
-        "evaluated": evaluated,
-        "grads": grads,
-        "weights": _weights(chunks),
-        "stage": parallel_state.get_pipeline_model_parallel_rank(),
-        "executed": None if session is None else session.state,
-    }
+            result.phases = [str(phase) for phase, *_ in session.state.iterations]
+            result.plan, result.profile = session.state.plan, session.state.profile
+            result.reconfigure_steps = session.state.reconfigure_steps
+        return result
 
 
-def _loss_values(reduced: list[Any]) -> list[Any]:
-    return [entry["loss"] for entry in reduced]
+def _globals_of_parallel_state() -> dict[str, Any]:
+    return {name: value for name, value in vars(parallel_state).items() if name.startswith("_")}
 
 
-def _build(job: Job) -> tuple[list[torch.nn.Module], Any, Any]:
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
+_UNUSED_STATE = _globals_of_parallel_state()
+_PARALLEL_STATES: dict[tuple[int, int], dict[str, Any]] = {}
 
+
+def _use_parallel_state(job: Job) -> None:
+    """Put megatron-core's process groups for this shape of job in place.
+
+    They are made once and kept: each of the dozens has threads that no call of megatron-core ends.
+    """
+    key = job.stages, job.chunks
+    if key not in _PARALLEL_STATES:
+        vars(parallel_state).update(_UNUSED_STATE)
+        parallel_state.initialize_model_parallel(
+            pipeline_model_parallel_size=job.stages,
+            virtual_pipeline_model_parallel_size=job.chunks if job.chunks > 1 else None,
+        )
+        _PARALLEL_STATES[key] = _globals_of_parallel_state()
+    vars(parallel_state).update(_PARALLEL_STATES[key])
+
+
+def _train(job: Job, session: Session | None, result: Result) -> None:
+    chunks, clear_grads, finish_step = _build(job)
+    call = partial(
+        ForwardBackward(session) if session else get_forward_backward_func(),
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=job.microbatches,
+        seq_length=SEQUENCE,
+        micro_batch_size=MICROBATCH,
+    )
+    forward_step = partial(_forward_step, result.checkpointed)
+    steady_steps = step = 0
+    while True:
+        clear_grads()
+        reduced = call(
+            forward_step_func=forward_step, data_iterator=_data(job, step, result.replica)
+        )
+        result.losses.append([_bits(entry["loss"]) for entry in reduced])
+        steady_steps += session is not None and session.state.phase is Phase.STEADY
+        assert step < MAX_STEPS
+        last = step + 1 == job.steps if job.steps else steady_steps == STEADY_STEPS
+        if last:
+            result.grads = _named_bits(chunks, _gradient)
+        finish_step()
+        if job.evaluate_after == step:
+            _evaluate(job, call, forward_step, result)
+        if last:
+            break
+        step += 1
+    result.weights = _named_bits(chunks, lambda parameter: parameter.detach())
+
+
+def _evaluate(job: Job, call: Any, forward_step: Any, result: Result) -> None:
+    """Forwards alone: once for losses, once for what is not a loss."""
+    for collect in (False, True):
+        with torch.no_grad():
+            reduced = call(
+                forward_step_func=forward_step,
+                data_iterator=_data(job, 1000, result.replica),
+                forward_only=True,
+                collect_non_loss_data=collect,
+            )
+        result.evaluated += [_bits(entry if collect else entry["loss"]) for entry in reduced]
+
+
+def _build(job: Job) -> tuple[list[torch.nn.Module], Callable[[], None], Callable[[], None]]:
+    """The chunks of this stage, what clears their gradients, and what steps their weights."""
+    checkpoints = job.recompute or job.partial_checkpoint is not None
     config = TransformerConfig(
-        num_layers=job.stages * job.chunks,
+        num_layers=max(4, job.stages * job.chunks),
         hidden_size=HIDDEN,
         num_attention_heads=4,
         pipeline_model_parallel_size=job.stages,
@@ -188,101 +188,143 @@ def _build(job: Job) -> tuple[list[torch.nn.Module], Any, Any]:
         overlap_p2p_comm=job.chunks > 1,
         batch_p2p_comm=job.chunks == 1,
         calculate_per_token_loss=job.per_token_loss,
-        recompute_granularity="full" if job.recompute or job.partial_checkpoint else None,
-        recompute_method="block" if job.recompute or job.partial_checkpoint else None,
-        recompute_num_layers=1 if job.recompute or job.partial_checkpoint else None,
+        recompute_granularity="full" if checkpoints else None,
+        recompute_method="block" if checkpoints else None,
+        recompute_num_layers=1 if checkpoints else None,
         num_microbatches_with_partial_activation_checkpoints=job.partial_checkpoint,
     )
     chunks: list[torch.nn.Module] = []
     for chunk in range(job.chunks):
         vp_stage = chunk if job.chunks > 1 else None
-        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
-        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         model = GPTModel(
             config,
             get_gpt_layer_local_spec(),
             VOCAB,
             SEQUENCE,
-            pre_process=first,
-            post_process=last,
-            parallel_output=True,
+            pre_process=parallel_state.is_pipeline_first_stage(False, vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(False, vp_stage),
             share_embeddings_and_output_weights=job.tied,
             vp_stage=vp_stage,
         )
-        # Weights by global layer, whatever the split: the same for every job shape.
-        generator = torch.Generator().manual_seed(7 + 100 * chunk + _stage())
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                tied_word = job.tied and "word_embeddings" in name + "output_layer"[:0]
-                source = torch.Generator().manual_seed(99) if tied_word else generator
-                if job.tied and ("word_embeddings" in name or "output_layer" in name):
-                    source = torch.Generator().manual_seed(99)
-                parameter.copy_(torch.randn(parameter.shape, generator=source) * 0.05)
+            for name, parameter in _global_names(model):
+                # The same for every split; a tied output layer starts as its embedding.
+                tied = job.tied and name == "output_layer.weight"
+                seed = "embedding.word_embeddings.weight" if tied else name
+                generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
         chunks.append(model)
-    return _reducer_and_optimizer(job, config, chunks)
-
-
-def _reducer_and_optimizer(job: Job, config: Any, chunks: list[Any]) -> tuple[list[Any], Any, Any]:
-    """Plain Adam, or megatron-core's reducer, finalising and optimizer where the job says so."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    if job.ddp is None and not job.tied:
+    if job.reducer is None and not job.tied:
         parameters = [p for chunk in chunks for p in chunk.parameters()]
-        optimizer = torch.optim.Adam(parameters, lr=1e-3)
-        return chunks, optimizer, optimizer.step
-    options = dict(job.ddp or {})
-    distributed = bool(options.get("use_distributed_optimizer"))
+        adam = torch.optim.Adam(parameters, lr=1e-3)
+        return chunks, adam.zero_grad, adam.step
+    return _with_reducer(job.reducer or (), config, chunks)
+
+
+def _with_reducer(
+    reducer: tuple[str, ...], config: Any, models: list[Any]
+) -> tuple[list[Any], Callable[[], None], Callable[[], None]]:
+    """The chunks under megatron-core's reducer, with its finalising and optimizer."""
+    align = "align_grad_reduce" in reducer
+    options = {option: True for option in reducer if option != "align_grad_reduce"}
     ddp_config = DistributedDataParallelConfig(bucket_size=2000, **options)
-    wrapped = [
-        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
+    chunks = [
+        DistributedDataParallel(config, ddp_config, model, disable_bucketing=index > 0)
+        for index, model in enumerate(models)
     ]
-    if options.get("overlap_grad_reduce"):
-        config.no_sync_func = [chunk.no_sync for chunk in wrapped]
-        if len(wrapped) == 1:
-            config.no_sync_func = config.no_sync_func[0]
+
+    def one_or_all(functions: list[Any]) -> Any:
+        return functions if len(functions) > 1 else functions[0]
+
+    if ddp_config.overlap_grad_reduce:
+        config.no_sync_func = one_or_all([chunk.no_sync for chunk in chunks])
+    if align:
+        config.grad_sync_func = one_or_all([chunk.start_grad_sync for chunk in chunks])
     config.finalize_model_grads_func = finalize_model_grads
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam", lr=1e-3, clip_grad=1.0, use_distributed_optimizer=distributed
+            optimizer="adam",
+            lr=1e-3,
+            clip_grad=1.0,
+            use_distributed_optimizer=ddp_config.use_distributed_optimizer,
         ),
-        wrapped,
+        chunks,
     )
     config.grad_scale_func = optimizer.scale_loss
 
+    def clear_grads() -> None:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+
     def finish_step() -> None:
         assert optimizer.step()[0]
-        if options.get("overlap_param_gather"):
-            for chunk in wrapped:
+        if ddp_config.overlap_param_gather:
+            for chunk in chunks:  # else weights would be read before they have come
                 chunk.start_param_sync(force_sync=True)
 
-    return wrapped, optimizer, finish_step
+    return chunks, clear_grads, finish_step
 
 
-def _session(rank: int, job: Job, ours: Ours, root: Path) -> Any:
-    from megatron.core import parallel_state
+class _RecordingGpu(EmulatedGpu):
+    """Keeps what it was told."""
 
-    from envpipe_megatron.gpu.emulated import EmulatedGpu
-    from envpipe_megatron.policies.planner import PlanRequest
-    from envpipe_megatron.runtime.channel import make_channel
-    from envpipe_megatron.runtime.collectives import Collectives
-    from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor
-    from envpipe_megatron.runtime.profiler import ProfilerSettings
-    from envpipe_megatron.runtime.session import Session, SessionConfig
-    from envpipe_megatron.schedule import Kind
+    history_mhz: list[int]
 
+    def _lock(self, frequency_mhz: int) -> None:
+        self.history_mhz.append(frequency_mhz)
+        super()._lock(frequency_mhz)
+
+
+class _RecordingWork:
+    """Notes each unit when it is run."""
+
+    def __init__(self, work: Any, num_chunks: int, executed: list[str]) -> None:
+        self._work = work
+        self._num_chunks = num_chunks
+        self._executed = executed
+
+    def forward(self, unit: Any, inputs: Any) -> Any:
+        assert unit.kind is Kind.FORWARD
+        self._executed.append(unit.label(self._num_chunks))
+        return self._work.forward(unit, inputs)
+
+    def backward(self, unit: Any, gradients: Any) -> Any:
+        assert unit.kind is Kind.BACKWARD
+        self._executed.append(unit.label(self._num_chunks))
+        return self._work.backward(unit, gradients)
+
+    def sent(self, unit: Any) -> None:
+        self._work.sent(unit)
+
+
+class _RecordingSession(Session):
+    """A session whose units are noted."""
+
+    def __init__(self, *args: Any, result: Result, num_chunks: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._result = result
+        self._num_chunks = num_chunks
+
+    def run_iteration(self, num_microbatches: int, spec: Any, make_work: Any) -> Any:
+        return super().run_iteration(num_microbatches, spec, self._recording(make_work))
+
+    def evaluate(self, num_microbatches: int, spec: Any, make_work: Any) -> Any:
+        return super().evaluate(num_microbatches, spec, self._recording(make_work))
+
+    def _recording(self, make_work: Any) -> Any:
+        executed: list[str] = []
+        self._result.executed.append(executed)
+        return lambda schedule: _RecordingWork(make_work(schedule), self._num_chunks, executed)
+
+
+def _session(rank: int, job: Job, ours: Ours, root: Path, result: Result) -> Session:
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    collectives = Collectives(dist.group.WORLD, stage, job.stages, pipeline)
-    gpu = EmulatedGpu.create("a100-sxm", rank, root)
+    collectives = Collectives(dist.group.WORLD, result.stage, job.stages, pipeline)
+    gpu = _RecordingGpu.create("a100-sxm", rank, root)
+    gpu.history_mhz = result.locked_mhz
     times = {Kind.FORWARD: ours.unit_s, Kind.BACKWARD: 2 * ours.unit_s}
-    output = root / "out"
-    if collectives.is_planner:
-        output.mkdir(exist_ok=True)
-    dist.barrier()
-    return Session(
+    return _RecordingSession(
         SessionConfig(
             PlanRequest(
                 num_microbatches=job.microbatches,
@@ -291,29 +333,30 @@ def _session(rank: int, job: Job, ours: Ours, root: Path) -> Any:
                 reconfigure=ours.reconfigure,
                 num_chunks=job.chunks,
             ),
-            warmup_iterations=2,
-            profiler=ProfilerSettings(**ours.profiler),
+            warmup_iterations=ours.warmup_iterations,
+            profiler=ProfilerSettings(*ours.profiler),
             profile_file=ours.profile_file,
-            output_dir=output,
+            plan_file=ours.plan_file,
+            output_dir=root,
         ),
         gpu,
         lambda settle: EmulatedExecutor(gpu, times, collectives.latest, settle),
         make_channel(pipeline, stamped=True, timeout=timedelta(seconds=20)),
         collectives,
-        stage=stage,
+        stage=result.stage,
         num_stages=job.stages,
         rank=rank,
+        result=result,
+        num_chunks=job.chunks,
     )
 
 
 def _stage() -> int:
-    from megatron.core import parallel_state
-
     return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
 def _data(job: Job, step: int, replica: int) -> Any:
-    """For each chunk, an iterator over this replica's microbatches of a step."""
+    """An iterator over this replica's microbatches of a step; with chunks one for each."""
     generator = torch.Generator().manual_seed(step * 97 + replica)
     tokens = [
         torch.randint(0, VOCAB, (MICROBATCH, SEQUENCE + 1), generator=generator)
@@ -324,44 +367,58 @@ def _data(job: Job, step: int, replica: int) -> Any:
 
 
 def _forward_step(
-    data_iterator: Iterator[torch.Tensor], model: torch.nn.Module, checkpoint: bool | None = None
+    checkpointed: list[bool | None],
+    data_iterator: Iterator[torch.Tensor],
+    model: torch.nn.Module,
+    checkpoint: bool | None = None,
 ) -> tuple[torch.Tensor, Any]:
+    config: Any = get_model_config(model)
+    checkpointed.append(checkpoint)
+    if checkpoint is not None:
+        config.recompute_num_layers = int(checkpoint)
     tokens = next(data_iterator)
     positions = torch.arange(SEQUENCE).expand(MICROBATCH, SEQUENCE)
     mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None]
-    if checkpoint is not None:
-        model.config.recompute_num_layers = int(checkpoint)
     output = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
 
-    def loss_func(losses: torch.Tensor) -> Any:
-        if model_config(model).calculate_per_token_loss:
+    def loss_func(losses: torch.Tensor, non_loss_data: bool = False) -> Any:
+        if non_loss_data:
+            return losses.amax(dim=0)
+        # Cloned, since megatron-core divides the loss in place.
+        if config.calculate_per_token_loss:
             total = losses.sum()
-            return total, torch.tensor(losses.numel(), dtype=torch.int), {"loss": total.detach()}
+            tokens = torch.tensor(losses.numel(), dtype=torch.int)
+            return total, tokens, {"loss": total.detach().clone()}
         mean = losses.mean()
-        return mean, {"loss": mean.detach()}
+        return mean, {"loss": mean.detach().clone()}
 
     return output, loss_func
 
 
-def model_config(model: torch.nn.Module) -> Any:
-    from megatron.core.utils import get_model_config
+def _global_names(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters of a chunk, each layer by its number in the whole model."""
+    for name, parameter in chunk.named_parameters():
+        name = name.removeprefix("module.")
+        if name.startswith("decoder.layers."):
+            layer = name.split(".")[2]
+            module: Any = chunk.get_submodule("module") if "module" in chunk._modules else chunk
+            number = module.decoder.layers[int(layer)].layer_number
+            name = name.replace(f"layers.{layer}.", f"layers.{number}.", 1)
+        yield name, parameter
 
-    return get_model_config(model)
+
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    main_grad = getattr(parameter, "main_grad", None)
+    gradient = parameter.grad if main_grad is None else main_grad
+    assert gradient is not None
+    return gradient.detach()
 
 
-def _weights(chunks: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
+def _named_bits(chunks: list[torch.nn.Module], read: Callable[[Any], torch.Tensor]) -> Bits:
     return {
-        f"{index}.{name}": parameter.detach().clone()
-        for index, chunk in enumerate(chunks)
-        for name, parameter in chunk.named_parameters()
+        name: _bits(read(parameter)) for chunk in chunks for name, parameter in _global_names(chunk)
     }
 
 
-def _gradients(chunks: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    return {
-        f"{index}.{name}": gradient.detach().clone()
-        for index, chunk in enumerate(chunks)
-        for name, parameter in chunk.named_parameters()
-        if (gradient := getattr(parameter, "main_grad", None)) is not None
-        or (gradient := parameter.grad) is not None
-    }
+def _bits(tensor: torch.Tensor) -> bytes:
+    return np.ascontiguousarray(tensor.detach().numpy()).tobytes()

@@ -1,0 +1,1 @@
+"""Stands here so that tests of every folder can import `rank_pool`."""

@@ -1,0 +1,93 @@
+"""What a training run of a test is told and tells; free of torch, so that tests start fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from envpipe_megatron.plan import Plan
+from envpipe_megatron.profile import Profile
+
+#: Iterations in the steady phase, where a job ends when it got there.
+STEADY_STEPS = 2
+#: A job that has not got there by now never will.
+MAX_STEPS = 300
+
+
+@dataclass(frozen=True)
+class Job:
+    """What both runs train.
+
+    Args:
+        steps: how many; None ends `STEADY_STEPS` after EnvPipe has come to its steady phase.
+        reducer: options of megatron-core's DistributedDataParallel that are on, or
+            `align_grad_reduce` (a grad_sync_func); None trains replicas apart, by plain Adam.
+        evaluate_after: the step after which forwards alone are run, on other data.
+    """
+
+    stages: int
+    microbatches: int = 6
+    chunks: int = 1
+    steps: int | None = 3
+    tied: bool = False
+    deallocate: bool = True
+    reducer: tuple[str, ...] | None = None
+    recompute: bool = False
+    partial_checkpoint: int | None = None
+    per_token_loss: bool = False
+    evaluate_after: int | None = None
+
+
+@dataclass(frozen=True)
+class Ours:
+    """How EnvPipe runs it; none of it may change a bit of the result."""
+
+    schedule: str = "1f1b"
+    policy: str = "baseline"
+    reconfigure: str = "default"
+    profile_file: Path | None = None
+    warmup_iterations: int = 1
+    plan_file: Path | None = None
+    profiler: tuple[int, int, int] = (1, 1, 1)
+    unit_s: float = 0.001
+
+
+Bits = dict[str, bytes]
+
+
+@dataclass
+class Result:
+    """What one rank came to; tensors as their bytes, so that equal means equal to the bit.
+
+    Args:
+        losses: of each step, on the last stage.
+        grads: of the last step, by a name that holds the global number of the layer.
+        weights: after the last step, by the same names.
+        evaluated: what evaluation reduced.
+        checkpointed: what megatron-core's step function asked of each forward.
+        executed: of each iteration, evaluation included, the units in the order they ran.
+        locked_mhz: what this rank's GPU was told, in order.
+        phases: of each training iteration.
+        plan: what the session came to, with its profile and steps of reconfiguring.
+    """
+
+    stage: int
+    replica: int
+    losses: list[list[bytes]] = field(default_factory=list)
+    grads: Bits = field(default_factory=dict)
+    weights: Bits = field(default_factory=dict)
+    evaluated: list[bytes] = field(default_factory=list)
+    checkpointed: list[bool | None] = field(default_factory=list)
+    executed: list[list[str]] = field(default_factory=list)
+    locked_mhz: list[int] = field(default_factory=list)
+    phases: list[str] = field(default_factory=list)
+    plan: Plan | None = None
+    profile: Profile | None = None
+    reconfigure_steps: int = 0
+
+
+def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result:
+    """Run `training.train` in a rank."""
+    import training
+
+    return training.train(rank, job, ours, root)
