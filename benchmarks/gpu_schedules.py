@@ -38,7 +38,7 @@ from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.frequencies import envelope
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.profile import ProfileRow, make_profile, read_profile
-from envpipe_megatron.runtime.channel import make_channel
+from envpipe_megatron.runtime.channel import MAX_CTAS, make_channel
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.executor import CudaExecutor
 from envpipe_megatron.runtime.session import Session, SessionConfig
@@ -56,6 +56,7 @@ VOCABULARY = 32000
 @click.option("--blocks", default=12, show_default=True, help="Alternating blocks of each order.")
 @click.option("--block-iterations", default=3, show_default=True)
 @click.option("--steps", default=4, show_default=True, help="Steps of the comparison to the bit.")
+@click.option("--max-ctas", default=MAX_CTAS, show_default=True, help="SMs a transfer may hold.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON file.")
 def main(**options: Any) -> None:
     """Compare orders on the GPUs of this machine."""
@@ -92,7 +93,12 @@ class Bench:
         self.collectives = Collectives(
             self.host_group, self.stage, self.num_stages, self.host_group
         )
-        self.channel = make_channel(pipeline, stamped=False, timeout=timedelta(seconds=60))
+        self.channel = make_channel(
+            pipeline,
+            stamped=False,
+            timeout=timedelta(seconds=60),
+            max_ctas=options["max_ctas"],
+        )
         self.sessions: dict[str, Session] = {}
         self.functions: dict[str, Callable[..., Any]] = {
             "megatron-core 1f1b": get_forward_backward_func()

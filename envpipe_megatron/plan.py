@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from envpipe_megatron import __version__, builders
 from envpipe_megatron.errors import EnvPipeError
@@ -27,6 +27,7 @@ from envpipe_megatron.timeline import Timeline
 PLAN_FORMAT = "envpipe-plan/1"
 #: A stored figure further than this from the recomputed one was not made by the plan and profile.
 _STORED_TOLERANCE = 1e-6
+_MAX_FREQUENCY_MHZ = 1_000_000
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,13 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_stages(self.profile, self.schedule.num_stages)
+        if self.profile.sidecar.num_chunks != self.schedule.num_chunks:
+            raise PlanError(
+                f"The schedule has {self.schedule.num_chunks} chunks a stage, the profile another "
+                "number",
+                value=self.profile.sidecar.num_chunks,
+                remedy="Divide the profile with for_chunks first.",
+            )
         shape = (self.schedule.num_stages, self.schedule.units_per_stage)
         if self.frequency_mhz.shape != shape:
             raise PlanError(
@@ -169,10 +177,17 @@ class Plan:
 
 
 def framework_schedule(schedule: Schedule) -> Schedule:
-    """The order that Megatron itself would run for the same job."""
+    """The order that Megatron itself would run for the same job.
+
+    Where Megatron runs no such job (chunks, and microbatches that do not fill the pipeline), the
+    schedule itself.
+    """
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    if schedule.forward_only:
+        return builders.forward_only(stages, microbatches, schedule.num_chunks)
     if schedule.num_chunks > 1:
-        return builders.interleaved(stages, microbatches, schedule.num_chunks)
+        fits = microbatches % stages == 0
+        return builders.interleaved(stages, microbatches, schedule.num_chunks) if fits else schedule
     return builders.one_f_one_b(stages, microbatches)
 
 
@@ -215,9 +230,11 @@ def read_plan(path: Path, profile: Profile) -> Plan:
     check_stages(profile, num_stages)
     num_microbatches, num_chunks = fields.count("num_microbatches"), fields.count("num_chunks", 1)
     orders = fields.rows("schedule", num_stages)
+    if num_microbatches * num_chunks > max(map(len, orders)):
+        raise fields.wrong("num_microbatches", "The schedule lists fewer units than that needs.")
     try:
         schedule = Schedule(
-            str(data.get("schedule_name", "custom")),
+            fields.text("schedule_name"),
             num_microbatches,
             num_chunks,
             tuple(tuple(parse_unit(text) for text in order) for order in orders),
@@ -226,14 +243,15 @@ def read_plan(path: Path, profile: Profile) -> Plan:
         raise PlanError(f"{path}: field 'schedule': {error}") from error
     frequency = fields.rows("frequency_mhz", num_stages)
     if any(
-        len(row) != schedule.units_per_stage or not all(type(f) is int and f > 0 for f in row)
+        len(row) != schedule.units_per_stage
+        or not all(type(f) is int and 0 < f < _MAX_FREQUENCY_MHZ for f in row)
         for row in frequency
     ):
         raise fields.wrong(
             "frequency_mhz", f"Each stage needs {schedule.units_per_stage} whole numbers of MHz."
         )
     plan = Plan(
-        str(data.get("policy", "custom")),
+        fields.text("policy"),
         schedule,
         np.array(frequency, dtype=np.int64),
         profile.for_chunks(num_chunks),
@@ -278,6 +296,12 @@ class _Fields:
             raise self.wrong(name, "It must be a positive whole number.")
         return value
 
+    def text(self, name: str) -> str:
+        value = self.data.get(name, "custom")
+        if not isinstance(value, str):
+            raise self.wrong(name, "It must be a text.")
+        return value
+
     def rows(self, name: str, num_rows: int) -> list[list[Any]]:
         value = self.data.get(name)
         if (
@@ -293,7 +317,7 @@ class _Fields:
         if (
             not isinstance(value, list)
             or len(value) != length
-            or not all(type(x) in (int, float) and math.isfinite(x) and x >= 0 for x in value)
+            or not all(type(x) in (int, float) and 0 <= x < math.inf for x in value)
         ):
             raise self.wrong(name, f"It must be a list of {length} numbers, zero or more.")
         return tuple(float(x) for x in value)
@@ -302,7 +326,7 @@ class _Fields:
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PlanError(f"Plan {path} is not readable JSON: {error}") from error
     if not isinstance(data, dict):
         raise PlanError(f"Plan {path} is not a JSON object", value=type(data).__name__)
@@ -310,6 +334,16 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def blocking_powers(power_w: float | Sequence[float], num_stages: int) -> tuple[float, ...]:
-    """Blocking power for each stage from one number or one for each stage."""
-    values: ArrayLike = power_w
-    return tuple(float(x) for x in np.broadcast_to(values, (num_stages,)))
+    """Blocking power for each stage from one number or one for each stage.
+
+    Raises:
+        PlanError: neither.
+    """
+    given = tuple(np.atleast_1d(np.asarray(power_w, dtype=np.float64)).tolist())
+    if len(given) not in (1, num_stages):
+        raise PlanError(
+            "Blocking power must be one number of watts, or one for each stage",
+            value=power_w,
+            remedy=f"The pipeline has {num_stages} stages.",
+        )
+    return given * num_stages if len(given) == 1 else given

@@ -21,7 +21,13 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.schedule import Kind
-from envpipe_megatron.sidecar import Sidecar, read_sidecar, sidecar_path, write_sidecar
+from envpipe_megatron.sidecar import (
+    Sidecar,
+    check_lengths,
+    read_sidecar,
+    sidecar_path,
+    write_sidecar,
+)
 
 COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
 
@@ -37,6 +43,15 @@ class ProfileRow:
     frequency_mhz: int
     time_s: float
     energy_j: float
+
+    def __post_init__(self) -> None:
+        if not (self.frequency_mhz > 0 and 0 < self.time_s < math.inf) or not (
+            0 <= self.energy_j < math.inf
+        ):
+            raise ProfileError(
+                "A profile row needs a frequency and a time above 0 and an energy of at least 0",
+                value=(self.frequency_mhz, self.time_s, self.energy_j),
+            )
 
 
 @dataclass(frozen=True)
@@ -208,10 +223,18 @@ def make_profile(
     """
     table: dict[int, dict[Kind, list[ProfileRow]]] = {}
     for stage, kind, row in rows:
-        table.setdefault(stage, {}).setdefault(kind, []).append(row)
-    if not table:
+        known = table.setdefault(stage, {}).setdefault(kind, [])
+        if any(other.frequency_mhz == row.frequency_mhz for other in known):
+            raise ProfileError(
+                f"{source} has two rows for stage {stage} {kind.value} at this frequency (MHz)",
+                value=row.frequency_mhz,
+                remedy="Keep one.",
+            )
+        known.append(row)
+    if not table or min(table) < 0:
         raise ProfileError(
-            f"{source} has no rows", remedy="A profile lists every stage and instruction."
+            f"{source} has no rows, or a stage below 0",
+            remedy="A profile lists every stage and instruction.",
         )
     stages: list[dict[Kind, tuple[ProfileRow, ...]]] = []
     for stage in range(max(table) + 1):
@@ -270,6 +293,7 @@ def read_profile(path: Path) -> Profile:
         rows.append((stage, kind, row))
     sidecar = read_sidecar(sidecar_path(path)) if sidecar_path(path).exists() else Sidecar()
     profile = make_profile(rows, source=str(path), sidecar=sidecar)
+    check_lengths(sidecar, profile.num_stages, sidecar_path(path))
     return Profile(profile.rows, hashlib.sha256(content).hexdigest(), str(path), sidecar)
 
 

@@ -36,7 +36,7 @@ class Kind(StrEnum):
 
 
 _KIND_BY_LETTER = {kind.letter: kind for kind in Kind}
-_UNIT_PATTERN = re.compile(r"([FB])(\d+)(?:\.(\d+))?")
+_UNIT_PATTERN = re.compile(r"([FB])(\d{1,9})(?:\.(\d{1,9}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +296,7 @@ class Schedule:
                 outside = np.flatnonzero((codes < 0) | (codes >= expected))[0]
                 raise ScheduleError(
                     f"Stage {stage} lists a unit that the job does not have",
-                    value=order[outside].label(self.num_chunks),
+                    value=str(order[outside]),
                     remedy=f"The job has {self.num_microbatches} microbatches and "
                     f"{self.num_chunks} chunk(s), and all stages run the same kinds of units.",
                 )

@@ -77,9 +77,26 @@ def read_sidecar(path: Path) -> Sidecar:
                 value=name,
                 remedy=f"Known: {', '.join(_READERS)}.",
             ) from None
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise SidecarError(f"{path}: field '{name}' is wrong", value=value) from error
     return Sidecar(**values)
+
+
+def check_lengths(sidecar: Sidecar, num_stages: int, path: Path) -> None:
+    """Refuse a sidecar of another pipeline.
+
+    Raises:
+        SidecarError: a field with another number of entries than the profile has stages.
+    """
+    boundaries = {"p2p_latency_s": num_stages - 1}
+    for name in ("wait_power_w", "p2p_latency_s", "tail_time_s", "activation_bytes", "free_bytes"):
+        value = getattr(sidecar, name)
+        expected = boundaries.get(name, num_stages)
+        if value is not None and len(value) != expected:
+            raise SidecarError(
+                f"{path}: field '{name}' has {len(value)} entries",
+                remedy=f"A pipeline of {num_stages} stages has {expected}.",
+            )
 
 
 def write_sidecar(sidecar: Sidecar, path: Path) -> None:
@@ -95,12 +112,20 @@ def _non_negative(value: Any) -> float:
 
 
 def _per_stage(values: Any) -> tuple[float, ...]:
+    if not isinstance(values, list):
+        raise TypeError
     return tuple(_non_negative(value) for value in values)
 
 
 def _count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
     return value
 
 
@@ -111,14 +136,16 @@ def _read_wait_power(entries: Any) -> tuple[Mapping[int, float], ...]:
             stage, frequency, power = entry["stage"], entry["frequency_mhz"], entry["power_w"]
         except KeyError as missing:
             raise ValueError from missing
-        by_stage.setdefault(int(stage), {})[_count(frequency)] = _non_negative(power)
+        if type(stage) is not int or frequency in by_stage.setdefault(stage, {}):
+            raise ValueError
+        by_stage[stage][_count(frequency)] = _non_negative(power)
     if sorted(by_stage) != list(range(len(by_stage))):
         raise ValueError
     return tuple(by_stage[stage] for stage in range(len(by_stage)))
 
 
 _READERS: dict[str, Any] = {
-    "gpu": str,
+    "gpu": _text,
     "tensor_parallel": _count,
     "num_chunks": _count,
     "microbatch_size": _count,

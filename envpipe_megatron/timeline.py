@@ -119,13 +119,21 @@ class Timeline:
         )
 
     def update(self, duration_s: Mapping[int, float]) -> None:
-        """Change the durations of some nodes and move only what depends on them."""
+        """Change the durations (s) of some nodes and move only what depends on them.
+
+        Raises:
+            TimelineError: a duration below zero.
+        """
         rank = self._topological_rank()
         order = self.schedule.topological_order
         successor = self.schedule.cross_successor
         width = self.schedule.units_per_stage
         pending: list[int] = []
         for node, duration in duration_s.items():
+            if not duration >= 0:
+                raise TimelineError(
+                    f"The duration of {self.schedule.describe(node)} is not a time", value=duration
+                )
             self._duration[node] = duration
             heappush(pending, rank[node])
         last = -1
@@ -181,7 +189,7 @@ class Timeline:
 def critical_path(
     schedule: Schedule, receive_wait_s: Callable[[int], float], threshold_s: float
 ) -> list[int]:
-    """Walk the critical path back from the last unit of stage 0.
+    """Walk the critical path back from the last unit (stage 0's, where there are backwards).
 
     A unit that waited for its input longer than the threshold is on the path because of the
     neighbour that fed it; otherwise because of the unit before it on its own stage. The same rule
@@ -198,7 +206,7 @@ def critical_path(
     """
     width = schedule.units_per_stage
     cross = schedule.cross_dependency
-    node = width - 1
+    node = (schedule.num_units if schedule.forward_only else width) - 1
     path = [node]
     while True:
         source = int(cross[node])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from envpipe_megatron import builders
@@ -70,6 +70,8 @@ def make_plan(profile: Profile, request: PlanRequest) -> Planned:
         ScheduleError: a job that the schedule does not fit.
         ProfileError: a profile that the policy cannot work with.
     """
+    _check_name("policy", request.policy, POLICIES)
+    _check_name("reconfigure policy", request.reconfigure, RECONFIGURE_NAMES)
     if request.reconfigure != "default" and request.policy != "envelope":
         raise PlannerError(
             f"Reconfiguring goes with the envelope policy, not with {request.policy}",
@@ -100,6 +102,7 @@ def make_plan(profile: Profile, request: PlanRequest) -> Planned:
 def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tuple[str, ...]]:
     """The requested order for a profile's pipeline, and notes on what limited it."""
     name = SCHEDULE_ALIASES.get(request.schedule, request.schedule)
+    _check_name("schedule", name, SCHEDULES)
     stages, microbatches = profile.num_stages, request.num_microbatches
     if name != "interleaved" and request.num_chunks > 1:
         raise PlannerError(
@@ -127,6 +130,11 @@ def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tu
     fit = fit_to_channel(stages, microbatches, extra, request.channel_capacity)
     notes = (fit.reason,) if fit.lowered else ()
     return builders.envpipe(stages, microbatches, fit.extra_forwards), notes
+
+
+def _check_name(what: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise PlannerError(f"Unknown {what}", value=name, remedy=f"Known: {', '.join(known)}.")
 
 
 def _per_stage(limit: int | tuple[int, ...] | None, num_stages: int) -> Sequence[int] | None:

@@ -23,6 +23,11 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.schedule import Kind, Schedule, Unit
 
 _STAMP_TAG, _PAYLOAD_TAG = 0, 1
+#: A transfer whose peer is not ready yet spins, and holds its SMs while units compute. Measured on
+#: four H200s (benchmarks/gpu_schedules.py): with NCCL's own choice 1F1B took 1.15 of the time of
+#: megatron-core's, with four CTAs 1.06, with two 1.02; EnvPipe's order 1.03, 1.00 and 1.00. Fewer
+#: make each transfer slower, which 1F1B feels.
+MAX_CTAS = 2
 
 
 class ChannelError(EnvPipeError):
@@ -235,7 +240,12 @@ class _Send:
 
 
 def make_channel(
-    pipeline_group: dist.ProcessGroup, *, stamped: bool, timeout: timedelta, num_chunks: int = 1
+    pipeline_group: dist.ProcessGroup,
+    *,
+    stamped: bool,
+    timeout: timedelta,
+    num_chunks: int = 1,
+    max_ctas: int = MAX_CTAS,
 ) -> P2PChannel:
     """The channel of this rank over a pipeline's process group.
 
@@ -247,18 +257,19 @@ def make_channel(
         stamped: whether messages carry the sender's emulated time.
         timeout: after which a silent neighbour is an error.
         num_chunks: with more than one, the last stage and the first are neighbours too.
+        max_ctas: thread blocks, and so SMs, that one NCCL transfer may hold.
     """
     ranks = dist.get_process_group_ranks(pipeline_group)
     stage = dist.get_group_rank(pipeline_group, dist.get_rank())
     if dist.get_backend(pipeline_group) == "nccl":
-        links = _nccl_links(ranks, stage, timeout, wraps=num_chunks > 1)
+        links = _nccl_links(ranks, stage, timeout, wraps=num_chunks > 1, max_ctas=max_ctas)
         return P2PChannel(ranks, stage, links, stamped=stamped, timeout=None)
     groups = {(kind, sender): pipeline_group for kind in Kind for sender in range(len(ranks))}
     return P2PChannel(ranks, stage, groups, stamped=stamped, timeout=timeout)
 
 
 def _nccl_links(
-    ranks: Sequence[int], stage: int, timeout: timedelta, *, wraps: bool
+    ranks: Sequence[int], stage: int, timeout: timedelta, *, wraps: bool, max_ctas: int
 ) -> dict[tuple[Kind, int], dist.ProcessGroup]:
     """A two-rank communicator for each link of this stage.
 
@@ -278,7 +289,12 @@ def _nccl_links(
     for pipeline in sorted({tuple(pipeline) for pipeline in pipelines}):
         for kind, sender, receiver in hops:
             pair = sorted((pipeline[sender], pipeline[receiver]))
-            group = dist.new_group(pair, timeout=timeout, group_desc=f"envpipe-{kind.value}")
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = max_ctas
+            options.config.min_ctas = 1
+            group = dist.new_group(
+                pair, timeout=timeout, pg_options=options, group_desc=f"envpipe-{kind.value}"
+            )
             if pipeline == tuple(ranks) and stage in (sender, receiver):
                 groups[kind, sender] = group
     for kind, sender, receiver in hops:

@@ -31,7 +31,7 @@ def profile(num_stages, frequencies=FREQUENCIES):
 
 
 def plan(schedule, policy="envelope"):
-    prof = profile(schedule.num_stages)
+    prof = profile(schedule.num_stages).for_chunks(schedule.num_chunks)
     return Plan(
         policy,
         schedule,

@@ -1,0 +1,155 @@
+"""Inputs at the edge of what core takes: each is answered with a clear error or the right figure."""
+
+import json
+
+import numpy as np
+import pytest
+
+from envpipe_megatron import builders
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.plan import Plan, PlanError, blocking_powers, max_frequencies, read_plan
+from envpipe_megatron.policies.planner import PlannerError, PlanRequest, make_plan
+from envpipe_megatron.profile import ProfileError, ProfileRow, make_profile, read_profile
+from envpipe_megatron.schedule import Kind, Schedule, ScheduleError, Unit
+from envpipe_megatron.timeline import Timeline, TimelineError
+
+
+def profile(num_stages=2, frequencies=(1400, 1000)):
+    rows = [
+        (stage, kind, ProfileRow(f, 1400 / f, f / 100))
+        for stage in range(num_stages)
+        for kind in Kind
+        for f in frequencies
+    ]
+    return make_profile(rows, source="made for a test")
+
+
+def plan_of(schedule):
+    prof = profile(schedule.num_stages).for_chunks(schedule.num_chunks)
+    powers = (80.0,) * schedule.num_stages
+    return Plan("baseline", schedule, max_frequencies(schedule, prof), prof, powers)
+
+
+def test_critical_path_of_forwards_alone_ends_on_the_last_stage():
+    timeline = Timeline(builders.forward_only(3, 2), np.ones((3, 2)))
+    path = timeline.critical_path()
+    assert len(path) == timeline.iteration_time_s == 4
+    assert path[0] == 5
+    assert path[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("wish", "shown"),
+    [
+        ({"schedule": "zero-bubble"}, "zero-bubble"),
+        ({"policy": "cheapest"}, "cheapest"),
+        ({"policy": "envelope", "reconfigure": "fast"}, "fast"),
+    ],
+)
+def test_unknown_names_are_refused(wish, shown):
+    with pytest.raises(PlannerError, match=shown):
+        make_plan(profile(), PlanRequest(4, **wish))
+
+
+def test_blocking_power_of_another_number_of_stages_is_refused():
+    with pytest.raises(PlanError, match="4 stages"):
+        blocking_powers((1.0, 2.0, 3.0), 4)
+
+
+def test_baseline_of_forwards_alone_is_forwards_alone():
+    plan = plan_of(builders.forward_only(2, 2))
+    assert plan.cost == plan.baseline.cost
+
+
+def test_chunks_that_megatron_does_not_run_are_their_own_baseline(tmp_path):
+    plan = plan_of(builders.forward_only(2, 3, 2))
+    custom = Schedule("custom", 3, 2, tuple(
+        (*order, *(Unit(Kind.BACKWARD, u.microbatch, 1 - u.chunk) for u in order))
+        for order in plan.schedule.stages
+    ))  # fmt: skip
+    plan_of(custom).write(tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())["baseline"]["schedule"] == "custom"
+
+
+def test_profile_for_another_number_of_chunks_is_refused():
+    schedule = builders.interleaved(2, 2, 2)
+    prof = profile()
+    with pytest.raises(PlanError, match="chunks"):
+        Plan("baseline", schedule, max_frequencies(schedule, prof), prof, (0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("frequency_mhz", [[10**30] * 4] * 2),
+        ("blocking_power_w", [10**400, 1]),
+        ("num_microbatches", 10**9),
+        ("policy", 5),
+        ("schedule_name", [1]),
+        ("schedule", [["F" + "9" * 5000] * 4] * 2),
+    ],
+)
+def test_absurd_plan_fields_are_named(tmp_path, field, value):
+    path = tmp_path / "plan.json"
+    plan = plan_of(builders.one_f_one_b(2, 2))
+    path.write_text(json.dumps(plan.to_json() | {field: value}))
+    with pytest.raises(EnvPipeError, match=field):
+        read_plan(path, plan.profile)
+
+
+def test_deeply_nested_plan_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(PlanError, match="not readable"):
+        read_plan(path, profile())
+
+
+def test_unknown_chunk_is_shown():
+    order = (Unit(Kind.FORWARD, 0, 1), Unit(Kind.BACKWARD, 0))
+    with pytest.raises(ScheduleError, match=r"F0\.1"):
+        Schedule("custom", 1, 1, (order,))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, kind, ProfileRow(1400, 1, 1)) for kind in (*Kind, Kind.FORWARD)],
+        [(stage, kind, ProfileRow(1400, 1, 1)) for kind in Kind for stage in (-1, 0)],
+    ],
+)
+def test_profiles_made_in_memory_are_checked(rows):
+    with pytest.raises(ProfileError):
+        make_profile(rows, source="made for a test")
+
+
+@pytest.mark.parametrize("row", [(0, 1, 1), (1400, float("nan"), 1), (1400, 1, -1), (1400, 0, 1)])
+def test_rows_made_in_memory_are_checked(row):
+    with pytest.raises(ProfileError, match="row"):
+        ProfileRow(*row)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gpu", 5),
+        ("gpu", None),
+        ("p2p_latency_s", {}),
+        ("p2p_latency_s", [0.1, 0.1]),
+        ("tail_time_s", [0.1]),
+        ("free_bytes", [10**400, 1]),
+        ("wait_power_w", [{"stage": 0.5, "frequency_mhz": 1400, "power_w": 1}]),
+        ("wait_power_w", [{"stage": s, "frequency_mhz": 1400, "power_w": 1} for s in (0, 0, 1)]),
+    ],
+)
+def test_sidecar_fields_are_checked(tmp_path, name, value):
+    path = tmp_path / "profile.csv"
+    profile().write(path)
+    path.with_suffix(".json").write_text(json.dumps({"format": "envpipe-profile/1", name: value}))
+    with pytest.raises(EnvPipeError, match=name):
+        read_profile(path)
+
+
+def test_negative_duration_is_refused_by_update():
+    timeline = Timeline(builders.one_f_one_b(2, 2), np.ones((2, 4)))
+    with pytest.raises(TimelineError, match="F0 on stage 0"):
+        timeline.update({0: -5.0})
