@@ -317,7 +317,7 @@ class _Fields:
         if (
             not isinstance(value, list)
             or len(value) != length
-            or not all(type(x) in (int, float) and 0 <= x < math.inf for x in value)
+            or not all(type(x) in (int, float) and 0 <= x < 1e300 for x in value)
         ):
             raise self.wrong(name, f"It must be a list of {length} numbers, zero or more.")
         return tuple(float(x) for x in value)

@@ -1,4 +1,4 @@
-"""Inputs at the edge of what core takes: each is answered with a clear error or the right figure."""
+"""Inputs at the edge of what core takes: a clear error, or the right figure."""
 
 import json
 

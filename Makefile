@@ -1,0 +1,33 @@
+# The two commands of the README. Each sets up a virtual environment first.
+PYTHON ?= python3
+VENV ?= .venv
+# For a torch that is installed already: make ... VENV_OPTIONS=--system-site-packages CONSTRAINTS=/dev/null
+VENV_OPTIONS ?=
+CONSTRAINTS ?= constraints.txt
+# For example --extra-index-url with PyTorch's CPU builds.
+PIP_OPTIONS ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test install clean
+
+quickstart: install
+	$(BIN)/envpipe quickstart $(ARGS)
+
+test: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV_OPTIONS) $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_OPTIONS) -c $(CONSTRAINTS) -e '.[megatron,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs
