@@ -1,0 +1,84 @@
+"""A quickstart that is over soon, and a look at the processes and GPUs of one."""
+
+import os
+import time
+from pathlib import Path
+
+from envpipe_megatron.gpu.emulated import EmulatedGpu, list_emulated
+from envpipe_megatron.quickstart.settings import Settings
+
+PRESETS = Path(__file__).resolve().parents[2] / "configs" / "gpus"
+
+
+def write_text(path, size=20_000):
+    lines = (f"{n} green bottles hang on the wall of room {n * n}.\n" for n in range(size))
+    text = ""
+    while len(text) < size:
+        text += next(lines)
+    path.write_text(text)
+    return path
+
+
+def write_coarse_preset(path):
+    """An A100 with few clocks, which are profiled in less time."""
+    text = (PRESETS / "a100-sxm.toml").read_text()
+    assert "frequency_step_mhz = 15\n" in text
+    path.write_text(text.replace("frequency_step_mhz = 15\n", "frequency_step_mhz = 120\n"))
+    return path
+
+
+def short_settings(folder, **changes):
+    """Few iterations of a smaller model; its output goes to `out` in the folder."""
+    return Settings(
+        **{
+            "output_dir": str(folder / "out"),
+            "text": str(write_text(folder / "text.txt")),
+            "preset": str(write_coarse_preset(folder / "coarse.toml")),
+            "num_layers": 4,
+            "sequence_length": 32,
+            "num_microbatches": 6,
+            "forward_time_s": 0.010,
+            "steady_iterations": 2,
+            "warmup_iterations": 2,
+            "settle_iterations": 1,
+            "measured_iterations": 1,
+            "measured_split_iterations": 1,
+            **changes,
+        }
+    )
+
+
+def locks_mhz(output):
+    """The lock of each emulated GPU of a run, None where there is none."""
+    root = output / "emulated"
+    return [EmulatedGpu.open(root, i).requested_frequency_mhz for i in list_emulated(root)]
+
+
+def processes_of(output):
+    """{process: rank, or None for torchrun} of all that run for this output folder."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        try:
+            command = (folder / "cmdline").read_bytes().split(b"\0")
+            environment = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # ended meanwhile
+        if os.fsencode(output / "settings.json") in command:
+            ranks = [int(v[5:]) for v in environment if v.startswith(b"RANK=")]
+            found[int(folder.name)] = ranks[0] if ranks else None
+    return found
+
+
+def wait_until(condition, timeout_s, what):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
+        time.sleep(0.05)
+
+
+def is_training(output):
+    """Whether iterations have been metered and a clock is locked at this moment."""
+    log = output / "energy.jsonl"
+    return log.exists() and log.stat().st_size > 0 and any(locks_mhz(output))

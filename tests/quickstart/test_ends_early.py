@@ -1,0 +1,172 @@
+"""A quickstart that is interrupted, or loses a rank: clocks reset, partial results kept."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from quickstart_helpers import (
+    is_training,
+    locks_mhz,
+    processes_of,
+    short_settings,
+    wait_until,
+    write_text,
+)
+from rich.console import Console
+
+from envpipe_megatron.quickstart import run as quickstart_run
+from envpipe_megatron.quickstart.run import run_quickstart
+from envpipe_megatron.quickstart.settings import QuickstartError
+
+pytestmark = [
+    pytest.mark.xdist_group("quickstart"),
+    pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="looks for processes in /proc"),
+]
+
+START_S = 120.0
+"""Ranks import torch and megatron-core at once, on a machine that may be busy."""
+
+
+def assert_partial_results(output):
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["complete"] is False
+    assert summary["emulated"] is True
+    told = summary["losses"]["baseline"]
+    assert told
+    assert all(isinstance(loss, float) for loss in told)
+    windows = [json.loads(line) for line in (output / "energy.jsonl").read_text().splitlines()]
+    assert windows
+    assert all(window["energy_j"] > 0 for window in windows)
+    assert (output / "results.csv").read_text().startswith("Model,Microbatch size")
+    assert not (output / "text.bin").exists()
+
+
+def test_ctrl_c_in_the_middle_of_training(tmp_path):
+    output = tmp_path / "out"
+    command = [
+        sys.executable, "-m", "envpipe_megatron.cli", "quickstart",
+        "--output", str(output), "--text", str(write_text(tmp_path / "text.txt")),
+    ]  # fmt: skip
+    quickstart = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+
+        def begun():
+            assert quickstart.poll() is None, quickstart.communicate()[0]
+            return is_training(output)
+
+        wait_until(begun, START_S, "training with a locked clock")
+        assert set(processes_of(output).values()) == {None, 0, 1, 2, 3}
+        quickstart.send_signal(signal.SIGINT)
+        told, _ = quickstart.communicate(timeout=30)
+    finally:
+        quickstart.kill()
+    assert quickstart.returncode not in (0, None)
+    assert "Traceback" not in told
+    assert "Interrupted: clocks are reset" in told
+    assert str(output) in told
+    assert locks_mhz(output) == [None] * 4
+    assert not processes_of(output)
+    assert_partial_results(output)
+
+
+def test_a_rank_that_is_killed(tmp_path):
+    settings = short_settings(tmp_path, steady_iterations=1000)
+    output = tmp_path / "out"
+
+    def kill_a_rank():
+        wait_until(lambda: is_training(output), START_S, "training with a locked clock")
+        (victim,) = [pid for pid, rank in processes_of(output).items() if rank == 2]
+        os.kill(victim, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_a_rank)
+    killer.start()
+    with (tmp_path / "screen").open("w") as screen, pytest.raises(QuickstartError) as caught:
+        run_quickstart(settings, Console(file=screen))
+    killer.join()
+    assert "clocks are reset" in str(caught.value)
+    assert str(output / "log.txt") in str(caught.value)
+    assert "SIGKILL" in (output / "log.txt").read_text()
+    assert locks_mhz(output) == [None] * 4
+    assert not processes_of(output)
+    assert_partial_results(output)
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if len(sys.argv) == 1:  # torchrun; the rank gets a session of its own, as under torchrun
+    subprocess.Popen([sys.executable, __file__, "rank"], start_new_session=True)
+else:
+    print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("impatient", [True, False], ids=["second Ctrl-C", "grace is over"])
+def test_ranks_that_do_not_end_when_asked_are_killed(tmp_path, monkeypatch, impatient):
+    monkeypatch.setattr(quickstart_run, "_GRACE_S", 60.0 if impatient else 0.2)
+    script = tmp_path / "stubborn.py"
+    script.write_text(STUBBORN)
+    pids = []
+    starts = time.monotonic()
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+
+    def interrupted():
+        command = [sys.executable, str(script)]
+        with (
+            (tmp_path / "log").open("w") as log,
+            quickstart_run._started(command, dict(os.environ), log, tmp_path, pids) as ranks,
+        ):
+            pids.append(int(ranks.stdout.readline()))
+            if impatient:
+                timer.start()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert time.monotonic() - starts < 30
+
+    def gone():
+        try:
+            stat = Path(f"/proc/{pids[0]}/stat").read_text()
+            return stat.rpartition(")")[2].split()[0] == "Z"
+        except OSError:
+            return True
+
+    wait_until(gone, 5, "the end of the rank")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_end_a_quickstart_as_ctrl_c_does(number):
+    before = signal.getsignal(number)
+
+    def told_to_end():
+        with quickstart_run._ended_like_ctrl_c(number):
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+
+    with pytest.raises(KeyboardInterrupt):
+        told_to_end()
+    assert signal.getsignal(number) == before
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with quickstart_run._ended_like_ctrl_c(signal.SIGHUP):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

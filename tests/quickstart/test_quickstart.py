@@ -1,0 +1,166 @@
+"""One short quickstart in full, on four ranks."""
+
+import csv
+import io
+import json
+
+import pytest
+from quickstart_helpers import locks_mhz, processes_of, short_settings
+from rich.console import Console
+
+from envpipe_megatron.plan import read_plan
+from envpipe_megatron.profile import read_profile
+from envpipe_megatron.quickstart.run import run_quickstart
+
+pytestmark = pytest.mark.xdist_group("quickstart")
+
+ENVPIPE_COLUMNS = [
+    "Model", "Microbatch size", "Minibatch size", "Type", "Scheduling", "Reconfig",
+    "Throughput (sample/s)", "Energy (mJ)",
+]  # fmt: skip
+
+
+class Run:
+    def __init__(self, settings, output, screen):
+        self.settings, self.output, self.screen = settings, output, screen
+        self.summary = json.loads((output / "summary.json").read_text())
+        lines = (output / "energy.jsonl").read_text().splitlines()
+        self.windows = [json.loads(line) for line in lines]
+        with (output / "results.csv").open(newline="") as file:
+            self.rows = list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quickstart")
+    settings = short_settings(folder)
+    screen = io.StringIO()
+    run_quickstart(settings, Console(file=screen, width=100))
+    return Run(settings, folder / "out", screen.getvalue())
+
+
+def test_all_promised_files_are_there_and_nothing_else(finished):
+    assert {path.name for path in finished.output.iterdir()} == {
+        "results.csv", "energy.jsonl", "profile.csv", "profile.json", "plan.json",
+        "timeline_baseline.png", "timeline_envpipe.png", "energy_valley.png", "summary.json",
+        "settings.json", "reconfigure.txt", "log.txt", "emulated",
+    }  # fmt: skip
+    for picture in finished.output.glob("*.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG"), picture
+
+
+def test_training_was_the_same_to_the_last_bit(finished):
+    summary = finished.summary
+    assert summary["losses_bit_equal"] is True
+    assert summary["weights_bit_equal"] is True
+    assert summary["steps_compared"] == 4
+    baseline, envpipe = summary["losses"]["baseline"], summary["losses"]["envpipe"]
+    assert len(baseline) == 4
+    assert envpipe[:4] == baseline
+    assert envpipe[-1] < envpipe[0] - 1
+
+
+def test_the_summary_tells_saving_and_slowdown_in_emulated_time(finished):
+    summary = finished.summary
+    assert summary["emulated"] is True
+    assert summary["complete"] is True
+    baseline, envpipe = summary["runs"]["baseline"], summary["runs"]["envpipe"]
+    energy = "energy_per_iteration_j"
+    assert summary["saving_percent"] == pytest.approx(
+        100 * (1 - envpipe[energy] / baseline[energy])
+    )
+    assert summary["slowdown_percent"] == pytest.approx(
+        100 * (envpipe["iteration_time_s"] / baseline["iteration_time_s"] - 1), abs=1e-9
+    )
+    # Two iterations are too few for the figures that a whole quickstart promises.
+    assert summary["saving_percent"] > 5
+    assert abs(summary["slowdown_percent"]) < 3
+    assert baseline["wall_time_per_iteration_s"] > 0.9 * baseline["iteration_time_s"]
+
+
+def test_the_baselines_emulated_time_is_that_of_1f1b(finished):
+    # All stages but the last take F and 2F; the last, an eighth more (its output layer).
+    settings = finished.settings
+    *front, last = settings.forward_times_s
+    iteration_s = sum(front) * 3 + settings.num_microbatches * 3 * last
+    measured = finished.summary["runs"]["baseline"]["iteration_time_s"]
+    assert measured == pytest.approx(iteration_s, rel=1e-6)
+
+
+def test_energies_agree_between_summary_csv_and_log(finished):
+    for row, run in zip(finished.rows, ("baseline", "envpipe"), strict=True):
+        facts = finished.summary["runs"][run]
+        steady = [w for w in finished.windows if w["run"] == run and w["phase"] == "steady"]
+        by_gpu = [sum(w["energy_j"] for w in steady if w["stage"] == s) for s in range(4)]
+        assert facts["energy_by_gpu_j"] == pytest.approx(by_gpu)
+        assert facts["energy_j"] == pytest.approx(sum(by_gpu))
+        assert float(row["Energy (mJ)"]) == pytest.approx(1e3 * sum(by_gpu), abs=1)
+        assert float(row["Throughput (sample/s)"]) == pytest.approx(
+            2 * 6 / facts["iteration_time_s"], rel=1e-3
+        )
+        assert facts["steady_iterations"] == 2
+
+
+def test_every_iteration_of_every_gpu_is_in_the_log_once(finished):
+    for run in ("baseline", "envpipe"):
+        count = finished.summary["runs"][run]["iterations"]
+        for stage in range(4):
+            windows = [w for w in finished.windows if (w["run"], w["stage"]) == (run, stage)]
+            covered = [
+                i for w in windows for i in range(w["first_iteration"], w["last_iteration"] + 1)
+            ]
+            assert covered == list(range(count))
+            assert all(w["emulated"] is True and w["energy_j"] > 0 for w in windows)
+            assert {w["rank"] for w in windows} == {stage}
+
+
+def test_results_have_envpipes_columns_and_words(finished):
+    assert list(finished.rows[0])[: len(ENVPIPE_COLUMNS)] == ENVPIPE_COLUMNS
+    words = [(row["Type"], row["Scheduling"], row["Reconfig"]) for row in finished.rows]
+    assert words == [("baseline", "1f1b", "default"), ("envelope", "ours", "balanced")]
+    for row in finished.rows:
+        assert (row["Microbatch size"], row["Minibatch size"]) == ("2", "12")
+        assert row["Emulated"] == "yes"
+
+
+def test_the_order_that_was_executed_has_extra_forwards(finished):
+    plan = read_plan(finished.output / "plan.json", read_profile(finished.output / "profile.csv"))
+    executed = finished.summary["runs"]["envpipe"]["executed_order"]
+    assert executed == plan.schedule.labels()
+    extra = [order.index("B0") - (4 - stage) for stage, order in enumerate(executed)]
+    assert finished.summary["extra_forwards"] == extra
+    assert max(extra) > 0
+    baseline = finished.summary["runs"]["baseline"]["executed_order"]
+    assert [order.index("B0") for order in baseline] == [4, 3, 2, 1]
+
+
+def test_the_profile_is_complete_with_its_sidecar(finished):
+    profile = read_profile(finished.output / "profile.csv")
+    assert profile.num_stages == 4
+    powers = profile.sidecar.wait_power_w
+    assert powers is not None
+    assert [list(curve.values()) for curve in powers] == [pytest.approx([83.64], rel=0.01)] * 4
+    grids = (finished.output / "reconfigure.txt").read_text()
+    assert "Stage 3" in grids
+
+
+def test_every_clock_is_reset_and_no_rank_is_left(finished):
+    assert locks_mhz(finished.output) == [None] * 4
+    assert not processes_of(finished.output)
+
+
+def test_the_screen_says_what_counts_and_that_it_is_emulated(finished):
+    screen = " ".join(finished.screen.split())
+    summary = finished.summary
+    assert f"Saving {summary['saving_percent']:.2f} %" in screen
+    assert "equal to the last bit" in screen
+    assert "These joules are emulated" in screen
+    assert str(finished.output) in screen
+    assert ("not to be trusted" in screen) == (not summary["times_trusted"])
+
+
+def test_times_are_not_trusted_where_over_one_percent_of_units_overran(finished):
+    runs = finished.summary["runs"].values()
+    for run in runs:
+        assert run["times_trusted"] == (run["overruns"] <= 0.01 * run["units"])
+    assert finished.summary["times_trusted"] == all(run["times_trusted"] for run in runs)
