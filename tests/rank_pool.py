@@ -12,7 +12,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any
@@ -58,10 +58,18 @@ class RankPool:
         for pipe in self.pipes:
             pipe.send((function, args))
 
-    def outcomes(self, timeout_s: float = 120.0) -> dict[int, tuple[bool, Any]]:
-        """For each rank that answered in time, whether it returned, and its value or traceback."""
+    def outcomes(
+        self, timeout_s: float = 120.0, ranks: Collection[int] | None = None
+    ) -> dict[int, tuple[bool, Any]]:
+        """For each rank that answered in time, whether it returned, and its value or traceback.
+
+        Args:
+            timeout_s: for all answers together.
+            ranks: whose answers to wait for; None for all.
+        """
         deadline = time.monotonic() + timeout_s
-        open_pipes = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        waited = range(self.size) if ranks is None else ranks
+        open_pipes = {self.pipes[rank]: rank for rank in waited}
         outcomes: dict[int, tuple[bool, Any]] = {}
         while open_pipes and (ready := wait(list(open_pipes), deadline - time.monotonic())):
             for pipe in ready:
@@ -93,7 +101,7 @@ class RankPool:
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 1
         for process in self.processes:
             process.join(max(0.1, deadline - time.monotonic()))
             if process.is_alive():

@@ -1,0 +1,81 @@
+"""What the ranks of the failure tests run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import plain_stages
+
+from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.runtime.session import SessionConfig
+
+MICROBATCHES = 4
+
+
+class StageWorkError(Exception):
+    """What goes wrong in a forward."""
+
+
+def fail(fault: str, root: Path) -> None:
+    """Go wrong, and note when."""
+    (root / "failed_at").write_text(str(time.monotonic()))
+    if fault == "raise":
+        raise StageWorkError("the forward of a test")
+    os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+
+
+def train(
+    rank: int, root: Path, fault: str, victim: int, unit: str, timeout_s: float
+) -> dict[str, Any]:
+    """Train until the victim fails in its second step; tell how that looked from here."""
+    session, gpu = plain_stages.session(
+        rank, SessionConfig(PlanRequest(MICROBATCHES)), root, timeout_s=timeout_s
+    )
+    steps = 0
+
+    def before_unit(running: Any) -> None:
+        if rank == victim and steps == 1 and str(running) == unit:
+            fail(fault, root)
+
+    try:
+        while True:
+            session.run_iteration(
+                MICROBATCHES,
+                plain_stages.SPEC,
+                lambda schedule: plain_stages.PlainWork(schedule, rank, before_unit),
+            )
+            steps += 1
+    except Exception as error:
+        after_s = time.monotonic() - float((root / "failed_at").read_text())
+        locked_mhz = gpu.requested_frequency_mhz
+        if isinstance(error, StageWorkError):
+            session.close()
+            os._exit(1)  # as a script ends that does not catch it
+        return {
+            "error": type(error).__name__,
+            "text": str(error),
+            "after_s": after_s,
+            "locked_mhz": locked_mhz,
+            "steps": steps,
+        }
+    finally:
+        session.close()
+
+
+def refusal(rank: int, root: Path, config: SessionConfig, microbatches: list[int]) -> str:
+    """The error of a job that is refused."""
+    session, _ = plain_stages.session(rank, config, root)
+    try:
+        for count in microbatches:
+            session.run_iteration(
+                count, plain_stages.SPEC, lambda schedule: plain_stages.PlainWork(schedule, rank)
+            )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        session.close()
+    return "nothing was refused"

@@ -1,0 +1,118 @@
+"""A pipeline of plain tensors for tests of the runtime: no training framework, little time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from envpipe_megatron.gpu.emulated import EmulatedGpu
+from envpipe_megatron.runtime import emulated_executor
+from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec, make_channel
+from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor
+from envpipe_megatron.runtime.session import Session, SessionConfig
+from envpipe_megatron.schedule import Kind, Schedule, Unit
+
+SPEC = TensorSpec(((2, 3),), torch.float32, torch.device("cpu"))
+
+
+@dataclass
+class PlainWork:
+    """Checks that each unit gets its own message, and sends on.
+
+    Args:
+        stage: this rank's stage; a forward sends its microbatch + stage / 10, a backward minus it.
+        before_unit: called with each unit before it is run.
+    """
+
+    schedule: Schedule
+    stage: int
+    before_unit: Callable[[Unit], None] = lambda unit: None
+    executed: list[str] = field(default_factory=list)
+
+    def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        return self._run(unit, inputs, self.stage == 0, self.stage - 1)
+
+    def backward(self, unit: Unit, gradients: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        return self._run(
+            unit, gradients, self.stage == self.schedule.num_stages - 1, self.stage + 1
+        )
+
+    def _run(
+        self, unit: Unit, received: list[torch.Tensor] | None, first: bool, source: int
+    ) -> list[torch.Tensor]:
+        self.before_unit(unit)
+        self.executed.append(str(unit))
+        assert (received is None) is first
+        if received is not None:
+            assert torch.equal(received[0], self._message(unit, source)), unit
+        return [self._message(unit, self.stage)]
+
+    def _message(self, unit: Unit, stage: int) -> torch.Tensor:
+        sign = 1 if unit.kind is Kind.FORWARD else -1
+        return torch.full(SPEC.shapes[0], sign * (unit.microbatch + stage / 10))
+
+    def sent(self, unit: Unit) -> None:
+        pass
+
+
+class FastTime:
+    """The host's clock without its sleeps: they are jumped over."""
+
+    def __init__(self) -> None:
+        self._jumped_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._jumped_s
+
+    def sleep(self, duration_s: float) -> None:
+        self._jumped_s += duration_s
+
+    def install(self, gpu: EmulatedGpu) -> None:
+        """Let this process's emulation run by this clock."""
+        emulated_executor.time = SimpleNamespace(monotonic=self.monotonic, sleep=self.sleep)  # type: ignore[assignment]
+        gpu._monotonic_s = self.monotonic
+
+
+def channel(timeout_s: float, *, stamped: bool = True) -> P2PChannel:
+    return make_channel(dist.group.WORLD, stamped=stamped, timeout=timedelta(seconds=timeout_s))
+
+
+def session(
+    rank: int,
+    config: SessionConfig,
+    root: Path,
+    *,
+    timeout_s: float = 10.0,
+    preset: str = "a100-sxm",
+    time_at_max_s: Mapping[Kind, float] | None = None,
+    fast: bool = True,
+    **options: Any,
+) -> tuple[Session, EmulatedGpu]:
+    """A session of this rank, whose stage is its rank, and its emulated GPU."""
+    stages = dist.get_world_size()
+    collectives = Collectives(dist.group.WORLD, rank, stages, dist.group.WORLD)
+    gpu = EmulatedGpu.create(preset, rank, root)
+    if fast:
+        FastTime().install(gpu)
+    times = time_at_max_s or {Kind.FORWARD: 0.002, Kind.BACKWARD: 0.004}
+    made = Session(
+        config,
+        gpu,
+        lambda settle: EmulatedExecutor(gpu, times, collectives.latest, settle),
+        channel(timeout_s),
+        collectives,
+        stage=rank,
+        num_stages=stages,
+        rank=rank,
+        **options,
+    )
+    return made, gpu

@@ -1,0 +1,42 @@
+"""Imports go one way, and what plans or answers a command starts without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def test_contracts_of_import_linter():
+    command = [
+        sys.executable,
+        "-c",
+        "from importlinter.cli import lint_imports_command as run; run()",
+    ]
+    done = subprocess.run(
+        [*command, "--no-cache"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+def test_core_gpu_and_commands_start_without_torch():
+    program = """
+import pkgutil, sys, importlib, envpipe_megatron
+outside = ("runtime", "integrations", "quickstart", "launch")
+for module in pkgutil.walk_packages(envpipe_megatron.__path__, "envpipe_megatron."):
+    if module.name.split(".")[1] not in outside:
+        importlib.import_module(module.name)
+        print(module.name)
+heavy = {"torch", "megatron", "deepspeed", "pynvml"} & set(sys.modules)
+sys.exit(f"imported: {heavy}" if heavy else 0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    seen = set(done.stdout.split())
+    for name in ("cli", "plan", "policies.planner", "gpu.emulated"):
+        assert f"envpipe_megatron.{name}" in seen
