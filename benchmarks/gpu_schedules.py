@@ -30,6 +30,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
 from envpipe_megatron import builders
+from envpipe_megatron.channel_model import fit_to_channel
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.dry_run import DryRunGpu
 from envpipe_megatron.gpu.presets import load_preset
@@ -108,17 +109,16 @@ class Bench:
         for name, schedule in self._schedules().items():
             session = self._session(schedule)
             self.sessions[name] = session
-            self.functions[name] = ForwardBackward(session)
+            self.functions[name] = ForwardBackward(session, framework_iterations=0)
 
     def _schedules(self) -> dict[str, Schedule]:
         p, m = self.num_stages, self.options["num_microbatches"]
-        return {
-            "interpreter 1f1b": builders.one_f_one_b(p, m),
-            "interpreter envpipe": builders.envpipe(p, m, list(range(p - 1, -1, -1))),
-            "interpreter envpipe, extra by threes": builders.envpipe(
-                p, m, [min(3 * (p - 1 - s), m - p + s) for s in range(p)]
-            ),
-        }
+        schedules = {"interpreter 1f1b": builders.one_f_one_b(p, m)}
+        for step in (1, 3):
+            wanted = [min(step * (p - 1 - stage), m - p + stage) for stage in range(p)]
+            extra = list(fit_to_channel(p, m, wanted, self.channel.capacity).extra_forwards)
+            schedules[f"interpreter envpipe {extra}"] = builders.envpipe(p, m, extra)
+        return schedules
 
     def _session(self, schedule: Schedule) -> Session:
         preset = load_preset("h200")
@@ -154,7 +154,7 @@ class Bench:
                 rank=dist.get_rank(),
             )
             # The warm-up iteration; the files are read at its end.
-            self.functions["warm-up"] = ForwardBackward(session)
+            self.functions["warm-up"] = ForwardBackward(session, framework_iterations=0)
             self._steps("warm-up", 1)
         return session
 

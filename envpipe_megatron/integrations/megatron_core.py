@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel.schedules import (
     deallocate_output_tensor,
     finish_embedding_wgrad_compute,
     forward_step,
+    get_forward_backward_func,
     get_tensor_shapes,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -45,10 +46,15 @@ class ForwardBackward:
 
     Args:
         session: executes iterations; it is asked for one a call.
+        framework_iterations: training iterations that megatron-core's own function makes first. On
+            GPUs some are needed: a kernel that is loaded while a receive spins can hang both.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, framework_iterations: int | None = None) -> None:
         self._session = session
+        if framework_iterations is None:
+            framework_iterations = 2 if torch.cuda.is_available() else 0
+        self._framework_iterations_left = framework_iterations
         self.last_record: StageRecord | None = None
 
     def __call__(
@@ -83,6 +89,23 @@ class ForwardBackward:
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(chunks[0])
         check_supported(config, get_model_type(chunks[0]))
+        if self._framework_iterations_left and not forward_only:
+            self._framework_iterations_left -= 1
+            losses: list[Any] = get_forward_backward_func()(
+                forward_step_func=forward_step_func,
+                data_iterator=data_iterator,
+                model=model,
+                num_microbatches=num_microbatches,
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                decoder_seq_length=decoder_seq_length,
+                collect_non_loss_data=collect_non_loss_data,
+                adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
+                p2p_communicator=p2p_communicator,
+                pg_collection=pg_collection,
+                force_all_reduce=force_all_reduce,
+            )
+            return losses
         groups = pg_collection or _default_groups()
         shapes = get_tensor_shapes(
             seq_length=seq_length,

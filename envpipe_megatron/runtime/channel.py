@@ -11,6 +11,7 @@ kernels take SMs.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ class P2PChannel:
         stamped: whether messages carry the sender's emulated time.
         timeout: after which a silent neighbour is an error; None where the group watches over that
             itself (NCCL, whose `wait` would block the host if it were given a time).
+        capacity: for orders that need a deeper channel to be refused or lowered.
     """
 
     def __init__(
@@ -80,12 +82,16 @@ class P2PChannel:
         *,
         stamped: bool,
         timeout: timedelta | None,
+        capacity: int | None = None,
     ) -> None:
         self._ranks = list(ranks)
         self._stage = stage
         self._groups = groups
         self._stamped = stamped
         self._timeout = timeout
+        #: Messages of one direction that may be under way before a send stops the stage, in the
+        #: words of `channel_model`; None where sends never do.
+        self.capacity = capacity
         self._spec: TensorSpec | None = None
         self._expected: dict[Kind, int] = {}
         self._posted: dict[Kind, _Receive] = {}
@@ -263,7 +269,10 @@ def make_channel(
     stage = dist.get_group_rank(pipeline_group, dist.get_rank())
     if dist.get_backend(pipeline_group) == "nccl":
         links = _nccl_links(ranks, stage, timeout, wraps=num_chunks > 1, max_ctas=max_ctas)
-        return P2PChannel(ranks, stage, links, stamped=stamped, timeout=None)
+        # With one hardware queue an unmatched transfer stops all that is enqueued behind it.
+        single_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+        capacity = 1 if single_queue else None
+        return P2PChannel(ranks, stage, links, stamped=stamped, timeout=None, capacity=capacity)
     groups = {(kind, sender): pipeline_group for kind in Kind for sender in range(len(ranks))}
     return P2PChannel(ranks, stage, groups, stamped=stamped, timeout=timeout)
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from envpipe_megatron import builders
+from envpipe_megatron.channel_model import find_stall
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.plan import Plan, check_stages, read_plan
@@ -300,6 +301,13 @@ class Session:
                     value=plan.schedule.num_microbatches,
                     remedy=f"This job has {self._microbatches}.",
                 )
+            stall = find_stall(plan.schedule, self._channel.capacity)
+            if stall is not None:
+                raise SessionError(
+                    f"The order of plan {self._config.plan_file} needs a deeper channel than this "
+                    f"job has: {stall}",
+                    remedy="Plan with --channel-capacity 1, or set CUDA_DEVICE_MAX_CONNECTIONS=8.",
+                )
             return plan, ()
         planned = None
         if self._collectives.is_planner:
@@ -309,6 +317,7 @@ class Session:
                 self._config.request,
                 num_microbatches=self._microbatches,
                 reconfigure="default",
+                channel_capacity=self._channel.capacity,
                 blocking_power_w=(tuple(curve[max(curve)] for curve in powers) if powers else 0.0),
             )
             made = make_plan(profile, request)
