@@ -34,8 +34,8 @@ def write_results(
     iterations: Iterations,
     results: Results,
     console: Console,
-) -> None:
-    """Write what is known of both runs, whether or not they finished, and show the summary."""
+) -> dict[str, Any]:
+    """Write what is known of both runs, finished or not; show and return the summary."""
     runs = {run: _run_facts(settings, results[run]) for run in results}
     summary: dict[str, Any] = {
         "emulated": True,
@@ -55,6 +55,7 @@ def write_results(
         _show(settings, summary, console)
         _draw(settings, output, results)
         console.print(f"Everything is in {output}", highlight=False, markup=False, soft_wrap=True)
+    return summary
 
 
 def _run_facts(settings: Settings, result: dict[str, Any]) -> dict[str, Any]:

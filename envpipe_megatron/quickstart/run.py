@@ -54,8 +54,9 @@ def run_quickstart(settings: Settings, console: Console) -> None:
     """Train both runs and write the report to the settings' output folder.
 
     Raises:
-        QuickstartError: too little text, a package missing, a folder with other files, or a rank
-            that failed; what was measured until then is kept in the output folder.
+        QuickstartError: too little text, a package missing, a folder with other files, a rank
+            that failed, or runs that trained differently; what was measured until then is kept in
+            the output folder.
         KeyboardInterrupt: on Ctrl-C, SIGTERM or a closed terminal, after clocks are reset and
             partial results are kept.
     """
@@ -84,7 +85,17 @@ def run_quickstart(settings: Settings, console: Console) -> None:
         raise
     finally:
         settings.text_copy.unlink(missing_ok=True)
-    write_results(settings, output, progressed.iterations, progressed.results, console)
+    summary = write_results(settings, output, progressed.iterations, progressed.results, console)
+    if not summary["complete"]:
+        raise QuickstartError(
+            "The ranks ended without telling their results",
+            remedy=f"Look for the reason in {output / 'log.txt'}.",
+        )
+    if not (summary["losses_bit_equal"] and summary["weights_bit_equal"]):
+        raise QuickstartError(
+            "EnvPipe changed the result of training, which it must never do",
+            remedy=f"Please report this with the files in {output}.",
+        )
 
 
 def _say(console: Console, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -36,9 +37,13 @@ _TIMEOUT = timedelta(seconds=60)
 
 
 def emit(event: str, **fields: Any) -> None:
-    """Tell the command something, in one write so that ranks' lines do not mix."""
+    """Tell the command something."""
     line = EVENT_MARK + json.dumps({"event": event, **fields}) + "\n"
-    os.write(sys.stdout.fileno(), line.encode())
+    # One rank at a time: what is longer than a pipe takes at once would mix with others' lines.
+    with Path(sys.argv[1]).open() as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        sys.stdout.write(line)
+        sys.stdout.flush()
 
 
 class QuickstartRank:

@@ -170,6 +170,23 @@ def test_what_was_told_is_kept_however_it_ends(tmp_path, monkeypatch, end, told)
     assert ("Interrupted" in screen.getvalue()) == (end is KeyboardInterrupt)
 
 
+def test_ranks_that_end_well_but_tell_nothing_are_no_success(tmp_path, monkeypatch):
+    monkeypatch.setattr(quickstart_run, "_train", lambda *arguments: None)
+    message = refused(short_settings(tmp_path))
+    assert "without telling their results" in message
+    assert str(tmp_path / "out" / "log.txt") in message
+
+
+@pytest.mark.parametrize("different", ["losses_bit_equal", "weights_bit_equal"])
+def test_a_changed_result_is_no_success(tmp_path, monkeypatch, different):
+    summary = {"complete": True, "losses_bit_equal": True, "weights_bit_equal": True}
+    monkeypatch.setattr(quickstart_run, "_train", lambda *arguments: None)
+    monkeypatch.setattr(
+        quickstart_run, "write_results", lambda *arguments: {**summary, different: False}
+    )
+    assert "changed the result of training" in refused(short_settings(tmp_path))
+
+
 class TestText:
     def test_a_file_as_it_is(self, tmp_path):
         path = tmp_path / "book"
