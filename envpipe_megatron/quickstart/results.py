@@ -173,20 +173,28 @@ def _show(settings: Settings, summary: dict[str, Any], console: Console) -> None
     for column in ("", "baseline", "EnvPipe", "change (%)"):
         table.add_column(column, justify="left" if not column else "right")
 
-    def row(name: str, key: str, digits: int, *, compare: bool = True) -> None:
-        values = baseline[key], envpipe[key]
-        change = f"{100 * (values[1] / values[0] - 1):+.2f}" if compare else ""
+    def compare(name: str, values: tuple[float, float], digits: int) -> None:
+        change = f"{100 * (values[1] / values[0] - 1):+.2f}"
         table.add_row(name, *(f"{value:.{digits}f}" for value in values), change)
 
-    row("loss at the start", "first_loss", 4, compare=False)
-    row("loss at the end", "final_loss", 4, compare=False)
+    def row(name: str, key: str, digits: int) -> None:
+        compare(name, (baseline[key], envpipe[key]), digits)
+
+    compared = summary["steps_compared"]
+    losses = [summary["losses"][run] for run, *_ in RUNS]
+    table.add_row("loss of step 1", *(f"{loss[0]:.4f}" for loss in losses), "")
+    table.add_row(f"loss of step {compared}", *(f"{loss[compared - 1]:.4f}" for loss in losses), "")
+    table.add_row(
+        "loss of the last step",
+        *(f"{loss[-1]:.4f} (step {len(loss)})" for loss in losses),
+        "",
+    )
     row("throughput (samples/s)", "throughput_samples_per_s", 3)
     row("iteration time (s)", "iteration_time_s", 4)
     row("wall time per iteration (s)", "wall_time_per_iteration_s", 4)
     for stage in range(settings.num_stages):
         values = baseline["energy_by_gpu_j"][stage], envpipe["energy_by_gpu_j"][stage]
-        change = f"{100 * (values[1] / values[0] - 1):+.2f}"
-        table.add_row(f"energy of GPU {stage} (J)", *(f"{v:.0f}" for v in values), change)
+        compare(f"energy of GPU {stage} (J)", values, 0)
     row("energy of all (J)", "energy_j", 0)
     row("average power (W)", "average_power_w", 1)
     console.print(table)

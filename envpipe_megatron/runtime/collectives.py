@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from envpipe_megatron.errors import EnvPipeError
+
 T = TypeVar("T")
+
+
+class CollectivesError(EnvPipeError):
+    """A rank of the job is gone or silent."""
 
 
 class Collectives:
     """Exchanges over a host-side (gloo) group of all ranks of the job.
+
+    Every method raises CollectivesError when a rank is gone, or silent for the group's time-out.
 
     Args:
         group: holds every rank of the job.
@@ -37,7 +46,8 @@ class Collectives:
     def gather_by_stage(self, value: T) -> list[list[T]]:
         """Every rank's value, to every rank: for each stage, those of all its replicas."""
         gathered: list[tuple[int, T] | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, (self._stage, value), group=self._group)
+        with self._names_the_loss():
+            dist.all_gather_object(gathered, (self._stage, value), group=self._group)
         by_stage: list[list[T]] = [[] for _ in range(self._num_stages)]
         for item in gathered:
             assert item is not None
@@ -47,14 +57,28 @@ class Collectives:
     def from_planner(self, value: T | None) -> T:
         """The planner's value, to every rank; what others pass is ignored."""
         box: list[T | None] = [value]
-        dist.broadcast_object_list(box, group=self._group, group_src=0)
+        with self._names_the_loss():
+            dist.broadcast_object_list(box, group=self._group, group_src=0)
         return box[0]  # type: ignore[return-value]  # the planner passed a T
 
     def latest(self, time_s: float) -> float:
         """The latest of the pipeline's times."""
         latest = torch.tensor([time_s], dtype=torch.float64)
-        dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=self._pipeline_group)
+        with self._names_the_loss():
+            dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=self._pipeline_group)
         return float(latest.item())
+
+    @contextmanager
+    def _names_the_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[:1]
+            raise CollectivesError(
+                f"Stage {self._stage} lost another rank of the job: {' '.join(reason)}",
+                remedy="Look at the other ranks' logs for the first error; clocks are reset on the "
+                "way out.",
+            ) from error
 
 
 def mean(values: Sequence[float]) -> float:
