@@ -16,6 +16,9 @@ from envpipe_megatron.runtime.executor import Completion
 
 logger = logging.getLogger(__name__)
 
+#: How long `close` waits for the thread, which may be waiting for a GPU that hangs.
+_JOIN_S = 2.0
+
 
 class ClockController:
     """Applies requests in order, each when its completion is true; skips what changes nothing.
@@ -34,6 +37,9 @@ class ClockController:
         self._gpu = gpu
         self._min_dwell_s = min_dwell_s
         self._changed = threading.Condition()
+        #: Held while the driver is called: nothing is locked after `close` has reset the clock.
+        self._driver = threading.Lock()
+        self._touched = False
         self._requests: deque[tuple[Completion, int]] = deque()
         self._busy = False
         self._closing = False
@@ -61,12 +67,23 @@ class ClockController:
             )
 
     def close(self) -> None:
-        """Stop the thread and undo any lock."""
+        """Stop the thread and undo its lock, if it ever set one.
+
+        The reset does not wait for a GPU that never finishes a unit. If the driver refuses it, that
+        is logged and kept in `error`, so that an error on the way here is not hidden by it.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
-        self._gpu.reset_frequency()
+        self._thread.join(_JOIN_S)
+        with self._driver:
+            if not self._touched:
+                return
+            try:
+                self._gpu.reset_frequency()
+            except Exception as error:  # a driver may fail in any way
+                self.error = error
+                logger.error("The clock of %s could not be reset: %s", self._gpu.name, error)
 
     def _run(self) -> None:
         while True:
@@ -108,7 +125,11 @@ class ClockController:
         now_s = self._gpu.time_s()
         if now_s - self._last_change_s < self._min_dwell_s:
             return
-        self._gpu.lock_frequency(target)
+        with self._driver:
+            if self._closing:
+                return
+            self._touched = True
+            self._gpu.lock_frequency(target)
         self._held_back_mhz = None
         self._current_mhz = target
         self._last_change_s = now_s

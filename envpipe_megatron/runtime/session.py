@@ -171,7 +171,8 @@ class Session:
         self, num_microbatches: int, spec: TensorSpec, make_work: Callable[[Schedule], StageWork]
     ) -> StageRecord:
         """Execute forwards alone at the maximum clock; not counted as training."""
-        schedule = builders.forward_only(self._num_stages, num_microbatches)
+        chunks = self._config.request.num_chunks
+        schedule = builders.forward_only(self._num_stages, num_microbatches, chunks)
         self._spec = spec
         top = max(self._gpu.supported_frequencies_mhz)
         self.energy_log.interrupt()
