@@ -9,6 +9,7 @@ by sleeping until each unit's emulated end; it is late by what the host is too s
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -29,11 +30,12 @@ class Fidelity:
     Args:
         units: units run.
         overruns: units whose real computation took over half of their modelled time.
+        real_shares: real over modelled time of the latest units.
     """
 
     units: int = 0
     overruns: int = 0
-    real_shares: list[float] = field(default_factory=list)
+    real_shares: deque[float] = field(default_factory=lambda: deque(maxlen=10_000))
 
     @property
     def trusted(self) -> bool:

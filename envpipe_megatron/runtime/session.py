@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +34,8 @@ from envpipe_megatron.sidecar import Sidecar
 
 #: How long the pipeline stands still, once, to measure the power of waiting.
 _WAIT_POWER_HOLD_S = 1.5
+#: A job of weeks must not grow.
+_KEPT_ITERATIONS = 10_000
 #: Two refreshes of the counter.
 _METER_MARGIN_S = 0.2
 
@@ -76,8 +79,10 @@ class SessionState:
     reconfigure_steps: int = 0
     reconfigure_ended: Ended | None = None
     notes: tuple[str, ...] = ()
-    #: Length of each iteration so far, with its phase.
-    iterations: list[tuple[Phase, float, float]] = field(default_factory=list)
+    #: The latest iterations: phase, time on the GPU's time base in s, wall time in s.
+    iterations: deque[tuple[Phase, float, float]] = field(
+        default_factory=lambda: deque(maxlen=_KEPT_ITERATIONS)
+    )
 
 
 class Session:
