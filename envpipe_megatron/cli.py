@@ -278,15 +278,8 @@ def _waits(plan: Plan) -> list[float]:
 def _blocking_power(profile: Profile, given: float | None) -> float | tuple[float, ...]:
     if given is not None:
         return given
-    curves = profile.sidecar.wait_power_w
-    if curves is not None:
-        if len(curves) != profile.num_stages:
-            raise EnvPipeError(
-                f"The sidecar of {profile.source} has wait_power_w for another number of stages",
-                value=len(curves),
-                remedy=f"List all {profile.num_stages} stages, or give --blocking-power.",
-            )
-        return tuple(curve[max(curve)] for curve in curves)
+    if profile.sidecar.wait_power_w is not None:
+        return tuple(curve[max(curve)] for curve in profile.sidecar.wait_power_w)
     logger.warning(
         "No blocking power is known: waiting is taken to cost nothing, and savings are off. "
         "Give --blocking-power (an A100 SXM waits at 83.6 W, an A40 at 70.4 W)."

@@ -91,7 +91,7 @@ def test_a_sidecar_of_another_number_of_stages(profile_path, tmp_path):
         "plan", "--profile", profile_path, "--num-microbatches", 8,
         "--output", tmp_path / "refused.json",
     )  # fmt: skip
-    assert_says(message, str(profile_path), "wait_power_w", "(got 2)", "4 stages")
+    assert_says(message, str(sidecar), "wait_power_w", "2 entries", "4 stages")
     sidecar.write_text('{"format": "envpipe-profile/1", "p2p_latency_s": [0.1]}')
     assert_says(plan_badly(profile_path, tmp_path), "latency")
 
@@ -157,7 +157,7 @@ def change(plan_path, **fields):
         ("format", None, ["None", "'envpipe-plan/1'"]),
         ("num_microbatches", "eight", ["'eight'"]),
         ("schedule", [["F0", "B0"]], ["4 lists"]),
-        ("schedule", [["F0", "X0"]] * 4, ["X0"]),
+        ("schedule", [["F0", "X0"] * 8] * 4, ["X0"]),
         ("frequency_mhz", [[1200]] * 4, ["16"]),
         ("blocking_power_w", [80.0], ["4 numbers"]),
         ("energy_j", 1.0, ["make the plan again"]),
