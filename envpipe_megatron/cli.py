@@ -194,13 +194,7 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
     simulated = read_plan(plan_path, profile)
     facts = simulation_facts(simulated)
     if output is not None:
-        try:
-            from envpipe_megatron.report.plots import plot_energy_valley, plot_timeline
-        except ModuleNotFoundError as error:
-            raise EnvPipeError(
-                f"Pictures need {error.name}, which is not installed",
-                remedy="pip install matplotlib, or leave --output out.",
-            ) from error
+        from envpipe_megatron.report.plots import plot_energy_valley, plot_timeline
 
         output.mkdir(parents=True, exist_ok=True)
         longest = max(facts["iteration_time_s"], facts["baseline"]["iteration_time_s"])

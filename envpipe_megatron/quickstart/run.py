@@ -124,8 +124,7 @@ def _ended_like_ctrl_c(*signals: signal.Signals) -> Iterator[None]:
 def _check_installed() -> None:
     from importlib.util import find_spec
 
-    packages = {"torch": "torch", "megatron": "megatron-core", "matplotlib": "matplotlib"}
-    for module, package in packages.items():
+    for module, package in (("torch", "torch"), ("megatron", "megatron-core")):
         if find_spec(module) is None:
             raise QuickstartError(
                 f"The quickstart needs {package}, which is not installed",

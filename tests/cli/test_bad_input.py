@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 
 import pytest
 from cli_helpers import plan_for, run_badly, write_profile
@@ -235,11 +234,3 @@ def test_a_plan_never_overwrites_its_profile_or_the_sidecar(profile_path):
         assert_says(plan_into(profile_path, output), "overwrite", str(output), "--output")
     assert profile_path.read_bytes() == before
     assert not profile_path.with_suffix(".json").exists()
-
-
-def test_pictures_without_matplotlib_say_what_to_install(profile_path, plan_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "envpipe_megatron.report.plots", None)
-    folder = plan_path.parent / "pictures"
-    message = simulate_badly(profile_path, plan_path, "--output", folder)
-    assert_says(message, "not installed", "pip install matplotlib")
-    assert not folder.exists()
