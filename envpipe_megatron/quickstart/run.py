@@ -23,10 +23,14 @@ from envpipe_megatron.gpu.emulated import reset_all
 from envpipe_megatron.gpu.emulated_store import ROOT_VARIABLE
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.quickstart.results import write_results
-from envpipe_megatron.quickstart.settings import RUNS, QuickstartError, Settings, load_text
+from envpipe_megatron.quickstart.settings import (
+    EVENT_MARK,
+    RUNS,
+    QuickstartError,
+    Settings,
+    load_text,
+)
 
-#: What starts a line of a rank's standard output that is meant for this command.
-EVENT_MARK = "@envpipe "
 #: How long ranks get to give their clocks back before they are killed.
 _GRACE_S = 15.0
 #: All that a quickstart leaves in its folder; the first marks the folder as its own.

@@ -22,7 +22,7 @@ from envpipe_megatron.integrations.megatron_core import ForwardBackward
 from envpipe_megatron.integrations.megatron_cpu import use_cpu
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.quickstart import model as quickstart_model
-from envpipe_megatron.quickstart.settings import RUNS, Settings
+from envpipe_megatron.quickstart.settings import EVENT_MARK, RUNS, Settings
 from envpipe_megatron.runtime.channel import make_channel
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor
@@ -31,8 +31,6 @@ from envpipe_megatron.runtime.profiler import ProfilerSettings
 from envpipe_megatron.runtime.session import Session, SessionConfig
 from envpipe_megatron.schedule import Kind
 
-#: What starts a line of standard output that is meant for the command.
-EVENT_MARK = "@envpipe "
 _TIMEOUT = timedelta(seconds=60)
 
 
