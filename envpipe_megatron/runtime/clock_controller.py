@@ -87,15 +87,17 @@ class ClockController:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._requests or self._closing, timeout=self._dwell_left_s()
-                )
-                if self._closing:
-                    return
-                taken = self._requests.popleft() if self._requests else None
-                self._busy = True
             try:
+                # Not under the lock, which `request` needs: the time may come from the driver.
+                dwell_left_s = self._dwell_left_s()
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: self._requests or self._closing, timeout=dwell_left_s
+                    )
+                    if self._closing:
+                        return
+                    taken = self._requests.popleft() if self._requests else None
+                    self._busy = True
                 if taken is not None:
                     taken[0].synchronize()
                     self._held_back_mhz = taken[1]

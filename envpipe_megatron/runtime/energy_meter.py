@@ -52,7 +52,8 @@ class EnergyMeter:
         Raises:
             MeterError: the window starts before the meter does, or the counter could not be read.
         """
-        self._sample()
+        if end_s > self.last_refresh_s:
+            self._try_sample()
         if self.error is not None:
             raise MeterError(f"The energy counter of {self._gpu.name} failed: {self.error}")
         with self._lock:
@@ -63,6 +64,12 @@ class EnergyMeter:
                     remedy=f"The meter began at {self._times_s[0]} s.",
                 )
             return self._at(end_s) - self._at(start_s)
+
+    @property
+    def last_refresh_s(self) -> float:
+        """The last refresh that was seen; energy up to there is interpolated and final."""
+        with self._lock:
+            return self._times_s[-1]
 
     def close(self) -> None:
         """Stop reading."""
@@ -79,12 +86,14 @@ class EnergyMeter:
         return energies[left] + power_w * (time_s - times[left])
 
     def _run(self) -> None:
-        while not self._stop.wait(self._poll_s):
-            try:
-                self._sample()
-            except Exception as error:  # a driver may fail in any way; training must go on
-                self.error = error
-                return
+        while self.error is None and not self._stop.wait(self._poll_s):
+            self._try_sample()
+
+    def _try_sample(self) -> None:
+        try:
+            self._sample()
+        except Exception as error:  # a driver may fail in any way; training must go on
+            self.error = error
 
     def _sample(self) -> None:
         reading = self._gpu.read_energy()

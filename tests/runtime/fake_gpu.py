@@ -1,0 +1,67 @@
+"""A GPU that tests hold in their hands: its time, its counter, its driver's speed and errors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from envpipe_megatron.gpu.base import EnergyReading, Gpu
+
+
+@dataclass(eq=False)
+class FakeGpu(Gpu):
+    """Remembers every request.
+
+    Args:
+        now_s: its time base.
+        counter_j: the energy counter at an instant; it shows the last multiple of `refresh_s`.
+    """
+
+    drives_hardware: ClassVar[bool] = False
+    name: str = "fake"
+    supported_frequencies_mhz: tuple[int, ...] = tuple(range(1400, 900, -100))
+    now_s: float = 0.0
+    counter_j: Callable[[float], float] = lambda time_s: 100 * time_s
+    refresh_s: float = 0.1
+    history: list[int | None] = field(default_factory=list)
+    error: Exception | None = None
+    #: Cleared by a test that wants the driver to take its time.
+    driver: threading.Event = field(default_factory=threading.Event)
+    in_driver: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.driver.set()
+
+    def _lock(self, frequency_mhz: int) -> None:
+        self.in_driver.set()
+        assert self.driver.wait(10)
+        if self.error is not None:
+            raise self.error
+        self.history.append(frequency_mhz)
+
+    def _reset(self) -> None:
+        self.history.append(None)
+
+    @property
+    def requested_frequency_mhz(self) -> int | None:
+        return self.history[-1] if self.history else None
+
+    @property
+    def observed_frequency_mhz(self) -> int:
+        return self.requested_frequency_mhz or self.supported_frequencies_mhz[0]
+
+    @property
+    def power_w(self) -> float:
+        return 0.0
+
+    def read_energy(self) -> EnergyReading:
+        if self.error is not None:
+            raise self.error
+        # Rounded up by a hair, or 0.3 / 0.1 would still show the refresh at 0.2.
+        refresh_s = int(self.now_s / self.refresh_s + 1e-9) * self.refresh_s
+        return EnergyReading(energy_j=self.counter_j(refresh_s), time_s=refresh_s)
+
+    def time_s(self) -> float:
+        return self.now_s

@@ -1,0 +1,230 @@
+"""What the controller asks of a GPU, and when."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from fake_gpu import FakeGpu
+
+from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.runtime import clock_controller
+from envpipe_megatron.runtime.clock_controller import ClockController
+from envpipe_megatron.runtime.executor import Done
+
+WAIT_S = 10.0
+
+
+class Unit:
+    """A completion that a test makes true."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self.waited_for = threading.Event()
+
+    def end(self) -> None:
+        self._done.set()
+
+    def synchronize(self) -> None:
+        self.waited_for.set()
+        assert self._done.wait(WAIT_S)
+
+    def query(self) -> bool:
+        return self._done.is_set()
+
+
+@pytest.fixture
+def gpu() -> FakeGpu:
+    return FakeGpu()
+
+
+@pytest.fixture
+def clock(gpu) -> Iterator[ClockController]:
+    controller = ClockController(gpu)
+    yield controller
+    gpu.driver.set()
+    controller.close()
+
+
+def test_clock_is_set_when_the_unit_before_has_ended(gpu, clock):
+    units = [Unit() for _ in range(3)]
+    for unit, frequency in zip(units, (1000, 1200, 1100), strict=True):
+        clock.request(frequency, unit)
+    for ended, unit in enumerate(units):
+        assert unit.waited_for.wait(WAIT_S)
+        assert gpu.history == [1000, 1200, 1100][:ended]
+        unit.end()
+        wait_for(lambda: len(gpu.history) > ended)  # noqa: B023 - called at once
+    assert gpu.history == [1000, 1200, 1100]
+
+
+def wait_for(condition) -> None:
+    """Nothing tells of the fake's history growing, so look often."""
+    end = threading.Event()
+    for _ in range(int(WAIT_S / 0.001)):
+        if condition():
+            return
+        end.wait(0.001)
+    raise AssertionError("waited in vain")
+
+
+def test_equal_requests_reach_the_driver_once(gpu, clock):
+    for frequency in (1000, 1000, 1000, 1200, 1200, 1000):
+        clock.request(frequency, Done())
+        clock.wait_idle()
+    assert gpu.history == [1000, 1200, 1000]
+    assert clock.changes == 3
+
+
+def test_stale_requests_are_coalesced(gpu, clock):
+    """While the driver is slow, units end: only the newest clock is worth setting."""
+    gpu.driver.clear()
+    clock.request(1000, Done())
+    assert gpu.in_driver.wait(WAIT_S)
+    for frequency in (1100, 1200, 1300, 1400):
+        clock.request(frequency, Done())
+    not_yet = Unit()
+    clock.request(1100, not_yet)
+    gpu.driver.set()
+    assert not_yet.waited_for.wait(WAIT_S)
+    assert gpu.history == [1000, 1400]
+    assert clock.coalesced == 3
+    not_yet.end()
+    clock.wait_idle()
+    assert gpu.history == [1000, 1400, 1100]
+
+
+def test_the_caller_never_waits_for_the_driver(gpu, clock):
+    gpu.driver.clear()
+    clock.request(1000, Done())
+    assert gpu.in_driver.wait(WAIT_S)
+    for _ in range(1000):
+        clock.request(1200, Done())  # would hang: nobody lets the driver go on
+    assert gpu.history == []
+
+
+def test_the_caller_never_waits_for_the_time_base(gpu, monkeypatch):
+    """What time it is comes from the driver too: while it is asked, requests are still taken."""
+    clock = ClockController(gpu, min_dwell_s=1.0)
+    clock.request(1000, Done())
+    clock.wait_idle()
+    calls: list[threading.Thread] = []
+    asked, answer = threading.Event(), threading.Event()
+
+    def time_s() -> float:
+        calls.append(threading.current_thread())
+        if len(calls) == 2:  # the first is to hold the change back, the second to wait for its time
+            asked.set()
+            assert answer.wait(WAIT_S)
+        return 0.5
+
+    monkeypatch.setattr(gpu, "time_s", time_s)
+    clock.request(1200, Done())
+    assert asked.wait(WAIT_S)
+    clock.request(1300, Done())
+    answer.set()
+    clock.wait_idle()
+    clock.close()
+    assert threading.current_thread() not in calls
+    assert clock.error is None
+
+
+def test_least_dwell(gpu):
+    """A change that comes too early waits for its time, unless a later one has replaced it."""
+    clock = ClockController(gpu, min_dwell_s=1.0)
+    for now_s, frequency in ((0.0, 1000), (0.5, 1200), (0.9, 1100), (1.0, 1300), (1.5, 1400)):
+        gpu.now_s = now_s
+        clock.request(frequency, Done())
+        clock.wait_idle()
+    assert gpu.history == [1000, 1300]
+    gpu.now_s = 1.9
+    clock.request(1300, Done())  # back to the clock that is set: nothing is left to change
+    clock.wait_idle()
+    gpu.now_s = 5.0
+    clock.request(1300, Done())
+    clock.wait_idle()
+    assert gpu.history == [1000, 1300]
+    clock.close()
+
+
+def test_a_change_held_back_is_made_when_its_time_has_come(gpu):
+    clock = ClockController(gpu, min_dwell_s=0.05)
+    clock.request(1000, Done())
+    clock.wait_idle()
+    gpu.now_s = 0.01
+    clock.request(1200, Done())
+    clock.wait_idle()
+    assert gpu.history == [1000]
+    gpu.now_s = 0.05
+    wait_for(lambda: gpu.history == [1000, 1200])  # without a further request
+    clock.close()
+
+
+@pytest.mark.parametrize("error", [GpuError("driver"), OSError("gone")])
+def test_failing_driver_stops_control_and_not_training(gpu, clock, error):
+    clock.request(1000, Done())
+    clock.wait_idle()
+    gpu.error = error
+    clock.request(1200, Done())
+    clock.wait_idle()
+    gpu.error = None
+    clock.request(1300, Done())
+    clock.wait_idle()
+    assert clock.error is error
+    assert gpu.history == [1000]
+    clock.close()
+    assert gpu.history == [1000, None]
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_failing_time_base_stops_control_and_not_training(gpu, monkeypatch, call):
+    clock = ClockController(gpu, min_dwell_s=1.0)
+    clock.request(1000, Done())
+    clock.wait_idle()
+    times_s = iter([0.5] * (call - 1))
+
+    def time_s() -> float:
+        for now_s in times_s:
+            return now_s
+        raise GpuError("no time")
+
+    monkeypatch.setattr(gpu, "time_s", time_s)
+    clock.request(1200, Done())
+    clock._thread.join(WAIT_S)
+    clock.wait_idle()
+    assert isinstance(clock.error, GpuError)
+    clock.close()
+    assert gpu.history == [1000, None]
+
+
+def test_close_resets_and_drops_what_is_pending(gpu):
+    clock = ClockController(gpu)
+    clock.request(1000, Done())
+    clock.wait_idle()
+    clock.request(1100, unit := Unit())
+    clock.request(1200, Done())
+    assert unit.waited_for.wait(WAIT_S)
+    closing = threading.Thread(target=clock.close)
+    closing.start()
+    unit.end()
+    closing.join(WAIT_S)
+    assert gpu.history == [1000, None]
+    clock.request(1300, Done())  # nobody is left to do it
+    clock.close()
+    assert gpu.history == [1000, None, None]
+
+
+def test_close_resets_though_a_unit_never_ends(gpu, monkeypatch):
+    """As after a peer's death, when a unit stands behind a transfer that never completes."""
+    monkeypatch.setattr(clock_controller, "_JOIN_S", 0.05)
+    clock = ClockController(gpu)
+    clock.request(1000, Done())
+    clock.wait_idle()
+    clock.request(1200, unit := Unit())
+    assert unit.waited_for.wait(WAIT_S)
+    clock.close()
+    assert gpu.history == [1000, None]
+    unit.end()
+    clock._thread.join(WAIT_S)
+    assert gpu.history == [1000, None]  # no lock outlives the reset
