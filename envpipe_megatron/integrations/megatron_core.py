@@ -1,9 +1,11 @@
 """megatron-core's forward-backward function, executed from a schedule.
 
-`ForwardBackward` has the signature of megatron-core 0.16's forward-backward functions and does all
-that they do around the units (gradient synchronisation, finalising, timers, deallocation), with
+`ForwardBackward` has the signature of megatron-core 0.16's forward-backward functions and does what
+they do around the units (gradient synchronisation, finalising, timers, deallocation), with
 megatron-core's own `forward_step` and `backward_step` for the units. Which unit comes when is the
-schedule's affair.
+schedule's affair. With chunks, two overlaps differ, not the result: gradients that a
+`grad_sync_func` reduces are reduced after the last unit, and parameters are gathered by the
+reducer's own hooks, without `param_sync_func`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel.schedules import (
@@ -32,7 +35,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime.channel import TensorSpec
 from envpipe_megatron.runtime.executor import StageRecord
 from envpipe_megatron.runtime.session import Session
-from envpipe_megatron.schedule import Schedule, Unit
+from envpipe_megatron.schedule import Kind, Schedule, Unit
 
 Tensors = list[torch.Tensor | None]
 
@@ -88,9 +91,16 @@ class ForwardBackward:
         chunks = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(chunks[0])
-        check_supported(config, get_model_type(chunks[0]))
-        if self._framework_iterations_left and not forward_only:
-            self._framework_iterations_left -= 1
+        if (p2p_communicator is None) != (pg_collection is None):
+            raise UnsupportedModelError(
+                "p2p_communicator and pg_collection go together",
+                value=(p2p_communicator, pg_collection),
+                remedy="Give both, as megatron-core asks for, or neither.",
+            )
+        groups = pg_collection or _default_groups()
+        alone = groups.pp.size() == 1  # nothing to order
+        if alone or self._framework_iterations_left:
+            self._framework_iterations_left -= not (alone or forward_only)
             losses: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward_step_func,
                 data_iterator=data_iterator,
@@ -99,14 +109,17 @@ class ForwardBackward:
                 seq_length=seq_length,
                 micro_batch_size=micro_batch_size,
                 decoder_seq_length=decoder_seq_length,
+                forward_only=forward_only,
                 collect_non_loss_data=collect_non_loss_data,
+                first_val_step=first_val_step,
                 adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
                 p2p_communicator=p2p_communicator,
                 pg_collection=pg_collection,
                 force_all_reduce=force_all_reduce,
             )
             return losses
-        groups = pg_collection or _default_groups()
+        check_supported(config, get_model_type(chunks[0]), len(chunks), groups.pp.size())
+        self._check_ranks(groups)
         shapes = get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
@@ -167,6 +180,15 @@ class ForwardBackward:
             config.timers("forward-backward").stop()
         return work.losses
 
+    def _check_ranks(self, groups: ProcessGroupCollection) -> None:
+        ranks = dist.get_process_group_ranks(groups.pp)
+        if ranks != self._session.pipeline_ranks:
+            raise UnsupportedModelError(
+                "The pipeline group of this call is not the one that EnvPipe's channel joins",
+                value=ranks,
+                remedy=f"The channel joins ranks {self._session.pipeline_ranks}.",
+            )
+
 
 class _MegatronWork:
     """Units of one stage in one iteration, by megatron-core's own step functions."""
@@ -197,8 +219,16 @@ class _MegatronWork:
         self._model_type = get_model_type(chunks[0])
         self._stage: int = groups.pp.rank()
         self.last_stage: bool = self._stage == groups.pp.size() - 1
-        # Megatron's window of partial checkpointing is what a stage holds at once.
-        self._max_in_flight = schedule.peak_in_flight[self._stage]
+        if schedule.num_chunks != len(chunks):
+            raise UnsupportedModelError(
+                f"The model has {len(chunks)} chunk(s) a stage, the schedule {schedule.num_chunks}",
+                remedy="Plan for as many chunks as the model has.",
+            )
+        backwards = {u.chunk: u for u in schedule.stages[self._stage] if u.kind is Kind.BACKWARD}
+        self._last_backwards = frozenset(backwards.values())
+        # Megatron's window of partial checkpointing: the most forwards that await a backward.
+        self._checkpoint_window = schedule.warmup_forwards[self._stage] + 1
+        self._forwards = 0
         self._inputs: dict[tuple[int, int], Tensors] = {}
         self._outputs: dict[tuple[int, int], Tensors] = {}
         self._no_sync = contextlib.ExitStack()
@@ -227,7 +257,7 @@ class _MegatronWork:
             checkpoint_activations_microbatch=(
                 None
                 if checkpointed is None
-                else unit.microbatch % self._max_in_flight >= checkpointed
+                else self._forwards % self._checkpoint_window >= checkpointed
             ),
             is_first_microbatch=check_first_val_step(
                 self._first_val_step, self._forward_only, unit.microbatch == 0
@@ -236,6 +266,7 @@ class _MegatronWork:
             vp_stage=unit.chunk if several else None,
             is_last_stage=self.last_stage and unit.chunk == len(self._chunks) - 1,
         )
+        self._forwards += 1
         self.num_tokens += num_tokens
         outputs = output_tensor if isinstance(output_tensor, list) else [output_tensor]
         if not self._forward_only:
@@ -246,7 +277,7 @@ class _MegatronWork:
     def backward(self, unit: Unit, gradients: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Run a backward, and let gradients synchronise in a chunk's last one."""
         key = (unit.microbatch, unit.chunk)
-        if unit.microbatch == self._num_microbatches - 1 and self._syncs_in_last_backward():
+        if unit in self._last_backwards and self._syncs_in_last_backward():
             self._release_sync()
         gradient: Tensors = list(gradients) if gradients is not None else [None]
         result = backward_step(
@@ -297,17 +328,21 @@ class _MegatronWork:
         self._sync_held = False
 
 
-def check_supported(config: Any, model_type: ModelType) -> None:
+def check_supported(config: Any, model_type: ModelType, num_chunks: int, num_stages: int) -> None:
     """Refuse by name what EnvPipe's interpreter does not do.
 
     Raises:
         UnsupportedModelError: naming the feature and what to change.
     """
+    group = config.microbatch_group_size_per_vp_stage
     refused = {
         "encoder-and-decoder models": model_type == ModelType.encoder_and_decoder,
         "variable_seq_lengths": config.variable_seq_lengths,
         "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
         "fine_grained_activation_offloading": config.fine_grained_activation_offloading,
+        "microbatch_group_size_per_vp_stage other than the pipeline's size": (
+            num_chunks > 1 and group not in (None, num_stages)
+        ),
         "cuda_graph_impl 'local'": config.cuda_graph_impl == "local",
     }
     for feature, used in refused.items():

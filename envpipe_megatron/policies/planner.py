@@ -70,14 +70,7 @@ def make_plan(profile: Profile, request: PlanRequest) -> Planned:
         ScheduleError: a job that the schedule does not fit.
         ProfileError: a profile that the policy cannot work with.
     """
-    _check_name("policy", request.policy, POLICIES)
-    _check_name("reconfigure policy", request.reconfigure, RECONFIGURE_NAMES)
-    if request.reconfigure != "default" and request.policy != "envelope":
-        raise PlannerError(
-            f"Reconfiguring goes with the envelope policy, not with {request.policy}",
-            value=request.reconfigure,
-            remedy="Use --policy envelope, or --reconfigure default.",
-        )
+    check_request(request)
     schedule, notes = build_schedule(profile, request)
     profile = profile.for_chunks(schedule.num_chunks)
     plan = Plan(
@@ -99,10 +92,26 @@ def make_plan(profile: Profile, request: PlanRequest) -> Planned:
     return Planned(plan, result, notes)
 
 
+def check_request(request: PlanRequest) -> None:
+    """Refuse wishes that no job can have.
+
+    Raises:
+        PlannerError: an unknown name, or names that contradict each other.
+    """
+    _check_name("policy", request.policy, POLICIES)
+    _check_name("reconfigure policy", request.reconfigure, RECONFIGURE_NAMES)
+    _check_name("schedule", request.schedule, (*SCHEDULES, *SCHEDULE_ALIASES))
+    if request.reconfigure != "default" and request.policy != "envelope":
+        raise PlannerError(
+            f"Reconfiguring goes with the envelope policy, not with {request.policy}",
+            value=request.reconfigure,
+            remedy="Use --policy envelope, or --reconfigure default.",
+        )
+
+
 def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tuple[str, ...]]:
     """The requested order for a profile's pipeline, and notes on what limited it."""
     name = SCHEDULE_ALIASES.get(request.schedule, request.schedule)
-    _check_name("schedule", name, SCHEDULES)
     stages, microbatches = profile.num_stages, request.num_microbatches
     if name != "interleaved" and request.num_chunks > 1:
         raise PlannerError(

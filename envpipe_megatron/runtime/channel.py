@@ -84,7 +84,8 @@ class P2PChannel:
         timeout: timedelta | None,
         capacity: int | None = None,
     ) -> None:
-        self._ranks = list(ranks)
+        #: The global rank of each stage.
+        self.ranks = list(ranks)
         self._stage = stage
         self._groups = groups
         self._stamped = stamped
@@ -145,7 +146,7 @@ class P2PChannel:
         # The transfer reads the storage as it is now; later changes of `.data` do not reach it.
         payload = [tensor.detach().contiguous() for tensor in tensors]
         stamp = torch.tensor([sent_s], dtype=torch.float64) if self._stamped else None
-        rank = self._ranks[destination]
+        rank = self.ranks[destination]
         try:
             works = []
             if stamp is not None:
@@ -192,7 +193,7 @@ class P2PChannel:
         assert self._spec is not None
         source = self._neighbour(kind, -1)
         group, tag = self._link(kind, destination=False)
-        rank = self._ranks[source]
+        rank = self.ranks[source]
         tensors = [
             torch.empty(shape, dtype=self._spec.dtype, device=self._spec.device)
             for shape in self._spec.shapes
@@ -210,7 +211,7 @@ class P2PChannel:
     def _neighbour(self, kind: Kind, towards: int) -> int:
         """The stage that a kind goes to (+1) or comes from (-1)."""
         direction = towards if kind is Kind.FORWARD else -towards
-        return (self._stage + direction) % len(self._ranks)
+        return (self._stage + direction) % len(self.ranks)
 
     def _link(self, kind: Kind, *, destination: bool) -> tuple[dist.ProcessGroup, int]:
         """Group and first tag of the link that a kind takes to or from this stage."""
@@ -221,7 +222,7 @@ class P2PChannel:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return ChannelError(
             f"Stage {self._stage} lost its neighbour, stage {neighbour} "
-            f"(rank {self._ranks[neighbour]}), while {doing}: {reason}",
+            f"(rank {self.ranks[neighbour]}), while {doing}: {reason}",
             remedy="Look at that rank's log for the first error; clocks are reset on the way out.",
         )
 

@@ -7,6 +7,7 @@ where there is one, and the wait runs at the clock of the unit that follows.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -106,6 +107,9 @@ class ClockController:
             except Exception as error:  # a driver may fail in any way; training must go on
                 self.error = error
                 logger.error("Clock control stops, training goes on: %s", error)
+                # The last clock may be a low one, which would slow the whole pipeline.
+                with contextlib.suppress(Exception):
+                    self._gpu.reset_frequency()
                 return
             finally:
                 with self._changed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -60,6 +60,19 @@ class Collectives:
         with self._names_the_loss():
             dist.broadcast_object_list(box, group=self._group, group_src=0)
         return box[0]  # type: ignore[return-value]  # the planner passed a T
+
+    def agreed(self, make: Callable[[], T]) -> T:
+        """What the planner makes, on every rank; its error, if it raises one, on every rank too."""
+        outcome: tuple[T | None, EnvPipeError | None] | None = None
+        if self.is_planner:
+            try:
+                outcome = make(), None
+            except EnvPipeError as error:
+                outcome = None, error
+        value, failure = self.from_planner(outcome)
+        if failure is not None:
+            raise failure
+        return value  # type: ignore[return-value]  # there was no failure, so there is a value
 
     def latest(self, time_s: float) -> float:
         """The latest of the pipeline's times."""

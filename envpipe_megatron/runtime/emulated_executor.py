@@ -14,7 +14,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from envpipe_megatron.gpu.emulated import EmulatedGpu
-from envpipe_megatron.runtime.executor import Completion, Done, StageRecord, make_record
+from envpipe_megatron.runtime.executor import (
+    METER_MARGIN_S,
+    Completion,
+    Done,
+    StageRecord,
+    make_record,
+)
 from envpipe_megatron.schedule import Kind, Schedule
 
 #: Real computation above this share of a unit's modelled time leaves too little room for jitter.
@@ -73,8 +79,7 @@ class EmulatedExecutor:
         self._kinds = [unit.kind for unit in schedule.stages[stage]]
         self._starts: list[float] = []
         self._ends: list[float] = []
-        self._begin_s = self._latest_of_stages(self._gpu.committed_end_s())
-        self._gpu.advance_to(self._begin_s)
+        self._begin_s = self.meet()
         self._wall_begin_s = time.monotonic()
         self._anchor_s = self._wall_begin_s - self._begin_s
         self._gpu.anchor(self._anchor_s)
@@ -103,8 +108,9 @@ class EmulatedExecutor:
 
     def end_iteration(self) -> StageRecord:
         """The iteration ends on all stages when the slowest has ended."""
-        end_s = self._latest_of_stages(self._gpu.committed_end_s())
-        self._gpu.advance_to(end_s)
+        # The request behind the last unit belongs to its end, whenever its thread gets to it.
+        self._settle_clock()
+        end_s = self.meet()
         return make_record(
             self._starts,
             self._ends,
@@ -113,11 +119,18 @@ class EmulatedExecutor:
             time.monotonic() - self._wall_begin_s,
         )
 
-    def now_s(self) -> float:
-        """The emulated instant up to which this GPU's past is fixed."""
-        return self._gpu.committed_end_s()
+    def meet(self) -> float:
+        """Bring the emulated GPUs of the pipeline to one instant."""
+        latest_s = self._latest_of_stages(self._gpu.committed_end_s())
+        self._gpu.advance_to(latest_s)
+        return latest_s
 
     def wait_for_message(self, sent_s: float | None) -> None:
         """The emulated GPU waits until the message was sent."""
         if sent_s is not None:
             self._gpu.advance_to(sent_s)
+
+    def let_counter_refresh(self) -> None:
+        """The emulated GPU idles."""
+        self._settle_clock()
+        self._gpu.advance_to(self._gpu.committed_end_s() + METER_MARGIN_S)

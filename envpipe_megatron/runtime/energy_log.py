@@ -105,4 +105,8 @@ class EnergyLog:
                     "duration_s": duration_s,
                     "energy_j": energy_j,
                 }
-                append_window(self._path, entry)
+                try:
+                    append_window(self._path, entry)
+                except OSError as error:
+                    logger.error("The energy log %s ends, training goes on: %s", self._path, error)
+                    self._path = None

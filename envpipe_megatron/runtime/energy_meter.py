@@ -113,6 +113,5 @@ def append_window(path: Path, window: dict[str, Any]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         os.write(descriptor, line)
-        os.fsync(descriptor)
     finally:
         os.close(descriptor)

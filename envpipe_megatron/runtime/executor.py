@@ -19,6 +19,9 @@ from envpipe_megatron.schedule import Schedule
 
 FloatArray = NDArray[np.float64]
 
+#: Two refreshes of an energy counter.
+METER_MARGIN_S = 0.2
+
 
 class Completion(Protocol):
     """Something that becomes true when the device has ended a unit; may be waited for anywhere."""
@@ -40,7 +43,8 @@ class StageRecord:
         receive_wait_s: [units_per_stage] from the end of the previous unit (or the start of the
             iteration) until the input was there.
         begin_s: start of the iteration on the time base of the GPU's meter.
-        iteration_time_s: from there to the end of the slowest stage.
+        iteration_time_s: from there to the end of the slowest stage, where stages share a clock
+            (emulated GPUs), else to the end of this one.
         wall_time_s: what the host saw.
     """
 
@@ -77,11 +81,17 @@ class Executor(Protocol):
     def end_iteration(self) -> StageRecord:
         """Wait for the last unit and read all times."""
 
-    def now_s(self) -> float:
-        """The present instant on the time base of the GPU's meter."""
+    def meet(self) -> float:
+        """Outside an iteration: the present instant on the time base of the GPU's meter.
+
+        Stages whose time is emulated come to one instant first.
+        """
 
     def wait_for_message(self, sent_s: float | None) -> None:
         """Outside an iteration: let the device wait for a message that has been received."""
+
+    def let_counter_refresh(self) -> None:
+        """Let `METER_MARGIN_S` pass on the meter's time base, so that its counter refreshes."""
 
 
 class HostExecutor:
@@ -107,12 +117,16 @@ class HostExecutor:
         elapsed = time.monotonic() - self._begin_s
         return make_record(self._starts, self._ends, self._begin_s, elapsed, elapsed)
 
-    def now_s(self) -> float:
+    def meet(self) -> float:
         """The host's monotonic clock."""
         return time.monotonic()
 
     def wait_for_message(self, sent_s: float | None) -> None:
         """Nothing to do: a host has waited when it has received."""
+
+    def let_counter_refresh(self) -> None:
+        """Sleep: no event tells of a refresh."""
+        time.sleep(METER_MARGIN_S)
 
 
 class CudaExecutor:
@@ -136,22 +150,33 @@ class CudaExecutor:
         return None, event
 
     def end_iteration(self) -> StageRecord:
-        """Wait for the last unit and read the events."""
+        """Wait for the last unit and read the events.
+
+        The begin on the host's clock is counted back from the end that the host has just seen: when
+        it was recorded, work of the optimizer may still have been queued before it.
+        """
         self._ends[-1].synchronize()
+        end_s = time.monotonic()
         starts, ends = (
             [self._begin.elapsed_time(event) / 1e3 for event in events]
             for events in (self._starts, self._ends)
         )
-        wall_s = time.monotonic() - self._begin_s
-        return make_record(starts, ends, self._begin_s, ends[-1], wall_s)
+        return make_record(starts, ends, end_s - ends[-1], ends[-1], end_s - self._begin_s)
 
-    def now_s(self) -> float:
+    def meet(self) -> float:
         """The host's monotonic clock, which the meters of real GPUs use."""
         return time.monotonic()
 
     def wait_for_message(self, sent_s: float | None) -> None:
-        """Wait for the stream, which waits for the message."""
-        torch.cuda.synchronize()
+        """Wait for the stream, which waits for the message.
+
+        Never for the device: a receive that is posted and not matched yet spins on it.
+        """
+        torch.cuda.current_stream().synchronize()
+
+    def let_counter_refresh(self) -> None:
+        """Sleep: no event tells of a refresh."""
+        time.sleep(METER_MARGIN_S)
 
     @staticmethod
     def _record() -> torch.cuda.Event:

@@ -14,20 +14,21 @@ The level at the maximum clock is split as if both drew the same power.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.profile import Profile, ProfileRow, make_profile
 from envpipe_megatron.runtime.collectives import Collectives, mean
-from envpipe_megatron.runtime.energy_meter import EnergyMeter
+from envpipe_megatron.runtime.energy_meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.energy_split import Measured, mean_without_outliers, split_energies
-from envpipe_megatron.runtime.executor import FloatArray, StageRecord
+from envpipe_megatron.runtime.executor import StageRecord
 from envpipe_megatron.runtime.orders import IterationOrder, Phase, PhaseRun, constant_order
+from envpipe_megatron.runtime.wait_power import WaitPower
 from envpipe_megatron.schedule import Kind, Schedule
 from envpipe_megatron.sidecar import Sidecar
 
@@ -70,25 +71,40 @@ def sweep_frequencies(supported_mhz: Sequence[int]) -> list[int]:
 
 @dataclass
 class _Point:
-    """Measured iterations at one clock: unit times, waits, and the windows of the meter."""
+    """Measured iterations at one setting of clocks."""
 
-    is_backward: NDArray[np.bool_]
-    unit_times_s: list[FloatArray] = field(default_factory=list)
-    windows_s: list[tuple[float, float]] = field(default_factory=list)
+    order: IterationOrder
+    stage: int
+    records: list[StageRecord] = field(default_factory=list)
 
-    def add(self, record: StageRecord) -> None:
-        self.unit_times_s.append(record.unit_time_s)
-        self.windows_s.append((record.begin_s, record.end_of_iteration_s))
-
-    def read(self, meter: EnergyMeter, wait_power_w: float) -> Measured:
-        times = np.array(self.unit_times_s)
-        energy_j = sum(meter.energy_j(start, end) for start, end in self.windows_s)
-        wait_s = sum(end - start for start, end in self.windows_s) - times.sum()
-        pairs = (~self.is_backward).sum() * len(self.windows_s)
+    def read(self, meter: EnergyMeter, wait_power: WaitPower) -> Measured:
+        """Unit times, and the energy of a pair; not a number if the meter failed."""
+        backward = self.order.schedule.is_backward[self.stage]
+        times = np.array([record.unit_time_s for record in self.records])
+        pairs = (~backward).sum() * len(self.records)
+        try:
+            energy_j = sum(
+                meter.energy_j(record.begin_s, record.end_of_iteration_s)
+                - self._waiting_j(record, wait_power)
+                for record in self.records
+            )
+        except MeterError:
+            energy_j = math.nan
         return Measured(
-            mean_without_outliers(times[:, ~self.is_backward].ravel()),
-            mean_without_outliers(times[:, self.is_backward].ravel()),
-            float((energy_j - wait_power_w * wait_s) / pairs),
+            mean_without_outliers(times[:, ~backward].ravel()),
+            mean_without_outliers(times[:, backward].ravel()),
+            float(energy_j / pairs),
+        )
+
+    def _waiting_j(self, record: StageRecord, wait_power: WaitPower) -> float:
+        """A wait runs at the clock of the unit after it; the last, at that of the first unit."""
+        clocks = self.order.frequency_mhz[self.stage].tolist()
+        waits = [*record.receive_wait_s.tolist(), record.iteration_time_s - record.end_s[-1]]
+        return float(
+            sum(
+                wait_s * wait_power.at(clock)
+                for wait_s, clock in zip(waits, [*clocks, clocks[0]], strict=True)
+            )
         )
 
 
@@ -97,10 +113,10 @@ class OnlineProfiler:
 
     Args:
         schedule: that order.
-        supported_mhz: the clocks of this rank's GPU.
+        clocks_mhz: the clocks to sweep on this rank's GPU, from `sweep_frequencies`.
         stage: this rank's stage.
         meter: of this rank's GPU.
-        wait_power_w: of this rank's GPU while it waits in a receive.
+        wait_power: of this rank's GPU while it waits in a receive.
         collectives: to the other ranks.
         settings: how long to measure.
         progress: told of each clock, with the share of the sweep that is done at most.
@@ -109,19 +125,19 @@ class OnlineProfiler:
     def __init__(
         self,
         schedule: Schedule,
-        supported_mhz: Sequence[int],
+        clocks_mhz: Sequence[int],
         stage: int,
         meter: EnergyMeter,
-        wait_power_w: float,
+        wait_power: WaitPower,
         collectives: Collectives,
         settings: ProfilerSettings,
         progress: Callable[[str], None],
     ) -> None:
         self._schedule = schedule
-        self._clocks = sweep_frequencies(supported_mhz)
-        self._is_backward = schedule.is_backward[stage]
+        self._clocks = list(clocks_mhz)
+        self._stage = stage
         self._meter = meter
-        self._wait_power_w = wait_power_w
+        self._wait_power = wait_power
         self._collectives = collectives
         self._settings = settings
         self._progress = progress
@@ -130,7 +146,7 @@ class OnlineProfiler:
         """Sweep, and give the profile of the whole pipeline to every rank.
 
         Raises:
-            ProfilerError: GPUs with different clocks.
+            ProfilerError: GPUs with different clocks, or a meter that failed; on all ranks.
         """
         clocks = self._clocks
         everyone = self._collectives.gather_by_stage(clocks)
@@ -147,6 +163,12 @@ class OnlineProfiler:
         apart = yield from self._sweep(
             [(f, top) for f in clocks[1:]], self._settings.measured_split_iterations
         )
+        metered = all(math.isfinite(point.pair_j) for point in (*together, *apart))
+        if not all(all(stage) for stage in self._collectives.gather_by_stage(metered)):
+            raise ProfilerError(
+                "The energy counter of a GPU failed while it was profiled",
+                remedy="Give a profile by file.",
+            )
         own, change_s = split_energies(clocks, together, apart)
         return self._merge(clocks, own, change_s, sidecar)
 
@@ -161,7 +183,7 @@ class OnlineProfiler:
             for _ in range(self._settings.settle_iterations):
                 yield order
             if open_point is not None:
-                points.append(open_point.read(self._meter, self._wait_power_w))
+                points.append(open_point.read(self._meter, self._wait_power))
                 if stop_early and self._all_past_valley(points):
                     break
             if index == len(clocks):
@@ -174,10 +196,9 @@ class OnlineProfiler:
         return points
 
     def _measure(self, order: IterationOrder, measured: int) -> PhaseRun[_Point]:
-        point = _Point(self._is_backward)
+        point = _Point(order, self._stage)
         for _ in range(measured):
-            record = yield order
-            point.add(record)
+            point.records.append((yield order))
         return point
 
     def _all_past_valley(self, points: Sequence[Measured]) -> bool:
@@ -195,7 +216,7 @@ class OnlineProfiler:
         change_s: float,
         sidecar: Sidecar,
     ) -> Profile:
-        by_stage = self._collectives.gather_by_stage((own, change_s, self._wait_power_w))
+        by_stage = self._collectives.gather_by_stage((own, change_s, self._wait_power))
         rows = []
         for stage, replicas in enumerate(by_stage):
             for kind in Kind:
@@ -210,7 +231,11 @@ class OnlineProfiler:
                     )
                     rows.append((stage, kind, row))
         wait_power = tuple(
-            {clocks[0]: mean([replica[2] for replica in replicas])} for replicas in by_stage
+            {
+                clock: mean([replica[2].at(clock) for replica in replicas])
+                for clock in replicas[0][2].power_w
+            }
+            for replicas in by_stage
         )
         changes = [replica[1] for replicas in by_stage for replica in replicas]
         facts = {"wait_power_w": wait_power, "frequency_change_s": max(changes)}

@@ -16,8 +16,6 @@ from envpipe_megatron.schedule import Schedule
 
 #: The end must be seen in this many iterations in a row: one iteration's waits are noisy.
 _CONFIRMATIONS = 2
-#: Iterations after which the loop gives up.
-_MAX_ITERATIONS = 500
 #: A wait shorter than this share of the shortest unit is no bubble worth a clock.
 _LEAST_BUBBLE = 0.01
 
@@ -72,7 +70,7 @@ class OnlineReconfigurer:
         frequency = self._plan.frequency_mhz.ravel().copy()
         steps = seen = 0
         ended = Ended.STEP_LIMIT
-        for iteration in range(_MAX_ITERATIONS):
+        for iteration in range(self._policy.max_steps):
             record = yield IterationOrder(Phase.RECONFIGURE, schedule, frequency.reshape(shape))
             by_stage = self._collectives.gather_by_stage(record.receive_wait_s)
             waits = np.concatenate([np.mean(replicas, axis=0) for replicas in by_stage])

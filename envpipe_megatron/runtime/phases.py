@@ -1,0 +1,286 @@
+"""The phases of a job: warm-up, profile, plan, reconfigure, steady. Training goes on in all."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from envpipe_megatron import builders
+from envpipe_megatron.channel_model import find_stall
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.plan import Plan, check_stages, read_plan
+from envpipe_megatron.policies.planner import PlanRequest, check_request, make_plan
+from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended
+from envpipe_megatron.profile import Profile, read_profile
+from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec
+from envpipe_megatron.runtime.clock_controller import ClockController
+from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.energy_meter import EnergyMeter
+from envpipe_megatron.runtime.executor import Executor, FloatArray, StageRecord
+from envpipe_megatron.runtime.orders import IterationOrder, Phase, PhaseRun, constant_order
+from envpipe_megatron.runtime.profiler import (
+    OnlineProfiler,
+    ProfilerError,
+    ProfilerSettings,
+    sweep_frequencies,
+)
+from envpipe_megatron.runtime.reconfigurer import OnlineReconfigurer, no_bubble_threshold_s
+from envpipe_megatron.runtime.wait_power import WaitPower, measure_wait_power
+from envpipe_megatron.schedule import Schedule
+from envpipe_megatron.sidecar import Sidecar
+
+#: A job of weeks must not grow.
+_KEPT_ITERATIONS = 10_000
+#: Waiting power is measured at the maximum clock and about this share of it.
+_LOW_CLOCK = 0.6
+
+
+class SessionError(EnvPipeError):
+    """A job that changes shape, or one that EnvPipe cannot run."""
+
+
+@dataclass(frozen=True)
+class SessionConfig:
+    """What a job wants of EnvPipe.
+
+    Args:
+        request: type, order and reconfiguring; its number of microbatches and blocking power are
+            replaced by the job's own.
+        warmup_iterations: of the framework's order at maximum clock; the first is not looked at.
+        profiler: how long to profile.
+        profile_file: a profile to use in place of the online one.
+        plan_file: a plan to run as it stands; needs the profile file that prices it.
+        output_dir: where profile, plan, grids and energy log are left.
+        min_dwell_s: least time between two changes of a clock.
+
+    Raises:
+        PlannerError: wishes that contradict each other.
+        SessionError: a plan without its profile, or too short a warm-up.
+    """
+
+    request: PlanRequest
+    warmup_iterations: int = 3
+    profiler: ProfilerSettings = field(default_factory=ProfilerSettings)
+    profile_file: Path | None = None
+    plan_file: Path | None = None
+    output_dir: Path | None = None
+    min_dwell_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_request(self.request)
+        if self.plan_file is not None and self.profile_file is None:
+            raise SessionError(
+                "A plan by file needs the profile that prices it",
+                value=str(self.plan_file),
+                remedy="Give the profile file too.",
+            )
+        needed = 1 if self.request.reconfigure == "default" else 2
+        if self.warmup_iterations < needed:
+            raise SessionError(
+                f"The warm-up needs at least {needed} iteration(s) with reconfiguring "
+                f"'{self.request.reconfigure}'",
+                value=self.warmup_iterations,
+                remedy="What a receive without a bubble takes is measured after the first.",
+            )
+
+
+@dataclass
+class SessionState:
+    """What the job has come to, for whoever reports it."""
+
+    phase: Phase = Phase.WARMUP
+    iteration: int = -1
+    profile: Profile | None = None
+    plan: Plan | None = None
+    reconfigure_steps: int = 0
+    reconfigure_ended: Ended | None = None
+    notes: tuple[str, ...] = ()
+    #: This rank's latest iterations: phase, time on the GPU's time base in s, wall time in s.
+    iterations: deque[tuple[Phase, float, float]] = field(
+        default_factory=lambda: deque(maxlen=_KEPT_ITERATIONS)
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the phases of one rank work with; `say` and `print_grid` are the planner's alone."""
+
+    config: SessionConfig
+    state: SessionState
+    stage: int
+    num_stages: int
+    num_microbatches: int
+    spec: TensorSpec
+    gpu: Gpu
+    channel: P2PChannel
+    executor: Executor
+    clock: ClockController
+    meter: EnergyMeter
+    collectives: Collectives
+    say: Callable[[str], None]
+    print_grid: Callable[[str], None]
+
+
+def run_phases(job: Job) -> PhaseRun[None]:
+    """Yield what each iteration runs, for ever; the same on every rank.
+
+    Raises:
+        EnvPipeError: a profile or plan that does not fit the job, on all ranks alike.
+    """
+    config, state = job.config, job.state
+    schedule = _framework_schedule(job)
+    top = max(job.gpu.supported_frequencies_mhz)
+    at_top = constant_order(Phase.WARMUP, schedule, top, top)
+    records = []
+    for _ in range(config.warmup_iterations):
+        job.say(f"warm-up: {schedule.name} at {top} MHz")
+        records.append((yield at_top))
+    if _is_baseline(config):
+        yield from _steady(job, replace(at_top, phase=Phase.STEADY))
+    try:
+        profile = yield from _profile(job, schedule)
+    except ProfilerError as error:
+        # Every rank raises it at the same point: the job trains on as if without EnvPipe.
+        state.notes = (f"No profile, so the clock stays at its maximum: {error}",)
+        job.say(state.notes[0])
+        yield from _steady(job, replace(at_top, phase=Phase.STEADY))
+    state.profile = profile
+    state.plan, state.notes = job.collectives.agreed(lambda: _plan(job, profile))
+    for note in state.notes:
+        job.say(note)
+    policy = RECONFIGURE_POLICIES.get(config.request.reconfigure)
+    if policy and config.plan_file is None:
+        extra = list(state.plan.schedule.extra_forwards)
+        job.say(f"reconfigure: {policy.name}, extra forwards {extra}")
+        threshold_s = _threshold_s(job, schedule, records[1:])
+        loop = OnlineReconfigurer(state.plan, policy, threshold_s, job.collectives, job.print_grid)
+        state.plan, state.reconfigure_steps, state.reconfigure_ended = yield from loop.run()
+        ended = state.reconfigure_ended.value
+        job.say(f"reconfigure: ended after {state.reconfigure_steps} steps, since {ended}")
+    if job.collectives.is_planner and config.output_dir:
+        state.plan.write(config.output_dir / "plan.json")
+    steady = IterationOrder(Phase.STEADY, state.plan.schedule, state.plan.frequency_mhz)
+    yield from _steady(job, steady)
+
+
+def _steady(job: Job, order: IterationOrder) -> PhaseRun[None]:
+    job.say(f"steady: {order.schedule.name}")
+    while True:
+        yield order
+
+
+def _framework_schedule(job: Job) -> Schedule:
+    chunks = job.config.request.num_chunks
+    if chunks > 1:
+        return builders.interleaved(job.num_stages, job.num_microbatches, chunks)
+    return builders.one_f_one_b(job.num_stages, job.num_microbatches)
+
+
+def _is_baseline(config: SessionConfig) -> bool:
+    """Whether nothing needs to be known: the framework's own order at maximum clock."""
+    own_order = config.request.schedule in ("1f1b", "interleaved")
+    return config.request.policy == "baseline" and own_order and config.plan_file is None
+
+
+def _profile(job: Job, schedule: Schedule) -> PhaseRun[Profile]:
+    given = job.config.profile_file
+    if given is not None:
+
+        def read() -> Profile:
+            profile = read_profile(given)
+            check_stages(profile, job.num_stages)
+            return profile
+
+        return job.collectives.agreed(read)
+    clocks = sweep_frequencies(job.gpu.supported_frequencies_mhz)
+    low = min(clocks, key=lambda f: abs(f - _LOW_CLOCK * clocks[0]))
+    job.say(f"profile: waiting power at {clocks[0]} and {low} MHz")
+    wait_power = WaitPower(
+        {
+            frequency: measure_wait_power(
+                frequency,
+                job.stage,
+                job.num_stages,
+                job.channel,
+                job.spec,
+                job.executor,
+                job.clock,
+                job.meter,
+            )
+            for frequency in dict.fromkeys((low, clocks[0]))
+        }
+    )
+    profiler = OnlineProfiler(
+        schedule,
+        clocks,
+        job.stage,
+        job.meter,
+        wait_power,
+        job.collectives,
+        job.config.profiler,
+        job.say,
+    )
+    profile = yield from profiler.run(Sidecar(gpu=job.gpu.name, num_chunks=schedule.num_chunks))
+    if job.collectives.is_planner and job.config.output_dir:
+        profile.write(job.config.output_dir / "profile.csv")
+    return profile
+
+
+def _plan(job: Job, profile: Profile) -> tuple[Plan, tuple[str, ...]]:
+    """The plan to start from, and notes; called on the planner alone."""
+    given = job.config.plan_file
+    notes: tuple[str, ...] = ()
+    if given is None:
+        powers = profile.sidecar.wait_power_w
+        # The loop online replaces the offline one: it starts from the plain policy.
+        request = replace(
+            job.config.request,
+            num_microbatches=job.num_microbatches,
+            reconfigure="default",
+            channel_capacity=job.channel.capacity,
+            blocking_power_w=(tuple(curve[max(curve)] for curve in powers) if powers else 0.0),
+        )
+        made = make_plan(profile, request)
+        plan, notes = made.plan, made.notes
+    else:
+        plan = read_plan(given, profile)
+        if plan.schedule.num_microbatches != job.num_microbatches:
+            raise SessionError(
+                f"Plan {given} is for another number of microbatches",
+                value=plan.schedule.num_microbatches,
+                remedy=f"This job has {job.num_microbatches}.",
+            )
+        stall = find_stall(plan.schedule, job.channel.capacity)
+        if stall is not None:
+            raise SessionError(
+                f"The order of plan {given} needs a deeper channel than this job has: {stall}",
+                remedy="Plan with --channel-capacity 1, or set CUDA_DEVICE_MAX_CONNECTIONS=8.",
+            )
+    unsupported = set(np.unique(plan.frequency_mhz).tolist()) - set(
+        job.gpu.supported_frequencies_mhz
+    )
+    if unsupported:
+        raise SessionError(
+            f"The plan asks for clocks (MHz) that {job.gpu.name} does not have",
+            value=sorted(unsupported),
+            remedy="Use a profile of this GPU.",
+        )
+    return plan, notes
+
+
+def _threshold_s(job: Job, schedule: Schedule, records: list[StageRecord]) -> float:
+    own = [(record.receive_wait_s, record.unit_time_s.min()) for record in records]
+    by_stage = [replicas[0] for replicas in job.collectives.gather_by_stage(own)]
+    receives = schedule.cross_dependency.reshape(schedule.num_stages, -1) >= 0
+    receives[:, 0] = False  # waits for the pipeline to fill
+    waits: list[FloatArray] = []
+    for index in range(len(records)):
+        stages = [stage[index][0][mask] for stage, mask in zip(by_stage, receives, strict=True)]
+        waits.append(np.concatenate(stages))
+    shortest = min(unit_s for stage in by_stage for _, unit_s in stage)
+    return no_bubble_threshold_s(waits, shortest)

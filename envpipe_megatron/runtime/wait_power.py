@@ -1,0 +1,79 @@
+"""The power of a GPU that waits in a receive, measured by letting it wait."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec
+from envpipe_megatron.runtime.clock_controller import ClockController
+from envpipe_megatron.runtime.energy_meter import EnergyMeter, MeterError
+from envpipe_megatron.runtime.executor import METER_MARGIN_S, Done, Executor
+from envpipe_megatron.schedule import Kind, unit
+
+#: How long the pipeline stands still at each clock: some ten refreshes of the counter.
+_HOLD_S = 1.5
+
+
+@dataclass(frozen=True)
+class WaitPower:
+    """Waiting power over the clock that is set while waiting.
+
+    Args:
+        power_w: at the measured clocks, `{frequency_mhz: power_w}`; not a number where the meter
+            failed.
+    """
+
+    power_w: Mapping[int, float]
+
+    def at(self, frequency_mhz: int) -> float:
+        """Power at a clock, W: between the measured ones on a line, beyond them constant."""
+        clocks = sorted(self.power_w)
+        return float(np.interp(frequency_mhz, clocks, [self.power_w[f] for f in clocks]))
+
+
+def measure_wait_power(
+    frequency_mhz: int,
+    stage: int,
+    num_stages: int,
+    channel: P2PChannel,
+    spec: TensorSpec,
+    executor: Executor,
+    clock: ClockController,
+    meter: EnergyMeter,
+) -> float:
+    """Hold the pipeline once, between two iterations, and give this GPU's power in W.
+
+    Every stage posts a receive from a neighbour that sends only after a while; on a GPU the receive
+    spins meanwhile, as it does in a bubble.
+
+    Returns:
+        not a number if the meter failed, so that all ranks can settle together what to do.
+    """
+    receives, sends = (Kind.FORWARD, []) if stage else (Kind.BACKWARD, [])
+    if stage + 1 < num_stages:
+        sends.append(Kind.FORWARD)
+    if stage == 1:
+        sends.append(Kind.BACKWARD)
+    clock.request(frequency_mhz, Done())
+    channel.expect({receives: 1}, spec)
+    begin_s = executor.meet()
+    executor.let_counter_refresh()  # the clock settles too
+    start_s, end_s = begin_s + METER_MARGIN_S, begin_s + METER_MARGIN_S + _HOLD_S
+    time.sleep(_HOLD_S)  # the neighbour's GPU waits meanwhile
+    payload = [torch.zeros(shape, dtype=spec.dtype, device=spec.device) for shape in spec.shapes]
+    for kind in sends:
+        channel.send(unit(kind, 0), payload, end_s)
+    message = channel.receive(unit(receives, 0))
+    executor.wait_for_message(message.sent_s)
+    channel.end_step()
+    end_s -= METER_MARGIN_S  # refreshes on both sides of the window
+    try:
+        return meter.energy_j(start_s, end_s) / (end_s - start_s)
+    except MeterError:
+        return math.nan
