@@ -64,17 +64,26 @@ class PlainWork:
         pass
 
 
+#: Twice in each refresh of an emulated GPU's counter.
+_STEP_S = 0.05
+
+
 class FastTime:
-    """The host's clock without its sleeps: they are jumped over."""
+    """The host's clock without its sleeps: they are jumped over, in the steps of a meter."""
 
     def __init__(self) -> None:
         self._jumped_s = 0.0
+        #: Called at every step, for a thread that would have run during the sleep.
+        self.meanwhile: Callable[[], object] = lambda: None
 
     def monotonic(self) -> float:
         return time.monotonic() + self._jumped_s
 
     def sleep(self, duration_s: float) -> None:
-        self._jumped_s += duration_s
+        while duration_s > 0:
+            self._jumped_s += min(duration_s, _STEP_S)
+            duration_s -= _STEP_S
+            self.meanwhile()
 
     def install(self, gpu: EmulatedGpu) -> None:
         """Let this process's emulation run by this clock."""
@@ -101,8 +110,9 @@ def session(
     stages = dist.get_world_size()
     collectives = Collectives(dist.group.WORLD, rank, stages, dist.group.WORLD)
     gpu = EmulatedGpu.create(preset, rank, root)
+    fast_time = FastTime()
     if fast:
-        FastTime().install(gpu)
+        fast_time.install(gpu)
     times = time_at_max_s or {Kind.FORWARD: 0.002, Kind.BACKWARD: 0.004}
     made = Session(
         config,
@@ -115,4 +125,5 @@ def session(
         rank=rank,
         **options,
     )
+    fast_time.meanwhile = made.meter._sample
     return made, gpu

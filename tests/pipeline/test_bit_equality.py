@@ -335,7 +335,6 @@ def test_features(stock, ours, tmp_path, feature):
             assert result.weights == reference.weights
 
 
-@pytest.mark.xfail(strict=True, reason="Session.evaluate makes an order without chunks")
 def test_interleaved_evaluation(stock, ours, tmp_path):
     job = Job(2, 6, chunks=2, evaluate_after=1)
     schedule = builders.interleaved(2, 6, 2)

@@ -1,0 +1,162 @@
+"""What the ranks of the channel tests run; each is a stage of one pipeline."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import plain_stages
+import torch
+import torch.distributed as dist
+
+from envpipe_megatron.runtime.channel import P2PChannel
+from envpipe_megatron.schedule import Kind, unit
+
+
+def message(number: int) -> torch.Tensor:
+    return torch.full(plain_stages.SPEC.shapes[0], float(number))
+
+
+def received(channel: P2PChannel, number: int, kind: Kind = Kind.FORWARD) -> tuple[float, Any]:
+    """First element of what was received, and its stamp; all elements are alike."""
+    got = channel.receive(unit(kind, number))
+    (tensor,) = got.tensors
+    assert torch.equal(tensor.detach(), torch.full_like(tensor.detach(), tensor[0, 0].item()))
+    assert tensor.requires_grad is (kind is Kind.FORWARD)
+    return tensor[0, 0].item(), got.sent_s
+
+
+def many_pending(rank: int, count: int) -> Any:
+    """Stage 0 sends `count` messages while stage 1 takes none; then stage 1 takes all."""
+    channel = plain_stages.channel(10)
+    channel.expect({Kind.FORWARD: count if rank == 1 else 0}, plain_stages.SPEC)
+    times_s, messages = [], []
+    if rank == 0:
+        for number in range(count):
+            begin_s = time.monotonic()
+            channel.send(unit(Kind.FORWARD, number), [message(number)], 0.1 * number)
+            times_s.append(time.monotonic() - begin_s)
+    dist.barrier()  # only now may stage 1 start: all sends have returned
+    if rank == 1:
+        messages = [received(channel, number) for number in range(count)]
+    channel.end_step()
+    return times_s, messages
+
+
+def swapped(rank: int, count: int) -> Any:
+    """Stage 0 frees its outputs as Megatron does, while their sends are pending."""
+    channel = plain_stages.channel(10)
+    channel.expect({Kind.FORWARD: count if rank == 1 else 0}, plain_stages.SPEC)
+    messages = []
+    if rank == 0:
+        for number in range(count):
+            output = message(number).requires_grad_()
+            channel.send(unit(Kind.FORWARD, number), [output], 0.0)
+            output.data = torch.empty(1)
+            del output
+            for _ in range(8):
+                message(-1)  # takes the freed memory, if there is any
+    dist.barrier()
+    if rank == 1:
+        messages = [received(channel, number)[0] for number in range(count)]
+    channel.end_step()
+    return messages
+
+
+def transposed(rank: int) -> Any:
+    """An output that does not lie in one piece."""
+    channel = plain_stages.channel(10, stamped=False)
+    channel.expect({Kind.FORWARD: 1 if rank == 1 else 0}, plain_stages.SPEC)
+    rows, columns = plain_stages.SPEC.shapes[0]
+    result = None
+    if rank == 0:
+        output = torch.arange(rows * columns).float().reshape(columns, rows).t()
+        channel.send(unit(Kind.FORWARD, 0), [output], None)
+    elif rank == 1:
+        got = channel.receive(unit(Kind.FORWARD, 0))
+        result = got.tensors[0].tolist(), got.sent_s
+    channel.end_step()
+    return result
+
+
+def both_ways(rank: int, count: int) -> Any:
+    """The stage in the middle is sent to from both sides, and takes in another order than sent."""
+    channel = plain_stages.channel(10)
+    middle = rank == 1
+    wanted = {Kind.FORWARD: count if middle else 0, Kind.BACKWARD: count if middle else 0}
+    channel.expect(wanted, plain_stages.SPEC)
+    taken = []
+    if middle:
+        for number in range(count):
+            taken.append(("B", received(channel, number, Kind.BACKWARD)[0]))
+        for number in range(count):
+            taken.append(("F", received(channel, number, Kind.FORWARD)[0]))
+    else:
+        kind = Kind.FORWARD if rank == 0 else Kind.BACKWARD
+        for number in range(count):
+            channel.send(unit(kind, number), [message(number + 100 * rank)], 0.0)
+    channel.end_step()
+    return taken
+
+
+def posted_receives(rank: int, count: int) -> Any:
+    """How many messages each receive of stage 1 finds posted and not taken, by direction."""
+    posted: list[int] = []
+    real = dist.irecv
+
+    def irecv(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        posted[-1] += tensor.shape == plain_stages.SPEC.shapes[0]  # stamps are not counted
+        return real(tensor, *args, **kwargs)
+
+    channel = plain_stages.channel(10)
+    dist.irecv = irecv
+    try:
+        posted.append(0)
+        channel.expect({Kind.FORWARD: count if rank == 1 else 0}, plain_stages.SPEC)
+        for number in range(count):
+            if rank == 0:
+                channel.send(unit(Kind.FORWARD, number), [message(number)], 0.0)
+            elif rank == 1:
+                posted.append(0)
+                received(channel, number)
+        channel.end_step()
+    finally:
+        dist.irecv = real
+    return posted
+
+
+def left_over(rank: int) -> str:
+    """Stage 1 expects two messages and takes one."""
+    channel = plain_stages.channel(10)
+    channel.expect({Kind.FORWARD: 2 if rank == 1 else 0}, plain_stages.SPEC)
+    text = ""
+    if rank == 0:
+        for number in range(2):
+            channel.send(unit(Kind.FORWARD, number), [message(number)], 0.0)
+    elif rank == 1:
+        received(channel, 0)
+        try:
+            channel.end_step()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        received(channel, 1)  # so that nothing is left for the next test
+    channel.end_step()
+    return text
+
+
+def several_tensors(rank: int) -> Any:
+    """Messages of two tensors of different shapes."""
+    channel = plain_stages.channel(10)
+    spec = plain_stages.TensorSpec(((2, 3), (5,)), torch.float32, torch.device("cpu"))
+    channel.expect({Kind.FORWARD: 2 if rank == 1 else 0}, spec)
+    result = []
+    if rank == 0:
+        for number in range(2):
+            tensors = [torch.full((2, 3), number + 0.0), torch.full((5,), number + 0.5)]
+            channel.send(unit(Kind.FORWARD, number), tensors, float(number))
+    elif rank == 1:
+        for number in range(2):
+            got = channel.receive(unit(Kind.FORWARD, number))
+            result.append(([tensor[..., 0].max().item() for tensor in got.tensors], got.sent_s))
+    channel.end_step()
+    return result

@@ -1,0 +1,44 @@
+"""The channel over gloo, between three ranks without a training framework."""
+
+from __future__ import annotations
+
+import channel_ranks
+import pytest
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def test_sends_return_at_once_and_keep_their_order(three_ranks):
+    (times_s, _), (_, messages), _ = three_ranks.run(channel_ranks.many_pending, 64)
+    # Returned while the receiver stood at a barrier behind them: none waited for it.
+    assert len(times_s) == 64
+    assert sorted(times_s)[32] < 0.01
+    assert messages == [(number, pytest.approx(0.1 * number)) for number in range(64)]
+
+
+def test_freeing_an_output_does_not_touch_its_send(three_ranks):
+    assert three_ranks.run(channel_ranks.swapped, 32)[1] == list(range(32))
+
+
+def test_output_that_does_not_lie_in_one_piece(three_ranks):
+    assert three_ranks.run(channel_ranks.transposed)[1] == ([[0, 2, 4], [1, 3, 5]], None)
+
+
+def test_directions_do_not_wait_for_each_other(three_ranks):
+    taken = three_ranks.run(channel_ranks.both_ways, 8)[1]
+    assert taken == [*(("B", 200 + m) for m in range(8)), *(("F", m) for m in range(8))]
+
+
+def test_one_receive_is_posted_at_a_time(three_ranks):
+    """The first at the start of the step, then one whenever one is taken."""
+    assert three_ranks.run(channel_ranks.posted_receives, 5)[1] == [1, 1, 1, 1, 1, 0]
+
+
+def test_message_left_over_is_an_error(three_ranks):
+    text = three_ranks.run(channel_ranks.left_over)[1]
+    assert text.startswith("ChannelError: Stage 1 ended a step with messages not taken")
+    assert three_ranks.run(channel_ranks.swapped, 3)[1] == [0, 1, 2]  # the links are as before
+
+
+def test_messages_of_several_tensors(three_ranks):
+    assert three_ranks.run(channel_ranks.several_tensors)[1] == [([0, 0.5], 0), ([1, 1.5], 1)]
