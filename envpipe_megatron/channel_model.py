@@ -45,7 +45,7 @@ import numpy as np
 
 from envpipe_megatron.builders import envpipe, one_f_one_b
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.schedule import Kind, Schedule, Unit
+from envpipe_megatron.schedule import Schedule, Unit
 
 _REMEDY = (
     "Set CUDA_DEVICE_MAX_CONNECTIONS=8, with which sends are asynchronous (capacity None), or "
@@ -53,7 +53,7 @@ _REMEDY = (
 )
 
 
-class ChannelError(EnvPipeError):
+class ChannelModelError(EnvPipeError):
     """An order that the channels between stages cannot carry."""
 
 
@@ -110,7 +110,7 @@ def check_message_order(schedule: Schedule) -> None:
     A channel knows no names of messages: in another order units would get the wrong tensors.
 
     Raises:
-        ChannelError: naming two messages that would be exchanged.
+        ChannelModelError: naming two messages that would be exchanged.
     """
     if schedule.num_stages == 1:
         return
@@ -124,7 +124,7 @@ def check_message_order(schedule: Schedule) -> None:
             early = np.flatnonzero(np.diff(receiver) < 0)
             if early.size:
                 one, two = early[0], early[0] + 1
-                raise ChannelError(
+                raise ChannelModelError(
                     f"Schedule '{schedule.name}' runs {schedule.describe(sender[one])} before "
                     f"{schedule.describe(sender[two])}, but their outputs are needed the other "
                     f"way round: {schedule.describe(receiver[two])} comes before "
@@ -146,7 +146,7 @@ def find_stall(schedule: Schedule, capacity: int | None) -> Stall | None:
     runnable, so the work is linear in the number of units.
 
     Raises:
-        ChannelError: a negative capacity, or messages taken in another order than sent.
+        ChannelModelError: a negative capacity, or messages taken in another order than sent.
     """
     _check_capacity(capacity)
     check_message_order(schedule)
@@ -225,9 +225,10 @@ def fit_to_channel(
         capacity: of each channel; None lowers nothing.
 
     Raises:
-        ChannelError: not even 1F1B finishes: capacity 0 with two or more stages and microbatches,
-            where the last stage but one sends its second activation while the last sends its first
-            gradient. (Megatron runs 1F1B there with a send and a receive in one call.)
+        ChannelModelError: not even 1F1B finishes: capacity 0 with two or more stages and
+            microbatches, where the last stage but one sends its second activation while the last
+            sends its first gradient. (Megatron runs 1F1B there with a send and a receive in one
+            call.)
         ScheduleError: extra forwards that the job cannot have on any channel; see `envpipe`.
     """
     wanted = tuple(int(extra) for extra in extra_forwards)
@@ -236,7 +237,7 @@ def fit_to_channel(
         return ChannelFit(wanted, False, "The channel carries the order as it is.")
     stall = find_stall(one_f_one_b(num_stages, num_microbatches), capacity)
     if stall is not None:
-        raise ChannelError(
+        raise ChannelModelError(
             f"Not even 1F1B finishes on a channel of this capacity: {stall}",
             value=capacity,
             remedy=_REMEDY,
@@ -246,7 +247,7 @@ def fit_to_channel(
         fitted[stage] = min(fitted[stage], fitted[stage + 1] + step)
     stall = find_stall(envpipe(num_stages, num_microbatches, fitted), capacity)
     if stall is not None:
-        raise ChannelError(
+        raise ChannelModelError(
             f"Extra forwards lowered to {fitted} stall still: {stall}",
             value=list(wanted),
             remedy="This is a fault of this software, please report it. " + _REMEDY,
@@ -261,116 +262,6 @@ def fit_to_channel(
         f"by at most {step} from a stage to the next. {_REMEDY}"
     )
     return ChannelFit(tuple(fitted), True, reason)
-
-
-def explore_all(schedule: Schedule, capacity: int | None, max_states: int = 1_000_000) -> bool:
-    """Whether every interleaving of the stages' steps finishes; see `stopping_points`."""
-    points = stopping_points(schedule, capacity, max_states)
-    return points == {(schedule.units_per_stage,) * schedule.num_stages}
-
-
-def stopping_points(
-    schedule: Schedule, capacity: int | None, max_states: int = 1_000_000
-) -> frozenset[tuple[int, ...]]:
-    """Every state that some interleaving ends in, as units wholly finished on each stage.
-
-    For small jobs, and a check of `find_stall`, with which it shares only the check of its input.
-    It models the library one level lower: receives are posted, a transfer of a matched message is
-    a step of its own, and a stage waits behind a send for *transfers*. Capacity 0 posts a receive
-    when the stage stands at it and lets no send go untransferred; `k` and None post one ahead, and
-    `k` lets `k - 1` sends go untransferred.
-
-    Raises:
-        ChannelError: more than `max_states` global states, a negative capacity, or messages taken
-            in another order than sent.
-    """
-    _check_capacity(capacity)
-    check_message_order(schedule)
-    programs = [_program(schedule, stage, capacity) for stage in range(schedule.num_stages)]
-    channels = sorted({c for program in programs for _, c in program if c is not None})
-    index = {channel: len(programs) + i for i, channel in enumerate(channels)}
-    sent = {c: _counts(programs[c[1]], ("start", c)) for c in channels}
-    taken = {c: _counts(programs[c[2]], ("take", c)) for c in channels}
-    finished = [_counts(program, ("end", None)) for program in programs]
-    may_wait = max(0, (capacity or 0) - 1)
-
-    def next_states(state: _State) -> list[_State]:
-        follow = []
-        for stage, program in enumerate(programs):
-            place = state[stage]
-            if place == len(program):
-                continue
-            action, channel = program[place]
-            possible = True
-            if channel is not None and action == "take":
-                possible = state[index[channel]] > taken[channel][place]
-            elif channel is not None and action == "wait":
-                possible = sent[channel][place] - state[index[channel]] <= may_wait
-            if possible:
-                follow.append(_plus_one(state, stage))
-        for channel in channels:
-            _, source, target = channel
-            place = state[target]
-            at_receive = programs[target][place : place + 1] == [("take", channel)]
-            posted = taken[channel][place] + (at_receive if capacity == 0 else 1)
-            if state[index[channel]] < min(posted, sent[channel][state[source]]):
-                follow.append(_plus_one(state, index[channel]))
-        return follow
-
-    # A state is each stage's place in its program, then the messages transferred on each channel.
-    start = (0,) * (len(programs) + len(channels))
-    seen, frontier, points = {start}, [start], set()
-    while frontier:
-        state = frontier.pop()
-        follow = next_states(state)
-        if not follow:
-            points.add(tuple(done[at] for done, at in zip(finished, state, strict=False)))
-        frontier.extend(new for new in follow if new not in seen)
-        seen.update(follow)
-        if len(seen) > max_states:
-            raise ChannelError(
-                f"Schedule '{schedule.name}' has too many interleavings to search",
-                value=max_states,
-                remedy="Ask `completes`, which needs one run, or raise max_states.",
-            )
-    return frozenset(points)
-
-
-_State = tuple[int, ...]
-_Channel = tuple[Kind, int, int]  # kind, sending stage, receiving stage
-_Step = tuple[str, _Channel | None]
-
-
-def _program(schedule: Schedule, stage: int, capacity: int | None) -> list[_Step]:
-    """A stage's steps: take, start a send, wait until it may go on, end a unit."""
-    last = schedule.num_stages - 1
-    before, after = (stage - 1) % (last + 1), (stage + 1) % (last + 1)
-    steps: list[_Step] = []
-    for unit in schedule.stages[stage]:
-        front = (before, stage == 0 and unit.chunk == 0)
-        back = (after, stage == last and unit.chunk == schedule.num_chunks - 1)
-        backward = unit.kind is Kind.BACKWARD
-        (source, no_input), (target, no_output) = (back, front) if backward else (front, back)
-        if source != stage and not no_input:
-            steps.append(("take", (unit.kind, source, stage)))
-        if target != stage and not no_output:
-            steps.append(("start", (unit.kind, stage, target)))
-            if capacity is not None:
-                steps.append(("wait", (unit.kind, stage, target)))
-        steps.append(("end", None))
-    return steps
-
-
-def _counts(program: list[_Step], counted: _Step) -> list[int]:
-    """How often a step was made, by place in the program."""
-    done = [0]
-    for step in program:
-        done.append(done[-1] + (step == counted))
-    return done
-
-
-def _plus_one(state: _State, place: int) -> _State:
-    return (*state[:place], state[place] + 1, *state[place + 1 :])
 
 
 def _channels(schedule: Schedule) -> tuple[list[int], list[int]]:
@@ -390,7 +281,7 @@ def _channels(schedule: Schedule) -> tuple[list[int], list[int]]:
 
 def _check_capacity(capacity: int | None) -> None:
     if capacity is not None and capacity < 0:
-        raise ChannelError(
+        raise ChannelModelError(
             "The capacity of a channel is a number of messages",
             value=capacity,
             remedy="Give zero or more, or None for asynchronous sends.",

@@ -101,10 +101,6 @@ class Profile:
             )
         return found
 
-    def max_frequency_mhz(self, stage: int, kind: Kind) -> int:
-        """The highest frequency listed, even where it is not the fastest."""
-        return self.rows[stage][kind][0].frequency_mhz
-
     @cached_property
     def optimal_frequency_mhz(self) -> tuple[int, ...]:
         """For each stage, the frequency at the bottom of its energy valley.

@@ -25,7 +25,7 @@ from envpipe_megatron.quickstart import model as quickstart_model
 from envpipe_megatron.quickstart.settings import EVENT_MARK, RUNS, Settings
 from envpipe_megatron.runtime.channel import make_channel
 from envpipe_megatron.runtime.collectives import Collectives
-from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor
+from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor, Fidelity
 from envpipe_megatron.runtime.orders import Phase
 from envpipe_megatron.runtime.profiler import ProfilerSettings
 from envpipe_megatron.runtime.session import Session, SessionConfig
@@ -170,6 +170,7 @@ class QuickstartRank:
             "duration_s": session.energy_log.duration_s,
             "units": executor.fidelity.units,
             "overruns": executor.fidelity.overruns,
+            "clock_error": str(session.clock.error or ""),
             "real_share_p99": float(np.quantile(executor.fidelity.real_shares, 0.99)),
             "clock_changes": session.clock.changes,
             "start_s": record.start_s.tolist(),
@@ -195,7 +196,11 @@ class QuickstartRank:
                 schedule=state.plan.schedule.name if state.plan else "1f1b",
                 reconfigure_steps=state.reconfigure_steps,
                 reconfigure_ended=state.reconfigure_ended.value if state.reconfigure_ended else "",
-                notes=list(state.notes),
+                times_trusted=Fidelity(
+                    sum(stage["units"] for stage in stages),
+                    sum(stage["overruns"] for stage in stages),
+                ).trusted,
+                notes=[*state.notes, *(s["clock_error"] for s in stages if s["clock_error"])],
             )
 
 

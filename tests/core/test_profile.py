@@ -178,11 +178,6 @@ def test_an_unprofiled_frequency_is_refused_with_those_there_are():
         profile.row(0, B, 1000)
 
 
-def test_the_highest_frequency_is_the_maximum_even_where_it_is_slower():
-    profile = uniform_profile(1, {1410: (1.03, 9), 1395: (1.0, 9), 900: (2.0, 5)})
-    assert profile.max_frequency_mhz(0, F) == 1410
-
-
 def test_the_optimal_frequency_is_the_bottom_of_the_sum():
     profile = profile_of(
         {
