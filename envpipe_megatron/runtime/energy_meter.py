@@ -108,10 +108,16 @@ class EnergyMeter:
 
 
 def append_window(path: Path, window: dict[str, Any]) -> None:
-    """Append one object to an energy log; a single write, so that many ranks may share the file."""
+    """Append one object to an energy log; a single write, so that many ranks may share the file.
+
+    A writer that is killed while it writes leaves the start of a line at most (where it crosses a
+    page), and the next writer ends that line: it spoils no other.
+    """
     line = (json.dumps(window) + "\n").encode()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        os.write(descriptor, line)
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        os.write(descriptor, b"\n" + line if torn else line)
     finally:
         os.close(descriptor)
