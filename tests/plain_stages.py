@@ -125,5 +125,5 @@ def session(
         rank=rank,
         **options,
     )
-    fast_time.meanwhile = made.meter._sample
+    fast_time.meanwhile = made.meter._try_sample
     return made, gpu

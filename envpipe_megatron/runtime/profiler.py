@@ -163,12 +163,6 @@ class OnlineProfiler:
         apart = yield from self._sweep(
             [(f, top) for f in clocks[1:]], self._settings.measured_split_iterations
         )
-        metered = all(math.isfinite(point.pair_j) for point in (*together, *apart))
-        if not all(all(stage) for stage in self._collectives.gather_by_stage(metered)):
-            raise ProfilerError(
-                "The energy counter of a GPU failed while it was profiled",
-                remedy="Give a profile by file.",
-            )
         own, change_s = split_energies(clocks, together, apart)
         return self._merge(clocks, own, change_s, sidecar)
 
@@ -184,6 +178,7 @@ class OnlineProfiler:
                 yield order
             if open_point is not None:
                 points.append(open_point.read(self._meter, self._wait_power))
+                self._check_metered(points[-1])
                 if stop_early and self._all_past_valley(points):
                     break
             if index == len(clocks):
@@ -200,6 +195,15 @@ class OnlineProfiler:
         for _ in range(measured):
             point.records.append((yield order))
         return point
+
+    def _check_metered(self, point: Measured) -> None:
+        """Raise on every rank if one rank's meter failed."""
+        metered = self._collectives.gather_by_stage(math.isfinite(point.pair_j))
+        if not all(all(stage) for stage in metered):
+            raise ProfilerError(
+                "The energy counter of a GPU failed while it was profiled",
+                remedy="Give a profile by file.",
+            )
 
     def _all_past_valley(self, points: Sequence[Measured]) -> bool:
         """Whether every stage has seen enough rises of energy in a row, now or before."""

@@ -341,3 +341,45 @@ def test_interleaved_evaluation(stock, ours, tmp_path):
     results = ours(job, by_plan(tmp_path, schedule))
     assert_executed(job, results, schedule)
     assert_same_bits(results, stock(job))
+
+
+@pytest.mark.parametrize("descending", [False, True])
+def test_gradients_are_reduced_behind_the_last_backward(ours, tmp_path, descending):
+    """Whichever microbatch that is: replicas would drift apart silently otherwise."""
+    microbatches = range(6)
+    forwards = tuple(unit(Kind.FORWARD, m) for m in microbatches)
+    ordered = reversed(microbatches) if descending else microbatches
+    backwards = tuple(unit(Kind.BACKWARD, m) for m in ordered)
+    schedule = Schedule("custom", 6, 1, ((*forwards, *backwards),) * 2)
+    job = Job(2, 6, reducer=("overlap_grad_reduce",))
+    results = ours(job, by_plan(tmp_path, schedule))
+    assert_executed(job, results, schedule)
+    by_stage = sorted(results, key=lambda result: (result.stage, result.replica))
+    for one, other in zip(by_stage[::2], by_stage[1::2], strict=True):
+        assert one.weights == other.weights
+
+
+CHECKPOINTED = {
+    "1f1b": (Job(4, 6, partial_checkpoint=1), builders.one_f_one_b(4, 6)),
+    "interleaved": (Job(2, 6, chunks=2, partial_checkpoint=1), builders.interleaved(2, 6, 2)),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_as_many_forwards_are_checkpointed_as_by_megatron(stock, ours, tmp_path, name):
+    job, schedule = CHECKPOINTED[name]
+    results, references = ours(job, by_plan(tmp_path, schedule)), stock(job)
+    assert [r.checkpointed for r in results] == [r.checkpointed for r in references]
+    assert_same_bits(results, references)
+
+
+def test_evaluation_under_partial_checkpointing(stock, ours, tmp_path):
+    job = Job(2, 6, partial_checkpoint=1, evaluate_after=1)
+    assert_same_bits(ours(job, by_plan(tmp_path, builders.one_f_one_b(2, 6))), stock(job))
+
+
+def test_a_pipeline_of_one_stage_is_left_to_megatron(stock, ours):
+    job = Job(1, 3)
+    results = ours(job, Ours("envpipe", "envelope", warmup_iterations=2))
+    assert all(not units for result in results for units in result.executed)
+    assert_same_bits(results, stock(job))

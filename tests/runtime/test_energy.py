@@ -334,7 +334,7 @@ def test_threshold_lies_above_overhead_and_below_bubbles():
         np.concatenate([0.0005 + rng.normal(0, 5e-5, 12), 0.02 + rng.normal(0, 1e-3, 6)])
         for _ in range(10)
     ]
-    threshold_s = no_bubble_threshold_s(waits_s, shortest_unit_s=0.03)
+    threshold_s = no_bubble_threshold_s(waits_s, shortest_unit_s=0.001)
     # At most a handful of overheads, of 120, may look like bubbles.
     overheads = np.array(waits_s)[:, :12]
     assert (overheads > threshold_s).mean() < 0.05
