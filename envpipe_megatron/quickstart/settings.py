@@ -24,6 +24,7 @@ class Settings:
         forward_time_s: emulated time at the maximum clock of a forward of the first stage.
         backward_ratio: time of a backward over that of a forward.
         steady_iterations: compared iterations of each run.
+        profile_window_s: least time at each clock of the profile.
     """
 
     output_dir: str
@@ -44,6 +45,7 @@ class Settings:
     settle_iterations: int = 1
     measured_iterations: int = 2
     measured_split_iterations: int = 2
+    profile_window_s: float = 1.0
 
     @property
     def model_name(self) -> str:

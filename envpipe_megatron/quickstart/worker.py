@@ -135,6 +135,7 @@ class QuickstartRank:
                     settings.settle_iterations,
                     settings.measured_iterations,
                     settings.measured_split_iterations,
+                    settings.profile_window_s,
                 ),
                 output_dir=self.output,
             ),

@@ -48,13 +48,26 @@ class ProfilerSettings:
 
     Args:
         settle_iterations: run and not measured after each change of the sweep's clock.
-        measured_iterations: averaged at each clock.
+        measured_iterations: averaged at each clock, at least.
         measured_split_iterations: the same in the second sweep.
+        min_window_s: iterations are added until they last so long: ten refreshes of a counter that
+            refreshes every 100 ms.
+
+    Raises:
+        ProfilerError: not one iteration to settle, in which the window before is closed too.
     """
 
     settle_iterations: int = 1
     measured_iterations: int = 5
     measured_split_iterations: int = 3
+    min_window_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if min(self.settle_iterations, self.measured_iterations) < 1:
+            raise ProfilerError(
+                "A clock needs at least one iteration to settle and one to be measured",
+                value=(self.settle_iterations, self.measured_iterations),
+            )
 
 
 def sweep_frequencies(supported_mhz: Sequence[int]) -> list[int]:
@@ -141,6 +154,7 @@ class OnlineProfiler:
         self._collectives = collectives
         self._settings = settings
         self._progress = progress
+        self._shortest_s: float | None = None
 
     def run(self, sidecar: Sidecar) -> PhaseRun[Profile]:
         """Sweep, and give the profile of the whole pipeline to every rank.
@@ -175,7 +189,7 @@ class OnlineProfiler:
             order = constant_order(Phase.PROFILE, self._schedule, forward_mhz, backward_mhz)
             # These iterations let the new clock settle, and the counter pass the window before.
             for _ in range(self._settings.settle_iterations):
-                yield order
+                settled = yield order
             if open_point is not None:
                 points.append(open_point.read(self._meter, self._wait_power))
                 self._check_metered(points[-1])
@@ -187,8 +201,16 @@ class OnlineProfiler:
                 f"profile: forward {forward_mhz} MHz, backward {backward_mhz} MHz "
                 f"({index + 1} of at most {len(clocks)})"
             )
-            open_point = yield from self._measure(order, measured)
+            iterations = self._iterations(measured, settled)
+            open_point = yield from self._measure(order, iterations)
         return points
+
+    def _iterations(self, measured: int, settled: StageRecord) -> int:
+        """How many iterations fill the least window; the same on every rank."""
+        if self._shortest_s is None:
+            times = self._collectives.gather_by_stage(settled.iteration_time_s)
+            self._shortest_s = min(min(stage) for stage in times)
+        return max(measured, math.ceil(self._settings.min_window_s / self._shortest_s))
 
     def _measure(self, order: IterationOrder, measured: int) -> PhaseRun[_Point]:
         point = _Point(order, self._stage)
@@ -197,13 +219,17 @@ class OnlineProfiler:
         return point
 
     def _check_metered(self, point: Measured) -> None:
-        """Raise on every rank if one rank's meter failed."""
-        metered = self._collectives.gather_by_stage(math.isfinite(point.pair_j))
-        if not all(all(stage) for stage in metered):
-            raise ProfilerError(
-                "The energy counter of a GPU failed while it was profiled",
-                remedy="Give a profile by file.",
-            )
+        """Raise on every rank if one rank's meter failed, or told what cannot be."""
+        pairs = self._collectives.gather_by_stage(point.pair_j)
+        for stage, replicas in enumerate(pairs):
+            for pair_j in replicas:
+                if not 0 < pair_j < math.inf:
+                    raise ProfilerError(
+                        f"The energy counter of stage {stage} failed while it was profiled: "
+                        "energy of one forward and backward (J)",
+                        value=pair_j,
+                        remedy="Give a profile by file, or profile for longer at each clock.",
+                    )
 
     def _all_past_valley(self, points: Sequence[Measured]) -> bool:
         """Whether every stage has seen enough rises of energy in a row, now or before."""

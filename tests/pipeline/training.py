@@ -29,6 +29,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
+from plain_stages import FastTime
 from torch.overrides import TorchFunctionMode
 
 from envpipe_megatron.gpu.emulated import EmulatedGpu
@@ -323,8 +324,10 @@ def _session(rank: int, job: Job, ours: Ours, root: Path, result: Result) -> Ses
     collectives = Collectives(dist.group.WORLD, result.stage, job.stages, pipeline)
     gpu = _RecordingGpu.create("a100-sxm", rank, root)
     gpu.history_mhz = result.locked_mhz
+    fast_time = FastTime()
+    fast_time.install(gpu)
     times = {Kind.FORWARD: ours.unit_s, Kind.BACKWARD: 2 * ours.unit_s}
-    return _RecordingSession(
+    session = _RecordingSession(
         SessionConfig(
             PlanRequest(
                 num_microbatches=job.microbatches,
@@ -334,7 +337,7 @@ def _session(rank: int, job: Job, ours: Ours, root: Path, result: Result) -> Ses
                 num_chunks=job.chunks,
             ),
             warmup_iterations=ours.warmup_iterations,
-            profiler=ProfilerSettings(*ours.profiler),
+            profiler=ProfilerSettings(*ours.profiler, min_window_s=0.0),
             profile_file=ours.profile_file,
             plan_file=ours.plan_file,
             output_dir=root,
@@ -349,6 +352,8 @@ def _session(rank: int, job: Job, ours: Ours, root: Path, result: Result) -> Ses
         result=result,
         num_chunks=job.chunks,
     )
+    fast_time.meanwhile = session.meter._sample
+    return session
 
 
 def _stage() -> int:

@@ -43,6 +43,7 @@ def short_settings(folder, **changes):
             "settle_iterations": 1,
             "measured_iterations": 1,
             "measured_split_iterations": 1,
+            "profile_window_s": 0.0,
             **changes,
         }
     )

@@ -89,7 +89,7 @@ def profile(rank: int, root: Path, preset: str, times_s: tuple[float, float]) ->
     config = SessionConfig(
         PlanRequest(3, "envpipe", "envelope"),
         warmup_iterations=1,
-        profiler=ProfilerSettings(1, 3, 3),
+        profiler=ProfilerSettings(1, 3, 3, min_window_s=0.0),
         output_dir=root,
     )
     session, gpu = plain_stages.session(

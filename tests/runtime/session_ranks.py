@@ -12,7 +12,7 @@ from envpipe_megatron.runtime.profiler import ProfilerSettings
 from envpipe_megatron.runtime.session import SessionConfig
 
 MICROBATCHES = 3
-QUICK = ProfilerSettings(1, 1, 1)
+QUICK = ProfilerSettings(1, 1, 1, min_window_s=0.0)
 
 
 def _work(rank: int, fail_in: str = "") -> Any:
