@@ -114,6 +114,6 @@ def grid(
                 f"{unit.label(schedule.num_chunks)} {frequency_mhz[node]} "
                 f"{1e3 * receive_wait_s[node]:.1f}"
             )
-            cells.append(f"[{text}]" if node in on_path else f" {text} ")
-        lines.append(f"Stage {stage} | " + "".join(cells))
+            cells.append(f"[{text}]" if node in on_path else text)
+        lines.append(f"Stage {stage} | " + " ".join(cells))
     return "\n".join(lines)
