@@ -106,18 +106,31 @@ _UNUSED_STATE = _globals_of_parallel_state()
 _PARALLEL_STATES: dict[tuple[int, int], dict[str, Any]] = {}
 
 
-def _use_parallel_state(job: Job) -> None:
-    """Put megatron-core's process groups for this shape of job in place.
+_GROUPS: dict[tuple[Any, ...], Any] = {}
 
-    They are made once and kept: each of the dozens has threads that no call of megatron-core ends.
+
+def _shared_group(ranks: list[int], group_desc: str = "", **_: Any) -> Any:
+    """One group for all uses of the same ranks, but for the pipeline's own.
+
+    megatron-core makes dozens, and each gloo group has threads that wake a hundred times a second.
     """
+    own = group_desc if group_desc.startswith(("PIPELINE", "EMBEDDING")) else ""
+    key = own, *ranks
+    if key not in _GROUPS:
+        _GROUPS[key] = dist.new_group(ranks, group_desc=group_desc)
+    return _GROUPS[key]
+
+
+def _use_parallel_state(job: Job) -> None:
+    """Put megatron-core's process groups for this shape of job in place; they are kept."""
     key = job.stages, job.chunks
     if key not in _PARALLEL_STATES:
         vars(parallel_state).update(_UNUSED_STATE)
-        parallel_state.initialize_model_parallel(
-            pipeline_model_parallel_size=job.stages,
-            virtual_pipeline_model_parallel_size=job.chunks if job.chunks > 1 else None,
-        )
+        with patch.object(parallel_state, "create_group", _shared_group):
+            parallel_state.initialize_model_parallel(
+                pipeline_model_parallel_size=job.stages,
+                virtual_pipeline_model_parallel_size=job.chunks if job.chunks > 1 else None,
+            )
         _PARALLEL_STATES[key] = _globals_of_parallel_state()
     vars(parallel_state).update(_PARALLEL_STATES[key])
 
