@@ -26,7 +26,7 @@ from envpipe_megatron.profile import Profile, ProfileRow, make_profile
 from envpipe_megatron.runtime.collectives import Collectives, mean
 from envpipe_megatron.runtime.energy_meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.energy_split import Measured, mean_without_outliers, split_energies
-from envpipe_megatron.runtime.executor import StageRecord
+from envpipe_megatron.runtime.executor import FloatArray, StageRecord
 from envpipe_megatron.runtime.orders import IterationOrder, Phase, PhaseRun, constant_order
 from envpipe_megatron.runtime.wait_power import WaitPower
 from envpipe_megatron.schedule import Kind, Schedule
@@ -88,6 +88,7 @@ class _Point:
 
     order: IterationOrder
     stage: int
+    average: Callable[[FloatArray], float]
     records: list[StageRecord] = field(default_factory=list)
 
     def read(self, meter: EnergyMeter, wait_power: WaitPower) -> Measured:
@@ -104,8 +105,8 @@ class _Point:
         except MeterError:
             energy_j = math.nan
         return Measured(
-            mean_without_outliers(times[:, ~backward].ravel()),
-            mean_without_outliers(times[:, backward].ravel()),
+            self.average(times[:, ~backward].ravel()),
+            self.average(times[:, backward].ravel()),
             float(energy_j / pairs),
         )
 
@@ -174,14 +175,22 @@ class OnlineProfiler:
         )
         clocks = clocks[: len(together)]
         top = clocks[0]
+        # Here no unit is an outlier: those that started at the wrong clock are in the energy too.
         apart = yield from self._sweep(
-            [(f, top) for f in clocks[1:]], self._settings.measured_split_iterations
+            [(f, top) for f in clocks[1:]],
+            self._settings.measured_split_iterations,
+            average=lambda times: float(np.mean(times)),
         )
         own, change_s = split_energies(clocks, together, apart)
         return self._merge(clocks, own, change_s, sidecar)
 
     def _sweep(
-        self, clocks: Sequence[tuple[int, int]], measured: int, *, stop_early: bool = False
+        self,
+        clocks: Sequence[tuple[int, int]],
+        measured: int,
+        *,
+        stop_early: bool = False,
+        average: Callable[[FloatArray], float] = mean_without_outliers,
     ) -> PhaseRun[list[Measured]]:
         points: list[Measured] = []
         open_point: _Point | None = None
@@ -202,7 +211,9 @@ class OnlineProfiler:
                 f"({index + 1} of at most {len(clocks)})"
             )
             iterations = self._iterations(measured, settled)
-            open_point = yield from self._measure(order, iterations)
+            open_point = _Point(order, self._stage, average)
+            for _ in range(iterations):
+                open_point.records.append((yield order))
         return points
 
     def _iterations(self, measured: int, settled: StageRecord) -> int:
@@ -211,12 +222,6 @@ class OnlineProfiler:
             times = self._collectives.gather_by_stage(settled.iteration_time_s)
             self._shortest_s = min(min(stage) for stage in times)
         return max(measured, math.ceil(self._settings.min_window_s / self._shortest_s))
-
-    def _measure(self, order: IterationOrder, measured: int) -> PhaseRun[_Point]:
-        point = _Point(order, self._stage)
-        for _ in range(measured):
-            point.records.append((yield order))
-        return point
 
     def _check_metered(self, point: Measured) -> None:
         """Raise on every rank if one rank's meter failed, or told what cannot be."""
