@@ -223,9 +223,9 @@ def _mhz(value: object) -> int:
 
 
 def _number(value: object) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]  # narrowed
         raise ValueError
-    return float(value)  # type: ignore[arg-type]
+    return float(value)  # type: ignore[arg-type]  # checked above
 
 
 def _finite(value: object) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -60,9 +60,7 @@ class TensorSpec:
 class P2PChannel:
     """All links of one stage.
 
-    Every rank of the pipeline makes its channel at the same point of the program: making it creates
-    the communicators of both directions in one order, with a first exchange, since they block both
-    hosts when they come into being.
+    Made by `make_channel`.
 
     Args:
         ranks: the global rank of each stage of this pipeline.
@@ -146,15 +144,11 @@ class P2PChannel:
         # The transfer reads the storage as it is now; later changes of `.data` do not reach it.
         payload = [tensor.detach().contiguous() for tensor in tensors]
         stamp = torch.tensor([sent_s], dtype=torch.float64) if self._stamped else None
-        rank = self.ranks[destination]
         try:
-            works = []
-            if stamp is not None:
-                works.append(dist.isend(stamp, rank, group=group, tag=tag + _STAMP_TAG))
-            works += [dist.isend(t, rank, group=group, tag=tag + _PAYLOAD_TAG) for t in payload]
+            works = self._start(dist.isend, destination, group, tag, stamp, payload)
         except RuntimeError as error:
             raise self._lost(f"sending the output of {unit}", destination, error) from error
-        self._sent.append(_Send(str(unit), destination, [w for w in works if w], payload, stamp))
+        self._sent.append(_Send(str(unit), destination, works, payload, stamp))
         while self._sent and all(work.is_completed() for work in self._sent[0].works):
             self._sent.popleft()
 
@@ -193,20 +187,33 @@ class P2PChannel:
         assert self._spec is not None
         source = self._neighbour(kind, -1)
         group, tag = self._link(kind, destination=False)
-        rank = self.ranks[source]
         tensors = [
             torch.empty(shape, dtype=self._spec.dtype, device=self._spec.device)
             for shape in self._spec.shapes
         ]
         stamp = torch.empty(1, dtype=torch.float64) if self._stamped else None
         try:
-            works = []
-            if stamp is not None:
-                works.append(dist.irecv(stamp, rank, group=group, tag=tag + _STAMP_TAG))
-            works += [dist.irecv(t, rank, group=group, tag=tag + _PAYLOAD_TAG) for t in tensors]
+            works = self._start(dist.irecv, source, group, tag, stamp, tensors)
         except RuntimeError as error:
             raise self._lost("posting a receive", source, error) from error
-        self._posted[kind] = _Receive(source, [w for w in works if w], tensors, stamp)
+        self._posted[kind] = _Receive(source, works, tensors, stamp)
+
+    def _start(
+        self,
+        transfer: Callable[..., dist.Work | None],
+        neighbour: int,
+        group: dist.ProcessGroup,
+        tag: int,
+        stamp: torch.Tensor | None,
+        tensors: Sequence[torch.Tensor],
+    ) -> list[dist.Work]:
+        """Start sending or receiving a message: its stamp, if there is one, then its tensors."""
+        rank = self.ranks[neighbour]
+        parts = [(tensor, _PAYLOAD_TAG) for tensor in tensors]
+        if stamp is not None:
+            parts.insert(0, (stamp, _STAMP_TAG))
+        works = [transfer(part, rank, group=group, tag=tag + offset) for part, offset in parts]
+        return [work for work in works if work is not None]
 
     def _neighbour(self, kind: Kind, towards: int) -> int:
         """The stage that a kind goes to (+1) or comes from (-1)."""
@@ -257,7 +264,9 @@ def make_channel(
     """The channel of this rank over a pipeline's process group.
 
     On gloo the pipeline's own group carries both directions, told apart by tags. NCCL has no tags
-    and runs a communicator's transfers one after another, so each link gets a two-rank group.
+    and runs a communicator's transfers one after another, so each link gets a two-rank group. Every
+    rank of the job calls this at the same point of the program: the groups are made and brought up
+    in one order, with a first exchange, since they block both hosts when they come into being.
 
     Args:
         pipeline_group: the ranks of the pipeline, in order of their stages.

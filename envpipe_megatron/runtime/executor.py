@@ -1,4 +1,4 @@
-"""How a unit's time passes: on a GPU, on the host, or on an emulated GPU.
+"""How a unit's time passes: on a GPU, or on an emulated one (`emulated_executor`).
 
 The interpreter tells an executor when a unit's input has arrived and when its work was handed to
 the device; the executor knows when the device began and ended it. Each ended unit carries a
@@ -92,41 +92,6 @@ class Executor(Protocol):
 
     def let_counter_refresh(self) -> None:
         """Let `METER_MARGIN_S` pass on the meter's time base, so that its counter refreshes."""
-
-
-class HostExecutor:
-    """Wall time of a machine without a GPU and without an emulated one; for tests and debugging."""
-
-    def begin_iteration(self, schedule: Schedule, stage: int) -> None:
-        """Start the iteration's clock."""
-        self._begin_s = time.monotonic()
-        self._starts: list[float] = []
-        self._ends: list[float] = []
-
-    def begin_unit(self, sent_s: float | None) -> None:
-        """Note the start."""
-        self._starts.append(time.monotonic() - self._begin_s)
-
-    def end_unit(self) -> tuple[float | None, Completion]:
-        """Note the end; the work is done when it has been handed over."""
-        self._ends.append(time.monotonic() - self._begin_s)
-        return None, Done()
-
-    def end_iteration(self) -> StageRecord:
-        """The noted times."""
-        elapsed = time.monotonic() - self._begin_s
-        return make_record(self._starts, self._ends, self._begin_s, elapsed, elapsed)
-
-    def meet(self) -> float:
-        """The host's monotonic clock."""
-        return time.monotonic()
-
-    def wait_for_message(self, sent_s: float | None) -> None:
-        """Nothing to do: a host has waited when it has received."""
-
-    def let_counter_refresh(self) -> None:
-        """Sleep: no event tells of a refresh."""
-        time.sleep(METER_MARGIN_S)
 
 
 class CudaExecutor:
