@@ -1,0 +1,27 @@
+"""The `envpipe` command: each subcommand is a module of this package."""
+
+from __future__ import annotations
+
+import logging
+
+import click
+from rich.console import Console
+from rich.logging import RichHandler
+
+from envpipe_megatron import __version__
+from envpipe_megatron.cli.common import ErrorsAsMessages
+from envpipe_megatron.cli.plan import plan
+from envpipe_megatron.cli.quickstart import quickstart
+from envpipe_megatron.cli.simulate import simulate
+
+
+@click.group(cls=ErrorsAsMessages, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="envpipe")
+def main() -> None:
+    """Save energy in pipeline-parallel training without slowing it down."""
+    handler = RichHandler(console=Console(stderr=True), show_time=False, show_path=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+
+
+for command in (plan, simulate, quickstart):
+    main.add_command(command)

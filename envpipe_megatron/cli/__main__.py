@@ -1,0 +1,5 @@
+"""`python -m envpipe_megatron.cli`, where the installed command is not on the path."""
+
+from envpipe_megatron.cli import main
+
+main()

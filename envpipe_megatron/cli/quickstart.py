@@ -1,0 +1,40 @@
+"""`envpipe quickstart`."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from envpipe_megatron.cli.common import OUTPUT_FOLDER
+
+
+@click.command()
+@click.option(
+    "--text",
+    type=click.Path(exists=True, path_type=Path),
+    help="File or folder to train on. Default: the Python standard library's sources.",
+)
+@click.option(
+    "--output",
+    type=OUTPUT_FOLDER,
+    default=Path("runs/quickstart"),
+    show_default=True,
+)
+@click.option("--gpu", "preset", default="a100-sxm", show_default=True, help="Emulated GPU.")
+def quickstart(text: Path | None, output: Path, preset: str) -> None:
+    """Train a small GPT on this machine, with and without EnvPipe.
+
+    Four pipeline ranks on the CPU, each with an emulated GPU; about three minutes.
+
+    Example:
+
+      envpipe quickstart --text my_book.txt
+    """
+    from envpipe_megatron.quickstart.run import run_quickstart
+    from envpipe_megatron.quickstart.settings import Settings
+
+    source = text or Path(sysconfig.get_path("stdlib"))
+    run_quickstart(Settings(str(output.resolve()), str(source.resolve()), preset), Console())

@@ -1,0 +1,94 @@
+"""`envpipe simulate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FOLDER, say, summary_table
+from envpipe_megatron.plan import Plan, read_plan
+from envpipe_megatron.profile import read_profile
+
+
+@click.command()
+@click.option("--profile", "profile_path", type=EXISTING_FILE, required=True, help="Profile CSV.")
+@click.option("--plan", "plan_path", type=EXISTING_FILE, required=True, help="Plan JSON.")
+@click.option("--output", type=OUTPUT_FOLDER, help="Folder for the pictures.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: bool) -> None:
+    """Compute timeline and energy of a plan.
+
+    Example:
+
+      envpipe simulate --profile profile.csv --plan plan.json --output pictures
+    """
+    profile = read_profile(profile_path)
+    simulated = read_plan(plan_path, profile)
+    facts = simulation_facts(simulated)
+    if output is not None:
+        from envpipe_megatron.report.plots import plot_energy_valley, plot_timeline
+
+        output.mkdir(parents=True, exist_ok=True)
+        longest = max(facts["iteration_time_s"], facts["baseline"]["iteration_time_s"])
+        for name, drawn in (("timeline", simulated), ("timeline_baseline", simulated.baseline)):
+            title = f"{drawn.policy} on {drawn.schedule.name}"
+            plot_timeline(drawn, output / f"{name}.png", title=title, x_max_s=longest)
+        plot_energy_valley(profile, output / "energy_valley.png", title=profile_path.name)
+        (output / "simulation.json").write_text(json.dumps(facts, indent=1) + "\n")
+    if as_json:
+        click.echo(json.dumps(facts, indent=1))
+        return
+    console = Console()
+    console.print(summary_table(simulated))
+    console.print(_stage_table(simulated))
+    if output is not None:
+        say(console, f"Pictures written to {output}")
+
+
+def simulation_facts(plan: Plan) -> dict[str, Any]:
+    """What `simulate` says of a plan, for machines."""
+    baseline = plan.baseline.cost
+    return {
+        "policy": plan.policy,
+        "schedule": plan.schedule.name,
+        "iteration_time_s": plan.cost.iteration_time_s,
+        "energy_j": plan.cost.energy_j,
+        "energy_by_stage_j": plan.energy_by_stage_j.tolist(),
+        "saving_percent": plan.cost.saving_percent(baseline),
+        "slowdown_percent": plan.cost.slowdown_percent(baseline),
+        "extra_forwards": list(plan.schedule.extra_forwards),
+        "peak_in_flight": list(plan.schedule.peak_in_flight),
+        "baseline": {
+            "schedule": plan.baseline.schedule.name,
+            "iteration_time_s": baseline.iteration_time_s,
+            "energy_j": baseline.energy_j,
+        },
+        "bubble_s": _waits(plan),
+    }
+
+
+def _waits(plan: Plan) -> list[float]:
+    busy = plan.timeline.duration_s.sum(axis=1)
+    return [plan.cost.iteration_time_s - float(b) for b in busy]
+
+
+def _stage_table(plan: Plan) -> Table:
+    table = Table(title="By stage")
+    for column in ("stage", "energy (J)", "busy (s)", "waiting (s)", "clocks (MHz)"):
+        table.add_column(column, justify="right")
+    busy = plan.timeline.duration_s.sum(axis=1)
+    for stage, wait_s in enumerate(_waits(plan)):
+        clocks = plan.frequency_mhz[stage]
+        table.add_row(
+            str(stage),
+            f"{plan.energy_by_stage_j[stage]:.1f}",
+            f"{busy[stage]:.4f}",
+            f"{wait_s:.4f}",
+            f"{clocks.min()}-{clocks.max()}",
+        )
+    return table
