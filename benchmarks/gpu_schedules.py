@@ -31,6 +31,7 @@ from megatron.core.transformer import TransformerConfig
 
 from envpipe_megatron import builders
 from envpipe_megatron.channel_model import fit_to_channel
+from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.dry_run import DryRunGpu
 from envpipe_megatron.gpu.presets import load_preset
@@ -132,8 +133,8 @@ class Bench:
             profile_file, plan_file = Path(folder) / "profile.csv", Path(folder) / "plan.json"
             make_profile(rows, source="clocks to ask for").write(profile_file)
             profile = read_profile(profile_file)
-            powers = (0.0,) * self.num_stages
-            Plan("envelope", schedule, envelope(schedule, profile), profile, powers).write(
+            conditions = Conditions((0.0,) * self.num_stages)
+            Plan("envelope", schedule, envelope(schedule, profile), profile, conditions).write(
                 plan_file
             )
             session = Session(

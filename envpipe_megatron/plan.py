@@ -1,7 +1,8 @@
 """Plans: a frequency for each unit of a schedule, what that costs, and the file they stand in.
 
-Iteration energy is the sum of unit energies plus, over stages, blocking power x (iteration time -
-busy time). It is never taken from a file: whoever reads a plan recomputes it from the profile.
+Time and energy are never taken from a file: whoever reads a plan recomputes them from the profile,
+under the conditions that stand in the plan (`conditions.Conditions`; fields that are absent are
+off).
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron import __version__, builders
-from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.conditions import Conditions, WaitCurves
+from envpipe_megatron.evaluation import Evaluation, evaluate
+from envpipe_megatron.evaluation import PlanError as PlanError
 from envpipe_megatron.profile import Profile
 from envpipe_megatron.schedule import Schedule, ScheduleError, parse_unit
+from envpipe_megatron.sidecar import read_wait_power, wait_power_entries
 from envpipe_megatron.timeline import Timeline
 
 PLAN_FORMAT = "envpipe-plan/1"
 #: A stored figure further than this from the recomputed one was not made by the plan and profile.
 _STORED_TOLERANCE = 1e-6
+#: A lower bound may stand this far above the energy: solvers and sums round.
+_BOUND_TOLERANCE = 1e-9
 _MAX_FREQUENCY_MHZ = 1_000_000
+_MAX_GPUS = 1_000_000
 
 logger = logging.getLogger(__name__)
-
-
-class PlanError(EnvPipeError):
-    """A plan that is not readable, or does not fit its profile."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,15 @@ class Plan:
         schedule: the order of units.
         frequency_mhz: [num_stages, units_per_stage].
         profile: time and energy of units, already for the schedule's number of chunks.
-        blocking_power_w: for each stage, the power of a GPU that waits in a receive.
-        latency_s: p2p latency for each boundary; 0 changes nothing.
+        conditions: what surrounds the units.
+        park_mhz: [num_stages, units_per_stage] the clock to park at in the wait before a unit, 0
+            for none; see `evaluation.evaluate`.
+        energy_lower_bound_j: certificate that no plan of this schedule, profile and conditions is
+            as fast and takes less.
 
     Raises:
-        PlanError: shapes that do not fit, or powers that are not.
+        PlanError: shapes that do not fit, or a bound that is not an energy; once it is evaluated,
+            also parking that is not possible.
         ProfileError: a frequency that was not profiled.
     """
 
@@ -73,8 +79,10 @@ class Plan:
     schedule: Schedule
     frequency_mhz: NDArray[np.int64]
     profile: Profile
-    blocking_power_w: tuple[float, ...]
-    latency_s: float | tuple[float, ...] = 0.0
+    conditions: Conditions
+    _: KW_ONLY
+    park_mhz: NDArray[np.int64] | None = None
+    energy_lower_bound_j: float | None = None
 
     def __post_init__(self) -> None:
         check_stages(self.profile, self.schedule.num_stages)
@@ -92,49 +100,61 @@ class Plan:
                 value=self.frequency_mhz.shape,
                 remedy=f"The schedule is {shape}.",
             )
-        powers = self.blocking_power_w
-        if len(powers) != shape[0] or not all(math.isfinite(p) and p >= 0 for p in powers):
+        if self.park_mhz is not None and (
+            self.park_mhz.shape != shape or self.park_mhz.min(initial=0) < 0
+        ):
             raise PlanError(
-                "Blocking power must be one number of watts, zero or more, for each stage",
-                value=powers,
+                "'park_mhz' needs one clock, or 0, for each unit of each stage",
+                value=self.park_mhz.shape,
+                remedy=f"The schedule is {shape}.",
             )
+        if self.conditions.num_stages != shape[0]:
+            raise PlanError(
+                f"The plan has {shape[0]} stages but its conditions another number",
+                value=self.conditions.num_stages,
+            )
+        bound_j = self.energy_lower_bound_j
+        if bound_j is not None and not 0 <= bound_j < math.inf:
+            raise PlanError("'energy_lower_bound_j' is not an energy", value=bound_j)
 
     @cached_property
+    def evaluation(self) -> Evaluation:
+        """One iteration of the plan."""
+        return evaluate(
+            self.schedule, self.frequency_mhz, self.profile, self.conditions, self.park_mhz
+        )
+
+    @property
     def timeline(self) -> Timeline:
-        """Start and end of each unit under the plan."""
-        return Timeline(self.schedule, self._unit_costs[0], self.latency_s)
+        """Start and end of each unit under the plan; tails come after it."""
+        return self.evaluation.timeline
 
     @cached_property
     def cost(self) -> Cost:
-        """Iteration time and energy."""
-        time_s, energy_j = self._unit_costs
-        iteration_s = self.timeline.iteration_time_s
-        waiting_s = iteration_s - time_s.sum(axis=1)
-        waiting_j = np.dot(self.blocking_power_w, waiting_s)
-        return Cost(iteration_s, float(energy_j.sum() + waiting_j))
+        """Iteration time and energy, over all GPUs that the conditions give the stages."""
+        return Cost(self.evaluation.iteration_time_s, float(self.energy_by_stage_j.sum()))
 
-    @cached_property
+    @property
     def energy_by_stage_j(self) -> NDArray[np.float64]:
-        """[num_stages] energy of one GPU of each stage in one iteration."""
-        time_s, energy_j = self._unit_costs
-        waiting_s = self.timeline.iteration_time_s - time_s.sum(axis=1)
-        total_j: NDArray[np.float64] = (
-            energy_j.sum(axis=1) + np.asarray(self.blocking_power_w) * waiting_s
-        )
-        return total_j
+        """[num_stages] energy of each stage in one iteration, on all of its GPUs."""
+        return self.evaluation.energy_by_stage_j
+
+    @property
+    def gap_percent(self) -> float | None:
+        """How far the energy lies above its lower bound; None without a bound."""
+        if self.energy_lower_bound_j is None:
+            return None
+        return 100.0 * (self.cost.energy_j / self.energy_lower_bound_j - 1.0)
 
     @cached_property
     def baseline(self) -> Plan:
-        """All units at the maximum clock in the framework's own order."""
+        """All units at the maximum clock in the framework's own order, under the same conditions.
+
+        It does not park.
+        """
         schedule = framework_schedule(self.schedule)
         frequency = max_frequencies(schedule, self.profile)
-        return Plan(
-            "baseline", schedule, frequency, self.profile, self.blocking_power_w, self.latency_s
-        )
-
-    @cached_property
-    def _unit_costs(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        return self.profile.lookup(self.frequency_mhz, self.schedule.is_backward)
+        return Plan("baseline", schedule, frequency, self.profile, self.conditions)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as its file holds it."""
@@ -147,7 +167,8 @@ class Plan:
             "num_chunks": self.schedule.num_chunks,
             "schedule": self.schedule.labels(),
             "frequency_mhz": self.frequency_mhz.tolist(),
-            "blocking_power_w": list(self.blocking_power_w),
+            "blocking_power_w": list(self.conditions.blocking_power_w),
+            **_conditions_to_json(self.conditions),
             "iteration_time_s": self.cost.iteration_time_s,
             "energy_j": self.cost.energy_j,
             "peak_in_flight": list(self.schedule.peak_in_flight),
@@ -159,10 +180,10 @@ class Plan:
             "profile_sha256": self.profile.sha256,
             "created_by": f"envpipe {__version__}",
         }
-        if np.any(self.latency_s):
-            data["p2p_latency_s"] = np.broadcast_to(
-                self.latency_s, (self.schedule.num_stages - 1,)
-            ).tolist()
+        if self.park_mhz is not None and self.park_mhz.any():
+            data["park_mhz"] = self.park_mhz.tolist()
+        if self.energy_lower_bound_j is not None:
+            data["energy_lower_bound_j"] = self.energy_lower_bound_j
         return data
 
     def write(self, path: Path) -> None:
@@ -170,7 +191,7 @@ class Plan:
         lines = []
         for name, value in self.to_json().items():
             text = json.dumps(value)
-            if name in ("schedule", "frequency_mhz"):
+            if name in ("schedule", "frequency_mhz", "park_mhz"):
                 text = "[\n  " + ",\n  ".join(json.dumps(row) for row in value) + "]"
             lines.append(f" {json.dumps(name)}: {text}")
         path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
@@ -241,40 +262,84 @@ def read_plan(path: Path, profile: Profile) -> Plan:
         )
     except ScheduleError as error:
         raise PlanError(f"{path}: field 'schedule': {error}") from error
-    frequency = fields.rows("frequency_mhz", num_stages)
-    if any(
-        len(row) != schedule.units_per_stage
-        or not all(type(f) is int and 0 < f < _MAX_FREQUENCY_MHZ for f in row)
-        for row in frequency
-    ):
-        raise fields.wrong(
-            "frequency_mhz", f"Each stage needs {schedule.units_per_stage} whole numbers of MHz."
-        )
+    frequency = fields.clocks("frequency_mhz", schedule, lowest=1)
     plan = Plan(
         fields.text("policy"),
         schedule,
-        np.array(frequency, dtype=np.int64),
+        frequency,
         profile.for_chunks(num_chunks),
-        fields.numbers("blocking_power_w", num_stages),
-        fields.numbers("p2p_latency_s", num_stages - 1) if "p2p_latency_s" in data else 0.0,
+        _read_conditions(fields, num_stages),
+        park_mhz=fields.clocks("park_mhz", schedule, lowest=0) if "park_mhz" in data else None,
+        energy_lower_bound_j=(
+            fields.number("energy_lower_bound_j") if "energy_lower_bound_j" in data else None
+        ),
     )
-    _compare_with_stored(plan, fields)
-    return plan
+    return _compare_with_stored(plan, fields)
 
 
-def _compare_with_stored(plan: Plan, fields: _Fields) -> None:
+def _compare_with_stored(plan: Plan, fields: _Fields) -> Plan:
+    """The plan, without its bound where that was proved for another profile."""
+    own_profile = fields.data.get("profile_sha256") == plan.profile.sha256
     for name, value in vars(plan.cost).items():
         stored = fields.data.get(name)
         if isinstance(stored, int | float) and math.isclose(
             stored, value, rel_tol=_STORED_TOLERANCE
         ):
             continue
-        if fields.data.get("profile_sha256") == plan.profile.sha256:
+        if own_profile:
             raise fields.wrong(name, f"The plan and its profile give {value}; make the plan again.")
         logger.warning(
             "%s was made from another profile: %s is %.6g here, %s in the file",
             fields.path, name, value, stored,
         )  # fmt: skip
+    bound_j = plan.energy_lower_bound_j
+    if bound_j is None:
+        return plan
+    if not own_profile:
+        logger.warning("%s: its lower bound is of another profile and is left out", fields.path)
+        return replace(plan, energy_lower_bound_j=None)
+    if bound_j > plan.cost.energy_j * (1 + _BOUND_TOLERANCE):
+        raise fields.wrong(
+            "energy_lower_bound_j",
+            f"The plan itself takes {plan.cost.energy_j} J; make the plan again.",
+        )
+    return plan
+
+
+def _conditions_to_json(conditions: Conditions) -> dict[str, Any]:
+    """The fields of conditions that are on, as a plan's file holds them."""
+    data: dict[str, Any] = {}
+    if np.any(conditions.latency_s):
+        data["p2p_latency_s"] = np.array(conditions.latency_s).tolist()
+    if conditions.tail_time_s is not None:
+        data["tail_time_s"] = list(conditions.tail_time_s)
+    if conditions.gpus_per_stage is not None:
+        data["gpus_per_stage"] = list(conditions.gpus_per_stage)
+    if conditions.wait_power_w is not None:
+        data["wait_power_w"] = wait_power_entries(conditions.wait_power_w)
+    if conditions.change_time_s:
+        data["frequency_change_s"] = conditions.change_time_s
+    if conditions.change_energy_j:
+        data["frequency_change_j"] = conditions.change_energy_j
+    return data
+
+
+def _read_conditions(fields: _Fields, num_stages: int) -> Conditions:
+    """The inverse of `_conditions_to_json`; fields that are absent are off."""
+    given: dict[str, Any] = {}
+    if "p2p_latency_s" in fields.data:
+        given["latency_s"] = fields.numbers("p2p_latency_s", num_stages - 1)
+    if "tail_time_s" in fields.data:
+        given["tail_time_s"] = fields.numbers("tail_time_s", num_stages)
+    if "gpus_per_stage" in fields.data:
+        given["gpus_per_stage"] = fields.counts("gpus_per_stage", num_stages)
+    if "wait_power_w" in fields.data:
+        given["wait_power_w"] = fields.wait_power("wait_power_w", num_stages)
+    if "frequency_change_s" in fields.data:
+        given["change_time_s"] = fields.number("frequency_change_s")
+    if "frequency_change_j" in fields.data:
+        given["change_energy_j"] = fields.number("frequency_change_j")
+    return Conditions(fields.numbers("blocking_power_w", num_stages), **given)
 
 
 @dataclass(frozen=True)
@@ -312,15 +377,60 @@ class _Fields:
             raise self.wrong(name, f"It must be {num_rows} lists, one a stage.")
         return value
 
+    def clocks(self, name: str, schedule: Schedule, lowest: int) -> NDArray[np.int64]:
+        rows, width = self.rows(name, schedule.num_stages), schedule.units_per_stage
+        if any(
+            len(row) != width
+            or not all(type(f) is int and lowest <= f < _MAX_FREQUENCY_MHZ for f in row)
+            for row in rows
+        ):
+            raise self.wrong(
+                name, f"Each stage needs {width} whole numbers of MHz, {lowest} or more."
+            )
+        return np.array(rows, dtype=np.int64)
+
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
         value = self.data.get(name)
         if (
             not isinstance(value, list)
             or len(value) != length
-            or not all(type(x) in (int, float) and 0 <= x < 1e300 for x in value)
+            or not all(_is_amount(x) for x in value)
         ):
             raise self.wrong(name, f"It must be a list of {length} numbers, zero or more.")
         return tuple(float(x) for x in value)
+
+    def number(self, name: str) -> float:
+        value: Any = self.data.get(name)
+        if not _is_amount(value):
+            raise self.wrong(name, "It must be a number, zero or more.")
+        return float(value)
+
+    def counts(self, name: str, length: int) -> tuple[int, ...]:
+        value = self.data.get(name)
+        if (
+            not isinstance(value, list)
+            or len(value) != length
+            or not all(type(x) is int and 0 < x < _MAX_GPUS for x in value)
+        ):
+            raise self.wrong(name, f"It must be a list of {length} positive whole numbers.")
+        return tuple(value)
+
+    def wait_power(self, name: str, num_stages: int) -> WaitCurves:
+        try:
+            curves = read_wait_power(self.data.get(name))
+        except (TypeError, ValueError, OverflowError):
+            curves = ()
+        if len(curves) != num_stages:
+            raise self.wrong(
+                name,
+                "It must list stage, frequency_mhz and power_w of at least one clock for each of "
+                f"the {num_stages} stages.",
+            )
+        return curves
+
+
+def _is_amount(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < 1e300
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -331,19 +441,3 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise PlanError(f"Plan {path} is not a JSON object", value=type(data).__name__)
     return data
-
-
-def blocking_powers(power_w: float | Sequence[float], num_stages: int) -> tuple[float, ...]:
-    """Blocking power for each stage from one number or one for each stage.
-
-    Raises:
-        PlanError: neither.
-    """
-    given = tuple(np.atleast_1d(np.asarray(power_w, dtype=np.float64)).tolist())
-    if len(given) not in (1, num_stages):
-        raise PlanError(
-            "Blocking power must be one number of watts, or one for each stage",
-            value=power_w,
-            remedy=f"The pipeline has {num_stages} stages.",
-        )
-    return given * num_stages if len(given) == 1 else given

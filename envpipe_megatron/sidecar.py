@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ class Sidecar:
         activation_bytes: for each stage, what one microbatch in flight holds.
         free_bytes: for each stage, what is free beside one microbatch.
         frequency_change_s: from the request of a clock until it runs.
+        frequency_change_j: energy of one change of clock on one GPU.
     """
 
     gpu: str | None = None
@@ -43,6 +44,7 @@ class Sidecar:
     activation_bytes: tuple[float, ...] | None = None
     free_bytes: tuple[float, ...] | None = None
     frequency_change_s: float | None = None
+    frequency_change_j: float | None = None
 
 
 def sidecar_path(profile_path: Path) -> Path:
@@ -129,7 +131,15 @@ def _text(value: Any) -> str:
     return value
 
 
-def _read_wait_power(entries: Any) -> tuple[Mapping[int, float], ...]:
+def read_wait_power(entries: Any) -> tuple[Mapping[int, float], ...]:
+    """Waiting power as files hold it, `[{"stage": 0, "frequency_mhz": 1410, "power_w": 83.6}]`.
+
+    Returns:
+        for each stage `{frequency_mhz: power_w}`.
+
+    Raises:
+        TypeError, ValueError, OverflowError: other JSON.
+    """
     by_stage: dict[int, dict[int, float]] = {}
     for entry in entries:
         try:
@@ -144,18 +154,28 @@ def _read_wait_power(entries: Any) -> tuple[Mapping[int, float], ...]:
     return tuple(by_stage[stage] for stage in range(len(by_stage)))
 
 
+def wait_power_entries(curves: Sequence[Mapping[int, float]]) -> list[dict[str, int | float]]:
+    """The inverse of `read_wait_power`."""
+    return [
+        {"stage": stage, "frequency_mhz": frequency, "power_w": power}
+        for stage, curve in enumerate(curves)
+        for frequency, power in curve.items()
+    ]
+
+
 _READERS: dict[str, Any] = {
     "gpu": _text,
     "tensor_parallel": _count,
     "num_chunks": _count,
     "microbatch_size": _count,
     "sequence_length": _count,
-    "wait_power_w": _read_wait_power,
+    "wait_power_w": read_wait_power,
     "p2p_latency_s": _per_stage,
     "tail_time_s": _per_stage,
     "activation_bytes": _per_stage,
     "free_bytes": _per_stage,
     "frequency_change_s": _non_negative,
+    "frequency_change_j": _non_negative,
 }
 
 
@@ -164,11 +184,7 @@ def _to_json(sidecar: Sidecar) -> dict[str, Any]:
     for name in _READERS:
         value = getattr(sidecar, name)
         if name == "wait_power_w" and value is not None:
-            value = [
-                {"stage": stage, "frequency_mhz": frequency, "power_w": power}
-                for stage, curve in enumerate(value)
-                for frequency, power in curve.items()
-            ]
+            value = wait_power_entries(value)
         if value is not None:
             data[name] = list(value) if isinstance(value, tuple) else value
     return data

@@ -63,7 +63,7 @@ class Timeline:
                 value=float(durations.ravel()[node]),
             )
         self._cross: list[int] = schedule.cross_dependency.tolist()
-        self._latency = _latency_by_node(schedule, latency_s)
+        self._latency = latency_by_node(schedule, latency_s)
         self._duration: list[float] = durations.ravel().tolist()
         self._end: list[float] = [0.0] * schedule.num_units
         self._start: list[float] = [0.0] * schedule.num_units
@@ -225,8 +225,16 @@ def is_envelope(schedule: Schedule, path: Iterable[int]) -> bool:
     return schedule.outer_envelope.issuperset(path)
 
 
-def _latency_by_node(schedule: Schedule, latency_s: float | Sequence[float]) -> list[float]:
-    """Latency of the hop that feeds each node; 0 where nothing does."""
+def latency_by_node(schedule: Schedule, latency_s: float | Sequence[float]) -> list[float]:
+    """Latency of the hop that feeds each node; 0 where nothing does.
+
+    Args:
+        schedule: the order of units.
+        latency_s: as `Timeline` takes it.
+
+    Raises:
+        TimelineError: neither one time nor one for each boundary, or below zero.
+    """
     boundaries = schedule.num_stages - 1
     by_boundary = np.atleast_1d(np.asarray(latency_s, dtype=np.float64))
     if np.ndim(latency_s) == 0:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from envpipe_megatron import builders
 from envpipe_megatron.channel_model import fit_to_channel
+from envpipe_megatron.conditions import make_conditions
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.plan import Plan, blocking_powers
+from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.frequencies import POLICIES
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Reconfigured, reconfigure
 from envpipe_megatron.profile import Profile
@@ -78,8 +79,7 @@ def make_plan(profile: Profile, request: PlanRequest) -> Planned:
         schedule,
         POLICIES[request.policy](schedule, profile),
         profile,
-        blocking_powers(request.blocking_power_w, profile.num_stages),
-        profile.sidecar.p2p_latency_s or 0.0,
+        make_conditions(profile, blocking_power_w=request.blocking_power_w),
     )
     if request.reconfigure == "default":
         return Planned(plan, None, notes)

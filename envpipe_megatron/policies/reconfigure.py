@@ -152,7 +152,7 @@ def reconfigure(plan: Plan, policy: ReconfigurePolicy) -> Reconfigured:
     """Repeat a policy's step offline, on the plan's own timeline."""
     schedule, profile = plan.schedule, plan.profile
     ladders = Ladders(schedule, profile)
-    timeline = Timeline(schedule, plan.timeline.duration_s, plan.latency_s)
+    timeline = Timeline(schedule, plan.timeline.duration_s, plan.conditions.latency_s)
     frequency = plan.frequency_mhz.ravel().tolist()
     is_backward = schedule.is_backward.ravel().tolist()
     threshold_s = RELATIVE_TOLERANCE * timeline.iteration_time_s

@@ -71,7 +71,7 @@ def plot_timeline(
         start,
         end,
         title=title,
-        caption=_caption(plan, float(end.max()), measured),
+        caption=_caption(plan, float(end.max()) if measured else None),
         note=note,
         x_max_s=x_max_s,
         frequency_range_mhz=frequency_range_mhz,
@@ -235,12 +235,14 @@ def _times(
     return start - begin, end - begin
 
 
-def _caption(plan: Plan, iteration_s: float, measured: bool) -> str:
+def _caption(plan: Plan, measured_iteration_s: float | None) -> str:
     in_flight = ", ".join(str(count) for count in plan.schedule.peak_in_flight)
-    time = f"iteration {iteration_s:.4g} s"
-    energy = f"{_figures(plan.cost.energy_j)} J (one GPU a stage)"
-    if measured:
-        time = f"measured iteration {iteration_s:.4g} s (planned {plan.cost.iteration_time_s:.4g})"
+    planned_s, gpus = plan.cost.iteration_time_s, plan.conditions.gpus_by_stage.sum()
+    time = f"iteration {planned_s:.4g} s"
+    of_gpus = f"{gpus} GPUs" if plan.conditions.gpus_per_stage else "one GPU a stage"
+    energy = f"{_figures(plan.cost.energy_j)} J ({of_gpus})"
+    if measured_iteration_s is not None:
+        time = f"measured iteration {measured_iteration_s:.4g} s (planned {planned_s:.4g})"
         energy = f"planned {energy}"
     return f"{time}  ·  energy {energy}  ·  peak in flight {in_flight}"
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from envpipe_megatron import builders
+from envpipe_megatron.conditions import Conditions, ConditionsError, make_conditions
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.plan import Plan, PlanError, blocking_powers, max_frequencies, read_plan
+from envpipe_megatron.plan import Plan, PlanError, max_frequencies, read_plan
 from envpipe_megatron.policies.planner import PlannerError, PlanRequest, make_plan
 from envpipe_megatron.profile import ProfileError, ProfileRow, make_profile, read_profile
 from envpipe_megatron.schedule import Kind, Schedule, ScheduleError, Unit
@@ -27,7 +28,7 @@ def profile(num_stages=2, frequencies=(1400, 1000)):
 def plan_of(schedule):
     prof = profile(schedule.num_stages).for_chunks(schedule.num_chunks)
     powers = (80.0,) * schedule.num_stages
-    return Plan("baseline", schedule, max_frequencies(schedule, prof), prof, powers)
+    return Plan("baseline", schedule, max_frequencies(schedule, prof), prof, Conditions(powers))
 
 
 def test_critical_path_of_forwards_alone_ends_on_the_last_stage():
@@ -52,8 +53,8 @@ def test_unknown_names_are_refused(wish, shown):
 
 
 def test_blocking_power_of_another_number_of_stages_is_refused():
-    with pytest.raises(PlanError, match="4 stages"):
-        blocking_powers((1.0, 2.0, 3.0), 4)
+    with pytest.raises(ConditionsError, match=r"blocking_power_w.*4 number"):
+        make_conditions(profile(4), blocking_power_w=(1.0, 2.0, 3.0))
 
 
 def test_baseline_of_forwards_alone_is_forwards_alone():
@@ -75,7 +76,7 @@ def test_profile_for_another_number_of_chunks_is_refused():
     schedule = builders.interleaved(2, 2, 2)
     prof = profile()
     with pytest.raises(PlanError, match="chunks"):
-        Plan("baseline", schedule, max_frequencies(schedule, prof), prof, (0.0, 0.0))
+        Plan("baseline", schedule, max_frequencies(schedule, prof), prof, Conditions((0.0, 0.0)))
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envpipe_megatron import builders
+from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.plan import (
     Cost,
     Plan,
     PlanError,
-    blocking_powers,
     framework_schedule,
     max_frequencies,
     read_plan,
@@ -32,11 +32,12 @@ PROFILE = profile_of(
         (1, B): {1200: (2.0, 25.0), 900: (3.1, 15.5)},
     }
 )
+CONDITIONS = Conditions((40.0, 50.0))
 FREQUENCY = np.array([[1200, 900, 900, 1200], [1200, 1200, 1200, 1200]])
 
 
 def small_plan(**changes):
-    plan = Plan("mine", builders.one_f_one_b(2, 2), FREQUENCY, PROFILE, (40.0, 50.0))
+    plan = Plan("mine", builders.one_f_one_b(2, 2), FREQUENCY, PROFILE, CONDITIONS)
     return replace(plan, **changes)
 
 
@@ -52,10 +53,10 @@ def test_iteration_energy_by_hand():
 def test_iteration_energy_with_latency_by_hand():
     # Each hop adds 0.5 s: stage 1 runs F0 1.5-2.5, B0 2.5-4.5, F1 4.5-5.5, B1 5.5-7.5;
     # stage 0 B0 5-8, B1 8-10. Both then wait a second longer.
-    cost = small_plan(latency_s=(0.5,)).cost
+    cost = small_plan(conditions=Conditions((40.0, 50.0), (0.5,))).cost
     assert cost.iteration_time_s == 10.0
     assert cost.energy_j == 338 + 40 + 50
-    assert small_plan(latency_s=0.5).cost == cost
+    assert small_plan(conditions=Conditions((40.0, 50.0), 0.5)).cost == cost
 
 
 def test_baseline_is_everything_at_the_highest_clock():
@@ -109,9 +110,7 @@ def test_maximum_frequencies_are_by_stage_and_kind():
     [
         {"frequency_mhz": FREQUENCY[:, :3]},
         {"frequency_mhz": FREQUENCY[:1]},
-        {"blocking_power_w": (40.0,)},
-        {"blocking_power_w": (40.0, -1.0)},
-        {"blocking_power_w": (40.0, float("nan"))},
+        {"conditions": Conditions((40.0,))},
         {"profile": uniform_profile(3, {1200: (1, 1)})},
     ],
 )
@@ -126,11 +125,6 @@ def test_a_frequency_that_was_not_profiled_is_refused():
         _ = plan.cost
 
 
-def test_blocking_power_of_all_stages_or_of_each():
-    assert blocking_powers(83.6, 3) == (83.6,) * 3
-    assert blocking_powers((1, 2, 3), 3) == (1.0, 2.0, 3.0)
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
 def test_round_trip_of_any_schedule(tmp_path_factory, seed):
@@ -143,13 +137,13 @@ def test_round_trip_of_any_schedule(tmp_path_factory, seed):
     frequency = np.array([[rng.choice([1200, 900]) for _ in order] for order in schedule.stages])
     latency = tuple(rng.choice([0.0, 0.1]) for _ in range(schedule.num_stages - 1))
     powers = tuple(rng.uniform(0, 99) for _ in schedule.stages)
-    plan = Plan("mine", schedule, frequency, profile, powers, latency)
+    plan = Plan("mine", schedule, frequency, profile, Conditions(powers, latency))
     path = tmp_path_factory.getbasetemp() / "plan.json"
     plan.write(path)
     again = read_plan(path, profile)
     assert again.schedule == schedule
     assert again.policy == "mine"
-    assert again.blocking_power_w == powers
+    assert again.conditions == plan.conditions
     assert np.array_equal(again.frequency_mhz, frequency)
     assert again.cost == plan.cost
     assert again.to_json() == plan.to_json()
@@ -173,9 +167,8 @@ def test_the_file_holds_what_the_format_says(tmp_path):
 
 def test_a_profile_of_whole_stages_prices_a_plan_with_chunks(tmp_path):
     schedule = builders.interleaved(2, 2, 2)
-    plan = Plan(
-        "mine", schedule, max_frequencies(schedule, PROFILE), PROFILE.for_chunks(2), (1.0, 1.0)
-    )
+    frequency = max_frequencies(schedule, PROFILE)
+    plan = Plan("mine", schedule, frequency, PROFILE.for_chunks(2), Conditions((1.0, 1.0)))
     plan.write(tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json", PROFILE).cost == plan.cost
 

@@ -77,7 +77,7 @@ def test_every_policy_on_every_schedule(schedule, policy):
     planned = make_plan(PROFILE, PlanRequest(8, schedule, policy, "default", 50.0, chunks))
     assert planned.plan.policy == policy
     assert planned.reconfigured is None
-    assert planned.plan.blocking_power_w == (50.0,) * 4
+    assert planned.plan.conditions.blocking_power_w == (50.0,) * 4
     assert planned.plan.cost.energy_j > 0
     work = 10.0 if policy == "uniform" else 16.0
     assert planned.plan.energy_by_stage_j[3] == pytest.approx(
@@ -99,7 +99,7 @@ def test_reconfigured_plans_are_named_and_keep_the_baselines_time(name):
 def test_the_sidecars_latency_counts():
     profile = uniform_profile(4, CURVE, sidecar=Sidecar(p2p_latency_s=(0.5, 0.25, 0.25)))
     slow, fast = (make_plan(p, PlanRequest(8)).plan for p in (profile, PROFILE))
-    assert slow.latency_s == (0.5, 0.25, 0.25)
+    assert slow.conditions.latency_s == (0.5, 0.25, 0.25)
     assert slow.cost.iteration_time_s >= fast.cost.iteration_time_s + 2.0
 
 
@@ -174,5 +174,5 @@ def test_on_a_measured_unbalanced_job_the_path_never_becomes_the_envelope():
     plan = make_plan(profile, PlanRequest(128, "1f1b", "envelope", blocking_power_w=83.64)).plan
     result = reconfigure(plan, RECONFIGURE_POLICIES["balanced"])
     assert result.ended is Ended.NOTHING_CAN_RISE
-    after = Plan("x", plan.schedule, result.frequency_mhz, profile, plan.blocking_power_w)
+    after = Plan("x", plan.schedule, result.frequency_mhz, profile, plan.conditions)
     assert after.cost.slowdown_percent(plan.baseline.cost) < 1e-6

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envpipe_megatron import builders
+from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.frequencies import POLICIES
 from envpipe_megatron.policies.reconfigure import (
@@ -27,7 +28,9 @@ CURVE = {f: (1 + (1200 - f) / 300, 10 + (f - 1080) / 20) for f in (1200, 1170, 1
 
 def plan_of(schedule, profile, policy="envelope", latency_s=0.0):
     frequency = POLICIES[policy](schedule, profile)
-    return Plan(policy, schedule, frequency, profile, (0.0,) * schedule.num_stages, latency_s)
+    return Plan(
+        policy, schedule, frequency, profile, Conditions((0.0,) * schedule.num_stages, latency_s)
+    )
 
 
 def steps_of(plan, policy, *, until=1):

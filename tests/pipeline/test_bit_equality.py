@@ -16,6 +16,7 @@ from jobs import Job, Ours, Result, train
 from rank_pool import RankPool
 
 from envpipe_megatron import builders
+from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
 from envpipe_megatron.profile import Profile, ProfileRow, make_profile
@@ -66,8 +67,9 @@ def by_plan(folder: Path, schedule: Schedule, frequency_mhz: np.ndarray | None =
         frequency_mhz = np.array([[next(clocks) for _ in order] for order in schedule.stages])
     profile = synthetic_profile(schedule.num_stages)
     profile.write(folder / "profile_in.csv")
-    powers = (80.0,) * schedule.num_stages
-    plan = Plan("custom", schedule, frequency_mhz, profile.for_chunks(schedule.num_chunks), powers)
+    conditions = Conditions((80.0,) * schedule.num_stages)
+    chunk_profile = profile.for_chunks(schedule.num_chunks)
+    plan = Plan("custom", schedule, frequency_mhz, chunk_profile, conditions)
     plan.write(folder / "plan_in.json")
     return Ours(profile_file=folder / "profile_in.csv", plan_file=folder / "plan_in.json")
 

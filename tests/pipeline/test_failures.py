@@ -12,6 +12,7 @@ from rank_pool import RankPool
 from test_bit_equality import synthetic_profile
 
 from envpipe_megatron import builders
+from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.gpu.emulated import EmulatedGpu
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.planner import PlanRequest
@@ -95,7 +96,9 @@ def planned(folder: Path, stages: int, microbatches: int) -> SessionConfig:
     profile.write(folder / "profile.csv")
     schedule = builders.one_f_one_b(stages, microbatches)
     frequency = np.full(schedule.is_backward.shape, 1410)
-    Plan("custom", schedule, frequency, profile, (80.0,) * stages).write(folder / "plan.json")
+    Plan("custom", schedule, frequency, profile, Conditions((80.0,) * stages)).write(
+        folder / "plan.json"
+    )
     return SessionConfig(
         PlanRequest(4),
         warmup_iterations=1,

@@ -7,6 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from envpipe_megatron import builders
+from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.frequencies import POLICIES
 from envpipe_megatron.profile import ProfileRow, make_profile
@@ -37,7 +38,7 @@ def plan(schedule, policy="envelope"):
         schedule,
         POLICIES[policy](schedule, prof),
         prof,
-        (80.0,) * schedule.num_stages,
+        Conditions((80.0,) * schedule.num_stages),
     )
 
 
@@ -170,7 +171,9 @@ def test_pictures_of_one_profile_share_the_frequency_scale_by_default():
 def test_a_single_frequency_still_has_a_scale():
     schedule = builders.one_f_one_b(2, 2)
     prof = profile(2, frequencies=(1500,))
-    p = Plan("baseline", schedule, POLICIES["baseline"](schedule, prof), prof, (0.0, 0.0))
+    p = Plan(
+        "baseline", schedule, POLICIES["baseline"](schedule, prof), prof, Conditions((0.0, 0.0))
+    )
     low, high = plots.default_frequency_range_mhz(p)
     assert low < high == 1500.0
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from envpipe_megatron import builders
+from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.gpu.presets import load_preset, preset_folder
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.profile import ProfileRow, make_profile
@@ -52,7 +53,9 @@ def write_plan(folder: Path, schedule: Schedule, preset: str, seed: int) -> tupl
     profile = make_profile(rows, source="random")
     profile.write(folder / "profile.csv")
     frequency = np.random.default_rng(seed).choice(clocks, schedule.is_backward.shape)
-    Plan("custom", schedule, frequency, profile, (80.0,) * STAGES).write(folder / "plan.json")
+    Plan("custom", schedule, frequency, profile, Conditions((80.0,) * STAGES)).write(
+        folder / "plan.json"
+    )
     return frequency, times_s
 
 
