@@ -221,15 +221,20 @@ class _AtAnyClock:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._known: dict[tuple[int, bool, int], tuple[float, float]] = {}
+        self._known: dict[tuple[int, bool, int], tuple[float, float]] = {
+            (stage, kind is Kind.BACKWARD, row.frequency_mhz): (row.time_s, row.energy_j)
+            for stage, kinds in enumerate(profile.rows)
+            for kind, rows in kinds.items()
+            for row in rows
+        }
 
     def __call__(self, stage: int, backward: bool, frequency_mhz: int) -> tuple[float, float]:
         key = (stage, backward, frequency_mhz)
         if key not in self._known:
-            rows = self._profile.rows[stage][Kind.BACKWARD if backward else Kind.FORWARD][::-1]
-            clocks = [row.frequency_mhz for row in rows]
+            curve = self._profile.curve(stage, Kind.BACKWARD if backward else Kind.FORWARD)
+            clocks, times_s, energies_j = curve
             self._known[key] = (
-                float(np.interp(frequency_mhz, clocks, [row.time_s for row in rows])),
-                float(np.interp(frequency_mhz, clocks, [row.energy_j for row in rows])),
+                float(np.interp(frequency_mhz, clocks, times_s)),
+                float(np.interp(frequency_mhz, clocks, energies_j)),
             )
         return self._known[key]

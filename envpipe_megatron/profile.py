@@ -187,12 +187,31 @@ class Profile:
                 (Kind.FORWARD, ~is_backward[stage]),
                 (Kind.BACKWARD, is_backward[stage]),
             ):
-                for frequency in np.unique(frequency_mhz[stage][mask]):
-                    row = self.row(stage, kind, int(frequency))
-                    units = mask & (frequency_mhz[stage] == frequency)
-                    time_s[stage][units] = row.time_s
-                    energy_j[stage][units] = row.energy_j
+                wanted = frequency_mhz[stage][mask]
+                curve = self.curve(stage, kind)
+                at = np.minimum(np.searchsorted(curve[0], wanted), curve.shape[1] - 1)
+                absent = wanted[curve[0][at] != wanted]
+                if absent.size:
+                    self.row(stage, kind, int(absent[0]))
+                time_s[stage][mask], energy_j[stage][mask] = curve[1:, at]
         return time_s, energy_j
+
+    def curve(self, stage: int, kind: Kind) -> NDArray[np.float64]:
+        """[3, number of rows] frequencies in MHz, times in s and energies in J, lowest clock first.
+
+        The form that `numpy.interp` and `numpy.searchsorted` work on.
+        """
+        return self._curves[stage, kind]
+
+    @cached_property
+    def _curves(self) -> dict[tuple[int, Kind], NDArray[np.float64]]:
+        return {
+            (stage, kind): np.array(
+                [(row.frequency_mhz, row.time_s, row.energy_j) for row in reversed(rows)]
+            ).T
+            for stage, kinds in enumerate(self.rows)
+            for kind, rows in kinds.items()
+        }
 
     def to_csv(self) -> str:
         """The table as CSV text."""
