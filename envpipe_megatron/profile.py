@@ -1,8 +1,10 @@
 """Profiles: time and energy of each (stage, instruction, frequency), and their files.
 
 The CSV is Zeus's and lowtime's, `stage,instruction,frequency,time,energy` with MHz, s and J for one
-GPU and one microbatch; extra columns may follow and are kept out. What else is measured about the
-same job stands beside it in a sidecar JSON of the same name.
+GPU and one microbatch. Like theirs it is read by the names of its columns, in any order; other
+columns are kept out. Zeus writes a row for each `rank`: of the GPUs of a stage the slowest gives
+the time, for the others wait for it, and their mean the energy. What else is measured about the
+same job stands beside the table in a sidecar JSON of the same name.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from envpipe_megatron.sidecar import (
 )
 
 COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
+_RANK = "rank"
 
 
 class ProfileError(EnvPipeError):
@@ -284,50 +287,64 @@ def read_profile(path: Path) -> Profile:
             f"Profile {path} is not readable: {error}", remedy="Give a profile CSV."
         ) from error
     header = [name.strip() for name in lines[0]] if lines else []
-    if tuple(header[: len(COLUMNS)]) != COLUMNS:
+    if any(header.count(name) != 1 for name in COLUMNS) or header.count(_RANK) > 1:
         raise ProfileError(
             f"{path}, line 1: not the header of a profile",
             value=",".join(header),
-            remedy=f"The first line must start with {','.join(COLUMNS)}.",
+            remedy=f"The first line must name the columns {','.join(COLUMNS)}.",
         )
-    seen: dict[tuple[int, Kind, int], int] = {}
-    rows: list[tuple[int, Kind, ProfileRow]] = []
+    seen: dict[tuple[int, Kind, int, str], int] = {}
+    by_rank: dict[tuple[int, Kind, int], list[ProfileRow]] = {}
     for number, cells in enumerate(lines[1:], start=2):
         if not any(cell.strip() for cell in cells):
             continue
-        stage, kind, row = _parse_row(cells, f"{path}, line {number}")
-        key = (stage, kind, row.frequency_mhz)
-        if key in seen:
+        where = f"{path}, line {number}"
+        if len(cells) <= max(header.index(name) for name in COLUMNS):
             raise ProfileError(
-                f"{path}, line {number}: a second row for stage {stage} {kind.value} at this "
+                f"{where}: too few columns", value=",".join(cells), remedy=f"Needed: {COLUMNS}."
+            )
+        named = {name: cell.strip() for name, cell in zip(header, cells, strict=False)}
+        stage, kind, row = _parse_row(named, where)
+        rank = named.get(_RANK, "")
+        key = (stage, kind, row.frequency_mhz)
+        if (*key, rank) in seen:
+            of_rank = f" of rank {rank}" if rank else ""
+            raise ProfileError(
+                f"{where}: a second row for stage {stage} {kind.value}{of_rank} at this "
                 "frequency (MHz)",
                 value=row.frequency_mhz,
-                remedy=f"The first stands on line {seen[key]}; keep one.",
+                remedy=f"The first stands on line {seen[*key, rank]}; keep one.",
             )
-        seen[key] = number
-        rows.append((stage, kind, row))
+        seen[*key, rank] = number
+        by_rank.setdefault(key, []).append(row)
+    rows = [
+        (stage, kind, _one_gpu(frequency_mhz, ranks))
+        for (stage, kind, frequency_mhz), ranks in by_rank.items()
+    ]
     sidecar = read_sidecar(sidecar_path(path)) if sidecar_path(path).exists() else Sidecar()
     profile = make_profile(rows, source=str(path), sidecar=sidecar)
     check_lengths(sidecar, profile.num_stages, sidecar_path(path))
     return Profile(profile.rows, hashlib.sha256(content).hexdigest(), str(path), sidecar)
 
 
-def _parse_row(cells: Sequence[str], where: str) -> tuple[int, Kind, ProfileRow]:
-    if len(cells) < len(COLUMNS):
-        raise ProfileError(
-            f"{where}: too few columns", value=",".join(cells), remedy=f"Needed: {COLUMNS}."
-        )
-    stage_text, instruction, frequency_text, time_text, energy_text = (
-        cell.strip() for cell in cells[: len(COLUMNS)]
-    )
+def _one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:
+    """One row from those of a stage's GPUs."""
+    energy_j = math.fsum(row.energy_j for row in ranks) / len(ranks)
+    return ProfileRow(frequency_mhz, max(row.time_s for row in ranks), energy_j)
+
+
+def _parse_row(cells: Mapping[str, str], where: str) -> tuple[int, Kind, ProfileRow]:
+    instruction = cells["instruction"]
     if instruction not in set(Kind):
         raise ProfileError(
             f"{where}: unknown instruction", value=instruction, remedy="Use forward or backward."
         )
-    stage = _number(stage_text, f"{where}: stage", integral=True)
-    frequency = _number(frequency_text, f"{where}: frequency (MHz)", integral=True, positive=True)
-    time_s = _number(time_text, f"{where}: time (s)", positive=True)
-    energy_j = _number(energy_text, f"{where}: energy (J)")
+    stage = _number(cells["stage"], f"{where}: stage", integral=True)
+    frequency = _number(
+        cells["frequency"], f"{where}: frequency (MHz)", integral=True, positive=True
+    )
+    time_s = _number(cells["time"], f"{where}: time (s)", positive=True)
+    energy_j = _number(cells["energy"], f"{where}: energy (J)")
     return int(stage), Kind(instruction), ProfileRow(int(frequency), time_s, energy_j)
 
 

@@ -36,7 +36,7 @@ def assert_says(message, *parts):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("stage,instruction", "stage;instruction", ["line 1", "stage;instruction", "must start"]),
+        ("stage,instruction", "stage;instruction", ["line 1", "stage;instruction", "must name"]),
         ("0,forward,1200,0.1,40.0", "0,forward,1200,quick,40.0", ["line 2", "time", "'quick'"]),
         ("0,forward,1200,0.1,40.0", "0,forward,1200,-0.1,40.0", ["line 2", "time", "'-0.1'"]),
         ("0,forward,1200,0.1,40.0", "0,forward,1200,0.1,nan", ["line 2", "energy", "'nan'"]),

@@ -65,7 +65,8 @@ def test_a_bad_row_is_refused_with_file_line_and_value(tmp_path, line, told):
         "",
         "\n",
         "stage,instruction,frequency,time",
-        "instruction,stage,frequency,time,energy",
+        "stage,instruction,frequency,time,energy,time",
+        "rank,stage,instruction,frequency,time,energy,rank",
         "Stage,Instruction,Frequency,Time,Energy",
         "0,forward,1200,1.0,10",
         "stage;instruction;frequency;time;energy",
@@ -74,6 +75,26 @@ def test_a_bad_row_is_refused_with_file_line_and_value(tmp_path, line, told):
 def test_a_wrong_header_is_refused_with_the_right_one(tmp_path, header):
     with pytest.raises(ProfileError, match=f"job.csv, line 1: .*{HEADER}"):
         read(tmp_path, header and f"{header}\n{GOOD}")
+
+
+def test_columns_are_found_by_name_as_pandas_finds_them(tmp_path):
+    plain = read(tmp_path, f"{HEADER}\n{GOOD}")
+    turned = [",".join([line.split(",")[i] for i in (4, 1, 0, 3, 2)]) for line in GOOD.split()]
+    reordered = "\n".join(["energy,instruction,stage,time,frequency", *turned])
+    assert read(tmp_path, reordered).rows == plain.rows
+
+
+def test_the_ranks_of_a_stage_become_one_gpu(tmp_path):
+    # The columns of Zeus's InstructionProfilingResult.to_csv, for tensor parallel 2.
+    lines = ["rank,dp_rank,pp_rank,tp_rank,stage,instruction,frequency,time,energy"]
+    for rank, time_s, energy_j in ((0, 1.0, 10.0), (1, 1.5, 13.0)):
+        lines += [f"{rank},0,0,{rank},0,forward,1200,{time_s},{energy_j}"]
+        lines += [f"{rank},0,0,{rank},0,backward,1200,{2 * time_s},{2 * energy_j}"]
+    profile = read(tmp_path, "\n".join(lines))
+    assert profile.row(0, F, 1200) == ProfileRow(1200, 1.5, 11.5)
+    assert profile.row(0, B, 1200) == ProfileRow(1200, 3.0, 23.0)
+    with pytest.raises(ProfileError, match="line 6: a second row for stage 0 forward of rank 0"):
+        read(tmp_path, "\n".join([*lines, lines[1]]))
 
 
 @pytest.mark.parametrize(
