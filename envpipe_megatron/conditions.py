@@ -31,6 +31,7 @@ SIDECAR_FIELDS = {
     "change": "frequency_change_s",
 }
 
+_MAX_FREQUENCY_MHZ = 1_000_000
 #: Fields in words, for messages.
 _WORDS = {
     "blocking_power_w": "Blocking power",
@@ -85,6 +86,8 @@ class Conditions:
 
     def __post_init__(self) -> None:
         stages = len(self.blocking_power_w)
+        if not stages:
+            raise ConditionsError("blocking_power_w names no stage")
         checked: dict[str, Any] = {
             "blocking_power_w": _amounts("blocking_power_w", self.blocking_power_w, stages, "W"),
             "latency_s": _amounts("latency_s", self.latency_s, stages - 1, "s"),
@@ -255,7 +258,7 @@ def _curves(given: WaitCurves, stages: int) -> WaitCurves:
     for curve in given:
         clocks = sorted(curve)
         powers_w = _amounts("wait_power_w", [curve[f] for f in clocks], len(clocks), "W")
-        if clocks[0] <= 0:
-            raise ConditionsError("wait_power_w has a clock that is not above 0", value=clocks[0])
+        if not 0 < clocks[0] <= clocks[-1] < _MAX_FREQUENCY_MHZ:
+            raise ConditionsError("wait_power_w has a clock that no GPU has", value=clocks)
         curves.append(dict(zip(clocks, powers_w, strict=True)))
     return tuple(curves)

@@ -99,9 +99,7 @@ def evaluate(
             remedy="Give wait_power_w, or plan without parking.",
         )
     if conditions.change_time_s:
-        time_s, energy_j = _durations_with_late_clocks(
-            schedule, frequency_mhz, profile, conditions, park_mhz
-        )
+        time_s, energy_j = _durations_with_late_clocks(schedule, frequency_mhz, profile, conditions)
     else:
         time_s, energy_j = profile.lookup(frequency_mhz, schedule.is_backward)
     timeline = Timeline(schedule, time_s, conditions.latency_s)
@@ -169,21 +167,17 @@ def _durations_with_late_clocks(
     frequency_mhz: IntArray,
     profile: Profile,
     conditions: Conditions,
-    park_mhz: IntArray | None,
 ) -> tuple[FloatArray, FloatArray]:
     """[num_stages, units_per_stage] times and energies that late clocks leave the units.
 
     Starts decide who is late and durations decide starts: one pass, each unit after those it
-    depends on.
+    depends on. Parking needs no word here: a wait that two changes fit into hides one.
     """
     shape, width = frequency_mhz.shape, schedule.units_per_stage
     times, energies = profile.lookup(frequency_mhz, schedule.is_backward)
     time_s: list[float] = times.ravel().tolist()
     energy_j: list[float] = energies.ravel().tolist()
     wanted: list[int] = frequency_mhz.ravel().tolist()
-    parked: list[bool] = (
-        [False] * schedule.num_units if park_mhz is None else (park_mhz.ravel() > 0).tolist()
-    )
     is_backward: list[bool] = schedule.is_backward.ravel().tolist()
     source: list[int] = schedule.cross_dependency.tolist()
     latency_s = latency_by_node(schedule, conditions.latency_s)
@@ -199,9 +193,7 @@ def _durations_with_late_clocks(
         if source[node] >= 0:
             start_s = max(start_s, end_s[source[node]] + latency_s[node])
         clock = wanted[node]
-        if parked[node]:
-            running[stage] = requested[stage] = clock
-        elif position:
+        if position:
             if arrival_s[stage] <= previous_end_s:
                 running[stage] = requested[stage]
             if clock != requested[stage]:

@@ -19,21 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron import __version__, builders
-from envpipe_megatron.conditions import Conditions, WaitCurves
+from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.evaluation import Evaluation, evaluate
 from envpipe_megatron.evaluation import PlanError as PlanError
+from envpipe_megatron.plan_fields import Fields, read_object
 from envpipe_megatron.profile import Profile
 from envpipe_megatron.schedule import Schedule, ScheduleError, parse_unit
-from envpipe_megatron.sidecar import read_wait_power, wait_power_entries
+from envpipe_megatron.sidecar import wait_power_entries
 from envpipe_megatron.timeline import Timeline
 
 PLAN_FORMAT = "envpipe-plan/1"
-#: A stored figure further than this from the recomputed one was not made by the plan and profile.
+#: A stored figure further than this from the recomputed one was not made by the plan and profile;
+#: a lower bound may stand as far above the energy, by a solver's tolerances.
 _STORED_TOLERANCE = 1e-6
-#: A lower bound may stand this far above the energy: solvers and sums round.
-_BOUND_TOLERANCE = 1e-9
-_MAX_FREQUENCY_MHZ = 1_000_000
-_MAX_GPUS = 1_000_000
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +112,7 @@ class Plan:
                 value=self.conditions.num_stages,
             )
         bound_j = self.energy_lower_bound_j
-        if bound_j is not None and not 0 <= bound_j < math.inf:
+        if bound_j is not None and not 0 < bound_j < math.inf:
             raise PlanError("'energy_lower_bound_j' is not an energy", value=bound_j)
 
     @cached_property
@@ -243,8 +241,8 @@ def read_plan(path: Path, profile: Profile) -> Plan:
         ScheduleError: an order that cannot run.
         ProfileError: a frequency that was not profiled.
     """
-    data = _read_object(path)
-    fields = _Fields(data, path)
+    data = read_object(path)
+    fields = Fields(data, path)
     if data.get("format") != PLAN_FORMAT:
         raise fields.wrong("format", f"It must be '{PLAN_FORMAT}'.")
     num_stages = fields.count("num_stages")
@@ -277,10 +275,14 @@ def read_plan(path: Path, profile: Profile) -> Plan:
     return _compare_with_stored(plan, fields)
 
 
-def _compare_with_stored(plan: Plan, fields: _Fields) -> Plan:
+def _compare_with_stored(plan: Plan, fields: Fields) -> Plan:
     """The plan, without its bound where that was proved for another profile."""
     own_profile = fields.data.get("profile_sha256") == plan.profile.sha256
-    for name, value in vars(plan.cost).items():
+    try:
+        cost = plan.cost
+    except PlanError as error:  # evaluation refuses parking alone
+        raise PlanError(f"{fields.path}: field 'park_mhz': {error}") from error
+    for name, value in vars(cost).items():
         stored = fields.data.get(name)
         if isinstance(stored, int | float) and math.isclose(
             stored, value, rel_tol=_STORED_TOLERANCE
@@ -298,10 +300,10 @@ def _compare_with_stored(plan: Plan, fields: _Fields) -> Plan:
     if not own_profile:
         logger.warning("%s: its lower bound is of another profile and is left out", fields.path)
         return replace(plan, energy_lower_bound_j=None)
-    if bound_j > plan.cost.energy_j * (1 + _BOUND_TOLERANCE):
+    if bound_j > cost.energy_j * (1 + _STORED_TOLERANCE):
         raise fields.wrong(
             "energy_lower_bound_j",
-            f"The plan itself takes {plan.cost.energy_j} J; make the plan again.",
+            f"The plan itself takes {cost.energy_j} J; make the plan again.",
         )
     return plan
 
@@ -324,7 +326,7 @@ def _conditions_to_json(conditions: Conditions) -> dict[str, Any]:
     return data
 
 
-def _read_conditions(fields: _Fields, num_stages: int) -> Conditions:
+def _read_conditions(fields: Fields, num_stages: int) -> Conditions:
     """The inverse of `_conditions_to_json`; fields that are absent are off."""
     given: dict[str, Any] = {}
     if "p2p_latency_s" in fields.data:
@@ -340,104 +342,3 @@ def _read_conditions(fields: _Fields, num_stages: int) -> Conditions:
     if "frequency_change_j" in fields.data:
         given["change_energy_j"] = fields.number("frequency_change_j")
     return Conditions(fields.numbers("blocking_power_w", num_stages), **given)
-
-
-@dataclass(frozen=True)
-class _Fields:
-    """Checked access to the fields of one plan file."""
-
-    data: dict[str, Any]
-    path: Path
-
-    def wrong(self, name: str, remedy: str) -> PlanError:
-        """The error for one field."""
-        value = self.data.get(name)
-        shown = value if len(repr(value)) < 80 else f"{repr(value)[:77]}..."
-        return PlanError(f"{self.path}: field '{name}' is wrong", value=shown, remedy=remedy)
-
-    def count(self, name: str, default: int | None = None) -> int:
-        value = self.data.get(name, default)
-        if type(value) is not int or value < 1:
-            raise self.wrong(name, "It must be a positive whole number.")
-        return value
-
-    def text(self, name: str) -> str:
-        value = self.data.get(name, "custom")
-        if not isinstance(value, str):
-            raise self.wrong(name, "It must be a text.")
-        return value
-
-    def rows(self, name: str, num_rows: int) -> list[list[Any]]:
-        value = self.data.get(name)
-        if (
-            not isinstance(value, list)
-            or len(value) != num_rows
-            or not all(isinstance(row, list) for row in value)
-        ):
-            raise self.wrong(name, f"It must be {num_rows} lists, one a stage.")
-        return value
-
-    def clocks(self, name: str, schedule: Schedule, lowest: int) -> NDArray[np.int64]:
-        rows, width = self.rows(name, schedule.num_stages), schedule.units_per_stage
-        if any(
-            len(row) != width
-            or not all(type(f) is int and lowest <= f < _MAX_FREQUENCY_MHZ for f in row)
-            for row in rows
-        ):
-            raise self.wrong(
-                name, f"Each stage needs {width} whole numbers of MHz, {lowest} or more."
-            )
-        return np.array(rows, dtype=np.int64)
-
-    def numbers(self, name: str, length: int) -> tuple[float, ...]:
-        value = self.data.get(name)
-        if (
-            not isinstance(value, list)
-            or len(value) != length
-            or not all(_is_amount(x) for x in value)
-        ):
-            raise self.wrong(name, f"It must be a list of {length} numbers, zero or more.")
-        return tuple(float(x) for x in value)
-
-    def number(self, name: str) -> float:
-        value: Any = self.data.get(name)
-        if not _is_amount(value):
-            raise self.wrong(name, "It must be a number, zero or more.")
-        return float(value)
-
-    def counts(self, name: str, length: int) -> tuple[int, ...]:
-        value = self.data.get(name)
-        if (
-            not isinstance(value, list)
-            or len(value) != length
-            or not all(type(x) is int and 0 < x < _MAX_GPUS for x in value)
-        ):
-            raise self.wrong(name, f"It must be a list of {length} positive whole numbers.")
-        return tuple(value)
-
-    def wait_power(self, name: str, num_stages: int) -> WaitCurves:
-        try:
-            curves = read_wait_power(self.data.get(name))
-        except (TypeError, ValueError, OverflowError):
-            curves = ()
-        if len(curves) != num_stages:
-            raise self.wrong(
-                name,
-                "It must list stage, frequency_mhz and power_w of at least one clock for each of "
-                f"the {num_stages} stages.",
-            )
-        return curves
-
-
-def _is_amount(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1e300
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise PlanError(f"Plan {path} is not readable JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise PlanError(f"Plan {path} is not a JSON object", value=type(data).__name__)
-    return data

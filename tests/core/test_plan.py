@@ -111,6 +111,10 @@ def test_maximum_frequencies_are_by_stage_and_kind():
         {"frequency_mhz": FREQUENCY[:, :3]},
         {"frequency_mhz": FREQUENCY[:1]},
         {"conditions": Conditions((40.0,))},
+        {"park_mhz": FREQUENCY[:1]},
+        {"park_mhz": -FREQUENCY},
+        {"energy_lower_bound_j": 0.0},
+        {"energy_lower_bound_j": float("nan")},
         {"profile": uniform_profile(3, {1200: (1, 1)})},
     ],
 )
@@ -125,7 +129,19 @@ def test_a_frequency_that_was_not_profiled_is_refused():
         _ = plan.cost
 
 
-@settings(max_examples=40, deadline=None)
+def random_conditions(rng, num_stages):
+    """Each of the optional ones in half of all cases."""
+    every = {
+        "tail_time_s": tuple(rng.uniform(0, 1) for _ in range(num_stages)),
+        "gpus_per_stage": tuple(rng.randint(1, 8) for _ in range(num_stages)),
+        "wait_power_w": tuple({1200: rng.uniform(0, 99), 900: 1 / 3} for _ in range(num_stages)),
+        "change_time_s": rng.uniform(0, 0.2),
+        "change_energy_j": rng.uniform(0, 1),
+    }
+    return {name: value for name, value in every.items() if rng.random() < 0.5}
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_round_trip_of_any_schedule(tmp_path_factory, seed):
     rng = random.Random(seed)
@@ -137,7 +153,9 @@ def test_round_trip_of_any_schedule(tmp_path_factory, seed):
     frequency = np.array([[rng.choice([1200, 900]) for _ in order] for order in schedule.stages])
     latency = tuple(rng.choice([0.0, 0.1]) for _ in range(schedule.num_stages - 1))
     powers = tuple(rng.uniform(0, 99) for _ in schedule.stages)
-    plan = Plan("mine", schedule, frequency, profile, Conditions(powers, latency))
+    conditions = Conditions(powers, latency, **random_conditions(rng, schedule.num_stages))
+    bound_j = rng.choice([None, 1 / 3])
+    plan = Plan("mine", schedule, frequency, profile, conditions, energy_lower_bound_j=bound_j)
     path = tmp_path_factory.getbasetemp() / "plan.json"
     plan.write(path)
     again = read_plan(path, profile)
@@ -146,6 +164,7 @@ def test_round_trip_of_any_schedule(tmp_path_factory, seed):
     assert again.conditions == plan.conditions
     assert np.array_equal(again.frequency_mhz, frequency)
     assert again.cost == plan.cost
+    assert again.energy_lower_bound_j == bound_j
     assert again.to_json() == plan.to_json()
 
 
@@ -162,7 +181,79 @@ def test_the_file_holds_what_the_format_says(tmp_path):
     assert data["peak_in_flight"] == [2, 1]
     assert data["baseline"] == {"schedule": "1f1b", "iteration_time_s": 9.0, "energy_j": 410.0}
     assert data["profile_sha256"] == PROFILE.sha256
-    assert "p2p_latency_s" not in data
+    optional = "p2p_latency_s", *OPTIONAL_FIELDS, "park_mhz", "energy_lower_bound_j"
+    assert not set(optional) & set(data)
+
+
+OPTIONAL_FIELDS = {
+    "tail_time_s": [0.5, 3.0],
+    "gpus_per_stage": [2, 4],
+    "wait_power_w": [
+        {"stage": 0, "frequency_mhz": 900, "power_w": 30.0},
+        {"stage": 0, "frequency_mhz": 1200, "power_w": 60.0},
+        {"stage": 1, "frequency_mhz": 1200, "power_w": 50.0},
+    ],
+    "frequency_change_s": 0.25,
+    "frequency_change_j": 0.5,
+}
+REALISTIC = Conditions(
+    (40.0, 50.0), 0.125, (0.5, 3.0), (2, 4), ({900: 30.0, 1200: 60.0}, {1200: 50.0}), 0.25, 0.5
+)
+PARK = np.array([[0, 0, 300, 0], [0, 0, 0, 0]])
+
+
+def realistic_plan(**changes):
+    return replace(small_plan(conditions=REALISTIC, park_mhz=PARK), **changes)
+
+
+def test_the_file_holds_every_condition(tmp_path):
+    realistic_plan(energy_lower_bound_j=300.0).write(tmp_path / "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    expected = OPTIONAL_FIELDS | {
+        "p2p_latency_s": [0.125], "park_mhz": PARK.tolist(), "energy_lower_bound_j": 300.0
+    }  # fmt: skip
+    assert {name: data[name] for name in expected} == expected
+    again = read_plan(tmp_path / "plan.json", PROFILE)
+    assert again.conditions == REALISTIC
+    assert again.park_mhz.tolist() == PARK.tolist()
+    assert again.cost == realistic_plan().cost
+
+
+@pytest.mark.parametrize("field", [*OPTIONAL_FIELDS, "p2p_latency_s", "park_mhz"])
+def test_a_condition_that_is_taken_out_changes_the_figures(tmp_path, field):
+    path = tmp_path / "plan.json"
+    plan = realistic_plan()
+    path.write_text(json.dumps({k: v for k, v in plan.to_json().items() if k != field}))
+    with pytest.raises(PlanError, match=r"iteration_time_s|energy_j|park_mhz"):
+        read_plan(path, PROFILE)
+
+
+def test_stages_are_summed_over_their_gpus():
+    plan = small_plan(conditions=Conditions((40.0, 50.0), gpus_per_stage=(2, 4)))
+    assert plan.energy_by_stage_j.tolist() == [2 * (56 + 40 * 1.5), 4 * (72 + 50 * 3)]
+    assert plan.cost.energy_j == plan.energy_by_stage_j.sum()
+
+
+class TestLowerBound:
+    def test_gap(self):
+        assert small_plan().gap_percent is None
+        assert small_plan(energy_lower_bound_j=325.0).gap_percent == pytest.approx(4.0)
+
+    def test_above_the_plans_energy_is_refused(self, tmp_path):
+        path = tampered(tmp_path, energy_lower_bound_j=338.01)
+        with pytest.raises(PlanError, match=r"field 'energy_lower_bound_j'.*338\.0 J"):
+            read_plan(path, PROFILE)
+
+    def test_may_be_the_plans_energy_but_for_rounding(self, tmp_path):
+        path = tampered(tmp_path, energy_lower_bound_j=338.0 * (1 + 1e-9))
+        assert read_plan(path, PROFILE).gap_percent == pytest.approx(0, abs=1e-6)
+
+    def test_of_another_profile_is_left_out_with_a_warning(self, tmp_path, caplog):
+        path = tampered(tmp_path, energy_lower_bound_j=325.0)
+        with caplog.at_level(logging.WARNING):
+            plan = read_plan(path, dearer_profile())
+        assert plan.energy_lower_bound_j is None
+        assert "lower bound" in caplog.text
 
 
 def test_a_profile_of_whole_stages_prices_a_plan_with_chunks(tmp_path):
@@ -239,6 +330,46 @@ NOT_COUNTS = (0, -1, 2.0, "2", True, None, [2], ...)
                         [40.0, float("inf")], [40.0, True], {"0": 1, "1": 1})
         ],
         *[("p2p_latency_s", bad) for bad in (None, 0.1, [], [0.1, 0.1], [-0.1], ["0.1"], [None])],
+        *[
+            ("tail_time_s", bad)
+            for bad in (None, 0.1, [], [0.1], [0.1, -0.1], [0.1, "1"], [0.1, None], [0.1, True])
+        ],
+        *[
+            ("gpus_per_stage", bad)
+            for bad in (None, 8, [], [8], [8, 0], [8, 2.0], [8, "8"], [8, True], [8, 10**30])
+        ],
+        *[
+            ("wait_power_w", bad)
+            for bad in (
+                None,
+                80.0,
+                [],
+                [80.0, 80.0],
+                [{"stage": 0, "frequency_mhz": 900, "power_w": 1}],  # nothing of stage 1
+                [{"stage": s, "frequency_mhz": 900, "power_w": 1} for s in range(3)],
+                [{"stage": s, "frequency_mhz": 900, "power_w": -1} for s in range(2)],
+                [{"stage": s, "frequency_mhz": 0, "power_w": 1} for s in range(2)],
+                [{"stage": s, "power_w": 1} for s in range(2)],
+            )
+        ],
+        *[
+            (name, bad)
+            for name in ("frequency_change_s", "frequency_change_j", "energy_lower_bound_j")
+            for bad in (None, "1", -1, [1], True, float("nan"), float("inf"), 10**400)
+        ],
+        *[
+            ("park_mhz", bad)
+            for bad in (
+                None,
+                300,
+                [],
+                [[0] * 4],
+                [[0] * 4, [0] * 3],
+                [[0] * 4, [0, 0, 0, 300.0]],
+                [[0] * 4, [0, 0, 0, -300]],
+                [[0] * 4, [300, 0, 0, 0]],  # without waiting power by clock
+            )
+        ],
         *[("iteration_time_s", bad) for bad in (..., None, "9", 9.001, float("nan"), [9.0])],
         *[("energy_j", bad) for bad in (..., None, "338", 338.01, 0, float("inf"), {})],
     ],

@@ -26,6 +26,7 @@ FULL = Sidecar(
     activation_bytes=(1234.0, 99.0),
     free_bytes=(9999.0, 0.0),
     frequency_change_s=0.01,
+    frequency_change_j=0.2,
 )
 
 
@@ -64,6 +65,7 @@ def test_the_example_of_the_format_is_read(tmp_path):
     assert sidecar.wait_power_w == ({1410: 83.6},)
     assert sidecar.p2p_latency_s == (0.0002,) * 3
     assert sidecar.tail_time_s is None
+    assert sidecar.frequency_change_j is None
 
 
 def test_it_stands_beside_its_csv(tmp_path):
@@ -83,7 +85,11 @@ def test_it_stands_beside_its_csv(tmp_path):
             for name in ("p2p_latency_s", "tail_time_s", "activation_bytes", "free_bytes")
             for bad in (0.1, [-0.1], ["0.1"], "12", [None], [float("nan")], [[1]], [True], None)
         ],
-        *[("frequency_change_s", bad) for bad in (-1, "0.01", float("inf"), True, None, [0.01])],
+        *[
+            (name, bad)
+            for name in ("frequency_change_s", "frequency_change_j")
+            for bad in (-1, "0.01", float("inf"), True, None, [0.01])
+        ],
         ("wait_power_w", [{"stage": 1, "frequency_mhz": 900, "power_w": 1}]),  # no stage 0
         ("wait_power_w", [{"stage": 0, "frequency_mhz": 900}]),
         ("wait_power_w", [{"stage": 0, "frequency_mhz": 900, "power_w": -1}]),

@@ -1,0 +1,195 @@
+"""Conditions: one form for equal ones, off by default, and from the sidecar only when asked for."""
+
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+from core_cases import uniform_profile
+
+from envpipe_megatron.conditions import (
+    SIDECAR_FIELDS,
+    Conditions,
+    ConditionsError,
+    make_conditions,
+)
+from envpipe_megatron.sidecar import Sidecar
+
+FULL = Sidecar(
+    tensor_parallel=8,
+    wait_power_w=({900: 60.0, 1200: 80.0},) * 3,
+    p2p_latency_s=(0.1, 0.2),
+    tail_time_s=(0.4, 0.4, 0.5),
+    frequency_change_s=0.01,
+    frequency_change_j=0.2,
+)
+PLAIN = Conditions((80.0,) * 3)
+
+
+def profile(sidecar=FULL):
+    return uniform_profile(3, {1200: (1.0, 10.0)}, sidecar=sidecar)
+
+
+def test_everything_but_the_blocking_power_is_off_by_default():
+    assert PLAIN.latency_s == (0.0, 0.0)
+    assert PLAIN.tail_time_s is PLAIN.gpus_per_stage is PLAIN.wait_power_w is None
+    assert PLAIN.change_time_s == PLAIN.change_energy_j == 0.0
+    assert PLAIN.tail_by_stage_s.tolist() == [0.0] * 3
+    assert PLAIN.gpus_by_stage.tolist() == [1] * 3
+    assert PLAIN.num_stages == 3
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        Conditions([80, 80, 80]),
+        Conditions(np.full(3, 80.0)),
+        Conditions((80.0,) * 3, 0),
+        Conditions((80.0,) * 3, (0.0, 0.0), (0.0,) * 3, (1, 1, 1)),
+    ],
+)
+def test_equal_conditions_compare_equal(same):
+    assert same == PLAIN
+
+
+def test_one_latency_is_one_for_each_boundary():
+    assert Conditions((80.0,) * 3, 0.5) == Conditions((80.0,) * 3, (0.5, 0.5))
+    assert Conditions((80.0,), 0.5).latency_s == ()
+
+
+class TestWaitingPower:
+    def test_is_the_blocking_power_at_any_clock(self):
+        powers = Conditions((80.0, 40.0)).waiting_power_w(np.array([[900, 1200], [1, 5000]]))
+        assert powers.tolist() == [[80.0, 80.0], [40.0, 40.0]]
+
+    def test_is_linear_between_measured_clocks_and_constant_beyond(self):
+        conditions = Conditions((99.0, 99.0), wait_power_w=({1200: 80.0, 900: 50.0}, {1000: 70.0}))
+        clocks = np.array([[600, 900, 1000, 1050, 1200, 1410]] * 2)
+        powers = conditions.waiting_power_w(clocks)
+        assert powers[0].tolist() == pytest.approx([50, 50, 60, 65, 80, 80])
+        assert powers[1].tolist() == [70.0] * 6
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[
+            ("blocking_power_w", bad)
+            for bad in ((), (80.0, -1.0), (80.0, float("nan")), (80.0, None), ("x", 1))
+        ],
+        *[("latency_s", bad) for bad in (-0.1, float("inf"), (0.1, 0.1), (-0.1,), None, "x")],
+        *[("tail_time_s", bad) for bad in ((0.1,), (0.1, -0.1), (0.1, float("nan")), ())],
+        *[
+            ("gpus_per_stage", bad)
+            for bad in ((8,), (8, 0), (8, 1.5), (8, -8), ("8", 8), (8, None))
+        ],
+        *[
+            ("wait_power_w", bad)
+            for bad in (
+                ({900: 1.0},),
+                ({900: 1.0}, {}),
+                ({900: -1.0}, {900: 1.0}),
+                ({900: 1.0}, {0: 1.0}),
+                ({900: 1.0}, {10**400: 1.0}),
+                ({900: 1.0}, {900: float("nan")}),
+            )
+        ],
+        *[("change_time_s", bad) for bad in (-0.01, float("inf"), None)],
+        *[("change_energy_j", bad) for bad in (-0.01, float("nan"), None)],
+    ],
+)
+def test_wrong_values_are_named(field, value):
+    with pytest.raises(ConditionsError, match=field):
+        Conditions(**{"blocking_power_w": (80.0, 40.0), field: value})
+
+
+class TestFromTheSidecar:
+    def test_the_latency_alone_is_used_unasked(self):
+        made = make_conditions(profile(), blocking_power_w=80.0)
+        assert made == Conditions((80.0,) * 3, (0.1, 0.2))
+        assert make_conditions(profile(Sidecar()), blocking_power_w=80.0) == PLAIN
+
+    def test_nothing_when_nothing_is_asked_for(self):
+        assert make_conditions(profile(), blocking_power_w=80.0, use=()) == PLAIN
+
+    @pytest.mark.parametrize(
+        ("name", "fields"),
+        [
+            ("latency", {"latency_s": FULL.p2p_latency_s}),
+            ("tail", {"tail_time_s": FULL.tail_time_s}),
+            ("tensor-parallel", {"gpus_per_stage": (8, 8, 8)}),
+            ("wait-power", {"wait_power_w": FULL.wait_power_w}),
+            ("change", {"change_time_s": 0.01, "change_energy_j": 0.2}),
+        ],
+    )
+    def test_each_when_asked_for(self, name, fields):
+        made = make_conditions(profile(), blocking_power_w=80.0, use=[name])
+        assert made == Conditions((80.0,) * 3, **fields)
+
+    def test_all_names_are_tried_here(self):
+        everything = make_conditions(profile(), blocking_power_w=80.0, use=SIDECAR_FIELDS)
+        assert everything == Conditions(
+            (80.0,) * 3, FULL.p2p_latency_s, FULL.tail_time_s, (8, 8, 8), FULL.wait_power_w,
+            0.01, 0.2,
+        )  # fmt: skip
+
+    @pytest.mark.parametrize("name", ["latency", "tail", "wait-power", "change"])
+    def test_what_it_lacks_is_refused_by_name(self, name):
+        with pytest.raises(ConditionsError, match=f"lacks '{SIDECAR_FIELDS[name]}'"):
+            make_conditions(profile(Sidecar()), blocking_power_w=80.0, use=[name])
+
+    def test_a_profile_without_tensor_parallelism_has_one_gpu_a_stage(self):
+        made = make_conditions(profile(Sidecar()), blocking_power_w=80.0, use=["tensor-parallel"])
+        assert made == PLAIN
+
+    def test_the_energy_of_a_change_may_be_unknown(self):
+        sidecar = Sidecar(frequency_change_s=0.01)
+        made = make_conditions(profile(sidecar), blocking_power_w=80.0, use=["change"])
+        assert (made.change_time_s, made.change_energy_j) == (0.01, 0.0)
+
+    def test_an_unknown_name_is_refused_with_those_there_are(self):
+        with pytest.raises(ConditionsError, match=r"got 'tails'.*tensor-parallel"):
+            make_conditions(profile(), blocking_power_w=80.0, use=["tails"])
+
+
+class TestOverrides:
+    given = MappingProxyType({
+        "latency_s": 0.3,
+        "tail_time_s": 0.7,
+        "gpus_per_stage": 2,
+        "wait_power_w": ({1000: 33.0},) * 3,
+        "change_time_s": 0.02,
+        "change_energy_j": 0.9,
+    })  # fmt: skip
+    expected = Conditions(
+        (80.0,) * 3, (0.3, 0.3), (0.7,) * 3, (2, 2, 2), ({1000: 33.0},) * 3, 0.02, 0.9
+    )
+
+    @pytest.mark.parametrize("sidecar", [FULL, Sidecar()])
+    @pytest.mark.parametrize("use", [None, (), tuple(SIDECAR_FIELDS)])
+    def test_win_over_the_sidecar_and_need_none(self, sidecar, use):
+        made = make_conditions(profile(sidecar), blocking_power_w=80.0, use=use, **self.given)
+        assert made == self.expected
+
+    def test_zero_switches_off(self):
+        assert make_conditions(profile(), blocking_power_w=80.0, latency_s=0) == PLAIN
+
+    def test_one_for_each_stage(self):
+        made = make_conditions(
+            profile(), blocking_power_w=(1, 2, 3), use=(), tail_time_s=(0, 0, 1),
+            gpus_per_stage=(1, 2, 4), latency_s=(0.1, 0),
+        )  # fmt: skip
+        assert made == Conditions((1.0, 2.0, 3.0), (0.1, 0.0), (0.0, 0.0, 1.0), (1, 2, 4))
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("blocking_power_w", (80.0, 80.0)),
+            ("blocking_power_w", -1.0),
+            ("tail_time_s", (0.1, 0.1)),
+            ("gpus_per_stage", 0),
+            ("latency_s", (0.1,)),
+        ],
+    )
+    def test_are_checked(self, field, value):
+        with pytest.raises(ConditionsError, match=field):
+            make_conditions(profile(), **{"blocking_power_w": 80.0, field: value})

@@ -1,0 +1,447 @@
+"""The evaluator: what each condition is worth, by hand, and what no condition may break."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from core_cases import B, F, needs, profile_of, random_schedule, uniform_profile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envpipe_megatron import builders
+from envpipe_megatron.conditions import Conditions
+from envpipe_megatron.evaluation import PlanError, evaluate
+from envpipe_megatron.plan import Plan, max_frequencies
+from envpipe_megatron.profile import ProfileError
+from envpipe_megatron.timeline import Timeline, latency_by_node
+
+PROFILE = profile_of(
+    {
+        (0, F): {1200: (1.0, 10.0), 900: (1.5, 7.0)},
+        (0, B): {1200: (2.0, 24.0), 900: (3.0, 15.0)},
+        (1, F): {1200: (1.0, 11.0), 900: (1.6, 7.5)},
+        (1, B): {1200: (2.0, 25.0), 900: (3.1, 15.5)},
+    }
+)
+SCHEDULE = builders.one_f_one_b(2, 2)
+#: Stage 0: F0 0-1, F1 1-2.5, B0 4-7, B1 7-9.  Stage 1: F0 1-2, B0 2-4, F1 4-5, B1 5-7.
+FREQUENCY = np.array([[1200, 900, 900, 1200], [1200, 1200, 1200, 1200]])
+#: Stage 0: F0 0-1, F1 1-2, B0 4-6, B1 7-9.  Stage 1 as above.
+MAXIMUM = np.full((2, 4), 1200)
+PLAIN = Conditions((40.0, 50.0))
+UNITS_J = np.array([10 + 7 + 15 + 24.0, 11 + 25 + 11 + 25])
+CURVES = ({1200: 60.0, 900: 30.0, 300: 10.0}, {1200: 50.0, 600: 20.0})
+
+
+def evaluated(frequency=FREQUENCY, park=None, profile=PROFILE, **conditions):
+    return evaluate(SCHEDULE, frequency, profile, replace(PLAIN, **conditions), park)
+
+
+def parking(**at):
+    """Clocks to park at: `parking(s0u2=300)` before the third unit of stage 0."""
+    park = np.zeros((2, 4), dtype=np.int64)
+    for place, clock in at.items():
+        park[int(place[1]), int(place[3])] = clock
+    return park
+
+
+def test_without_conditions():
+    result = evaluated()
+    assert result.iteration_time_s == result.timeline.iteration_time_s == 9.0
+    assert result.unit_energy_j.sum(axis=1).tolist() == UNITS_J.tolist()
+    assert result.energy_by_stage_j.tolist() == [UNITS_J[0] + 40 * 1.5, UNITS_J[1] + 50 * 3]
+    assert result.clock_changes.tolist() == [2, 0]
+
+
+class TestTail:
+    def test_the_iteration_lasts_until_the_last_tail_ends(self):
+        # Stage 0 ends its units at 9, stage 1 at 7.
+        result = evaluated(tail_time_s=(0.5, 3.0))
+        assert result.iteration_time_s == 10.0
+        assert result.timeline.iteration_time_s == 9.0
+        assert result.energy_by_stage_j.tolist() == [UNITS_J[0] + 40 * 2.5, UNITS_J[1] + 50 * 4]
+
+    def test_a_tail_that_ends_before_the_last_unit_is_free(self):
+        free, plain = evaluated(tail_time_s=(0.0, 2.0)), evaluated()
+        assert free.iteration_time_s == 9.0
+        assert free.energy_by_stage_j.tolist() == plain.energy_by_stage_j.tolist()
+
+
+def test_energies_count_for_each_gpu_of_a_stage():
+    plain = evaluated(change_energy_j=0.25).energy_by_stage_j
+    several = evaluated(gpus_per_stage=(2, 4), change_energy_j=0.25)
+    assert several.energy_by_stage_j.tolist() == [2 * plain[0], 4 * plain[1]]
+    assert several.iteration_time_s == 9.0
+
+
+class TestWaitingPowerByClock:
+    def test_a_wait_runs_at_the_clock_of_the_unit_after_it(self):
+        # Stage 0 waits 1.5 s before B0 at 900 MHz; stage 1 a second before F0 and two at the end.
+        result = evaluated(wait_power_w=CURVES)
+        assert result.energy_by_stage_j.tolist() == [UNITS_J[0] + 30 * 1.5, UNITS_J[1] + 50 * 3]
+
+    def test_the_end_of_an_iteration_runs_at_the_clock_of_the_first_unit(self):
+        frequency = FREQUENCY.copy()
+        frequency[1, 3] = 900  # B1 takes 5-8.1 there and 8.1-10.1 on stage 0
+        result = evaluated(frequency, wait_power_w=CURVES, tail_time_s=(1.0, 0.0))
+        assert result.iteration_time_s == pytest.approx(11.1)
+        assert result.energy_by_stage_j == pytest.approx(
+            [UNITS_J[0] + 30 * 1.5 + 60 * (1.1 + 1.0), 11 + 25 + 11 + 15.5 + 50 * (1 + 3.0)]
+        )
+
+
+class TestClockChanges:
+    def test_each_costs_its_energy(self):
+        plain, dear = evaluated(), evaluated(change_energy_j=0.25)
+        assert (dear.energy_by_stage_j - plain.energy_by_stage_j).tolist() == [0.5, 0.0]
+
+    @pytest.mark.parametrize(
+        ("clocks", "changes"),
+        [
+            ([1200, 1200, 1200, 1200], 0),
+            ([1200, 900, 1200, 900], 4),
+            ([900, 1200, 1200, 1200], 2),  # one of them into the next iteration
+            ([1200, 1200, 1200, 900], 2),
+        ],
+    )
+    def test_are_counted_around_the_iteration(self, clocks, changes):
+        assert evaluated(np.array([clocks, clocks])).clock_changes.tolist() == [changes] * 2
+
+
+class TestLateClock:
+    def test_first_part_at_the_clock_before(self):
+        # F1 starts at once: 0.4 of it at 1200 MHz (1 s), the rest at 900 (1.5 s). B0's clock has
+        # arrived by then. B1: 0.4 s of the 3 s that it takes at 900, the rest at 1200 (2 s).
+        result = evaluated(change_time_s=0.4)
+        second, last = 0.4 + 0.6 * 1.5, 0.4 + (1 - 0.4 / 3) * 2
+        timeline = result.timeline
+        assert timeline.duration_s[0] == pytest.approx([1, second, 3, last])
+        assert timeline.start_s[0] == pytest.approx([0, 1, 4, 7])
+        assert result.iteration_time_s == pytest.approx(7 + last)
+        assert result.unit_energy_j[0] == pytest.approx(
+            [10, 0.4 * 10 + 0.6 * 7, 15, 0.4 / 3 * 15 + (1 - 0.4 / 3) * 24]
+        )
+        assert result.unit_energy_j[1].tolist() == [11, 25, 11, 25]
+        assert result.energy_by_stage_j[0] == pytest.approx(
+            result.unit_energy_j[0].sum() + 40 * (7 + last - 1 - second - 3 - last)
+        )
+
+    def test_a_clock_that_does_not_arrive_in_time_gives_the_whole_unit_to_the_one_before(self):
+        # F1 runs 1-2 at 1200, and so does B0, 4-6: its clock comes at 6. B1's would come at 11.
+        result = evaluated(change_time_s=5.0)
+        assert result.timeline.duration_s[0].tolist() == [1, 1, 2, 3]
+        assert result.unit_energy_j[0].tolist() == [10, 10, 24, 15]
+        assert result.timeline.end_s[0].tolist() == [1, 2, 6, 10]
+
+    def test_a_request_that_has_not_arrived_when_the_next_is_made_is_dropped(self):
+        frequency = FREQUENCY.copy()
+        frequency[0] = [1200, 900, 1200, 1200]
+        result = evaluated(frequency, change_time_s=2.0)
+        assert result.unit_energy_j[0].tolist() == [10, 10, 24, 24]
+        assert result.clock_changes[0] == 2
+
+    def test_a_wait_hides_it(self):
+        frequency = FREQUENCY.copy()
+        frequency[0] = [1200, 1200, 900, 900]  # requested at 2, B0 starts at 4
+        for change_s in (0.0, 1.9, 2.0):
+            result = evaluated(frequency, change_time_s=change_s)
+            assert result.unit_energy_j[0].tolist() == [10, 10, 15, 15]
+        late = evaluated(frequency, change_time_s=2.5)
+        assert late.unit_energy_j[0].tolist() == [10, 10, 0.25 * 24 + 0.75 * 15, 15]
+
+    def test_an_old_clock_that_was_not_profiled_for_the_unit_is_interpolated(self):
+        # F1 at 1000 MHz would take 1.4 s and 8 J; half of that passes before 900 MHz comes.
+        profile = profile_of(
+            {(0, F): {1200: (1.0, 10.0), 900: (1.6, 7.0)}, (0, B): {1000: (2.0, 20.0)}}
+        )
+        frequency = np.array([[900, 1000, 900, 1000]])
+        conditions = Conditions((40.0,), change_time_s=0.7)
+        result = evaluate(builders.one_f_one_b(1, 2), frequency, profile, conditions)
+        assert result.timeline.duration_s[0] == pytest.approx([1.6, 2, 0.7 + 0.5 * 1.6, 2])
+        assert result.unit_energy_j[0] == pytest.approx([7, 20, 0.5 * 8 + 0.5 * 7, 20])
+
+
+class TestParking:
+    def test_saves_the_difference_in_waiting_power(self):
+        # 1.5 s before B0 at 10 W instead of 30; F1 and B0 now each stand beside the parked clock.
+        plain = evaluated(wait_power_w=CURVES, change_energy_j=0.25)
+        parked = evaluated(park=parking(s0u2=300), wait_power_w=CURVES, change_energy_j=0.25)
+        saved = plain.energy_by_stage_j - parked.energy_by_stage_j
+        assert saved == pytest.approx([20 * 1.5 - 2 * 0.25, 0])
+        assert parked.clock_changes.tolist() == [4, 0]
+        assert parked.iteration_time_s == 9.0
+
+    def test_both_changes_are_billed_at_the_clock_of_the_unit(self):
+        # B0 waits 2 s and B1 one; two changes of 0.25 s are left out of each.
+        park = parking(s0u2=300, s0u3=300)
+        options = {"wait_power_w": CURVES, "change_time_s": 0.25}
+        saved = evaluated(MAXIMUM, **options).energy_by_stage_j - (
+            evaluated(MAXIMUM, park, **options).energy_by_stage_j
+        )
+        assert saved == pytest.approx([(60 - 10) * (1.5 + 0.5), 0])
+
+    def test_at_the_first_unit_takes_the_end_of_the_iteration_too(self):
+        # Stage 1 waits one second before F0 and two after B1.
+        options = {"wait_power_w": CURVES, "change_time_s": 0.25}
+        parked = evaluated(MAXIMUM, parking(s1u0=600), **options)
+        saved = evaluated(MAXIMUM, **options).energy_by_stage_j - parked.energy_by_stage_j
+        assert saved == pytest.approx([0, (50 - 20) * 2.5])
+        assert parked.clock_changes.tolist() == [0, 2]
+
+    @pytest.mark.parametrize(
+        ("clocks", "park_mhz", "changes"),
+        [
+            ([1200, 1200, 900, 900], 300, 3),  # 1200 300 900 1200
+            ([1200, 1200, 900, 900], 1200, 2),  # stays, then 900 in time
+            ([1200, 1200, 900, 900], 900, 2),  # the parked clock is the unit's
+            ([1200, 1200, 1200, 1200], 300, 2),
+        ],
+    )
+    def test_changes_go_through_the_parked_clock(self, clocks, park_mhz, changes):
+        frequency = MAXIMUM.copy()
+        frequency[0] = clocks
+        result = evaluated(frequency, parking(s0u2=park_mhz), wait_power_w=CURVES)
+        assert result.clock_changes[0] == changes
+
+    def test_a_parked_unit_is_never_late(self):
+        # B0 waits 2 s, and B1 follows it at the same clock without a wait.
+        frequency = MAXIMUM.copy()
+        frequency[0] = [1200, 1200, 900, 900]
+        options = {"wait_power_w": CURVES, "change_time_s": 0.9}
+        result = evaluated(frequency, parking(s0u2=300), **options)
+        assert result.unit_energy_j[0].tolist() == [10, 10, 15, 15]
+        assert result.timeline.end_s[0].tolist() == [1, 2, 7, 10]
+
+    @pytest.mark.parametrize(
+        ("place", "change_s"), [("s0u1", 0.0), ("s0u3", 0.5), ("s0u3", 0.6), ("s1u0", 1.5)]
+    )
+    def test_is_refused_where_two_changes_do_not_fit(self, place, change_s):
+        park = parking(**{place: 300})
+        unit = {"s0u1": "F1 on stage 0", "s0u3": "B1 on stage 0", "s1u0": "F0 on stage 1"}[place]
+        with pytest.raises(PlanError, match=f"park_mhz.*{unit}"):
+            evaluated(MAXIMUM, park, wait_power_w=CURVES, change_time_s=change_s)
+
+    def test_needs_waiting_power_by_clock(self):
+        with pytest.raises(PlanError, match="wait_power_w"):
+            evaluated(park=parking(s0u2=300))
+
+    def test_nowhere_is_no_parking(self):
+        assert (
+            evaluated(park=parking()).energy_by_stage_j.sum() == evaluated().energy_by_stage_j.sum()
+        )
+
+
+class TestDifferentGpus:
+    """Two kinds of GPU, with no clock in common."""
+
+    profile = profile_of(
+        {
+            (0, F): {1200: (1.0, 10.0), 900: (1.5, 7.0)},
+            (0, B): {1200: (2.0, 24.0), 900: (3.0, 15.0)},
+            (1, F): {1740: (1.0, 30.0), 1005: (1.5, 20.0)},
+            (1, B): {1740: (2.0, 60.0), 1005: (3.0, 40.0)},
+        }
+    )
+
+    def test_each_stage_has_its_own_clocks(self):
+        frequency = np.array([[1200, 1200, 900, 900], [1005, 1740, 1740, 1740]])
+        plan = Plan("mine", SCHEDULE, frequency, self.profile, Conditions((40.0, 100.0)))
+        # Stage 0: F0 0-1 F1 1-2 B0 4.5-7.5 B1 7.5-10.5; stage 1: F0 1-2.5 B0 -4.5 F1 -5.5 B1 -7.5.
+        assert plan.cost.iteration_time_s == 10.5
+        assert plan.energy_by_stage_j.tolist() == [50 + 40 * 2.5, 170 + 100 * 4]
+        assert plan.baseline.frequency_mhz.tolist() == [[1200] * 4, [1740] * 4]
+
+    def test_a_clock_of_the_other_gpu_is_refused(self):
+        with pytest.raises(ProfileError, match="stage 1 forward"):
+            evaluate(SCHEDULE, FREQUENCY, self.profile, PLAIN)
+
+
+def test_the_baseline_meets_the_same_conditions_and_does_not_park():
+    conditions = replace(
+        PLAIN, tail_time_s=(3.0, 0.0), gpus_per_stage=(2, 1), wait_power_w=CURVES, latency_s=0.5
+    )
+    plan = Plan("mine", SCHEDULE, FREQUENCY, PROFILE, conditions, park_mhz=parking(s0u2=300))
+    assert plan.baseline.conditions == conditions
+    assert plan.baseline.park_mhz is None
+    # All hops take half a second: stage 0 ends at 10, stage 1 at 7.5; both are busy for 6.
+    assert plan.baseline.cost.iteration_time_s == 13.0
+    assert plan.baseline.cost.energy_j == pytest.approx(2 * (68 + 60 * 7) + 72 + 50 * 7)
+
+
+def random_case(seed):
+    """A schedule with random clocks, and a profile whose forwards and backwards differ in them."""
+    rng = random.Random(seed)
+    schedule = random_schedule(rng)
+    stages = schedule.num_stages
+
+    def curve():
+        clocks = rng.sample(range(600, 1500, 15), rng.randint(1, 4))
+        return {f: (rng.uniform(0.5, 2), rng.uniform(5, 20)) for f in clocks}
+
+    sides = [(stage, kind) for stage in range(stages) for kind in (F, B)]
+    profile = profile_of({side: curve() for side in sides}).for_chunks(schedule.num_chunks)
+    frequency = np.array(
+        [
+            [rng.choice(profile.rows[stage][unit.kind]).frequency_mhz for unit in order]
+            for stage, order in enumerate(schedule.stages)
+        ]
+    )
+    latency = tuple(rng.choice([0.0, rng.uniform(0, 1)]) for _ in range(stages - 1))
+    conditions = Conditions(tuple(rng.uniform(0, 99) for _ in range(stages)), latency)
+    return rng, schedule, profile, frequency, conditions
+
+
+SEEDS = st.integers(0, 2**32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS)
+def test_changes_that_take_nothing_change_nothing(seed):
+    """Also with waiting power that does not depend on the clock: then it is the blocking power."""
+    rng, schedule, profile, frequency, conditions = random_case(seed)
+    plain = evaluate(schedule, frequency, profile, conditions)
+    flat = tuple({rng.randint(300, 2000): power} for power in conditions.blocking_power_w)
+    instant = replace(conditions, wait_power_w=flat, change_time_s=1e-300)
+    for other in (replace(conditions, wait_power_w=flat), instant):
+        result = evaluate(schedule, frequency, profile, other)
+        assert result.iteration_time_s == pytest.approx(plain.iteration_time_s)
+        assert result.energy_by_stage_j == pytest.approx(plain.energy_by_stage_j)
+        assert result.clock_changes.tolist() == plain.clock_changes.tolist()
+
+
+def clocks_over_time(schedule, frequency, profile, change_s, latency_s):
+    """(start, end, share of work done at each clock) of each unit, by the clock's own history.
+
+    A stage keeps what it asked for and when; its clock at an instant is the last one that arrived
+    by then without having been superseded on the way.
+    """
+    latency = latency_by_node(schedule, latency_s)
+    times, done = {}, {}
+    asked = [[(-1e9, int(row[0]))] for row in frequency]
+
+    def clock_at(stage, instant):
+        history = asked[stage]
+        arrived = [
+            clock
+            for index, (when, clock) in enumerate(history)
+            if when + change_s <= instant
+            and not any(when < later < when + change_s for later, _ in history[index + 1 :])
+        ]
+        return arrived[-1]
+
+    def duration(stage, kind, clock):
+        rows = sorted(profile.rows[stage][kind], key=lambda row: row.frequency_mhz)
+        return np.interp(clock, [r.frequency_mhz for r in rows], [r.time_s for r in rows])
+
+    for node in schedule.topological_order:
+        stage, position = divmod(node, schedule.units_per_stage)
+        unit, clock = schedule.unit_at(node), int(frequency[stage, position])
+        before = done.get((stage, position - 1), 0.0)
+        start = before
+        for source in needs(schedule.num_stages, schedule.num_chunks, stage, unit):
+            place = (source[0], schedule.stages[source[0]].index(source[1]))
+            if place[0] != stage or schedule.num_stages == 1:
+                start = max(start, done[place] + latency[node])
+        if clock != asked[stage][-1][1]:
+            asked[stage].append((before, clock))
+        arrival = asked[stage][-1][0] + change_s
+        old = clock_at(stage, start)
+        work_at_old = min(1.0, max(0.0, arrival - start) / duration(stage, unit.kind, old))
+        if old == clock:
+            work_at_old = 0.0
+        end = start + work_at_old * duration(stage, unit.kind, old)
+        end += (1 - work_at_old) * duration(stage, unit.kind, clock)
+        times[stage, position], done[stage, position] = (start, end), end
+    return times
+
+
+@settings(max_examples=150, deadline=None)
+@given(SEEDS)
+def test_late_clocks_follow_the_history_of_the_stages_clock(seed):
+    rng, schedule, profile, frequency, conditions = random_case(seed)
+    conditions = replace(conditions, change_time_s=rng.choice([0.05, 0.3, 1.0, 3.0]))
+    timeline = evaluate(schedule, frequency, profile, conditions).timeline
+    expected = clocks_over_time(
+        schedule, frequency, profile, conditions.change_time_s, conditions.latency_s
+    )
+    for (stage, position), (start, end) in expected.items():
+        assert timeline.start_s[stage, position] == pytest.approx(start)
+        assert timeline.end_s[stage, position] == pytest.approx(end)
+
+
+@settings(max_examples=100, deadline=None)
+@given(SEEDS)
+def test_late_units_lie_between_their_own_clock_and_another_of_their_stage(seed):
+    rng, schedule, profile, frequency, conditions = random_case(seed)
+    conditions = replace(conditions, change_time_s=rng.uniform(0, 3))
+    result = evaluate(schedule, frequency, profile, conditions)
+    time_s, energy_j = profile.lookup(frequency, schedule.is_backward)
+    for stage, order in enumerate(schedule.stages):
+        for position, unit in enumerate(order):
+            own = np.array([time_s[stage, position], energy_j[stage, position]])
+            found = np.array(
+                [
+                    result.timeline.duration_s[stage, position],
+                    result.unit_energy_j[stage, position],
+                ]
+            )
+            rows = np.array(
+                [(r.frequency_mhz, r.time_s, r.energy_j) for r in profile.rows[stage][unit.kind]]
+            )[::-1].T
+            others = [
+                np.array([np.interp(f, rows[0], rows[1]), np.interp(f, rows[0], rows[2])])
+                for f in set(frequency[stage].tolist())
+            ]
+            assert any(
+                found == pytest.approx(share * other + (1 - share) * own)
+                for other in others
+                for share in [np.clip(_share(found, own, other), 0, 1)]
+            )
+
+
+def _share(found, own, other):
+    way = other - own
+    return float((found - own) @ way / (way @ way)) if way.any() else 0.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS)
+def test_what_the_evaluation_says_fits_together(seed):
+    rng, schedule, profile, frequency, conditions = random_case(seed)
+    stages = schedule.num_stages
+    conditions = replace(
+        conditions,
+        tail_time_s=tuple(rng.uniform(0, 2) for _ in range(stages)),
+        gpus_per_stage=tuple(rng.randint(1, 8) for _ in range(stages)),
+        wait_power_w=tuple({600: 20.0, 1500: rng.uniform(20, 99)} for _ in range(stages)),
+        change_time_s=rng.choice([0.0, 0.1]),
+        change_energy_j=rng.uniform(0, 1),
+    )
+    plan = Plan("mine", schedule, frequency, profile, conditions)
+    result = plan.evaluation
+    assert plan.cost.energy_j == pytest.approx(plan.energy_by_stage_j.sum())
+    again = Timeline(schedule, result.timeline.duration_s, conditions.latency_s)
+    assert again.end_s.tolist() == result.timeline.end_s.tolist()
+    ends = result.timeline.end_s[:, -1] + conditions.tail_time_s
+    assert plan.cost.iteration_time_s == ends.max()
+    # Waiting takes between 20 and 99 W; what is left of a stage's energy beside it is known.
+    waiting = (
+        plan.energy_by_stage_j / conditions.gpus_by_stage
+        - result.unit_energy_j.sum(axis=1)
+        - conditions.change_energy_j * result.clock_changes
+    )
+    waiting_s = plan.cost.iteration_time_s - result.timeline.duration_s.sum(axis=1)
+    assert np.all(waiting >= 20 * waiting_s * (1 - 1e-9) - 1e-9)
+    assert np.all(waiting <= 99 * waiting_s * (1 + 1e-9) + 1e-9)
+
+
+def test_an_evaluation_of_the_highest_clocks_is_the_baseline():
+    profile = uniform_profile(3, {1200: (1.0, 10.0), 900: (1.3, 8.0)})
+    schedule = builders.one_f_one_b(3, 5)
+    conditions = Conditions((30.0,) * 3, 0.1, change_time_s=0.2)
+    result = evaluate(schedule, max_frequencies(schedule, profile), profile, conditions)
+    plan = Plan(
+        "mine", builders.gpipe(3, 5), max_frequencies(schedule, profile), profile, conditions
+    )
+    assert plan.baseline.energy_by_stage_j.tolist() == result.energy_by_stage_j.tolist()
