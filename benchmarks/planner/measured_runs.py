@@ -1,0 +1,294 @@
+"""Predict measured training runs from their clocks alone, and say how far off the prediction is.
+
+`validate` predicts each run of a workload folder with the planner's own evaluator twice: from the
+profile and the blocking power beside it alone, and with what else a profiler can measure, fitted on
+the half of the runs that the run is not in.
+
+Fitted are, for each half of the runs:
+
+- one *tail*, the same on all stages: time of an iteration that follows no unit, hence no clock
+  (optimizer, data loading). At a single number of microbatches M it cannot be told from M times a
+  gap between units, so it holds both;
+- p2p *latency* of a boundary between stages, or of all boundaries alike, and the *time of a clock
+  change*: each only where the runs demand it, see `_MIN_IMPROVEMENT`;
+- *blocking power*, the same on all stages.
+
+There is no scale of time or energy, and nothing for a single run.
+
+The profile is itself estimated from runs of the folder. In the published ones the column `samples`
+counts exactly the units of the runs of one system, perseus: their times are means over those runs,
+which flatters the prediction of unit times there. It flatters neither the order, the waits and the
+tail, which no row of a profile holds, nor the runs of the other system, envpipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize_scalar
+from workload_folder import MeasuredRun, MeasuredRunsError, Workload, read_workload
+
+from envpipe_megatron.conditions import Conditions
+from envpipe_megatron.evaluation import evaluate
+from envpipe_megatron.plan import Cost
+from envpipe_megatron.timeline import Timeline
+
+FloatArray = NDArray[np.float64]
+
+#: The longest p2p latency and change time that are believed, s: a slow network takes a tenth of a
+#: second for a batch of activations, and clock changes are reported to take 3 to 10 ms.
+_LONGEST_LATENCY_S = 0.16
+_LONGEST_CHANGE_S = 0.02
+#: A latency or change time is kept if it divides the mean squared error of the fitted half by this
+#: (halves the root): less may be chance, and the tail alone then explains the runs well.
+_MIN_IMPROVEMENT = 4.0
+#: Mean squared relative error of time at which nothing is left to explain: 0.01 % of an iteration
+#: is less than iterations of one run differ by.
+_EXPLAINED = 1e-8
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A run beside what was predicted for it.
+
+    Args:
+        run: what was measured.
+        half: 0 or 1, the half of the runs that the run belongs to.
+        unfitted: from profile and known blocking power alone.
+        held_out: with the conditions fitted on the other half.
+        fitted: with the conditions fitted on its own half: what the form of the conditions can do.
+        held_out_by_stage_j: [num_stages] energy of `held_out` by stage.
+    """
+
+    run: MeasuredRun
+    half: int
+    unfitted: Cost
+    held_out: Cost
+    fitted: Cost
+    held_out_by_stage_j: FloatArray
+
+    def time_error_percent(self, cost: Cost) -> float:
+        """Predicted iteration time above the measured one."""
+        return 100.0 * (cost.iteration_time_s / self.run.iteration_time_s - 1.0)
+
+    def energy_error_percent(self, cost: Cost) -> float:
+        """Predicted energy above the measured one."""
+        return 100.0 * (cost.energy_j / self.run.energy_j - 1.0)
+
+    @property
+    def stage_energy_error_percent(self) -> float:
+        """Mean absolute error of `held_out_by_stage_j`."""
+        ratio = self.held_out_by_stage_j / self.run.energy_by_stage_j
+        return 100.0 * float(np.mean(np.abs(ratio - 1.0)))
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Mean absolute errors over some runs, in percent of what was measured."""
+
+    num_runs: int
+    time_unfitted: float
+    time_held_out: float
+    energy_unfitted: float
+    energy_held_out: float
+    worst_time: Prediction
+    worst_energy: Prediction
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A workload, the conditions fitted on each half of its runs, and all predictions.
+
+    Args:
+        workload: what was measured.
+        fitted: for each half, the conditions fitted on that half.
+        predictions: of every run, from the conditions of the half that it is not in.
+    """
+
+    workload: Workload
+    fitted: tuple[Conditions, Conditions]
+    predictions: tuple[Prediction, ...]
+
+    def errors(self, half: int | None = None) -> Errors:
+        """Errors of the runs of one half (predicted from the other), or of all."""
+        return errors_of([p for p in self.predictions if half in (None, p.half)])
+
+    @property
+    def reference(self) -> MeasuredRun:
+        """The all-maximum run: the first of those with the highest mean clock."""
+        return max(self.workload.runs, key=lambda run: float(run.frequency_mhz.mean()))
+
+
+def errors_of(predictions: Sequence[Prediction]) -> Errors:
+    """Mean absolute errors of some predictions, at least one."""
+    rows = np.array(
+        [
+            (
+                p.time_error_percent(p.unfitted),
+                p.time_error_percent(p.held_out),
+                p.energy_error_percent(p.unfitted),
+                p.energy_error_percent(p.held_out),
+            )
+            for p in predictions
+        ]
+    )
+    time_unfitted, time_held_out, energy_unfitted, energy_held_out = np.abs(rows).mean(axis=0)
+    worst_time, worst_energy = np.abs(rows[:, [1, 3]]).argmax(axis=0)
+    return Errors(
+        num_runs=len(rows),
+        time_unfitted=float(time_unfitted),
+        time_held_out=float(time_held_out),
+        energy_unfitted=float(energy_unfitted),
+        energy_held_out=float(energy_held_out),
+        worst_time=predictions[worst_time],
+        worst_energy=predictions[worst_energy],
+    )
+
+
+def validate(folder: Path) -> Validation:
+    """Predict every run of a workload folder.
+
+    Runs take turns in the two halves, in the order of `runs.csv`. Each half is predicted with the
+    conditions that were fitted on the other, so no run has a part in its own prediction.
+
+    Raises:
+        MeasuredRunsError: naming the file and the value that is wrong.
+        ProfileError: a profile that is not readable.
+    """
+    workload = read_workload(folder)
+    halves = [workload.runs[half::2] for half in (0, 1)]
+    if not all(halves):
+        raise MeasuredRunsError(
+            f"{folder}: too few runs to fit on one half and predict the other",
+            value=len(workload.runs),
+            remedy="Measure at least two.",
+        )
+    fitted = (fit_conditions(workload, halves[0]), fit_conditions(workload, halves[1]))
+    predictions = []
+    for index, run in enumerate(workload.runs):
+        half = index % 2
+        unfitted, _ = _predict(workload, run, workload.conditions)
+        held_out, by_stage_j = _predict(workload, run, fitted[1 - half])
+        in_fit, _ = _predict(workload, run, fitted[half])
+        predictions.append(Prediction(run, half, unfitted, held_out, in_fit, by_stage_j))
+    return Validation(workload, fitted, tuple(predictions))
+
+
+def fit_conditions(workload: Workload, runs: Sequence[MeasuredRun]) -> Conditions:
+    """What surrounds the units, from some runs of a workload; see the module's description.
+
+    Times first: the tail, then, one after another, whichever single latency or change time explains
+    most of what is left.
+    """
+    model = _TimeModel(workload, runs)
+    found_s = np.zeros(workload.schedule.num_stages)  # a latency by boundary, last the change time
+    *one_boundary, change = np.eye(len(found_s))
+    every_boundary = 1.0 - change
+    directions = [(step, _LONGEST_LATENCY_S) for step in (*one_boundary, every_boundary)]
+    directions.append((change, _LONGEST_CHANGE_S))
+    error, tail_s = model.error_and_tail(found_s)
+    while error > _EXPLAINED:
+        candidates = [model.best_along(found_s, step, longest_s) for step, longest_s in directions]
+        candidate_s = min(candidates, key=lambda parameters_s: model.error_and_tail(parameters_s))
+        candidate_error, candidate_tail_s = model.error_and_tail(candidate_s)
+        if candidate_error * _MIN_IMPROVEMENT > error:
+            break
+        found_s, error, tail_s = candidate_s, candidate_error, candidate_tail_s
+    conditions = replace(
+        workload.conditions,
+        latency_s=tuple(found_s[:-1].tolist()),
+        change_time_s=float(found_s[-1]),
+        tail_time_s=(tail_s,) * workload.schedule.num_stages,
+    )
+    power_w = _fit_blocking_power_w(workload, runs, conditions)
+    return replace(conditions, blocking_power_w=(power_w,) * workload.schedule.num_stages)
+
+
+class _TimeModel:
+    """Iteration times of some runs by latency and change time, the tail following from them."""
+
+    def __init__(self, workload: Workload, runs: Sequence[MeasuredRun]) -> None:
+        self._workload = workload
+        self._runs = runs
+        schedule, profile = workload.schedule, workload.profile
+        self._duration_s = [
+            profile.lookup(run.frequency_mhz, schedule.is_backward)[0] for run in runs
+        ]
+        self._measured_s = np.array([run.iteration_time_s for run in runs])
+
+    def error_and_tail(self, parameters_s: FloatArray) -> tuple[float, float]:
+        """Mean squared relative error of the times, at the tail (s) that makes it least."""
+        latency_s, change_time_s = parameters_s[:-1].tolist(), float(parameters_s[-1])
+        schedule, profile = self._workload.schedule, self._workload.profile
+        if change_time_s:
+            conditions = replace(
+                self._workload.conditions,
+                latency_s=tuple(latency_s),
+                change_time_s=change_time_s,
+            )
+            times = [
+                evaluate(schedule, run.frequency_mhz, profile, conditions).iteration_time_s
+                for run in self._runs
+            ]
+        else:  # durations do not change: an eighth of the time
+            times = [
+                Timeline(schedule, duration, latency_s).iteration_time_s
+                for duration in self._duration_s
+            ]
+        weight = self._measured_s**-2.0
+        lacking_s = self._measured_s - times
+        tail_s = max(0.0, float(weight @ lacking_s / weight.sum()))
+        return float(np.mean(weight * (lacking_s - tail_s) ** 2)), tail_s
+
+    def best_along(self, start_s: FloatArray, step: FloatArray, longest_s: float) -> FloatArray:
+        """`start_s` plus the multiple of `step`, up to `longest_s`, with the least error.
+
+        A coarse search comes before the refinement: a latency shows in the iteration time only
+        once it is long enough to be on the critical path, so there is no slope to follow from 0.
+        Of sizes that explain the runs equally well the smallest is taken.
+        """
+
+        def error(size_s: float) -> float:
+            explained = self.error_and_tail(start_s + size_s * step)[0]
+            return explained + _EXPLAINED * size_s / longest_s
+
+        tried_s = [0.0, *(longest_s * 0.5**halvings for halvings in range(6, -1, -1))]
+        best = min(range(1, len(tried_s)), key=lambda index: error(tried_s[index]))
+        refined = minimize_scalar(
+            error,
+            bounds=(tried_s[best - 1], tried_s[min(best + 1, len(tried_s) - 1)]),
+            method="bounded",
+            options={"xatol": 1e-4},
+        )
+        return start_s + float(refined.x) * step
+
+
+def _fit_blocking_power_w(
+    workload: Workload, runs: Sequence[MeasuredRun], conditions: Conditions
+) -> float:
+    """Least squares of relative errors of energy, which is linear in the blocking power."""
+    stages = workload.schedule.num_stages
+    without, one_watt = (
+        replace(conditions, blocking_power_w=(power_w,) * stages) for power_w in (0.0, 1.0)
+    )
+    measured_j = np.array([run.energy_j for run in runs])
+    busy_j, with_one_watt_j = (
+        np.array([_predict(workload, run, given)[0].energy_j for run in runs])
+        for given in (without, one_watt)
+    )
+    per_watt = (with_one_watt_j - busy_j) / measured_j
+    lacking = 1.0 - busy_j / measured_j
+    return max(0.0, float(per_watt @ lacking / (per_watt @ per_watt)))
+
+
+def _predict(
+    workload: Workload, run: MeasuredRun, conditions: Conditions
+) -> tuple[Cost, FloatArray]:
+    """What the evaluator says that a run takes, and its energy by stage."""
+    evaluation = evaluate(workload.schedule, run.frequency_mhz, workload.profile, conditions)
+    by_stage_j = evaluation.energy_by_stage_j
+    return Cost(evaluation.iteration_time_s, float(by_stage_j.sum())), by_stage_j

@@ -1,0 +1,293 @@
+"""The simulator against measured training runs: clocks in, iteration time and energy out.
+
+Every run of every workload folder is predicted by `measured_runs.validate`, without any fit and
+with conditions fitted on the half of the runs that it is not in. Run from the checkout:
+
+    python benchmarks/planner/validation.py --output runs/validation
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import click
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MultipleLocator
+from measured_runs import Errors, Validation, errors_of, validate
+from rich.console import Console
+from rich.table import Table
+
+from envpipe_megatron.conditions import Conditions
+from envpipe_megatron.errors import EnvPipeError
+
+DEFAULT_FOLDERS = Path("../shared/data/perseus_sosp24/measured")
+HALF_NAMES = ("A", "B")
+#: Okabe and Ito's colours, told apart by readers with any colour vision; black is the identity.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
+HALF_MARKERS = ("o", "^")
+#: Runs further off than this get their name in the picture.
+FAR_OFF = 0.03
+#: A latency below this is not worth a mention, s.
+_NO_LATENCY_S = 0.0005
+
+
+@click.command()
+@click.argument("folders", nargs=-1, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="Folder for validation.csv, validation_runs.csv and validation.png.",
+)
+def main(folders: tuple[Path, ...], output: Path) -> None:
+    """Predict the measured runs of FOLDERS and print how far off the predictions are.
+
+    Without FOLDERS, those of ../shared/data are taken.
+    """
+    console = Console()
+    if not folders:
+        if not DEFAULT_FOLDERS.is_dir():
+            console.print(f"Skipped: there are no measured runs at {DEFAULT_FOLDERS}.")
+            return
+        folders = tuple(sorted(path for path in DEFAULT_FOLDERS.iterdir() if path.is_dir()))
+    validations = []
+    for folder in folders:
+        try:
+            validations.append(validate(folder))
+        except EnvPipeError as error:
+            raise click.ClickException(str(error)) from error
+    output.mkdir(parents=True, exist_ok=True)
+    _write_csv(output / "validation.csv", map(_summary, _lines(validations)))
+    _write_csv(output / "validation_runs.csv", _run_rows(validations))
+    _scatter(validations).savefig(output / "validation.png", dpi=160)
+    _print(console, validations)
+
+
+#: A validation, the half whose runs are predicted (None: both), and what predicts them.
+Line = tuple[Validation, int | None, Conditions | None]
+
+
+def _lines(validations: Iterable[Validation]) -> list[Line]:
+    """What table and CSV list: for each workload both halves together, then each."""
+    lines: list[Line] = []
+    for validation in validations:
+        lines.append((validation, None, None))
+        lines.extend((validation, half, validation.fitted[1 - half]) for half in (0, 1))
+    return lines
+
+
+def _summary(line: Line) -> dict[str, object]:
+    validation, half, conditions = line
+    errors = validation.errors(half)
+    row: dict[str, object] = {
+        "workload": validation.workload.name,
+        "predicted_half": "both" if half is None else HALF_NAMES[half],
+        "runs": errors.num_runs,
+        "time_error_unfitted_percent": f"{errors.time_unfitted:.4f}",
+        "time_error_held_out_percent": f"{errors.time_held_out:.4f}",
+        "energy_error_unfitted_percent": f"{errors.energy_unfitted:.4f}",
+        "energy_error_held_out_percent": f"{errors.energy_held_out:.4f}",
+        "worst_time_run": errors.worst_time.run.name,
+        "worst_energy_run": errors.worst_energy.run.name,
+        "interpolated_rows": validation.workload.interpolated_rows,
+        "extended_rows": validation.workload.extended_rows,
+        "fitted_half": "",
+        "tail_time_s": "",
+        "latency_s": "",
+        "change_time_s": "",
+        "blocking_power_w": "",
+    }
+    if half is not None and conditions is not None:
+        row |= {
+            "fitted_half": HALF_NAMES[1 - half],
+            "tail_time_s": f"{conditions.tail_by_stage_s[0]:.4f}",
+            "latency_s": " ".join(f"{hop:.4f}" for hop in _hops(conditions)),
+            "change_time_s": f"{conditions.change_time_s:.4f}",
+            "blocking_power_w": f"{conditions.blocking_power_w[0]:.2f}",
+        }
+    return row
+
+
+def _run_rows(validations: Iterable[Validation]) -> Iterable[dict[str, object]]:
+    for validation in validations:
+        for predicted in validation.predictions:
+            run = predicted.run
+            row: dict[str, object] = {
+                "workload": validation.workload.name,
+                "run": run.name,
+                "half": HALF_NAMES[predicted.half],
+                "measured_time_s": run.iteration_time_s,
+                "measured_energy_j": run.energy_j,
+            }
+            costs = ("unfitted", predicted.unfitted), ("held_out", predicted.held_out)
+            for name, cost in (*costs, ("own_half", predicted.fitted)):
+                row |= {
+                    f"{name}_time_s": f"{cost.iteration_time_s:.4f}",
+                    f"{name}_energy_j": f"{cost.energy_j:.1f}",
+                    f"{name}_time_error_percent": f"{predicted.time_error_percent(cost):.4f}",
+                    f"{name}_energy_error_percent": f"{predicted.energy_error_percent(cost):.4f}",
+                }
+            row["stage_energy_error_percent"] = f"{predicted.stage_energy_error_percent:.4f}"
+            yield row
+
+
+def _write_csv(path: Path, rows: Iterable[dict[str, object]]) -> None:
+    listed = list(rows)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(listed[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(listed)
+
+
+def _print(console: Console, validations: Sequence[Validation]) -> None:
+    table = Table(
+        "workload",
+        "fit → held out",
+        title="Mean absolute error of predicted runs (%), profile alone → with fitted conditions",
+        title_justify="left",
+    )
+    for heading in ("runs", "time", "energy", "worst time (in own fit)"):
+        table.add_column(heading, justify="right")
+    for heading in ("tail (s)", "tail / M (ms)", "p2p (ms)", "clock change (ms)", "blocking (W)"):
+        table.add_column(heading, justify="right")
+    for validation, half, conditions in _lines(validations):
+        errors = validation.errors(half)
+        cells = [
+            str(errors.num_runs),
+            f"{errors.time_unfitted:.2f} → {errors.time_held_out:.2f}",
+            f"{errors.energy_unfitted:.2f} → {errors.energy_held_out:.2f}",
+        ]
+        if half is None or conditions is None:
+            table.add_section()
+            table.add_row(validation.workload.name, "both", *cells, style="bold")
+            continue
+        tail_s = float(conditions.tail_by_stage_s[0])
+        table.add_row(
+            "",
+            f"{HALF_NAMES[1 - half]} → {HALF_NAMES[half]}",
+            *cells,
+            _worst_time(errors),
+            f"{tail_s:.2f}",
+            f"{1e3 * tail_s / validation.workload.schedule.num_microbatches:.1f}",
+            _latency_text(conditions),
+            f"{1e3 * conditions.change_time_s:.0f}" if conditions.change_time_s else "-",
+            f"{conditions.blocking_power_w[0]:.1f}",
+        )
+    console.print(table)
+    console.print(_notes(validations))
+
+
+def _worst_time(errors: Errors) -> str:
+    worst = errors.worst_time
+    held_out, fitted = (
+        round(worst.time_error_percent(cost), 2) + 0.0  # + 0.0: no -0.00
+        for cost in (worst.held_out, worst.fitted)
+    )
+    return f"{worst.run.name} {held_out:+.2f} ({fitted:+.2f})"
+
+
+def _hops(conditions: Conditions) -> list[float]:
+    """Latency of each boundary, s."""
+    hops = conditions.latency_s  # a tuple once it was checked
+    return [hops] if isinstance(hops, float) else list(hops)
+
+
+def _latency_text(conditions: Conditions) -> str:
+    slow = [
+        f"{stage}|{stage + 1}: {1e3 * hop:.0f}"
+        for stage, hop in enumerate(_hops(conditions))
+        if hop > _NO_LATENCY_S
+    ]
+    return ", ".join(slow) or "-"
+
+
+def _notes(validations: Sequence[Validation]) -> str:
+    rows = sum(v.workload.interpolated_rows for v in validations)
+    extended = sum(v.workload.extended_rows for v in validations)
+    notes = [
+        "Halves: A the first, third, ... run of runs.csv, B the others. Each run is predicted with "
+        "conditions fitted on the half that it is not in.",
+        "The profiles are estimated from runs of the same folders, not measured apart from them.",
+        f"Clocks that no profile row has: {rows} rows interpolated between neighbours, {extended} "
+        "taken from the nearest row.",
+        "The tail holds all time that follows no clock; at one number of microbatches M it cannot "
+        "be told from M gaps between units.",
+    ]
+    every_prediction = [p for v in validations for p in v.predictions]
+    for system in sorted({p.run.system for p in every_prediction}):
+        errors = errors_of([p for p in every_prediction if p.run.system == system])
+        notes.append(
+            f"Runs of {system}, all workloads ({errors.num_runs}): time "
+            f"{errors.time_held_out:.2f} %, energy {errors.energy_held_out:.2f} % held out."
+        )
+    return "\n".join(notes)
+
+
+def _scatter(validations: Sequence[Validation]) -> Figure:
+    """Predicted against measured, relative to each workload's measured all-maximum run."""
+    figure = Figure(figsize=(11, 10.5), layout="constrained")
+    panels = figure.subplots(2, 2)
+    for column, (quantity, tolerance) in enumerate((("iteration time", 1), ("energy", 2))):
+        for axes, held_out in zip(panels[:, column], (False, True), strict=True):
+            for index, validation in enumerate(validations):
+                _draw_runs(axes, validation, COLOURS[index % len(COLOURS)], column, held_out)
+            _identity(axes, tolerance)
+            fit = "fitted on the other half" if held_out else "profile alone"
+            axes.set_title(f"{quantity.capitalize()}, {fit}")
+            axes.set_xlabel(f"measured {quantity} / all-maximum run (ratio)")
+            axes.set_ylabel(f"predicted {quantity} / measured all-maximum run (ratio)")
+    handles = [
+        Line2D([], [], color=COLOURS[i % len(COLOURS)], marker="s", ls="", label=v.workload.name)
+        for i, v in enumerate(validations)
+    ]
+    for marker, name, other in zip(HALF_MARKERS, HALF_NAMES, HALF_NAMES[::-1], strict=True):
+        label = f"half {name}, fitted on half {other}"
+        handles.append(Line2D([], [], color="0.3", marker=marker, mfc="none", ls="", label=label))
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
+    return figure
+
+
+def _draw_runs(
+    axes: Axes, validation: Validation, colour: str, quantity: int, held_out: bool
+) -> None:
+    """The runs of a workload; those far off by name where conditions were fitted."""
+    reference = validation.reference
+    scale = (reference.iteration_time_s, reference.energy_j)[quantity]
+    for predicted in validation.predictions:
+        run, cost = predicted.run, predicted.held_out if held_out else predicted.unfitted
+        measured = (run.iteration_time_s, run.energy_j)[quantity] / scale
+        expected = (cost.iteration_time_s, cost.energy_j)[quantity] / scale
+        marker = HALF_MARKERS[predicted.half]
+        axes.plot(measured, expected, ls="", marker=marker, mfc="none", color=colour, ms=5)
+        if held_out and abs(expected / measured - 1.0) > FAR_OFF:
+            axes.annotate(
+                run.name, (measured, expected), (6, -3), textcoords="offset points", size="small"
+            )
+
+
+def _identity(axes: Axes, tolerance_percent: float) -> None:
+    """The line of perfect prediction, and the band of the tolerance around it."""
+    low = min(axes.get_xlim()[0], axes.get_ylim()[0])
+    high = max(axes.get_xlim()[1], axes.get_ylim()[1])
+    ends, share = [low, high], tolerance_percent / 100
+    axes.plot(ends, ends, color="black", linewidth=0.8, zorder=0)
+    axes.fill_between(
+        ends,
+        [end * (1 - share) for end in ends],
+        [end * (1 + share) for end in ends],
+        color="0.9",
+        zorder=-1,
+        label=f"± {tolerance_percent} %",
+    )
+    axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MultipleLocator(0.05))
+    axes.legend(loc="upper left", frameon=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Measured runs and their prediction, on workload folders with known conditions."""
+
+import csv
+import json
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from envpipe_megatron import builders
+from envpipe_megatron.conditions import Conditions
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.plan import Plan
+from envpipe_megatron.profile import ProfileRow, make_profile
+from envpipe_megatron.schedule import Kind
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "planner"))
+
+from measured_runs import validate
+from workload_folder import MeasuredRunsError, read_workload
+
+STAGES, MICROBATCHES = 4, 12
+CLOCKS = (1400, 1300, 1200, 1100, 1000)
+SCHEDULE = builders.one_f_one_b(STAGES, MICROBATCHES)
+KNOWN_POWER_W = 80.0
+
+
+def _row(kind, clock):
+    time_s = (0.05 if kind is Kind.FORWARD else 0.1) * 1400 / clock
+    return ProfileRow(clock, time_s, time_s * (120 + 180 * (clock / 1400) ** 3))
+
+
+PROFILE = make_profile(
+    [
+        (stage, kind, _row(kind, clock))
+        for stage in range(STAGES)
+        for kind in Kind
+        for clock in CLOCKS
+    ],
+    source="made up",
+)
+
+
+def _plans(num_runs, clocks):
+    """The all-maximum plan, then a random clock for each stage and kind of each run."""
+    rng = random.Random(0)
+    highest = {kind.value: [max(clocks)] * MICROBATCHES for kind in Kind}
+    plans = [[highest] * STAGES]
+    for _ in range(num_runs - 1):
+        plans.append(
+            [
+                {kind.value: [rng.choice(clocks)] * MICROBATCHES for kind in Kind}
+                for _ in range(STAGES)
+            ]
+        )
+    return plans
+
+
+def _write_folder(folder, conditions, *, num_runs=16, clocks=CLOCKS, gpus=1):
+    """A workload whose runs took what the evaluator says under the conditions."""
+    plans = _plans(num_runs, clocks)
+    rows = []
+    for number, plan in enumerate(plans):
+        frequency_mhz = np.array(
+            [
+                [plan[stage][unit.kind.value][unit.microbatch] for unit in order]
+                for stage, order in enumerate(SCHEDULE.stages)
+            ]
+        )
+        measured = Plan("measured", SCHEDULE, frequency_mhz, PROFILE, conditions)
+        rows.append(
+            {
+                "system": "made-up",
+                "plan": number,
+                "iteration_time_s": measured.cost.iteration_time_s,
+                "energy_j": measured.cost.energy_j,
+                "ranks": STAGES * gpus,
+            }
+            | {f"energy_stage{s}_j": e for s, e in enumerate(measured.energy_by_stage_j)}
+        )
+    meta = {
+        "num_stages": STAGES,
+        "num_microbatches": MICROBATCHES,
+        "schedule": "1f1b",
+        "blocking_power_w": KNOWN_POWER_W,
+    }
+    folder.mkdir()
+    (folder / "meta.json").write_text(json.dumps(meta))
+    names = {f"made-up-{number}": plan for number, plan in enumerate(plans)}
+    (folder / "plans.json").write_text(json.dumps(names))
+    (folder / "profile.csv").write_text(PROFILE.to_csv())
+    _write_runs(folder, rows)
+    return folder
+
+
+def _write_runs(folder, rows):
+    with (folder / "runs.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _read_runs(folder):
+    with (folder / "runs.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _conditions(**given):
+    return Conditions(**{"blocking_power_w": (KNOWN_POWER_W,) * STAGES} | given)
+
+
+def test_without_surroundings_the_profile_alone_predicts_everything(tmp_path):
+    errors = validate(_write_folder(tmp_path / "w", _conditions())).errors()
+    assert errors.num_runs == 16
+    assert errors.time_unfitted == pytest.approx(0, abs=1e-9)
+    assert errors.energy_unfitted == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "change_time_s"),
+    [
+        ((0.0, 0.0, 0.0), 0.0),
+        ((0.0, 0.03, 0.0), 0.0),
+        ((0.015, 0.015, 0.015), 0.0),
+        ((0.0, 0.0, 0.0), 0.012),
+    ],
+    ids=["tail", "one slow hop", "slow hops", "clock change"],
+)
+def test_each_half_finds_the_conditions_of_the_runs(tmp_path, latency_s, change_time_s):
+    true = _conditions(
+        blocking_power_w=(95.0,) * STAGES,
+        latency_s=latency_s,
+        change_time_s=change_time_s,
+        tail_time_s=(0.3,) * STAGES,
+    )
+    validation = validate(_write_folder(tmp_path / "w", true))
+    errors = validation.errors()
+    assert errors.time_unfitted > 5
+    assert errors.energy_unfitted > 2
+    assert errors.time_held_out < 0.1
+    assert errors.energy_held_out < 0.1
+    for fitted in validation.fitted:
+        assert fitted.latency_s == pytest.approx(latency_s, abs=1e-3)
+        assert fitted.change_time_s == pytest.approx(change_time_s, abs=1e-3)
+        assert fitted.tail_time_s == pytest.approx(true.tail_time_s, abs=5e-3)
+        assert fitted.blocking_power_w == pytest.approx(true.blocking_power_w, rel=0.01)
+
+
+def test_noise_is_not_explained_by_latencies(tmp_path):
+    folder = _write_folder(tmp_path / "w", _conditions(tail_time_s=(0.3,) * STAGES), num_runs=24)
+    rng = np.random.default_rng(1)
+    rows = _read_runs(folder)
+    for row in rows:
+        row["iteration_time_s"] = float(row["iteration_time_s"]) * rng.normal(1, 0.003)
+    _write_runs(folder, rows)
+    validation = validate(folder)
+    assert all(set(fitted.latency_s) == {0.0} for fitted in validation.fitted)
+    assert all(fitted.change_time_s == 0 for fitted in validation.fitted)
+    assert validation.errors().time_held_out < 0.6
+
+
+def test_a_run_has_no_part_in_its_own_prediction(tmp_path):
+    folder = _write_folder(tmp_path / "w", _conditions(tail_time_s=(0.3,) * STAGES))
+    before = validate(folder).predictions
+    rows = _read_runs(folder)
+    for row in rows[1::2]:
+        row["iteration_time_s"] = 1.5 * float(row["iteration_time_s"])
+        row["energy_j"] = 1.5 * float(row["energy_j"])
+    _write_runs(folder, rows)
+    after = validate(folder).predictions
+    assert [p.half for p in after] == [0, 1] * 8
+    assert [p.held_out for p in after[1::2]] == [p.held_out for p in before[1::2]]
+    assert all(
+        new.held_out.iteration_time_s > old.held_out.iteration_time_s
+        for new, old in zip(after[::2], before[::2], strict=True)
+    )
+
+
+def test_clocks_without_a_row_are_interpolated_and_counted(tmp_path):
+    folder = _write_folder(tmp_path / "w", _conditions(), num_runs=40)
+    without = [
+        line
+        for line in PROFILE.to_csv().splitlines(keepends=True)
+        if not line.startswith(("2,forward,1200,", "3,backward,1000,"))
+    ]
+    (folder / "profile.csv").write_text("".join(without))
+    workload = read_workload(folder)
+    assert (workload.interpolated_rows, workload.extended_rows) == (1, 1)
+    above, below = (PROFILE.row(2, Kind.FORWARD, clock) for clock in (1300, 1100))
+    between = workload.profile.row(2, Kind.FORWARD, 1200)
+    assert between.time_s == pytest.approx((above.time_s + below.time_s) / 2)
+    assert between.energy_j == pytest.approx((above.energy_j + below.energy_j) / 2)
+    nearest = PROFILE.row(3, Kind.BACKWARD, 1100)
+    assert workload.profile.row(3, Kind.BACKWARD, 1000).time_s == nearest.time_s
+
+
+def test_several_gpus_of_a_stage_count_as_often(tmp_path):
+    conditions = _conditions(gpus_per_stage=(2,) * STAGES)
+    errors = validate(_write_folder(tmp_path / "w", conditions, gpus=2)).errors()
+    assert errors.energy_unfitted == pytest.approx(0, abs=1e-9)
+
+
+def test_the_reference_is_the_all_maximum_run(tmp_path):
+    assert validate(_write_folder(tmp_path / "w", _conditions())).reference.name == "made-up-0"
+
+
+def _remove_profile(folder):
+    (folder / "profile.csv").unlink()
+
+
+def _remove_plan(folder):
+    plans = json.loads((folder / "plans.json").read_text())
+    del plans["made-up-3"]
+    (folder / "plans.json").write_text(json.dumps(plans))
+
+
+def _shorten_plan(folder):
+    plans = json.loads((folder / "plans.json").read_text())
+    plans["made-up-3"][1]["forward"].pop()
+    (folder / "plans.json").write_text(json.dumps(plans))
+
+
+def _rename_schedule(folder):
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | {"schedule": "gpipe"}))
+
+
+def _keep_one_run(folder):
+    _write_runs(folder, _read_runs(folder)[:1])
+
+
+def _odd_ranks(folder):
+    _write_runs(folder, [row | {"ranks": 6} for row in _read_runs(folder)])
+
+
+@pytest.mark.parametrize(
+    ("break_folder", "message"),
+    [
+        (_remove_profile, r"profile\.csv"),
+        (_remove_plan, "made-up-3"),
+        (_shorten_plan, "made-up-3"),
+        (_rename_schedule, "gpipe"),
+        (_keep_one_run, "too few runs"),
+        (_odd_ranks, "ranks"),
+    ],
+)
+def test_a_broken_folder_is_refused_by_what_is_wrong(tmp_path, break_folder, message):
+    folder = _write_folder(tmp_path / "w", _conditions())
+    break_folder(folder)
+    with pytest.raises(MeasuredRunsError, match=message) as error:
+        validate(folder)
+    assert isinstance(error.value, EnvPipeError)
