@@ -226,7 +226,19 @@ def test_the_caption_says_time_energy_and_memory(monkeypatch, tmp_path):
     assert f"{p.cost.iteration_time_s:.4g} s" in caption
     assert f"{p.cost.energy_j:,.0f} J" in caption
     assert "peak in flight 3, 2, 1" in caption
+    assert "one GPU a stage" in caption
     assert "a note" in texts(figures[0])
+
+
+def test_the_caption_counts_tails_and_gpus(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    tails = Conditions((80.0,) * 3, tail_time_s=(2.0,) * 3, gpus_per_stage=(2, 2, 4))
+    p = replace(plan(builders.one_f_one_b(3, 3)), conditions=tails)
+    plots.plot_timeline(p, tmp_path / "a.png", title="t")
+    caption = next(text for text in texts(figures[0]) if "iteration" in text)
+    assert f"{p.timeline.iteration_time_s + 2:.4g} s" in caption
+    assert f"{p.cost.energy_j:,.0f} J (8 GPUs)" in caption
 
 
 def test_measured_times_are_drawn_from_their_own_start(monkeypatch, tmp_path):
