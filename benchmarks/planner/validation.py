@@ -29,6 +29,8 @@ HALF_NAMES = ("A", "B")
 #: Okabe and Ito's colours, told apart by readers with any colour vision; black is the identity.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
 HALF_MARKERS = ("o", "^")
+#: Characters of the table, which a narrower terminal or a pipe would cut.
+TABLE_WIDTH = 190
 #: Runs further off than this get their name in the picture.
 FAR_OFF = 0.03
 #: A latency below this is not worth a mention, s.
@@ -48,7 +50,7 @@ def main(folders: tuple[Path, ...], output: Path) -> None:
 
     Without FOLDERS, those of ../shared/data are taken.
     """
-    console = Console()
+    console = Console(width=max(Console().width, TABLE_WIDTH))
     if not folders:
         if not DEFAULT_FOLDERS.is_dir():
             console.print(f"Skipped: there are no measured runs at {DEFAULT_FOLDERS}.")
