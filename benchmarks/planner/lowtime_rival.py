@@ -8,8 +8,8 @@ authors published two recipes for the rows that the curves are fitted to:
 
 - `zeus`, Zeus's `examples/pipeline_frequency_optimizer`: the rows efficient in time and cost. Goes
   on to slower plans, and saves up to half a point more at the fastest.
-- `sosp24`, the paper's artifact (`lowtime/scripts/perseus.py` on branch `kronos` of ml-energy/zeus):
-  the rows efficient in time and energy. Fewer plans, so it takes a third to two thirds of the time.
+- `sosp24`, the paper's artifact (ml-energy/zeus, branch `kronos`, `lowtime/scripts/perseus.py`):
+  the rows efficient in time and energy. Fewer plans in a third to two thirds of the time.
 
 Three things are left out in lowtime's favour: it draws nothing, logs nothing, and gets its
 dependencies without a comparison of all pairs.
@@ -244,7 +244,7 @@ def _plan_to_files(request: _Request, time_limit_s: float, folder: Path) -> None
 
 def _dependency_graph(request: _Request) -> tuple[Any, list[list[Any]]]:
     """lowtime's graph of the pipeline, and for each stage its instructions in order."""
-    import networkx as nx  # type: ignore[import-untyped]
+    import networkx as nx
     from lowtime.graph_utils import add_sink_node, add_source_node
     from lowtime.perseus.instruction import Backward, Forward
     from lowtime.perseus.schedule import Synchronous1F1B

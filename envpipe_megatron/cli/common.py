@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ from rich.table import Table
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.plan import Plan
+from envpipe_megatron.profile import Profile
 
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUTPUT_FILE = click.Path(dir_okay=False, path_type=Path)
 OUTPUT_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+logger = logging.getLogger(__name__)
 
 
 class ErrorsAsMessages(click.Group):
@@ -57,6 +61,19 @@ class Counts(click.ParamType):  # type: ignore[type-arg]  # generic in click's s
 def say(console: Console, text: str) -> None:
     """Print text that holds paths: they are neither broken over lines nor read as markup."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def known_blocking_power(profile: Profile, given_w: float | None) -> float | tuple[float, ...]:
+    """The blocking power that was given, or the sidecar's, or 0 with a warning, in W."""
+    if given_w is not None:
+        return given_w
+    if profile.sidecar.wait_power_w is not None:
+        return tuple(curve[max(curve)] for curve in profile.sidecar.wait_power_w)
+    logger.warning(
+        "No blocking power is known: waiting is taken to cost nothing, and savings are off. "
+        "Give --blocking-power (an A100 SXM waits at 83.6 W, an A40 at 70.4 W)."
+    )
+    return 0.0
 
 
 def summary_table(plan: Plan) -> Table:

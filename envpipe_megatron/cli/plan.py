@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import click
 from rich.console import Console
 
-from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FILE, Counts, say, summary_table
+from envpipe_megatron.cli.common import (
+    EXISTING_FILE,
+    OUTPUT_FILE,
+    Counts,
+    known_blocking_power,
+    say,
+    summary_table,
+)
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.frequencies import POLICIES
 from envpipe_megatron.policies.planner import (
@@ -18,10 +24,8 @@ from envpipe_megatron.policies.planner import (
     PlanRequest,
     make_plan,
 )
-from envpipe_megatron.profile import Profile, read_profile
+from envpipe_megatron.profile import read_profile
 from envpipe_megatron.sidecar import sidecar_path
-
-logger = logging.getLogger(__name__)
 
 
 @click.command()
@@ -103,7 +107,7 @@ def plan(
             schedule=schedule,
             policy=policy,
             reconfigure=reconfigure,
-            blocking_power_w=_blocking_power(profile, blocking_power),
+            blocking_power_w=known_blocking_power(profile, blocking_power),
             num_chunks=num_chunks,
             max_extra_forwards=max_extra_forwards,
             max_in_flight=max_in_flight,
@@ -120,15 +124,3 @@ def plan(
         console.print(f"Reconfigured in {result.steps} steps, until {result.ended.value}.")
     console.print(summary_table(planned.plan))
     say(console, f"Plan written to {output}")
-
-
-def _blocking_power(profile: Profile, given: float | None) -> float | tuple[float, ...]:
-    if given is not None:
-        return given
-    if profile.sidecar.wait_power_w is not None:
-        return tuple(curve[max(curve)] for curve in profile.sidecar.wait_power_w)
-    logger.warning(
-        "No blocking power is known: waiting is taken to cost nothing, and savings are off. "
-        "Give --blocking-power (an A100 SXM waits at 83.6 W, an A40 at 70.4 W)."
-    )
-    return 0.0

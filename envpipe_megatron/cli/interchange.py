@@ -1,0 +1,95 @@
+"""`envpipe import-freqs` and `envpipe export-freqs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from envpipe_megatron.cli.common import (
+    EXISTING_FILE,
+    OUTPUT_FILE,
+    known_blocking_power,
+    say,
+    summary_table,
+)
+from envpipe_megatron.conditions import make_conditions
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.interchange import read_freqs, write_freqs
+from envpipe_megatron.plan import Plan, read_plan
+from envpipe_megatron.profile import read_profile
+from envpipe_megatron.sidecar import sidecar_path
+
+
+@click.command("import-freqs")
+@click.option("--profile", "profile_path", type=EXISTING_FILE, required=True, help="Profile CSV.")
+@click.option(
+    "--freqs", "freqs_path", type=EXISTING_FILE, required=True,
+    help="freqs_pipeline_NNNNN.py of Zeus or lowtime; it is parsed, never run.",
+)  # fmt: skip
+@click.option(
+    "--num-microbatches", type=click.IntRange(min=1), required=True,
+    help="Microbatches of an iteration.",
+)  # fmt: skip
+@click.option("--output", type=OUTPUT_FILE, required=True, help="Plan JSON.")
+@click.option(
+    "--blocking-power",
+    type=click.FloatRange(min=0),
+    help="Power of a GPU that waits in a receive, W. Default: the profile's sidecar, or 0.",
+)
+def import_freqs(
+    profile_path: Path,
+    freqs_path: Path,
+    num_microbatches: int,
+    output: Path,
+    blocking_power: float | None,
+) -> None:
+    """Turn a plan file of Zeus or lowtime into a plan.
+
+    Example:
+
+      envpipe import-freqs --profile profile.csv --freqs freqs_pipeline_00123.py
+      --num-microbatches 24 --blocking-power 83.6 --output plan.json
+    """
+    _refuse_overwriting(output, profile_path, freqs_path)
+    profile = read_profile(profile_path)
+    freqs = read_freqs(freqs_path)
+    schedule = freqs.schedule(num_microbatches)
+    power_w = known_blocking_power(profile, blocking_power)
+    conditions = make_conditions(profile, blocking_power_w=power_w)
+    plan = Plan("imported", schedule, freqs.frequency_mhz(schedule), profile, conditions)
+    plan.write(output)
+    console = Console()
+    console.print(summary_table(plan))
+    say(console, f"Plan written to {output}")
+
+
+@click.command("export-freqs")
+@click.option("--profile", "profile_path", type=EXISTING_FILE, required=True, help="Profile CSV.")
+@click.option("--plan", "plan_path", type=EXISTING_FILE, required=True, help="Plan JSON.")
+@click.option(
+    "--output", type=OUTPUT_FILE, required=True,
+    help="File for Zeus's server, called .py: lowtime says freqs_pipeline_NNNNN.py.",
+)  # fmt: skip
+def export_freqs(profile_path: Path, plan_path: Path, output: Path) -> None:
+    """Write a plan as Zeus's pipeline frequency server reads it, in the plan's own order.
+
+    Example:
+
+      envpipe export-freqs --profile profile.csv --plan plan.json
+      --output freqs_pipeline_00000.py
+    """
+    _refuse_overwriting(output, profile_path, plan_path)
+    write_freqs(read_plan(plan_path, read_profile(profile_path)), output)
+    say(Console(), f"Plan file written to {output}")
+
+
+def _refuse_overwriting(output: Path, profile_path: Path, other_input: Path) -> None:
+    inputs = (profile_path, sidecar_path(profile_path), other_input)
+    if output.resolve() in [path.resolve() for path in inputs]:
+        raise EnvPipeError(
+            "The output would overwrite an input",
+            value=str(output),
+            remedy="Give another --output.",
+        )
