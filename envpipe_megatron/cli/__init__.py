@@ -11,6 +11,7 @@ from rich.logging import RichHandler
 from envpipe_megatron import __version__
 from envpipe_megatron.cli.common import ErrorsAsMessages
 from envpipe_megatron.cli.interchange import export_freqs, import_freqs
+from envpipe_megatron.cli.partition import partition
 from envpipe_megatron.cli.plan import plan
 from envpipe_megatron.cli.quickstart import quickstart
 from envpipe_megatron.cli.simulate import simulate
@@ -24,5 +25,5 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
 
 
-for command in (plan, simulate, import_freqs, export_freqs, quickstart):
+for command in (plan, simulate, partition, import_freqs, export_freqs, quickstart):
     main.add_command(command)

@@ -1,0 +1,153 @@
+"""`envpipe partition`: from a layer CSV to Megatron's flags and a stage profile."""
+
+import shlex
+
+import pytest
+from cli_helpers import plan_for, run_badly, run_well
+
+from envpipe_megatron.profile import read_profile
+
+#: {frequency_mhz: (slowdown, power_w)}.
+CURVE = {1200: (1.0, 400.0), 1000: (1.1, 310.0), 900: (1.2, 270.0), 600: (1.7, 250.0)}
+
+
+def write_layers(
+    path, transformer_layers=8, loss=2.0, heavy=None, power=True, clocks=tuple(CURVE), tail=""
+):
+    """Layers of 10 + 20 ms, one twice that; an embedding of half of one, a loss of `loss`."""
+    weights = {"embedding": 0.5, **dict.fromkeys(range(transformer_layers), 1.0), "loss": loss}
+    if heavy is not None:
+        weights[heavy] = 2.0
+    lines = ["layer,instruction,frequency,time,energy" + (",memory,activation" if tail else "")]
+    for layer, weight in weights.items():
+        for kind, factor in (("forward", 0.01), ("backward", 0.02)):
+            for clock in clocks:
+                slowdown, power_w = CURVE[clock]
+                time_s = weight * factor * slowdown
+                lines.append(f"{layer},{kind},{clock},{time_s},{power * power_w * time_s}{tail}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def layers_path(tmp_path):
+    return write_layers(tmp_path / "layers.csv")
+
+
+def partition(layers, output, *options, stages=4, microbatches=8):
+    arguments = (
+        "partition", "--layers", layers, "--num-stages", stages,
+        "--num-microbatches", microbatches, "--output", output,
+    )  # fmt: skip
+    return run_well(*arguments, *options)
+
+
+def partition_badly(layers, output, *options, stages=4):
+    arguments = ("partition", "--layers", layers, "--num-stages", stages)
+    return run_badly(*arguments, "--num-microbatches", 8, "--output", output, *options)
+
+
+def flag(text, name):
+    """The value of a flag as a shell would give it to Megatron."""
+    line = next(
+        line for line in text.splitlines() if line.strip().startswith("--") and name in line
+    )
+    words = shlex.split(line)
+    return words[words.index(name) + 1]
+
+
+@pytest.mark.parametrize("objective", ["bottleneck", "energy"])
+def test_flags_and_a_profile_that_can_be_planned(layers_path, tmp_path, objective):
+    output = tmp_path / "profile.csv"
+    text = partition(
+        layers_path, output, "--objective", objective, "--blocking-power", 80, stages=3
+    ).stdout
+    # Weights 3.5, 4 and 1 + 2: of the splits with bottleneck 4 the fastest ends on a short stage.
+    assert flag(text, "--pipeline-model-parallel-layout") == "Et*3|t*4|tL"
+    assert flag(text, "--decoder-first-pipeline-num-layers") == "3"
+    assert flag(text, "--decoder-last-pipeline-num-layers") == "1"
+    assert "exact" in text
+    assert "embedding, 0-2" in text
+    assert "7, loss" in text
+    assert "(2, 3, 3), with --account-for-embedding-in-pipeline-split." in text
+    profile = read_profile(output)
+    times = [kinds["forward"][0].time_s for kinds in profile.rows]
+    assert times == pytest.approx([0.035, 0.04, 0.03])
+    plan_for(output, tmp_path / "plan.json", "--schedule", "envpipe", "--policy", "envelope")
+
+
+def test_against_the_even_split(tmp_path):
+    layers = write_layers(tmp_path / "layers.csv", transformer_layers=16, heavy=5)
+    text = partition(layers, tmp_path / "profile.csv", "--blocking-power", 80).stdout
+    assert flag(text, "--pipeline-model-parallel-layout") == "Et*4|t*4|t*5|t*3L"
+    assert "(4, 4, 4, 4)" in text
+    rows = {
+        line.split("│")[1].strip(): line.split("│") for line in text.splitlines() if "│" in line
+    }
+    ours, even, change = (float(cell) for cell in rows["bottleneck (ms)"][2:5])
+    assert (ours, even) == (150.0, 180.0)
+    assert change == pytest.approx(100 * (ours / even - 1), abs=0.01)
+    assert float(rows["iteration time (s)"][4]) < 0
+    assert "planned energy (J)" in rows
+    # An uneven middle has one form only.
+    assert "no form as --decoder-first-pipeline-num-layers" in text
+
+
+def test_where_megatron_has_no_even_split(tmp_path):
+    layers = write_layers(tmp_path / "layers.csv", transformer_layers=9)
+    text = partition(layers, tmp_path / "profile.csv", "--blocking-power", 80).stdout
+    assert "no even split of 9 layers over 4 stages" in text
+    assert "change (%)" not in text
+
+
+def test_times_alone_are_enough_for_the_bottleneck(tmp_path):
+    layers = write_layers(tmp_path / "layers.csv", power=False, clocks=(1200,))
+    result = partition(layers, tmp_path / "profile.csv")
+    assert "energy" not in result.stdout
+    assert "blocking power" not in result.stderr
+    message = partition_badly(layers, tmp_path / "no.csv", "--objective", "energy")
+    assert "no energies" in message
+    assert "--objective bottleneck" in message
+    assert not (tmp_path / "no.csv").exists()
+
+
+def test_a_warning_without_blocking_power(layers_path, tmp_path, caplog):
+    partition(layers_path, tmp_path / "profile.csv")
+    assert "--blocking-power" in caplog.text
+
+
+def test_memory_limit(tmp_path):
+    # Each layer 1 GB, and 0.1 GB in flight: stage 0 of 4 holds 4 microbatches.
+    layers = write_layers(tmp_path / "layers.csv", loss=1.0, tail=",1e9,1e8")
+    free = partition(layers, tmp_path / "free.csv", "--blocking-power", 80).stdout
+    assert "(GiB)" in free
+    held = partition(
+        layers, tmp_path / "held.csv", "--blocking-power", 80, "--memory-limit", "3.95e9"
+    ).stdout
+    assert flag(free, "--pipeline-model-parallel-layout").startswith("Et*2|")
+    assert flag(held, "--pipeline-model-parallel-layout").startswith("Et|")
+    assert "(2, 2, 2, 2). It does not keep the memory limit" in held
+    assert read_profile(tmp_path / "held.csv").sidecar.free_bytes is not None
+    message = partition_badly(layers, tmp_path / "no.csv", "--memory-limit", "2e9")
+    for part in ("stage", "tightest", "2e+09 bytes", "--memory-limit"):
+        assert part in message
+
+
+def test_bad_input(layers_path, tmp_path):
+    out = tmp_path / "profile.csv"
+    assert "too few layers for 12 stages" in partition_badly(layers_path, out, stages=12)
+    assert "--num-stages" in partition_badly(layers_path, out, stages=1)
+    assert "--memory-limit" in partition_badly(layers_path, out, "--memory-limit", "much")
+    assert "no bytes" in partition_badly(layers_path, out, "--memory-limit", "1e9")
+    before = layers_path.read_bytes()
+    for output in (layers_path, tmp_path / "profile.json"):
+        message = partition_badly(layers_path, output)
+        assert "overwrite" in message
+        assert str(output) in message
+    assert layers_path.read_bytes() == before
+    text = layers_path.read_text().replace("0,forward,1200,0.01,", "0,forward,1200,fast,")
+    layers_path.write_text(text)
+    message = partition_badly(layers_path, out)
+    assert f"{layers_path}, line 10" in message
+    assert "'fast'" in message
+    assert not out.exists()
