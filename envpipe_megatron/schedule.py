@@ -316,6 +316,11 @@ class Schedule:
         return rows
 
     @property
+    def microbatches(self) -> IntArray:
+        """[num_stages, units_per_stage] the microbatch of the unit there."""
+        return self._codes % self.num_microbatches
+
+    @property
     def chunks(self) -> IntArray:
         """[num_stages, units_per_stage] the chunk of the unit there."""
         return (self._codes // self.num_microbatches) % self.num_chunks

@@ -1,0 +1,97 @@
+"""What frequencies are worth giving to the units of a stage, and what each costs a planner.
+
+The planning cost of a unit is its energy less what its GPUs would have used by waiting as long:
+then iteration energy = sum of costs + waiting power of the whole pipeline x iteration time, and
+only the iteration time, not each wait, has to be known (the identity behind Perseus' cost model;
+Chung et al., SOSP'24, section 4.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.profile import Profile
+from envpipe_megatron.schedule import Kind
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class UnitChoices:
+    """The frequencies of one stage and kind that no other beats in both time and planning cost.
+
+    Args:
+        frequency_mhz: [n], the fastest first.
+        time_s: [n], rising.
+        cost_j: [n], falling; of all GPUs of the stage.
+        hull: [h] indices of the choices on the lower convex hull of cost over time; the fastest and
+            the cheapest choice are on it.
+    """
+
+    frequency_mhz: IntArray
+    time_s: FloatArray
+    cost_j: FloatArray
+    hull: IntArray
+
+
+@dataclass(frozen=True)
+class Choices:
+    """All choices of a pipeline under one waiting power.
+
+    Args:
+        units: for each stage its forward and its backward, at index `2 * stage + is_backward`.
+        waiting_power_w: of all GPUs of the pipeline, the power by which waiting is priced.
+    """
+
+    units: tuple[UnitChoices, ...]
+    waiting_power_w: float
+
+
+def make_choices(
+    profile: Profile, waiting_power_w: FloatArray, gpus_by_stage: NDArray[np.int64]
+) -> Choices:
+    """The choices of each stage and kind.
+
+    Args:
+        profile: time and energy of units, for the schedule's number of chunks.
+        waiting_power_w: [num_stages] what one GPU uses while it waits.
+        gpus_by_stage: [num_stages] GPUs that follow one plan.
+    """
+    units = tuple(
+        _unit_choices(profile, stage, kind, float(waiting_power_w[stage]), int(gpus))
+        for stage, gpus in enumerate(gpus_by_stage)
+        for kind in Kind
+    )
+    return Choices(units, float(np.dot(waiting_power_w, gpus_by_stage)))
+
+
+def _unit_choices(
+    profile: Profile, stage: int, kind: Kind, waiting_power_w: float, gpus: int
+) -> UnitChoices:
+    kept: list[tuple[float, float, int]] = []
+    rows = profile.rows[stage][kind]
+    for time_s, cost_j, frequency in sorted(
+        (row.time_s, gpus * (row.energy_j - waiting_power_w * row.time_s), row.frequency_mhz)
+        for row in rows
+    ):
+        if not kept or cost_j < kept[-1][1]:
+            kept.append((time_s, cost_j, frequency))
+    hull: list[int] = []
+    for index, (time_s, cost_j, _) in enumerate(kept):
+        while len(hull) >= 2:
+            (t0, c0, _), (t1, c1, _) = kept[hull[-2]], kept[hull[-1]]
+            if (c1 - c0) * (time_s - t0) < (cost_j - c0) * (t1 - t0):
+                break
+            hull.pop()
+        hull.append(index)
+    times, costs, frequencies = zip(*kept, strict=True)
+    return UnitChoices(
+        np.array(frequencies, dtype=np.int64),
+        np.array(times),
+        np.array(costs),
+        np.array(hull, dtype=np.int64),
+    )

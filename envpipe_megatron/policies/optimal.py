@@ -1,0 +1,134 @@
+"""The optimal policy: the best frequencies for an order and a deadline, with a certificate.
+
+A linear program over the hulls gives durations and a lower bound, rounding gives frequencies that
+exist, and what is left between the two is printed with every plan.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.conditions import Conditions
+from envpipe_megatron.plan import Plan, framework_schedule, max_frequencies
+from envpipe_megatron.policies.certificate import energy_lower_bound_j
+from envpipe_megatron.policies.choices import make_choices
+from envpipe_megatron.policies.linear_program import DurationProgram, LinearProgramError, node_keys
+from envpipe_megatron.policies.rounding import Rounding, hull_floor
+from envpipe_megatron.profile import Profile
+from envpipe_megatron.schedule import Schedule
+from envpipe_megatron.timeline import RELATIVE_TOLERANCE, Timeline
+
+FloatArray = NDArray[np.float64]
+
+#: Above this many units only some microbatches get variables of their own.
+_MAX_EXACT_UNITS = 20_000
+#: How fast knots grow apart between fill and drain.
+_KNOT_GROWTH = 1.2
+#: Rounding stops to improve at this gap to the relaxed optimum.
+_GOOD_GAP = 0.001
+
+
+class Optimizer:
+    """Optimal plans of one order for any number of deadlines.
+
+    Args:
+        schedule: the order of units, with backwards.
+        profile: for the schedule's number of chunks.
+        conditions: what surrounds the units. Clock changes are not in the linear program: they are
+            the evaluator's affair.
+    """
+
+    def __init__(self, schedule: Schedule, profile: Profile, conditions: Conditions) -> None:
+        self.schedule, self.profile, self.conditions = schedule, profile, conditions
+        self._tail_s = conditions.tail_by_stage_s
+        powers = np.array(conditions.blocking_power_w)
+        self._choices = make_choices(profile, powers, conditions.gpus_by_stage)
+        self._program = DurationProgram(
+            schedule, self._choices, conditions.latency_s, self._tail_s, _knots(schedule)
+        )
+
+    @property
+    def fastest_s(self) -> float:
+        """Iteration time with every unit at its fastest frequency."""
+        fastest_s = np.array([unit.time_s[0] for unit in self._choices.units])
+        duration_s = fastest_s[node_keys(self.schedule)].reshape(self.schedule.is_backward.shape)
+        timeline = Timeline(self.schedule, duration_s, self.conditions.latency_s)
+        return float((timeline.end_s[:, -1] + self._tail_s).max())
+
+    def relaxed_energy_j(self, deadline_s: float) -> float:
+        """The least energy that durations between the profiled ones reach, J.
+
+        Raises:
+            LinearProgramError: no frequencies meet the deadline.
+        """
+        return self._program.solve(self._attainable(deadline_s)).cost_j
+
+    def plan(self, deadline_s: float) -> Plan:
+        """The cheapest plan that is found, never slower than the deadline.
+
+        Raises:
+            LinearProgramError: no frequencies meet the deadline.
+        """
+        schedule, choices, conditions = self.schedule, self._choices, self.conditions
+        deadline_s = self._attainable(deadline_s)
+        relaxed = self._program.solve(deadline_s)
+        bound_j = energy_lower_bound_j(
+            schedule, choices, conditions.latency_s, self._tail_s, deadline_s, relaxed
+        )
+        rounding = Rounding(
+            schedule,
+            choices,
+            conditions.latency_s,
+            self._tail_s,
+            deadline_s,
+            hull_floor(schedule, choices, relaxed.duration_s),
+        )
+        rounding.repair()
+        rounding.spend_slack()
+        waiting_j = choices.waiting_power_w * deadline_s
+        rounding.move_pairs((1 + _GOOD_GAP) * relaxed.cost_j - waiting_j)
+        key = node_keys(schedule)
+        frequency = np.array(
+            [
+                choices.units[k].frequency_mhz[index]
+                for k, index in zip(key, rounding.chosen, strict=True)
+            ]
+        ).reshape(schedule.is_backward.shape)
+        return Plan(
+            "optimal", schedule, frequency, self.profile, conditions, energy_lower_bound_j=bound_j
+        )
+
+    def _attainable(self, deadline_s: float) -> float:
+        """The deadline, or the fastest iteration where that is later by rounding alone."""
+        fastest_s = self.fastest_s
+        if deadline_s < fastest_s * (1 - RELATIVE_TOLERANCE):
+            raise LinearProgramError(
+                f"Schedule '{self.schedule.name}' takes longer than the deadline (s) at any "
+                "frequencies",
+                value=deadline_s,
+                remedy=f"Its fastest iteration takes {fastest_s:.6g} s.",
+            )
+        return max(deadline_s, fastest_s)
+
+
+def _knots(schedule: Schedule) -> NDArray[np.int64] | None:
+    """Every microbatch of fill and drain, and ever fewer towards the middle; None for all."""
+    if schedule.num_units <= _MAX_EXACT_UNITS:
+        return None
+    dense = max(schedule.warmup_forwards) + 1
+    half = [float(m) for m in range(dense)]
+    step = 1.0
+    while half[-1] < schedule.num_microbatches / 2:
+        step *= _KNOT_GROWTH
+        half.append(half[-1] + step)
+    left = np.array(half, dtype=np.int64)
+    left = left[left < schedule.num_microbatches]
+    return np.union1d(left, schedule.num_microbatches - 1 - left)
+
+
+def all_maximum_s(schedule: Schedule, profile: Profile, conditions: Conditions) -> float:
+    """Iteration time of the framework's own order with every unit at the highest clock, s."""
+    own = framework_schedule(schedule)
+    frequency = max_frequencies(own, profile)
+    return Plan("baseline", own, frequency, profile, conditions).cost.iteration_time_s
