@@ -13,6 +13,7 @@ from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.plan import Plan, framework_schedule, max_frequencies
 from envpipe_megatron.policies.certificate import energy_lower_bound_j
 from envpipe_megatron.policies.choices import make_choices
+from envpipe_megatron.policies.knots import choose_knots
 from envpipe_megatron.policies.linear_program import DurationProgram, LinearProgramError, node_keys
 from envpipe_megatron.policies.rounding import Rounding, hull_floor
 from envpipe_megatron.profile import Profile
@@ -21,10 +22,6 @@ from envpipe_megatron.timeline import RELATIVE_TOLERANCE, Timeline
 
 FloatArray = NDArray[np.float64]
 
-#: Above this many units only some microbatches get variables of their own.
-_MAX_EXACT_UNITS = 20_000
-#: How fast knots grow apart between fill and drain.
-_KNOT_GROWTH = 1.2
 #: Rounding stops to improve at this gap to the relaxed optimum.
 _GOOD_GAP = 0.001
 
@@ -45,7 +42,7 @@ class Optimizer:
         powers = np.array(conditions.blocking_power_w)
         self._choices = make_choices(profile, powers, conditions.gpus_by_stage)
         self._program = DurationProgram(
-            schedule, self._choices, conditions.latency_s, self._tail_s, _knots(schedule)
+            schedule, self._choices, conditions.latency_s, self._tail_s, choose_knots(schedule)
         )
 
     @property
@@ -110,21 +107,6 @@ class Optimizer:
                 remedy=f"Its fastest iteration takes {fastest_s:.6g} s.",
             )
         return max(deadline_s, fastest_s)
-
-
-def _knots(schedule: Schedule) -> NDArray[np.int64] | None:
-    """Every microbatch of fill and drain, and ever fewer towards the middle; None for all."""
-    if schedule.num_units <= _MAX_EXACT_UNITS:
-        return None
-    dense = max(schedule.warmup_forwards) + 1
-    half = [float(m) for m in range(dense)]
-    step = 1.0
-    while half[-1] < schedule.num_microbatches / 2:
-        step *= _KNOT_GROWTH
-        half.append(half[-1] + step)
-    left = np.array(half, dtype=np.int64)
-    left = left[left < schedule.num_microbatches]
-    return np.union1d(left, schedule.num_microbatches - 1 - left)
 
 
 def all_maximum_s(schedule: Schedule, profile: Profile, conditions: Conditions) -> float:
