@@ -142,22 +142,16 @@ def envpipe_extra_forwards(
         ScheduleError: a limit in flight that 1F1B itself does not keep.
     """
     num_stages = len(backward_time_s)
+    caps = extra_forward_caps(
+        num_stages,
+        num_microbatches,
+        max_extra_forwards=max_extra_forwards,
+        max_in_flight=max_in_flight,
+    )
     extra: list[int] = []
     at_cap = True
-    for stage in range(num_stages):
+    for stage, cap in enumerate(caps):
         behind = num_stages - stage - 1
-        cap = max(0, num_microbatches - (num_stages - stage))
-        if max_extra_forwards is not None:
-            cap = min(cap, max_extra_forwards)
-        if max_in_flight is not None:
-            needed = min(behind + 1, num_microbatches)
-            if max_in_flight[stage] < needed:
-                raise ScheduleError(
-                    f"Stage {stage} may hold too few microbatches in flight",
-                    value=max_in_flight[stage],
-                    remedy=f"1F1B itself holds {needed} there; allow at least that.",
-                )
-            cap = min(cap, max_in_flight[stage] - needed)
         wanted = math.floor(backward_time_s[stage] * behind / forward_time_s[stage] + 1e-9)
         count = min(wanted, cap)
         # The stage before must keep ahead, unless memory or the batch alone holds it back; and
@@ -169,6 +163,42 @@ def envpipe_extra_forwards(
     if max_warmup_step is not None:
         extra = limit_step(extra, max_warmup_step)
     return extra
+
+
+def extra_forward_caps(
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    max_extra_forwards: int | None = None,
+    max_in_flight: Sequence[int] | None = None,
+) -> list[int]:
+    """The most extra forwards that the batch, memory and the user leave to each stage.
+
+    Args:
+        num_stages: p.
+        num_microbatches: M.
+        max_extra_forwards: no stage gets more.
+        max_in_flight: for each stage, the most microbatches in flight.
+
+    Raises:
+        ScheduleError: a limit in flight that 1F1B itself does not keep.
+    """
+    caps = []
+    for stage in range(num_stages):
+        needed = min(num_stages - stage, num_microbatches)
+        cap = num_microbatches - needed
+        if max_extra_forwards is not None:
+            cap = min(cap, max_extra_forwards)
+        if max_in_flight is not None:
+            if max_in_flight[stage] < needed:
+                raise ScheduleError(
+                    f"Stage {stage} may hold too few microbatches in flight",
+                    value=max_in_flight[stage],
+                    remedy=f"1F1B itself holds {needed} there; allow at least that.",
+                )
+            cap = min(cap, max_in_flight[stage] - needed)
+        caps.append(cap)
+    return caps
 
 
 def limit_step(extra_forwards: Sequence[int], max_step: int) -> list[int]:

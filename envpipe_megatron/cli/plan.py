@@ -16,8 +16,8 @@ from envpipe_megatron.cli.common import (
     summary_table,
 )
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.frequencies import POLICIES
 from envpipe_megatron.policies.planner import (
+    POLICIES,
     RECONFIGURE_NAMES,
     SCHEDULE_ALIASES,
     SCHEDULES,
@@ -40,7 +40,7 @@ from envpipe_megatron.sidecar import sidecar_path
     help="Order of units; 'ours' is EnvPipe's own name for 'envpipe'.",
 )
 @click.option(
-    "--policy", type=click.Choice(list(POLICIES)), default="baseline", show_default=True,
+    "--policy", type=click.Choice(POLICIES), default="baseline", show_default=True,
     help="How units get their frequencies.",
 )  # fmt: skip
 @click.option(
@@ -91,13 +91,6 @@ def plan(
             "The plan would overwrite the profile or its sidecar",
             value=str(output),
             remedy="Give another --output.",
-        )
-    limits = (max_extra_forwards, max_in_flight, max_warmup_step, channel_capacity)
-    if any(limit is not None for limit in limits) and schedule not in ("envpipe", "ours"):
-        raise EnvPipeError(
-            "Limits on extra forwards and on microbatches in flight go with the envpipe schedule",
-            value=schedule,
-            remedy="Use --schedule envpipe, or leave the limits out.",
         )
     profile = read_profile(profile_path)
     planned = make_plan(

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from envpipe_megatron import builders
 from envpipe_megatron.channel_model import fit_to_channel
-from envpipe_megatron.conditions import make_conditions
+from envpipe_megatron.conditions import Conditions, make_conditions
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.plan import Plan
-from envpipe_megatron.policies.frequencies import POLICIES
+from envpipe_megatron.policies.frequencies import POLICIES as RULES
+from envpipe_megatron.policies.limits import (
+    OrderLimits,
+    envpipe_times_s,
+    in_flight_by_memory,
+    order_limits,
+)
+from envpipe_megatron.policies.optimal import Optimizer, all_maximum_s
+from envpipe_megatron.policies.order_search import OrderSearch
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Reconfigured, reconfigure
 from envpipe_megatron.profile import Profile
-from envpipe_megatron.schedule import Kind, Schedule
+from envpipe_megatron.schedule import Schedule
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "envpipe")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "envpipe", "auto")
+#: Orders whose extra forwards can be limited.
+LIMITED_SCHEDULES = ("envpipe", "auto")
+POLICIES = (*RULES, "optimal")
+#: `max_in_flight` by the memory that the profile's sidecar knows of.
+BY_MEMORY = "memory"
 #: EnvPipe's own name for its order.
 SCHEDULE_ALIASES = {"ours": "envpipe"}
 RECONFIGURE_NAMES = ("default", *RECONFIGURE_POLICIES)
@@ -32,14 +45,18 @@ class PlanRequest:
     Args:
         num_microbatches: M.
         schedule: one of `SCHEDULES`, or an alias.
-        policy: baseline, uniform or envelope.
+        policy: baseline, uniform, envelope or optimal; the schedule auto goes with optimal.
         reconfigure: default (none), greedy or balanced; the latter two go with envelope.
         blocking_power_w: one number, or one for each stage.
         num_chunks: chunks of each stage, for the interleaved schedule.
         max_extra_forwards: no stage gets more.
-        max_in_flight: the most microbatches in flight, one number or one for each stage.
+        max_in_flight: the most microbatches in flight, one number, one for each stage, or
+            `BY_MEMORY`.
         max_warmup_step: how far neighbouring stages' extra forwards may differ.
         channel_capacity: messages a bounded p2p channel holds; None for one that never blocks.
+        deadline_factor: the optimal policy may take this many times as long as the framework's own
+            order at the highest clocks.
+        conditions: what surrounds the units, in place of the blocking power alone.
     """
 
     num_microbatches: int
@@ -49,9 +66,11 @@ class PlanRequest:
     blocking_power_w: float | tuple[float, ...] = 0.0
     num_chunks: int = 1
     max_extra_forwards: int | None = None
-    max_in_flight: int | tuple[int, ...] | None = None
+    max_in_flight: int | tuple[int, ...] | str | None = None
     max_warmup_step: int | None = None
     channel_capacity: int | None = None
+    deadline_factor: float = 1.0
+    conditions: Conditions | None = None
 
 
 @dataclass(frozen=True)
@@ -70,17 +89,19 @@ def make_plan(profile: Profile, request: PlanRequest) -> Planned:
         PlannerError: wishes that contradict each other.
         ScheduleError: a job that the schedule does not fit.
         ProfileError: a profile that the policy cannot work with.
+        LinearProgramError: a deadline that no frequencies meet.
     """
     check_request(request)
+    if request.schedule == "auto":
+        return _plan_order_too(profile, request)
     schedule, notes = build_schedule(profile, request)
     profile = profile.for_chunks(schedule.num_chunks)
-    plan = Plan(
-        request.policy,
-        schedule,
-        POLICIES[request.policy](schedule, profile),
-        profile,
-        make_conditions(profile, blocking_power_w=request.blocking_power_w),
-    )
+    conditions = request_conditions(profile, request)
+    if request.policy == "optimal":
+        deadline_s = request.deadline_factor * all_maximum_s(schedule, profile, conditions)
+        return Planned(Optimizer(schedule, profile, conditions).plan(deadline_s), None, notes)
+    frequency = RULES[request.policy](schedule, profile)
+    plan = Plan(request.policy, schedule, frequency, profile, conditions)
     if request.reconfigure == "default":
         return Planned(plan, None, notes)
     result = reconfigure(plan, RECONFIGURE_POLICIES[request.reconfigure])
@@ -90,6 +111,45 @@ def make_plan(profile: Profile, request: PlanRequest) -> Planned:
         frequency_mhz=result.frequency_mhz,
     )
     return Planned(plan, result, notes)
+
+
+def request_conditions(profile: Profile, request: PlanRequest) -> Conditions:
+    """What surrounds the units of a request."""
+    if request.conditions is not None:
+        return request.conditions
+    return make_conditions(profile, blocking_power_w=request.blocking_power_w)
+
+
+def _plan_order_too(profile: Profile, request: PlanRequest) -> Planned:
+    conditions = request_conditions(profile, request)
+    microbatches = request.num_microbatches
+    own = builders.one_f_one_b(profile.num_stages, microbatches)
+    deadline_s = request.deadline_factor * all_maximum_s(own, profile, conditions)
+    search = OrderSearch(profile, microbatches, conditions, deadline_s)
+    plan = search.plan(search.search(request_limits(profile, request)))
+    bound_j = search.any_order_bound_j()
+    note = (
+        f"{search.orders_tried} orders were compared. No order at all can save more than "
+        f"{100 * (1 - bound_j / plan.baseline.cost.energy_j):.2f} % at this deadline."
+    )
+    return Planned(plan, None, (note,))
+
+
+def request_limits(profile: Profile, request: PlanRequest) -> OrderLimits:
+    """The extra forwards that a request allows.
+
+    Raises:
+        ScheduleError: a limit in flight that 1F1B itself does not keep.
+        LimitError: a limit by memory that is not known.
+    """
+    return order_limits(
+        profile.num_stages,
+        request.num_microbatches,
+        max_extra_forwards=request.max_extra_forwards,
+        max_in_flight=_in_flight(profile, request),
+        max_warmup_step=request.max_warmup_step,
+        channel_capacity=request.channel_capacity,
+    )
 
 
 def check_request(request: PlanRequest) -> None:
@@ -107,10 +167,38 @@ def check_request(request: PlanRequest) -> None:
             value=request.reconfigure,
             remedy="Use --policy envelope, or --reconfigure default.",
         )
+    if request.schedule == "auto" and request.policy != "optimal":
+        raise PlannerError(
+            "The schedule auto is planned together with the frequencies, by the optimal policy",
+            value=request.policy,
+            remedy="Use --policy optimal, or another schedule.",
+        )
+    if request.deadline_factor != 1.0 and request.policy != "optimal":
+        raise PlannerError(
+            f"Policy {request.policy} knows no deadline",
+            value=request.deadline_factor,
+            remedy="Use --policy optimal, or leave the deadline out.",
+        )
+    limits = (
+        request.max_extra_forwards,
+        request.max_in_flight,
+        request.max_warmup_step,
+    )
+    name = SCHEDULE_ALIASES.get(request.schedule, request.schedule)
+    if name not in LIMITED_SCHEDULES and any(limit is not None for limit in limits):
+        raise PlannerError(
+            "Limits on extra forwards and on microbatches in flight go with the schedules "
+            f"{' and '.join(LIMITED_SCHEDULES)}",
+            value=request.schedule,
+            remedy=f"Use --schedule {LIMITED_SCHEDULES[0]}, or leave the limits out.",
+        )
 
 
 def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tuple[str, ...]]:
-    """The requested order for a profile's pipeline, and notes on what limited it."""
+    """The requested order for a profile's pipeline, and notes on what limited it.
+
+    Not for the schedule auto, whose order depends on the deadline.
+    """
     name = SCHEDULE_ALIASES.get(request.schedule, request.schedule)
     stages, microbatches = profile.num_stages, request.num_microbatches
     if name != "interleaved" and request.num_chunks > 1:
@@ -126,14 +214,10 @@ def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tu
     if name == "interleaved":
         return builders.interleaved(stages, microbatches, request.num_chunks), ()
     extra = builders.envpipe_extra_forwards(
-        [kinds[Kind.BACKWARD][0].time_s for kinds in profile.rows],
-        [
-            profile.row(stage, Kind.FORWARD, frequency).time_s
-            for stage, frequency in enumerate(profile.optimal_frequency_mhz)
-        ],
+        *envpipe_times_s(profile),
         microbatches,
         max_extra_forwards=request.max_extra_forwards,
-        max_in_flight=_per_stage(request.max_in_flight, stages),
+        max_in_flight=_in_flight(profile, request),
         max_warmup_step=request.max_warmup_step,
     )
     fit = fit_to_channel(stages, microbatches, extra, request.channel_capacity)
@@ -146,17 +230,19 @@ def _check_name(what: str, name: str, known: Collection[str]) -> None:
         raise PlannerError(f"Unknown {what}", value=name, remedy=f"Known: {', '.join(known)}.")
 
 
-def _per_stage(limit: int | tuple[int, ...] | None, num_stages: int) -> Sequence[int] | None:
+def _in_flight(profile: Profile, request: PlanRequest) -> tuple[int, ...] | None:
+    limit, stages = request.max_in_flight, profile.num_stages
     if limit is None:
         return None
+    if limit == BY_MEMORY:
+        return in_flight_by_memory(profile, request.num_microbatches)
     if isinstance(limit, int):
-        return [limit] * num_stages
-    if len(limit) == 1:
-        return list(limit) * num_stages
-    if len(limit) != num_stages:
-        raise PlannerError(
-            "The limit on microbatches in flight must be one number, or one for each stage",
-            value=limit,
-            remedy=f"The pipeline has {num_stages} stages.",
-        )
-    return limit
+        return (limit,) * stages
+    if isinstance(limit, tuple) and len(limit) in (1, stages):
+        return limit if len(limit) == stages else limit * stages
+    raise PlannerError(
+        "The limit on microbatches in flight must be one number, one for each stage, or "
+        f"'{BY_MEMORY}'",
+        value=limit,
+        remedy=f"The pipeline has {stages} stages.",
+    )

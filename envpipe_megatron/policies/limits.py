@@ -1,0 +1,117 @@
+"""What may limit the extra forwards of a pipeline: memory, the batch, the channel, the user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from envpipe_megatron import builders
+from envpipe_megatron.channel_model import max_falling_step
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.profile import Profile
+from envpipe_megatron.schedule import Kind
+from envpipe_megatron.timeline import RELATIVE_TOLERANCE
+
+
+class LimitError(EnvPipeError):
+    """A limit that is not known."""
+
+
+@dataclass(frozen=True)
+class OrderLimits:
+    """The extra forwards that an order may have.
+
+    Args:
+        most: for each stage, the most extra forwards.
+        max_fall: how many more than its successor a stage may have; None for any number.
+        max_rise: how many more than its predecessor; one is the most that any order allows, since
+            no stage can warm up with more forwards than the one before has sent.
+    """
+
+    most: tuple[int, ...]
+    max_fall: int | None
+    max_rise: int
+
+    def fit(self, extra_forwards: Sequence[int]) -> tuple[int, ...]:
+        """The largest counts within the limits, none above the given."""
+        fitted = [max(0, min(pair)) for pair in zip(extra_forwards, self.most, strict=True)]
+        for stage in range(1, len(fitted)):
+            fitted[stage] = min(fitted[stage], fitted[stage - 1] + self.max_rise)
+        if self.max_fall is not None:
+            for stage in range(len(fitted) - 2, -1, -1):
+                fitted[stage] = min(fitted[stage], fitted[stage + 1] + self.max_fall)
+        return tuple(fitted)
+
+    def allow(self, extra_forwards: Sequence[int]) -> bool:
+        """Whether counts keep the limits as they are."""
+        return min(extra_forwards) >= 0 and self.fit(extra_forwards) == tuple(extra_forwards)
+
+
+def order_limits(
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    max_extra_forwards: int | None = None,
+    max_in_flight: Sequence[int] | None = None,
+    max_warmup_step: int | None = None,
+    channel_capacity: int | None = None,
+) -> OrderLimits:
+    """The limits of a job; None sets none.
+
+    Args:
+        num_stages: p.
+        num_microbatches: M.
+        max_extra_forwards: no stage gets more.
+        max_in_flight: for each stage, the most microbatches in flight.
+        max_warmup_step: how far neighbouring stages' extra forwards may differ.
+        channel_capacity: messages that a bounded p2p channel holds; see `channel_model`.
+
+    Raises:
+        ScheduleError: fewer microbatches in flight than 1F1B itself holds.
+    """
+    most = builders.extra_forward_caps(
+        num_stages,
+        num_microbatches,
+        max_extra_forwards=max_extra_forwards,
+        max_in_flight=max_in_flight,
+    )
+    falls = [s for s in (max_warmup_step, max_falling_step(channel_capacity)) if s is not None]
+    rise = 1 if max_warmup_step is None else min(1, max_warmup_step)
+    return OrderLimits(tuple(most), min(falls) if falls else None, rise)
+
+
+def envpipe_times_s(profile: Profile) -> tuple[list[float], list[float]]:
+    """What EnvPipe's rule for extra forwards compares, for each stage.
+
+    Returns:
+        backwards at the maximum clock and forwards at the optimal frequency, s.
+    """
+    return (
+        [kinds[Kind.BACKWARD][0].time_s for kinds in profile.rows],
+        [
+            profile.row(stage, Kind.FORWARD, frequency).time_s
+            for stage, frequency in enumerate(profile.optimal_frequency_mhz)
+        ],
+    )
+
+
+def in_flight_by_memory(profile: Profile, num_microbatches: int) -> tuple[int, ...]:
+    """For each stage, the microbatches whose activations fit into its memory.
+
+    One is there already; the sidecar says what is free beside it.
+
+    Raises:
+        LimitError: the profile's sidecar does not know activation and free bytes.
+    """
+    sidecar = profile.sidecar
+    if sidecar.activation_bytes is None or sidecar.free_bytes is None:
+        raise LimitError(
+            f"The sidecar of {profile.source} has no activation_bytes and free_bytes",
+            remedy="Measure them, or give the limit as a number of microbatches.",
+        )
+    return tuple(
+        min(num_microbatches, 1 + int((free + RELATIVE_TOLERANCE * (free + one)) / one))
+        if one > 0
+        else num_microbatches
+        for one, free in zip(sidecar.activation_bytes, sidecar.free_bytes, strict=True)
+    )

@@ -1,0 +1,157 @@
+"""Order and frequencies planned together: the extra forwards whose optimal plan is cheapest.
+
+Every order is judged by its own linear program, so it is never a rule that decides how many extra
+forwards a stage gets. The search starts at 1F1B and at multiples of EnvPipe's counts (Choi et al.,
+ATC'23, section 4.2), lowered to the limits, and then moves single stages, front parts and rear
+parts of the pipeline by one, as long as that saves energy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import add
+
+import numpy as np
+
+from envpipe_megatron import builders
+from envpipe_megatron.conditions import Conditions
+from envpipe_megatron.plan import Plan
+from envpipe_megatron.policies.certificate import any_order_lower_bound_j
+from envpipe_megatron.policies.choices import make_choices
+from envpipe_megatron.policies.limits import OrderLimits, envpipe_times_s
+from envpipe_megatron.policies.optimal import Optimizer
+from envpipe_megatron.profile import Profile
+from envpipe_megatron.timeline import RELATIVE_TOLERANCE
+
+Extra = tuple[int, ...]
+
+#: Multiples of EnvPipe's counts that the search starts from.
+_START_MULTIPLES = (0.5, 1.0, 1.5, 2.0, 3.0)
+#: Units of all orders that one search may solve for: 150 orders of 8 x 96.
+_UNIT_BUDGET = 230_000
+_FEWEST_ORDERS = 12
+#: What a further microbatch in flight must save on the way, as a fraction of the energy: memory
+#: that buys nothing is not taken.
+_WORTH = 2e-5
+#: The best orders by their relaxed energy are rounded; what rounding costs differs a little.
+_ROUNDED = 2
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An order that the search looked at, with the energy of its relaxed plan."""
+
+    extra_forwards: Extra
+    relaxed_energy_j: float
+
+
+class OrderSearch:
+    """Searches the orders of one job at one deadline.
+
+    Args:
+        profile: of a pipeline without chunks.
+        num_microbatches: M.
+        conditions: what surrounds the units.
+        deadline_s: the iteration takes no longer.
+    """
+
+    def __init__(
+        self, profile: Profile, num_microbatches: int, conditions: Conditions, deadline_s: float
+    ) -> None:
+        self._profile, self._conditions = profile, conditions
+        self._num_microbatches, self._deadline_s = num_microbatches, deadline_s
+        self._energy_j: dict[Extra, float] = {}
+        units = 2 * profile.num_stages * num_microbatches
+        self._budget = max(_FEWEST_ORDERS, _UNIT_BUDGET // units)
+
+    @property
+    def orders_tried(self) -> int:
+        """Orders whose linear program was solved."""
+        return len(self._energy_j)
+
+    def search(self, limits: OrderLimits, starts: Iterable[Extra] = ()) -> list[Candidate]:
+        """The best orders within limits, the best first.
+
+        Args:
+            limits: what each stage may have.
+            starts: further counts to start from, such as the best within tighter limits.
+
+        Raises:
+            LinearProgramError: not even 1F1B meets the deadline.
+        """
+        first = (0,) * self._profile.num_stages
+        optimizer = self._optimizer(first)
+        if math.isinf(self._energy(first)):
+            optimizer.relaxed_energy_j(self._deadline_s)  # raises, and says why
+        wanted = builders.envpipe_extra_forwards(
+            *envpipe_times_s(self._profile), self._num_microbatches
+        )
+        scaled = [[math.ceil(m * count) for count in wanted] for m in _START_MULTIPLES]
+        seeds = {first, *map(limits.fit, [*scaled, *starts])}
+        last = self.orders_tried + self._budget
+        best = min(seeds, key=self._score)
+        directions = _directions(self._profile.num_stages)
+        failed = 0  # directions in a row that led nowhere
+        while failed < len(directions) and self.orders_tried < last:
+            direction = directions.popleft()
+            directions.append(direction)
+            failed += 1
+            near = tuple(map(add, best, direction))
+            while limits.allow(near) and self._score(near) < self._score(best):
+                best, failed = near, 0
+                near = tuple(map(add, best, direction))
+        known = [extra for extra in self._energy_j if limits.allow(extra)]
+        return [Candidate(e, self._energy_j[e]) for e in sorted(known, key=self._score)]
+
+    def plan(self, candidates: Sequence[Candidate]) -> Plan:
+        """The cheapest plan of the first few orders that a search found."""
+        plans = [
+            self._optimizer(candidate.extra_forwards).plan(self._deadline_s)
+            for candidate in candidates[:_ROUNDED]
+        ]
+        return min(plans, key=lambda plan: plan.cost.energy_j)
+
+    def any_order_bound_j(self) -> float:
+        """What no order and no frequencies can go below at the deadline, J."""
+        conditions = self._conditions
+        powers = np.array(conditions.blocking_power_w)
+        return any_order_lower_bound_j(
+            make_choices(self._profile, powers, conditions.gpus_by_stage),
+            self._profile.num_stages,
+            self._num_microbatches,
+            conditions.latency_s,
+            conditions.tail_by_stage_s,
+            self._deadline_s,
+        )
+
+    def _optimizer(self, extra: Extra) -> Optimizer:
+        stages = self._profile.num_stages
+        if any(extra):
+            schedule = builders.envpipe(stages, self._num_microbatches, extra)
+        else:
+            schedule = builders.one_f_one_b(stages, self._num_microbatches)
+        return Optimizer(schedule, self._profile, self._conditions)
+
+    def _energy(self, extra: Extra) -> float:
+        if extra not in self._energy_j:
+            optimizer = self._optimizer(extra)
+            late = optimizer.fastest_s > self._deadline_s * (1 + RELATIVE_TOLERANCE)
+            self._energy_j[extra] = (
+                math.inf if late else optimizer.relaxed_energy_j(self._deadline_s)
+            )
+        return self._energy_j[extra]
+
+    def _score(self, extra: Extra) -> float:
+        return self._energy(extra) * (1 + _WORTH * sum(extra))
+
+
+def _directions(num_stages: int) -> deque[Extra]:
+    """One more or one less: on one stage, on a front part, on a rear part of the pipeline."""
+    moved = [tuple(int(s == stage) for s in range(num_stages)) for stage in range(num_stages)]
+    for stage in range(1, num_stages):
+        moved.append(tuple(int(s <= stage) for s in range(num_stages)))
+        moved.append(tuple(int(s >= stage) for s in range(num_stages)))
+    return deque(tuple(step * on for on in stages) for step in (1, -1) for stages in moved)
