@@ -241,7 +241,11 @@ def read_plan(path: Path, profile: Profile) -> Plan:
         ScheduleError: an order that cannot run.
         ProfileError: a frequency that was not profiled.
     """
-    data = read_object(path)
+    return plan_from_json(read_object(path), path, profile)
+
+
+def plan_from_json(data: dict[str, Any], path: Path, profile: Profile) -> Plan:
+    """`read_plan` of a JSON object that stands in a file."""
     fields = Fields(data, path)
     if data.get("format") != PLAN_FORMAT:
         raise fields.wrong("format", f"It must be '{PLAN_FORMAT}'.")

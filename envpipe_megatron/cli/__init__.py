@@ -15,6 +15,7 @@ from envpipe_megatron.cli.partition import partition
 from envpipe_megatron.cli.plan import plan
 from envpipe_megatron.cli.quickstart import quickstart
 from envpipe_megatron.cli.simulate import simulate
+from envpipe_megatron.cli.straggler import straggler
 
 
 @click.group(cls=ErrorsAsMessages, context_settings={"help_option_names": ["-h", "--help"]})
@@ -25,5 +26,5 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
 
 
-for command in (plan, simulate, partition, import_freqs, export_freqs, quickstart):
+for command in (plan, simulate, straggler, partition, import_freqs, export_freqs, quickstart):
     main.add_command(command)

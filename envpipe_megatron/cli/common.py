@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +41,61 @@ class ErrorsAsMessages(click.Group):
             ) from error
 
 
-class Counts(click.ParamType):  # type: ignore[type-arg]  # generic in click's stubs alone
-    """`N` or `N,N,...`."""
+class _Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in click's stubs alone
+    """One number, or several with commas between them.
 
-    name = "N[,N...]"
+    Args:
+        number: int or float.
+        lowest: no number may be below.
+        words: texts that are taken as they are.
+    """
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        """Read the counts."""
-        if isinstance(value, tuple):
+    def __init__(self, number: Callable[[str], float], lowest: int, words: tuple[str, ...]) -> None:
+        self.name = "|".join(("N[,N...]", *words))
+        self._number, self._lowest, self._words = number, lowest, words
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Read the numbers."""
+        if isinstance(value, tuple) or value in self._words:
             return value
         try:
-            counts = tuple(int(part) for part in str(value).split(","))
+            numbers = tuple(self._number(part) for part in str(value).split(","))
         except ValueError:
-            counts = ()
-        if not counts or min(counts) < 1:
-            self.fail(f"{value!r} is not a positive number, or one for each stage", param, ctx)
-        return counts
+            numbers = ()
+        if not numbers or not all(self._lowest <= number < math.inf for number in numbers):
+            wanted = " or ".join((f"a number of at least {self._lowest}", *self._words))
+            self.fail(f"{value!r} is not {wanted}, or one for each stage", param, ctx)
+        return numbers
+
+
+def check_outputs(written: Sequence[Path], read: Sequence[Path]) -> None:
+    """Refuse, before any work is done, to write over an input, twice, or into no folder.
+
+    Raises:
+        EnvPipeError: naming the paths.
+    """
+    targets = [path.resolve() for path in written]
+    if set(targets) & {path.resolve() for path in read} or len(set(targets)) < len(targets):
+        raise EnvPipeError(
+            "An output would overwrite an input or another output",
+            value=[str(path) for path in written],
+            remedy="Give another --output.",
+        )
+    for target in targets:
+        if not target.parent.is_dir():
+            raise EnvPipeError(
+                "There is no folder for an output", value=str(target), remedy="Make it first."
+            )
+
+
+def counts(*words: str) -> click.ParamType:  # type: ignore[type-arg]
+    """The type of an option that takes `N` or `N,N,...`, from 1, or a word."""
+    return _Numbers(int, 1, words)
+
+
+def amounts() -> click.ParamType:  # type: ignore[type-arg]
+    """The type of an option that takes `X` or `X,X,...`, from 0."""
+    return _Numbers(float, 0, ())
 
 
 def say(console: Console, text: str) -> None:
@@ -63,7 +103,9 @@ def say(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def known_blocking_power(profile: Profile, given_w: float | None) -> float | tuple[float, ...]:
+def known_blocking_power(
+    profile: Profile, given_w: float | tuple[float, ...] | None
+) -> float | tuple[float, ...]:
     """The blocking power that was given, or the sidecar's, or 0 with a warning, in W."""
     if given_w is not None:
         return given_w
@@ -93,6 +135,8 @@ def summary_table(plan: Plan) -> Table:
     )
     table.add_row("energy (J)", f"{plan.cost.energy_j:.1f}", f"{baseline.cost.energy_j:.1f}")
     table.add_row("saving (%)", f"{plan.cost.saving_percent(baseline.cost):.2f}", "")
+    if plan.gap_percent is not None:
+        table.add_row("gap to the lower bound (%)", f"{plan.gap_percent:.3f}", "")
     table.add_row("slowdown (%)", f"{plan.cost.slowdown_percent(baseline.cost):.3f}", "")
     if plan.schedule.num_chunks == 1:
         table.add_row("extra forwards by stage", spread(plan.schedule.extra_forwards), "")

@@ -10,12 +10,12 @@ from rich.console import Console
 from envpipe_megatron.cli.common import (
     EXISTING_FILE,
     OUTPUT_FILE,
+    check_outputs,
     known_blocking_power,
     say,
     summary_table,
 )
 from envpipe_megatron.conditions import make_conditions
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.interchange import read_freqs, write_freqs
 from envpipe_megatron.plan import Plan, read_plan
 from envpipe_megatron.profile import read_profile
@@ -52,7 +52,7 @@ def import_freqs(
       envpipe import-freqs --profile profile.csv --freqs freqs_pipeline_00123.py
       --num-microbatches 24 --blocking-power 83.6 --output plan.json
     """
-    _refuse_overwriting(output, profile_path, freqs_path)
+    check_outputs([output], [profile_path, sidecar_path(profile_path), freqs_path])
     profile = read_profile(profile_path)
     freqs = read_freqs(freqs_path)
     schedule = freqs.schedule(num_microbatches)
@@ -80,16 +80,6 @@ def export_freqs(profile_path: Path, plan_path: Path, output: Path) -> None:
       envpipe export-freqs --profile profile.csv --plan plan.json
       --output freqs_pipeline_00000.py
     """
-    _refuse_overwriting(output, profile_path, plan_path)
+    check_outputs([output], [profile_path, sidecar_path(profile_path), plan_path])
     write_freqs(read_plan(plan_path, read_profile(profile_path)), output)
     say(Console(), f"Plan file written to {output}")
-
-
-def _refuse_overwriting(output: Path, profile_path: Path, other_input: Path) -> None:
-    inputs = (profile_path, sidecar_path(profile_path), other_input)
-    if output.resolve() in [path.resolve() for path in inputs]:
-        raise EnvPipeError(
-            "The output would overwrite an input",
-            value=str(output),
-            remedy="Give another --output.",
-        )

@@ -11,8 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FILE, say
-from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FILE, check_outputs, say
 from envpipe_megatron.partition import (
     EMBEDDING,
     LOSS,
@@ -95,13 +94,7 @@ def partition(
       envpipe partition --layers layers.csv --num-stages 8 --num-microbatches 24
       --objective energy --blocking-power 84 --output profile.csv
     """
-    written = {output.resolve(), sidecar_path(output).resolve()}
-    if layers_path.resolve() in written or len(written) < 2:
-        raise EnvPipeError(
-            "The stage profile or its sidecar JSON would overwrite the layers or each other",
-            value=str(output),
-            remedy="Give another --output, ending in .csv.",
-        )
+    check_outputs([output, sidecar_path(output)], [layers_path])
     table = read_layers(layers_path)
     if blocking_power is None and table.has_energy:
         logger.warning(

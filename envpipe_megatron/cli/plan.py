@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
+from rich.table import Table
 
 from envpipe_megatron.cli.common import (
     EXISTING_FILE,
     OUTPUT_FILE,
-    Counts,
-    known_blocking_power,
+    check_outputs,
+    counts,
     say,
     summary_table,
 )
-from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.cli.conditions import conditions_options, read_conditions
+from envpipe_megatron.frontier_file import write_frontier
+from envpipe_megatron.plan import Plan
+from envpipe_megatron.policies.memory_frontier import MemoryPoint, write_memory_frontier
 from envpipe_megatron.policies.planner import (
+    BY_MEMORY,
     POLICIES,
     RECONFIGURE_NAMES,
     SCHEDULE_ALIASES,
     SCHEDULES,
     PlanRequest,
+    make_frontier,
+    make_memory_frontier,
     make_plan,
 )
-from envpipe_megatron.profile import read_profile
+from envpipe_megatron.profile import Profile, read_profile
 from envpipe_megatron.sidecar import sidecar_path
 
 
@@ -37,7 +45,8 @@ from envpipe_megatron.sidecar import sidecar_path
     type=click.Choice([*SCHEDULES, *SCHEDULE_ALIASES]),
     default="1f1b",
     show_default=True,
-    help="Order of units; 'ours' is EnvPipe's own name for 'envpipe'.",
+    help="Order of units; 'ours' is EnvPipe's own name for 'envpipe', and 'auto' is planned "
+    "together with the frequencies.",
 )
 @click.option(
     "--policy", type=click.Choice(POLICIES), default="baseline", show_default=True,
@@ -48,12 +57,20 @@ from envpipe_megatron.sidecar import sidecar_path
     help="How the critical path is raised; with --policy envelope.",
 )  # fmt: skip
 @click.option(
-    "--blocking-power",
-    type=click.FloatRange(min=0),
-    help="Power of a GPU that waits in a receive, W. Default: the profile's sidecar, or 0.",
+    "--deadline-factor",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="With --policy optimal: times the iteration time of the framework's own order at the "
+    "highest clocks.",
 )
+@conditions_options
 @click.option("--max-extra-forwards", type=click.IntRange(min=0), help="Limit for every stage.")
-@click.option("--max-in-flight", type=Counts(), help="Limit on microbatches held, or per stage.")
+@click.option(
+    "--max-in-flight",
+    type=counts(BY_MEMORY),
+    help="Limit on microbatches held, or for each stage, or by the sidecar's free bytes.",
+)
 @click.option(
     "--max-warmup-step",
     type=click.IntRange(min=0),
@@ -65,6 +82,23 @@ from envpipe_megatron.sidecar import sidecar_path
     help="Messages that a bounded p2p channel holds (1 with a single hardware queue).",
 )
 @click.option("--num-chunks", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "--frontier",
+    "frontier_path",
+    type=OUTPUT_FILE,
+    help="CSV of the time-energy frontier; its plans (.jsonl) and a picture (.png) go beside it.",
+)
+@click.option(
+    "--frontier-points", type=click.IntRange(min=2), default=100, show_default=True,
+    help="Deadlines of the frontier.",
+)  # fmt: skip
+@click.option(
+    "--memory-frontier",
+    "memory_path",
+    type=OUTPUT_FILE,
+    help="With --schedule auto: CSV of what each microbatch in flight saves; a picture goes "
+    "beside it.",
+)
 def plan(
     profile_path: Path,
     num_microbatches: int,
@@ -72,42 +106,48 @@ def plan(
     schedule: str,
     policy: str,
     reconfigure: str,
-    blocking_power: float | None,
+    deadline_factor: float,
     max_extra_forwards: int | None,
-    max_in_flight: tuple[int, ...] | None,
+    max_in_flight: tuple[int, ...] | str | None,
     max_warmup_step: int | None,
     channel_capacity: int | None,
     num_chunks: int,
+    frontier_path: Path | None,
+    frontier_points: int,
+    memory_path: Path | None,
+    **conditions: Any,
 ) -> None:
     """Make a plan from a profile; needs no GPU.
 
     Example:
 
+      envpipe plan --profile profile.csv --num-microbatches 24 --schedule auto
+      --policy optimal --max-in-flight 12 --output plan.json
+
+    or as EnvPipe itself plans:
+
       envpipe plan --profile profile.csv --num-microbatches 24 --schedule envpipe
       --policy envelope --reconfigure balanced --output plan.json
     """
-    if output.resolve() in (profile_path.resolve(), sidecar_path(profile_path).resolve()):
-        raise EnvPipeError(
-            "The plan would overwrite the profile or its sidecar",
-            value=str(output),
-            remedy="Give another --output.",
-        )
-    profile = read_profile(profile_path)
-    planned = make_plan(
-        profile,
-        PlanRequest(
-            num_microbatches=num_microbatches,
-            schedule=schedule,
-            policy=policy,
-            reconfigure=reconfigure,
-            blocking_power_w=known_blocking_power(profile, blocking_power),
-            num_chunks=num_chunks,
-            max_extra_forwards=max_extra_forwards,
-            max_in_flight=max_in_flight,
-            max_warmup_step=max_warmup_step,
-            channel_capacity=channel_capacity,
-        ),
+    check_outputs(
+        [output, *_written(frontier_path, ".jsonl"), *_written(memory_path)],
+        [profile_path, sidecar_path(profile_path)],
     )
+    profile = read_profile(profile_path)
+    request = PlanRequest(
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        policy=policy,
+        reconfigure=reconfigure,
+        num_chunks=num_chunks,
+        max_extra_forwards=max_extra_forwards,
+        max_in_flight=max_in_flight,
+        max_warmup_step=max_warmup_step,
+        channel_capacity=channel_capacity,
+        deadline_factor=deadline_factor,
+        conditions=read_conditions(profile, **conditions),
+    )
+    planned = make_plan(profile, request)
     planned.plan.write(output)
     console = Console()
     for note in planned.notes:
@@ -117,3 +157,68 @@ def plan(
         console.print(f"Reconfigured in {result.steps} steps, until {result.ended.value}.")
     console.print(summary_table(planned.plan))
     say(console, f"Plan written to {output}")
+    if frontier_path is not None:
+        _make_frontier(console, profile, request, frontier_points, frontier_path)
+    if memory_path is not None:
+        _make_memory_frontier(console, profile, request, memory_path)
+
+
+def _written(path: Path | None, *further: str) -> list[Path]:
+    """A CSV, its picture, and what else goes beside it."""
+    if path is None:
+        return []
+    return [path, *(path.with_suffix(suffix) for suffix in (".png", *further))]
+
+
+def _make_frontier(
+    console: Console, profile: Profile, request: PlanRequest, num_points: int, path: Path
+) -> None:
+    from envpipe_megatron.report.frontiers import plot_frontier
+
+    plans = make_frontier(profile, request, num_points)
+    stored = write_frontier(plans, path)
+    plot_frontier(
+        plans, path.with_suffix(".png"), title=f"{Path(profile.source).name}: time and energy"
+    )
+    table = Table(title=f"Frontier: {len(plans)} plans")
+    for column in ("iteration time (s)", "energy (J)", "saving (%)", "slowdown (%)", "gap (%)"):
+        table.add_column(column, justify="right")
+    shown = {round(at * (len(plans) - 1) / 9) for at in range(10)}
+    for plan in (plans[index] for index in sorted(shown)):
+        table.add_row(*_row(plan), f"{plan.gap_percent:.3f}")
+    console.print(table)
+    say(console, f"Frontier written to {path}, its plans to {stored}")
+
+
+def _make_memory_frontier(
+    console: Console, profile: Profile, request: PlanRequest, path: Path
+) -> None:
+    from envpipe_megatron.report.frontiers import plot_memory_frontier
+
+    points = make_memory_frontier(profile, request)
+    write_memory_frontier(points, path)
+    plot_memory_frontier(
+        points, path.with_suffix(".png"), title=f"{Path(profile.source).name}: what memory buys"
+    )
+    table = Table(title="What memory buys")
+    for column in ("peak in flight", "iteration time (s)", "energy (J)", "saving (%)",
+                   "slowdown (%)", "extra forwards by stage"):  # fmt: skip
+        table.add_column(column, justify="right")
+    for point in points:
+        table.add_row(str(point.peak_in_flight), *_row(point.plan), _extra(point))
+    console.print(table)
+    say(console, f"Memory frontier written to {path}")
+
+
+def _row(plan: Plan) -> tuple[str, str, str, str]:
+    cost, baseline = plan.cost, plan.baseline.cost
+    return (
+        f"{cost.iteration_time_s:.4f}",
+        f"{cost.energy_j:.1f}",
+        f"{cost.saving_percent(baseline):.2f}",
+        f"{cost.slowdown_percent(baseline):.3f}",
+    )
+
+
+def _extra(point: MemoryPoint) -> str:
+    return " ".join(map(str, point.plan.schedule.extra_forwards))

@@ -80,6 +80,11 @@ def order_limits(
     return OrderLimits(tuple(most), min(falls) if falls else None, rise)
 
 
+def envpipe_counts(profile: Profile, num_microbatches: int) -> list[int]:
+    """EnvPipe's extra forwards where nothing but the batch limits them."""
+    return builders.envpipe_extra_forwards(*envpipe_times_s(profile), num_microbatches)
+
+
 def envpipe_times_s(profile: Profile) -> tuple[list[float], list[float]]:
     """What EnvPipe's rule for extra forwards compares, for each stage.
 

@@ -24,6 +24,8 @@ FloatArray = NDArray[np.float64]
 
 #: Rounding stops to improve at this gap to the relaxed optimum.
 _GOOD_GAP = 0.001
+#: No frequency of a real GPU makes a unit slower than its fastest by this factor.
+_NO_DEADLINE = 1e3
 
 
 class Optimizer:
@@ -49,9 +51,12 @@ class Optimizer:
     def fastest_s(self) -> float:
         """Iteration time with every unit at its fastest frequency."""
         fastest_s = np.array([unit.time_s[0] for unit in self._choices.units])
-        duration_s = fastest_s[node_keys(self.schedule)].reshape(self.schedule.is_backward.shape)
-        timeline = Timeline(self.schedule, duration_s, self.conditions.latency_s)
-        return float((timeline.end_s[:, -1] + self._tail_s).max())
+        return self._iteration_time_s(fastest_s[node_keys(self.schedule)])
+
+    def cheapest_s(self) -> float:
+        """Iteration time beyond which waiting costs more than slower units save."""
+        relaxed = self._program.solve(_NO_DEADLINE * self.fastest_s)
+        return self._iteration_time_s(relaxed.duration_s)
 
     def relaxed_energy_j(self, deadline_s: float) -> float:
         """The least energy that durations between the profiled ones reach, J.
@@ -70,6 +75,8 @@ class Optimizer:
         schedule, choices, conditions = self.schedule, self._choices, self.conditions
         deadline_s = self._attainable(deadline_s)
         relaxed = self._program.solve(deadline_s)
+        # Not always the deadline: where waiting costs more than slower units save, it is earlier.
+        end_s = min(deadline_s, self._iteration_time_s(relaxed.duration_s))
         bound_j = energy_lower_bound_j(
             schedule, choices, conditions.latency_s, self._tail_s, deadline_s, relaxed
         )
@@ -78,12 +85,12 @@ class Optimizer:
             choices,
             conditions.latency_s,
             self._tail_s,
-            deadline_s,
+            end_s,
             hull_floor(schedule, choices, relaxed.duration_s),
         )
         rounding.repair()
         rounding.spend_slack()
-        waiting_j = choices.waiting_power_w * deadline_s
+        waiting_j = choices.waiting_power_w * end_s
         rounding.move_pairs((1 + _GOOD_GAP) * relaxed.cost_j - waiting_j)
         key = node_keys(schedule)
         frequency = np.array(
@@ -95,6 +102,11 @@ class Optimizer:
         return Plan(
             "optimal", schedule, frequency, self.profile, conditions, energy_lower_bound_j=bound_j
         )
+
+    def _iteration_time_s(self, duration_s: FloatArray) -> float:
+        shape = self.schedule.is_backward.shape
+        timeline = Timeline(self.schedule, duration_s.reshape(shape), self.conditions.latency_s)
+        return float((timeline.end_s[:, -1] + self._tail_s).max())
 
     def _attainable(self, deadline_s: float) -> float:
         """The deadline, or the fastest iteration where that is later by rounding alone."""

@@ -21,7 +21,7 @@ from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.certificate import any_order_lower_bound_j
 from envpipe_megatron.policies.choices import make_choices
-from envpipe_megatron.policies.limits import OrderLimits, envpipe_times_s
+from envpipe_megatron.policies.limits import OrderLimits, envpipe_counts
 from envpipe_megatron.policies.optimal import Optimizer
 from envpipe_megatron.profile import Profile
 from envpipe_megatron.timeline import RELATIVE_TOLERANCE
@@ -62,7 +62,7 @@ class OrderSearch:
         self, profile: Profile, num_microbatches: int, conditions: Conditions, deadline_s: float
     ) -> None:
         self._profile, self._conditions = profile, conditions
-        self._num_microbatches, self._deadline_s = num_microbatches, deadline_s
+        self.num_microbatches, self._deadline_s = num_microbatches, deadline_s
         self._energy_j: dict[Extra, float] = {}
         units = 2 * profile.num_stages * num_microbatches
         self._budget = max(_FEWEST_ORDERS, _UNIT_BUDGET // units)
@@ -73,7 +73,7 @@ class OrderSearch:
         return len(self._energy_j)
 
     def search(self, limits: OrderLimits, starts: Iterable[Extra] = ()) -> list[Candidate]:
-        """The best orders within limits, the best first.
+        """The orders within limits that meet the deadline, the best first; 1F1B is among them.
 
         Args:
             limits: what each stage may have.
@@ -83,12 +83,10 @@ class OrderSearch:
             LinearProgramError: not even 1F1B meets the deadline.
         """
         first = (0,) * self._profile.num_stages
-        optimizer = self._optimizer(first)
+        optimizer = self.optimizer(first)
         if math.isinf(self._energy(first)):
             optimizer.relaxed_energy_j(self._deadline_s)  # raises, and says why
-        wanted = builders.envpipe_extra_forwards(
-            *envpipe_times_s(self._profile), self._num_microbatches
-        )
+        wanted = envpipe_counts(self._profile, self.num_microbatches)
         scaled = [[math.ceil(m * count) for count in wanted] for m in _START_MULTIPLES]
         seeds = {first, *map(limits.fit, [*scaled, *starts])}
         last = self.orders_tried + self._budget
@@ -103,16 +101,25 @@ class OrderSearch:
             while limits.allow(near) and self._score(near) < self._score(best):
                 best, failed = near, 0
                 near = tuple(map(add, best, direction))
-        known = [extra for extra in self._energy_j if limits.allow(extra)]
+        known = [e for e, j in self._energy_j.items() if math.isfinite(j) and limits.allow(e)]
         return [Candidate(e, self._energy_j[e]) for e in sorted(known, key=self._score)]
 
     def plan(self, candidates: Sequence[Candidate]) -> Plan:
-        """The cheapest plan of the first few orders that a search found."""
-        plans = [
-            self._optimizer(candidate.extra_forwards).plan(self._deadline_s)
-            for candidate in candidates[:_ROUNDED]
-        ]
-        return min(plans, key=lambda plan: plan.cost.energy_j)
+        """The cheapest plan of the first few orders that a search found, and of 1F1B.
+
+        1F1B's is made only where it could be the cheapest, so that no search ends above it.
+        """
+        best: Plan | None = None
+        for rank, candidate in enumerate(candidates):
+            if rank >= _ROUNDED and any(candidate.extra_forwards):
+                continue
+            if best is not None and candidate.relaxed_energy_j >= best.cost.energy_j:
+                continue
+            plan = self.optimizer(candidate.extra_forwards).plan(self._deadline_s)
+            if best is None or plan.cost.energy_j < best.cost.energy_j:
+                best = plan
+        assert best is not None
+        return best
 
     def any_order_bound_j(self) -> float:
         """What no order and no frequencies can go below at the deadline, J."""
@@ -121,23 +128,24 @@ class OrderSearch:
         return any_order_lower_bound_j(
             make_choices(self._profile, powers, conditions.gpus_by_stage),
             self._profile.num_stages,
-            self._num_microbatches,
+            self.num_microbatches,
             conditions.latency_s,
             conditions.tail_by_stage_s,
             self._deadline_s,
         )
 
-    def _optimizer(self, extra: Extra) -> Optimizer:
+    def optimizer(self, extra_forwards: Extra) -> Optimizer:
+        """The optimizer of an order."""
         stages = self._profile.num_stages
-        if any(extra):
-            schedule = builders.envpipe(stages, self._num_microbatches, extra)
+        if any(extra_forwards):
+            schedule = builders.envpipe(stages, self.num_microbatches, extra_forwards)
         else:
-            schedule = builders.one_f_one_b(stages, self._num_microbatches)
+            schedule = builders.one_f_one_b(stages, self.num_microbatches)
         return Optimizer(schedule, self._profile, self._conditions)
 
     def _energy(self, extra: Extra) -> float:
         if extra not in self._energy_j:
-            optimizer = self._optimizer(extra)
+            optimizer = self.optimizer(extra)
             late = optimizer.fastest_s > self._deadline_s * (1 + RELATIVE_TOLERANCE)
             self._energy_j[extra] = (
                 math.inf if late else optimizer.relaxed_energy_j(self._deadline_s)

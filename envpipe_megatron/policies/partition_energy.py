@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import numpy as np
 
+from envpipe_megatron import builders
+from envpipe_megatron.conditions import make_conditions
 from envpipe_megatron.partition import FloatArray, PartitionError, stage_profile
 from envpipe_megatron.plan import Cost
+from envpipe_megatron.policies.limits import envpipe_counts, in_flight_by_memory, order_limits
+from envpipe_megatron.policies.linear_program import LinearProgramError
+from envpipe_megatron.policies.optimal import Optimizer
 from envpipe_megatron.policies.partition_search import (
     BoolArray,
     Found,
@@ -15,12 +21,11 @@ from envpipe_megatron.policies.partition_search import (
     fastest,
     list_splits,
 )
-from envpipe_megatron.policies.planner import PlanRequest, make_plan
 from envpipe_megatron.profile import Profile
 from envpipe_megatron.timeline import RELATIVE_TOLERANCE
 
 #: Splits that are planned at most, the most promising first.
-MAX_PLANNED = 32
+MAX_PLANNED = 12
 #: Prices of time, W, as multiples of the largest power of a layer, that the estimate tries.
 _TIME_PRICES = np.concatenate([[0.0], np.geomspace(1e-3, 1e2, 48)])
 
@@ -43,30 +48,36 @@ def plan_cost(
 ) -> Cost:
     """Time and energy of a stage profile once its order and frequencies are planned.
 
-    The one place that says how a split is planned. Where the profile's sidecar has activation and
-    free bytes, they limit the microbatches in flight. A plan later than the deadline counts as
-    none: the cost is then that of 1F1B at the highest clocks.
+    The one place that says how a split is planned: optimal frequencies on 1F1B or on EnvPipe's
+    order, whichever is cheaper. Where the profile's sidecar has activation and free bytes, they
+    limit the microbatches in flight.
+
+    Raises:
+        PartitionError: a deadline that neither order meets.
     """
-    activation, free = profile.sidecar.activation_bytes, profile.sidecar.free_bytes
-    max_in_flight = None
-    if activation is not None and free is not None:
-        max_in_flight = tuple(
-            min(num_microbatches, 1 + int((left + RELATIVE_TOLERANCE * (left + one)) / one))
-            if one > 0
-            else num_microbatches
-            for one, left in zip(activation, free, strict=True)
-        )
-    request = PlanRequest(
+    stages = profile.num_stages
+    conditions = make_conditions(profile, blocking_power_w=blocking_power_w)
+    known = profile.sidecar.activation_bytes is not None and profile.sidecar.free_bytes is not None
+    limits = order_limits(
+        stages,
         num_microbatches,
-        schedule="envpipe",
-        policy="envelope",
-        reconfigure="balanced",
-        blocking_power_w=blocking_power_w,
-        max_in_flight=max_in_flight,
+        max_in_flight=in_flight_by_memory(profile, num_microbatches) if known else None,
     )
-    plan = make_plan(profile, request).plan
-    late = plan.cost.iteration_time_s > deadline_s * (1 + RELATIVE_TOLERANCE)
-    return plan.baseline.cost if late else plan.cost
+    wanted = limits.fit(envpipe_counts(profile, num_microbatches))
+    costs = []
+    for schedule in (
+        builders.one_f_one_b(stages, num_microbatches),
+        builders.envpipe(stages, num_microbatches, wanted),
+    ):
+        with contextlib.suppress(LinearProgramError):  # an order that is too slow is no candidate
+            costs.append(Optimizer(schedule, profile, conditions).plan(deadline_s).cost)
+    if not costs:
+        raise PartitionError(
+            "A split takes longer than the deadline (s) in every order",
+            value=deadline_s,
+            remedy="Allow more time.",
+        )
+    return min(costs, key=lambda cost: cost.energy_j)
 
 
 def least_energy(

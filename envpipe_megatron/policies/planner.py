@@ -11,12 +11,14 @@ from envpipe_megatron.conditions import Conditions, make_conditions
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.frequencies import POLICIES as RULES
+from envpipe_megatron.policies.frontier import competing_orders, plan_frontier
 from envpipe_megatron.policies.limits import (
     OrderLimits,
     envpipe_times_s,
     in_flight_by_memory,
     order_limits,
 )
+from envpipe_megatron.policies.memory_frontier import MemoryPoint, memory_frontier
 from envpipe_megatron.policies.optimal import Optimizer, all_maximum_s
 from envpipe_megatron.policies.order_search import OrderSearch
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Reconfigured, reconfigure
@@ -113,6 +115,43 @@ def make_plan(profile: Profile, request: PlanRequest) -> Planned:
     return Planned(plan, result, notes)
 
 
+def make_frontier(profile: Profile, request: PlanRequest, num_points: int) -> list[Plan]:
+    """The time-energy frontier of a request's job, the fastest plan first.
+
+    Its deadline matters for the schedule auto alone, whose order is searched there.
+
+    Raises:
+        PlannerError: the policy is not optimal, or wishes that contradict each other.
+    """
+    _check_optimal(request, "A frontier")
+    if request.schedule == "auto":
+        conditions = request_conditions(profile, request)
+        limits = request_limits(profile, request)
+        search = _order_search(profile, request, conditions)
+        return plan_frontier(competing_orders(profile, search, limits), num_points)
+    schedule, _ = build_schedule(profile, request)
+    profile = profile.for_chunks(schedule.num_chunks)
+    conditions = request_conditions(profile, request)
+    return plan_frontier([Optimizer(schedule, profile, conditions)], num_points)
+
+
+def make_memory_frontier(profile: Profile, request: PlanRequest) -> list[MemoryPoint]:
+    """The best plans of a request's job for rising limits of extra forwards.
+
+    Raises:
+        PlannerError: the schedule is not auto, or wishes that contradict each other.
+    """
+    _check_optimal(request, "A memory frontier")
+    if request.schedule != "auto":
+        raise PlannerError(
+            "A memory frontier compares orders",
+            value=request.schedule,
+            remedy="Use --schedule auto.",
+        )
+    search = _order_search(profile, request, request_conditions(profile, request))
+    return memory_frontier(search, request_limits(profile, request))
+
+
 def request_conditions(profile: Profile, request: PlanRequest) -> Conditions:
     """What surrounds the units of a request."""
     if request.conditions is not None:
@@ -121,18 +160,20 @@ def request_conditions(profile: Profile, request: PlanRequest) -> Conditions:
 
 
 def _plan_order_too(profile: Profile, request: PlanRequest) -> Planned:
-    conditions = request_conditions(profile, request)
-    microbatches = request.num_microbatches
-    own = builders.one_f_one_b(profile.num_stages, microbatches)
-    deadline_s = request.deadline_factor * all_maximum_s(own, profile, conditions)
-    search = OrderSearch(profile, microbatches, conditions, deadline_s)
+    search = _order_search(profile, request, request_conditions(profile, request))
     plan = search.plan(search.search(request_limits(profile, request)))
-    bound_j = search.any_order_bound_j()
+    most = 100 * (1 - search.any_order_bound_j() / plan.baseline.cost.energy_j)
     note = (
         f"{search.orders_tried} orders were compared. No order at all can save more than "
-        f"{100 * (1 - bound_j / plan.baseline.cost.energy_j):.2f} % at this deadline."
+        f"{most:.2f} % at this deadline."
     )
     return Planned(plan, None, (note,))
+
+
+def _order_search(profile: Profile, request: PlanRequest, conditions: Conditions) -> OrderSearch:
+    own = builders.one_f_one_b(profile.num_stages, request.num_microbatches)
+    deadline_s = request.deadline_factor * all_maximum_s(own, profile, conditions)
+    return OrderSearch(profile, request.num_microbatches, conditions, deadline_s)
 
 
 def request_limits(profile: Profile, request: PlanRequest) -> OrderLimits:
@@ -223,6 +264,14 @@ def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tu
     fit = fit_to_channel(stages, microbatches, extra, request.channel_capacity)
     notes = (fit.reason,) if fit.lowered else ()
     return builders.envpipe(stages, microbatches, fit.extra_forwards), notes
+
+
+def _check_optimal(request: PlanRequest, what: str) -> None:
+    check_request(request)
+    if request.policy != "optimal":
+        raise PlannerError(
+            f"{what} is made of optimal plans", value=request.policy, remedy="Use --policy optimal."
+        )
 
 
 def _check_name(what: str, name: str, known: Collection[str]) -> None:

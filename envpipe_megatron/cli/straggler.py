@@ -1,0 +1,71 @@
+"""`envpipe straggler`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from envpipe_megatron.cli.common import (
+    EXISTING_FILE,
+    OUTPUT_FILE,
+    check_outputs,
+    say,
+    summary_table,
+)
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.frontier_file import read_frontier
+from envpipe_megatron.profile import read_profile
+
+
+@click.command()
+@click.option("--profile", "profile_path", type=EXISTING_FILE, required=True, help="Profile CSV.")
+@click.option(
+    "--frontier", "frontier_path", type=EXISTING_FILE, required=True,
+    help="Plans of a frontier, the .jsonl that envpipe plan --frontier writes.",
+)  # fmt: skip
+@click.option(
+    "--factor",
+    type=click.FloatRange(min=1),
+    help="The slower replica takes so many times as long as the framework's own order at the "
+    "highest clocks.",
+)
+@click.option(
+    "--time", "time_s", type=click.FloatRange(min=0, min_open=True),
+    help="Measured iteration time of the slower replica, s.",
+)  # fmt: skip
+@click.option("--output", type=OUTPUT_FILE, required=True, help="Plan JSON.")
+def straggler(
+    profile_path: Path,
+    frontier_path: Path,
+    factor: float | None,
+    time_s: float | None,
+    output: Path,
+) -> None:
+    """Pick the plan that is just as slow as a slower replica.
+
+    The other replicas wait for it at the gradient reduction anyway; as slow as that one, they use
+    less energy and lose no time.
+
+    Example:
+
+      envpipe straggler --profile profile.csv --frontier frontier.jsonl --factor 1.1
+      --output plan.json
+    """
+    if (factor is None) == (time_s is None):
+        raise EnvPipeError(
+            "How slow the straggler is must be said once",
+            value=(factor, time_s),
+            remedy="Give --factor or --time.",
+        )
+    check_outputs([output], [profile_path, frontier_path])
+    stored = read_frontier(frontier_path)
+    allowed_s = time_s if time_s is not None else (factor or 1.0) * stored.baseline_s
+    plan = stored.plan_for(allowed_s, read_profile(profile_path))
+    plan.write(output)
+    console = Console()
+    if plan.cost.iteration_time_s > allowed_s * (1 + 1e-9):
+        say(console, f"Note: no plan of the frontier is so fast as {allowed_s:.4f} s.")
+    console.print(summary_table(plan))
+    say(console, f"Plan for {allowed_s:.4f} s written to {output}")

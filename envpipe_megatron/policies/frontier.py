@@ -1,0 +1,79 @@
+"""The time-energy frontier: from the fastest iteration to the cheapest, order and frequencies.
+
+Each point is the optimal plan for one deadline; the linear programs of an order are solved one from
+the other. Where the order is free, a few orders compete at every deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.plan import Plan
+from envpipe_megatron.policies.limits import OrderLimits, envpipe_counts
+from envpipe_megatron.policies.optimal import Optimizer
+from envpipe_megatron.policies.order_search import OrderSearch
+from envpipe_megatron.profile import Profile
+from envpipe_megatron.timeline import RELATIVE_TOLERANCE
+
+FloatArray = NDArray[np.float64]
+
+#: Deadlines at which competing orders are compared before the others are planned.
+_PROBES = 6
+
+
+def plan_frontier(optimizers: Sequence[Optimizer], num_points: int) -> list[Plan]:
+    """The plans of which no other found is both as fast and as cheap, the fastest first.
+
+    Args:
+        optimizers: of the orders that compete, all for one profile and conditions.
+        num_points: deadlines, evenly from the fastest iteration to the one that the least energy
+            takes. Points that round to the same plan, or a worse one, are left out.
+    """
+    fastest_s = min(optimizer.fastest_s for optimizer in optimizers)
+    cheapest_s = max(optimizer.cheapest_s() for optimizer in optimizers)
+    deadlines = np.linspace(fastest_s, max(fastest_s, cheapest_s), num_points)
+    energy = _relaxed_energies(optimizers, deadlines)
+    plans = [
+        optimizers[int(best)].plan(float(deadline_s))
+        for deadline_s, best in zip(deadlines, energy.argmin(axis=0), strict=True)
+    ]
+    return pareto(plans)
+
+
+def competing_orders(profile: Profile, search: OrderSearch, limits: OrderLimits) -> list[Optimizer]:
+    """Optimizers of 1F1B, of EnvPipe's order, and of the best order of a search, within limits."""
+    best = search.search(limits)[0].extra_forwards
+    wanted = limits.fit(envpipe_counts(profile, search.num_microbatches))
+    none = (0,) * profile.num_stages
+    return [search.optimizer(extra) for extra in dict.fromkeys((none, wanted, best))]
+
+
+def _relaxed_energies(optimizers: Sequence[Optimizer], deadlines: FloatArray) -> FloatArray:
+    """[orders, deadlines] relaxed energy, infinite where an order is too slow.
+
+    Energy over time is convex for each order, so between the probed deadlines it lies close to a
+    line; the orders' own plans are certified one by one.
+    """
+    probed = np.unique(np.linspace(0, len(deadlines) - 1, _PROBES).astype(int))
+    energy = np.full((len(optimizers), len(deadlines)), np.inf)
+    for order, optimizer in enumerate(optimizers):
+        if len(optimizers) == 1:
+            energy[order] = 0.0
+            continue
+        meets = deadlines >= optimizer.fastest_s * (1 - RELATIVE_TOLERANCE)
+        at = np.union1d(probed[meets[probed]], np.flatnonzero(meets)[:1])
+        known = [optimizer.relaxed_energy_j(float(deadlines[i])) for i in at]
+        energy[order, meets] = np.interp(deadlines[meets], deadlines[at], known)
+    return energy
+
+
+def pareto(plans: Iterable[Plan]) -> list[Plan]:
+    """Those of some plans that no other beats in both time and energy, the fastest first."""
+    kept: list[Plan] = []
+    for plan in sorted(plans, key=lambda p: (p.cost.iteration_time_s, p.cost.energy_j)):
+        if not kept or plan.cost.energy_j < kept[-1].cost.energy_j:
+            kept.append(plan)
+    return kept

@@ -1,0 +1,80 @@
+"""Pictures of frontiers: energy over iteration time, and saving over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from envpipe_megatron.plan import Plan
+from envpipe_megatron.policies.memory_frontier import MemoryPoint
+from envpipe_megatron.report.gantt import INK
+
+_DPI = 150
+_PLAN, _BOUND, _BASELINE = "#0072b2", "#009e73", "#d55e00"
+_MUTED = "#5f6368"
+
+
+def plot_frontier(plans: Sequence[Plan], path: Path, *, title: str) -> None:
+    """Write energy over iteration time of a frontier's plans; the suffix chooses the format.
+
+    Args:
+        plans: of one job, the fastest first.
+        path: where the picture goes.
+        title: the headline.
+    """
+    figure, axes = _canvas(title, "iteration time (s)", "energy of an iteration (J)")
+    times_s = [plan.cost.iteration_time_s for plan in plans]
+    axes.plot(times_s, [plan.cost.energy_j for plan in plans], ".-", color=_PLAN, label="plans",
+              markersize=4, linewidth=1)  # fmt: skip
+    bounds = [b for plan in plans if (b := plan.energy_lower_bound_j) is not None]
+    if len(bounds) == len(plans):
+        axes.plot(times_s, bounds, "--", color=_BOUND, linewidth=1, label="lower bound")
+    baseline = plans[0].baseline
+    axes.plot(
+        baseline.cost.iteration_time_s, baseline.cost.energy_j, "^", color=_BASELINE,
+        markeredgecolor=INK, markersize=8, label=f"{baseline.schedule.name} at the highest clocks",
+    )  # fmt: skip
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=_DPI)
+
+
+def plot_memory_frontier(points: Sequence[MemoryPoint], path: Path, *, title: str) -> None:
+    """Write the saving over the most microbatches that a stage holds.
+
+    Args:
+        points: of one job, the tightest limit first.
+        path: where the picture goes; the suffix chooses the format.
+        title: the headline.
+    """
+    figure, axes = _canvas(title, "most microbatches in flight on a stage", "energy saving (%)")
+    peaks = [point.peak_in_flight for point in points]
+    savings = [point.plan.cost.saving_percent(point.plan.baseline.cost) for point in points]
+    axes.step(peaks, savings, "o-", where="post", color=_PLAN, markersize=5)
+    for point, peak, saving in zip(points, peaks, savings, strict=True):
+        axes.annotate(
+            f"+{max(point.plan.schedule.extra_forwards)}", (peak, saving), xytext=(4, -11),
+            textcoords="offset points", fontsize=7.5, color=_MUTED,
+        )  # fmt: skip
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.annotate(
+        "+n: most extra forwards of a stage", (1, 0), xycoords="axes fraction",
+        xytext=(-4, 5), textcoords="offset points", ha="right", fontsize=8, color=_MUTED,
+    )  # fmt: skip
+    figure.savefig(path, dpi=_DPI)
+
+
+def _canvas(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7.5, 4.4), dpi=_DPI, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontweight="bold", fontsize=11, color=INK)
+    axes.set_xlabel(x_label, color=_MUTED)
+    axes.set_ylabel(y_label, color=_MUTED)
+    axes.grid(color="#e6e6e6", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_MUTED, labelsize=8)
+    return figure, axes
