@@ -105,7 +105,7 @@ def read_frontier(path: Path) -> StoredFrontier:
     """Read a stored frontier's header; its plans are read when they are asked for.
 
     Raises:
-        FrontierError: naming the file and the field that is wrong.
+        PlanError: naming the file and the field that is wrong.
     """
     try:
         header, *lines = path.read_text().splitlines()

@@ -1,0 +1,149 @@
+"""Frontiers, stragglers and conditions by the command."""
+
+import csv
+import json
+
+import pytest
+from cli_helpers import plan_for, run_badly, run_well
+
+
+def rows(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def frontier(profile_path, tmp_path):
+    """The stored frontier, and what was printed."""
+    result = plan_for(
+        profile_path, tmp_path / "plan.json", "--schedule", "auto", "--policy", "optimal",
+        "--frontier", tmp_path / "frontier.csv", "--frontier-points", 12,
+    )  # fmt: skip
+    return tmp_path / "frontier.jsonl", result.stdout
+
+
+def test_a_frontier_is_a_csv_plans_and_a_picture(frontier, tmp_path):
+    stored, printed = frontier
+    listed = rows(tmp_path / "frontier.csv")
+    assert 2 < len(listed) <= 12
+    assert len(stored.read_text().splitlines()) == 1 + len(listed)
+    assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    assert f"Frontier: {len(listed)} plans" in printed
+    assert "gap to the lower bound (%)" in printed
+    assert "No order at all can save more than" in printed
+
+
+def test_a_straggler_slows_the_plan_down_and_saves(frontier, profile_path, tmp_path):
+    stored, _ = frontier
+    baseline_s = json.loads(stored.read_text().splitlines()[0])["baseline"]["iteration_time_s"]
+    energy_j = []
+    for number, how in enumerate(
+        [("--factor", 1.0), ("--factor", 1.1), ("--time", 1.1 * baseline_s), ("--time", 1e6)]
+    ):
+        output = tmp_path / f"straggler{number}.json"
+        run_well(
+            "straggler", "--profile", profile_path, "--frontier", stored, *how, "--output", output
+        )
+        plan = json.loads(output.read_text())
+        allowed_s = how[1] * (baseline_s if how[0] == "--factor" else 1)
+        assert plan["iteration_time_s"] <= allowed_s * (1 + 1e-9)
+        energy_j.append(plan["energy_j"])
+    assert energy_j[0] > energy_j[1] == energy_j[2] >= energy_j[3]
+
+
+def test_a_replica_faster_than_all_plans_gets_the_fastest_and_a_note(
+    frontier, profile_path, tmp_path
+):
+    stored, _ = frontier
+    result = run_well(
+        "straggler", "--profile", profile_path, "--frontier", stored, "--time", 0.001,
+        "--output", tmp_path / "s.json",
+    )  # fmt: skip
+    assert "no plan of the frontier is so fast" in result.stdout
+
+
+@pytest.mark.parametrize("how", [(), ("--factor", 1.1, "--time", 3.0)])
+def test_how_slow_a_straggler_is_must_be_said_once(frontier, profile_path, tmp_path, how):
+    stored, _ = frontier
+    message = run_badly(
+        "straggler", "--profile", profile_path, "--frontier", stored, *how,
+        "--output", tmp_path / "s.json",
+    )  # fmt: skip
+    assert "--factor or --time" in message
+
+
+def test_a_memory_frontier_says_what_each_microbatch_buys(profile_path, tmp_path):
+    result = plan_for(
+        profile_path, tmp_path / "plan.json", "--schedule", "auto", "--policy", "optimal",
+        "--memory-frontier", tmp_path / "memory.csv",
+    )  # fmt: skip
+    listed = rows(tmp_path / "memory.csv")
+    assert [row["max_extra_forwards"] for row in listed[:2]] == ["0", "1"]
+    savings = [float(row["saving_percent"]) for row in listed]
+    assert savings == sorted(savings)
+    assert savings[-1] > savings[0]
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert "peak in" in result.stdout
+
+
+def test_outputs_that_would_overwrite_each_other(profile_path, tmp_path):
+    message = run_badly(
+        "plan", "--profile", profile_path, "--num-microbatches", 4, "--policy", "optimal",
+        "--output", tmp_path / "a.csv", "--frontier", tmp_path / "a.csv",
+    )  # fmt: skip
+    assert "overwrite" in message
+    assert not (tmp_path / "a.csv").exists()
+
+
+def test_conditions_are_options_and_stand_in_the_plan(profile_path, tmp_path):
+    output = tmp_path / "plan.json"
+    plan_for(profile_path, output, "--policy", "optimal")
+    plain = json.loads(output.read_text())
+    plan_for(
+        profile_path, output, "--policy", "optimal", "--p2p-latency", "0.01", "--tail-time",
+        "0.5,0.1,0.1,0.2", "--tensor-parallel", "2", "--change-time", "0.005",
+        "--change-energy", "0.25",
+    )  # fmt: skip
+    surrounded = json.loads(output.read_text())
+    assert surrounded["p2p_latency_s"] == [0.01] * 3
+    assert surrounded["tail_time_s"] == [0.5, 0.1, 0.1, 0.2]
+    assert surrounded["gpus_per_stage"] == [2] * 4
+    assert surrounded["frequency_change_s"] == 0.005
+    assert surrounded["frequency_change_j"] == 0.25
+    assert surrounded["energy_j"] > 1.9 * plain["energy_j"]
+    assert surrounded["iteration_time_s"] > plain["iteration_time_s"] + 0.5
+    assert "gpus_per_stage" not in plain
+
+
+def test_conditions_come_from_the_sidecar_when_asked_for(profile_path, tmp_path):
+    sidecar = {"format": "envpipe-profile/1", "tail_time_s": [0.3, 0.3, 0.3, 0.4]}
+    profile_path.with_suffix(".json").write_text(json.dumps(sidecar))
+    output = tmp_path / "plan.json"
+    plan_for(profile_path, output)
+    assert "tail_time_s" not in json.loads(output.read_text())
+    plan_for(profile_path, output, "--use", "tail")
+    assert json.loads(output.read_text())["tail_time_s"] == [0.3, 0.3, 0.3, 0.4]
+    message = run_badly(
+        "plan", "--profile", profile_path, "--num-microbatches", 4, "--output", output,
+        "--use", "change",
+    )  # fmt: skip
+    assert "frequency_change_s" in message
+
+
+def test_a_limit_by_memory_needs_the_sidecars_bytes(profile_path, tmp_path):
+    wanted = ("--schedule", "auto", "--policy", "optimal", "--max-in-flight", "memory")
+    output = tmp_path / "plan.json"
+    message = run_badly(
+        "plan", "--profile", profile_path, "--num-microbatches", 8, "--output", output, *wanted
+    )
+    assert "activation_bytes" in message
+    sidecar = {
+        "format": "envpipe-profile/1",
+        "activation_bytes": [100] * 4,
+        "free_bytes": [450, 450, 250, 50],
+    }
+    profile_path.with_suffix(".json").write_text(json.dumps(sidecar))
+    plan_for(profile_path, output, *wanted)
+    peaks = json.loads(output.read_text())["peak_in_flight"]
+    assert all(held <= most for held, most in zip(peaks, [5, 5, 3, 1], strict=True))
+    assert peaks[0] == 5
