@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from envpipe_megatron import builders
-from envpipe_megatron.channel_model import max_falling_step
+from envpipe_megatron.channel_model import fit_to_channel, max_falling_step
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.profile import Profile
 from envpipe_megatron.schedule import Kind
@@ -68,7 +68,10 @@ def order_limits(
 
     Raises:
         ScheduleError: fewer microbatches in flight than 1F1B itself holds.
+        ChannelModelError: a channel on which not even 1F1B finishes.
     """
+    if channel_capacity is not None:
+        fit_to_channel(num_stages, num_microbatches, (0,) * num_stages, channel_capacity)
     most = builders.extra_forward_caps(
         num_stages,
         num_microbatches,
@@ -77,7 +80,8 @@ def order_limits(
     )
     falls = [s for s in (max_warmup_step, max_falling_step(channel_capacity)) if s is not None]
     rise = 1 if max_warmup_step is None else min(1, max_warmup_step)
-    return OrderLimits(tuple(most), min(falls) if falls else None, rise)
+    # Capacity 0 gives -1; the jobs that finish there at all have no channel or no extra forwards.
+    return OrderLimits(tuple(most), max(0, min(falls)) if falls else None, rise)
 
 
 def envpipe_counts(profile: Profile, num_microbatches: int) -> list[int]:

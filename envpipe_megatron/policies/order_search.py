@@ -73,24 +73,25 @@ class OrderSearch:
         return len(self._energy_j)
 
     def search(self, limits: OrderLimits, starts: Iterable[Extra] = ()) -> list[Candidate]:
-        """The orders within limits that meet the deadline, the best first; 1F1B is among them.
+        """The orders within limits that meet the deadline, the best first.
+
+        1F1B is among them where it does; with p2p latency other orders can be faster.
 
         Args:
             limits: what each stage may have.
             starts: further counts to start from, such as the best within tighter limits.
 
         Raises:
-            LinearProgramError: not even 1F1B meets the deadline.
+            LinearProgramError: none of the orders that the search starts from meets the deadline.
         """
         first = (0,) * self._profile.num_stages
-        optimizer = self.optimizer(first)
-        if math.isinf(self._energy(first)):
-            optimizer.relaxed_energy_j(self._deadline_s)  # raises, and says why
         wanted = envpipe_counts(self._profile, self.num_microbatches)
         scaled = [[math.ceil(m * count) for count in wanted] for m in _START_MULTIPLES]
         seeds = {first, *map(limits.fit, [*scaled, *starts])}
         last = self.orders_tried + self._budget
         best = min(seeds, key=self._score)
+        if math.isinf(self._energy(best)):
+            self.optimizer(first).relaxed_energy_j(self._deadline_s)  # raises, and says why
         directions = _directions(self._profile.num_stages)
         failed = 0  # directions in a row that led nowhere
         while failed < len(directions) and self.orders_tried < last:
