@@ -53,7 +53,7 @@ def energy_lower_bound_j(
     """
     key = node_keys(schedule)
     latency = latency_by_node(schedule, latency_s)
-    price, cross_price = _flow(schedule, relaxed)
+    price, cross_price = price_flow(schedule, relaxed)
     total = 0.0
     for index, unit in enumerate(choices.units):
         prices, count = np.unique(price[key == index], return_counts=True)
@@ -68,7 +68,7 @@ def energy_lower_bound_j(
     return total + min(remaining * deadline_s, remaining * float(ends.max()))
 
 
-def _flow(schedule: Schedule, relaxed: Relaxed) -> tuple[FloatArray, FloatArray]:
+def price_flow(schedule: Schedule, relaxed: Relaxed) -> tuple[FloatArray, FloatArray]:
     """Price of each node's time, and of its cross dependency, J/s; nothing is lost between them.
 
     From the end back: a node's price is what arrived from the nodes behind it, and goes on to the
