@@ -1,0 +1,145 @@
+"""Pictures of compared plans: savings by kind of plan, and what memory buys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from plans_compared import EXTRA_FORWARDS, UNIT_TIME_S, Comparison, PlanKind, Row
+
+#: Kind, limit, colour (of Okabe and Ito, told apart with any colour vision) and colour of figures.
+_BARS = (
+    (PlanKind.ENVPIPE_ON_1F1B, None, "#F0E442", "black"),
+    (PlanKind.ENVPIPE, None, "#E69F00", "black"),
+    (PlanKind.LOWTIME, None, "#56B4E9", "black"),
+    (PlanKind.OURS_ON_1F1B, None, "#0072B2", "white"),
+    (PlanKind.OURS_JOINT, 1, "#CC79A7", "black"),
+    (PlanKind.OURS_JOINT, None, "#D55E00", "white"),
+)
+#: A plan that takes this much longer than all-maximum is marked (%).
+_SLOWER_PERCENT = 0.05
+_GROUP_WIDTH = 0.84
+_LINES = (("#0072B2", "o"), ("#009E73", "s"), ("#CC79A7", "^"), ("#D55E00", "D"))
+
+
+def savings_figure(comparisons: Sequence[Comparison]) -> Figure:
+    """Saving at the all-maximum time by kind of plan, a group of bars for each workload."""
+    panels = [
+        (title, some)
+        for title, emulated in (("GPT-3 175B, 8 stages", True), ("Measured workloads", False))
+        if (some := [c for c in comparisons if c.workload.emulated == emulated])
+    ]
+    figure = Figure(figsize=(12.5, 4.3 * len(panels) + 0.9), layout="constrained")
+    for axes, (title, some) in zip(
+        figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True
+    ):
+        _draw_bars(axes, some)
+        axes.set_title(title)
+        axes.set_ylabel("energy saved against all-maximum (%)")
+    handles, labels = axes.get_legend_handles_labels()
+    handles.append(Line2D([], [], color="black", ls="", marker="_", ms=14, mew=1.5))
+    labels.append("no order at all saves more")
+    handles.append(Line2D([], [], ls="", marker="*", color="black", ms=5))
+    labels.append(f"takes over {_SLOWER_PERCENT} % longer than all-maximum")
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def _draw_bars(axes: Axes, comparisons: Sequence[Comparison]) -> None:
+    width = _GROUP_WIDTH / len(_BARS)
+    for index, (kind, limit, colour, text_colour) in enumerate(_BARS):
+        left = [group - _GROUP_WIDTH / 2 + index * width for group in range(len(comparisons))]
+        rows = [_bar_row(comparison, kind, limit) for comparison in comparisons]
+        label = "1F1B + lowtime, recipe zeus" if kind is PlanKind.LOWTIME else None
+        label = label or next(row.label for row in rows if row is not None)
+        axes.bar(
+            left,
+            [row.saving_percent if row else 0.0 for row in rows],
+            width,
+            align="edge",
+            color=colour,
+            edgecolor="black",
+            linewidth=0.4,
+            label=label,
+        )
+        for x, row in zip(left, rows, strict=True):
+            slower = row is not None and row.slowdown_percent >= _SLOWER_PERCENT
+            axes.annotate(
+                f"{row.saving_percent:.1f}{'*' if slower else ''}" if row else "not run",
+                (x + width / 2, row.saving_percent if row else 0.0),
+                (0, -3 if row else 3),
+                textcoords="offset points",
+                ha="center",
+                va="top" if row else "bottom",
+                color=text_colour if row else "black",
+                fontsize=7.5,
+                rotation=90,
+            )
+    for group, comparison in enumerate(comparisons):
+        bound = comparison.row(PlanKind.OURS_JOINT).any_order_saving_percent
+        if bound is not None:
+            ends = group - _GROUP_WIDTH / 2, group + _GROUP_WIDTH / 2
+            axes.plot(ends, (bound, bound), color="black", linewidth=1.2)
+    names = [
+        f"{c.workload.model}\n{c.workload.gpu}, M = {c.workload.num_microbatches}"
+        for c in comparisons
+    ]
+    axes.set_xticks(range(len(comparisons)), names, fontsize="small")
+    axes.margins(y=0.1)
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _bar_row(comparison: Comparison, kind: PlanKind, limit: int | None) -> Row | None:
+    if kind is not PlanKind.LOWTIME:
+        return comparison.row(kind, limit)
+    # A run that ended at its limit never came to its plan for the all-maximum time.
+    rows = [
+        row
+        for row in comparison.lowtime_rows
+        if row.recipe == "zeus" and row.unit_time_s == UNIT_TIME_S and row.finished
+    ]
+    return rows[0] if rows else None
+
+
+def memory_figure(comparisons: Sequence[Comparison]) -> Figure | None:
+    """Saving of joint plans against microbatches in flight; None without emulated pipelines."""
+    emulated = [c for c in comparisons if c.workload.emulated]
+    gpus = list(dict.fromkeys(c.workload.gpu for c in emulated))
+    if not gpus:
+        return None
+    figure = Figure(figsize=(5.7 * len(gpus), 4.9), layout="constrained")
+    panels = figure.subplots(1, len(gpus), squeeze=False, sharey=True)[0]
+    for axes, gpu in zip(panels, gpus, strict=True):
+        some = [c for c in emulated if c.workload.gpu == gpu]
+        for comparison, (colour, marker) in zip(some, _LINES, strict=False):
+            _draw_memory(axes, comparison, colour, marker)
+        axes.set_title(f"GPT-3 175B, {gpu}")
+        axes.set_xlabel("peak in flight on the fullest stage (microbatches)")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="0.9")
+    panels[0].set_ylabel("energy saved against all-maximum (%)")
+    handles, labels = panels[0].get_legend_handles_labels()
+    handles += [Line2D([], [], marker=sign, color="0.3", ls="", ms=7) for sign in ("*", "x")]
+    labels += ["EnvPipe in full", "1F1B + lowtime (zeus)"]
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def _draw_memory(axes: Axes, comparison: Comparison, colour: str, marker: str) -> None:
+    rows = [comparison.row(PlanKind.OURS_JOINT, limit) for limit in EXTRA_FORWARDS]
+    axes.plot(
+        [row.peak_in_flight for row in rows],
+        [row.saving_percent for row in rows],
+        color=colour,
+        marker=marker,
+        ms=4.5,
+        label=f"ours joint, M = {comparison.workload.num_microbatches}",
+    )
+    rivals = (PlanKind.ENVPIPE, "*"), (PlanKind.LOWTIME, "x")
+    for kind, sign in rivals:
+        row = _bar_row(comparison, kind, None)
+        if row is not None:
+            axes.plot(row.peak_in_flight, row.saving_percent, color=colour, marker=sign, ms=8)

@@ -1,0 +1,394 @@
+"""The plans of one workload side by side: rivals' and ours, all priced by one evaluator.
+
+What a planner says of its own plan is dropped: `Plan` recomputes iteration time and energy from the
+order, the frequencies, the profile and the blocking power. lowtime's plans are taken at the time
+that they really take with the clocks that lowtime rounded them to.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from lowtime_rival import RECIPES, LowtimeRun, Recipe, run_lowtime
+from planning_workloads import Workload
+
+from envpipe_megatron import builders
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.plan import Cost, Plan
+from envpipe_megatron.policies.linear_program import LinearProgramError
+from envpipe_megatron.policies.optimal import Optimizer
+from envpipe_megatron.policies.order_search import OrderSearch
+from envpipe_megatron.policies.planner import PlanRequest, make_frontier, make_plan
+
+#: Limits on extra forwards that joint plans are made for; None is no limit.
+EXTRA_FORWARDS = (0, 1, 2, 4, None)
+#: Deadlines of our frontiers, from the fastest iteration to the cheapest.
+FRONTIER_POINTS = 100
+#: lowtime's step of time that both of its authors' recipes take by default, s.
+UNIT_TIME_S = 0.001
+#: Plans of lowtime that state up to this much above the all-maximum time are priced: what they
+#: state and what they take differ by a tenth of this.
+_STATED_MARGIN = 1.005
+#: An iteration counts as no slower than another within this, which is a float's rounding.
+_SAME_TIME = 1e-9
+
+
+class PlanKind(StrEnum):
+    """How a plan was made."""
+
+    ALL_MAXIMUM = "all-maximum"
+    UNIFORM = "uniform"
+    ENVPIPE_ON_1F1B = "EnvPipe on 1F1B"
+    ENVPIPE = "EnvPipe in full"
+    LOWTIME = "1F1B + lowtime"
+    OURS_ON_1F1B = "ours on 1F1B"
+    OURS_JOINT = "ours joint"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan of one workload.
+
+    Args:
+        kind: how it was made.
+        cost: recomputed.
+        baseline: cost of the all-maximum plan.
+        planning_time_s: wall time of one planning; None for lowtime, whose run may be an old one.
+        planning_cpu_s: CPU time of the same, for lowtime of its whole run: its plan comes last.
+        peak_in_flight: microbatches in flight on the stage that holds most.
+        extra_forwards: of each stage.
+        gap_percent: to the lower bound of its order and time; None where none was computed.
+        any_order_saving_percent: what no order at all can exceed at the deadline; for joint plans.
+        recipe: of lowtime.
+        unit_time_s: of lowtime.
+        max_extra_forwards: limit of a joint plan, None for no limit.
+        num_plans: how many plans the planner made in that time.
+        finished: whether the planner came to its end.
+    """
+
+    kind: PlanKind
+    cost: Cost
+    baseline: Cost
+    planning_time_s: float | None
+    planning_cpu_s: float
+    peak_in_flight: int
+    extra_forwards: tuple[int, ...]
+    gap_percent: float | None = None
+    any_order_saving_percent: float | None = None
+    recipe: Recipe | None = None
+    unit_time_s: float | None = None
+    max_extra_forwards: int | None = None
+    num_plans: int = 1
+    finished: bool = True
+
+    @property
+    def label(self) -> str:
+        """For tables and pictures."""
+        if self.kind is PlanKind.OURS_JOINT:
+            limit = self.max_extra_forwards
+            return f"{self.kind}, extra {'unlimited' if limit is None else f'<= {limit}'}"
+        if self.unit_time_s is not None:
+            return f"{self.kind}, {self.recipe}, {1e3 * self.unit_time_s:g} ms"
+        return str(self.kind)
+
+    @property
+    def saving_percent(self) -> float:
+        """Energy saved against all-maximum."""
+        return self.cost.saving_percent(self.baseline)
+
+    @property
+    def slowdown_percent(self) -> float:
+        """Time lost against all-maximum."""
+        return self.cost.slowdown_percent(self.baseline)
+
+
+@dataclass(frozen=True)
+class AtRivalTime:
+    """Our cheapest plan for the very iteration time that a rival's plan takes.
+
+    Args:
+        rival: the rival's plan.
+        ours: on 1F1B against lowtime, joint without limit against EnvPipe in full.
+        order: what our plan was free to choose.
+    """
+
+    rival: Row
+    ours: Cost
+    order: str
+
+    @property
+    def energy_percent(self) -> float:
+        """Our energy above the rival's; negative where ours is lower."""
+        return 100.0 * (self.ours.energy_j / self.rival.cost.energy_j - 1.0)
+
+    @property
+    def in_time(self) -> bool:
+        """Whether ours is not slower."""
+        return self.ours.iteration_time_s <= self.rival.cost.iteration_time_s * (1 + _SAME_TIME)
+
+    @property
+    def passed(self) -> bool:
+        """Whether ours is neither dearer nor slower."""
+        return self.in_time and self.energy_percent <= 0.0
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Our frontier of one workload.
+
+    Args:
+        order: 1f1b, or auto for the joint frontier.
+        num_plans: of the `FRONTIER_POINTS` asked for, those that no other beats.
+        planning_time_s: wall time of all plans together.
+        planning_cpu_s: CPU time of the same.
+        widest_gap_percent: to the lower bound, over all plans.
+    """
+
+    order: str
+    num_plans: int
+    planning_time_s: float
+    planning_cpu_s: float
+    widest_gap_percent: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All plans of one workload, and rivals that are missing with the reason."""
+
+    workload: Workload
+    rows: tuple[Row, ...]
+    at_rival_time: tuple[AtRivalTime, ...]
+    frontiers: tuple[Frontier, ...]
+    skipped: tuple[str, ...]
+
+    def row(self, kind: PlanKind, max_extra_forwards: int | None = None) -> Row:
+        """The row of a kind that stands once, or of a joint plan with a limit."""
+        (found,) = (
+            row
+            for row in self.rows
+            if row.kind is kind and row.max_extra_forwards == max_extra_forwards
+        )
+        return found
+
+    @property
+    def lowtime_rows(self) -> tuple[Row, ...]:
+        """lowtime's plans."""
+        return tuple(row for row in self.rows if row.kind is PlanKind.LOWTIME)
+
+
+@dataclass(frozen=True)
+class LowtimeSource:
+    """Where lowtime's runs come from.
+
+    Args:
+        results_dir: of stored runs.
+        time_limit_s: CPU time for a run that is not stored; 0 to take stored runs only.
+    """
+
+    results_dir: Path
+    time_limit_s: float
+
+    def runs(self, workload: Workload) -> Iterator[tuple[Recipe, float, LowtimeRun | str]]:
+        """Recipe, step of time (s), and the run or why there is none.
+
+        Both recipes at their default step, then what else is stored for the workload.
+        """
+        stored = self._stored(workload)
+        wanted = [(recipe, UNIT_TIME_S) for recipe in RECIPES]
+        for recipe, unit_time_s in dict.fromkeys([*wanted, *stored]):
+            limit_s = stored.get((recipe, unit_time_s))
+            if limit_s is None and not self.time_limit_s:
+                yield recipe, unit_time_s, f"no run is stored in {self.results_dir}"
+                continue
+            # A stored run that ended at its limit would be repeated at a higher one.
+            if limit_s is None or (unit_time_s == UNIT_TIME_S and self.time_limit_s):
+                limit_s = self.time_limit_s
+            try:
+                yield recipe, unit_time_s, self._run(workload, recipe, unit_time_s, limit_s)
+            except EnvPipeError as error:
+                yield recipe, unit_time_s, str(error)
+
+    def _run(
+        self, workload: Workload, recipe: Recipe, unit_time_s: float, limit_s: float
+    ) -> LowtimeRun:
+        return run_lowtime(
+            workload.profile,
+            workload.num_microbatches,
+            workload.blocking_power_w,
+            unit_time_s=unit_time_s,
+            recipe=recipe,
+            time_limit_s=limit_s,
+            output_dir=self.results_dir,
+        )
+
+    def _stored(self, workload: Workload) -> dict[tuple[Recipe, float], float]:
+        """The time limit of each run stored for a workload, by recipe and step of time."""
+        asked = {
+            "profile_sha256": workload.profile.sha256,
+            "num_microbatches": workload.num_microbatches,
+            "blocking_power_w": workload.blocking_power_w,
+        }
+        found: dict[tuple[Recipe, float], float] = {}
+        for path in sorted(self.results_dir.glob("*/result.json")):
+            result = json.loads(path.read_text())
+            if all(result.get(name) == value for name, value in asked.items()):
+                found[result["recipe"], result["unit_time_s"]] = result["time_limit_s"]
+        return found
+
+
+def warm_up(workload: Workload) -> None:
+    """Load what the planners load on first use, so that no timed planning pays for it."""
+    small = replace(workload, num_microbatches=workload.profile.num_stages)
+    compare(small, lowtime=None)
+
+
+def compare(workload: Workload, lowtime: LowtimeSource | None) -> Comparison:
+    """Make, time and price every plan of a workload.
+
+    Args:
+        workload: what to plan.
+        lowtime: its runs, or None to leave lowtime out.
+    """
+    rows = list(_rule_rows(workload))
+    skipped: list[str] = []
+    if lowtime is not None:
+        for recipe, unit_time_s, run in lowtime.runs(workload):
+            if isinstance(run, str):
+                step = f"{recipe}, {1e3 * unit_time_s:g} ms"
+                skipped.append(f"{workload.name}: lowtime ({step}): {run}")
+            else:
+                rows.append(lowtime_row(workload, recipe, unit_time_s, run))
+    rows.append(_timed_row(workload, PlanKind.OURS_ON_1F1B, workload.request("1f1b", "optimal")))
+    rows.extend(_joint_rows(workload))
+    at_rival_time = [_ours_at_time_of(workload, row) for row in rows if row.kind in _RIVALS]
+    frontiers = tuple(_frontier(workload, order) for order in ("1f1b", "auto"))
+    return Comparison(workload, tuple(rows), tuple(at_rival_time), frontiers, tuple(skipped))
+
+
+def _frontier(workload: Workload, order: str) -> Frontier:
+    start, cpu_start = time.perf_counter(), time.process_time()
+    plans = make_frontier(workload.profile, workload.request(order, "optimal"), FRONTIER_POINTS)
+    planning_time_s = time.perf_counter() - start
+    planning_cpu_s = time.process_time() - cpu_start
+    gaps = [plan.gap_percent for plan in plans if plan.gap_percent is not None]
+    return Frontier(order, len(plans), planning_time_s, planning_cpu_s, max(gaps))
+
+
+_RIVALS = (PlanKind.LOWTIME, PlanKind.ENVPIPE)
+
+
+def _rule_rows(workload: Workload) -> Iterator[Row]:
+    request = workload.request
+    yield _timed_row(workload, PlanKind.ALL_MAXIMUM, request())
+    yield _timed_row(workload, PlanKind.UNIFORM, request("1f1b", "uniform"))
+    on_1f1b = request("1f1b", "envelope", "balanced")
+    yield _timed_row(workload, PlanKind.ENVPIPE_ON_1F1B, on_1f1b)
+    yield _timed_row(workload, PlanKind.ENVPIPE, request("envpipe", "envelope", "balanced"))
+
+
+def _joint_rows(workload: Workload) -> Iterator[Row]:
+    deadline_s = make_plan(workload.profile, workload.request()).plan.cost.iteration_time_s
+    search = OrderSearch(
+        workload.profile, workload.num_microbatches, workload.conditions, deadline_s
+    )
+    bound_j = search.any_order_bound_j()
+    for limit in EXTRA_FORWARDS:
+        request = workload.request("auto", "optimal", max_extra_forwards=limit)
+        yield _timed_row(workload, PlanKind.OURS_JOINT, request, bound_j)
+
+
+def _timed_row(
+    workload: Workload, kind: PlanKind, request: PlanRequest, any_order_bound_j: float | None = None
+) -> Row:
+    start, cpu_start = time.perf_counter(), time.process_time()
+    made = make_plan(workload.profile, request).plan
+    planning_time_s = time.perf_counter() - start
+    planning_cpu_s = time.process_time() - cpu_start
+    plan = Plan(
+        made.policy, made.schedule, made.frequency_mhz, workload.profile, workload.conditions
+    )
+    baseline = plan.baseline.cost
+    any_order_percent = None
+    if any_order_bound_j is not None:
+        any_order_percent = 100.0 * (1.0 - any_order_bound_j / baseline.energy_j)
+    return Row(
+        kind,
+        plan.cost,
+        baseline,
+        planning_time_s,
+        planning_cpu_s,
+        max(plan.schedule.peak_in_flight),
+        plan.schedule.extra_forwards,
+        made.gap_percent,
+        any_order_percent,
+        max_extra_forwards=request.max_extra_forwards,
+    )
+
+
+def lowtime_row(workload: Workload, recipe: Recipe, unit_time_s: float, run: LowtimeRun) -> Row:
+    """lowtime's plan for the all-maximum time, as it is really worth.
+
+    Of the plans that really keep the time the cheapest, or the fastest where none does. Its gap is
+    to the lower bound of 1F1B at the time that it really takes.
+    """
+    schedule = builders.one_f_one_b(workload.profile.num_stages, workload.num_microbatches)
+    conditions = workload.conditions
+    baseline = make_plan(workload.profile, workload.request()).plan.cost
+    longest_s = baseline.iteration_time_s * (1 + _SAME_TIME)
+    near = [found for found in run.plans if found[0] <= longest_s * _STATED_MARGIN]
+    costs = [
+        Plan("lowtime", schedule, frequency_mhz, workload.profile, conditions).cost
+        for _, frequency_mhz in near or run.plans[-1:]
+    ]
+    in_time = [cost for cost in costs if cost.iteration_time_s <= longest_s]
+    if in_time:
+        cost = min(in_time, key=lambda cost: cost.energy_j)
+    else:
+        cost = min(costs, key=lambda cost: cost.iteration_time_s)
+    at_its_time = Optimizer(schedule, workload.profile, conditions).plan(cost.iteration_time_s)
+    bound_j = at_its_time.energy_lower_bound_j
+    return Row(
+        PlanKind.LOWTIME,
+        cost,
+        baseline,
+        None,
+        run.seconds_total,
+        max(schedule.peak_in_flight),
+        schedule.extra_forwards,
+        None if bound_j is None else 100.0 * (cost.energy_j / bound_j - 1.0),
+        recipe=recipe,
+        unit_time_s=unit_time_s,
+        num_plans=run.num_plans,
+        finished=run.finished,
+    )
+
+
+def _ours_at_time_of(workload: Workload, rival: Row) -> AtRivalTime:
+    factor = rival.cost.iteration_time_s / rival.baseline.iteration_time_s
+    order = "1f1b" if rival.kind is PlanKind.LOWTIME else "auto"
+    try:
+        request = workload.request(order, "optimal", deadline_factor=factor)
+        plan = make_plan(workload.profile, request).plan
+    except LinearProgramError:
+        if order == "1f1b":
+            raise
+        # The search starts from 1F1B, and EnvPipe's order can be faster than 1F1B ever is.
+        order = "envpipe"
+        request = workload.request(order, "optimal", deadline_factor=factor)
+        plan = make_plan(workload.profile, request).plan
+    return AtRivalTime(rival, plan.cost, order)
+
+
+def write_csv(path: Path, rows: Iterable[dict[str, object]]) -> None:
+    """Write rows of equal keys; an empty file where there are none."""
+    listed = list(rows)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(listed[0]) if listed else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(listed)

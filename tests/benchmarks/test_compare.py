@@ -1,0 +1,271 @@
+"""The comparison of planners: who is priced how, what is a miss, and what is left out."""
+
+import csv
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from envpipe_megatron import builders
+from envpipe_megatron.conditions import Conditions
+from envpipe_megatron.plan import Cost, Plan, max_frequencies
+from envpipe_megatron.profile import ProfileRow, make_profile
+from envpipe_megatron.schedule import Kind
+
+pytest.importorskip("matplotlib")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "planner"))
+import compare as command
+import plans_compared
+from lowtime_rival import LowtimeRun
+from planner_targets import Measured, Target, planner_targets
+from planning_workloads import Workload, read_workloads
+from plans_compared import AtRivalTime, LowtimeSource, PlanKind, Row, compare, lowtime_row
+from published_savings import read_published
+
+POWER_W = 80.0
+STAGES, MICROBATCHES = 3, 6
+CLOCKS = (1400, 1300, 1200, 1100, 1000, 900)
+SCHEDULE = builders.one_f_one_b(STAGES, MICROBATCHES)
+
+
+def _row(kind, clock):
+    time_s = (0.05 if kind is Kind.FORWARD else 0.1) * 1400 / clock
+    return ProfileRow(clock, time_s, time_s * (120 + 180 * (clock / 1400) ** 3))
+
+
+PROFILE = make_profile(
+    [(s, kind, _row(kind, clock)) for s in range(STAGES) for kind in Kind for clock in CLOCKS],
+    source="made up",
+)
+WORKLOAD = Workload("made-up", "model", "GPU", False, PROFILE, MICROBATCHES, POWER_W)
+
+
+def priced(frequency_mhz):
+    return Plan("test", SCHEDULE, frequency_mhz, PROFILE, Conditions((POWER_W,) * STAGES)).cost
+
+
+MAXIMUM = max_frequencies(SCHEDULE, PROFILE)
+BASELINE = priced(MAXIMUM)
+
+
+def lowtime_run(plans, finished=True):
+    count = len(plans)
+    times = np.arange(1.0, count + 1)
+    return LowtimeRun(plans, np.zeros(count), times, 77.0, 99.0, finished)
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    return compare(WORKLOAD, lowtime=None)
+
+
+def test_every_plan_is_there_and_none_beats_what_no_order_can(comparison):
+    labels = [row.label for row in comparison.rows]
+    assert labels == [
+        "all-maximum",
+        "uniform",
+        "EnvPipe on 1F1B",
+        "EnvPipe in full",
+        "ours on 1F1B",
+        "ours joint, extra <= 0",
+        "ours joint, extra <= 1",
+        "ours joint, extra <= 2",
+        "ours joint, extra <= 4",
+        "ours joint, extra unlimited",
+    ]
+    assert comparison.row(PlanKind.ALL_MAXIMUM).cost == BASELINE
+    for limit in (0, 1, 2, 4, None):
+        row = comparison.row(PlanKind.OURS_JOINT, limit)
+        assert row.any_order_saving_percent >= row.saving_percent
+        assert row.slowdown_percent <= 1e-9
+        assert max(row.extra_forwards) <= (math.inf if limit is None else limit)
+    for row in comparison.rows:
+        assert row.planning_time_s > 0
+        assert row.peak_in_flight >= STAGES
+    assert [pair.rival.kind for pair in comparison.at_rival_time] == [PlanKind.ENVPIPE]
+    assert [frontier.order for frontier in comparison.frontiers] == ["1f1b", "auto"]
+
+
+def test_lowtime_is_taken_at_the_time_its_plan_takes_not_the_one_it_states():
+    slow_last_unit, slow_idle_unit = MAXIMUM.copy(), MAXIMUM.copy()
+    slow_last_unit[0, -1] = 900  # on the critical path: cheap, but late
+    slow_idle_unit[0, -2] = 1300  # in a bubble: cheaper in the same time
+    assert priced(slow_last_unit).iteration_time_s > BASELINE.iteration_time_s
+    assert priced(slow_idle_unit).iteration_time_s == BASELINE.iteration_time_s
+    stated_s = 0.99 * BASELINE.iteration_time_s
+    plans = [(stated_s, clocks) for clocks in (slow_last_unit, slow_idle_unit, MAXIMUM)]
+    row = lowtime_row(WORKLOAD, "zeus", 0.001, lowtime_run(plans))
+    assert row.cost == priced(slow_idle_unit)
+    assert row.planning_cpu_s == 77.0
+    assert row.gap_percent > 0
+    assert row.label == "1F1B + lowtime, zeus, 1 ms"
+    # Where none keeps the time, the fastest counts.
+    late = lowtime_row(WORKLOAD, "zeus", 0.001, lowtime_run(plans[:1]))
+    assert late.cost == priced(slow_last_unit)
+    assert late.slowdown_percent > 1
+
+
+def test_a_run_that_never_came_near_the_all_maximum_time_shows_its_last_plan():
+    slow = np.full_like(MAXIMUM, 900)
+    slower = (10 * BASELINE.iteration_time_s, slow)
+    run = lowtime_run([slower, slower], finished=False)
+    row = lowtime_row(WORKLOAD, "zeus", 0.001, run)
+    assert not row.finished
+    assert row.cost == priced(slow)
+
+
+def test_without_time_for_lowtime_only_stored_runs_are_read(tmp_path, monkeypatch):
+    asked = []
+
+    def answer(profile, num_microbatches, power_w, **options):
+        asked.append((options["recipe"], options["unit_time_s"], options["time_limit_s"]))
+        return lowtime_run([(BASELINE.iteration_time_s, MAXIMUM)])
+
+    monkeypatch.setattr(plans_compared, "run_lowtime", answer)
+    question = {
+        "profile_sha256": PROFILE.sha256,
+        "num_microbatches": MICROBATCHES,
+        "blocking_power_w": POWER_W,
+        "unit_time_s": 0.001,
+        "recipe": "zeus",
+        "time_limit_s": 50.0,
+    }
+    stored = [question, question | {"unit_time_s": 0.0001}, question | {"num_microbatches": 99}]
+    for index, result in enumerate(stored):
+        (tmp_path / str(index)).mkdir()
+        (tmp_path / str(index) / "result.json").write_text(json.dumps(result))
+    runs = list(LowtimeSource(tmp_path, 0).runs(WORKLOAD))
+    assert asked == [("zeus", 0.001, 50.0), ("zeus", 0.0001, 50.0)]
+    missing = [run for run in runs if isinstance(run[2], str)]
+    assert [(recipe, unit_time_s) for recipe, unit_time_s, _ in missing] == [("sosp24", 0.001)]
+    asked.clear()
+    list(LowtimeSource(tmp_path, 900.0).runs(WORKLOAD))
+    assert asked == [("zeus", 0.001, 900.0), ("sosp24", 0.001, 900.0), ("zeus", 0.0001, 50.0)]
+
+
+def test_ours_passes_only_if_neither_dearer_nor_slower():
+    rival = Row(PlanKind.LOWTIME, Cost(1.0, 100.0), Cost(1.0, 120.0), None, 9.0, 3, (0, 0, 0))
+    for time_s, energy_j, passed in ((1.0, 99.0, True), (1.0, 100.1, False), (1.01, 90.0, False)):
+        assert AtRivalTime(rival, Cost(time_s, energy_j), "1f1b").passed is passed
+
+
+@pytest.mark.parametrize(
+    ("at_most", "values", "worst", "verdict"),
+    [
+        (True, (0.1, 0.3), 0.3, "PASS"),
+        (True, (0.4, 0.3), 0.4, "MISS"),
+        (False, (0.3, 2.0), 0.3, "PASS"),
+        (False, (0.2, 2.0), 0.2, "MISS"),
+    ],
+)
+def test_a_target_is_judged_by_its_worst_case(at_most, values, worst, verdict):
+    target = Target("", "", 0.3, at_most, tuple(Measured(value, "") for value in values))
+    assert (target.worst.value, target.verdict) == (worst, verdict)
+
+
+def _found(comparison, name):
+    (target,) = (t for t in planner_targets([comparison]) if t.name.startswith(name))
+    return target
+
+
+def test_targets_take_their_figures_from_the_rows_they_are_about(comparison):
+    ours = comparison.row(PlanKind.OURS_ON_1F1B)
+    runs = [
+        replace(ours, kind=PlanKind.LOWTIME, recipe=recipe, unit_time_s=unit_s, planning_cpu_s=cpu)
+        for recipe, unit_s, cpu in (
+            ("zeus", 0.001, 300.0 * ours.planning_time_s),
+            ("sosp24", 0.001, 50.0 * ours.planning_time_s),
+            ("sosp24", 0.0001, 900.0 * ours.planning_time_s),
+        )
+    ]
+    with_lowtime = replace(comparison, rows=(*comparison.rows, *runs))
+    faster = _found(with_lowtime, "one plan against lowtime's run, its faster recipe")
+    zeus = _found(with_lowtime, "one plan against lowtime's run, recipe zeus")
+    assert faster.worst.value == pytest.approx(50)
+    assert (faster.verdict, zeus.verdict) == ("MISS", "PASS")
+    assert zeus.worst.value == pytest.approx(300)
+    assert _found(comparison, "one plan against lowtime's run, recipe zeus").verdict == "-"
+
+    full = comparison.row(PlanKind.ENVPIPE)
+    better = replace(full, cost=replace(full.cost, energy_j=0.5 * full.cost.energy_j))
+    rows = [better if row is full else row for row in comparison.rows]
+    lead = "joint against EnvPipe in full, at the all-maximum time"
+    assert _found(comparison, lead).verdict == "PASS"
+    assert _found(replace(comparison, rows=tuple(rows)), lead).verdict == "MISS"
+
+    # A joint plan without extra forwards is one on 1F1B, which has gaps of its own to keep.
+    wide = [
+        replace(row, gap_percent=5.0) if not any(row.extra_forwards) else row
+        for row in comparison.rows
+    ]
+    wide_gaps = replace(comparison, rows=tuple(wide))
+    assert _found(wide_gaps, "gap to the bound, joint orders").worst.value < 5.0
+    assert _found(wide_gaps, "gap to the bound, 1F1B, A100 SXM and measured").verdict == "MISS"
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    """A folder of the published form: two tiny emulated profiles, one measured workload."""
+    stage_profile = tmp_path / "data" / "emulation" / "stage_profile"
+    measured = tmp_path / "data" / "measured" / "A40_tiny"
+    frontier = tmp_path / "data" / "emulation" / "frontier"
+    for folder in (stage_profile, measured, frontier):
+        folder.mkdir(parents=True)
+    for gpu in ("a100_sxm", "a40"):
+        (stage_profile / f"gpt3-175b_{gpu}.csv").write_text(PROFILE.to_csv())
+    (measured / "profile.csv").write_text(PROFILE.to_csv())
+    meta = {"gpu": "A40", "model": "tiny", "num_microbatches": 4, "blocking_power_w": 70.0}
+    (measured / "meta.json").write_text(json.dumps(meta))
+    (frontier / "gpt3-175b_a40_mb12.csv").write_text("time,energy\n3,60\n2,80\n")
+    (tmp_path / "data" / "emulation" / "envpipe_result.csv").write_text(
+        "model,device,num_microbatches,iteration_time,energy\n"
+        "gpt3-175b,a40,12,20.0,7200.0\n"
+        "gpt3-175b,a40,24,99.0,9999.0\n"
+    )
+    return tmp_path / "data"
+
+
+def test_published_plans_are_brought_to_the_scale_of_the_profile(data_dir):
+    workloads = {workload.key: workload for workload in read_workloads(data_dir)}
+    known = read_published(workloads["gpt3-175b_a40_mb12"], Cost(2.0, 100.0), data_dir)
+    assert known.perseus.saving_percent == 11.8
+    assert known.perseus_file.saving_percent == pytest.approx(20)  # the fastest, not the cheapest
+    assert known.perseus_file.slowdown_percent == pytest.approx(0)
+    assert known.envpipe_file.saving_percent == pytest.approx(10)  # 7200 / (10 x 8) against 100
+    assert known.envpipe_file.slowdown_percent == pytest.approx(0)  # 20 / 10 against 2
+    unknown = read_published(workloads["A40_tiny"], Cost(2.0, 100.0), data_dir)
+    assert unknown.perseus is unknown.perseus_file is None
+
+
+def test_the_command_writes_tables_and_pictures(data_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "DATA_DIR", data_dir)
+    some = [w for w in read_workloads(data_dir) if w.num_microbatches < 24]
+    monkeypatch.setattr(command, "read_workloads", lambda _: some)
+    output = tmp_path / "out"
+    arguments = ["--output", str(output), "--lowtime-limit", "0"]
+    arguments += ["--lowtime-results", str(tmp_path / "none")]
+    result = CliRunner().invoke(command.main, arguments)
+    assert result.exit_code == 0, result.output
+    assert "tiny, A40, M = 4: lowtime (zeus, 1 ms): no run is stored" in result.output
+    with (output / "plans.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 * 10
+    assert {row["workload"] for row in rows} == {workload.key for workload in some}
+    assert all(float(row["energy_j"]) > 0 for row in rows)
+    with (output / "targets.csv").open(newline="") as file:
+        assert {row["passed"] for row in csv.DictReader(file)} <= {"True", "False"}
+    for picture in ("savings.png", "saving_by_memory.png"):
+        assert (output / picture).stat().st_size > 10_000
+
+
+def test_without_the_profiles_the_command_says_so_and_ends_well(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "DATA_DIR", tmp_path / "nowhere")
+    result = CliRunner().invoke(command.main, ["--output", str(tmp_path / "out")])
+    assert result.exit_code == 0
+    assert "Skipped" in result.output
+    assert not (tmp_path / "out").exists()
