@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -220,12 +221,24 @@ def check_request(request: PlanRequest) -> None:
             value=request.deadline_factor,
             remedy="Use --policy optimal, or leave the deadline out.",
         )
+    if not 0 < request.deadline_factor < math.inf:
+        raise PlannerError(
+            "The deadline must be a multiple of the framework's own iteration time",
+            value=request.deadline_factor,
+            remedy="Give a number above 0: 1 for no slowdown, 1.02 for 2 %.",
+        )
+    name = SCHEDULE_ALIASES.get(request.schedule, request.schedule)
+    if name != "interleaved" and request.num_chunks > 1:
+        raise PlannerError(
+            f"Schedule {name} has one chunk a stage",
+            value=request.num_chunks,
+            remedy="Use --schedule interleaved for chunks.",
+        )
     limits = (
         request.max_extra_forwards,
         request.max_in_flight,
         request.max_warmup_step,
     )
-    name = SCHEDULE_ALIASES.get(request.schedule, request.schedule)
     if name not in LIMITED_SCHEDULES and any(limit is not None for limit in limits):
         raise PlannerError(
             "Limits on extra forwards and on microbatches in flight go with the schedules "
@@ -236,18 +249,12 @@ def check_request(request: PlanRequest) -> None:
 
 
 def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tuple[str, ...]]:
-    """The requested order for a profile's pipeline, and notes on what limited it.
+    """The order of a checked request for a profile's pipeline, and notes on what limited it.
 
     Not for the schedule auto, whose order depends on the deadline.
     """
     name = SCHEDULE_ALIASES.get(request.schedule, request.schedule)
     stages, microbatches = profile.num_stages, request.num_microbatches
-    if name != "interleaved" and request.num_chunks > 1:
-        raise PlannerError(
-            f"Schedule {name} has one chunk a stage",
-            value=request.num_chunks,
-            remedy="Use --schedule interleaved for chunks.",
-        )
     if name == "1f1b":
         return builders.one_f_one_b(stages, microbatches), ()
     if name == "gpipe":
