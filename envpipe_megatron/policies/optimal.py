@@ -6,16 +6,25 @@ exist, and what is left between the two is printed with every plan.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.plan import Plan, framework_schedule, max_frequencies
 from envpipe_megatron.policies.certificate import energy_lower_bound_j
-from envpipe_megatron.policies.choices import make_choices
-from envpipe_megatron.policies.knots import choose_knots
-from envpipe_megatron.policies.linear_program import DurationProgram, LinearProgramError, node_keys
+from envpipe_megatron.policies.choices import Choices, make_choices
+from envpipe_megatron.policies.linear_program import (
+    DurationProgram,
+    LinearProgramError,
+    Relaxed,
+    node_keys,
+)
+from envpipe_megatron.policies.parking import park
 from envpipe_megatron.policies.rounding import Rounding, hull_floor
+from envpipe_megatron.policies.run_search import fewer_changes
+from envpipe_megatron.policies.waiting import mean_waiting_power_w, waiting_floor_w
 from envpipe_megatron.profile import Profile
 from envpipe_megatron.schedule import Schedule
 from envpipe_megatron.timeline import RELATIVE_TOLERANCE, Timeline
@@ -26,64 +35,151 @@ FloatArray = NDArray[np.float64]
 _GOOD_GAP = 0.001
 #: No frequency of a real GPU makes a unit slower than its fastest by this factor.
 _NO_DEADLINE = 1e3
+#: Waiting powers that differ by less are not worth another linear program.
+_SAME_POWER = 0.02
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """The linear program for some waiting power of one GPU of each stage."""
+
+    waiting_power_w: FloatArray
+    choices: Choices
+    program: DurationProgram
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    """A plan, and the solution that it was rounded from."""
+
+    plan: Plan
+    relaxed: Relaxed
+    priced: _Priced
 
 
 class Optimizer:
     """Optimal plans of one order for any number of deadlines.
 
+    What the linear program cannot hold is planned around it. Waiting power by clock: the bound
+    prices waiting at the least power that a stage can wait at; plans are made at the blocking power
+    and at the mean of what such a plan waits at, and the better one is kept. Changes of clock that
+    cost energy or come late, and clocks that must be kept for a while: `run_search`. Parking:
+    `parking`.
+
     Args:
         schedule: the order of units, with backwards.
         profile: for the schedule's number of chunks.
-        conditions: what surrounds the units. Clock changes are not in the linear program: they are
-            the evaluator's affair.
+        conditions: what surrounds the units.
+        parking: whether a stage may lower its clock in long waits, where `conditions` have the
+            waiting power by clock.
     """
 
-    def __init__(self, schedule: Schedule, profile: Profile, conditions: Conditions) -> None:
+    def __init__(
+        self, schedule: Schedule, profile: Profile, conditions: Conditions, *, parking: bool = False
+    ) -> None:
         self.schedule, self.profile, self.conditions = schedule, profile, conditions
+        self._parking = parking
         self._tail_s = conditions.tail_by_stage_s
-        powers = np.array(conditions.blocking_power_w)
-        self._choices = make_choices(profile, powers, conditions.gpus_by_stage)
-        self._program = DurationProgram(
-            schedule, self._choices, conditions.latency_s, self._tail_s, choose_knots(schedule)
-        )
+        self._floor = self._priced(waiting_floor_w(profile, conditions, parking))
+        self._usual = self._floor
+        self._at_mean: _Priced | None = None
+        if conditions.wait_power_w is not None:
+            self._usual = self._priced(np.array(conditions.blocking_power_w))
 
     @property
     def fastest_s(self) -> float:
-        """Iteration time with every unit at its fastest frequency."""
-        fastest_s = np.array([unit.time_s[0] for unit in self._choices.units])
+        """Iteration time with every unit at its fastest frequency, none of them late."""
+        fastest_s = np.array([unit.time_s[0] for unit in self._floor.choices.units])
         return self._iteration_time_s(fastest_s[node_keys(self.schedule)])
 
     def cheapest_s(self) -> float:
         """Iteration time beyond which waiting costs more than slower units save."""
-        relaxed = self._program.solve(_NO_DEADLINE * self.fastest_s)
+        relaxed = self._floor.program.solve(_NO_DEADLINE * self.fastest_s)
         return self._iteration_time_s(relaxed.duration_s)
 
     def relaxed_energy_j(self, deadline_s: float) -> float:
         """The least energy that durations between the profiled ones reach, J.
 
+        Changes of clock are free in it, and waiting takes the least power that it can.
+
         Raises:
             LinearProgramError: no frequencies meet the deadline.
         """
-        return self._program.solve(self._attainable(deadline_s)).cost_j
+        return self._floor.program.solve(self._attainable(deadline_s)).cost_j
 
-    def plan(self, deadline_s: float) -> Plan:
+    def plan(self, deadline_s: float, min_dwell_s: float = 0.0) -> Plan:
         """The cheapest plan that is found, never slower than the deadline.
 
+        Args:
+            deadline_s: of the iteration as it is evaluated, late clocks included.
+            min_dwell_s: the least time between two requests for a clock on a stage; see
+                `clock_runs.shortest_dwell_s`.
+
         Raises:
-            LinearProgramError: no frequencies meet the deadline.
+            LinearProgramError: no frequencies meet the deadline, or none that were found do with
+                late clocks and the dwell time.
         """
-        schedule, choices, conditions = self.schedule, self._choices, self.conditions
+        if not min_dwell_s >= 0:
+            raise LinearProgramError("The dwell time (s) must be zero or more", value=min_dwell_s)
+        schedule, conditions = self.schedule, self.conditions
         deadline_s = self._attainable(deadline_s)
-        relaxed = self._program.solve(deadline_s)
+        at_floor = self._floor.program.solve(deadline_s)
+        bound_j = energy_lower_bound_j(
+            schedule,
+            self._floor.choices,
+            conditions.latency_s,
+            self._tail_s,
+            deadline_s,
+            at_floor,
+        )
+        best = self._round(self._usual, deadline_s, at_floor)
+        if conditions.wait_power_w is not None:
+            second = self._round(self._at_mean_power_of(best.plan), deadline_s)
+            best = min(best, second, key=lambda rounded: self._parked(rounded.plan).cost.energy_j)
+        plan: Plan | None = best.plan
+        if conditions.change_time_s or conditions.change_energy_j or min_dwell_s:
+            plan = fewer_changes(
+                best.plan, best.relaxed, best.priced.waiting_power_w, deadline_s, min_dwell_s
+            )
+        if plan is None:
+            raise LinearProgramError(
+                f"No plan of schedule '{schedule.name}' was found that meets the deadline (s) "
+                f"with changes of clock of {conditions.change_time_s:g} s and clocks that are "
+                f"kept for {min_dwell_s:g} s",
+                value=deadline_s,
+                remedy="Allow more time, or a shorter dwell time.",
+            )
+        return replace(self._parked(plan, min_dwell_s), energy_lower_bound_j=bound_j)
+
+    def _priced(self, waiting_power_w: FloatArray) -> _Priced:
+        conditions = self.conditions
+        choices = make_choices(self.profile, waiting_power_w, conditions.gpus_by_stage)
+        program = DurationProgram(self.schedule, choices, conditions.latency_s, self._tail_s)
+        return _Priced(waiting_power_w, choices, program)
+
+    def _at_mean_power_of(self, plan: Plan) -> _Priced:
+        """The linear program for what a plan waits at, or for nearly that if it is at hand."""
+        mean_w = mean_waiting_power_w(self._parked(plan))
+        if self._at_mean is None or not np.allclose(
+            mean_w, self._at_mean.waiting_power_w, rtol=_SAME_POWER, atol=0.0
+        ):
+            self._at_mean = self._priced(mean_w)
+        return self._at_mean
+
+    def _round(
+        self, priced: _Priced, deadline_s: float, at_floor: Relaxed | None = None
+    ) -> _Rounded:
+        """A plan for the waiting powers of a linear program; clocks are never late for it."""
+        schedule, choices = self.schedule, priced.choices
+        relaxed = at_floor
+        if relaxed is None or priced is not self._floor:
+            relaxed = priced.program.solve(deadline_s)
         # Not always the deadline: where waiting costs more than slower units save, it is earlier.
         end_s = min(deadline_s, self._iteration_time_s(relaxed.duration_s))
-        bound_j = energy_lower_bound_j(
-            schedule, choices, conditions.latency_s, self._tail_s, deadline_s, relaxed
-        )
         rounding = Rounding(
             schedule,
             choices,
-            conditions.latency_s,
+            self.conditions.latency_s,
             self._tail_s,
             end_s,
             hull_floor(schedule, choices, relaxed.duration_s),
@@ -99,9 +195,11 @@ class Optimizer:
                 for k, index in zip(key, rounding.chosen, strict=True)
             ]
         ).reshape(schedule.is_backward.shape)
-        return Plan(
-            "optimal", schedule, frequency, self.profile, conditions, energy_lower_bound_j=bound_j
-        )
+        plan = Plan("optimal", schedule, frequency, self.profile, self.conditions)
+        return _Rounded(plan, relaxed, priced)
+
+    def _parked(self, plan: Plan, min_dwell_s: float = 0.0) -> Plan:
+        return park(plan, min_dwell_s) if self._parking else plan
 
     def _iteration_time_s(self, duration_s: FloatArray) -> float:
         shape = self.schedule.is_backward.shape

@@ -1,0 +1,205 @@
+"""Small changes to the runs of a plan that promise to save energy.
+
+A run goes to a slower clock or to that of a neighbour, or gives units at one of its ends to a
+slower neighbour. What a move saves and whether there is time for it is an estimate, good enough to
+choose what to evaluate: late clocks are left out, and other stages stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.plan import Plan
+from envpipe_megatron.policies.clock_runs import ClockTable
+from envpipe_megatron.policies.waiting import waits_s
+from envpipe_megatron.timeline import RELATIVE_TOLERANCE
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+#: Slower clocks that a run is tried at.
+_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Move:
+    """Another clock for some neighbouring units of a stage.
+
+    Args:
+        stage: whose units.
+        begin: the first position.
+        end: one behind the last.
+        clock: index of the clock.
+        saved_j: what it seems to save.
+        extra_s: how much longer the units take together.
+    """
+
+    stage: int
+    begin: int
+    end: int
+    clock: int
+    saved_j: float
+    extra_s: float
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Moves that take no time first, then those that save most for it; higher is better."""
+        free = self.extra_s <= 0
+        return free, self.saved_j if free else self.saved_j / self.extra_s
+
+
+def saving_moves(
+    plan: Plan, table: ClockTable, index: IntArray, change_j: FloatArray, deadline_s: float
+) -> list[Move]:
+    """Moves worth evaluating, the best first.
+
+    Args:
+        plan: that is to be improved.
+        table: what its units take.
+        index: [num_stages, units_per_stage] its clocks, as indices.
+        change_j: [num_stages] energy of one change on all GPUs of the stage.
+        deadline_s: of the iteration.
+    """
+    slack_s = plan.timeline.slack_s() + (deadline_s - plan.cost.iteration_time_s)
+    wait_s = waits_s(plan)
+    moves: list[Move] = []
+    for stage, row in enumerate(index):
+        bounds = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), len(row)]
+        for begin, end in pairwise(bounds):
+            now = int(row[begin])
+            units = slice(begin, end)
+            cost_j, time_s = table.cost_j[units, stage], table.time_s[units, stage]
+            run = _Run(
+                stage,
+                begin,
+                now,
+                sides=(int(row[begin - 1]), int(row[end % len(row)])),
+                is_alone=end - begin == len(row),
+                profiled=table.profiled[units, stage],
+                more_j=cost_j - cost_j[:, now, None],
+                more_s=time_s - time_s[:, now, None],
+                wait_s=wait_s[stage, units],
+                slack_s=slack_s[stage, units],
+            )
+            moves.extend(run.to_other_clock(float(change_j[stage])))
+            moves.extend(run.to_neighbour())
+    return sorted(moves, key=lambda move: move.rank, reverse=True)
+
+
+def raise_earlier(
+    plan: Plan, table: ClockTable, index: IntArray, deadline_s: float
+) -> IntArray | None:
+    """Raise clocks a unit earlier where they come late on the path that exceeds the deadline.
+
+    Where the most is lost first, and only until the overrun is made up for.
+
+    Args:
+        plan: that takes longer than the deadline.
+        table: what its units take.
+        index: [num_stages, units_per_stage] its clocks, as indices.
+        deadline_s: of the iteration.
+
+    Returns:
+        The new indices, None if there is nothing to raise.
+    """
+    planned_s, _ = plan.profile.lookup(plan.frequency_mhz, plan.schedule.is_backward)
+    lost_s = plan.timeline.duration_s - planned_s
+    over_s = plan.cost.iteration_time_s - deadline_s
+    units = np.array(_longest_path(plan))
+    stage, position = np.divmod(units, plan.schedule.units_per_stage)
+    lost = lost_s[stage, position]
+    possible = table.profiled[position - 1, stage, index[stage, position]]
+    late = np.flatnonzero((lost > 0) & (position > 0) & possible)
+    late = late[np.argsort(-lost[late])]
+    late = late[: 1 + int(np.searchsorted(lost[late].cumsum(), over_s))]
+    raised = index.copy()
+    raised[stage[late], position[late] - 1] = index[stage[late], position[late]]
+    return raised if late.size else None
+
+
+def _longest_path(plan: Plan) -> list[int]:
+    """Nodes of a path that sets the iteration time, tails included, from its end to its start."""
+    width = plan.schedule.units_per_stage
+    cross = plan.schedule.cross_dependency
+    wait_s = waits_s(plan).ravel()
+    threshold_s = RELATIVE_TOLERANCE * plan.cost.iteration_time_s
+    last_stage = np.argmax(plan.timeline.end_s[:, -1] + plan.conditions.tail_by_stage_s)
+    path = [int(last_stage + 1) * width - 1]
+    while True:
+        node = path[-1]
+        source = int(cross[node])
+        if source >= 0 and (node % width == 0 or wait_s[node] > threshold_s):
+            path.append(source)
+        elif node % width:
+            path.append(node - 1)
+        else:
+            return path
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run, its neighbours' clocks, and what its units would take more at each clock."""
+
+    stage: int
+    begin: int
+    now: int
+    sides: tuple[int, int]
+    is_alone: bool
+    profiled: NDArray[np.bool_]
+    more_j: FloatArray
+    more_s: FloatArray
+    wait_s: FloatArray
+    slack_s: FloatArray
+
+    def to_other_clock(self, change_j: float) -> Iterator[Move]:
+        """The whole run at another clock."""
+        possible: NDArray[np.bool_] = np.logical_and.reduce(self.profiled, axis=0)
+        more_j, more_s = self.more_j.sum(axis=0), self.more_s.sum(axis=0)
+        slower = np.flatnonzero(possible & (more_j < 0) & (more_s > 0))
+        steps = slower[np.argsort(more_s[slower])][:_STEPS].tolist()
+        for clock in dict.fromkeys((*self.sides, *steps)):
+            saved_j = -float(more_j[clock])
+            if not self.is_alone:
+                fewer = sum(s != self.now for s in self.sides) - sum(s != clock for s in self.sides)
+                saved_j += change_j * fewer
+            if possible[clock] and saved_j > 0 and self._fits(0, len(self.wait_s), clock):
+                yield self._move(0, len(self.wait_s), clock, saved_j)
+
+    def to_neighbour(self) -> Iterator[Move]:
+        """The longest first and last part of the run that has time for a slower neighbour."""
+        length = len(self.wait_s)
+        counts = [length - 1]
+        while counts[-1] > 1:
+            counts.append(counts[-1] // 2)
+        for clock, at_front in zip(self.sides, (True, False), strict=True):
+            for count in counts if length > 1 else ():
+                first, last = (0, count) if at_front else (length - count, length)
+                part = slice(first, last)
+                saved_j = -float(self.more_j[part, clock].sum())
+                if (
+                    self.profiled[part, clock].all()
+                    and saved_j > 0
+                    and self._fits(first, last, clock)
+                ):
+                    yield self._move(first, last, clock, saved_j)
+                    break
+
+    def _move(self, first: int, last: int, clock: int, saved_j: float) -> Move:
+        extra_s = float(self.more_s[first:last, clock].sum())
+        return Move(self.stage, self.begin + first, self.begin + last, clock, saved_j, extra_s)
+
+    def _fits(self, first: int, last: int, clock: int) -> bool:
+        """Whether units may be as late as that makes them; waits between them take it up."""
+        late_s = 0.0
+        for at in range(first, last):
+            if at > first:
+                late_s = max(0.0, late_s - float(self.wait_s[at]))
+            late_s += float(self.more_s[at, clock])
+            if late_s > self.slack_s[at]:
+                return False
+        return True

@@ -1,0 +1,238 @@
+"""The best clocks for given runs: the linear program over durations, its units bound together.
+
+All units of a run have one clock, so a run has one mixture of clocks, and the durations of its
+forwards and backwards follow from it. That is the linear program of `linear_program` with fewer
+degrees of freedom: it says how time is best divided over runs, and what a second is worth to each
+unit if it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import bmat, csr_matrix
+
+from envpipe_megatron.conditions import Conditions
+from envpipe_megatron.policies.clock_runs import ClockTable
+from envpipe_megatron.policies.linear_program import LinearProgramError
+from envpipe_megatron.schedule import Schedule
+from envpipe_megatron.timeline import latency_by_node
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+#: A second beyond the deadline costs as much as waiting this many seconds: a deadline that the runs
+#: cannot meet is missed by as little as they can.
+_OVERRUN_PENALTY = 1e3
+
+
+@dataclass(frozen=True)
+class SharedClocks:
+    """The best durations for given runs.
+
+    Args:
+        duration_s: [num_stages, units_per_stage] between profiled times.
+        price_w: [num_stages, units_per_stage] what a second more of a unit costs, J/s.
+    """
+
+    duration_s: FloatArray
+    price_w: FloatArray
+
+
+def solve_shared_clocks(
+    schedule: Schedule,
+    table: ClockTable,
+    index: IntArray,
+    conditions: Conditions,
+    waiting_power_w: float,
+    deadline_s: float,
+) -> SharedClocks:
+    """Minimise energy over the clocks of given runs.
+
+    Late clocks count where they cost time, which is where a run begins at a higher clock than the
+    run before it; how much higher is taken from the given clocks. See `_edges`.
+
+    Args:
+        schedule: the order of units.
+        table: what units take.
+        index: [num_stages, units_per_stage] indices of clocks: where they change, a run begins.
+        conditions: latency, tails and the time of a change.
+        waiting_power_w: of all GPUs of the pipeline.
+        deadline_s: exceeded where the runs cannot meet it, and then as little as they can.
+
+    Raises:
+        LinearProgramError: HiGHS gave up.
+    """
+    num_stages, width = index.shape
+    num_units = schedule.num_units
+    begins = np.ones(index.shape, dtype=bool)
+    begins[:, 1:] = index[:, 1:] != index[:, :-1]
+    run = begins.ravel().cumsum() - 1
+    hulls = _hulls(schedule, table, np.flatnonzero(begins))
+    steps = np.array([len(hull) - 1 for hull, _ in hulls])
+    num_steps = int(steps.sum())
+    # Seconds and joules of any size become numbers around 1, for which tolerances are made.
+    time_unit_s = float(table.time_s.min(axis=2).mean())
+    cost_unit_j = waiting_power_w * time_unit_s or 1.0
+
+    # [unit, step of its run]: how much longer a unit takes after each step down the run's hull.
+    node = np.repeat(np.arange(num_units), steps[run])
+    first_step = (np.cumsum(steps) - steps)[run]
+    first_row = np.cumsum(steps[run]) - steps[run]
+    step = np.arange(len(node)) + (first_step - first_row)[node]
+    times = table.time_s[np.arange(num_units) % width, np.arange(num_units) // width]
+    higher, lower = (
+        np.concatenate([hull[ends] for hull, _ in hulls]) for ends in (slice(-1), slice(1, None))
+    )
+    longer_s = times[node, lower[step]] - times[node, higher[step]]
+    longer = csr_matrix((longer_s / time_unit_s, (node, step)), (num_units, num_steps))
+    fastest = times[np.arange(num_units), np.array([hull[0] for hull, _ in hulls])[run]]
+
+    rows = _dependencies(schedule, conditions, table, index)
+    target = np.concatenate(rows.target)
+    least_s = np.concatenate(rows.least_s) + fastest[target]
+    waits = csr_matrix((np.ones(len(target)), (np.arange(len(target)), target)))
+    last = np.arange(1, num_stages + 1) * width - 1
+    ends = csr_matrix((np.ones(num_stages), (np.arange(num_stages), last)), (num_stages, num_units))
+    # Columns: ends of units, steps of runs, the iteration, what it takes beyond the deadline.
+    solved = linprog(
+        np.concatenate(
+            [
+                np.zeros(num_units),
+                np.concatenate([np.diff(cost_j) for _, cost_j in hulls]) / cost_unit_j,
+                [waiting_power_w * time_unit_s / cost_unit_j, _OVERRUN_PENALTY],
+            ]
+        ),
+        A_ub=bmat(
+            [
+                [rows.sources(num_units) - waits, waits @ longer, None, None],
+                [ends, None, -np.ones((num_stages, 1)), None],
+                [None, None, [[1.0]], [[-1.0]]],
+            ],
+            format="csr",
+        ),
+        b_ub=np.concatenate([-least_s, -conditions.tail_by_stage_s, [deadline_s]]) / time_unit_s,
+        bounds=[(0, None)] * num_units + [(0, 1)] * num_steps + [(0, None)] * 2,
+        method="highs",
+    )
+    if solved.status != 0:
+        raise LinearProgramError(f"The clocks of runs were not found: {solved.message}")
+    duration_s = fastest + longer @ solved.x[num_units : num_units + num_steps] * time_unit_s
+    price_w = np.zeros(num_units)
+    np.add.at(price_w, target, -solved.ineqlin.marginals[: len(target)])
+    price_w *= cost_unit_j / time_unit_s
+    return SharedClocks(duration_s.reshape(index.shape), price_w.reshape(index.shape))
+
+
+class _Rows:
+    """Rows `end of target >= weighted ends of its sources + least_s + duration of target`."""
+
+    def __init__(self) -> None:
+        self.target: list[IntArray] = []
+        self.least_s: list[FloatArray] = []
+        self._entries: list[tuple[IntArray, IntArray, FloatArray]] = []
+        self._count = 0
+
+    def add(
+        self, target: IntArray, least_s: FloatArray, *sources: tuple[IntArray, FloatArray]
+    ) -> None:
+        """One row for each target; `sources` are nodes and their weights."""
+        at = self._count + np.arange(len(target))
+        self._count += len(target)
+        self.target.append(target)
+        self.least_s.append(least_s)
+        self._entries.extend((at, node, weight) for node, weight in sources)
+
+    def sources(self, num_units: int) -> csr_matrix:
+        """[rows, num_units] the weights."""
+        row, node, weight = (np.concatenate(part) for part in zip(*self._entries, strict=True))
+        return csr_matrix((weight, (row, node)), (self._count, num_units))
+
+
+def _dependencies(
+    schedule: Schedule, conditions: Conditions, table: ClockTable, index: IntArray
+) -> _Rows:
+    """What each unit waits for, late clocks among it.
+
+    A unit that starts d before its clock f comes, while the clock g before it is still set, ends at
+    `start + d + (1 - d/t_g) t_f`; its clock comes `change_time_s` after the end of the unit before.
+    Where the clock is raised, k = 1 - t_f/t_g > 0, that is the later of `start + t_f` and
+    `(1-k) start + k (end before + change_time_s) + t_f`, and so linear in what the start waits for.
+    A lowered clock that is late saves time, which is left out.
+    """
+    width = schedule.units_per_stage
+    nodes = np.arange(schedule.num_units)
+    inside = nodes % width > 0
+    cross = schedule.cross_dependency.astype(np.int64)
+    hop_s = np.array(latency_by_node(schedule, conditions.latency_s))
+    k = np.zeros(schedule.num_units)
+    if conditions.change_time_s:
+        times = table.time_s[nodes % width, nodes // width]
+        new, old = index.ravel(), np.roll(index, 1, axis=1).ravel()
+        k = np.where(inside, np.maximum(0.0, 1.0 - times[nodes, new] / times[nodes, old]), 0.0)
+    late_s = k * conditions.change_time_s
+    one = np.ones(schedule.num_units)
+    rows = _Rows()
+    same = nodes[inside]
+    rows.add(same, late_s[same], (same - 1, one[same]))
+    fed = nodes[cross >= 0]
+    rows.add(fed, hop_s[fed], (cross[fed], one[fed]))
+    both = fed[k[fed] > 0]
+    rows.add(
+        both,
+        late_s[both] + (1.0 - k[both]) * hop_s[both],
+        (both - 1, k[both]),
+        (cross[both], 1.0 - k[both]),
+    )
+    free = nodes[~inside & (cross < 0)]
+    rows.add(free, np.zeros(len(free)))
+    return rows
+
+
+def _hulls(
+    schedule: Schedule, table: ClockTable, begin: IntArray
+) -> list[tuple[IntArray, FloatArray]]:
+    """For each run, the clocks on the lower hull of its cost over its time, and its cost at them.
+
+    Runs with as many forwards and backwards of one stage have the same hull.
+    """
+    width = schedule.units_per_stage
+    is_backward = schedule.is_backward.ravel()
+    end = np.append(begin[1:], schedule.num_units)
+    known: dict[tuple[int, int, int], tuple[IntArray, FloatArray]] = {}
+    hulls = []
+    for node, stop in zip(begin.tolist(), end.tolist(), strict=True):
+        stage, position = divmod(node, width)
+        backwards = int(np.count_nonzero(is_backward[node:stop]))
+        key = (stage, stop - node - backwards, backwards)
+        if key not in known:
+            at = slice(position, position + stop - node)
+            known[key] = _lower_hull(
+                np.flatnonzero(table.profiled[at, stage].all(axis=0)),
+                table.time_s[at, stage].sum(axis=0),
+                table.cost_j[at, stage].sum(axis=0),
+            )
+        hulls.append(known[key])
+    return hulls
+
+
+def _lower_hull(
+    clocks: IntArray, time_s: FloatArray, cost_j: FloatArray
+) -> tuple[IntArray, FloatArray]:
+    """Those of some clocks that no mixture of others beats in both time and cost."""
+    hull: list[int] = []
+    for clock in sorted(clocks.tolist(), key=lambda c: (time_s[c], cost_j[c])):
+        if hull and cost_j[clock] >= cost_j[hull[-1]]:
+            continue
+        while len(hull) >= 2:
+            a, b = hull[-2:]
+            here, beyond = time_s[b] - time_s[a], time_s[clock] - time_s[a]
+            if (cost_j[b] - cost_j[a]) * beyond < (cost_j[clock] - cost_j[a]) * here:
+                break
+            hull.pop()
+        hull.append(clock)
+    chosen = np.array(hull, dtype=np.int64)
+    return chosen, cost_j[chosen]
