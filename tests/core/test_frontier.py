@@ -50,7 +50,7 @@ def test_it_spans_from_the_fastest_iteration_to_the_cheapest():
     # With all the time there is, no plan is cheaper, and none is slower for nothing.
     free = make_plan(PROFILE, request(deadline_factor=50.0)).plan.cost
     assert plans[-1].cost.energy_j == pytest.approx(free.energy_j, rel=3e-3)
-    assert plans[-1].cost.iteration_time_s == pytest.approx(free.iteration_time_s, rel=1e-2)
+    assert plans[-1].cost.iteration_time_s == pytest.approx(free.iteration_time_s, rel=3e-2)
     assert free.iteration_time_s < 2 * baseline.iteration_time_s
 
 
