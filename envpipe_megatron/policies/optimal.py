@@ -22,7 +22,7 @@ from envpipe_megatron.policies.linear_program import (
     node_keys,
 )
 from envpipe_megatron.policies.parking import park
-from envpipe_megatron.policies.rounding import Rounding, hull_floor
+from envpipe_megatron.policies.rounding import round_durations
 from envpipe_megatron.policies.run_search import fewer_changes
 from envpipe_megatron.policies.waiting import mean_waiting_power_w, waiting_floor_w
 from envpipe_megatron.profile import Profile
@@ -176,24 +176,19 @@ class Optimizer:
             relaxed = priced.program.solve(deadline_s)
         # Not always the deadline: where waiting costs more than slower units save, it is earlier.
         end_s = min(deadline_s, self._iteration_time_s(relaxed.duration_s))
-        rounding = Rounding(
+        waiting_j = choices.waiting_power_w * end_s
+        chosen = round_durations(
             schedule,
             choices,
             self.conditions.latency_s,
             self._tail_s,
             end_s,
-            hull_floor(schedule, choices, relaxed.duration_s),
+            relaxed.duration_s,
+            (1 + _GOOD_GAP) * relaxed.cost_j - waiting_j,
         )
-        rounding.repair()
-        rounding.spend_slack()
-        waiting_j = choices.waiting_power_w * end_s
-        rounding.move_pairs((1 + _GOOD_GAP) * relaxed.cost_j - waiting_j)
         key = node_keys(schedule)
         frequency = np.array(
-            [
-                choices.units[k].frequency_mhz[index]
-                for k, index in zip(key, rounding.chosen, strict=True)
-            ]
+            [choices.units[k].frequency_mhz[index] for k, index in zip(key, chosen, strict=True)]
         ).reshape(schedule.is_backward.shape)
         plan = Plan("optimal", schedule, frequency, self.profile, self.conditions)
         return _Rounded(plan, relaxed, priced)

@@ -1,13 +1,18 @@
 """From durations between profiled times to frequencies that exist, and closer to the bound.
 
-Each unit starts at the slowest hull point that is not slower than its relaxed duration, give or
-take the solver's tolerance; an over-run that this leaves is repaired by the cheapest steps. Then
-time that is left over is spent where a second saves most, and pairs of moves follow: one unit a
-step faster, and the time it frees spent elsewhere, if that saves more than it costs.
+Two ways to begin. Carried: in the order of time, each unit takes the next slower hull point as soon
+as what earlier units have left over allows it. Floored: each takes the next faster one, and all
+that is left over is spent afterwards, where a second saves most; an over-run by the solver's
+tolerance is repaired by the cheapest steps. The better of the two is then improved by pairs of
+moves: one unit a step faster, and the time it frees spent elsewhere, if that saves more.
+
+A change of one unit moves the ends of many; how many may move in all is limited, so that time grows
+with the number of units only.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
@@ -24,6 +29,48 @@ FloatArray = NDArray[np.float64]
 
 #: Relaxed durations within this fraction of a unit below a profiled time count as that time.
 _SOLVER_TOLERANCE = 1e-6
+#: The same where nothing can be late: a unit this near to a profiled time does not take the next.
+_AT_CHOICE = 1e-4
+#: Up to this many units both ways to begin are tried, however good the first.
+_SMALL_UNITS = 5_000
+#: Ends of units that may move for each unit, while slack that flooring has left is spent.
+_SPENDING_WORK = 30
+#: Ends of units that may move in all, while pairs of moves are tried: about a quarter of a second.
+_PAIRS_WORK = 100_000
+
+
+def round_durations(
+    schedule: Schedule,
+    choices: Choices,
+    latency_s: float | tuple[float, ...],
+    tail_s: FloatArray,
+    deadline_s: float,
+    duration_s: FloatArray,
+    enough_j: float,
+) -> list[int]:
+    """[num_units] a choice for each node, near to relaxed durations and within the deadline.
+
+    Args:
+        schedule: the order of units.
+        choices: what each unit can run at; the fastest meet the deadline.
+        latency_s: p2p latency, as `Timeline` takes it.
+        tail_s: [num_stages] the time after each stage's last unit.
+        deadline_s: the iteration takes no longer.
+        duration_s: [num_units] the relaxed durations.
+        enough_j: a planning cost that needs no improvement.
+    """
+    floor = hull_floor(schedule, choices, duration_s)
+    rounding = Rounding(schedule, choices, latency_s, tail_s, deadline_s, floor)
+    rounding.carry(duration_s)
+    rounding.repair()
+    rounding.spend_slack()
+    if rounding.cost_j > enough_j or schedule.num_units <= _SMALL_UNITS:
+        floored = Rounding(schedule, choices, latency_s, tail_s, deadline_s, floor)
+        floored.repair()
+        floored.spend_slack(_SPENDING_WORK * schedule.num_units)
+        rounding = min(rounding, floored, key=lambda rounded: rounded.cost_j)
+    rounding.move_pairs(enough_j, max_work=_PAIRS_WORK)
+    return rounding.chosen
 
 
 def hull_floor(schedule: Schedule, choices: Choices, duration_s: FloatArray) -> list[int]:
@@ -70,6 +117,8 @@ class Rounding:
         self._latency: list[float] = latency_by_node(schedule, latency_s)
         self._last_end: list[float] = (deadline_s - tail_s).tolist()
         key = node_keys(schedule).tolist()
+        hull: list[list[int]] = [unit.hull.tolist() for unit in choices.units]
+        self._hull: list[list[int]] = [hull[k] for k in key]
         time_s: list[list[float]] = [unit.time_s.tolist() for unit in choices.units]
         cost_j: list[list[float]] = [unit.cost_j.tolist() for unit in choices.units]
         self._time: list[list[float]] = [time_s[k] for k in key]
@@ -80,12 +129,12 @@ class Rounding:
         ]
         # Far below what a sum of durations loses by rounding on its way to the deadline.
         self._tolerance_s = 1e-3 * RELATIVE_TOLERANCE * deadline_s
+        self._work = 0
         self._earliest_end = [0.0] * schedule.num_units
         self._latest_end = [0.0] * schedule.num_units
         for node in self._order:
             self._earliest_end[node] = self._find_earliest_end(node)
-        for node in reversed(self._order):
-            self._latest_end[node] = self._find_latest_end(node)
+        self._find_latest_ends()
 
     @property
     def cost_j(self) -> float:
@@ -96,6 +145,34 @@ class Rounding:
     def end_s(self) -> list[float]:
         """[num_units] the earliest end of each node."""
         return self._earliest_end
+
+    def carry(self, duration_s: FloatArray) -> None:
+        """Choose anew, following relaxed durations: who is early enough rounds up.
+
+        Each unit may end when it would if all units behind it took their relaxed durations.
+
+        Args:
+            duration_s: [num_units], which meet the deadline.
+        """
+        relaxed_s: list[float] = duration_s.tolist()
+        self._duration = relaxed_s.copy()
+        self._find_latest_ends()
+        for node in self._order:
+            self._duration[node] = 0.0
+            start = self._find_earliest_end(node)
+            times, hull = self._time[node], self._hull[node]
+            allowed_s = self._latest_end[node] - start + self._tolerance_s
+            at = 0
+            while (
+                at + 1 < len(hull)
+                and times[hull[at + 1]] <= allowed_s
+                and times[hull[at]] < relaxed_s[node] * (1 - _AT_CHOICE)
+            ):
+                at += 1
+            self.chosen[node] = hull[at]
+            self._duration[node] = times[hull[at]]
+            self._earliest_end[node] = start + self._duration[node]
+        self._find_latest_ends()
 
     def repair(self) -> None:
         """Make units faster until the deadline holds, the cheapest step on a late path first.
@@ -111,23 +188,38 @@ class Rounding:
             cheapest = min(late, key=step_j.__getitem__)
             self._choose(cheapest, self.chosen[cheapest] - 1)
 
-    def spend_slack(self) -> None:
-        """Slow units down while any time is left, the largest saving a second first."""
-        self._spend(range(len(self.chosen)))
+    def spend_slack(self, max_work: float = math.inf) -> None:
+        """Slow units down while any time is left, the largest saving a second first.
 
-    def move_pairs(self, enough_j: float, max_passes: int = 3, max_steps: int = 3) -> None:
+        Args:
+            max_work: ends of units that may move before no more are slowed down.
+        """
+        self._spend(range(len(self.chosen)), self._work + max_work)
+
+    def move_pairs(
+        self,
+        enough_j: float,
+        max_passes: int = 3,
+        max_steps: int = 3,
+        max_work: float = math.inf,
+    ) -> None:
         """Make units up to `max_steps` choices faster where the time it frees saves more elsewhere.
+
+        Units that lose least for a second come first.
 
         Args:
             enough_j: stop when the cost is at most this.
             max_passes: passes over all units; one without success is the last.
             max_steps: choices that a unit may become faster by at once.
+            max_work: ends of units that may move before no more moves are tried.
         """
         cost_j = self.cost_j
+        most_work = self._work + max_work
         for _ in range(max_passes):
             before_j = cost_j
-            for node in range(len(self.chosen)):
-                if cost_j <= enough_j:
+            can_move = [node for node, index in enumerate(self.chosen) if index]
+            for node in sorted(can_move, key=self._step_rate_w):
+                if cost_j <= enough_j or self._work >= most_work:
                     return
                 cost_j -= self._try_pairs(node, max_steps)
             if cost_j >= before_j:
@@ -157,12 +249,18 @@ class Rounding:
         costs, index = self._cost[node], self.chosen[node]
         return costs[index - 1] - costs[index]
 
-    def _spend(self, nodes: Iterable[int]) -> list[tuple[int, int, int]]:
+    def _step_rate_w(self, node: int) -> float:
+        times, index = self._time[node], self.chosen[node]
+        return self._step_cost_j(node) / (times[index] - times[index - 1])
+
+    def _spend(
+        self, nodes: Iterable[int], most_work: float = math.inf
+    ) -> list[tuple[int, int, int]]:
         """Spend slack on some nodes; returns (node, choice before, choice after) in order."""
         heap = [(-best[0], node) for node in nodes if (best := self._best_slower(node))]
         heapify(heap)
         done = []
-        while heap:
+        while heap and self._work < most_work:
             rate, node = heappop(heap)
             best = self._best_slower(node)
             if best is None:
@@ -226,7 +324,12 @@ class Rounding:
             self._latest_end[here] = end
             moved.add(here)
             self._push_sources(here, pending)
+        self._work += len(moved)
         return moved
+
+    def _find_latest_ends(self) -> None:
+        for node in reversed(self._order):
+            self._latest_end[node] = self._find_latest_end(node)
 
     def _push_sources(self, node: int, pending: list[int]) -> None:
         if node % self._width:

@@ -1,0 +1,83 @@
+"""The linear program over durations as arrays, for solvers that know nothing of pipelines.
+
+Every unit ends no sooner than a fixed time after each unit it waits for, plus what it is stretched
+by; a stretch is a sum of segments, each bounded and each with a price a second that falls from one
+to the next; the iteration ends a tail after the last unit of each stage:
+
+    minimise  sum of slope x segment + waiting cost x iteration
+    with      end[target] - end[source] - sum of target's segments >= least   for every dependency
+              iteration - end[last unit] >= tail                              for every stage
+              0 <= segment <= width,  iteration <= deadline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+class SolverError(Exception):
+    """A solver ended without a solution; the message says how."""
+
+
+@dataclass(frozen=True)
+class DurationProblem:
+    """The program but for its deadline, in units that make its numbers lie around 1.
+
+    Args:
+        target: [num_edges] the node that waits.
+        source: [num_edges] the node it waits for, or -1 for the start of the iteration.
+        least: [num_edges] time from the source's end to the target's at its fastest.
+        segment_node: [num_segments] the node that a segment stretches, rising.
+        width: [num_segments] the longest that each can be.
+        slope: [num_segments] cost of a second of it, below 0.
+        last_node: [num_stages] the last node of each stage.
+        tail: [num_stages] time after it.
+        waiting_cost: of a second of the iteration.
+        fixed_cost: of all units at their fastest.
+        order: [num_nodes] every node after those it waits for.
+    """
+
+    target: IntArray
+    source: IntArray
+    least: FloatArray
+    segment_node: IntArray
+    width: FloatArray
+    slope: FloatArray
+    last_node: IntArray
+    tail: FloatArray
+    waiting_cost: float
+    fixed_cost: float
+    order: IntArray
+
+    @property
+    def num_nodes(self) -> int:
+        """How many units there are."""
+        return len(self.order)
+
+    def by_node(self, by_segment: FloatArray) -> FloatArray:
+        """[num_nodes] the sum over each node's segments."""
+        total = np.bincount(self.segment_node, by_segment, minlength=self.num_nodes)
+        return total.astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solver found, in the problem's units.
+
+    Args:
+        segment: [num_segments] how far each is used.
+        edge_price: [num_edges] dual of each dependency.
+        deadline_price: [num_stages] dual of the end of each stage.
+        cost: of units and waiting.
+    """
+
+    segment: FloatArray
+    edge_price: FloatArray
+    deadline_price: FloatArray
+    cost: float
