@@ -1,14 +1,20 @@
 """From wishes to a plan, and the figures of published profiles."""
 
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from core_cases import uniform_profile
 
 from envpipe_megatron import builders
+from envpipe_megatron.channel_model import ChannelModelError, completes
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.plan import Plan
+from envpipe_megatron.plan import Plan, read_plan
+from envpipe_megatron.policies.limits import LimitError
+from envpipe_megatron.policies.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import (
+    BY_MEMORY,
     RECONFIGURE_NAMES,
     SCHEDULES,
     PlannerError,
@@ -110,6 +116,7 @@ def test_the_sidecars_latency_counts():
         (PlanRequest(8, policy="baseline", reconfigure="balanced"), "balanced"),
         (PlanRequest(8, "1f1b", num_chunks=2), "2"),
         (PlanRequest(8, "envpipe", num_chunks=2), "2"),
+        (PlanRequest(8, "auto", "optimal", num_chunks=2), "2"),
         (PlanRequest(8, "envpipe", max_in_flight=(5, 5)), r"\(5, 5\)"),
     ],
 )
@@ -131,6 +138,165 @@ def test_wishes_that_contradict_each_other_are_refused(request_, value):
 def test_impossible_wishes_are_refused_as_errors_for_users(request_):
     with pytest.raises(EnvPipeError):
         make_plan(PROFILE, request_)
+
+
+def optimal(schedule="1f1b", microbatches=8, **wishes):
+    chunks = 2 if schedule == "interleaved" else 1
+    return PlanRequest(
+        microbatches, schedule, "optimal", blocking_power_w=30.0, num_chunks=chunks, **wishes
+    )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_optimal_plans_on_every_schedule(schedule):
+    planned = make_plan(PROFILE, optimal(schedule))
+    plan, baseline = planned.plan, planned.plan.baseline.cost
+    assert plan.policy == "optimal"
+    assert planned.reconfigured is None
+    assert 0 < plan.energy_lower_bound_j <= plan.cost.energy_j * (1 + 1e-9)
+    assert plan.gap_percent < 0.01  # the work fits the clocks as it happens
+    if schedule == "gpipe":  # with stages alike, every unit is on the critical path
+        assert plan.cost.energy_j == pytest.approx(baseline.energy_j)
+    else:
+        assert plan.cost.energy_j < 0.95 * baseline.energy_j
+    assert plan.cost.iteration_time_s <= baseline.iteration_time_s * (1 + 1e-9)
+    assert plan.conditions.blocking_power_w == (30.0,) * 4
+    if schedule != "auto":
+        built, _ = build_schedule(PROFILE, optimal(schedule))
+        assert plan.schedule == built
+        assert planned.notes == ()
+
+
+def test_auto_is_at_least_as_good_as_any_order_by_name_and_says_what_is_left():
+    planned = make_plan(PROFILE, optimal("auto"))
+    for schedule in ("1f1b", "gpipe", "envpipe"):
+        assert (
+            planned.plan.cost.energy_j <= make_plan(PROFILE, optimal(schedule)).plan.cost.energy_j
+        )
+    (note,) = planned.notes
+    compared, _, most = note.partition(" orders were compared. No order at all can save more than ")
+    assert int(compared) > 5
+    saving = planned.plan.cost.saving_percent(planned.plan.baseline.cost)
+    assert saving <= float(most.partition(" %")[0]) + 0.005  # it is printed with two decimals
+    assert "at this deadline" in most
+
+
+@pytest.mark.parametrize("policy", ["baseline", "uniform", "envelope"])
+def test_auto_goes_with_the_optimal_policy_alone(policy):
+    with pytest.raises(PlannerError, match=rf"auto.*got '{policy}'.*--policy optimal"):
+        make_plan(PROFILE, PlanRequest(8, "auto", policy))
+
+
+@pytest.mark.parametrize("policy", ["baseline", "uniform", "envelope"])
+def test_a_deadline_goes_with_the_optimal_policy_alone(policy):
+    with pytest.raises(PlannerError, match=rf"{policy} knows no deadline.*got 1.1.*optimal"):
+        make_plan(PROFILE, PlanRequest(8, "1f1b", policy, deadline_factor=1.1))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_later_deadline_is_used_and_kept(schedule):
+    costs = []
+    for factor in (1.0, 1.02, 1.1):
+        # Waiting is cheap: dear waiting would end the iteration before the deadline.
+        wishes = replace(optimal(schedule, deadline_factor=factor), blocking_power_w=5.0)
+        plan = make_plan(PROFILE, wishes).plan
+        own_s = plan.baseline.cost.iteration_time_s
+        assert plan.cost.iteration_time_s <= factor * own_s * (1 + 1e-9)
+        costs.append(plan.cost)
+    assert costs[1].iteration_time_s > costs[0].iteration_time_s
+    assert all(later.energy_j < earlier.energy_j for earlier, later in pairwise(costs))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_deadline_that_no_clock_meets_is_told(schedule):
+    with pytest.raises(LinearProgramError, match=r"deadline \(s\).*Its fastest iteration takes"):
+        make_plan(PROFILE, optimal(schedule, deadline_factor=0.9))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_deadline_that_is_none_is_refused(schedule, factor):
+    with pytest.raises(PlannerError, match=rf"deadline.*got {factor}.*above 0"):
+        make_plan(PROFILE, optimal(schedule, deadline_factor=factor))
+
+
+LIMITS = ({"max_extra_forwards": 1}, {"max_in_flight": 6}, {"max_warmup_step": 1})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: next(iter(limit)))
+def test_limits_go_with_orders_that_have_extra_forwards(schedule, limit):
+    with pytest.raises(PlannerError, match=f"envpipe and auto.*'{schedule}'"):
+        make_plan(PROFILE, optimal(schedule, **limit))
+
+
+def test_limits_hold_in_the_order_that_auto_finds():
+    def schedule_with(**limits):
+        return make_plan(PROFILE, optimal("auto", 16, **limits)).plan.schedule
+
+    free = schedule_with()
+    assert max(free.extra_forwards) > 2
+    assert max(schedule_with(max_extra_forwards=1).extra_forwards) == 1
+    assert schedule_with(max_extra_forwards=0).stages == builders.one_f_one_b(4, 16).stages
+    assert max(schedule_with(max_in_flight=5).peak_in_flight) == 5
+    in_flight = (6, 4, 2, 1)
+    peaks = schedule_with(max_in_flight=in_flight).peak_in_flight
+    assert peaks != builders.one_f_one_b(4, 16).peak_in_flight
+    assert all(peak <= most for peak, most in zip(peaks, in_flight, strict=True))
+    stepped = schedule_with(max_warmup_step=1).extra_forwards
+    assert max(stepped) > 0
+    assert all(abs(a - b) <= 1 for a, b in pairwise(stepped))
+
+
+@pytest.mark.parametrize("capacity", [1, 2])
+def test_auto_keeps_to_what_the_channel_carries(capacity):
+    profile = uniform_profile(4, CURVE, backward=6.0)
+    free = make_plan(profile, optimal("auto", 16)).plan.schedule
+    bound = make_plan(profile, optimal("auto", 16, channel_capacity=capacity)).plan.schedule
+    assert completes(bound, capacity)
+    assert max(bound.extra_forwards) > 0
+    if capacity == 1:
+        assert not completes(free, capacity)
+
+
+def test_a_channel_that_not_even_1f1b_finishes_on_is_refused():
+    for schedule in ("envpipe", "auto"):
+        with pytest.raises(ChannelModelError, match="Not even 1F1B"):
+            make_plan(PROFILE, optimal(schedule, channel_capacity=0))
+
+
+@pytest.mark.parametrize("schedule", ["envpipe", "auto"])
+def test_memory_in_bytes_limits_what_is_in_flight(schedule):
+    one, free = (100.0, 100.0, 200.0, 50.0), (450.0, 350.0, 200.0, 0.0)
+    sidecar = Sidecar(activation_bytes=one, free_bytes=free)
+    profile = uniform_profile(4, CURVE, sidecar=sidecar)
+    plan = make_plan(profile, optimal(schedule, 16, max_in_flight=BY_MEMORY)).plan
+    held = [peak * size for peak, size in zip(plan.schedule.peak_in_flight, one, strict=True)]
+    room = [left + size for left, size in zip(free, one, strict=True)]
+    assert all(bytes_ <= most for bytes_, most in zip(held, room, strict=True))
+    assert plan.schedule.extra_forwards[0] == 1  # five in flight, four of them 1F1B's
+    # The same as what the bytes come to in microbatches.
+    by_count = make_plan(profile, optimal(schedule, 16, max_in_flight=(5, 4, 2, 1))).plan
+    assert by_count.schedule == plan.schedule
+
+
+def test_memory_that_is_not_known_or_too_small_is_refused():
+    with pytest.raises(LimitError, match="activation_bytes"):
+        make_plan(PROFILE, optimal("auto", max_in_flight=BY_MEMORY))
+    sidecar = Sidecar(activation_bytes=(1.0,) * 4, free_bytes=(2.0,) * 4)
+    with pytest.raises(EnvPipeError, match=r"Stage 0 .*got 3.*holds 4"):
+        make_plan(replace(PROFILE, sidecar=sidecar), optimal("auto", max_in_flight=BY_MEMORY))
+    with pytest.raises(PlannerError, match=r"'much'.*4 stages"):
+        make_plan(PROFILE, optimal("auto", max_in_flight="much"))
+
+
+def test_an_optimal_plan_is_written_with_its_bound(tmp_path):
+    plan = make_plan(PROFILE, optimal("auto")).plan
+    plan.write(tmp_path / "plan.json")
+    again = read_plan(tmp_path / "plan.json", PROFILE)
+    assert again.energy_lower_bound_j == plan.energy_lower_bound_j
+    assert again.gap_percent == pytest.approx(plan.gap_percent)
+    assert again.cost == plan.cost
 
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data" / "perseus_sosp24"
@@ -176,3 +342,22 @@ def test_on_a_measured_unbalanced_job_the_path_never_becomes_the_envelope():
     assert result.ended is Ended.NOTHING_CAN_RISE
     after = Plan("x", plan.schedule, result.frequency_mhz, profile, plan.conditions)
     assert after.cost.slowdown_percent(plan.baseline.cost) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("gpu", "blocking_power_w", "expected"),
+    [("a100_sxm", 83.64, (14.7, 21.5, 21.6)), ("a40", 70.38, (10.9, 20.0, 20.2))],
+)
+def test_order_and_clocks_together_on_gpt3_175b(gpu, blocking_power_w, expected):
+    """Savings (%) of optimal clocks on 1F1B, EnvPipe's order and the best; 24 microbatches."""
+    profile = published(f"emulation/stage_profile/gpt3-175b_{gpu}.csv")
+    savings = []
+    for schedule in ("1f1b", "envpipe", "auto"):
+        wishes = PlanRequest(24, schedule, "optimal", blocking_power_w=blocking_power_w)
+        plan = make_plan(profile, wishes).plan
+        baseline = plan.baseline.cost
+        savings.append(plan.cost.saving_percent(baseline))
+        assert plan.cost.slowdown_percent(baseline) < 1e-6
+        assert plan.gap_percent < (0.8 if schedule == "1f1b" else 0.3)
+    assert savings == pytest.approx(expected, abs=0.15)
+    assert savings == sorted(savings)
