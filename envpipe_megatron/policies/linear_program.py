@@ -85,8 +85,9 @@ class DurationProgram:
         if schedule.num_units <= max_simplex_units:
             self._solver: Simplex | InteriorPoint = Simplex(problem)
         else:
+            # Like places of the stages depend on each other.
             position = np.arange(schedule.num_units) % schedule.units_per_stage
-            self._solver = InteriorPoint(problem, np.argsort(position, kind="stable"))
+            self._solver = InteriorPoint(problem, position)
         self._by_node = problem.by_node
 
     def solve(self, deadline_s: float) -> Relaxed:
