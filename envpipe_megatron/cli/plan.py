@@ -64,6 +64,14 @@ from envpipe_megatron.sidecar import sidecar_path
     help="With --policy optimal: times the iteration time of the framework's own order at the "
     "highest clocks.",
 )
+@click.option(
+    "--min-dwell", type=click.FloatRange(min=0), default=0.0,
+    help="With --policy optimal: keep each clock of a stage at least as long, s.",
+)  # fmt: skip
+@click.option(
+    "--park", is_flag=True,
+    help="With --policy optimal: lower the clock in long waits; with --use wait-power.",
+)  # fmt: skip
 @conditions_options
 @click.option("--max-extra-forwards", type=click.IntRange(min=0), help="Limit for every stage.")
 @click.option(
@@ -107,6 +115,8 @@ def plan(
     policy: str,
     reconfigure: str,
     deadline_factor: float,
+    min_dwell: float,
+    park: bool,
     max_extra_forwards: int | None,
     max_in_flight: tuple[int, ...] | str | None,
     max_warmup_step: int | None,
@@ -145,6 +155,8 @@ def plan(
         max_warmup_step=max_warmup_step,
         channel_capacity=channel_capacity,
         deadline_factor=deadline_factor,
+        min_dwell_s=min_dwell,
+        park=park,
         conditions=read_conditions(profile, **conditions),
     )
     planned = make_plan(profile, request)

@@ -24,20 +24,23 @@ FloatArray = NDArray[np.float64]
 _PROBES = 6
 
 
-def plan_frontier(optimizers: Sequence[Optimizer], num_points: int) -> list[Plan]:
+def plan_frontier(
+    optimizers: Sequence[Optimizer], num_points: int, min_dwell_s: float = 0.0
+) -> list[Plan]:
     """The plans of which no other found is both as fast and as cheap, the fastest first.
 
     Args:
         optimizers: of the orders that compete, all for one profile and conditions.
         num_points: deadlines, evenly from the fastest iteration to the one that the least energy
             takes. Points that round to the same plan, or a worse one, are left out.
+        min_dwell_s: the least time between two requests for a clock on a stage; see `Optimizer`.
     """
     fastest_s = min(optimizer.fastest_s for optimizer in optimizers)
     cheapest_s = max(optimizer.cheapest_s() for optimizer in optimizers)
     deadlines = np.linspace(fastest_s, max(fastest_s, cheapest_s), num_points)
     energy = _relaxed_energies(optimizers, deadlines)
     plans = [
-        optimizers[int(best)].plan(float(deadline_s))
+        optimizers[int(best)].plan(float(deadline_s), min_dwell_s)
         for deadline_s, best in zip(deadlines, energy.argmin(axis=0), strict=True)
     ]
     return pareto(plans)

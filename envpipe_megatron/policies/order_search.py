@@ -14,8 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import add
 
-import numpy as np
-
 from envpipe_megatron import builders
 from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.plan import Plan
@@ -23,6 +21,7 @@ from envpipe_megatron.policies.certificate import any_order_lower_bound_j
 from envpipe_megatron.policies.choices import make_choices
 from envpipe_megatron.policies.limits import OrderLimits, envpipe_counts
 from envpipe_megatron.policies.optimal import Optimizer
+from envpipe_megatron.policies.waiting import waiting_floor_w
 from envpipe_megatron.profile import Profile
 from envpipe_megatron.timeline import RELATIVE_TOLERANCE
 
@@ -56,12 +55,22 @@ class OrderSearch:
         num_microbatches: M.
         conditions: what surrounds the units.
         deadline_s: the iteration takes no longer.
+        parking: whether a stage may lower its clock in long waits; see `Optimizer`.
+        min_dwell_s: the least time between two requests for a clock on a stage; see `Optimizer`.
     """
 
     def __init__(
-        self, profile: Profile, num_microbatches: int, conditions: Conditions, deadline_s: float
+        self,
+        profile: Profile,
+        num_microbatches: int,
+        conditions: Conditions,
+        deadline_s: float,
+        *,
+        parking: bool = False,
+        min_dwell_s: float = 0.0,
     ) -> None:
         self._profile, self._conditions = profile, conditions
+        self._parking, self._min_dwell_s = parking, min_dwell_s
         self.num_microbatches, self._deadline_s = num_microbatches, deadline_s
         self._energy_j: dict[Extra, float] = {}
         units = 2 * profile.num_stages * num_microbatches
@@ -116,7 +125,9 @@ class OrderSearch:
                 continue
             if best is not None and candidate.relaxed_energy_j >= best.cost.energy_j:
                 continue
-            plan = self.optimizer(candidate.extra_forwards).plan(self._deadline_s)
+            plan = self.optimizer(candidate.extra_forwards).plan(
+                self._deadline_s, self._min_dwell_s
+            )
             if best is None or plan.cost.energy_j < best.cost.energy_j:
                 best = plan
         assert best is not None
@@ -125,7 +136,7 @@ class OrderSearch:
     def any_order_bound_j(self) -> float:
         """What no order and no frequencies can go below at the deadline, J."""
         conditions = self._conditions
-        powers = np.array(conditions.blocking_power_w)
+        powers = waiting_floor_w(self._profile, conditions, self._parking)
         return any_order_lower_bound_j(
             make_choices(self._profile, powers, conditions.gpus_by_stage),
             self._profile.num_stages,
@@ -142,7 +153,7 @@ class OrderSearch:
             schedule = builders.envpipe(stages, self.num_microbatches, extra_forwards)
         else:
             schedule = builders.one_f_one_b(stages, self.num_microbatches)
-        return Optimizer(schedule, self._profile, self._conditions)
+        return Optimizer(schedule, self._profile, self._conditions, parking=self._parking)
 
     def _energy(self, extra: Extra) -> float:
         if extra not in self._energy_j:

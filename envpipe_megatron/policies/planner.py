@@ -60,6 +60,9 @@ class PlanRequest:
         deadline_factor: the optimal policy may take this many times as long as the framework's own
             order at the highest clocks.
         conditions: what surrounds the units, in place of the blocking power alone.
+        min_dwell_s: the optimal policy keeps each clock of a stage at least as long.
+        park: the optimal policy may lower the clock in long waits; needs the waiting power by clock
+            among the conditions.
     """
 
     num_microbatches: int
@@ -74,6 +77,8 @@ class PlanRequest:
     channel_capacity: int | None = None
     deadline_factor: float = 1.0
     conditions: Conditions | None = None
+    min_dwell_s: float = 0.0
+    park: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,8 @@ def make_plan(profile: Profile, request: PlanRequest) -> Planned:
     conditions = request_conditions(profile, request)
     if request.policy == "optimal":
         deadline_s = request.deadline_factor * all_maximum_s(schedule, profile, conditions)
-        return Planned(Optimizer(schedule, profile, conditions).plan(deadline_s), None, notes)
+        optimizer = Optimizer(schedule, profile, conditions, parking=request.park)
+        return Planned(optimizer.plan(deadline_s, request.min_dwell_s), None, notes)
     frequency = RULES[request.policy](schedule, profile)
     plan = Plan(request.policy, schedule, frequency, profile, conditions)
     if request.reconfigure == "default":
@@ -126,14 +132,14 @@ def make_frontier(profile: Profile, request: PlanRequest, num_points: int) -> li
     """
     _check_optimal(request, "A frontier")
     if request.schedule == "auto":
+        search = _order_search(profile, request)
+        optimizers = competing_orders(profile, search, request_limits(profile, request))
+    else:
+        schedule, _ = build_schedule(profile, request)
+        profile = profile.for_chunks(schedule.num_chunks)
         conditions = request_conditions(profile, request)
-        limits = request_limits(profile, request)
-        search = _order_search(profile, request, conditions)
-        return plan_frontier(competing_orders(profile, search, limits), num_points)
-    schedule, _ = build_schedule(profile, request)
-    profile = profile.for_chunks(schedule.num_chunks)
-    conditions = request_conditions(profile, request)
-    return plan_frontier([Optimizer(schedule, profile, conditions)], num_points)
+        optimizers = [Optimizer(schedule, profile, conditions, parking=request.park)]
+    return plan_frontier(optimizers, num_points, request.min_dwell_s)
 
 
 def make_memory_frontier(profile: Profile, request: PlanRequest) -> list[MemoryPoint]:
@@ -149,19 +155,29 @@ def make_memory_frontier(profile: Profile, request: PlanRequest) -> list[MemoryP
             value=request.schedule,
             remedy="Use --schedule auto.",
         )
-    search = _order_search(profile, request, request_conditions(profile, request))
+    search = _order_search(profile, request)
     return memory_frontier(search, request_limits(profile, request))
 
 
 def request_conditions(profile: Profile, request: PlanRequest) -> Conditions:
-    """What surrounds the units of a request."""
-    if request.conditions is not None:
-        return request.conditions
-    return make_conditions(profile, blocking_power_w=request.blocking_power_w)
+    """What surrounds the units of a request.
+
+    Raises:
+        PlannerError: parking without waiting power by clock.
+    """
+    conditions = request.conditions or make_conditions(
+        profile, blocking_power_w=request.blocking_power_w
+    )
+    if request.park and conditions.wait_power_w is None:
+        raise PlannerError(
+            "Parking needs to know what waiting takes at each clock",
+            remedy="Measure wait_power_w into the profile's sidecar and add --use wait-power.",
+        )
+    return conditions
 
 
 def _plan_order_too(profile: Profile, request: PlanRequest) -> Planned:
-    search = _order_search(profile, request, request_conditions(profile, request))
+    search = _order_search(profile, request)
     plan = search.plan(search.search(request_limits(profile, request)))
     most = 100 * (1 - search.any_order_bound_j() / plan.baseline.cost.energy_j)
     note = (
@@ -171,10 +187,18 @@ def _plan_order_too(profile: Profile, request: PlanRequest) -> Planned:
     return Planned(plan, None, (note,))
 
 
-def _order_search(profile: Profile, request: PlanRequest, conditions: Conditions) -> OrderSearch:
+def _order_search(profile: Profile, request: PlanRequest) -> OrderSearch:
+    conditions = request_conditions(profile, request)
     own = builders.one_f_one_b(profile.num_stages, request.num_microbatches)
     deadline_s = request.deadline_factor * all_maximum_s(own, profile, conditions)
-    return OrderSearch(profile, request.num_microbatches, conditions, deadline_s)
+    return OrderSearch(
+        profile,
+        request.num_microbatches,
+        conditions,
+        deadline_s,
+        parking=request.park,
+        min_dwell_s=request.min_dwell_s,
+    )
 
 
 def request_limits(profile: Profile, request: PlanRequest) -> OrderLimits:
@@ -215,12 +239,18 @@ def check_request(request: PlanRequest) -> None:
             value=request.policy,
             remedy="Use --policy optimal, or another schedule.",
         )
-    if request.deadline_factor != 1.0 and request.policy != "optimal":
-        raise PlannerError(
-            f"Policy {request.policy} knows no deadline",
-            value=request.deadline_factor,
-            remedy="Use --policy optimal, or leave the deadline out.",
-        )
+    if request.policy != "optimal":
+        for what, value, default in (
+            ("deadline", request.deadline_factor, 1.0),
+            ("dwell time", request.min_dwell_s, 0.0),
+            ("parking", request.park, False),
+        ):
+            if value != default:
+                raise PlannerError(
+                    f"Policy {request.policy} knows no {what}",
+                    value=value,
+                    remedy=f"Use --policy optimal, or leave the {what} out.",
+                )
     if not 0 < request.deadline_factor < math.inf:
         raise PlannerError(
             "The deadline must be a multiple of the framework's own iteration time",

@@ -147,3 +147,29 @@ def test_a_limit_by_memory_needs_the_sidecars_bytes(profile_path, tmp_path):
     peaks = json.loads(output.read_text())["peak_in_flight"]
     assert all(held <= most for held, most in zip(peaks, [5, 5, 3, 1], strict=True))
     assert peaks[0] == 5
+
+
+def test_dwell_and_parking_are_options(profile_path, tmp_path):
+    output = tmp_path / "plan.json"
+    optimal = ("--schedule", "envpipe", "--policy", "optimal")
+    wanted = ("plan", "--profile", profile_path, "--num-microbatches", 8, "--output", output)
+    assert "wait-power" in run_badly(*wanted, "--blocking-power", 60, *optimal, "--park")
+    for option in (["--park"], ["--min-dwell", "0.1"]):
+        assert "optimal" in run_badly(*wanted, "--blocking-power", 60, *option)
+    curve = [
+        {"stage": stage, "frequency_mhz": clock, "power_w": power}
+        for stage in range(4)
+        for clock, power in ((300, 20.0), (1200, 60.0))
+    ]
+    sidecar = {"format": "envpipe-profile/1", "wait_power_w": curve}
+    profile_path.with_suffix(".json").write_text(json.dumps(sidecar))
+    energy_j = []
+    for options in ((), ("--park",), ("--park", "--min-dwell", "10")):
+        run_well(*wanted, "--use", "wait-power", *optimal, *options)
+        energy_j.append(json.loads(output.read_text())["energy_j"])
+        if options == ("--park",):
+            assert 300 in sum(json.loads(output.read_text())["park_mhz"], [])
+    assert energy_j[1] < energy_j[0]
+    assert energy_j[2] > energy_j[1]
+    clocks = json.loads(output.read_text())["frequency_mhz"]
+    assert all(len(set(row)) == 1 for row in clocks)  # kept longer than an iteration lasts
