@@ -149,7 +149,15 @@ class Optimizer:
                 value=deadline_s,
                 remedy="Allow more time, or a shorter dwell time.",
             )
-        return replace(self._parked(plan, min_dwell_s), energy_lower_bound_j=bound_j)
+        plan = self._parked(plan, min_dwell_s)
+        # On profiles of a few odd clocks rounding can lose more than slower clocks save.
+        highest = replace(
+            plan, frequency_mhz=max_frequencies(schedule, self.profile), park_mhz=None
+        )
+        in_time = highest.cost.iteration_time_s <= deadline_s * (1 + RELATIVE_TOLERANCE)
+        if in_time and not min_dwell_s and highest.cost.energy_j < plan.cost.energy_j:
+            plan = highest
+        return replace(plan, energy_lower_bound_j=bound_j)
 
     def _priced(self, waiting_power_w: FloatArray) -> _Priced:
         conditions = self.conditions
