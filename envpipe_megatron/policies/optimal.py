@@ -32,7 +32,7 @@ from envpipe_megatron.timeline import RELATIVE_TOLERANCE, Timeline
 FloatArray = NDArray[np.float64]
 
 #: Rounding stops to improve at this gap to the relaxed optimum.
-_GOOD_GAP = 0.001
+_GOOD_GAP = 0.002
 #: No frequency of a real GPU makes a unit slower than its fastest by this factor.
 _NO_DEADLINE = 1e3
 #: Waiting powers that differ by less are not worth another linear program.
