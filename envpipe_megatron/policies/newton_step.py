@@ -24,6 +24,8 @@ IntArray = NDArray[np.int64]
 #: The pairs of a slack and its price: dependencies, ends of stages, segments from below and from
 #: above, and how early or late the iteration is.
 EDGE, LAST, BELOW, ABOVE, EARLY_LATE = range(5)
+#: What early and late do to the iteration time.
+_SIGN = np.array([-1.0, 1.0])
 
 
 @dataclass(frozen=True)
@@ -188,8 +190,9 @@ class NewtonStep:
         self._through = 1.0 / (1.0 + self._give * into)
         first, second = matrix.pair
         node = problem.target[first]
+        along = self._edge * self._through[problem.target]
         self._factor = matrix.factor(
-            self._edge * self._through[problem.target],
+            along,
             self._edge[first] * self._edge[second] * (self._give * self._through)[node],
             self._last,
         )
@@ -197,11 +200,11 @@ class NewtonStep:
         at_last[problem.last_node] = self._last
         self._by_iteration = matrix.solve(self._factor, at_last)
         self._iteration_give = float((slack[EARLY_LATE] / price[EARLY_LATE]).sum())
-        self._iteration_pull = (
-            1.0 / self._iteration_give
-            + float(self._last.sum())
-            - float(self._last @ self._by_iteration[problem.last_node])
-        )
+        # What pulls at the end of the iteration is what arrives at its start: the sum there is of
+        # positive terms, the one over the last nodes would cancel.
+        start = problem.source < 0
+        arrived = float(along[start] @ self._by_iteration[problem.target[start]])
+        self._iteration_pull = 1.0 / self._iteration_give + arrived
 
     def step(self, product: list[FloatArray]) -> Point:
         """The step that changes each product of slack and price by the given, to first order."""
@@ -221,9 +224,8 @@ class NewtonStep:
         )
         right[problem.last_node] -= last
         still = self._matrix.solve(self._factor, right)
-        sign = np.array([-1.0, 1.0])
         drift = residual.iteration + float(
-            sign
+            _SIGN
             @ ((product[EARLY_LATE] - slack[EARLY_LATE] * residual.early_late) / price[EARLY_LATE])
         )
         iteration = (
@@ -240,26 +242,47 @@ class NewtonStep:
         segment = (wanted - into[problem.segment_node]) / self._segment
         last_slack = iteration - end[problem.last_node]
         last_price = (product[LAST] - price[LAST] * last_slack) / slack[LAST]
-        total = float(last_price.sum())
-        early_late_price = residual.early_late - sign * total
+        ends = self._early_late(product[EARLY_LATE], iteration, float(last_price.sum()))
         return Point(
             [
                 edge_slack,
                 last_slack,
                 segment,
                 -segment,
-                (product[EARLY_LATE] - slack[EARLY_LATE] * early_late_price) / price[EARLY_LATE],
+                ends[0],
             ],
             [
                 edge_price,
                 last_price,
                 (product[BELOW] - price[BELOW] * segment) / slack[BELOW],
                 (product[ABOVE] + price[ABOVE] * segment) / slack[ABOVE],
-                early_late_price,
+                ends[1],
             ],
             end,
             iteration,
         )
+
+    def _early_late(
+        self, product: FloatArray, iteration: float, total: float
+    ) -> tuple[FloatArray, FloatArray]:
+        """Steps of how early or late the iteration ends, and of their prices.
+
+        Args:
+            product: [2] changes that are told.
+            iteration: the step of the iteration time.
+            total: the step of what all ends of stages are priced at together.
+        """
+        slack, price = self._point.slack[EARLY_LATE], self._point.price[EARLY_LATE]
+        # What gives more is what is left over: its price may be too near to 0 to divide by.
+        more = int(np.argmax(slack / price))
+        less = 1 - more
+        slack_step, price_step = np.empty(2), np.empty(2)
+        price_step[less] = self._residual.early_late[less] - _SIGN[less] * total
+        slack_step[less] = (product[less] - slack[less] * price_step[less]) / price[less]
+        rest = iteration - self._residual.iteration - _SIGN[less] * slack_step[less]
+        slack_step[more] = _SIGN[more] * rest
+        price_step[more] = (product[more] - price[more] * slack_step[more]) / slack[more]
+        return slack_step, price_step
 
 
 def sum_at(problem: DurationProblem, nodes: IntArray, values: FloatArray) -> FloatArray:
