@@ -41,8 +41,6 @@ _GAP = 1e-9
 #: A larger gap than this at the end is no solution.
 _MAX_GAP = 1e-5
 _MAX_ITERATIONS = 150
-#: A deadline at this multiple of the slowest iteration is none.
-_NEVER = 1.1
 #: Later than the deadline by this fraction is in time.
 _LATE = 1e-6
 #: Slopes change by up to half of this fraction, up or down.
@@ -79,11 +77,10 @@ class InteriorPoint:
             SolverError: no durations meet the deadline, or the method came to no end.
         """
         problem = self._problem
-        fastest, slowest = self._iteration(0.0), self._iteration(1.0)
+        ends = _longest_path(problem, problem.least)
+        fastest = float((ends[problem.last_node] + problem.tail).max())
         if deadline < fastest * (1 - _LATE):
             raise SolverError(f"the fastest iteration is {fastest / deadline:.6g} times as long")
-        # Later than all units at their slowest is as good as never, and worse conditioned.
-        deadline = min(deadline, _NEVER * slowest)
         # A band is too narrow to share: with more than one thread LAPACK takes 10 times as long.
         with threadpool_limits(limits=1, user_api="blas"):
             point = self._solve(deadline)
@@ -95,12 +92,6 @@ class InteriorPoint:
             point.price[LAST],
             problem.fixed_cost + float(problem.slope @ segment) + problem.waiting_cost * iteration,
         )
-
-    def _iteration(self, stretch: float) -> float:
-        """Iteration time with every unit stretched by this fraction of what it can be."""
-        problem = self._problem
-        length = problem.least + stretch * problem.by_node(problem.width)[problem.target]
-        return float((_longest_path(problem, length)[problem.last_node] + problem.tail).max())
 
     def _solve(self, deadline: float) -> Point:
         for dearer in (1.0, 10.0, 100.0, 1000.0):
