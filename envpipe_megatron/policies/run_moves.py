@@ -91,35 +91,65 @@ def saving_moves(
     return sorted(moves, key=lambda move: move.rank, reverse=True)
 
 
-def raise_earlier(
-    plan: Plan, table: ClockTable, index: IntArray, deadline_s: float
+def hurry(
+    plan: Plan,
+    table: ClockTable,
+    index: IntArray,
+    deadline_s: float,
+    price_w: FloatArray | None = None,
 ) -> IntArray | None:
-    """Raise clocks a unit earlier where they come late on the path that exceeds the deadline.
+    """Make up for an overrun on the path that sets the iteration time, at the least cost.
 
-    Where the most is lost first, and only until the overrun is made up for.
+    A unit goes to its next faster clock; or a clock that comes late is set a unit earlier.
 
     Args:
         plan: that takes longer than the deadline.
         table: what its units take.
         index: [num_stages, units_per_stage] its clocks, as indices.
         deadline_s: of the iteration.
+        price_w: [num_stages, units_per_stage] what a second of each unit is worth. With it units
+            of the highest price are taken in place of the cheapest: those that most paths share.
 
     Returns:
-        The new indices, None if there is nothing to raise.
+        The new indices, None if nothing on the path can be faster.
     """
+    width = plan.schedule.units_per_stage
     planned_s, _ = plan.profile.lookup(plan.frequency_mhz, plan.schedule.is_backward)
-    lost_s = plan.timeline.duration_s - planned_s
-    over_s = plan.cost.iteration_time_s - deadline_s
-    units = np.array(_longest_path(plan))
-    stage, position = np.divmod(units, plan.schedule.units_per_stage)
-    lost = lost_s[stage, position]
-    possible = table.profiled[position - 1, stage, index[stage, position]]
-    late = np.flatnonzero((lost > 0) & (position > 0) & possible)
-    late = late[np.argsort(-lost[late])]
-    late = late[: 1 + int(np.searchsorted(lost[late].cumsum(), over_s))]
-    raised = index.copy()
-    raised[stage[late], position[late] - 1] = index[stage[late], position[late]]
-    return raised if late.size else None
+    late_s = plan.timeline.duration_s - planned_s
+    path = _longest_path(plan)
+    on_path = set(path)
+    options: list[tuple[float, float, int, int, int]] = []  # J/s, s, stage, position, clock
+    for node in path:
+        stage, position = divmod(node, width)
+        now = int(index[stage, position])
+        time_s, cost_j = table.time_s[position, stage], table.cost_j[position, stage]
+        faster = table.profiled[position, stage] & (time_s < time_s[now] * (1 - RELATIVE_TOLERANCE))
+        if faster.any():
+            clock = int(np.where(faster, time_s, 0.0).argmax())
+            gained_s = float(time_s[now] - time_s[clock])
+            more_j = float(cost_j[clock] - cost_j[now])
+            options.append((more_j / gained_s, gained_s, stage, position, clock))
+        before = position - 1
+        if position and late_s[stage, position] > 0 and table.profiled[before, stage, now]:
+            time_s, cost_j = table.time_s[before, stage], table.cost_j[before, stage]
+            old = int(index[stage, before])
+            gained_s = float(late_s[stage, position])
+            if node - 1 in on_path:
+                gained_s += max(0.0, float(time_s[old] - time_s[now]))
+            more_j = float(cost_j[now] - cost_j[old])
+            options.append((more_j / gained_s, gained_s, stage, before, now))
+    options.sort()
+    if price_w is not None:
+        options.sort(key=lambda option: -price_w[option[2], option[3]])
+    hurried = index.copy()
+    missing_s = plan.cost.iteration_time_s - deadline_s
+    for _, gained_s, stage, position, clock in options:
+        if hurried[stage, position] == index[stage, position]:
+            hurried[stage, position] = clock
+            missing_s -= gained_s
+        if missing_s <= 0:
+            break
+    return hurried if options else None
 
 
 def _longest_path(plan: Plan) -> list[int]:

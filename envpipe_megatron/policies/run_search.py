@@ -8,7 +8,9 @@ counts is always the evaluator: a plan is taken only if its own iteration time m
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +24,7 @@ from envpipe_megatron.policies.clock_runs import (
     shortest_dwell_s,
 )
 from envpipe_megatron.policies.linear_program import Relaxed
-from envpipe_megatron.policies.run_moves import raise_earlier, saving_moves
+from envpipe_megatron.policies.run_moves import hurry, saving_moves
 from envpipe_megatron.policies.shared_clocks import solve_shared_clocks
 from envpipe_megatron.policies.waiting import waits_s
 from envpipe_megatron.timeline import RELATIVE_TOLERANCE
@@ -34,16 +36,22 @@ IntArray = NDArray[np.int64]
 #: energies, for a duration that is off by all of it. Prices of time alone leave ties between
 #: neighbouring clocks that all break the same way.
 _PULLS = (10.0, 30.0, 100.0)
+#: First runs are also tried as if changes took more than they do: so many times their energy, and
+#: this share of a unit's. Time is divided better over fewer runs than it seems beforehand.
+_SHY_FACTOR = 4.0
+_SHY_OF_UNIT = 0.02
 #: Divisions of time after the first, as long as late clocks exceed the deadline.
 _ROUNDS = 4
-#: How often clocks are raised a unit earlier before a plan is given up.
-_MAX_RAISES = 40
+#: Longest paths of a late plan that are shortened before it is given up.
+_PATHS = 100
+#: A path that leaves this share of the overrun was one of many.
+_STALLED = 0.98
 #: Above this many units time is not divided anew: the linear program takes too long.
 _MAX_PROGRAM_UNITS = 6_000
 #: So many of the plans found are improved.
-_IMPROVED = 2
+_IMPROVED = 4
 #: Units of all plans that improving one may evaluate, and the fewest plans.
-_EVALUATED_UNITS = 300_000
+_EVALUATED_UNITS = 150_000
 _FEWEST_EVALUATIONS = 20
 
 
@@ -92,45 +100,53 @@ class _RunSearch:
         gpus = conditions.gpus_by_stage.astype(np.float64)
         self._change_j = gpus * conditions.change_energy_j
         self._finder = RunFinder(self._table, self._change_j, min_dwell_s + margin_s)
-        self._found: list[Plan] = []
+        self._unit_j = float(np.abs(self._table.cost_j).mean())
+        self._shy_finder = RunFinder(
+            self._table,
+            _SHY_FACTOR * self._change_j + _SHY_OF_UNIT * self._unit_j,
+            min_dwell_s + margin_s,
+        )
+        self._price_w = price_flow(plan.schedule, relaxed)[0].reshape(plan.frequency_mhz.shape)
 
     def search(self) -> Plan | None:
         """The best plan found."""
-        highest = max_frequencies(self._start.schedule, self._start.profile)
-        self._offer(replace(self._start, frequency_mhz=highest))
-        self._hurry(self._offer(self._start))
-        self._offer_steady()
-        runs = self._first_runs()
-        if runs and self._start.schedule.num_units <= _MAX_PROGRAM_UNITS:
+        start = self._start
+        highest = replace(start, frequency_mhz=max_frequencies(start.schedule, start.profile))
+        tried = [highest, start, self._hurry(start)]
+        starts = (self._runs_in_time(), *self._runs_near_relaxed())
+        runs = [index for index in starts if index is not None]
+        tried.extend(map(self._plan, runs))
+        if runs and start.schedule.num_units <= _MAX_PROGRAM_UNITS:
             divided = [self._divide_time(index, self._deadline_s) for index in runs]
-            for plan in divided:
-                self._hurry(plan)
-            self._divide_again(min(divided, key=self._rank))
-        if not self._found:
-            return None
-        best = sorted(self._found, key=lambda plan: plan.cost.energy_j)[:_IMPROVED]
-        return min(map(self._improve, best), key=lambda plan: plan.cost.energy_j)
+            divided.append(self._divide_again(min(divided, key=self._rank)))
+            tried.extend(map(self._hurry, divided))
+        steady = self._steady_runs()
+        if steady is not None:
+            tried.append(self._plan(steady))
+        found = sorted(filter(self._meets, tried), key=lambda plan: plan.cost.energy_j)
+        improved = map(self._improve, found[:_IMPROVED])
+        return min(improved, key=lambda plan: plan.cost.energy_j, default=None)
 
-    def _first_runs(self) -> list[IntArray]:
+    def _steady_runs(self) -> IntArray | None:
+        """One clock a stage for the whole iteration, the fastest."""
+        finder = RunFinder(self._table, self._change_j, np.inf)
+        return finder.find(self._table.time_s, self._table.profiled)
+
+    def _runs_in_time(self) -> IntArray | None:
+        """The cheapest runs in which no unit is slower than in the plan to start from."""
+        plan = self._start
+        duration_s, _ = plan.profile.lookup(plan.frequency_mhz, plan.schedule.is_backward)
+        return self._within(plan, duration_s, self._price_w)
+
+    def _runs_near_relaxed(self) -> Iterator[IntArray | None]:
         """Runs whose units are as close to the relaxed durations as changes let them be."""
-        schedule, plan = self._start.schedule, self._start
-        duration_s, _ = plan.profile.lookup(plan.frequency_mhz, schedule.is_backward)
-        price_w = price_flow(schedule, self._relaxed)[0].reshape(duration_s.shape)
-        within = self._within(plan, duration_s, price_w)
-        if within is not None:
-            self._offer(self._plan(within))
-        relaxed_s = self._relaxed.duration_s.reshape(duration_s.shape).T[:, :, None]
+        relaxed_s = self._relaxed.duration_s.reshape(self._price_w.shape).T[:, :, None]
         off = (self._table.time_s - relaxed_s) / relaxed_s
-        unit_j = float(np.abs(self._table.cost_j).mean())
-        cost_j, late = self._costs(plan, price_w)
-        priced_j = cost_j + price_w.T[:, :, None] * self._table.time_s
-        found = []
-        for pull in _PULLS:
-            index = self._finder.find(priced_j + pull * unit_j * off**2, self._table.profiled, late)
-            if index is not None:
-                self._offer(self._plan(index))
-                found.append(index)
-        return found
+        cost_j, late = self._costs(self._start, self._price_w)
+        priced_j = cost_j + self._price_w.T[:, :, None] * self._table.time_s
+        for finder, pull in product((self._finder, self._shy_finder), _PULLS):
+            held_j = priced_j + pull * self._unit_j * off**2
+            yield finder.find(held_j, self._table.profiled, late)
 
     def _within(self, plan: Plan, duration_s: FloatArray, price_w: FloatArray) -> IntArray | None:
         """The cheapest runs in which no unit takes longer than given."""
@@ -163,35 +179,34 @@ class _RunSearch:
             plan.schedule, self._table, index, plan.conditions, power_w, target_s
         )
         within = self._within(plan, shared.duration_s, shared.price_w)
-        return plan if within is None else self._offer(self._plan(within))
+        return plan if within is None else self._plan(within)
 
-    def _divide_again(self, plan: Plan) -> None:
+    def _divide_again(self, plan: Plan) -> Plan:
         """For the runs that a plan has become, and further towards an earlier deadline if late."""
         target_s = self._deadline_s
         for _ in range(_ROUNDS):
-            over_s = plan.cost.iteration_time_s - self._deadline_s
-            target_s -= max(0.0, over_s)
+            target_s -= max(0.0, plan.cost.iteration_time_s - self._deadline_s)
             plan = self._divide_time(self._table.index_of(plan.frequency_mhz), target_s)
             if self._meets(plan):
-                return
+                break
+        return plan
 
-    def _offer_steady(self) -> None:
-        """One clock a stage for the whole iteration, the fastest."""
-        finder = RunFinder(self._table, self._change_j, np.inf)
-        index = finder.find(self._table.time_s, self._table.profiled)
-        if index is not None:
-            self._offer(self._plan(index))
-
-    def _hurry(self, plan: Plan) -> None:
-        """Raise clocks earlier until late ones keep the deadline."""
-        for _ in range(_MAX_RAISES):
-            if plan.cost.iteration_time_s <= self._deadline_s * (1 + RELATIVE_TOLERANCE):
-                return
+    def _hurry(self, plan: Plan) -> Plan:
+        """Make units on the longest paths faster until late clocks keep the deadline."""
+        price_w = None
+        for _ in range(_PATHS):
+            over_s = plan.cost.iteration_time_s - self._deadline_s
+            if over_s <= RELATIVE_TOLERANCE * self._deadline_s:
+                break
             index = self._table.index_of(plan.frequency_mhz)
-            raised = raise_earlier(plan, self._table, index, self._deadline_s)
-            if raised is None:
-                return
-            plan = self._offer(self._plan(raised))
+            faster = hurry(plan, self._table, index, self._deadline_s, price_w)
+            if faster is None:
+                break
+            plan = self._plan(faster)
+            # Many paths alike: shorten what they share, not each of them.
+            stalled = plan.cost.iteration_time_s - self._deadline_s > _STALLED * over_s
+            price_w = self._price_w if stalled else None
+        return plan
 
     def _rank(self, plan: Plan) -> tuple[bool, float]:
         return not self._meets(plan), plan.cost.energy_j
@@ -228,13 +243,8 @@ class _RunSearch:
     def _plan(self, index: IntArray) -> Plan:
         return replace(self._start, frequency_mhz=self._table.frequencies(index))
 
-    def _offer(self, plan: Plan) -> Plan:
-        """Keep a plan if it meets what it must; returns it."""
-        if self._meets(plan):
-            self._found.append(plan)
-        return plan
-
     def _meets(self, plan: Plan) -> bool:
-        latest_s = self._deadline_s * (1 + RELATIVE_TOLERANCE)
-        least_dwell_s = self._min_dwell_s * (1 - RELATIVE_TOLERANCE)
-        return plan.cost.iteration_time_s <= latest_s and shortest_dwell_s(plan) >= least_dwell_s
+        if plan.cost.iteration_time_s > self._deadline_s * (1 + RELATIVE_TOLERANCE):
+            return False
+        least_s = self._min_dwell_s * (1 - RELATIVE_TOLERANCE)
+        return least_s == 0.0 or shortest_dwell_s(plan) >= least_s

@@ -8,6 +8,7 @@ unit if it is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,10 +24,6 @@ from envpipe_megatron.timeline import latency_by_node
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
-
-#: A second beyond the deadline costs as much as waiting this many seconds: a deadline that the runs
-#: cannot meet is missed by as little as they can.
-_OVERRUN_PENALTY = 1e3
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ def solve_shared_clocks(
     """Minimise energy over the clocks of given runs.
 
     Late clocks count where they cost time, which is where a run begins at a higher clock than the
-    run before it; how much higher is taken from the given clocks. See `_edges`.
+    run before it; how much higher is taken from the given clocks. See `_dependencies`.
 
     Args:
         schedule: the order of units.
@@ -61,7 +58,8 @@ def solve_shared_clocks(
         index: [num_stages, units_per_stage] indices of clocks: where they change, a run begins.
         conditions: latency, tails and the time of a change.
         waiting_power_w: of all GPUs of the pipeline.
-        deadline_s: exceeded where the runs cannot meet it, and then as little as they can.
+        deadline_s: exceeded where the runs do not meet it with each at its fastest clock, and then
+            by as much as that takes.
 
     Raises:
         LinearProgramError: HiGHS gave up.
@@ -76,7 +74,7 @@ def solve_shared_clocks(
     num_steps = int(steps.sum())
     # Seconds and joules of any size become numbers around 1, for which tolerances are made.
     time_unit_s = float(table.time_s.min(axis=2).mean())
-    cost_unit_j = waiting_power_w * time_unit_s or 1.0
+    cost_unit_j = float(np.ptp(table.cost_j, axis=2).max()) or 1.0
 
     # [unit, step of its run]: how much longer a unit takes after each step down the run's hull.
     node = np.repeat(np.arange(num_units), steps[run])
@@ -97,25 +95,27 @@ def solve_shared_clocks(
     waits = csr_matrix((np.ones(len(target)), (np.arange(len(target)), target)))
     last = np.arange(1, num_stages + 1) * width - 1
     ends = csr_matrix((np.ones(num_stages), (np.arange(num_stages), last)), (num_stages, num_units))
-    # Columns: ends of units, steps of runs, the iteration, what it takes beyond the deadline.
+    fastest_end_s = rows.ends_s(schedule.topological_order, fastest)[last]
+    fastest_iteration_s = float((fastest_end_s + conditions.tail_by_stage_s).max())
+    latest = max(deadline_s, fastest_iteration_s) / time_unit_s
+    # Columns: ends of units, steps of runs, the iteration.
     solved = linprog(
         np.concatenate(
             [
                 np.zeros(num_units),
                 np.concatenate([np.diff(cost_j) for _, cost_j in hulls]) / cost_unit_j,
-                [waiting_power_w * time_unit_s / cost_unit_j, _OVERRUN_PENALTY],
+                [waiting_power_w * time_unit_s / cost_unit_j],
             ]
         ),
         A_ub=bmat(
             [
-                [rows.sources(num_units) - waits, waits @ longer, None, None],
-                [ends, None, -np.ones((num_stages, 1)), None],
-                [None, None, [[1.0]], [[-1.0]]],
+                [rows.sources(num_units) - waits, waits @ longer, None],
+                [ends, None, -np.ones((num_stages, 1))],
             ],
             format="csr",
         ),
-        b_ub=np.concatenate([-least_s, -conditions.tail_by_stage_s, [deadline_s]]) / time_unit_s,
-        bounds=[(0, None)] * num_units + [(0, 1)] * num_steps + [(0, None)] * 2,
+        b_ub=np.concatenate([-least_s, -conditions.tail_by_stage_s]) / time_unit_s,
+        bounds=[(0, None)] * num_units + [(0, 1)] * num_steps + [(0, latest)],
         method="highs",
     )
     if solved.status != 0:
@@ -133,23 +133,44 @@ class _Rows:
     def __init__(self) -> None:
         self.target: list[IntArray] = []
         self.least_s: list[FloatArray] = []
-        self._entries: list[tuple[IntArray, IntArray, FloatArray]] = []
-        self._count = 0
+        self._sources: list[tuple[tuple[IntArray, FloatArray], ...]] = []
 
     def add(
         self, target: IntArray, least_s: FloatArray, *sources: tuple[IntArray, FloatArray]
     ) -> None:
         """One row for each target; `sources` are nodes and their weights."""
-        at = self._count + np.arange(len(target))
-        self._count += len(target)
         self.target.append(target)
         self.least_s.append(least_s)
-        self._entries.extend((at, node, weight) for node, weight in sources)
+        self._sources.append(sources)
 
     def sources(self, num_units: int) -> csr_matrix:
         """[rows, num_units] the weights."""
-        row, node, weight = (np.concatenate(part) for part in zip(*self._entries, strict=True))
-        return csr_matrix((weight, (row, node)), (self._count, num_units))
+        row, node, weight = [], [], []
+        count = 0
+        for target, sources in zip(self.target, self._sources, strict=True):
+            for nodes, weights in sources:
+                row.append(count + np.arange(len(target)))
+                node.append(nodes)
+                weight.append(weights)
+            count += len(target)
+        entries = (np.concatenate(weight), (np.concatenate(row), np.concatenate(node)))
+        return csr_matrix(entries, (count, num_units))
+
+    def ends_s(self, order: Sequence[int], duration_s: FloatArray) -> FloatArray:
+        """[num_units] the earliest ends for some durations; `order` is topological."""
+        rows: list[list[tuple[float, list[tuple[int, float]]]]] = [[] for _ in duration_s]
+        for target, least_s, sources in zip(self.target, self.least_s, self._sources, strict=True):
+            for at, node in enumerate(target.tolist()):
+                weighted = [(int(nodes[at]), float(weights[at])) for nodes, weights in sources]
+                rows[node].append((float(least_s[at]), weighted))
+        end_s = np.zeros(len(duration_s))
+        for node in order:
+            start_s = max(
+                least_s + sum(weight * end_s[source] for source, weight in weighted)
+                for least_s, weighted in rows[node]
+            )
+            end_s[node] = start_s + duration_s[node]
+        return end_s
 
 
 def _dependencies(

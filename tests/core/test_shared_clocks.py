@@ -1,0 +1,100 @@
+"""The best durations of given runs: against the program without runs, and against the clock."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_cases import random_job
+
+from envpipe_megatron import builders
+from envpipe_megatron.policies.choices import make_choices
+from envpipe_megatron.policies.clock_runs import make_clock_table
+from envpipe_megatron.policies.linear_program import DurationProgram, node_keys
+from envpipe_megatron.policies.shared_clocks import solve_shared_clocks
+from envpipe_megatron.timeline import Timeline
+
+
+class Case:
+    """A small job with its table, and two clocks a unit to tell runs by."""
+
+    def __init__(self, rng):
+        self.job = random_job(rng)
+        profile, conditions = self.job.profile, self.job.conditions
+        self.schedule = builders.one_f_one_b(self.job.num_stages, self.job.num_microbatches)
+        self.power_w = np.array(conditions.blocking_power_w)
+        self.total_w = float(np.dot(self.power_w, conditions.gpus_by_stage))
+        self.table = make_clock_table(self.schedule, profile, conditions, self.power_w)
+        self.choices = make_choices(profile, self.power_w, conditions.gpus_by_stage)
+        self.key = node_keys(self.schedule).reshape(self.schedule.is_backward.shape)
+        fastest_s = np.array([unit.time_s[0] for unit in self.choices.units])[self.key]
+        self.fastest_s = self.iteration_s(fastest_s)
+
+    def iteration_s(self, duration_s):
+        conditions = self.job.conditions
+        ends_s = Timeline(self.schedule, duration_s, conditions.latency_s).end_s[:, -1]
+        return float((ends_s + conditions.tail_by_stage_s).max())
+
+    def solve(self, index, deadline_s, conditions=None):
+        return solve_shared_clocks(
+            self.schedule,
+            self.table,
+            index,
+            conditions or self.job.conditions,
+            self.total_w,
+            deadline_s,
+        )
+
+    def runs_of_one(self):
+        """Indices that differ from unit to unit: every unit is a run of its own."""
+        shape = self.schedule.is_backward.shape
+        return np.broadcast_to(np.arange(shape[1]) % 2, shape)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32))
+def test_runs_of_one_unit_are_as_cheap_as_the_program_without_runs(seed):
+    rng = random.Random(seed)
+    case = Case(rng)
+    conditions = case.job.conditions
+    deadline_s = rng.choice([1.0, 1.05, 1.3, 3.0]) * case.fastest_s
+    duration_s = case.solve(case.runs_of_one(), deadline_s).duration_s
+    iteration_s = case.iteration_s(duration_s)
+    assert iteration_s <= deadline_s * (1 + 1e-6)
+    energy_j = case.total_w * iteration_s
+    for unit, longest_s in zip(
+        np.array(case.choices.units, dtype=object)[case.key.ravel()],
+        duration_s.ravel(),
+        strict=True,
+    ):
+        hull_s, hull_j = unit.time_s[unit.hull], unit.cost_j[unit.hull]
+        energy_j += np.interp(longest_s, hull_s, hull_j)
+    program = DurationProgram(
+        case.schedule, case.choices, conditions.latency_s, conditions.tail_by_stage_s
+    )
+    scale_j = sum(abs(unit.cost_j).max() for unit in case.choices.units)
+    assert energy_j == pytest.approx(program.solve(deadline_s).cost_j, abs=1e-5 * scale_j, rel=1e-5)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32))
+def test_one_run_a_stage_has_one_clock_and_misses_a_deadline_by_as_little_as_it_can(seed):
+    rng = random.Random(seed)
+    case = Case(rng)
+    index = np.zeros(case.schedule.is_backward.shape, dtype=np.int64)
+    shared = case.solve(index, 0.5 * case.fastest_s)
+    assert (shared.price_w >= -1e-6).all()
+    for stage in range(case.job.num_stages):
+        backward = case.schedule.is_backward[stage]
+        for kind in (backward, ~backward):
+            assert np.ptp(shared.duration_s[stage, kind]) <= 1e-9 * shared.duration_s.max()
+    # No mixture of clocks that both kinds have makes it faster: try all single ones.
+    profiled = case.table.profiled.all(axis=0)
+    fastest_s = np.array(
+        [
+            [case.table.time_s[position, stage, profiled[stage]].min() for position in range(width)]
+            for stage, width in enumerate([index.shape[1]] * len(index))
+        ]
+    )
+    assert case.iteration_s(shared.duration_s) >= case.iteration_s(fastest_s) * (1 - 1e-9)
