@@ -217,10 +217,10 @@ def _frontier_table(comparisons: Sequence[Comparison]) -> Table:
 
 def _published_table(comparisons: Sequence[Comparison], published: Sequence[Published]) -> Table:
     table = Table(
-        "workload",
         title="Saving / slowdown (%): as published, and of plans recomputed by one evaluator",
         title_justify="left",
     )
+    table.add_column("workload", no_wrap=True)
     for heading in (
         "Perseus, printed",
         "Perseus, its file",

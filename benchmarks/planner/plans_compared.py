@@ -21,7 +21,6 @@ from planning_workloads import Workload
 from envpipe_megatron import builders
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.plan import Cost, Plan
-from envpipe_megatron.policies.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal import Optimizer
 from envpipe_megatron.policies.order_search import OrderSearch
 from envpipe_megatron.policies.planner import PlanRequest, make_frontier, make_plan
@@ -235,7 +234,7 @@ class LowtimeSource:
             "blocking_power_w": workload.blocking_power_w,
         }
         found: dict[tuple[Recipe, float], float] = {}
-        for path in sorted(self.results_dir.glob("*/result.json")):
+        for path in sorted(self.results_dir.glob("[!.]*/result.json")):
             result = json.loads(path.read_text())
             if all(result.get(name) == value for name, value in asked.items()):
                 found[result["recipe"], result["unit_time_s"]] = result["time_limit_s"]
@@ -245,7 +244,8 @@ class LowtimeSource:
 def warm_up(workload: Workload) -> None:
     """Load what the planners load on first use, so that no timed planning pays for it."""
     small = replace(workload, num_microbatches=workload.profile.num_stages)
-    compare(small, lowtime=None)
+    list(_rule_rows(small))
+    make_plan(small.profile, small.request("auto", "optimal"))
 
 
 def compare(workload: Workload, lowtime: LowtimeSource | None) -> Comparison:
@@ -372,16 +372,8 @@ def lowtime_row(workload: Workload, recipe: Recipe, unit_time_s: float, run: Low
 def _ours_at_time_of(workload: Workload, rival: Row) -> AtRivalTime:
     factor = rival.cost.iteration_time_s / rival.baseline.iteration_time_s
     order = "1f1b" if rival.kind is PlanKind.LOWTIME else "auto"
-    try:
-        request = workload.request(order, "optimal", deadline_factor=factor)
-        plan = make_plan(workload.profile, request).plan
-    except LinearProgramError:
-        if order == "1f1b":
-            raise
-        # The search starts from 1F1B, and EnvPipe's order can be faster than 1F1B ever is.
-        order = "envpipe"
-        request = workload.request(order, "optimal", deadline_factor=factor)
-        plan = make_plan(workload.profile, request).plan
+    request = workload.request(order, "optimal", deadline_factor=factor)
+    plan = make_plan(workload.profile, request).plan
     return AtRivalTime(rival, plan.cost, order)
 
 
