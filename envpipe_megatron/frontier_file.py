@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from envpipe_megatron.profile import Profile
 from envpipe_megatron.timeline import RELATIVE_TOLERANCE
 
 FRONTIER_FORMAT = "envpipe-frontier/1"
+_REMEDY = "Give the .jsonl file that envpipe plan --frontier writes beside its CSV."
 CSV_COLUMNS = ("iteration_time_s", "energy_j", "energy_lower_bound_j")
 
 
@@ -64,7 +66,7 @@ class StoredFrontier:
             ) from error
         if not isinstance(data, dict):
             raise FrontierError(f"{self.path}, line {index + 2}: not a plan")
-        return plan_from_json(data, self.path, profile)
+        return plan_from_json(data, Path(f"{self.path}, line {index + 2}"), profile)
 
 
 def write_frontier(plans: Sequence[Plan], csv_path: Path) -> Path:
@@ -111,12 +113,9 @@ def read_frontier(path: Path) -> StoredFrontier:
         header, *lines = path.read_text().splitlines()
         data = json.loads(header)
     except (OSError, ValueError) as error:
-        raise FrontierError(f"Frontier {path} is not readable: {error}") from error
+        raise FrontierError(f"Frontier {path} is not readable: {error}", remedy=_REMEDY) from error
     if not isinstance(data, dict) or data.get("format") != FRONTIER_FORMAT:
-        raise FrontierError(
-            f"{path} is not a stored frontier",
-            remedy="Give the .jsonl file that envpipe plan --frontier writes beside its CSV.",
-        )
+        raise FrontierError(f"{path} is not a stored frontier", remedy=_REMEDY)
     fields = Fields(data, path)
     if not lines:
         raise FrontierError(f"{path} holds no plans", remedy="Plan the frontier again.")
@@ -125,6 +124,6 @@ def read_frontier(path: Path) -> StoredFrontier:
         raise fields.wrong("iteration_time_s", "Times must rise.")
     baseline = data.get("baseline")
     baseline_s = baseline.get("iteration_time_s") if isinstance(baseline, dict) else None
-    if not isinstance(baseline_s, float):
+    if not isinstance(baseline_s, int | float) or not 0 < baseline_s < math.inf:
         raise fields.wrong("baseline", "It must hold an iteration_time_s.")
-    return StoredFrontier(path, times_s, baseline_s, tuple(lines))
+    return StoredFrontier(path, times_s, float(baseline_s), tuple(lines))

@@ -68,6 +68,17 @@ class _Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in click's
         return numbers
 
 
+class Finite(click.FloatRange):
+    """A number in a range, which NaN and infinity are not."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        """Read the number."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
+
+
 def check_outputs(written: Sequence[Path], read: Sequence[Path]) -> None:
     """Refuse, before any work is done, to write over an input, twice, or into no folder.
 

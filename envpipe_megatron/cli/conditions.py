@@ -7,18 +7,19 @@ from typing import Any, TypeVar
 
 import click
 
-from envpipe_megatron.cli.common import amounts, counts, known_blocking_power
+from envpipe_megatron.cli.common import Finite, amounts, counts, known_blocking_power
 from envpipe_megatron.conditions import SIDECAR_FIELDS, Conditions, make_conditions
 from envpipe_megatron.profile import Profile
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+_EACH = "one number, or one for each stage."
 _OPTIONS = (
     click.option(
         "--blocking-power",
         type=amounts(),
-        help="Power of a GPU that waits in a receive, W, or for each stage. Default: the profile's "
-        "sidecar, or 0.",
+        help=f"Power of a GPU that waits in a receive, W; {_EACH} Default: what the profile's "
+        "sidecar knows at the highest clock, or 0.",
     ),
     click.option(
         "--use",
@@ -27,11 +28,29 @@ _OPTIONS = (
         help="Take this from the profile's sidecar; repeat for more. Default: the latency, where "
         "it is known.",
     ),
-    click.option("--p2p-latency", type=amounts(), help="Of a hop, s, or of each boundary."),
-    click.option("--tail-time", type=amounts(), help="After a stage's last unit, s, or for each."),
-    click.option("--tensor-parallel", type=counts(), help="GPUs of a stage, or of each."),
-    click.option("--change-time", type=click.FloatRange(min=0), help="Of a clock change, s."),
-    click.option("--change-energy", type=click.FloatRange(min=0), help="Of a clock change, J."),
+    click.option(
+        "--p2p-latency",
+        type=amounts(),
+        help="Latency of a p2p hop, s; one number, or one for each boundary between stages.",
+    ),
+    click.option(
+        "--tail-time",
+        type=amounts(),
+        help=f"Time after a stage's last unit (gradient reduction, optimizer), s; {_EACH}",
+    ),
+    click.option(
+        "--tensor-parallel",
+        type=counts(),
+        help=f"Tensor-parallel degree, GPUs that follow one plan; {_EACH}",
+    ),
+    click.option(
+        "--change-time",
+        type=Finite(min=0),
+        help="Time from the request of a clock until it runs, s.",
+    ),
+    click.option(
+        "--change-energy", type=Finite(min=0), help="Energy of a change of clock on one GPU, J."
+    ),
 )
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from envpipe_megatron.cli.common import (
     EXISTING_FILE,
     OUTPUT_FILE,
+    Finite,
     check_outputs,
     known_blocking_power,
     say,
@@ -35,7 +36,7 @@ from envpipe_megatron.sidecar import sidecar_path
 @click.option("--output", type=OUTPUT_FILE, required=True, help="Plan JSON.")
 @click.option(
     "--blocking-power",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     help="Power of a GPU that waits in a receive, W. Default: the profile's sidecar, or 0.",
 )
 def import_freqs(

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FILE, check_outputs, say
+from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FILE, Finite, check_outputs, say
 from envpipe_megatron.partition import (
     EMBEDDING,
     LOSS,
@@ -57,19 +57,19 @@ logger = logging.getLogger(__name__)
 )
 @click.option(
     "--memory-limit",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, min_open=True),
     help="Bytes that a stage may hold at 1F1B's peak; needs memory or activation in the CSV.",
 )
 @click.option(
     "--time-tolerance",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=0.1,
     show_default=True,
     help="With --objective energy: percent that a split may be slower than the fastest.",
 )
 @click.option(
     "--blocking-power",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     help="Power of a GPU that waits in a receive, W. Default: 0.",
 )
 @click.option(

@@ -6,28 +6,34 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
 from envpipe_megatron.cli.common import (
     EXISTING_FILE,
     OUTPUT_FILE,
+    Finite,
     check_outputs,
     counts,
     say,
     summary_table,
 )
 from envpipe_megatron.cli.conditions import conditions_options, read_conditions
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.frontier_file import write_frontier
 from envpipe_megatron.plan import Plan
-from envpipe_megatron.policies.memory_frontier import MemoryPoint, write_memory_frontier
+from envpipe_megatron.policies.memory_frontier import MemoryPoint
 from envpipe_megatron.policies.planner import (
     BY_MEMORY,
+    LIMITED_SCHEDULES,
     POLICIES,
     RECONFIGURE_NAMES,
     SCHEDULE_ALIASES,
     SCHEDULES,
     PlanRequest,
+    check_frontier,
+    check_memory_frontier,
     make_frontier,
     make_memory_frontier,
     make_plan,
@@ -58,14 +64,14 @@ from envpipe_megatron.sidecar import sidecar_path
 )  # fmt: skip
 @click.option(
     "--deadline-factor",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, min_open=True),
     default=1.0,
     show_default=True,
     help="With --policy optimal: times the iteration time of the framework's own order at the "
     "highest clocks.",
 )
 @click.option(
-    "--min-dwell", type=click.FloatRange(min=0), default=0.0,
+    "--min-dwell", type=Finite(min=0), default=0.0,
     help="With --policy optimal: keep each clock of a stage at least as long, s.",
 )  # fmt: skip
 @click.option(
@@ -89,12 +95,16 @@ from envpipe_megatron.sidecar import sidecar_path
     type=click.IntRange(min=0),
     help="Messages that a bounded p2p channel holds (1 with a single hardware queue).",
 )
-@click.option("--num-chunks", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "--num-chunks", type=click.IntRange(min=1), default=1, show_default=True,
+    help="Chunks (virtual stages) of each stage, with --schedule interleaved.",
+)  # fmt: skip
 @click.option(
     "--frontier",
     "frontier_path",
     type=OUTPUT_FILE,
-    help="CSV of the time-energy frontier; its plans (.jsonl) and a picture (.png) go beside it.",
+    help="CSV of the time-energy frontier, from the fastest iteration to the cheapest; its plans "
+    "(.jsonl) and a picture (.png) go beside it. The deadline only decides which order competes.",
 )
 @click.option(
     "--frontier-points", type=click.IntRange(min=2), default=100, show_default=True,
@@ -159,6 +169,19 @@ def plan(
         park=park,
         conditions=read_conditions(profile, **conditions),
     )
+    given = click.get_current_context().get_parameter_source("frontier_points")
+    if frontier_path is not None:
+        check_frontier(request)
+    elif given is not ParameterSource.DEFAULT:
+        raise click.UsageError("--frontier-points goes with --frontier.")
+    if memory_path is not None:
+        check_memory_frontier(request)
+    if channel_capacity is not None and schedule not in (*LIMITED_SCHEDULES, *SCHEDULE_ALIASES):
+        raise EnvPipeError(
+            f"Schedule {schedule} is not lowered to what a channel holds",
+            value=channel_capacity,
+            remedy=f"Use --schedule {' or '.join(LIMITED_SCHEDULES)}, or leave the capacity out.",
+        )
     planned = make_plan(profile, request)
     planned.plan.write(output)
     console = Console()
@@ -205,7 +228,7 @@ def _make_frontier(
 def _make_memory_frontier(
     console: Console, profile: Profile, request: PlanRequest, path: Path
 ) -> None:
-    from envpipe_megatron.report.frontiers import plot_memory_frontier
+    from envpipe_megatron.report.frontiers import plot_memory_frontier, write_memory_frontier
 
     points = make_memory_frontier(profile, request)
     write_memory_frontier(points, path)

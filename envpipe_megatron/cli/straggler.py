@@ -10,6 +10,7 @@ from rich.console import Console
 from envpipe_megatron.cli.common import (
     EXISTING_FILE,
     OUTPUT_FILE,
+    Finite,
     check_outputs,
     say,
     summary_table,
@@ -17,6 +18,8 @@ from envpipe_megatron.cli.common import (
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.frontier_file import read_frontier
 from envpipe_megatron.profile import read_profile
+from envpipe_megatron.sidecar import sidecar_path
+from envpipe_megatron.timeline import RELATIVE_TOLERANCE
 
 
 @click.command()
@@ -27,12 +30,12 @@ from envpipe_megatron.profile import read_profile
 )  # fmt: skip
 @click.option(
     "--factor",
-    type=click.FloatRange(min=1),
+    type=Finite(min=1),
     help="The slower replica takes so many times as long as the framework's own order at the "
     "highest clocks.",
 )
 @click.option(
-    "--time", "time_s", type=click.FloatRange(min=0, min_open=True),
+    "--time", "time_s", type=Finite(min=0, min_open=True),
     help="Measured iteration time of the slower replica, s.",
 )  # fmt: skip
 @click.option("--output", type=OUTPUT_FILE, required=True, help="Plan JSON.")
@@ -59,13 +62,13 @@ def straggler(
             value=(factor, time_s),
             remedy="Give --factor or --time.",
         )
-    check_outputs([output], [profile_path, frontier_path])
+    check_outputs([output], [profile_path, sidecar_path(profile_path), frontier_path])
     stored = read_frontier(frontier_path)
     allowed_s = time_s if time_s is not None else (factor or 1.0) * stored.baseline_s
     plan = stored.plan_for(allowed_s, read_profile(profile_path))
     plan.write(output)
     console = Console()
-    if plan.cost.iteration_time_s > allowed_s * (1 + 1e-9):
+    if plan.cost.iteration_time_s > allowed_s * (1 + RELATIVE_TOLERANCE):
         say(console, f"Note: no plan of the frontier is so fast as {allowed_s:.4f} s.")
     console.print(summary_table(plan))
     say(console, f"Plan for {allowed_s:.4f} s written to {output}")

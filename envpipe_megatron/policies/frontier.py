@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.limits import OrderLimits, envpipe_counts
+from envpipe_megatron.policies.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal import Optimizer
 from envpipe_megatron.policies.order_search import OrderSearch
 from envpipe_megatron.profile import Profile
@@ -32,17 +33,26 @@ def plan_frontier(
     Args:
         optimizers: of the orders that compete, all for one profile and conditions.
         num_points: deadlines, evenly from the fastest iteration to the one that the least energy
-            takes. Points that round to the same plan, or a worse one, are left out.
+            takes. Points that round to the same plan, or a worse one, are left out, and so are
+            deadlines that late clocks or the dwell time leave no plan to.
         min_dwell_s: the least time between two requests for a clock on a stage; see `Optimizer`.
+
+    Raises:
+        LinearProgramError: there is no plan for any deadline.
     """
     fastest_s = min(optimizer.fastest_s for optimizer in optimizers)
     cheapest_s = max(optimizer.cheapest_s() for optimizer in optimizers)
     deadlines = np.linspace(fastest_s, max(fastest_s, cheapest_s), num_points)
     energy = _relaxed_energies(optimizers, deadlines)
-    plans = [
-        optimizers[int(best)].plan(float(deadline_s), min_dwell_s)
-        for deadline_s, best in zip(deadlines, energy.argmin(axis=0), strict=True)
-    ]
+    plans: list[Plan] = []
+    refused: LinearProgramError | None = None
+    for deadline_s, best in zip(deadlines, energy.argmin(axis=0), strict=True):
+        try:
+            plans.append(optimizers[int(best)].plan(float(deadline_s), min_dwell_s))
+        except LinearProgramError as error:  # late clocks and dwell times take time of their own
+            refused = error
+    if not plans and refused is not None:
+        raise refused
     return pareto(plans)
 
 

@@ -82,7 +82,8 @@ class InteriorPoint:
         if deadline < fastest * (1 - _LATE):
             raise SolverError(f"the fastest iteration is {fastest / deadline:.6g} times as long")
         # A band is too narrow to share: with more than one thread LAPACK takes 10 times as long.
-        with threadpool_limits(limits=1, user_api="blas"):
+        # Numbers that overflow end as a gap that is too large, which is an error of its own.
+        with threadpool_limits(limits=1, user_api="blas"), np.errstate(all="ignore"):
             point = self._solve(deadline)
         segment = np.minimum(point.slack[BELOW], problem.width)
         iteration = deadline - float(point.slack[EARLY_LATE][0])

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.choices import Choices
-from envpipe_megatron.policies.duration_problem import DurationProblem, SolverError
+from envpipe_megatron.policies.duration_problem import DurationProblem, Solution, SolverError
 from envpipe_megatron.policies.interior_point import InteriorPoint
 from envpipe_megatron.policies.simplex import Simplex
 from envpipe_megatron.schedule import Schedule
@@ -88,7 +88,7 @@ class DurationProgram:
             # Like places of the stages depend on each other.
             position = np.arange(schedule.num_units) % schedule.units_per_stage
             self._solver = InteriorPoint(problem, position)
-        self._by_node = problem.by_node
+        self._stated = problem
 
     def solve(self, deadline_s: float) -> Relaxed:
         """Minimise for a deadline.
@@ -96,15 +96,7 @@ class DurationProgram:
         Raises:
             LinearProgramError: no durations meet the deadline, or the solver gave up.
         """
-        try:
-            solution = self._solver.solve(deadline_s / self._time_unit_s)
-        except SolverError as error:
-            raise LinearProgramError(
-                f"No frequencies bring schedule '{self._schedule.name}' to this deadline (s): "
-                f"{error}",
-                value=deadline_s,
-                remedy="Allow more time.",
-            ) from error
+        solution = self._solve(deadline_s)
         per_second = self._cost_unit_j / self._time_unit_s
         same_stage_dual = np.zeros(self._schedule.num_units)
         cross_dual = np.zeros(self._schedule.num_units)
@@ -112,12 +104,29 @@ class DurationProgram:
         same_stage_dual[self._nodes] = price[: len(self._nodes)]
         cross_dual[self._cross_nodes] = price[len(self._nodes) :][: len(self._cross_nodes)]
         return Relaxed(
-            self._fastest_s + self._by_node(solution.segment) * self._time_unit_s,
+            self._fastest_s + self._stated.by_node(solution.segment) * self._time_unit_s,
             solution.cost * self._cost_unit_j,
             same_stage_dual,
             cross_dual,
             solution.deadline_price * per_second,
         )
+
+    def _solve(self, deadline_s: float) -> Solution:
+        deadline = deadline_s / self._time_unit_s
+        if isinstance(self._solver, InteriorPoint):
+            try:
+                return self._solver.solve(deadline)
+            except SolverError:  # badly conditioned: the simplex takes longer and is exact
+                self._solver = Simplex(self._stated)
+        try:
+            return self._solver.solve(deadline)
+        except SolverError as error:
+            raise LinearProgramError(
+                f"The linear program of schedule '{self._schedule.name}' has no solution for this "
+                f"deadline (s): {error}",
+                value=deadline_s,
+                remedy="Allow more time.",
+            ) from error
 
     def _problem(
         self,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, takewhile
-from pathlib import Path
 
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.limits import OrderLimits
@@ -32,8 +30,8 @@ class MemoryPoint:
 def memory_frontier(search: OrderSearch, limits: OrderLimits) -> list[MemoryPoint]:
     """Plans for rising limits, as far as more memory still saves energy.
 
-    Every search starts from what tighter limits found, and a plan is kept where looser limits find
-    none that is cheaper, so that more memory never costs energy.
+    Every search starts from what tighter limits found, and a limit that buys nothing is left out,
+    so that every further point saves energy.
 
     Raises:
         LinearProgramError: not even 1F1B meets the deadline.
@@ -45,9 +43,8 @@ def memory_frontier(search: OrderSearch, limits: OrderLimits) -> list[MemoryPoin
         candidates = search.search(within, best)
         best = (candidates[0].extra_forwards,)
         plan = search.plan(candidates)
-        if points and plan.cost.energy_j >= points[-1].plan.cost.energy_j:
-            plan = points[-1].plan
-        points.append(MemoryPoint(most, plan))
+        if not points or plan.cost.energy_j < points[-1].plan.cost.energy_j:
+            points.append(MemoryPoint(most, plan))
         if max(best[0]) < most:  # more memory would not be used
             break
     return points
@@ -57,31 +54,3 @@ def _rising(most: int) -> Iterator[int]:
     last = _LIMITS[-1]
     yield from takewhile(lambda limit: limit < most, chain(_LIMITS, count(2 * last, last)))
     yield most
-
-
-def write_memory_frontier(points: Sequence[MemoryPoint], path: Path) -> None:
-    """Write a memory frontier's CSV, a row a limit."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(
-            (
-                "max_extra_forwards",
-                "peak_in_flight",
-                "iteration_time_s",
-                "energy_j",
-                "energy_lower_bound_j",
-                "saving_percent",
-            )
-        )
-        for point in points:
-            cost = point.plan.cost
-            writer.writerow(
-                (
-                    point.max_extra_forwards,
-                    point.peak_in_flight,
-                    cost.iteration_time_s,
-                    cost.energy_j,
-                    point.plan.energy_lower_bound_j,
-                    cost.saving_percent(point.plan.baseline.cost),
-                )
-            )

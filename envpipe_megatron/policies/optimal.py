@@ -6,6 +6,7 @@ exist, and what is left between the two is printed with every plan.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.plan import Plan, framework_schedule, max_frequencies
 from envpipe_megatron.policies.certificate import energy_lower_bound_j
 from envpipe_megatron.policies.choices import Choices, make_choices
+from envpipe_megatron.policies.frequencies import baseline, uniform
 from envpipe_megatron.policies.linear_program import (
     DurationProgram,
     LinearProgramError,
@@ -25,7 +27,7 @@ from envpipe_megatron.policies.parking import park
 from envpipe_megatron.policies.rounding import round_durations
 from envpipe_megatron.policies.run_search import fewer_changes
 from envpipe_megatron.policies.waiting import mean_waiting_power_w, waiting_floor_w
-from envpipe_megatron.profile import Profile
+from envpipe_megatron.profile import Profile, ProfileError
 from envpipe_megatron.schedule import Schedule
 from envpipe_megatron.timeline import RELATIVE_TOLERANCE, Timeline
 
@@ -150,14 +152,23 @@ class Optimizer:
                 remedy="Allow more time, or a shorter dwell time.",
             )
         plan = self._parked(plan, min_dwell_s)
-        # On profiles of a few odd clocks rounding can lose more than slower clocks save.
-        highest = replace(
-            plan, frequency_mhz=max_frequencies(schedule, self.profile), park_mhz=None
-        )
-        in_time = highest.cost.iteration_time_s <= deadline_s * (1 + RELATIVE_TOLERANCE)
-        if in_time and not min_dwell_s and highest.cost.energy_j < plan.cost.energy_j:
-            plan = highest
+        if not min_dwell_s:
+            plan = self._or_by_rule(plan, deadline_s)
         return replace(plan, energy_lower_bound_j=bound_j)
+
+    def _or_by_rule(self, plan: Plan, deadline_s: float) -> Plan:
+        """The plan, or that of a simple rule where it is cheaper.
+
+        On profiles of a few odd clocks rounding can lose more than it gains on a rule.
+        """
+        for rule in (baseline, uniform):
+            with contextlib.suppress(ProfileError):  # no clock that a stage's units share
+                frequency = rule(self.schedule, self.profile)
+                ruled = replace(plan, frequency_mhz=frequency, park_mhz=None)
+                in_time = ruled.cost.iteration_time_s <= deadline_s * (1 + RELATIVE_TOLERANCE)
+                if in_time and ruled.cost.energy_j < plan.cost.energy_j:
+                    plan = ruled
+        return plan
 
     def _priced(self, waiting_power_w: FloatArray) -> _Priced:
         conditions = self.conditions
@@ -217,7 +228,9 @@ class Optimizer:
                 f"Schedule '{self.schedule.name}' takes longer than the deadline (s) at any "
                 "frequencies",
                 value=deadline_s,
-                remedy=f"Its fastest iteration takes {fastest_s:.6g} s.",
+                remedy=f"Its fastest iteration takes {fastest_s:.6g} s: allow "
+                f"{fastest_s / deadline_s:.4f} times the time (--deadline-factor), or use another "
+                "order.",
             )
         return max(deadline_s, fastest_s)
 

@@ -20,9 +20,10 @@ from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.certificate import any_order_lower_bound_j
 from envpipe_megatron.policies.choices import make_choices
 from envpipe_megatron.policies.limits import OrderLimits, envpipe_counts
+from envpipe_megatron.policies.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal import Optimizer
 from envpipe_megatron.policies.waiting import waiting_floor_w
-from envpipe_megatron.profile import Profile
+from envpipe_megatron.profile import Profile, ProfileError
 from envpipe_megatron.timeline import RELATIVE_TOLERANCE
 
 Extra = tuple[int, ...]
@@ -94,7 +95,10 @@ class OrderSearch:
             LinearProgramError: none of the orders that the search starts from meets the deadline.
         """
         first = (0,) * self._profile.num_stages
-        wanted = envpipe_counts(self._profile, self.num_microbatches)
+        try:
+            wanted = envpipe_counts(self._profile, self.num_microbatches)
+        except ProfileError:  # no energy valley, which only EnvPipe's rule needs
+            wanted = [0] * self._profile.num_stages
         scaled = [[math.ceil(m * count) for count in wanted] for m in _START_MULTIPLES]
         seeds = {first, *map(limits.fit, [*scaled, *starts])}
         last = self.orders_tried + self._budget
@@ -118,19 +122,28 @@ class OrderSearch:
         """The cheapest plan of the first few orders that a search found, and of 1F1B.
 
         1F1B's is made only where it could be the cheapest, so that no search ends above it.
+
+        Raises:
+            LinearProgramError: late clocks or the dwell time leave no plan to any of them.
         """
         best: Plan | None = None
+        refused: LinearProgramError | None = None
         for rank, candidate in enumerate(candidates):
             if rank >= _ROUNDED and any(candidate.extra_forwards):
                 continue
             if best is not None and candidate.relaxed_energy_j >= best.cost.energy_j:
                 continue
-            plan = self.optimizer(candidate.extra_forwards).plan(
-                self._deadline_s, self._min_dwell_s
-            )
+            optimizer = self.optimizer(candidate.extra_forwards)
+            try:
+                plan = optimizer.plan(self._deadline_s, self._min_dwell_s)
+            except LinearProgramError as error:
+                refused = error
+                continue
             if best is None or plan.cost.energy_j < best.cost.energy_j:
                 best = plan
-        assert best is not None
+        if best is None:
+            assert refused is not None  # there is a candidate, and it got no plan
+            raise refused
         return best
 
     def any_order_bound_j(self) -> float:

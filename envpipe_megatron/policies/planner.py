@@ -130,7 +130,7 @@ def make_frontier(profile: Profile, request: PlanRequest, num_points: int) -> li
     Raises:
         PlannerError: the policy is not optimal, or wishes that contradict each other.
     """
-    _check_optimal(request, "A frontier")
+    check_frontier(request)
     if request.schedule == "auto":
         search = _order_search(profile, request)
         optimizers = competing_orders(profile, search, request_limits(profile, request))
@@ -148,13 +148,7 @@ def make_memory_frontier(profile: Profile, request: PlanRequest) -> list[MemoryP
     Raises:
         PlannerError: the schedule is not auto, or wishes that contradict each other.
     """
-    _check_optimal(request, "A memory frontier")
-    if request.schedule != "auto":
-        raise PlannerError(
-            "A memory frontier compares orders",
-            value=request.schedule,
-            remedy="Use --schedule auto.",
-        )
+    check_memory_frontier(request)
     search = _order_search(profile, request)
     return memory_frontier(search, request_limits(profile, request))
 
@@ -301,6 +295,22 @@ def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tu
     fit = fit_to_channel(stages, microbatches, extra, request.channel_capacity)
     notes = (fit.reason,) if fit.lowered else ()
     return builders.envpipe(stages, microbatches, fit.extra_forwards), notes
+
+
+def check_frontier(request: PlanRequest) -> None:
+    """Refuse a request that no frontier can be planned for; raises as `make_frontier`."""
+    _check_optimal(request, "A frontier")
+
+
+def check_memory_frontier(request: PlanRequest) -> None:
+    """Refuse a request without a memory frontier; raises as `make_memory_frontier`."""
+    _check_optimal(request, "A memory frontier")
+    if request.schedule != "auto":
+        raise PlannerError(
+            "A memory frontier compares orders",
+            value=request.schedule,
+            remedy="Use --schedule auto.",
+        )
 
 
 def _check_optimal(request: PlanRequest, what: str) -> None:

@@ -1,7 +1,8 @@
-"""Pictures of frontiers: energy over iteration time, and saving over memory."""
+"""Frontiers as pictures, and that of memory as a table."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,6 +66,34 @@ def plot_memory_frontier(points: Sequence[MemoryPoint], path: Path, *, title: st
         xytext=(-4, 5), textcoords="offset points", ha="right", fontsize=8, color=_MUTED,
     )  # fmt: skip
     figure.savefig(path, dpi=_DPI)
+
+
+def write_memory_frontier(points: Sequence[MemoryPoint], path: Path) -> None:
+    """Write a memory frontier's CSV, a row a limit."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(
+            (
+                "max_extra_forwards",
+                "peak_in_flight",
+                "iteration_time_s",
+                "energy_j",
+                "energy_lower_bound_j",
+                "saving_percent",
+            )
+        )
+        for point in points:
+            cost = point.plan.cost
+            writer.writerow(
+                (
+                    point.max_extra_forwards,
+                    point.peak_in_flight,
+                    cost.iteration_time_s,
+                    cost.energy_j,
+                    point.plan.energy_lower_bound_j,
+                    cost.saving_percent(point.plan.baseline.cost),
+                )
+            )
 
 
 def _canvas(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:

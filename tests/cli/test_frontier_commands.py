@@ -173,3 +173,47 @@ def test_dwell_and_parking_are_options(profile_path, tmp_path):
     assert energy_j[2] > energy_j[1]
     clocks = json.loads(output.read_text())["frequency_mhz"]
     assert all(len(set(row)) == 1 for row in clocks)  # kept longer than an iteration lasts
+
+
+def test_a_straggler_never_overwrites_what_it_reads(frontier, profile_path):
+    stored, _ = frontier
+    profile_path.with_suffix(".json").write_text('{"format": "envpipe-profile/1"}')
+    for target in (profile_path, profile_path.with_suffix(".json"), stored):
+        before = target.read_bytes()
+        message = run_badly(
+            "straggler", "--profile", profile_path, "--frontier", stored, "--factor", 1.1,
+            "--output", target,
+        )  # fmt: skip
+        assert "overwrite" in message
+        assert target.read_bytes() == before
+
+
+@pytest.mark.parametrize("how", [("--time", "nan"), ("--factor", "nan"), ("--factor", "inf")])
+def test_a_straggler_is_as_slow_as_a_number_says(frontier, profile_path, tmp_path, how):
+    stored, _ = frontier
+    message = run_badly(
+        "straggler", "--profile", profile_path, "--frontier", stored, *how,
+        "--output", tmp_path / "s.json",
+    )  # fmt: skip
+    assert "not a number" in message
+    assert not (tmp_path / "s.json").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--policy", "envelope", "--frontier", "f.csv"),
+        ("--policy", "optimal", "--memory-frontier", "m.csv"),
+        ("--policy", "optimal", "--frontier-points", "5"),
+        ("--policy", "optimal", "--channel-capacity", "1"),
+    ],
+)
+def test_wishes_that_come_to_nothing_are_refused_before_any_work(
+    profile_path, tmp_path, monkeypatch, options
+):
+    monkeypatch.chdir(tmp_path)
+    run_badly(
+        "plan", "--profile", profile_path, "--num-microbatches", 4, "--blocking-power", 60,
+        "--output", "plan.json", *options,
+    )  # fmt: skip
+    assert not (tmp_path / "plan.json").exists()

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from core_cases import uniform_profile
 
+from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.frontier_file import (
     CSV_COLUMNS,
     FrontierError,
@@ -21,6 +22,8 @@ from envpipe_megatron.policies.planner import (
     make_memory_frontier,
     make_plan,
 )
+from envpipe_megatron.profile import ProfileRow, make_profile
+from envpipe_megatron.schedule import Kind
 
 #: {frequency_mhz: (time_s, energy_j)}: slower is cheaper down to 900 MHz, and dearer below.
 CURVE = {1400: (1.0, 100.0), 1200: (1.1, 85.0), 1050: (1.25, 76.0), 900: (1.4, 72.0),
@@ -176,3 +179,27 @@ def test_a_broken_plan_is_found_when_it_is_asked_for(stored_path, plans, line):
     with pytest.raises(PlanError, match=r"frontier\.jsonl"):
         stored.plan_for(plans[0].cost.iteration_time_s, PROFILE)
     assert stored.plan_for(1e9, PROFILE).cost == plans[-1].cost
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
+@pytest.mark.parametrize("wish", [{"min_dwell_s": 0.3}, {"change_time_s": 0.01}])
+def test_deadlines_without_a_plan_are_left_out_of_a_frontier(schedule, wish):
+    """The highest clock is not the fastest of the forward, so clocks must change to be fastest."""
+    rows = {"forward": {1410: 0.100, 1395: 0.0995}, "backward": {1410: 0.200, 1395: 0.202}}
+    profile = make_profile(
+        [
+            (stage, Kind(kind), ProfileRow(clock, time_s, 300 * time_s * clock / 1410))
+            for stage in range(2)
+            for kind, times in rows.items()
+            for clock, time_s in times.items()
+        ],
+        source="made for a test",
+    )
+    wishes = dict(wish)
+    change_time_s = wishes.pop("change_time_s", 0.0)
+    conditions = Conditions((60.0, 60.0), change_time_s=change_time_s)
+    asked = PlanRequest(8, schedule, "optimal", conditions=conditions, **wishes)
+    plans = make_frontier(profile, asked, 12)
+    assert plans
+    for faster, slower in pairwise(plans):
+        assert faster.cost.energy_j > slower.cost.energy_j
