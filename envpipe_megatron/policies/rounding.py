@@ -32,7 +32,7 @@ _SOLVER_TOLERANCE = 1e-6
 #: The same where nothing can be late: a unit this near to a profiled time does not take the next.
 _AT_CHOICE = 1e-4
 #: Up to this many units both ways to begin are tried, however good the first.
-_SMALL_UNITS = 5_000
+_SMALL_UNITS = 20_000
 #: Ends of units that may move for each unit, while slack that flooring has left is spent.
 _SPENDING_WORK = 30
 #: Ends of units that may move in all, while pairs of moves are tried: about a quarter of a second.

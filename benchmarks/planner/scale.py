@@ -1,0 +1,363 @@
+"""How the optimal policy grows: planning time, peak memory and gap from 4 x 16 to 64 x 1024.
+
+Every size is planned on 1F1B and on EnvPipe's order, at the all-maximum time of 1F1B, in a fresh
+process of its own. The linear program alone is also given to HiGHS' simplex at every size, with a
+time limit, to show where the interior-point method takes over and why. Stages are copies of the
+profile's first, with its last at the end.
+
+    python benchmarks/planner/scale.py --output runs/planner_scale
+    python benchmarks/planner/scale.py --size 8x96 --size 16x512 --simplex-limit 0
+"""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+import re
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from unittest.mock import patch
+
+import click
+import numpy as np
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from envpipe_megatron.conditions import Conditions
+from envpipe_megatron.plan import Plan
+from envpipe_megatron.policies import optimal
+from envpipe_megatron.policies.choices import make_choices
+from envpipe_megatron.policies.linear_program import DurationProgram
+from envpipe_megatron.policies.planner import PlanRequest, build_schedule
+from envpipe_megatron.profile import Profile, read_profile
+
+SIZES = ("4x16", "8x24", "8x96", "8x256", "16x256", "16x512", "32x512", "32x1024", "64x1024")
+ORDERS = {"1f1b": "1F1B", "envpipe": "EnvPipe"}
+_PROFILE = Path("../shared/data/perseus_sosp24/emulation/stage_profile/gpt3-175b_a100_sxm.csv")
+_PARTS = ("build", "solve", "bound", "rounding")
+#: Of Okabe and Ito, told apart with any colour vision: ours and HiGHS', each on both orders.
+_COLOURS = {"1f1b": "#0072B2", "envpipe": "#D55E00"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a fresh process plans."""
+
+    profile_path: Path
+    num_stages: int
+    num_microbatches: int
+    order: str
+    blocking_power_w: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One size and order. Times are None where a limit stopped the process.
+
+    Args:
+        num_stages: p.
+        num_microbatches: M.
+        order: of units.
+        num_units: of the whole pipeline.
+        peak_in_flight: the most microbatches that a stage holds.
+        build_s: choices and arrays of the linear program.
+        solve_s: the linear program.
+        bound_s: the lower bound.
+        rounding_s: frequencies that exist, and their improvement.
+        total_s: the plan, all in all.
+        peak_mib: memory of the process.
+        saving_percent: against all-maximum 1F1B.
+        gap_percent: to the lower bound.
+        simplex_s: the linear program by HiGHS' simplex.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    order: str
+    num_units: int
+    peak_in_flight: int
+    build_s: float | None = None
+    solve_s: float | None = None
+    bound_s: float | None = None
+    rounding_s: float | None = None
+    total_s: float | None = None
+    peak_mib: float | None = None
+    saving_percent: float | None = None
+    gap_percent: float | None = None
+    simplex_s: float | None = None
+
+
+def _pipeline(job: Job) -> tuple[Profile, PlanRequest, Conditions]:
+    profile = read_profile(job.profile_path)
+    rows = (profile.rows[0],) * (job.num_stages - 1) + (profile.rows[-1],)
+    request = PlanRequest(job.num_microbatches, job.order)
+    conditions = Conditions((job.blocking_power_w,) * job.num_stages)
+    return replace(profile, rows=rows), request, conditions
+
+
+def measure_plan(job: Job) -> dict[str, float]:
+    """Plan as `envpipe plan` does, with a clock on each part."""
+    profile, request, conditions = _pipeline(job)
+    schedule, _ = build_schedule(profile, request)
+    deadline_s = optimal.all_maximum_s(schedule, profile, conditions)
+    spent_s = dict.fromkeys(_PARTS, 0.0)
+
+    def timed(part: str, function: Callable[..., object]) -> Callable[..., object]:
+        def measured(*arguments: object, **options: object) -> object:
+            start_s = time.perf_counter()
+            result = function(*arguments, **options)
+            spent_s[part] += time.perf_counter() - start_s
+            return result
+
+        return measured
+
+    with (
+        patch.object(DurationProgram, "solve", timed("solve", DurationProgram.solve)),
+        patch.object(optimal, "energy_lower_bound_j", timed("bound", optimal.energy_lower_bound_j)),
+        patch.object(optimal, "round_durations", timed("rounding", optimal.round_durations)),
+    ):
+        start_s = time.perf_counter()
+        optimizer = optimal.Optimizer(schedule, profile, conditions)
+        spent_s["build"] = time.perf_counter() - start_s
+        plan: Plan = optimizer.plan(deadline_s)
+        total_s = time.perf_counter() - start_s
+    gap = plan.gap_percent
+    assert gap is not None
+    assert plan.cost.iteration_time_s <= deadline_s * (1 + 1e-9)
+    return {
+        **{f"{part}_s": seconds for part, seconds in spent_s.items()},
+        "total_s": total_s,
+        "peak_mib": _peak_mib(),
+        "saving_percent": plan.cost.saving_percent(plan.baseline.cost),
+        "gap_percent": gap,
+    }
+
+
+def measure_simplex(job: Job) -> dict[str, float]:
+    """The same linear program by HiGHS' simplex."""
+    profile, request, conditions = _pipeline(job)
+    schedule, _ = build_schedule(profile, request)
+    deadline_s = optimal.all_maximum_s(schedule, profile, conditions)
+    choices = make_choices(profile, np.array(conditions.blocking_power_w), conditions.gpus_by_stage)
+    program = DurationProgram(
+        schedule,
+        choices,
+        conditions.latency_s,
+        conditions.tail_by_stage_s,
+        max_simplex_units=schedule.num_units,
+    )
+    start_s = time.perf_counter()
+    program.solve(deadline_s)
+    return {"simplex_s": time.perf_counter() - start_s}
+
+
+def _peak_mib() -> float:
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux hands ru_maxrss on through fork and exec, so it tells the parent's
+        peak_kib = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+        if peak_kib:
+            return int(peak_kib[1]) / 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)  # bytes there, KiB elsewhere
+
+
+def _send(function: Callable[[Job], dict[str, float]], job: Job, pipe: Connection) -> None:
+    pipe.send(function(job))
+
+
+def _in_fresh_process(
+    function: Callable[[Job], dict[str, float]], job: Job, limit_s: float
+) -> dict[str, float]:
+    """What the function returns in a new process; nothing when that takes longer than the limit."""
+    context = multiprocessing.get_context("spawn")  # a forked child starts with this one's memory
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(function, job, sender))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv() if receiver.poll(limit_s) else {}
+    except EOFError:
+        raise click.ClickException(f"Planning failed: {job}") from None
+    finally:
+        process.terminate()
+        process.join()
+
+
+def measure(job: Job, plan_limit_s: float, simplex_limit_s: float) -> Measured:
+    """One size and order, in two fresh processes."""
+    profile, request, _ = _pipeline(job)
+    schedule, _ = build_schedule(profile, request)
+    results = _in_fresh_process(measure_plan, job, plan_limit_s)
+    if simplex_limit_s:
+        results |= _in_fresh_process(measure_simplex, job, simplex_limit_s)
+    return Measured(
+        job.num_stages,
+        job.num_microbatches,
+        job.order,
+        schedule.num_units,
+        max(schedule.peak_in_flight),
+        **results,
+    )
+
+
+def growth_figure(rows: Sequence[Measured], simplex_limit_s: float) -> Figure:
+    """Planning time against units, both axes logarithmic."""
+    figure = Figure(figsize=(7.5, 5.0), layout="constrained")
+    axes = figure.subplots()
+    for order, name in ORDERS.items():
+        of_order = sorted((r for r in rows if r.order == order), key=lambda r: r.num_units)
+        planned = [r for r in of_order if r.total_s is not None]
+        axes.plot(
+            [r.num_units for r in planned],
+            [r.total_s for r in planned],
+            marker="o",
+            color=_COLOURS[order],
+            label=f"whole plan with its bound, order {name}",
+        )
+        solved = [r for r in of_order if r.simplex_s is not None]
+        axes.plot(
+            [r.num_units for r in solved],
+            [r.simplex_s for r in solved],
+            marker="s",
+            linestyle="--",
+            markerfacecolor="white",
+            color=_COLOURS[order],
+            label=f"linear program alone by HiGHS' simplex, order {name}",
+        )
+        stopped = [r.num_units for r in of_order if r.simplex_s is None]
+        if simplex_limit_s and stopped:
+            axes.plot(
+                stopped, [simplex_limit_s] * len(stopped), "x", color=_COLOURS[order], ms=9, mew=2
+            )
+    if simplex_limit_s and any(r.simplex_s is None for r in rows):
+        axes.plot([], [], "x", color="black", ms=9, mew=2, label="simplex stopped at its limit")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("units of the pipeline: 2 x stages x microbatches")
+    axes.set_ylabel("time on one CPU core (s)")
+    axes.set_title("Planning time of the optimal policy")
+    axes.grid(which="major", color="#dddddd")
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def _table(rows: Iterable[Measured]) -> Table:
+    table = Table(
+        "p x M", "order", title="Optimal plans at the all-maximum time", title_justify="left"
+    )
+    headings = {
+        "units": "num_units",
+        "in flight": "peak_in_flight",
+        **{f"{part} (s)": f"{part}_s" for part in _PARTS},
+        "total (s)": "total_s",
+        "peak (MiB)": "peak_mib",
+        "saving (%)": "saving_percent",
+        "gap (%)": "gap_percent",
+        "simplex (s)": "simplex_s",
+    }
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        cells = [_cell(name, getattr(row, name)) for name in headings.values()]
+        table.add_row(f"{row.num_stages} x {row.num_microbatches}", ORDERS[row.order], *cells)
+    return table
+
+
+def _cell(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if name.endswith("_s"):
+        return f"{value:.2f}"
+    return f"{value:.3f}" if name.endswith("_percent") else f"{value:,.0f}"
+
+
+def _parse_size(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    if not match or int(match[1]) < 2 or int(match[2]) < 1:
+        raise click.BadParameter(f"{text!r} is not STAGESxMICROBATCHES, such as 16x512")
+    return int(match[1]), int(match[2])
+
+
+def _expected_s(
+    sizes: Sequence[tuple[int, int]], plan_limit_s: float, simplex_limit_s: float
+) -> float:
+    """Both orders of each size, from what one core of a server took."""
+    units = np.array([2 * stages * microbatches for stages, microbatches in sizes])
+    plan_s = np.minimum(1.5 + 2e-4 * units, plan_limit_s)
+    simplex_s = np.minimum(1.5 + 1e-7 * units**2, simplex_limit_s)
+    return float(2 * (plan_s + simplex_s).sum())
+
+
+@click.command()
+@click.option(
+    "--size",
+    "sizes",
+    multiple=True,
+    default=SIZES,
+    show_default=True,
+    metavar="PxM",
+    help="Stages x microbatches; may be given again.",
+)
+@click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=_PROFILE,
+    show_default=True,
+    help="Profile CSV; its first and last stage are used.",
+)
+@click.option("--blocking-power", default=83.64, show_default=True, help="Of each GPU, W.")
+@click.option("--plan-limit", default=300.0, show_default=True, help="Time limit of a plan, s.")
+@click.option(
+    "--simplex-limit",
+    default=60.0,
+    show_default=True,
+    help="Time limit of the simplex, s; 0 leaves it out.",
+)
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("runs/planner_scale"),
+    show_default=True,
+    help="Folder for scale.csv and scale.png.",
+)
+def main(
+    sizes: tuple[str, ...],
+    profile_path: Path,
+    blocking_power: float,
+    plan_limit: float,
+    simplex_limit: float,
+    output: Path,
+) -> None:
+    """Measure how planning grows with the pipeline; writes a table, a CSV and a picture."""
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    wanted = [_parse_size(size) for size in sizes]
+    minutes = _expected_s(wanted, plan_limit, simplex_limit) / 60
+    console.print(f"{2 * len(wanted)} plans; expect about {max(1, minutes):.0f} minutes.")
+    rows = []
+    for stages, microbatches in wanted:
+        for order in ORDERS:
+            job = Job(profile_path, stages, microbatches, order, blocking_power)
+            rows.append(measure(job, plan_limit, simplex_limit))
+            total_s = rows[-1].total_s
+            done = f"{total_s:.1f} s" if total_s is not None else f"over {plan_limit:g} s"
+            console.print(f"{stages} x {microbatches} on {ORDERS[order]}: {done}")
+    console.print(_table(rows))
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / "scale.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Measured)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    growth_figure(rows, simplex_limit).savefig(output / "scale.png", dpi=150)
+    console.print(f"Wrote {output / 'scale.csv'} and {output / 'scale.png'}.")
+
+
+if __name__ == "__main__":
+    main()
