@@ -41,6 +41,10 @@ SIZES = ("4x16", "8x24", "8x96", "8x256", "16x256", "16x512", "32x512", "32x1024
 ORDERS = {"1f1b": "1F1B", "envpipe": "EnvPipe"}
 _PROFILE = Path("../shared/data/perseus_sosp24/emulation/stage_profile/gpt3-175b_a100_sxm.csv")
 _PARTS = ("build", "solve", "bound", "rounding")
+_LINES = {
+    "total_s": "whole plan with its bound",
+    "simplex_s": "linear program alone by HiGHS' simplex",
+}
 #: Of Okabe and Ito, told apart with any colour vision: ours and HiGHS', each on both orders.
 _COLOURS = {"1f1b": "#0072B2", "envpipe": "#D55E00"}
 
@@ -212,24 +216,16 @@ def growth_figure(rows: Sequence[Measured], simplex_limit_s: float) -> Figure:
     axes = figure.subplots()
     for order, name in ORDERS.items():
         of_order = sorted((r for r in rows if r.order == order), key=lambda r: r.num_units)
-        planned = [r for r in of_order if r.total_s is not None]
-        axes.plot(
-            [r.num_units for r in planned],
-            [r.total_s for r in planned],
-            marker="o",
-            color=_COLOURS[order],
-            label=f"whole plan with its bound, order {name}",
-        )
-        solved = [r for r in of_order if r.simplex_s is not None]
-        axes.plot(
-            [r.num_units for r in solved],
-            [r.simplex_s for r in solved],
-            marker="s",
-            linestyle="--",
-            markerfacecolor="white",
-            color=_COLOURS[order],
-            label=f"linear program alone by HiGHS' simplex, order {name}",
-        )
+        for marker, what in (("o-", "total_s"), ("s--", "simplex_s")):
+            known = [(r.num_units, s) for r in of_order if (s := getattr(r, what)) is not None]
+            axes.plot(
+                [units for units, _ in known],
+                [seconds for _, seconds in known],
+                marker,
+                markerfacecolor=_COLOURS[order] if what == "total_s" else "white",
+                color=_COLOURS[order],
+                label=f"{_LINES[what]}, order {name}",
+            )
         stopped = [r.num_units for r in of_order if r.simplex_s is None]
         if simplex_limit_s and stopped:
             axes.plot(
@@ -355,8 +351,10 @@ def main(
         writer = csv.DictWriter(file, [field.name for field in fields(Measured)])
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
-    growth_figure(rows, simplex_limit).savefig(output / "scale.png", dpi=150)
-    console.print(f"Wrote {output / 'scale.csv'} and {output / 'scale.png'}.")
+    console.print(f"Wrote {output / 'scale.csv'}.")
+    if any(row.total_s is not None for row in rows):
+        growth_figure(rows, simplex_limit).savefig(output / "scale.png", dpi=150)
+        console.print(f"Wrote {output / 'scale.png'}.")
 
 
 if __name__ == "__main__":
