@@ -33,8 +33,8 @@ from envpipe_megatron.timeline import RELATIVE_TOLERANCE, Timeline
 
 FloatArray = NDArray[np.float64]
 
-#: Rounding stops to improve at this gap to the relaxed optimum.
-_GOOD_GAP = 0.002
+#: The gap that is good enough for a single plan.
+GOOD_GAP = 0.002
 #: No frequency of a real GPU makes a unit slower than its fastest by this factor.
 _NO_DEADLINE = 1e3
 #: Waiting powers that differ by less are not worth another linear program.
@@ -74,13 +74,20 @@ class Optimizer:
         conditions: what surrounds the units.
         parking: whether a stage may lower its clock in long waits, where `conditions` have the
             waiting power by clock.
+        good_gap: rounding stops to improve at this gap to the relaxed optimum.
     """
 
     def __init__(
-        self, schedule: Schedule, profile: Profile, conditions: Conditions, *, parking: bool = False
+        self,
+        schedule: Schedule,
+        profile: Profile,
+        conditions: Conditions,
+        *,
+        parking: bool = False,
+        good_gap: float = GOOD_GAP,
     ) -> None:
         self.schedule, self.profile, self.conditions = schedule, profile, conditions
-        self._parking = parking
+        self._parking, self._good_gap = parking, good_gap
         self._tail_s = conditions.tail_by_stage_s
         self._floor = self._priced(waiting_floor_w(profile, conditions, parking))
         self._usual = self._floor
@@ -203,7 +210,7 @@ class Optimizer:
             self._tail_s,
             end_s,
             relaxed.duration_s,
-            (1 + _GOOD_GAP) * relaxed.cost_j - waiting_j,
+            (1 + self._good_gap) * relaxed.cost_j - waiting_j,
         )
         key = node_keys(schedule)
         frequency = np.array(

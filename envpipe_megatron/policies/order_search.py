@@ -21,7 +21,7 @@ from envpipe_megatron.policies.certificate import any_order_lower_bound_j
 from envpipe_megatron.policies.choices import make_choices
 from envpipe_megatron.policies.limits import OrderLimits, envpipe_counts
 from envpipe_megatron.policies.linear_program import LinearProgramError
-from envpipe_megatron.policies.optimal import Optimizer
+from envpipe_megatron.policies.optimal import GOOD_GAP, Optimizer
 from envpipe_megatron.policies.waiting import waiting_floor_w
 from envpipe_megatron.profile import Profile, ProfileError
 from envpipe_megatron.timeline import RELATIVE_TOLERANCE
@@ -159,14 +159,20 @@ class OrderSearch:
             self._deadline_s,
         )
 
-    def optimizer(self, extra_forwards: Extra) -> Optimizer:
-        """The optimizer of an order."""
+    def optimizer(self, extra_forwards: Extra, good_gap: float = GOOD_GAP) -> Optimizer:
+        """The optimizer of an order; see `Optimizer` for the gap."""
         stages = self._profile.num_stages
         if any(extra_forwards):
             schedule = builders.envpipe(stages, self.num_microbatches, extra_forwards)
         else:
             schedule = builders.one_f_one_b(stages, self.num_microbatches)
-        return Optimizer(schedule, self._profile, self._conditions, parking=self._parking)
+        return Optimizer(
+            schedule,
+            self._profile,
+            self._conditions,
+            parking=self._parking,
+            good_gap=good_gap,
+        )
 
     def _energy(self, extra: Extra) -> float:
         if extra not in self._energy_j:

@@ -12,7 +12,7 @@ from envpipe_megatron.conditions import Conditions, make_conditions
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.frequencies import POLICIES as RULES
-from envpipe_megatron.policies.frontier import competing_orders, plan_frontier
+from envpipe_megatron.policies.frontier import FRONTIER_GAP, competing_orders, plan_frontier
 from envpipe_megatron.policies.limits import (
     OrderLimits,
     envpipe_times_s,
@@ -138,7 +138,9 @@ def make_frontier(profile: Profile, request: PlanRequest, num_points: int) -> li
         schedule, _ = build_schedule(profile, request)
         profile = profile.for_chunks(schedule.num_chunks)
         conditions = request_conditions(profile, request)
-        optimizers = [Optimizer(schedule, profile, conditions, parking=request.park)]
+        optimizers = [
+            Optimizer(schedule, profile, conditions, parking=request.park, good_gap=FRONTIER_GAP)
+        ]
     return plan_frontier(optimizers, num_points, request.min_dwell_s)
 
 
