@@ -178,7 +178,7 @@ def test_the_hostile_call_would_be_seen_if_it_ran(tmp_path):
         ("('forward', True)", "not a frequency in whole MHz"),
         ("('forward', None)", "not a frequency in whole MHz"),
         ("('forward', 0)", "not a frequency in whole MHz"),
-        ("('forward', -1410)", "not a frequency in whole MHz (got \"-1410)"),
+        ("('forward', -1410)", 'not a frequency in whole MHz (got "-1410)'),
         ("('forward', 10**9)", "not a frequency in whole MHz"),
         ("('forward', 99999999)", "not a frequency in whole MHz"),
         ("{'forward': 1410}", "not an instruction and its frequency"),
