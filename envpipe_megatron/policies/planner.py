@@ -184,6 +184,7 @@ def _plan_order_too(profile: Profile, request: PlanRequest) -> Planned:
 
 
 def _order_search(profile: Profile, request: PlanRequest) -> OrderSearch:
+    _check_chunks(request)
     conditions = request_conditions(profile, request)
     own = builders.one_f_one_b(profile.num_stages, request.num_microbatches)
     deadline_s = request.deadline_factor * all_maximum_s(own, profile, conditions)
@@ -254,12 +255,6 @@ def check_request(request: PlanRequest) -> None:
             remedy="Give a number above 0: 1 for no slowdown, 1.02 for 2 %.",
         )
     name = SCHEDULE_ALIASES.get(request.schedule, request.schedule)
-    if name != "interleaved" and request.num_chunks > 1:
-        raise PlannerError(
-            f"Schedule {name} has one chunk a stage",
-            value=request.num_chunks,
-            remedy="Use --schedule interleaved for chunks.",
-        )
     limits = (
         request.max_extra_forwards,
         request.max_in_flight,
@@ -279,6 +274,7 @@ def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tu
 
     Not for the schedule auto, whose order depends on the deadline.
     """
+    _check_chunks(request)
     name = SCHEDULE_ALIASES.get(request.schedule, request.schedule)
     stages, microbatches = profile.num_stages, request.num_microbatches
     if name == "1f1b":
@@ -312,6 +308,16 @@ def check_memory_frontier(request: PlanRequest) -> None:
             "A memory frontier compares orders",
             value=request.schedule,
             remedy="Use --schedule auto.",
+        )
+
+
+def _check_chunks(request: PlanRequest) -> None:
+    # Not in check_request: a job that is given its plan has chunks whatever order it asks for.
+    if request.schedule != "interleaved" and request.num_chunks > 1:
+        raise PlannerError(
+            f"Schedule {request.schedule} has one chunk a stage",
+            value=request.num_chunks,
+            remedy="Use --schedule interleaved for chunks.",
         )
 
 
