@@ -27,6 +27,43 @@ class UnsupportedFrequencyError(GpuError):
     """The GPU has no such SM clock."""
 
 
+class GpuPermissionError(GpuError):
+    """This process has no right to do it; another back end or somebody else may."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuAddress:
+    """Names a GPU for other processes of the node, and for the next job.
+
+    Attributes:
+        backend: the back end that changes its clock: `nvml`, `zeusd`, `command`, `dry_run` or
+            `emulated`.
+        uid: the UUID of a real GPU (`GPU-...`); of an emulated one its folder and index
+            (`/folder#0`). The same GPU has the same one in every process, whatever is visible.
+    """
+
+    backend: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClockState:
+    """What was asked of a clock, what it is, and what holds it, read together.
+
+    Attributes:
+        requested_mhz: the last request of this process, None after a reset or before any.
+        observed_mhz: the SM clock that the GPU reports.
+        throttle_reasons: what keeps the clock from where it could be, in words, such as
+            `power cap`; none where the back end does not know.
+        power_limit_w: the enforced power limit, None where the back end does not know.
+    """
+
+    requested_mhz: int | None
+    observed_mhz: int
+    throttle_reasons: tuple[str, ...] = ()
+    power_limit_w: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class EnergyReading:
     """The energy counter at the last refresh, and when that refresh was.
@@ -62,11 +99,16 @@ class Gpu(ABC):
     Attributes:
         drives_hardware: whether `_lock` and `_reset` change a real GPU. True unless a back end
             says otherwise, so that forgetting to say it is safe.
+        late_request_s: how long a request of a process that was killed may still take effect: a
+            guard resets once more after that time.
+        address: this GPU for other processes.
         name: the product's name, for reports.
         supported_frequencies_mhz: every SM clock that can be locked, highest first.
     """
 
     drives_hardware: ClassVar[bool] = True
+    late_request_s: ClassVar[float] = 0.0
+    address: GpuAddress
     name: str
     supported_frequencies_mhz: tuple[int, ...]
 
@@ -146,6 +188,10 @@ class Gpu(ABC):
     @abstractmethod
     def observed_frequency_mhz(self) -> int:
         """The SM clock in MHz that the GPU reports now."""
+
+    def clock_state(self) -> ClockState:
+        """Return request, clock, throttle reasons and power limit. May take milliseconds."""
+        return ClockState(self.requested_frequency_mhz, self.observed_frequency_mhz)
 
     @property
     @abstractmethod

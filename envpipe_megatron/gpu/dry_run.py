@@ -4,9 +4,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
-from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuError
+from envpipe_megatron.gpu.base import ClockState, EnergyReading, Gpu, GpuAddress, GpuError
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class DryRunGpu(Gpu):
                 "A dry-run GPU without another GPU to read from needs a table of clocks",
                 remedy="Pass supported_frequencies_mhz, for example those of a preset",
             )
+        self.address = GpuAddress("dry_run", reader.address.uid if reader else f"none#{id(self)}")
         self.name = name or (reader.name if reader else "dry run")
         self.supported_frequencies_mhz = tuple(sorted(set(table), reverse=True))
         self._reader = reader
@@ -79,6 +81,12 @@ class DryRunGpu(Gpu):
         if self._reader is not None:
             return self._reader.observed_frequency_mhz
         return self.supported_frequencies_mhz[0]
+
+    def clock_state(self) -> ClockState:
+        """Return the reader's state, with what was asked of this object."""
+        if self._reader is None:
+            return super().clock_state()
+        return replace(self._reader.clock_state(), requested_mhz=self._requested_mhz)
 
     @property
     def power_w(self) -> float:

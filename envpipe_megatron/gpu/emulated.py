@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
-from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuError
+from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuAddress, GpuError
 from envpipe_megatron.gpu.emulated_state import EmulatedState, tick_number
 from envpipe_megatron.gpu.emulated_store import (
     EmulatedStateError,
@@ -66,6 +66,7 @@ class EmulatedGpu(Gpu):
     ) -> None:
         self.index = index
         self.preset = preset
+        self.address = GpuAddress("emulated", f"{file.path.parent}#{index}")
         self.name = f"{preset.gpu} (emulated)"
         self.supported_frequencies_mhz = preset.supported_frequencies_mhz
         self._file = file

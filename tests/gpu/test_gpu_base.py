@@ -10,6 +10,7 @@ from envpipe_megatron.gpu.base import (
     ClockControlForbiddenError,
     EnergyReading,
     Gpu,
+    GpuAddress,
     GpuError,
     UnsupportedFrequencyError,
 )
@@ -20,6 +21,7 @@ from envpipe_megatron.gpu.emulated import EmulatedGpu
 class HardwareGpu(Gpu):
     """A fake of real hardware that records what reaches it; says nothing of drives_hardware."""
 
+    address = GpuAddress("nvml", "GPU-fake")
     name = "fake"
     supported_frequencies_mhz = (1410, 1395, 1380)
     observed_frequency_mhz = 1395

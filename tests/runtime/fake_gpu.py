@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from envpipe_megatron.gpu.base import EnergyReading, Gpu
+from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuAddress
 
 
 @dataclass(eq=False)
@@ -21,6 +21,7 @@ class FakeGpu(Gpu):
 
     drives_hardware: ClassVar[bool] = False
     name: str = "fake"
+    address: ClassVar[GpuAddress] = GpuAddress("fake", "fake#0")
     supported_frequencies_mhz: tuple[int, ...] = tuple(range(1400, 900, -100))
     now_s: float = 0.0
     counter_j: Callable[[float], float] = lambda time_s: 100 * time_s
