@@ -13,7 +13,7 @@ import threading
 from collections import deque
 
 from envpipe_megatron.gpu.base import Gpu
-from envpipe_megatron.runtime.executor import Completion
+from envpipe_megatron.runtime.completion import Completion
 
 logger = logging.getLogger(__name__)
 

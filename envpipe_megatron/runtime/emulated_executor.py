@@ -14,13 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from envpipe_megatron.gpu.emulated import EmulatedGpu
-from envpipe_megatron.runtime.executor import (
-    METER_MARGIN_S,
-    Completion,
-    Done,
-    StageRecord,
-    make_record,
-)
+from envpipe_megatron.runtime.completion import Completion, Done
+from envpipe_megatron.runtime.executor import METER_MARGIN_S, StageRecord, make_record
 from envpipe_megatron.schedule import Kind, Schedule
 
 #: Real computation above this share of a unit's modelled time leaves too little room for jitter.

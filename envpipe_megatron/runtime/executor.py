@@ -15,22 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from envpipe_megatron.runtime.completion import Completion
 from envpipe_megatron.schedule import Schedule
 
 FloatArray = NDArray[np.float64]
 
 #: Two refreshes of an energy counter.
 METER_MARGIN_S = 0.2
-
-
-class Completion(Protocol):
-    """Something that becomes true when the device has ended a unit; may be waited for anywhere."""
-
-    def synchronize(self) -> None:
-        """Return when it is true."""
-
-    def query(self) -> bool:
-        """Whether it is true."""
 
 
 @dataclass(frozen=True)
@@ -148,17 +139,6 @@ class CudaExecutor:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
         event.record()
         return event
-
-
-class Done:
-    """A completion that is true from the start."""
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def query(self) -> bool:
-        """Always true."""
-        return True
 
 
 def make_record(

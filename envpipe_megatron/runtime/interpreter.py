@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 
 from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec
-from envpipe_megatron.runtime.executor import Completion, Executor, StageRecord
+from envpipe_megatron.runtime.completion import Completion
+from envpipe_megatron.runtime.executor import Executor, StageRecord
 from envpipe_megatron.schedule import Kind, Schedule, Unit
 
 

@@ -10,9 +10,10 @@ from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec
 from envpipe_megatron.runtime.clock_controller import ClockController
 from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.completion import Completion, Done
 from envpipe_megatron.runtime.energy_log import EnergyLog
 from envpipe_megatron.runtime.energy_meter import EnergyMeter
-from envpipe_megatron.runtime.executor import Completion, Done, Executor, StageRecord
+from envpipe_megatron.runtime.executor import Executor, StageRecord
 from envpipe_megatron.runtime.interpreter import StageWork, execute
 from envpipe_megatron.runtime.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.phases import (

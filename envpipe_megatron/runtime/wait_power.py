@@ -12,8 +12,9 @@ import torch
 
 from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec
 from envpipe_megatron.runtime.clock_controller import ClockController
+from envpipe_megatron.runtime.completion import Done
 from envpipe_megatron.runtime.energy_meter import EnergyMeter, MeterError
-from envpipe_megatron.runtime.executor import METER_MARGIN_S, Done, Executor
+from envpipe_megatron.runtime.executor import METER_MARGIN_S, Executor
 from envpipe_megatron.schedule import Kind, unit
 
 #: How long the pipeline stands still at each clock: some ten refreshes of the counter.

@@ -11,7 +11,7 @@ from fake_gpu import FakeGpu
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.runtime import clock_controller
 from envpipe_megatron.runtime.clock_controller import ClockController
-from envpipe_megatron.runtime.executor import Done
+from envpipe_megatron.runtime.completion import Done
 
 WAIT_S = 10.0
 
