@@ -107,7 +107,7 @@ class Gpu(ABC):
     """
 
     drives_hardware: ClassVar[bool] = True
-    late_request_s: ClassVar[float] = 0.0
+    late_request_s: float = 0.0
     address: GpuAddress
     name: str
     supported_frequencies_mhz: tuple[int, ...]

@@ -1,0 +1,78 @@
+"""GPUs that are read through another one: changing a clock needs rights, reading it does not."""
+
+from dataclasses import replace
+
+from envpipe_megatron.gpu.base import (
+    ClockState,
+    EnergyReading,
+    Gpu,
+    GpuAddress,
+    GpuPermissionError,
+)
+
+
+class ReadThroughGpu(Gpu):
+    """Name, clock table and meters of another GPU object, whose own clock control is never used.
+
+    A subclass sets the clock its own way and keeps `_requested_mhz`.
+
+    Args:
+        backend: the back end of the address.
+        reader: the GPU to read from.
+    """
+
+    def __init__(self, backend: str, reader: Gpu) -> None:
+        self.address = GpuAddress(backend, reader.address.uid)
+        self.name = reader.name
+        self.supported_frequencies_mhz = reader.supported_frequencies_mhz
+        self._reader = reader
+        self._requested_mhz: int | None = None
+
+    @property
+    def requested_frequency_mhz(self) -> int | None:
+        """The clock in MHz that this object last requested, None after a reset or before any."""
+        return self._requested_mhz
+
+    @property
+    def observed_frequency_mhz(self) -> int:
+        """The reader's clock in MHz."""
+        return self._reader.observed_frequency_mhz
+
+    def clock_state(self) -> ClockState:
+        """Return the reader's state, with what was asked of this object."""
+        return replace(self._reader.clock_state(), requested_mhz=self._requested_mhz)
+
+    @property
+    def power_w(self) -> float:
+        """The reader's power in W."""
+        return self._reader.power_w
+
+    def read_energy(self) -> EnergyReading:
+        """Return the reader's counter."""
+        return self._reader.read_energy()
+
+    def time_s(self) -> float:
+        """Return the reader's instant in s."""
+        return self._reader.time_s()
+
+
+class ReadOnlyGpu(ReadThroughGpu):
+    """A GPU for a job that may not change clocks: meters work, a lock is refused, always.
+
+    Resetting is allowed and does nothing, since nothing can have been locked here.
+    """
+
+    drives_hardware = False
+
+    def __init__(self, reader: Gpu) -> None:
+        super().__init__("none", reader)
+
+    def _lock(self, frequency_mhz: int) -> None:
+        raise GpuPermissionError(
+            f"{self.name} was opened for reading alone, so its clock cannot be locked",
+            value=frequency_mhz,
+            remedy="Run `envpipe doctor` to see which control back ends are allowed and why not",
+        )
+
+    def _reset(self) -> None:
+        pass
