@@ -1,10 +1,11 @@
 """From durations between profiled times to frequencies that exist, and closer to the bound.
 
-Two ways to begin. Carried: in the order of time, each unit takes the next slower hull point as soon
-as what earlier units have left over allows it. Floored: each takes the next faster one, and all
-that is left over is spent afterwards, where a second saves most; an over-run by the solver's
-tolerance is repaired by the cheapest steps. The better of the two is then improved by pairs of
-moves: one unit a step faster, and the time it frees spent elsewhere, if that saves more.
+Three ways to begin. Carried: in the order of time, each unit takes the next slower hull point as
+soon as what earlier units have left over allows it. Carried back: the same from the last unit to
+the first. Floored: each takes the next faster one, and all that is left over is spent afterwards,
+where a second saves most; an over-run by the solver's tolerance is repaired by the cheapest steps.
+The best is then improved by pairs of moves: one unit a step faster, and the time it frees spent
+elsewhere, if that saves more.
 
 A change of one unit moves the ends of many; how many may move in all is limited, so that time grows
 with the number of units only.
@@ -31,7 +32,7 @@ FloatArray = NDArray[np.float64]
 _SOLVER_TOLERANCE = 1e-6
 #: The same where nothing can be late: a unit this near to a profiled time does not take the next.
 _AT_CHOICE = 1e-4
-#: Up to this many units both ways to begin are tried, however good the first.
+#: Up to this many units every way to begin is tried, however good the first.
 _SMALL_UNITS = 20_000
 #: Ends of units that may move for each unit, while slack that flooring has left is spent.
 _SPENDING_WORK = 30
@@ -60,15 +61,21 @@ def round_durations(
         enough_j: a planning cost that needs no improvement.
     """
     floor = hull_floor(schedule, choices, duration_s)
-    rounding = Rounding(schedule, choices, latency_s, tail_s, deadline_s, floor)
+
+    def begun() -> Rounding:
+        return Rounding(schedule, choices, latency_s, tail_s, deadline_s, floor)
+
+    rounding = begun()
     rounding.carry(duration_s)
     rounding.repair()
     rounding.spend_slack()
     if rounding.cost_j > enough_j or schedule.num_units <= _SMALL_UNITS:
-        floored = Rounding(schedule, choices, latency_s, tail_s, deadline_s, floor)
-        floored.repair()
-        floored.spend_slack(_SPENDING_WORK * schedule.num_units)
-        rounding = min(rounding, floored, key=lambda rounded: rounded.cost_j)
+        carried_back, floored = begun(), begun()
+        carried_back.carry_back(duration_s)
+        for other in (carried_back, floored):
+            other.repair()
+            other.spend_slack(_SPENDING_WORK * schedule.num_units)
+        rounding = min(rounding, carried_back, floored, key=lambda rounded: rounded.cost_j)
     rounding.move_pairs(enough_j, max_work=_PAIRS_WORK)
     return rounding.chosen
 
@@ -132,8 +139,7 @@ class Rounding:
         self._work = 0
         self._earliest_end = [0.0] * schedule.num_units
         self._latest_end = [0.0] * schedule.num_units
-        for node in self._order:
-            self._earliest_end[node] = self._find_earliest_end(node)
+        self._find_earliest_ends()
         self._find_latest_ends()
 
     @property
@@ -160,19 +166,40 @@ class Rounding:
         for node in self._order:
             self._duration[node] = 0.0
             start = self._find_earliest_end(node)
-            times, hull = self._time[node], self._hull[node]
-            allowed_s = self._latest_end[node] - start + self._tolerance_s
-            at = 0
-            while (
-                at + 1 < len(hull)
-                and times[hull[at + 1]] <= allowed_s
-                and times[hull[at]] < relaxed_s[node] * (1 - _AT_CHOICE)
-            ):
-                at += 1
-            self.chosen[node] = hull[at]
-            self._duration[node] = times[hull[at]]
+            self._take_nearest(node, relaxed_s[node], self._latest_end[node] - start)
             self._earliest_end[node] = start + self._duration[node]
         self._find_latest_ends()
+
+    def carry_back(self, duration_s: FloatArray) -> None:
+        """Choose anew as `carry` does, from the last unit to the first.
+
+        Each unit may start when it would if all units before it took their relaxed durations.
+
+        Args:
+            duration_s: [num_units], which meet the deadline.
+        """
+        relaxed_s: list[float] = duration_s.tolist()
+        self._duration = relaxed_s.copy()
+        self._find_earliest_ends()
+        start = [end - relaxed for end, relaxed in zip(self._earliest_end, relaxed_s, strict=True)]
+        for node in reversed(self._order):
+            end = self._find_latest_end(node)
+            self._take_nearest(node, relaxed_s[node], end - start[node])
+            self._latest_end[node] = end
+        self._find_earliest_ends()
+
+    def _take_nearest(self, node: int, relaxed_s: float, allowed_s: float) -> None:
+        """The first hull choice that is not faster than relaxed, or the slowest that is allowed."""
+        times, hull = self._time[node], self._hull[node]
+        at = 0
+        while (
+            at + 1 < len(hull)
+            and times[hull[at + 1]] <= allowed_s + self._tolerance_s
+            and times[hull[at]] < relaxed_s * (1 - _AT_CHOICE)
+        ):
+            at += 1
+        self.chosen[node] = hull[at]
+        self._duration[node] = times[hull[at]]
 
     def repair(self) -> None:
         """Make units faster until the deadline holds, the cheapest step on a late path first.
@@ -326,6 +353,10 @@ class Rounding:
             self._push_sources(here, pending)
         self._work += len(moved)
         return moved
+
+    def _find_earliest_ends(self) -> None:
+        for node in self._order:
+            self._earliest_end[node] = self._find_earliest_end(node)
 
     def _find_latest_ends(self) -> None:
         for node in reversed(self._order):
