@@ -3,22 +3,40 @@
 The clock of a unit is requested when the GPU has finished the stage's previous unit, not when
 Python enqueues anything: a change that takes milliseconds then falls into the wait before the unit,
 where there is one, and the wait runs at the clock of the unit that follows.
+
+The thread competes for Python's global interpreter lock with the training thread, which launches
+kernels all the time. Woken by the GPU, it gets that lock one *switch interval* later, 5 ms by
+default: the interval is shorter while a controller lives, and the way from a unit's end to the
+driver takes the lock once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import sys
 import threading
+import time
 from collections import deque
+from collections.abc import Iterable
+from queue import Empty, SimpleQueue
+from typing import Any
 
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.runtime.completion import Completion
 
 logger = logging.getLogger(__name__)
 
+#: Python's switch interval while a controller lives, s.
+SWITCH_INTERVAL_S = 1e-4
+
 #: How long `close` waits for the thread, which may be waiting for a GPU that hangs.
 _JOIN_S = 2.0
+
+#: How often one who waits for the thread looks whether it is still there.
+_LOOK_S = 0.05
+
+#: Requests whose latency is kept.
+_KEPT_LATENCIES = 4096
 
 
 class ClockController:
@@ -26,122 +44,235 @@ class ClockController:
 
     If the thread falls behind, only the latest request that is due is applied. The training thread
     never waits for the GPU's driver. A failing driver stops the control, not the training; the
-    error is kept and the clock is left to `close`.
+    error is kept and the clock is reset.
 
     Args:
         gpu: whose clock is set.
         min_dwell_s: least time between two changes, on the GPU's time base; a request that comes
             earlier is applied when the time is over, unless a later one has replaced it.
+        relock: apply requests for the clock that is set already, too. It changes nothing but
+            calls the driver as often as a plan with many clocks does: a control that shows what
+            the calls alone cost.
     """
 
-    def __init__(self, gpu: Gpu, min_dwell_s: float = 0.0) -> None:
+    def __init__(self, gpu: Gpu, min_dwell_s: float = 0.0, *, relock: bool = False) -> None:
         self._gpu = gpu
         self._min_dwell_s = min_dwell_s
-        self._changed = threading.Condition()
-        #: Held while the driver is called: nothing is locked after `close` has reset the clock.
+        self._relock = relock
+        #: Requests; an event to set when all before it are done; None to end.
+        self._queue: SimpleQueue[tuple[Completion, int] | threading.Event | None] = SimpleQueue()
+        #: Taken from the queue to be looked at, and not served yet. The thread's own.
+        self._next: tuple[Completion, int] | threading.Event | None = None
+        #: Held while the driver is called: nothing is locked after a reset by `close` or `stop`.
         self._driver = threading.Lock()
+        self._failing = threading.Lock()
         self._touched = False
-        self._requests: deque[tuple[Completion, int]] = deque()
-        self._busy = False
         self._closing = False
+        #: Grows when somebody else resets the clock; what was set before counts no more.
+        self._epoch = 0
+        self._asked: tuple[int, int] | None = None
+        self._applied: tuple[int, int] | None = None
         self._held_back_mhz: int | None = None
-        self._current_mhz: int | None = None
         self._last_change_s = float("-inf")
+        self._latencies_s: deque[tuple[float, float]] = deque(maxlen=_KEPT_LATENCIES)
         self.changes = 0
         self.coalesced = 0
         self.error: Exception | None = None
+        _switch_interval.hold()
         self._thread = threading.Thread(target=self._run, name="envpipe-clock", daemon=True)
         self._thread.start()
 
     def request(self, frequency_mhz: int, after: Completion) -> None:
-        """Set the clock once the GPU has finished what `after` stands for; returns at once."""
-        with self._changed:
-            if self.error is None:
-                self._requests.append((after, frequency_mhz))
-                self._changed.notify_all()
+        """Set the clock once the GPU has finished what `after` stands for; returns at once.
+
+        Called by one thread only.
+        """
+        asked = (self._epoch, frequency_mhz)
+        # Where the last request was for the same clock, the thread need not even wake up.
+        if (asked != self._asked or self._relock) and self.error is None:
+            self._asked = asked
+            self._queue.put((after, frequency_mhz))
+
+    def forget(self) -> None:
+        """Somebody else has reset the clock: the next request is applied even if it is equal."""
+        self._epoch += 1
+
+    def stop(self, error: Exception) -> None:
+        """Give up control for this reason: keep the error, reset the clock, lock nothing more.
+
+        May be called from any thread. The first error is kept and logged; later ones are dropped.
+        """
+        with self._failing:
+            if self.error is not None:
+                return
+            self.error = error
+        logger.error("Clock control of %s stops, training goes on: %s", self._gpu.name, error)
+        # The last clock may be a low one, which would slow the whole pipeline.
+        with self._driver:
+            self._reset()
 
     def wait_idle(self) -> None:
         """Return when every request made so far has been applied, held back, or given up."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self.error is not None or (not self._requests and not self._busy)
-            )
+        served = threading.Event()
+        self._queue.put(served)
+        while not served.wait(_LOOK_S):
+            if self.error is not None or not self._thread.is_alive():
+                return
 
     def close(self) -> None:
-        """Stop the thread and undo its lock, if it ever set one.
+        """Stop the thread and undo its lock, if it ever set one; safe to call twice.
 
         The reset does not wait for a GPU that never finishes a unit. If the driver refuses it, that
-        is logged and kept in `error`, so that an error on the way here is not hidden by it.
+        is logged, and kept in `error` unless an earlier error is there.
         """
-        with self._changed:
+        if not self._closing:
             self._closing = True
-            self._changed.notify_all()
+            self._queue.put(None)
+            _switch_interval.release()
         self._thread.join(_JOIN_S)
         with self._driver:
-            if not self._touched:
-                return
-            try:
-                self._gpu.reset_frequency()
-            except Exception as error:  # a driver may fail in any way
-                self.error = error
-                logger.error("The clock of %s could not be reset: %s", self._gpu.name, error)
+            problem = self._reset()
+        if problem is not None:
+            self.error = self.error or problem
+            logger.error("The clock of %s could not be reset: %s", self._gpu.name, problem)
+
+    def summary(self) -> dict[str, Any]:
+        """What the control did and how fast, for the job's summary.
+
+        Returns:
+            `changes` and `coalesced`, counts; `error`, a text or None; `wake_to_lock_s` (from the
+            thread's knowing of a unit's end to its entering the back end) and `lock_call_s` (from
+            there to the back end's return), each with `median`, `p99`, `max` and `count`, of the
+            latest requests, those held back by the dwell time left out.
+        """
+        latencies_s = list(self._latencies_s)
+        return {
+            "changes": self.changes,
+            "coalesced": self.coalesced,
+            "error": None if self.error is None else str(self.error),
+            "wake_to_lock_s": spread(before for before, _ in latencies_s),
+            "lock_call_s": spread(call for _, call in latencies_s),
+        }
 
     def _run(self) -> None:
         while True:
             try:
-                # Not under the lock, which `request` needs: the time may come from the driver.
-                dwell_left_s = self._dwell_left_s()
-                with self._changed:
-                    self._changed.wait_for(
-                        lambda: self._requests or self._closing, timeout=dwell_left_s
-                    )
-                    if self._closing:
-                        return
-                    taken = self._requests.popleft() if self._requests else None
-                    self._busy = True
-                if taken is not None:
-                    taken[0].synchronize()
-                    self._held_back_mhz = taken[1]
-                if not self._next_is_due():
-                    self._apply_if_dwelt()
+                item = self._take()
+                if isinstance(item, threading.Event):
+                    item.set()
+                    continue
+                if self._closing:
+                    return
+                if self.error is None:
+                    self._serve(item)
             except Exception as error:  # a driver may fail in any way; training must go on
-                self.error = error
-                logger.error("Clock control stops, training goes on: %s", error)
-                # The last clock may be a low one, which would slow the whole pipeline.
-                with contextlib.suppress(Exception):
-                    self._gpu.reset_frequency()
+                self.stop(error)
+
+    def _take(self) -> tuple[Completion, int] | threading.Event | None:
+        """The next item, or None when the time of a change held back has come (or on closing)."""
+        if self._next is not None:
+            item, self._next = self._next, None
+            return item
+        try:
+            return self._queue.get(timeout=self._dwell_left_s())
+        except Empty:
+            return None
+
+    def _serve(self, request: tuple[Completion, int] | None) -> None:
+        due_s = None
+        if request is not None:
+            completion, self._held_back_mhz = request
+            # Waiting gives up the interpreter, and getting it back takes time.
+            if not completion.query():
+                completion.synchronize()
+            due_s = time.monotonic()
+            if self._next_is_due():
+                self.coalesced += 1
                 return
-            finally:
-                with self._changed:
-                    self._busy = False
-                    self._changed.notify_all()
+        self._apply_if_dwelt(due_s)
 
     def _next_is_due(self) -> bool:
         """Whether a newer request has come due while this one waited: then this one is stale."""
-        with self._changed:
-            due = bool(self._requests) and self._requests[0][0].query()
-        self.coalesced += due
-        return due
+        if self._next is None and not self._queue.empty():
+            self._next = self._queue.get()
+        return isinstance(self._next, tuple) and self._next[0].query()
 
-    def _apply_if_dwelt(self) -> None:
+    def _apply_if_dwelt(self, due_s: float | None) -> None:
         target = self._held_back_mhz
-        if target is None or target == self._current_mhz:
+        if target is None or (self._applied == (self._epoch, target) and not self._relock):
             self._held_back_mhz = None
             return
-        now_s = self._gpu.time_s()
-        if now_s - self._last_change_s < self._min_dwell_s:
-            return
+        if self._min_dwell_s > 0.0:  # else the time base, which may be slow, is left alone
+            now_s = self._gpu.time_s()
+            if now_s - self._last_change_s < self._min_dwell_s:
+                return
+            self._last_change_s = now_s
+        applied = (self._epoch, target)
         with self._driver:
-            if self._closing:
+            if self._closing or self.error is not None:
                 return
             self._touched = True
+            entered_s = time.monotonic()
             self._gpu.lock_frequency(target)
+        if due_s is not None:
+            self._latencies_s.append((entered_s - due_s, time.monotonic() - entered_s))
         self._held_back_mhz = None
-        self._current_mhz = target
-        self._last_change_s = now_s
+        self._applied = applied
         self.changes += 1
 
     def _dwell_left_s(self) -> float | None:
-        if self._held_back_mhz is None:
+        if self._held_back_mhz is None or self.error is not None:
             return None
         return max(0.0, self._last_change_s + self._min_dwell_s - self._gpu.time_s())
+
+    def _reset(self) -> Exception | None:
+        """Undo the lock, if there is one, and return what went wrong; `_driver` is held."""
+        if not self._touched:
+            return None
+        try:
+            self._gpu.reset_frequency()
+        except Exception as problem:  # a driver may fail in any way
+            return problem
+        self._touched = False
+        return None
+
+
+def spread(values_s: Iterable[float]) -> dict[str, float | int]:
+    """Median, 99th percentile, maximum and count; only the count where there is nothing."""
+    ordered = sorted(values_s)
+    if not ordered:
+        return {"count": 0}
+    last = len(ordered) - 1
+    return {
+        "median": ordered[round(0.5 * last)],
+        "p99": ordered[round(0.99 * last)],
+        "max": ordered[last],
+        "count": len(ordered),
+    }
+
+
+class _SwitchInterval:
+    """Python's switch interval: ours while somebody holds it, then what it was before."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._before_s = 0.0
+
+    def hold(self) -> None:
+        """Shorten the interval; one that is shorter already stays."""
+        with self._lock:
+            if self._holders == 0:
+                self._before_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._before_s))
+            self._holders += 1
+
+    def release(self) -> None:
+        """Undo one `hold`."""
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0:
+                sys.setswitchinterval(self._before_s)
+
+
+_switch_interval = _SwitchInterval()

@@ -23,6 +23,9 @@ FloatArray = NDArray[np.float64]
 #: Two refreshes of an energy counter.
 METER_MARGIN_S = 0.2
 
+#: Whether one who waits for an event of a unit sleeps until an interrupt, or keeps a core busy.
+BLOCKING_EVENTS = True
+
 
 @dataclass(frozen=True)
 class StageRecord:
@@ -86,22 +89,32 @@ class Executor(Protocol):
 
 
 class CudaExecutor:
-    """CUDA events around each unit; the host waits for them only at the end of the iteration."""
+    """CUDA events around each unit; the host waits for them only at the end of the iteration.
+
+    Events are used again in the iteration after the next: the clock controller's thread may be a
+    few units behind, never an iteration. One that were would wait for a later unit and drop the
+    request as stale.
+    """
+
+    def __init__(self) -> None:
+        self._pool, self._other_pool = _Events(), _Events()
 
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
-        """Record the iteration's start on the current stream."""
+        """Record the iteration's start on the current stream, which all its units run on."""
+        self._pool, self._other_pool = self._other_pool, self._pool
+        self._pool.begin(torch.cuda.current_stream())
         self._begin_s = time.monotonic()
-        self._begin = self._record()
+        self._begin = self._pool.record()
         self._starts: list[torch.cuda.Event] = []
         self._ends: list[torch.cuda.Event] = []
 
     def begin_unit(self, sent_s: float | None) -> None:
         """Record the start behind the receive that the stream waits for."""
-        self._starts.append(self._record())
+        self._starts.append(self._pool.record())
 
     def end_unit(self) -> tuple[float | None, Completion]:
         """Record the end; the event is the completion."""
-        event = self._record()
+        event = self._pool.record()
         self._ends.append(event)
         return None, event
 
@@ -134,10 +147,26 @@ class CudaExecutor:
         """Sleep: no event tells of a refresh."""
         time.sleep(METER_MARGIN_S)
 
-    @staticmethod
-    def _record() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
-        event.record()
+
+class _Events:
+    """CUDA events of one iteration, made once and recorded again in later ones."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+
+    def begin(self, stream: torch.cuda.Stream) -> None:
+        """Start with the first event again; all are recorded on this stream."""
+        self._stream = stream  # looked up once: it would cost as much as the recording does
+        self._used = 0
+
+    def record(self) -> torch.cuda.Event:
+        """Record the next event."""
+        if self._used == len(self._events):
+            event = torch.cuda.Event(enable_timing=True, blocking=BLOCKING_EVENTS)  # type: ignore[no-untyped-call]  # torch's
+            self._events.append(event)
+        event = self._events[self._used]
+        self._used += 1
+        event.record(self._stream)
         return event
 
 

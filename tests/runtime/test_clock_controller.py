@@ -196,7 +196,7 @@ def test_failing_time_base_stops_control_and_not_training(gpu, monkeypatch, call
 
     monkeypatch.setattr(gpu, "time_s", time_s)
     clock.request(1200, Done())
-    clock._thread.join(WAIT_S)
+    wait_for(lambda: clock.error)
     clock.wait_idle()
     assert isinstance(clock.error, GpuError)
     clock.close()
