@@ -34,7 +34,7 @@ TOKEN_VARIABLE = "ZEUSD_TOKEN"
 
 CONTROL_GROUP = "gpu-control"
 REQUEST_TIME_LIMIT_S = 5.0
-"""A lock takes milliseconds; a driver without persistence mode wakes a GPU up for about a second."""
+"""A lock takes milliseconds; without persistence mode the driver wakes a GPU for about a second."""
 
 
 class ZeusdError(GpuError):
@@ -80,6 +80,9 @@ def parse_pci_address(text: str) -> tuple[int, int, int, int]:
 
 
 class _UnixConnection(http.client.HTTPConnection):
+    # A connection that the daemon has closed must not come back unseen: see `_connected`.
+    auto_open = 0
+
     def __init__(self, path: Path, time_limit_s: float) -> None:
         super().__init__("localhost", timeout=time_limit_s)
         self._path = path
@@ -125,7 +128,10 @@ class ZeusdConnection:
         """
         with self._one_at_a_time:
             self._connected()
-            scopes = self._answer("GET", "/auth/whoami").get("scopes")
+            try:
+                scopes = self._answer("GET", "/auth/whoami").get("scopes")
+            except _GoneError as error:
+                raise self._gone(error.reason) from error
         if not isinstance(scopes, list) or CONTROL_GROUP not in scopes:
             raise self._no_right(f"the token allows {scopes}, not {CONTROL_GROUP}")
 

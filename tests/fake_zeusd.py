@@ -1,0 +1,157 @@
+"""A small zeusd over a Unix socket, as its HTTP API is documented; it remembers every request."""
+
+from __future__ import annotations
+
+import json
+import socket
+import socketserver
+import threading
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
+
+GPUS = {
+    "0000:01:00.0": {"id": 0},
+    "0000:41:00.0": {"id": 1},
+}
+ALL_GROUPS = ("gpu-control", "gpu-read", "cpu-read")
+
+
+class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+    request_queue_size = 64
+    daemon: FakeZeusd
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def handle_one_request(self):
+        # A client that goes away in the middle is no failure of a test.
+        with suppress(ConnectionError):
+            super().handle_one_request()
+
+    def do_GET(self):
+        self.server.daemon.handle(self)
+
+    do_POST = do_GET  # noqa: N815 - http.server finds handlers by name
+
+    def log_message(self, *arguments):
+        pass
+
+    def reply(self, status, answer=None):
+        body = b"" if answer is None else json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class FakeZeusd:
+    """Listens from the start; what it offers may be changed at any time.
+
+    Attributes:
+        gpus: {pci_address: {"id": number}}; the fields are those of /discover.
+        tokens: {token: scopes}, None for a daemon that wants no token.
+        fault: (status, answer) given to every write, None for success.
+        offer: what /discover answers instead of the truth.
+        wait_for: cleared by a test that wants writes to take their time.
+        changes: every write that was made, as (path, query).
+        requests: every request, as "METHOD /path".
+        connections: how many were made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.gpus = {address: dict(gpu) for address, gpu in GPUS.items()}
+        self.groups = ALL_GROUPS
+        self.tokens = None
+        self.fault = None
+        self.offer = None
+        self.wait_for = threading.Event()
+        self.wait_for.set()
+        self.in_write = threading.Event()
+        self.changes: list[tuple[str, dict[str, str]]] = []
+        self.requests: list[str] = []
+        self.connections = 0
+        self._open: list[socket.socket] = []
+        self._server: _Server | None = None
+        self.start()
+
+    def start(self):
+        daemon = self
+
+        class Server(_Server):
+            def get_request(self):
+                connection, address = super().get_request()
+                daemon.connections += 1
+                daemon._open.append(connection)
+                return connection, address
+
+        self._server = Server(str(self.path), _Handler)
+        self._server.daemon = self
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def drop_connections(self):
+        """Close what is open, as the daemon does with connections that were idle for long."""
+        for connection in self._open:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._open.clear()
+
+    def stop(self):
+        self._server.shutdown()
+        self._server.server_close()
+        self.drop_connections()
+        self.path.unlink()
+
+    def restart(self):
+        self.stop()
+        self.start()
+
+    def handle(self, request):
+        target = urlsplit(request.path)
+        self.requests.append(f"{request.command} {target.path}")
+        write = target.path.startswith(("/gpu/set_", "/gpu/reset_"))
+        needed = "gpu-control" if write else "gpu-read" if target.path[:5] == "/gpu/" else None
+        token = (request.headers.get("Authorization") or "").removeprefix("Bearer ")
+        if target.path == "/discover":
+            request.reply(200, self.offer if self.offer is not None else self._discovered())
+        elif needed is not None and needed not in self.groups:
+            request.reply(404, {"error": f"API group '{needed}' is not enabled on this server."})
+        elif self.tokens is not None and token not in self.tokens:
+            request.reply(401, {"error": "Authentication required."})
+        elif self.tokens is not None and needed and needed not in self.tokens[token]:
+            request.reply(403, {"error": f"Token does not grant {needed}."})
+        elif target.path == "/auth/whoami":
+            request.reply(200, {"sub": "somebody", "scopes": self.tokens[token]})
+        elif write and request.command == "POST":
+            self._write(request, target.path, dict(parse_qsl(target.query)))
+        else:
+            request.reply(404, {"error": "No such path."})
+
+    def _discovered(self):
+        return {
+            "gpus": [
+                {"name": "fake", "cumulative_energy_available": True, "pci_address": address, **gpu}
+                for address, gpu in self.gpus.items()
+            ],
+            "cpus": [],
+            "enabled_api_groups": list(self.groups),
+            "auth_required": self.tokens is not None,
+        }
+
+    def _write(self, request, path, query):
+        self.in_write.set()
+        assert self.wait_for.wait(60)
+        if self.fault is not None:
+            request.reply(*self.fault)
+        elif query.get("gpu_ids") not in [str(gpu["id"]) for gpu in self.gpus.values()]:
+            request.reply(400, {"error": "No such GPU."})
+        elif query.pop("block", None) not in ("true", "false"):
+            request.reply(400, {"error": "missing field block"})
+        else:
+            self.changes.append((path, query))
+            request.reply(200)

@@ -1,0 +1,42 @@
+"""A GPU to read from, for back ends that set clocks their own way; it refuses to be set itself."""
+
+from envpipe_megatron.gpu.base import ClockState, EnergyReading, Gpu, GpuAddress
+
+UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
+CLOCKS_MHZ = (1410, 1395, 1380, 1200, 210)
+
+
+class PlainReader(Gpu):
+    drives_hardware = False
+    name = "plain"
+    supported_frequencies_mhz = CLOCKS_MHZ
+    requested_frequency_mhz = None
+    observed_frequency_mhz = 1395
+    power_w = 250.0
+
+    def __init__(self, uid=UUID):
+        self.address = GpuAddress("nvml", uid)
+
+    def _lock(self, frequency_mhz):
+        raise AssertionError("a reader's own clock control was used")
+
+    def _reset(self):
+        raise AssertionError("a reader's own clock control was used")
+
+    def clock_state(self):
+        return ClockState(1111, 1395, ("power cap",), 400.0)
+
+    def read_energy(self):
+        return EnergyReading(12.5, 3.0)
+
+    def time_s(self):
+        return 4.0
+
+
+def assert_reads_through(gpu, requested_mhz=None):
+    assert gpu.name == "plain"
+    assert gpu.supported_frequencies_mhz == CLOCKS_MHZ
+    assert (gpu.observed_frequency_mhz, gpu.power_w, gpu.time_s()) == (1395, 250.0, 4.0)
+    assert gpu.read_energy() == EnergyReading(12.5, 3.0)
+    assert gpu.clock_state() == ClockState(requested_mhz, 1395, ("power cap",), 400.0)
+    assert gpu.requested_frequency_mhz == requested_mhz

@@ -1,0 +1,146 @@
+"""The site configuration: what it gives, and what it is refused for."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from envpipe_megatron.gpu import site as site_module
+from envpipe_megatron.gpu.site import SiteConfig, SiteConfigError, read_site, read_site_file
+
+WHOLE = """
+format = "envpipe-site/1"
+[gpu_control]
+backends = ["command", "zeusd"]
+zeusd_socket = "/somewhere/zeusd.sock"
+lock_command = ["/usr/bin/sudo", "-n", "/opt/clock", "--gpu={uuid}", "{index}", "{mhz}"]
+reset_command = ["/opt/clock", "reset", "{index}"]
+command_time_limit_s = 3
+reset_range_mhz = [210, 1410]
+"""
+
+
+def site_of(tmp_path, fields, header='format = "envpipe-site/1"\n[gpu_control]\n'):
+    path = tmp_path / "site.toml"
+    path.write_text(header + fields)
+    path.chmod(0o644)
+    return path
+
+
+def refused(path):
+    with pytest.raises(SiteConfigError) as caught:
+        read_site_file(path)
+    return str(caught.value)
+
+
+def test_all_fields(tmp_path):
+    path = site_of(tmp_path, WHOLE, header="")
+    assert read_site_file(path) == SiteConfig(
+        path,
+        ("command", "zeusd"),
+        Path("/somewhere/zeusd.sock"),
+        ("/usr/bin/sudo", "-n", "/opt/clock", "--gpu={uuid}", "{index}", "{mhz}"),
+        ("/opt/clock", "reset", "{index}"),
+        3.0,
+        (210, 1410),
+    )
+
+
+def test_every_field_is_optional(tmp_path):
+    path = site_of(tmp_path, "", header='format = "envpipe-site/1"\n')
+    assert read_site_file(path) == SiteConfig(path)
+
+
+def test_where_the_file_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(site_module, "DEFAULT_SITE_PATH", tmp_path / "default.toml")
+    assert read_site() == SiteConfig()
+    site_of(tmp_path, "backends = []").rename(tmp_path / "default.toml")
+    assert read_site().backends == ()
+    monkeypatch.setenv("ENVPIPE_SITE_CONFIG", str(site_of(tmp_path, 'backends = ["nvml"]')))
+    assert read_site().backends == ("nvml",)
+
+
+def test_a_named_file_that_is_missing_is_an_error_and_not_the_default(tmp_path, monkeypatch):
+    monkeypatch.setenv("ENVPIPE_SITE_CONFIG", str(tmp_path / "gone.toml"))
+    with pytest.raises(SiteConfigError, match=r"gone\.toml.*ENVPIPE_SITE_CONFIG"):
+        read_site()
+
+
+PAIR = 'lock_command = ["/a", "{uuid}", "{mhz}"]\nreset_command = ["/a", "{uuid}"]\n'
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ('backends = ["nvml", "magic"]', ["gpu_control.backends", "nvml, zeusd, command"]),
+        ('backends = ["nvml", "nvml"]', ["gpu_control.backends", "once"]),
+        ('backends = "nvml"', ["gpu_control.backends", "list of strings", "'nvml'"]),
+        ('zeusd_socket = "zeusd.sock"', ["gpu_control.zeusd_socket", "absolute"]),
+        ("zeusd_socket = 3", ["gpu_control.zeusd_socket"]),
+        ('reset_command = ["/a", "{uuid}"]', ["gpu_control.lock_command", "missing"]),
+        ('lock_command = ["/a", "{uuid}", "{mhz}"]', ["gpu_control.reset_command", "missing"]),
+        ('lock_command = "/a {uuid} {mhz}"', ["gpu_control.lock_command", "list of strings"]),
+        ("lock_command = []", ["gpu_control.lock_command", "absolute path"]),
+        ('lock_command = ["a", "{uuid}", "{mhz}"]', ["gpu_control.lock_command", "absolute path"]),
+        ('lock_command = ["/{uuid}", "{uuid}", "{mhz}"]', ["lock_command", "absolute path"]),
+        ('lock_command = ["/a", "{uuid}"]', ["gpu_control.lock_command", "{mhz}"]),
+        ('lock_command = ["/a", "{mhz}"]', ["gpu_control.lock_command", "{uuid} or {index}"]),
+        ('lock_command = ["/a", "{uuid}", "{mhz}", "{user}"]', ["lock_command", "braces"]),
+        ('lock_command = ["/a", "{uuid}", "{mhz}", "{"]', ["lock_command", "braces"]),
+        ('lock_command = ["/a", "{{uuid}}", "{mhz}"]', ["lock_command", "braces"]),
+        ('lock_command = ["/a\\u0000", "{uuid}", "{mhz}"]', ["lock_command", "NUL"]),
+        ('reset_command = ["/a", "all"]', ["gpu_control.reset_command", "{uuid} or {index}"]),
+        ('reset_command = ["/a", "{uuid}", "{mhz}"]', ["reset_command", "braces", "{index}"]),
+        ("command_time_limit_s = 0", ["gpu_control.command_time_limit_s", "above 0"]),
+        ("command_time_limit_s = inf", ["gpu_control.command_time_limit_s", "above 0"]),
+        ("command_time_limit_s = true", ["gpu_control.command_time_limit_s", "number"]),
+        ("reset_range_mhz = [1410, 210]", ["gpu_control.reset_range_mhz", "lowest"]),
+        ("reset_range_mhz = [0, 210]", ["gpu_control.reset_range_mhz"]),
+        ("reset_range_mhz = [true, 210]", ["gpu_control.reset_range_mhz"]),
+        ("reset_range_mhz = 210", ["gpu_control.reset_range_mhz"]),
+        ("backend = []", ["gpu_control.backend'", "Known", "backends"]),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_file(tmp_path, fields, said):
+    path = site_of(tmp_path, fields)
+    message = refused(path)
+    for part in (str(path), *said):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "'format'"),
+        ('format = "envpipe-site/2"', "envpipe-site/1"),
+        ('format = "envpipe-site/1"\ngpu_control = 3', "'gpu_control' must be a table"),
+        ('format = "envpipe-site/1"\nextra = 3', "'extra'"),
+        ("format = ", "not TOML"),
+    ],
+)
+def test_a_file_that_is_no_site_configuration(tmp_path, text, said):
+    path = site_of(tmp_path, text, header="")
+    message = refused(path)
+    assert str(path) in message
+    assert said in message
+
+
+def test_a_file_that_everybody_may_write_is_refused(tmp_path):
+    path = site_of(tmp_path, PAIR)
+    assert read_site_file(path).lock_command
+    path.chmod(0o646)
+    assert "chmod o-w" in refused(path)
+
+
+def test_root_takes_no_commands_from_another_users_file(tmp_path, monkeypatch):
+    path = site_of(tmp_path, PAIR)
+    stranger = path.stat().st_uid + 1000
+    status = list(path.stat())
+    status[4] = stranger
+    monkeypatch.setattr(os, "fstat", lambda descriptor: os.stat_result(status))
+    monkeypatch.setattr(os, "geteuid", lambda: stranger + 1)
+    assert read_site_file(path).lock_command  # an unprivileged user may trust whom they like
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    message = refused(path)
+    assert "another user" in message
+    assert "chown root" in message
