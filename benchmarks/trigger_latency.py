@@ -1,0 +1,461 @@
+"""How soon after a unit's end the clock request for the next unit reaches the back end.
+
+A training thread launches units as fast as it can; behind each it asks the clock controller for
+another clock. The back end is a dry run that notes the instant at which its lock is entered. On a
+GPU the instants at which units ended are taken from CUDA events and brought to the host's clock:
+an event recorded on an idle stream ends after its recording was called and before a query finds it
+ended, so each such event bounds the difference of the two clocks on both sides. The tightest
+bounds of many, before and after, give the difference, its drift and the error. Without a GPU, a
+second process ends the units and notes when it did.
+
+    python benchmarks/trigger_latency.py --cpu --output results.json
+    ENVPIPE_FORBID_CLOCK_CONTROL=1 python benchmarks/trigger_latency.py --output results.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import mmap
+import multiprocessing
+import os
+import struct
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import click
+import torch
+from torch import nn
+
+from envpipe_megatron import builders
+from envpipe_megatron.gpu.base import FORBID_VARIABLE, clock_control_forbidden
+from envpipe_megatron.gpu.dry_run import DryRunGpu
+from envpipe_megatron.runtime import clock_controller
+from envpipe_megatron.runtime import executor as executor_module
+from envpipe_megatron.runtime.clock_controller import ClockController, spread
+from envpipe_megatron.runtime.completion import Completion
+from envpipe_megatron.runtime.executor import CudaExecutor
+
+#: A stage alone runs a forward and a backward of each.
+MICROBATCHES = 8
+UNITS = 2 * MICROBATCHES
+CLOCKS_MHZ = tuple(range(1980, 330, -15))
+CALIBRATION_EVENTS = 200
+#: The last of so many iterations makes no requests, to see what they cost the training thread.
+PERIOD = 4
+INTERVALS_S = (5e-3, 5e-4, 1e-4)
+
+
+class Device(Protocol):
+    """What ends units: a GPU, or a process that stands in for one."""
+
+    def begin(self) -> None:
+        """Start a measurement."""
+
+    def begin_iteration(self) -> None:
+        """Start an iteration."""
+
+    def begin_unit(self) -> None:
+        """What the runtime does before a unit."""
+
+    def launch(self, position: int) -> None:
+        """Launch a unit's work."""
+
+    def end_unit(self) -> Completion:
+        """What the runtime does behind a unit."""
+
+    def end_iteration(self) -> list[float]:
+        """Wait for the last unit; return the instants of all ends, ns on the device's clock."""
+
+    def finish(self) -> tuple[Callable[[float], float], float]:
+        """Return what brings such an instant to the host's monotonic clock, and its error in ns."""
+
+
+class StampingGpu(DryRunGpu):
+    """A dry run that notes the instant of each lock (ns) and its clock."""
+
+    def __init__(self) -> None:
+        super().__init__(name="dry run", supported_frequencies_mhz=CLOCKS_MHZ)
+        self.entered: list[tuple[int, int]] = []
+
+    def _lock(self, frequency_mhz: int) -> None:
+        self.entered.append((time.monotonic_ns(), frequency_mhz))
+        super()._lock(frequency_mhz)
+
+
+def measure(device: Device, interval_s: float, seconds: float) -> dict[str, Any]:
+    """Run units for some time at one switch interval.
+
+    Returns:
+        Times in microseconds: `trigger_us` from a unit's end to the lock, `after_request_us` from
+        the later of the end and the request; `cost_us`, what the training thread pays a unit; the
+        time of an iteration with and without requests.
+    """
+    clock_controller.SWITCH_INTERVAL_S = interval_s
+    gpu = StampingGpu()
+    device.begin()
+    clock = ClockController(gpu)
+    ends_ns: list[float] = []
+    requests: list[tuple[int, int, int]] = []  # unit, clock, instant
+    costs: dict[str, list[int]] = {"begin_unit": [], "end_unit": [], "request": [], "sum": []}
+    iterations: dict[bool, list[int]] = {True: [], False: []}
+    stop_ns, iteration = time.monotonic_ns() + int(seconds * 1e9), 0
+    now = time.perf_counter_ns
+    while time.monotonic_ns() < stop_ns:
+        requesting = iteration % PERIOD < PERIOD - 1
+        begin_ns = now()
+        device.begin_iteration()
+        for position in range(UNITS):
+            before = now()
+            device.begin_unit()
+            begun = now()
+            device.launch(position)
+            launched = now()
+            completion = device.end_unit()
+            ended = now()
+            unit = iteration * UNITS + position
+            if requesting:
+                frequency = CLOCKS_MHZ[unit % len(CLOCKS_MHZ)]
+                clock.request(frequency, completion)
+                asked = now()
+                requests.append((unit, frequency, time.monotonic_ns()))
+                if iteration >= PERIOD:  # the first iterations warm up
+                    costs["begin_unit"].append(begun - before)
+                    costs["end_unit"].append(ended - launched)
+                    costs["request"].append(asked - ended)
+                    costs["sum"].append(begun - before + asked - launched)
+        ends_ns += device.end_iteration()
+        if iteration >= PERIOD:
+            iterations[requesting].append(now() - begin_ns)
+        iteration += 1
+    clock.wait_idle()
+    clock.close()
+    to_host, error_ns = device.finish()
+    applied = [
+        (entered_ns - to_host(ends_ns[unit]), asked_ns - to_host(ends_ns[unit]))
+        for unit, asked_ns, entered_ns in _matched(requests, gpu.entered)
+        if unit >= PERIOD * UNITS
+    ]
+    return {
+        "units": len(ends_ns),
+        "coalesced": clock.coalesced,
+        "requested_after_end": sum(late_ns > 0 for _, late_ns in applied),
+        "trigger_us": _us(latency_ns for latency_ns, _ in applied),
+        "after_request_us": _us(latency - max(0.0, late) for latency, late in applied),
+        "clock_error_us": error_ns / 1e3,
+        "unit_us": _us(b - a for a, b in itertools.pairwise(ends_ns)),
+        "cost_us": {name: _us(values) for name, values in costs.items()},
+        "iteration_us": {
+            "requests": _us(iterations[True]),
+            "no_requests": _us(iterations[False]),
+        },
+    }
+
+
+def _matched(
+    requests: list[tuple[int, int, int]], entered: list[tuple[int, int]]
+) -> list[tuple[int, int, int]]:
+    """Unit, request's and lock's instant of each request that was applied.
+
+    They are applied in order, some are dropped as stale, and neighbours ask for different clocks.
+    """
+    found = []
+    rest = iter(requests)
+    for entered_ns, frequency in entered:
+        for unit, wanted, asked_ns in rest:
+            if wanted == frequency:
+                found.append((unit, asked_ns, entered_ns))
+                break
+    return found
+
+
+def _us(values_ns: Iterable[float]) -> dict[str, float | int]:
+    return {
+        name: value if name == "count" else round(value / 1e3, 2)
+        for name, value in spread(values_ns).items()
+    }
+
+
+class CudaDevice:
+    """The current GPU, running the layers of a GPT under the runtime's own executor.
+
+    Args:
+        kind: `gpt`, whose units the GPU takes longer for than the host (the training thread blocks
+            in CUDA where it waits for the iteration's end); `small`, whose kernels are so short
+            that the GPU waits for the training thread's launches all the time; `python`, as `gpt`,
+            but the training thread burns bytecode between launches, as long as the GPU computes.
+    """
+
+    def __init__(self, kind: str) -> None:
+        hidden, sequence, layers = (512, 256, 6) if kind == "small" else (4096, 2048, 3)
+        self._layers = nn.ModuleList(Layer(hidden) for _ in range(layers)).cuda().bfloat16()
+        self._input = torch.randn(
+            sequence, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True
+        )
+        self._schedule = builders.one_f_one_b(1, MICROBATCHES)
+        self._executor = CudaExecutor()
+        self._completions: list[Any] = []
+        self._busy_s = 0.0
+        for _ in range(3):
+            torch.cuda.synchronize()
+            begin_s = time.perf_counter()
+            for position in range(UNITS):
+                self.launch(position)
+            torch.cuda.synchronize()
+        if kind == "python":
+            # Less than the GPU takes: how far ahead the launches are changes from unit to unit.
+            self._busy_s = 0.9 * (time.perf_counter() - begin_s) / UNITS
+
+    def begin(self) -> None:
+        """Calibrate the GPU's clock a first time."""
+        torch.cuda.synchronize()
+        self._base = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._base.record()
+        self._base.synchronize()
+        self._before = self._offset_bounds_ns()
+
+    def begin_iteration(self) -> None:
+        """As the interpreter does."""
+        self._completions = []
+        self._executor.begin_iteration(self._schedule, 0)
+
+    def begin_unit(self) -> None:
+        """As the interpreter does."""
+        self._executor.begin_unit(None)
+
+    def launch(self, position: int) -> None:
+        """A forward or the backward of it."""
+        begin_s = time.perf_counter()
+        if position % 2 == 0:
+            hidden = self._input
+            for layer in self._layers:
+                hidden = layer(hidden)
+            self._output = hidden.float().mean()
+        else:
+            self._output.backward()  # type: ignore[no-untyped-call]
+            self._layers.zero_grad()
+        _burn_until(begin_s + self._busy_s)
+
+    def end_unit(self) -> Completion:
+        """As the interpreter does."""
+        _, completion = self._executor.end_unit()
+        self._completions.append(completion)
+        return completion
+
+    def end_iteration(self) -> list[float]:
+        """As the interpreter does, and keep the ends."""
+        self._executor.end_iteration()
+        return [1e6 * self._base.elapsed_time(event) for event in self._completions]
+
+    def finish(self) -> tuple[Callable[[float], float], float]:
+        """Calibrate again, and draw the line between both."""
+        torch.cuda.synchronize()
+        (at_0, low_0, high_0), (at_1, low_1, high_1) = self._before, self._offset_bounds_ns()
+        middle_0, middle_1 = (low_0 + high_0) / 2, (low_1 + high_1) / 2
+        drift = (middle_1 - middle_0) / (at_1 - at_0)
+        error_ns = max(high_0 - low_0, high_1 - low_1) / 2
+        return lambda at_ns: at_ns + middle_0 + drift * (at_ns - at_0), error_ns
+
+    def reading_us(self, repeats: int = 50) -> float:
+        """What the executor pays a unit for reading an iteration's events, microseconds."""
+        self._executor.end_iteration()
+        begin_ns = time.perf_counter_ns()
+        for _ in range(repeats):
+            self._executor.end_iteration()
+        return (time.perf_counter_ns() - begin_ns) / repeats / UNITS / 1e3
+
+    def _offset_bounds_ns(self) -> tuple[float, float, float]:
+        """Instant on the GPU's clock, and bounds of what it is behind the host's there, ns."""
+        low, high, at_ns = -math.inf, math.inf, 0.0
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(CALIBRATION_EVENTS):
+            before_ns = time.monotonic_ns()
+            event.record()
+            while not event.query():  # type: ignore[no-untyped-call]
+                pass
+            after_ns = time.monotonic_ns()
+            at_ns = 1e6 * self._base.elapsed_time(event)
+            low, high = max(low, before_ns - at_ns), min(high, after_ns - at_ns)
+        return at_ns, low, high
+
+
+class Layer(nn.Module):
+    """A transformer layer of many small launches, as frameworks make them."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.heads = hidden // 128
+        self.norm_1, self.norm_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.attention_in, self.attention_out = (
+            nn.Linear(hidden, 3 * hidden),
+            nn.Linear(hidden, hidden),
+        )
+        self.mlp_in, self.mlp_out = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[sequence, hidden] to the same."""
+        length, width = hidden.shape
+        query, key, value = (
+            part.view(length, self.heads, -1).transpose(0, 1)[None]
+            for part in self.attention_in(self.norm_1(hidden)).chunk(3, dim=-1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.attention_out(mixed[0].transpose(0, 1).reshape(length, width))
+        widened: torch.Tensor = nn.functional.gelu(self.mlp_in(self.norm_2(hidden)))
+        return hidden.add(self.mlp_out(widened))
+
+
+class StandIn:
+    """Without a GPU: a second process that ends units in order, each a few ms after the last.
+
+    Args:
+        unit_ms: how long a unit takes.
+    """
+
+    MOST_UNITS = 100_000
+
+    def __init__(self, unit_ms: float = 4.0) -> None:
+        self._unit_s = unit_ms / 1e3
+        self.ends = mmap.mmap(-1, 8 * self.MOST_UNITS)
+        to_device, self._launches = os.pipe()
+        self.ended, from_device = os.pipe()
+        context = multiprocessing.get_context("fork")
+        arguments = (self.ends, to_device, from_device, self._unit_s, self._launches)
+        self._process = context.Process(target=_end_units, args=arguments, daemon=True)
+        self._process.start()
+        os.close(to_device)
+        os.close(from_device)
+        self._count = 0
+
+    def begin(self) -> None:
+        """Nothing to calibrate: both processes read one clock."""
+
+    def begin_iteration(self) -> None:
+        """Note which unit is the first."""
+        self._first = self._count
+
+    def begin_unit(self) -> None:
+        """Nothing to record."""
+
+    def launch(self, position: int) -> None:
+        """Bytecode and short C calls, for less than the unit will take."""
+        _burn_until(time.perf_counter() + 0.9 * self._unit_s)
+
+    def end_unit(self) -> Completion:
+        """Hand the unit over."""
+        os.write(self._launches, b"u")
+        self._count += 1
+        return _Ended(self, self._count - 1)
+
+    def end_iteration(self) -> list[float]:
+        """Wait for the last unit, burning."""
+        while not _Ended(self, self._count - 1).query():
+            _burn_until(0.0)
+        return [float(self.end_ns(unit)) for unit in range(self._first, self._count)]
+
+    def end_ns(self, unit: int) -> int:
+        """When the unit ended, 0 if it has not."""
+        return int(struct.unpack_from("q", self.ends, 8 * unit)[0])
+
+    def finish(self) -> tuple[Callable[[float], float], float]:
+        """One clock, no error."""
+        os.close(self._launches)
+        self._process.join()
+        return lambda at_ns: at_ns, 0.0
+
+
+class _Ended:
+    """That a unit of the stand-in has ended."""
+
+    def __init__(self, device: StandIn, unit: int) -> None:
+        self._device, self._unit = device, unit
+
+    def synchronize(self) -> None:
+        while not self.query():
+            os.read(self._device.ended, 1)
+
+    def query(self) -> bool:
+        return self._device.end_ns(self._unit) != 0
+
+
+def _end_units(ends: mmap.mmap, launches: int, ended: int, unit_s: float, other_end: int) -> None:
+    os.close(other_end)
+    os.set_blocking(ended, False)
+    unit = 0
+    while os.read(launches, 1):
+        time.sleep(unit_s)
+        struct.pack_into("q", ends, 8 * unit, time.monotonic_ns())
+        unit += 1
+        with contextlib.suppress(BlockingIOError):  # then so many are unread that nobody sleeps
+            os.write(ended, b"e")
+
+
+def _burn_until(end_s: float) -> None:
+    """Bytecode and short C calls that never give up the interpreter, up to an instant or once."""
+    numbers = [3.0, 1.0, 2.0]
+    while True:
+        for number in range(60):
+            numbers[number % 3] = math.sqrt(number) + len(numbers)
+        if time.perf_counter() >= end_s:
+            return
+
+
+def compare(kinds: Iterable[str], seconds: float) -> dict[str, Any]:
+    """Measure each kind of training thread at each switch interval and kind of event."""
+    results: dict[str, Any] = {}
+    for kind in kinds:
+        for blocking in (True,) if kind == "cpu" else (True, False):
+            executor_module.BLOCKING_EVENTS = blocking
+            device: Device | None = None if kind == "cpu" else CudaDevice(kind)
+            for interval_s in INTERVALS_S:
+                waiting = "pipe" if kind == "cpu" else "blocking" if blocking else "spinning"
+                name = f"{kind}, {waiting} events, switch interval {1e3 * interval_s:g} ms"
+                results[name] = measure(device or StandIn(), interval_s, seconds)
+            if isinstance(device, CudaDevice):
+                results[name]["reading_events_us"] = device.reading_us()
+    return results
+
+
+def table(results: dict[str, Any]) -> str:
+    """One line a measurement, microseconds."""
+    lines = [
+        f"{'':58}{'trigger latency (us)':>32}{'after request':>16}{'cost a unit (us)':>18}",
+        f"{'':58}{'median':>8}{'p99':>8}{'max':>9}{'count':>7}{'median':>8}{'p99':>8}"
+        f"{'median':>9}{'p99':>9}",
+    ]
+    for name, result in results.items():
+        trigger, asked, cost = (
+            result["trigger_us"],
+            result["after_request_us"],
+            result["cost_us"]["sum"],
+        )
+        if not trigger["count"]:
+            lines.append(f"{name:58} nothing measured")
+            continue
+        lines.append(
+            f"{name:58}{trigger['median']:8.0f}{trigger['p99']:8.0f}{trigger['max']:9.0f}"
+            f"{trigger['count']:7d}{asked['median']:8.0f}{asked['p99']:8.0f}"
+            f"{cost['median']:9.1f}{cost['p99']:9.1f}"
+        )
+    return "\n".join(lines)
+
+
+@click.command()
+@click.option("--cpu", is_flag=True, help="A second process stands in for the GPU.")
+@click.option("--seconds", default=4.0, show_default=True, help="For each line.")
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON file.")
+def main(cpu: bool, seconds: float, output: Path) -> None:
+    """Measure the trigger latency of the clock controller."""
+    if not clock_control_forbidden():
+        raise click.ClickException(f"Set {FORBID_VARIABLE}=1: this only reads.")
+    results = compare(("cpu",) if cpu else ("gpt", "small", "python"), seconds)
+    output.write_text(json.dumps(results, indent=1) + "\n")
+    click.echo(table(results))
+
+
+if __name__ == "__main__":
+    main()
