@@ -72,10 +72,13 @@ class EnergyReading:
         energy_j: the counter's value in J. Only differences of two readings mean anything.
         time_s: the instant of the refresh in s, on the time base of the GPU's `time_s()`. Dividing
             by the difference of these, and not of the instants of reading, gives exact mean power.
+        time_uncertainty_s: the refresh was no further than this from `time_s`, s. 0 where the GPU
+            tells the instant; NVML does not, so its back end finds it by watching the counter.
     """
 
     energy_j: float
     time_s: float
+    time_uncertainty_s: float = 0.0
 
 
 def clock_control_forbidden() -> bool:
