@@ -1,0 +1,221 @@
+"""The folder of leases: where it is, who is trusted with it, and its files without surprises.
+
+Everything is done relative to an opened folder, and no link is ever followed: in a folder that all
+users share, a name may have become something else since it was looked at.
+
+`ENVPIPE_LEASE_DIR` names the folder. Without it, it is `/run/envpipe/leases` where root has made
+that (a job of root makes it; an administrator may have systemd-tmpfiles do so), because a job then
+sees the leases of every user, and otherwise a folder of the user's own in `/tmp`. Not in TMPDIR:
+batch systems give each job another one, and a lease must be found by the next job.
+"""
+
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from envpipe_megatron.gpu.base import GpuError
+
+LEASE_DIR_VARIABLE = "ENVPIPE_LEASE_DIR"
+SHARED_FOLDER = Path("/run/envpipe/leases")
+OWN_FOLDERS = Path("/tmp")
+_OWN_PREFIX = "envpipe-leases-"
+_MAX_BYTES = 64 * 1024
+
+
+class LeaseFolderError(GpuError):
+    """The folder of leases is missing, or somebody could tamper with it."""
+
+
+def new_lease_folder() -> Path:
+    """Return the folder in which this process's leases belong."""
+    given = os.environ.get(LEASE_DIR_VARIABLE)
+    if given:
+        return Path(given).absolute()
+    if SHARED_FOLDER.is_dir() or (
+        os.geteuid() == 0 and os.access(SHARED_FOLDER.parents[1], os.W_OK)
+    ):
+        return SHARED_FOLDER
+    return OWN_FOLDERS / f"{_OWN_PREFIX}{os.geteuid()}"
+
+
+def existing_lease_folders() -> list[Path]:
+    """Return every folder in which leases may lie that concern this process.
+
+    Beside the one for new leases: that of before root made the shared one, and, for root, the own
+    folders of all users.
+    """
+    first = new_lease_folder()
+    found = [first]
+    if not os.environ.get(LEASE_DIR_VARIABLE):
+        user = "*" if os.geteuid() == 0 else str(os.geteuid())
+        found += [path for path in OWN_FOLDERS.glob(f"{_OWN_PREFIX}{user}") if path != first]
+    return [path for path in found if path.is_dir() or path.is_symlink()]
+
+
+@contextmanager
+def opened_folder(path: Path, *, create: bool = False) -> Iterator[int]:
+    """Give a descriptor of a folder of leases that nobody else can tamper with.
+
+    Args:
+        path: the folder.
+        create: make it where it is missing, open to all users and sticky; its parent must exist,
+            but for that of `SHARED_FOLDER`.
+
+    Raises:
+        LeaseFolderError: missing, no folder, a link, owned by a stranger (his own folder, looked at
+            by root, excepted), or writable by others without the sticky bit.
+    """
+    if create:
+        _make(path)
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise LeaseFolderError(
+            f"The folder of leases cannot be used: {error.strerror}",
+            value=str(path),
+            remedy=f"Make it a folder with mode 1777, or set {LEASE_DIR_VARIABLE}",
+        ) from error
+    try:
+        _refuse_unsafe(path, os.fstat(folder))
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _make(path: Path) -> None:
+    try:
+        if path == SHARED_FOLDER:
+            path.parent.mkdir(mode=0o755, exist_ok=True)
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        return
+    except OSError as error:
+        raise LeaseFolderError(
+            f"The folder of leases cannot be made: {error.strerror}",
+            value=str(path),
+            remedy=f"Make it with mode 1777, or set {LEASE_DIR_VARIABLE}",
+        ) from error
+    path.chmod(0o1777)  # ours since a moment, and mkdir's mode is cut by the umask
+
+
+def _refuse_unsafe(path: Path, status: os.stat_result) -> None:
+    trusted = {0, os.geteuid()}
+    if os.geteuid() == 0:
+        own = re.fullmatch(rf"{re.escape(_OWN_PREFIX)}([0-9]+)", path.name)
+        if own and path.parent == OWN_FOLDERS:
+            trusted.add(int(own[1]))
+    if status.st_uid not in trusted:
+        raise LeaseFolderError(
+            f"The folder of leases {path} belongs to a stranger, who could delete leases",
+            value=f"uid {status.st_uid}",
+            remedy=f"Let root make {SHARED_FOLDER} with mode 1777, or set {LEASE_DIR_VARIABLE}",
+        )
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        raise LeaseFolderError(
+            f"Others may delete leases in {path}: it is writable for them and not sticky",
+            value=stat.filemode(status.st_mode),
+            remedy=f"chmod +t {path}",
+        )
+
+
+class LeaseFile:
+    """An opened file of a folder of leases.
+
+    Its `flock` belongs to this opened file: it ends with `close` or with the process.
+    """
+
+    def __init__(self, name: str, descriptor: int) -> None:
+        self._name = name
+        self._descriptor = descriptor
+
+    @classmethod
+    def create(cls, folder: int, name: str) -> "LeaseFile | None":
+        """Create a file that does not exist; None where it does. May raise OSError."""
+        # Never opened for writing where it exists: a sticky folder's protection
+        # (fs.protected_regular) refuses that with another error for another user's file.
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            descriptor = os.open(name, flags, 0o644, dir_fd=folder)
+        except FileExistsError:
+            return None
+        os.fchmod(descriptor, 0o644)  # whatever the umask: other users must see who holds the GPU
+        return cls(name, descriptor)
+
+    @classmethod
+    def open(cls, folder: int, name: str) -> "LeaseFile | None":
+        """Open a file for reading; None where there is none.
+
+        Raises:
+            LeaseFolderError: something else than a regular file has that name.
+            OSError: it cannot be opened.
+        """
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if stat.S_ISREG(status.st_mode):
+                descriptor = os.open(name, flags, dir_fd=folder)
+                if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    return cls(name, descriptor)
+                os.close(descriptor)
+        except FileNotFoundError:
+            return None
+        raise LeaseFolderError(
+            "Something that is not a regular file lies among the leases",
+            value=name,
+            remedy="Find out who put it there, and delete it",
+        )
+
+    def try_lock(self) -> bool:
+        """Take the lock unless another opened file has it."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def is_locked(self) -> bool:
+        """Return whether another opened file has the lock."""
+        try:
+            # Shared, so that two who look at once do not see each other.
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        return False
+
+    def is_current(self, folder: int) -> bool:
+        """Return whether the name still means this file in its folder."""
+        try:
+            there = os.stat(self._name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, os.fstat(self._descriptor))
+
+    def read(self) -> bytes:
+        """Return its content, of a file that is far too large its beginning."""
+        return os.pread(self._descriptor, _MAX_BYTES, 0)
+
+    def write(self, content: bytes) -> None:
+        """Write the content of a new file. May raise OSError."""
+        if os.write(self._descriptor, content) != len(content):
+            raise OSError("no space for a whole lease")
+
+    def owner_uid(self) -> int:
+        """Return the user who made it."""
+        return os.fstat(self._descriptor).st_uid
+
+    def unlink(self, folder: int) -> None:
+        """Delete it, where the name still means it in its folder. May raise OSError."""
+        if self.is_current(folder):
+            os.unlink(self._name, dir_fd=folder)
+
+    def close(self) -> None:
+        """Give back its lock and close it."""
+        # Said aloud: a child that was forked in between has the same opened file, and would keep
+        # the lock as long as it lives.
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)

@@ -1,0 +1,133 @@
+"""Which process it is, so that a number that the kernel gave to another one does not deceive."""
+
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+_POLL_S = 0.1
+_SO_PEERPIDFD = 77  # Linux 6.5; Python has no name for it yet
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """A process of this machine, for as long as the machine runs.
+
+    Attributes:
+        pid: its number in `pid_namespace`.
+        start_ticks: when it started, in clock ticks since boot.
+        pid_namespace: inode of the PID namespace in which it was looked at.
+    """
+
+    pid: int
+    start_ticks: int
+    pid_namespace: int
+
+    @classmethod
+    def of(cls, pid: int) -> Self | None:
+        """Return the identity of a process, None where there is none (any more)."""
+        fields = _stat_fields(pid)
+        return None if fields is None else cls(pid, int(fields[19]), _own_namespace())
+
+    def is_alive(self) -> bool | None:
+        """Return whether it lives; None where that cannot be told from this PID namespace.
+
+        A zombie is dead unless one of its threads is still at work, for example in the driver.
+        """
+        if self.pid_namespace != _own_namespace():
+            return None
+        fields = _stat_fields(self.pid)
+        if fields is None:
+            return _number_in_use(self.pid)
+        if int(fields[19]) != self.start_ticks:
+            return False
+        return fields[0] not in "ZX" or int(fields[17]) > 1
+
+
+def _stat_fields(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat from the state on; the name before it may hold anything."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    return text[text.rindex(")") + 1 :].split()
+
+
+def _number_in_use(pid: int) -> bool:
+    # /proc may be mounted so that it hides other users' processes; the kernel still tells.
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _own_namespace() -> int:
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
+def peer_uid_and_pid(connection: socket.socket) -> tuple[int, int]:
+    """Return who connected a Unix socket, or listens at its other end, as the kernel says.
+
+    The pid is 0 where the peer lives outside this PID namespace.
+    """
+    size = struct.calcsize("3i")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return uid, pid
+
+
+def open_peer_pidfd(connection: socket.socket) -> int | None:
+    """Return a descriptor that becomes readable when the peer has ended, None without support.
+
+    Raises:
+        ProcessLookupError: the peer has ended already.
+    """
+    try:
+        size = struct.calcsize("i")
+        given = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, size)
+        return int(struct.unpack("i", given)[0])
+    except OSError:
+        return open_pidfd(peer_uid_and_pid(connection)[1])
+
+
+def open_pidfd(pid: int) -> int | None:
+    """Return a descriptor that becomes readable when a process has ended, None without support.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except (OSError, AttributeError):  # before Linux 5.3, or a Python built there
+        return None
+
+
+def wait_for_any_end(processes: Sequence[ProcessIdentity], timeout_s: float) -> None:
+    """Return when one of some processes has ended, or after `timeout_s` seconds."""
+    descriptors = []
+    try:
+        for process in processes:
+            try:
+                descriptor = open_pidfd(process.pid)
+            except ProcessLookupError:
+                return
+            if descriptor is None:
+                time.sleep(min(_POLL_S, timeout_s))
+                return
+            descriptors.append(descriptor)
+            if process.is_alive() is False:
+                return
+        select.select(descriptors, [], [], timeout_s)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
