@@ -3,19 +3,55 @@
 from __future__ import annotations
 
 from envpipe_megatron.gpu.base import Gpu, GpuAddress, GpuError
+from envpipe_megatron.gpu.site import SiteConfig, read_site
+
+BACKENDS = ("nvml", "zeusd", "command", "dry_run", "none", "emulated")
 
 
-def open_gpu(address: GpuAddress) -> Gpu:
+def open_gpu(address: GpuAddress, site: SiteConfig | None = None) -> Gpu:
     """Open a GPU by its address, in any process of the node.
 
     Back ends are imported when asked for: a guard loads no more than it needs.
 
+    Args:
+        address: back end and uid. The back end `none` opens a GPU for reading alone.
+        site: the site configuration, None for this machine's.
+
     Raises:
-        GpuError: an unknown back end, or one that cannot open this GPU.
+        GpuError: an unknown back end, one that cannot open this GPU, or a site configuration that
+            is wrong.
     """
     if address.backend == "emulated":
         from envpipe_megatron.gpu.emulated import EmulatedGpu
 
         root, _, index = address.uid.rpartition("#")
         return EmulatedGpu.open(root, int(index))
-    raise GpuError("Unknown GPU back end", value=address.backend, remedy="Use one of emulated.")
+    if address.backend not in BACKENDS:
+        raise GpuError(
+            "Unknown GPU back end",
+            value=address.backend,
+            remedy=f"Use one of {', '.join(BACKENDS)}.",
+        )
+    from envpipe_megatron.gpu.nvml import NvmlGpu
+
+    if site is None:
+        site = read_site()
+    gpu = NvmlGpu(address.uid, reset_range_mhz=site.reset_range_mhz)
+    if address.backend == "zeusd":
+        from envpipe_megatron.gpu.zeusd import ZeusdConnection, ZeusdGpu, zeusd_socket
+
+        connection = ZeusdConnection(zeusd_socket(site))
+        return ZeusdGpu(gpu, gpu.pci_bus_id, connection, site.reset_range_mhz)
+    if address.backend == "command":
+        from envpipe_megatron.gpu.command import CommandGpu
+
+        return CommandGpu(gpu, gpu.index, site)
+    if address.backend == "dry_run":
+        from envpipe_megatron.gpu.dry_run import DryRunGpu
+
+        return DryRunGpu(gpu)
+    if address.backend == "none":
+        from envpipe_megatron.gpu.read_through import ReadOnlyGpu
+
+        return ReadOnlyGpu(gpu)
+    return gpu

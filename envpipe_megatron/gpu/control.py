@@ -1,0 +1,258 @@
+"""Which back end may change clocks on this machine, learned by reading alone.
+
+Nothing here tries a lock or a reset to find out whether it may: rights are read from the process's
+capabilities, from sockets and from files. What says yes can therefore still be refused by the
+driver (a script's sudo rule, a virtual GPU); what says no has a reason and a remedy.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from envpipe_megatron.gpu.base import (
+    FORBID_VARIABLE,
+    Gpu,
+    GpuAddress,
+    GpuError,
+    GpuPermissionError,
+    clock_control_forbidden,
+)
+from envpipe_megatron.gpu.opening import open_gpu
+from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, SiteConfig, in_user_namespace
+from envpipe_megatron.gpu.zeusd import CONTROL_GROUP, ZeusdConnection, zeusd_socket
+
+CHOICES = ("auto", *HARDWARE_BACKENDS, "dry_run", "emulated", "none")
+"""What `--envpipe-gpu-control` takes."""
+
+_CAP_SYS_ADMIN = 21
+_ZEUSD_LOOK_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Whether a back end may change clocks here.
+
+    Attributes:
+        backend: `nvml`, `zeusd` or `command`.
+        allowed: as far as reading tells.
+        reason: the evidence, for yes or no.
+        remedy: what makes it allowed; empty where it is.
+    """
+
+    backend: str
+    allowed: bool
+    reason: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenControl:
+    """The back end that changes a job's clocks, and why this one.
+
+    Attributes:
+        wanted: one of `CHOICES`.
+        backend: the back end; None where clocks stay as they are and GPUs are only read.
+        why: one sentence.
+        remedies: what would allow control, one sentence a back end; empty with a back end.
+    """
+
+    wanted: str
+    backend: str | None
+    why: str
+    remedies: tuple[str, ...] = ()
+
+    @property
+    def warning(self) -> str | None:
+        """The one text to warn with where control was wanted and none is allowed, else None."""
+        if self.backend is not None or self.wanted == "none":
+            return None
+        return (
+            f"Clocks are not controlled: {self.why}. Training runs at baseline clocks, and energy "
+            f"is measured all the same. {' '.join(self.remedies)}".rstrip()
+        )
+
+
+def check_controls(site: SiteConfig) -> tuple[Control, ...]:
+    """Say of each back end that drives hardware whether it is allowed here, in `auto`'s order.
+
+    Those that the site does not allow come last. Reads only: see the module.
+    """
+    order = [*site.backends, *(name for name in HARDWARE_BACKENDS if name not in site.backends)]
+    return tuple(_check(name, site) for name in order)
+
+
+def _check(backend: str, site: SiteConfig) -> Control:
+    if clock_control_forbidden():
+        return Control(
+            backend, False, f"{FORBID_VARIABLE} is set", f"Unset {FORBID_VARIABLE} where you may"
+        )
+    if backend not in site.backends:
+        return Control(
+            backend,
+            False,
+            f"the site's configuration {site.path} does not allow it",
+            f"Ask to have {backend!r} added to 'gpu_control.backends' there",
+        )
+    try:
+        from envpipe_megatron.gpu.nvml import list_nvml_gpus
+
+        gpus = list_nvml_gpus()
+    except GpuError as error:
+        return Control(backend, False, f"GPUs cannot be read: {error.what}", error.remedy)
+    if not gpus:
+        return Control(backend, False, "NVML sees no GPU", "Make GPUs visible to this process")
+    look = _LOOKS[backend]
+    return look(site)
+
+
+def _look_at_nvml(site: SiteConfig) -> Control:
+    if not has_sys_admin():
+        user = f"user {os.geteuid()} has no CAP_SYS_ADMIN"
+        remedy = (
+            "Start the container with --cap-add SYS_ADMIN, or give it the socket of a zeusd"
+            if os.geteuid() == 0
+            else "Nothing needs to run as root: have an administrator run zeusd, or grant a "
+            "command in the site configuration"
+        )
+        return Control("nvml", False, user, remedy)
+    if in_user_namespace():
+        return Control(
+            "nvml",
+            False,
+            "CAP_SYS_ADMIN here is that of a user namespace (a rootless container), which the "
+            "driver does not take",
+            "Give the container the socket of a zeusd that runs outside",
+        )
+    return Control("nvml", True, f"user {os.geteuid()} has CAP_SYS_ADMIN")
+
+
+def has_sys_admin() -> bool:
+    """Whether this process has the capability that the driver asks of who locks clocks."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return os.geteuid() == 0
+    effective = next(
+        (line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")), "0"
+    )
+    return bool(int(effective, 16) >> _CAP_SYS_ADMIN & 1)
+
+
+def _look_at_zeusd(site: SiteConfig) -> Control:
+    connection = ZeusdConnection(zeusd_socket(site), _ZEUSD_LOOK_S)
+    try:
+        offer = connection.discover()
+        if CONTROL_GROUP not in offer.groups:
+            return Control(
+                "zeusd",
+                False,
+                f"zeusd at {connection.path} offers {', '.join(sorted(offer.groups)) or 'nothing'}",
+                f"Start zeusd with --enable {CONTROL_GROUP}",
+            )
+        if offer.auth_required:
+            connection.check_token()
+    except GpuError as error:
+        return Control("zeusd", False, _lower(error.what), error.remedy)
+    finally:
+        connection.close()
+    return Control("zeusd", True, f"zeusd at {connection.path} offers {CONTROL_GROUP} to this user")
+
+
+def _look_at_command(site: SiteConfig) -> Control:
+    if not site.lock_command:
+        where = f"in {site.path}" if site.path else "(there is no site configuration)"
+        return Control(
+            "command",
+            False,
+            f"no lock_command is set {where}",
+            "Set lock_command and reset_command in the site configuration",
+        )
+    for program in (site.lock_command[0], site.reset_command[0]):
+        if not os.access(program, os.X_OK) or not Path(program).is_file():
+            return Control(
+                "command",
+                False,
+                f"this user cannot run {program}",
+                f"Correct the command in {site.path}, or make it executable",
+            )
+    return Control("command", True, f"{site.path} names commands that this user can run")
+
+
+_LOOKS: dict[str, Callable[[SiteConfig], Control]] = {
+    "nvml": _look_at_nvml,
+    "zeusd": _look_at_zeusd,
+    "command": _look_at_command,
+}
+
+
+def choose_control(wanted: str, site: SiteConfig, *, require: bool = False) -> ChosenControl:
+    """Choose the back end that changes a job's clocks.
+
+    `auto` takes the first that is allowed. One that is named is taken or not; no other takes its
+    place, since its user had a reason.
+
+    Args:
+        wanted: one of `CHOICES`.
+        site: this machine's site configuration.
+        require: whether a job without control is an error instead of a warning.
+
+    Raises:
+        GpuPermissionError: control is required and none is allowed, or what is wanted is none.
+        GpuError: `wanted` is not a choice.
+    """
+    if wanted not in CHOICES:
+        raise GpuError(
+            "Unknown way to control clocks", value=wanted, remedy=f"Use {', '.join(CHOICES)}."
+        )
+    if require and wanted in ("none", "dry_run"):
+        raise GpuPermissionError(
+            "Clock control is required, and what was chosen changes no clock",
+            value=wanted,
+            remedy="Choose another --envpipe-gpu-control, or leave --envpipe-require-control out.",
+        )
+    if wanted == "none":
+        return ChosenControl(wanted, None, "none was asked for")
+    if wanted in ("dry_run", "emulated"):
+        return ChosenControl(wanted, wanted, "it was asked for, and changes no real GPU")
+    chosen = _first_allowed(wanted, check_controls(site))
+    if require and chosen.backend is None:
+        raise GpuPermissionError(
+            f"Clock control is required: {chosen.why}", remedy=" ".join(chosen.remedies)
+        )
+    return chosen
+
+
+def _first_allowed(wanted: str, controls: Sequence[Control]) -> ChosenControl:
+    considered = [control for control in controls if wanted in ("auto", control.backend)]
+    for control in considered:
+        if control.allowed:
+            first = "the first that is allowed" if wanted == "auto" else "asked for and allowed"
+            return ChosenControl(wanted, control.backend, f"{first}: {control.reason}")
+    # One reason that all share, as the forbid variable is, is said once.
+    reasons = list(dict.fromkeys(control.reason for control in considered))
+    remedies = tuple(
+        dict.fromkeys(f"{control.remedy}." for control in considered if control.remedy)
+    )
+    if len(reasons) == 1:
+        return ChosenControl(wanted, None, f"not allowed, {reasons[0]}", remedies)
+    each = "; ".join(f"{control.backend}: {control.reason}" for control in considered)
+    return ChosenControl(wanted, None, f"none is allowed ({each})", remedies)
+
+
+def open_controlled(uid: str, chosen: ChosenControl, site: SiteConfig) -> Gpu:
+    """Open a GPU under the back end that was chosen, for reading alone where there is none.
+
+    Args:
+        uid: the GPU's UUID, of an emulated one its folder and index.
+        chosen: what `choose_control` said.
+        site: this machine's site configuration.
+
+    Raises:
+        GpuError: the back end cannot open this GPU.
+    """
+    return open_gpu(GpuAddress(chosen.backend or "none", uid), site)
+
+
+def _lower(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]
