@@ -1,0 +1,183 @@
+"""What doctor says about packages, told from their files.
+
+None is imported: torch takes seconds, and a package built for another CUDA can end the process.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from envpipe_megatron.cli.doctor_checks import Check, looked
+
+SUPPORTED_MEGATRON_CORE = ((0, 16, 1), (0, 17))
+"""Oldest that the integration runs with, and oldest that it does not know."""
+
+_INSTALL = "pip install 'envpipe-megatron[{extra}]'"
+
+
+def software_checks(driver_cuda: tuple[int, int] | None) -> list[Check]:
+    """Look at each package that a job may use.
+
+    Args:
+        driver_cuda: newest CUDA version (major, minor) that the driver runs, None if unknown.
+    """
+    looks: dict[str, Callable[[], Check]] = {
+        "torch": partial(_torch, driver_cuda),
+        "megatron-core": _megatron_core,
+        "nvidia-ml-py": _nvidia_ml_py,
+        "NVIDIA Apex": _apex,
+        "Transformer Engine": _transformer_engine,
+        "DeepSpeed": _deepspeed,
+        "zeus": _zeus,
+    }
+    return [looked("software", name, look) for name, look in looks.items()]
+
+
+def _check(name: str, ok: bool, evidence: str, remedy: str = "") -> Check:
+    return Check("software", name, ok, evidence, "" if ok else remedy)
+
+
+def version_of(*distributions: str) -> str | None:
+    """Return the version of the first distribution that is installed, None if none is."""
+    for distribution in distributions:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def folder_of(module: str) -> Path | None:
+    """Return the folder of a top-level package, found and not imported; None if there is none."""
+    spec = find_spec(module)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def constants_of(path: Path) -> dict[str, object]:
+    """Return the names that a Python file sets to plain values, read and not run."""
+    found: dict[str, object] = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.AnnAssign):
+            target: ast.expr = node.target
+        elif isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target = node.targets[0]
+        else:
+            continue
+        if isinstance(target, ast.Name) and isinstance(node.value, ast.Constant):
+            found[target.id] = node.value.value
+    return found
+
+
+def _torch(driver_cuda: tuple[int, int] | None) -> Check:
+    folder = folder_of("torch")
+    if folder is None:
+        return _check("torch", False, "not installed", _INSTALL.format(extra="megatron"))
+    built = constants_of(folder / "version.py")
+    version, cuda = built.get("__version__"), built.get("cuda")
+    if not isinstance(cuda, str):
+        return _check(
+            "torch",
+            False,
+            f"{version}, built without CUDA",
+            "Good for the quickstart; for GPUs install a CUDA build (https://pytorch.org)",
+        )
+    evidence = f"{version}, built for CUDA {cuda}"
+    if driver_cuda is not None:
+        evidence += f"; the driver runs CUDA {driver_cuda[0]}.{driver_cuda[1]}"
+        if int(cuda.split(".")[0]) > driver_cuda[0]:
+            remedy = f"Install a torch for CUDA {driver_cuda[0]}, or a newer driver"
+            return _check("torch", False, evidence, remedy)
+    return _check("torch", True, evidence)
+
+
+def _megatron_core() -> Check:
+    name = "megatron-core"
+    lowest, beyond = (".".join(map(str, version)) for version in SUPPORTED_MEGATRON_CORE)
+    wanted = f"Use {lowest} or newer, below {beyond}: {_INSTALL.format(extra='megatron')}"
+    folder = folder_of("megatron")
+    package_info = folder / "core" / "package_info.py" if folder else None
+    if package_info is None or not package_info.is_file():
+        return _check(name, False, "not installed", wanted)
+    said = constants_of(package_info)
+    version = tuple(
+        part for key in ("MAJOR", "MINOR", "PATCH") if type(part := said.get(key)) is int
+    )
+    evidence = f"{'.'.join(map(str, version))} at {package_info.parent}"
+    supported = SUPPORTED_MEGATRON_CORE[0] <= version < SUPPORTED_MEGATRON_CORE[1]
+    return _check(name, supported, evidence, wanted)
+
+
+def _nvidia_ml_py() -> Check:
+    version, shim = version_of("nvidia-ml-py"), version_of("pynvml")
+    remedy = "pip install nvidia-ml-py"
+    if version is None:
+        return _check("nvidia-ml-py", False, "not installed", remedy)
+    if shim is not None and _major(shim) < 12:
+        # Before 12 that package had a module of the same name; since then it only depends on ours.
+        evidence = f"{version}, but the package pynvml {shim} has a module of the same name"
+        return _check("nvidia-ml-py", False, evidence, f"pip uninstall pynvml; {remedy}")
+    return _check("nvidia-ml-py", True, version)
+
+
+def _major(version: str) -> int:
+    match = re.match(r"\d+", version)
+    return int(match[0]) if match else 0
+
+
+def _apex() -> Check:
+    name = "NVIDIA Apex"
+    remedy = (
+        "Not needed. Megatron uses it where Transformer Engine is missing; build it from "
+        "https://github.com/NVIDIA/apex, never from PyPI, whose `apex` is something else"
+    )
+    folder = folder_of("apex")
+    if folder is None:
+        return _check(name, False, "not installed", remedy)
+    if not all((folder / part).is_dir() for part in ("multi_tensor_apply", "normalization")):
+        return _check(
+            name,
+            False,
+            f"{folder} is another package of that name, as PyPI's `apex` is",
+            f"pip uninstall apex: Megatron would import it. {remedy}",
+        )
+    built = {
+        "amp_C": "fused optimizers",
+        "fused_weight_gradient_mlp_cuda": "fused gradient accumulation",
+    }
+    return _check(name, True, f"{version_of('apex')} with {_extensions(built)}")
+
+
+def _extensions(built: Mapping[str, str]) -> str:
+    there = [what for module, what in built.items() if find_spec(module) is not None]
+    return " and ".join(there) or "no CUDA extension built"
+
+
+def _transformer_engine() -> Check:
+    name = "Transformer Engine"
+    version = version_of("transformer-engine")
+    if version is None or folder_of("transformer_engine") is None:
+        remedy = (
+            "Not needed. Megatron's default layers use it: pip install transformer-engine[pytorch]"
+        )
+        return _check(name, False, "not installed, or in parts", remedy)
+    return _check(name, True, version)
+
+
+def _deepspeed() -> Check:
+    version = version_of("deepspeed")
+    remedy = f"Needed for Megatron-DeepSpeed alone: {_INSTALL.format(extra='deepspeed')}"
+    return _check("DeepSpeed", version is not None, version or "not installed", remedy)
+
+
+def _zeus() -> Check:
+    version = version_of("zeus", "zeus-ml")
+    remedy = "Not needed: EnvPipe speaks to zeusd itself. pip install zeus for Zeus's own meters"
+    return _check("zeus", version is not None, version or "not installed", remedy)
