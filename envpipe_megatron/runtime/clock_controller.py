@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.gpu.base import Gpu, GpuError
 from envpipe_megatron.runtime.completion import Completion
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 #: Python's switch interval while a controller lives, s.
 SWITCH_INTERVAL_S = 1e-4
 
-#: How long `close` waits for the thread, which may be waiting for a GPU that hangs.
+#: How long to wait for the thread or a call of the driver: GPU and driver may hang.
 _JOIN_S = 2.0
 
 #: How often one who waits for the thread looks whether it is still there.
@@ -107,9 +107,9 @@ class ClockController:
                 return
             self.error = error
         logger.error("Clock control of %s stops, training goes on: %s", self._gpu.name, error)
-        # The last clock may be a low one, which would slow the whole pipeline.
-        with self._driver:
-            self._reset()
+        # The last clock may be a low one, which would slow the whole pipeline. Where the driver
+        # refuses this too, `close` tries again, and says so.
+        self._give_back()
 
     def wait_idle(self) -> None:
         """Return when every request made so far has been applied, held back, or given up."""
@@ -122,16 +122,16 @@ class ClockController:
     def close(self) -> None:
         """Stop the thread and undo its lock, if it ever set one; safe to call twice.
 
-        The reset does not wait for a GPU that never finishes a unit. If the driver refuses it, that
-        is logged, and kept in `error` unless an earlier error is there.
+        The reset does not wait for a GPU that never finishes a unit, nor long for a driver that
+        does not come back from a lock (the thread resets the clock if it ever does). If it fails,
+        that is logged, and kept in `error` unless an earlier error is there.
         """
         if not self._closing:
             self._closing = True
             self._queue.put(None)
             _switch_interval.release()
         self._thread.join(_JOIN_S)
-        with self._driver:
-            problem = self._reset()
+        problem = self._give_back()
         if problem is not None:
             self.error = self.error or problem
             logger.error("The clock of %s could not be reset: %s", self._gpu.name, problem)
@@ -214,6 +214,9 @@ class ClockController:
             self._touched = True
             entered_s = time.monotonic()
             self._gpu.lock_frequency(target)
+            if self._closing or self.error is not None:
+                self._reset()  # the one who wanted that did not wait
+                return
         if due_s is not None:
             self._latencies_s.append((entered_s - due_s, time.monotonic() - entered_s))
         self._held_back_mhz = None
@@ -225,8 +228,17 @@ class ClockController:
             return None
         return max(0.0, self._last_change_s + self._min_dwell_s - self._gpu.time_s())
 
+    def _give_back(self) -> Exception | None:
+        """Undo the lock, if there is one, and return what went wrong."""
+        if not self._driver.acquire(timeout=_JOIN_S):
+            return GpuError("A call that locks the clock does not return", value=self._gpu.name)
+        try:
+            return self._reset()
+        finally:
+            self._driver.release()
+
     def _reset(self) -> Exception | None:
-        """Undo the lock, if there is one, and return what went wrong; `_driver` is held."""
+        """As `_give_back`, while `_driver` is held."""
         if not self._touched:
             return None
         try:

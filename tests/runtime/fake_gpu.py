@@ -28,6 +28,7 @@ class FakeGpu(Gpu):
     refresh_s: float = 0.1
     history: list[int | None] = field(default_factory=list)
     error: Exception | None = None
+    reset_error: Exception | None = None
     #: Cleared by a test that wants the driver to take its time.
     driver: threading.Event = field(default_factory=threading.Event)
     in_driver: threading.Event = field(default_factory=threading.Event)
@@ -43,6 +44,8 @@ class FakeGpu(Gpu):
         self.history.append(frequency_mhz)
 
     def _reset(self) -> None:
+        if self.reset_error is not None:
+            raise self.reset_error
         self.history.append(None)
 
     @property

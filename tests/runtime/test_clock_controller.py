@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -233,3 +236,168 @@ def test_close_resets_though_a_unit_never_ends(gpu, monkeypatch):
     unit.end()
     clock._thread.join(WAIT_S)
     assert gpu.history == [1000, None]  # no lock outlives the reset
+
+
+def test_close_does_not_wait_for_a_driver_that_hangs(gpu, monkeypatch):
+    """When the driver comes back after all, the clock does not stay locked."""
+    monkeypatch.setattr(clock_controller, "_JOIN_S", 0.05)
+    clock = ClockController(gpu)
+    gpu.driver.clear()
+    clock.request(1000, Done())
+    assert gpu.in_driver.wait(WAIT_S)
+    clock.close()
+    assert gpu.history == []
+    assert isinstance(clock.error, GpuError)
+    gpu.driver.set()
+    clock._thread.join(WAIT_S)
+    assert_given_back(gpu, after=[1000])
+
+
+def test_refused_reset_is_told_and_does_not_hide_an_earlier_error(gpu, caplog):
+    clock = ClockController(gpu)
+    clock.request(1000, Done())
+    clock.wait_idle()
+    gpu.reset_error = GpuError("no reset")
+    clock.close()
+    assert clock.error is gpu.reset_error
+    assert "no reset" in caplog.text
+    gpu.reset_error = None
+    clock.close()
+    assert gpu.history == [1000, None]
+
+
+def test_stop_gives_up_control(gpu, clock, caplog):
+    """As when the guard is lost: from another thread, while requests keep coming."""
+    clock.request(1000, Done())
+    clock.wait_idle()
+    clock.request(1100, unit := Unit())
+    assert unit.waited_for.wait(WAIT_S)
+    error = GpuError("guard lost")
+    stopping = threading.Thread(target=clock.stop, args=(error,))
+    stopping.start()
+    stopping.join(WAIT_S)
+    assert gpu.history == [1000, None]
+    unit.end()
+    clock.request(1200, Done())
+    clock.wait_idle()
+    clock.stop(GpuError("once more"))
+    clock.close()
+    assert gpu.history == [1000, None]
+    assert clock.error is error
+    assert clock.summary()["error"] == "guard lost"
+    assert [r.levelno for r in caplog.records] == [logging.ERROR]
+
+
+def test_stop_while_the_driver_locks(gpu, clock):
+    """The lock that is under way is undone, whoever comes first."""
+    gpu.driver.clear()
+    clock.request(1000, Done())
+    assert gpu.in_driver.wait(WAIT_S)
+    stopping = threading.Thread(target=clock.stop, args=(GpuError("guard lost"),))
+    stopping.start()
+    gpu.driver.set()
+    stopping.join(WAIT_S)
+    assert gpu.history == [1000, None]
+
+
+def test_stop_and_close_leave_a_gpu_alone_that_was_never_locked(gpu, clock):
+    clock.stop(GpuError("guard lost"))
+    clock.close()
+    assert gpu.history == []
+
+
+def test_error_of_the_driver_is_logged_once(gpu, clock, caplog):
+    gpu.error = GpuError("driver")
+    for frequency in (1000, 1100, 1200):
+        clock.request(frequency, Done())
+        clock.wait_idle()
+    clock.close()
+    assert [r.getMessage() for r in caplog.records] == [
+        "Clock control of fake stops, training goes on: driver"
+    ]
+    assert clock.summary()["error"] == "driver"
+
+
+def test_after_forget_an_equal_request_is_applied(gpu, clock):
+    for _ in range(2):
+        clock.request(1000, Done())
+        clock.wait_idle()
+    clock.forget()
+    for _ in range(2):
+        clock.request(1000, Done())
+        clock.wait_idle()
+    assert gpu.history == [1000, 1000]
+
+
+def test_forget_while_the_driver_locks(gpu, clock):
+    """The reset of the other one may have come after this lock: it does not count."""
+    gpu.driver.clear()
+    clock.request(1000, Done())
+    assert gpu.in_driver.wait(WAIT_S)
+    clock.forget()
+    gpu.driver.set()
+    clock.request(1000, Done())
+    clock.wait_idle()
+    assert gpu.history == [1000, 1000]
+
+
+def test_relock_calls_the_driver_at_each_request(gpu):
+    clock = ClockController(gpu, relock=True)
+    for _ in range(3):
+        clock.request(1400, Done())
+        clock.wait_idle()
+    clock.close()
+    assert gpu.history == [1400, 1400, 1400, None]
+
+
+def test_waiting_ends_when_nobody_serves(gpu):
+    clock = ClockController(gpu)
+    clock.close()
+    clock.request(1000, Done())
+    clock.wait_idle()
+    assert gpu.history == []
+
+
+def test_waiting_ends_when_control_is_given_up(gpu, clock):
+    clock.request(1000, unit := Unit())
+    assert unit.waited_for.wait(WAIT_S)
+    waiting = threading.Thread(target=clock.wait_idle)
+    waiting.start()
+    clock.stop(GpuError("guard lost"))
+    waiting.join(WAIT_S)
+    assert not waiting.is_alive()
+    unit.end()
+
+
+def test_switch_interval_is_short_while_a_controller_lives(gpu, monkeypatch):
+    monkeypatch.setattr(clock_controller, "_switch_interval", clock_controller._SwitchInterval())
+    interval_s = {"now": 0.005}
+    monkeypatch.setattr(sys, "getswitchinterval", lambda: interval_s["now"])
+    monkeypatch.setattr(sys, "setswitchinterval", lambda s: interval_s.update(now=s))
+    one, other = ClockController(gpu), ClockController(gpu)
+    assert interval_s["now"] == clock_controller.SWITCH_INTERVAL_S
+    one.close()
+    one.close()
+    assert interval_s["now"] == clock_controller.SWITCH_INTERVAL_S
+    other.close()
+    assert interval_s["now"] == 0.005
+
+
+def test_summary_counts_what_reached_the_driver(gpu, clock):
+    for frequency in (1000, 1000, 1100):
+        clock.request(frequency, Done())
+        clock.wait_idle()
+    summary = clock.summary()
+    assert summary["changes"] == 2
+    assert summary["error"] is None
+    for name in ("wake_to_lock_s", "lock_call_s"):
+        assert summary[name]["count"] == 2
+        assert 0 <= summary[name]["median"] <= summary[name]["p99"] <= summary[name]["max"]
+
+
+def test_needs_no_torch():
+    """Processes without torch (small ranks of tests, tools) use the controller too."""
+    code = (
+        "import sys, envpipe_megatron.runtime.clock_controller; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
