@@ -1,10 +1,11 @@
 """Profiles: time and energy of each (stage, instruction, frequency), and their files.
 
 The CSV is Zeus's and lowtime's, `stage,instruction,frequency,time,energy` with MHz, s and J for one
-GPU and one microbatch. Like theirs it is read by the names of its columns, in any order; other
-columns are kept out. Zeus writes a row for each `rank`: of the GPUs of a stage the slowest gives
-the time, for the others wait for it, and their mean the energy. What else is measured about the
-same job stands beside the table in a sidecar JSON of the same name.
+GPU and one microbatch. Like theirs it is read by the names of its columns, in any order. A column
+`energy_uncertainty_j` may follow, the standard uncertainty of the energy in J, empty where it is
+not known; other columns are kept out. Zeus writes a row for each `rank`: of the GPUs of a stage the
+slowest gives the time, for the others wait for it, and their mean the energy. What else is measured
+about the same job stands beside the table in a sidecar JSON of the same name.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from envpipe_megatron.sidecar import (
 
 COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
 _RANK = "rank"
+_UNCERTAINTY = "energy_uncertainty_j"
 
 
 class ProfileError(EnvPipeError):
@@ -41,11 +43,15 @@ class ProfileError(EnvPipeError):
 
 @dataclass(frozen=True, slots=True)
 class ProfileRow:
-    """What one unit costs at one frequency: one GPU, one microbatch."""
+    """What one unit costs at one frequency: one GPU, one microbatch.
+
+    The uncertainty is the energy's standard one, None where it is not known.
+    """
 
     frequency_mhz: int
     time_s: float
     energy_j: float
+    energy_uncertainty_j: float | None = None
 
     def __post_init__(self) -> None:
         if not (self.frequency_mhz > 0 and 0 < self.time_s < math.inf) or not (
@@ -55,6 +61,20 @@ class ProfileRow:
                 "A profile row needs a frequency and a time above 0 and an energy of at least 0",
                 value=(self.frequency_mhz, self.time_s, self.energy_j),
             )
+        if not 0 <= (self.energy_uncertainty_j or 0.0) < math.inf:
+            raise ProfileError(
+                "The uncertainty of an energy is at least 0", value=self.energy_uncertainty_j
+            )
+
+    def per_chunk(self, num_chunks: int) -> ProfileRow:
+        """The row of one of so many equal parts of the unit."""
+        known = self.energy_uncertainty_j
+        return ProfileRow(
+            self.frequency_mhz,
+            self.time_s / num_chunks,
+            self.energy_j / num_chunks,
+            None if known is None else known / num_chunks,
+        )
 
 
 @dataclass(frozen=True)
@@ -156,13 +176,7 @@ class Profile:
                 remedy="Plan for as many chunks, or profile without chunks.",
             )
         rows = tuple(
-            {
-                kind: tuple(
-                    ProfileRow(r.frequency_mhz, r.time_s / num_chunks, r.energy_j / num_chunks)
-                    for r in rows
-                )
-                for kind, rows in kinds.items()
-            }
+            {kind: tuple(row.per_chunk(num_chunks) for row in rows) for kind, rows in kinds.items()}
             for kinds in self.rows
         )
         sidecar = replace(self.sidecar, num_chunks=num_chunks)
@@ -220,9 +234,14 @@ class Profile:
         """The table as CSV text."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for (stage, kind, _), row in self._by_frequency.items():
-            writer.writerow([stage, kind.value, row.frequency_mhz, row.time_s, row.energy_j])
+        rows = self._by_frequency
+        known = any(row.energy_uncertainty_j is not None for row in rows.values())
+        writer.writerow([*COLUMNS, *([_UNCERTAINTY] if known else [])])
+        for (stage, kind, _), row in rows.items():
+            uncertainty = [row.energy_uncertainty_j] if known else []
+            writer.writerow(
+                [stage, kind.value, row.frequency_mhz, row.time_s, row.energy_j, *uncertainty]
+            )
         return out.getvalue()
 
     def write(self, path: Path) -> None:
@@ -287,7 +306,8 @@ def read_profile(path: Path) -> Profile:
             f"Profile {path} is not readable: {error}", remedy="Give a profile CSV."
         ) from error
     header = [name.strip() for name in lines[0]] if lines else []
-    if any(header.count(name) != 1 for name in COLUMNS) or header.count(_RANK) > 1:
+    repeated = any(header.count(name) > 1 for name in (_RANK, _UNCERTAINTY))
+    if repeated or any(header.count(name) != 1 for name in COLUMNS):
         raise ProfileError(
             f"{path}, line 1: not the header of a profile",
             value=",".join(header),
@@ -329,8 +349,13 @@ def read_profile(path: Path) -> Profile:
 
 def _one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:
     """One row from those of a stage's GPUs."""
-    energy_j = math.fsum(row.energy_j for row in ranks) / len(ranks)
-    return ProfileRow(frequency_mhz, max(row.time_s for row in ranks), energy_j)
+    known = [row.energy_uncertainty_j for row in ranks if row.energy_uncertainty_j is not None]
+    return ProfileRow(
+        frequency_mhz,
+        max(row.time_s for row in ranks),
+        math.fsum(row.energy_j for row in ranks) / len(ranks),
+        math.hypot(*known) / len(ranks) if len(known) == len(ranks) else None,
+    )
 
 
 def _parse_row(cells: Mapping[str, str], where: str) -> tuple[int, Kind, ProfileRow]:
@@ -345,7 +370,11 @@ def _parse_row(cells: Mapping[str, str], where: str) -> tuple[int, Kind, Profile
     )
     time_s = _number(cells["time"], f"{where}: time (s)", positive=True)
     energy_j = _number(cells["energy"], f"{where}: energy (J)")
-    return int(stage), Kind(instruction), ProfileRow(int(frequency), time_s, energy_j)
+    uncertainty_j = None
+    if text := cells.get(_UNCERTAINTY, ""):
+        uncertainty_j = _number(text, f"{where}: {_UNCERTAINTY} (J)")
+    row = ProfileRow(int(frequency), time_s, energy_j, uncertainty_j)
+    return int(stage), Kind(instruction), row
 
 
 def _number(text: str, what: str, *, integral: bool = False, positive: bool = False) -> float:

@@ -183,6 +183,11 @@ class Schedule:
         source = node_of_code[source_stage % self.num_stages, source_code]
         return np.where(exists, source, -1).astype(np.int32).ravel()
 
+    @property
+    def receives(self) -> NDArray[np.bool_]:
+        """[num_stages, units_per_stage] whether the unit there gets its input from another."""
+        return self.cross_dependency.reshape(self.num_stages, -1) >= 0
+
     @cached_property
     def cross_successor(self) -> IntArray:
         """[num_units] the node that receives from a node, or -1: `cross_dependency` inverted."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from envpipe_megatron.gpu.emulated import EmulatedGpu
-from envpipe_megatron.runtime import emulated_executor
+from envpipe_megatron.runtime import emulated_executor, wait_power
 from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec, make_channel
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor
@@ -87,7 +87,8 @@ class FastTime:
 
     def install(self, gpu: EmulatedGpu) -> None:
         """Let this process's emulation run by this clock."""
-        emulated_executor.time = SimpleNamespace(monotonic=self.monotonic, sleep=self.sleep)  # type: ignore[assignment]
+        jumping = SimpleNamespace(monotonic=self.monotonic, sleep=self.sleep)
+        emulated_executor.time = wait_power.time = jumping  # type: ignore[assignment]
         gpu._monotonic_s = self.monotonic
 
 

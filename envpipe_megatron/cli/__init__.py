@@ -10,6 +10,7 @@ from rich.logging import RichHandler
 
 from envpipe_megatron import __version__
 from envpipe_megatron.cli.common import ErrorsAsMessages
+from envpipe_megatron.cli.energy import energy
 from envpipe_megatron.cli.interchange import export_freqs, import_freqs
 from envpipe_megatron.cli.partition import partition
 from envpipe_megatron.cli.plan import plan
@@ -26,5 +27,14 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
 
 
-for command in (plan, simulate, straggler, partition, import_freqs, export_freqs, quickstart):
+for command in (
+    plan,
+    simulate,
+    straggler,
+    partition,
+    import_freqs,
+    export_freqs,
+    quickstart,
+    energy,
+):
     main.add_command(command)

@@ -60,7 +60,7 @@ def write_results(
 
 def _run_facts(settings: Settings, result: dict[str, Any]) -> dict[str, Any]:
     steady = [entry for entry in result["iterations"] if entry["phase"] == "steady"]
-    energy_j = [stage["energy_j"]["steady"] for stage in result["stages"]]
+    energy_j = [stage["metered"]["steady"]["energy_j"] for stage in result["stages"]]
     time_s = sum(entry["iteration_time_s"] for entry in steady)
     units = sum(stage["units"] for stage in result["stages"])
     overruns = sum(stage["overruns"] for stage in result["stages"])

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -167,8 +168,7 @@ class QuickstartRank:
         record = forward_backward.last_record
         assert record is not None
         mine = {
-            "energy_j": session.energy_log.energy_j,
-            "duration_s": session.energy_log.duration_s,
+            "metered": {phase: asdict(t) for phase, t in session.energy_log.totals.items()},
             "units": executor.fidelity.units,
             "overruns": executor.fidelity.overruns,
             "clock_error": str(session.clock.error or ""),

@@ -98,8 +98,7 @@ class P2PChannel:
 
     def begin_step(self, schedule: Schedule, spec: TensorSpec) -> None:
         """Post the first receive of each direction for one execution of a schedule."""
-        first = self._stage * schedule.units_per_stage
-        receives = schedule.cross_dependency[first : first + schedule.units_per_stage] >= 0
+        receives = schedule.receives[self._stage]
         backward = schedule.is_backward[self._stage]
         self.expect(
             {

@@ -126,6 +126,8 @@ class EmulatedExecutor:
             self._gpu.advance_to(sent_s)
 
     def let_counter_refresh(self) -> None:
-        """The emulated GPU idles."""
+        """The emulated GPU idles, and a meter sees that it did."""
         self._settle_clock()
-        self._gpu.advance_to(self._gpu.committed_end_s() + METER_MARGIN_S)
+        end_s = self._gpu.committed_end_s() + METER_MARGIN_S
+        self._gpu.advance_to(end_s)
+        self._gpu.anchor(time.monotonic() - end_s)

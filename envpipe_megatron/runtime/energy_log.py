@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from envpipe_megatron.runtime.energy_meter import EnergyMeter, MeterError, append_window
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.energy_file import ENERGY_FORMAT, append_window
+from envpipe_megatron.runtime.energy_meter import EnergyMeter, MeterError, WindowEnergy
 from envpipe_megatron.runtime.executor import StageRecord
 
 logger = logging.getLogger(__name__)
 
-#: Ten refreshes of a counter that refreshes every 100 ms; a shorter window says little.
-MIN_WINDOW_S = 1.0
+#: Windows that wait for a counter that stands still; with more, it is not coming back for them.
+_MOST_WAITING = 64
 
 
 @dataclass
@@ -25,49 +28,90 @@ class _Window:
     last_iteration: int
     begin_s: float
     end_s: float
+    compute_s: float = 0.0
+    blocking_s: float = 0.0
+    #: Its first iterations, past whose end the counter was seen to refresh.
+    metered: _Window | None = None
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.begin_s
+
+
+@dataclass
+class PhaseTotals:
+    """What the metered windows of one phase add up to: J, s and iterations."""
+
+    energy_j: float = 0.0
+    duration_s: float = 0.0
+    compute_s: float = 0.0
+    blocking_s: float = 0.0
+    iterations: int = 0
 
 
 class EnergyLog:
     """Groups iterations of one phase into windows, and appends each to a file when it is metered.
 
-    A window is metered when the counter has refreshed past its end. A counter that fails ends the
-    log, not the training.
+    A window lasts at least ten refreshes of the counter, unless its phase ends before, and is
+    metered when the counter has refreshed past its end: while the counter stands still, the window
+    grows. Of a window that cannot be metered to its end, the iterations that the counter had passed
+    are written; the rest is left out, with one message, and later windows are written again. A file
+    that cannot be written (disk full) ends the log, not the training.
 
     Args:
         meter: of this rank's GPU.
-        path: the JSON Lines file, which all ranks of a node may share.
-        labels: what every line says of this GPU, such as rank and stage.
+        path: the JSON Lines file, which all ranks of a node may share; None counts alone.
+        labels: what every line says of this GPU; see `envpipe_megatron.energy_file`.
     """
 
-    def __init__(self, meter: EnergyMeter, path: Path | None, labels: dict[str, Any]) -> None:
+    def __init__(self, meter: EnergyMeter, path: Path | None, labels: Mapping[str, object]) -> None:
         self._meter = meter
         self._path = path
-        self._labels = labels
+        self._labels = dict(labels)
         self._open: _Window | None = None
         self._waiting: deque[_Window] = deque()
-        self._failed = False
-        self.energy_j: dict[str, float] = {}
-        self.duration_s: dict[str, float] = {}
+        self._failing = False
+        #: For each phase, what was metered of it.
+        self.totals: dict[str, PhaseTotals] = {}
 
-    def add(self, phase: str, iteration: int, record: StageRecord) -> None:
-        """Count one more iteration.
+    def add(
+        self, phase: str, iteration: int, record: StageRecord, receives: NDArray[np.bool_]
+    ) -> None:
+        """Count one more iteration; never reads or waits.
 
         Iterations of a phase follow each other without a gap in the bill: what runs between two of
         them, such as the optimizer, is billed with the later one.
+
+        Args:
+            phase: windows of different phases are kept apart.
+            iteration: its number in the job.
+            record: what this stage measured in it.
+            receives: [units_per_stage] whether a unit's input comes from another stage: the wait
+                before it is blocking, the wait before another is idle.
         """
-        self._flush(self._meter.last_refresh_s)
+        last_s, min_window_s = self._meter.last_refresh_s, self._meter.min_window_s
+        self._flush(last_s)
+        if record.end_of_iteration_s - last_s > min_window_s:
+            self._tell(str(self._meter.error or f"no refresh of the counter since {last_s} s"))
+        elif record.begin_s <= last_s:
+            self._failing = False
         begin_s = record.begin_s
         current = self._open
         if current and current.phase != phase:
             self.interrupt()
-        elif current and current.end_s - current.begin_s >= MIN_WINDOW_S:
+        elif current and current.duration_s >= min_window_s and current.end_s <= last_s:
             begin_s = current.end_s
             self.interrupt()
+            self._flush(last_s)
         current = self._open
         if current is None:
             current = _Window(phase, iteration, iteration, begin_s, begin_s)
+        elif current.end_s <= last_s:
+            current.metered = replace(current, metered=None)
         current.last_iteration = iteration
         current.end_s = record.end_of_iteration_s
+        current.compute_s += float(record.unit_time_s.sum())
+        current.blocking_s += float(record.receive_wait_s[receives].sum())
         self._open = current
 
     def interrupt(self) -> None:
@@ -77,36 +121,62 @@ class EnergyLog:
             self._open = None
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is left, after one more look at the counter."""
         self.interrupt()
-        self._flush(math.inf)
+        self._meter.catch_up()
+        while self._waiting:
+            self._write(self._waiting.popleft())
 
     def _flush(self, up_to_s: float) -> None:
-        """Write the windows that ended by then."""
-        while self._waiting and (self._waiting[0].end_s <= up_to_s or self._meter.error):
-            window = self._waiting.popleft()
-            try:
-                energy_j = self._meter.energy_j(window.begin_s, window.end_s)
-            except MeterError as error:
-                if not self._failed:
-                    logger.error("The energy log ends, training goes on: %s", error)
-                self._failed = True
-                continue
-            duration_s = window.end_s - window.begin_s
-            self.energy_j[window.phase] = self.energy_j.get(window.phase, 0.0) + energy_j
-            self.duration_s[window.phase] = self.duration_s.get(window.phase, 0.0) + duration_s
-            if self._path is not None:
-                entry = {
-                    **self._labels,
-                    "phase": window.phase,
-                    "first_iteration": window.first_iteration,
-                    "last_iteration": window.last_iteration,
-                    "begin_s": window.begin_s,
-                    "duration_s": duration_s,
-                    "energy_j": energy_j,
-                }
-                try:
-                    append_window(self._path, entry)
-                except OSError as error:
-                    logger.error("The energy log %s ends, training goes on: %s", self._path, error)
-                    self._path = None
+        """Write the windows that ended by then, and give up on those that wait in vain."""
+        while self._waiting and (
+            self._waiting[0].end_s <= up_to_s or len(self._waiting) > _MOST_WAITING
+        ):
+            self._write(self._waiting.popleft())
+
+    def _write(self, window: _Window) -> None:
+        try:
+            energy = self._meter.window(window.begin_s, window.end_s)
+        except MeterError as error:
+            self._tell(str(error))
+            if window.metered:
+                self._write(window.metered)
+            return
+        self._count(window, energy)
+        if self._path is None:
+            return
+        # Rounding can make the two a hair longer than the window they are parts of.
+        idle_s = max(0.0, window.duration_s - window.compute_s - window.blocking_s)
+        entry = {
+            "format": ENERGY_FORMAT,
+            **self._labels,
+            "phase": window.phase,
+            "first_iteration": window.first_iteration,
+            "last_iteration": window.last_iteration,
+            "begin_s": window.begin_s,
+            "duration_s": window.duration_s,
+            "energy_j": energy.energy_j,
+            "energy_uncertainty_j": energy.uncertainty_j,
+            "compute_s": window.compute_s,
+            "blocking_s": window.blocking_s,
+            "idle_s": idle_s,
+        }
+        try:
+            append_window(self._path, entry)
+        except OSError as error:
+            logger.error("The energy log %s ends, training goes on: %s", self._path, error)
+            self._path = None
+
+    def _tell(self, reason: str) -> None:
+        """Say once why nothing is metered, until something is again."""
+        if not self._failing:
+            logger.error("The energy log has a gap, training goes on: %s", reason)
+        self._failing = True
+
+    def _count(self, window: _Window, energy: WindowEnergy) -> None:
+        total = self.totals.setdefault(window.phase, PhaseTotals())
+        total.energy_j += energy.energy_j
+        total.duration_s += window.duration_s
+        total.compute_s += window.compute_s
+        total.blocking_s += window.blocking_s
+        total.iterations += window.last_iteration - window.first_iteration + 1

@@ -1,28 +1,53 @@
 """Energy of windows of time, from a counter that refreshes ten times a second.
 
-A thread reads the counter; nothing reads it on the training thread or at each unit. The energy at
-an instant is interpolated between the refreshes around it.
+A thread reads the counter, and nothing else does: a read takes milliseconds, which the training
+thread does not have. The energy at an instant is interpolated between the refreshes around it.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import math
+import statistics
 import threading
 from bisect import bisect_left
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from itertools import pairwise
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu
+
+#: A window shorter than this says little: its ends lie somewhere within a refresh.
+MIN_REFRESHES = 10
+#: A counter that has not refreshed for as many periods stands still: beyond, nothing is guessed.
+MAX_SILENT_REFRESHES = 3
+#: What NVML's counter counts in (mJ).
+RESOLUTION_J = 1e-3
+#: The refresh period until two refreshes have been seen: that of NVML's counter.
+_TYPICAL_REFRESH_S = 0.1
+#: Refreshes around an end of a window that tell how much the power varies there.
+_NEIGHBOURS = 5
+#: How long to wait for the thread; a driver that hangs must not take training with it.
+_LOOK_TIMEOUT_S = 1.0
 
 
 class MeterError(EnvPipeError):
     """A window that the meter did not see."""
 
 
+@dataclass(frozen=True)
+class WindowEnergy:
+    """The energy of a window, and its standard uncertainty, in J."""
+
+    energy_j: float
+    uncertainty_j: float
+
+
 class EnergyMeter:
     """Samples one GPU's energy counter from the moment it is made until `close`.
+
+    A counter that cannot be read, stands still or goes back spoils the windows it touches and no
+    others: the counter is cumulative, so a window whose ends were both seen is right whatever
+    happened to the readings between them.
 
     Args:
         gpu: whose counter is read.
@@ -34,90 +59,189 @@ class EnergyMeter:
         self._gpu = gpu
         self._poll_s = poll_s
         self._horizon_s = horizon_s
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._times_s: list[float] = []
         self._energies_j: list[float] = []
-        self._stop = threading.Event()
+        self._time_uncertainties_s: list[float] = []
+        #: Where the counter went back: the last refresh before it, and the first after it.
+        self._breaks: list[tuple[float, float]] = []
+        self._looks_wanted, self._looks_taken = 1, 0
+        self._closing = False
+        #: The last reading's error; None when it went well.
         self.error: Exception | None = None
-        self._sample()
         self._thread = threading.Thread(target=self._run, name="envpipe-meter", daemon=True)
         self._thread.start()
-
-    def energy_j(self, start_s: float, end_s: float) -> float:
-        """Energy between two instants on the GPU's time base.
-
-        Past the last refresh it is extrapolated with the power between the last two: close a window
-        some refreshes after its end.
-
-        Raises:
-            MeterError: the window starts before the meter does, or the counter could not be read.
-        """
-        if end_s > self.last_refresh_s:
-            self._try_sample()
-        if self.error is not None:
-            raise MeterError(f"The energy counter of {self._gpu.name} failed: {self.error}")
-        with self._lock:
-            if start_s < self._times_s[0] - 1e-9:
-                raise MeterError(
-                    "The energy of a window was asked for that began before the meter",
-                    value=start_s,
-                    remedy=f"The meter began at {self._times_s[0]} s.",
-                )
-            return self._at(end_s) - self._at(start_s)
+        self._await_look(1)
 
     @property
     def last_refresh_s(self) -> float:
         """The last refresh that was seen; energy up to there is interpolated and final."""
-        with self._lock:
-            return self._times_s[-1]
+        with self._changed:
+            return self._times_s[-1] if self._times_s else -math.inf
+
+    @property
+    def refresh_s(self) -> float:
+        """The counter's refresh period as seen lately, s."""
+        with self._changed:
+            return self._refresh_s()
+
+    @property
+    def min_window_s(self) -> float:
+        """How long a window should last at least, s: ten refreshes."""
+        return MIN_REFRESHES * self.refresh_s
+
+    def catch_up(self) -> None:
+        """Let the meter's thread look at the counter now, and return when it has.
+
+        For the end of a window that matters outside the loop of training: the caller waits for a
+        read (3.4 ms on an H200), and for a second at most if the driver hangs.
+        """
+        with self._changed:
+            self._looks_wanted += 1
+            wanted = self._looks_wanted
+            self._changed.notify_all()
+        self._await_look(wanted)
+
+    def energy_j(self, start_s: float, end_s: float) -> float:
+        """The energy of `window` without its uncertainty, J."""
+        return self.window(start_s, end_s).energy_j
+
+    def window(self, start_s: float, end_s: float) -> WindowEnergy:
+        """Energy between two instants on the GPU's time base; neither reads nor waits.
+
+        Past the last refresh it is extrapolated with the power between the last two, for
+        `MAX_SILENT_REFRESHES` periods at most: close a window some refreshes after its end.
+
+        The uncertainty is that of the interpolation at both ends (how much the power varies from
+        refresh to refresh there, times the refresh period, or times the time to the last refresh
+        where that is longer), of the instant of the refresh where the GPU does not tell it, and
+        the counter's resolution. Work that alternates faster than the counter refreshes shows in it
+        too: the refreshes cut the alternation at different places.
+
+        Raises:
+            MeterError: the window starts before the meter does or ends when the counter could not
+                be read or stood still; or the counter went back within it.
+        """
+        with self._changed:
+            times = self._times_s
+            if times and start_s < times[0] - 1e-9:
+                raise MeterError(
+                    "The energy of a window was asked for that began before the meter",
+                    value=start_s,
+                    remedy=f"The meter began at {times[0]} s.",
+                )
+            self._check_seen(end_s)
+            for before_s, after_s in self._breaks:
+                # After a break, the first refresh alone tells no power yet.
+                if end_s > before_s and (start_s < after_s or after_s == times[-1]):
+                    raise MeterError(
+                        f"The energy counter of {self._gpu.name} went back within a window, as it "
+                        "does when a driver is loaded anew (s)",
+                        value=(before_s, after_s),
+                    )
+            energy_j = self._at(end_s) - self._at(start_s)
+            ends_j = [self._end_uncertainty_j(instant) for instant in (start_s, end_s)]
+            return WindowEnergy(max(energy_j, 0.0), math.hypot(*ends_j, RESOLUTION_J))
 
     def close(self) -> None:
         """Stop reading."""
-        self._stop.set()
-        self._thread.join()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(_LOOK_TIMEOUT_S)
+
+    def _check_seen(self, end_s: float) -> None:
+        last_s = self._times_s[-1] if self._times_s else -math.inf
+        if end_s <= last_s:
+            return
+        if self.error is not None:
+            raise MeterError(f"The energy counter of {self._gpu.name} failed: {self.error}")
+        silent_s = MAX_SILENT_REFRESHES * self._refresh_s()
+        if len(self._times_s) < 2 or end_s > last_s + silent_s:
+            raise MeterError(
+                f"The energy counter of {self._gpu.name} has not refreshed since {last_s} s, and a "
+                "window ended later (s)",
+                value=end_s,
+                remedy="Look at the driver's log if this lasts; training goes on without it.",
+            )
+
+    def _refresh_s(self) -> float:
+        """The median of the latest periods: polls miss some refreshes."""
+        latest = self._times_s[-2 * MIN_REFRESHES :]
+        if len(latest) < 2:
+            return _TYPICAL_REFRESH_S
+        return statistics.median(b - a for a, b in pairwise(latest))
+
+    def _left_of(self, time_s: float) -> int:
+        """The refresh before the interval that holds an instant, of at least two refreshes."""
+        times = self._times_s
+        left = min(max(bisect_left(times, time_s), 1), len(times) - 1) - 1
+        # An interval in which the counter went back has no power: its end is the next one's start.
+        return left + any(before_s == times[left] for before_s, _ in self._breaks)
 
     def _at(self, time_s: float) -> float:
         times, energies = self._times_s, self._energies_j
         if len(times) < 2:
             return energies[0]
-        right = min(max(bisect_left(times, time_s), 1), len(times) - 1)
-        left = right - 1
-        power_w = (energies[right] - energies[left]) / (times[right] - times[left])
-        return energies[left] + power_w * (time_s - times[left])
+        left = self._left_of(time_s)
+        return energies[left] + self._power_w(left) * (time_s - times[left])
+
+    def _power_w(self, left: int) -> float:
+        """Mean power from a refresh to the next, W; never below 0."""
+        energy_j = self._energies_j[left + 1] - self._energies_j[left]
+        return max(energy_j, 0.0) / (self._times_s[left + 1] - self._times_s[left])
+
+    def _end_uncertainty_j(self, time_s: float) -> float:
+        times = self._times_s
+        if len(times) < 2:
+            return 0.0
+        left = self._left_of(time_s)
+        around = range(max(0, left - _NEIGHBOURS), min(left + _NEIGHBOURS + 1, len(times) - 1))
+        powers_w = [self._power_w(i) for i in around]
+        # A single power tells nothing of how it varies: it may have been anything up to itself.
+        variation_w = statistics.pstdev(powers_w) if len(powers_w) > 1 else powers_w[0]
+        varied_j = variation_w * max(times[left + 1] - times[left], time_s - times[-1])
+        refreshed_s = max(self._time_uncertainties_s[left : left + 2])
+        return math.hypot(varied_j, self._power_w(left) * refreshed_s)
 
     def _run(self) -> None:
-        while self.error is None and not self._stop.wait(self._poll_s):
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closing or self._looks_wanted > self._looks_taken,
+                    timeout=self._poll_s,
+                )
+                if self._closing:
+                    return
+                wanted = self._looks_wanted
             self._try_sample()
+            with self._changed:
+                self._looks_taken = wanted
+                self._changed.notify_all()
+
+    def _await_look(self, look: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._looks_taken >= look, timeout=_LOOK_TIMEOUT_S)
 
     def _try_sample(self) -> None:
         try:
             self._sample()
+            self.error = None
         except Exception as error:  # a driver may fail in any way; training must go on
             self.error = error
 
     def _sample(self) -> None:
         reading = self._gpu.read_energy()
-        with self._lock:
-            if self._times_s and reading.time_s <= self._times_s[-1]:
+        with self._changed:
+            times, energies = self._times_s, self._energies_j
+            if times and reading.time_s <= times[-1]:
                 return
-            self._times_s.append(reading.time_s)
-            self._energies_j.append(reading.energy_j)
-            if self._times_s[-1] - self._times_s[0] > 2 * self._horizon_s:
-                old = bisect_left(self._times_s, self._times_s[-1] - self._horizon_s)
-                del self._times_s[:old], self._energies_j[:old]
-
-
-def append_window(path: Path, window: dict[str, Any]) -> None:
-    """Append one object to an energy log; a single write, so that many ranks may share the file.
-
-    A writer that is killed while it writes leaves the start of a line at most (where it crosses a
-    page), and the next writer ends that line: it spoils no other.
-    """
-    line = (json.dumps(window) + "\n").encode()
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        size = os.fstat(descriptor).st_size
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, b"\n" + line if torn else line)
-    finally:
-        os.close(descriptor)
+            if times and reading.energy_j < energies[-1]:
+                self._breaks.append((times[-1], reading.time_s))
+            times.append(reading.time_s)
+            energies.append(reading.energy_j)
+            self._time_uncertainties_s.append(reading.time_uncertainty_s)
+            if times[-1] - times[0] > 2 * self._horizon_s:
+                old = bisect_left(times, times[-1] - self._horizon_s)
+                del times[:old], energies[:old], self._time_uncertainties_s[:old]
+                self._breaks = [(a, b) for a, b in self._breaks if b > times[0]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,10 +19,11 @@ from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended
 from envpipe_megatron.profile import Profile, read_profile
 from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec
 from envpipe_megatron.runtime.clock_controller import ClockController
-from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.collectives import Collectives, mean
 from envpipe_megatron.runtime.energy_meter import EnergyMeter
 from envpipe_megatron.runtime.executor import Executor, FloatArray, StageRecord
 from envpipe_megatron.runtime.orders import IterationOrder, Phase, PhaseRun, constant_order
+from envpipe_megatron.runtime.p2p_latency import measure_p2p_latency_s
 from envpipe_megatron.runtime.profiler import (
     OnlineProfiler,
     ProfilerError,
@@ -30,14 +31,12 @@ from envpipe_megatron.runtime.profiler import (
     sweep_frequencies,
 )
 from envpipe_megatron.runtime.reconfigurer import OnlineReconfigurer, no_bubble_threshold_s
-from envpipe_megatron.runtime.wait_power import WaitPower, measure_wait_power
+from envpipe_megatron.runtime.wait_power import WaitPower, measure_wait_power, wait_clocks
 from envpipe_megatron.schedule import Schedule
 from envpipe_megatron.sidecar import Sidecar
 
 #: A job of weeks must not grow.
 _KEPT_ITERATIONS = 10_000
-#: Waiting power is measured at the maximum clock and about this share of it.
-_LOW_CLOCK = 0.6
 
 
 class SessionError(EnvPipeError):
@@ -198,22 +197,14 @@ def _profile(job: Job, schedule: Schedule) -> PhaseRun[Profile]:
 
         return job.collectives.agreed(read)
     clocks = sweep_frequencies(job.gpu.supported_frequencies_mhz)
-    low = min(clocks, key=lambda f: abs(f - _LOW_CLOCK * clocks[0]))
-    job.say(f"profile: waiting power at {clocks[0]} and {low} MHz")
-    wait_power = WaitPower(
-        {
-            frequency: measure_wait_power(
-                frequency,
-                job.stage,
-                job.num_stages,
-                job.channel,
-                job.spec,
-                job.executor,
-                job.clock,
-                job.meter,
-            )
-            for frequency in dict.fromkeys((low, clocks[0]))
-        }
+    wait_power = _wait_power(job, clocks)
+    hops_s = job.collectives.gather_by_stage(
+        measure_p2p_latency_s(job.stage, job.num_stages, job.channel, job.spec, job.executor)
+    )
+    known = Sidecar(
+        gpu=job.gpu.name,
+        num_chunks=schedule.num_chunks,
+        p2p_latency_s=tuple(mean(replicas) for replicas in hops_s[:-1]),
     )
     profiler = OnlineProfiler(
         schedule,
@@ -225,10 +216,33 @@ def _profile(job: Job, schedule: Schedule) -> PhaseRun[Profile]:
         job.config.profiler,
         job.say,
     )
-    profile = yield from profiler.run(Sidecar(gpu=job.gpu.name, num_chunks=schedule.num_chunks))
+    profile = yield from profiler.run(known)
     if job.collectives.is_planner and job.config.output_dir:
         profile.write(job.config.output_dir / "profile.csv")
     return profile
+
+
+def _wait_power(job: Job, clocks: Sequence[int]) -> WaitPower:
+    """Waiting power at several clocks, or at the highest alone where clocks do not follow."""
+    power_w: dict[int, float] = {}
+    for frequency in sorted(wait_clocks(clocks), reverse=True):
+        if power_w:
+            follows = job.clock.error is None and job.gpu.address.backend != "dry_run"
+            everyone = job.collectives.gather_by_stage(follows)
+            if not all(all(stage) for stage in everyone):
+                break
+        job.say(f"profile: waiting power at {frequency} MHz")
+        power_w[frequency] = measure_wait_power(
+            frequency,
+            job.stage,
+            job.num_stages,
+            job.channel,
+            job.spec,
+            job.executor,
+            job.clock,
+            job.meter,
+        )
+    return WaitPower(power_w)
 
 
 def _plan(job: Job, profile: Profile) -> tuple[Plan, tuple[str, ...]]:
@@ -276,7 +290,7 @@ def _plan(job: Job, profile: Profile) -> tuple[Plan, tuple[str, ...]]:
 def _threshold_s(job: Job, schedule: Schedule, records: list[StageRecord]) -> float:
     own = [(record.receive_wait_s, record.unit_time_s.min()) for record in records]
     by_stage = [replicas[0] for replicas in job.collectives.gather_by_stage(own)]
-    receives = schedule.cross_dependency.reshape(schedule.num_stages, -1) >= 0
+    receives = schedule.receives.copy()
     receives[:, 0] = False  # waits for the pipeline to fill
     waits: list[FloatArray] = []
     for index in range(len(records)):

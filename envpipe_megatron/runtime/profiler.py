@@ -25,9 +25,15 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.profile import Profile, ProfileRow, make_profile
 from envpipe_megatron.runtime.collectives import Collectives, mean
 from envpipe_megatron.runtime.energy_meter import EnergyMeter, MeterError
-from envpipe_megatron.runtime.energy_split import Measured, mean_without_outliers, split_energies
+from envpipe_megatron.runtime.energy_split import (
+    Measured,
+    error_of_sum,
+    mean_without_outliers,
+    split_energies,
+)
 from envpipe_megatron.runtime.executor import FloatArray, StageRecord
 from envpipe_megatron.runtime.orders import IterationOrder, Phase, PhaseRun, constant_order
+from envpipe_megatron.runtime.tail import ends_and_gaps_s, tail_times_s
 from envpipe_megatron.runtime.wait_power import WaitPower
 from envpipe_megatron.schedule import Kind, Schedule
 from envpipe_megatron.sidecar import Sidecar
@@ -36,6 +42,8 @@ from envpipe_megatron.sidecar import Sidecar
 _RISES_TO_STOP = 5
 #: Clocks of a sweep are this share of the maximum apart, so the valley lies some ten clocks down.
 _SWEEP_STEP = 0.04
+#: Energies of stretches shorter than this scatter by the meter's refreshes, not by the GPU.
+_BLOCK_REFRESHES = 5
 
 
 class ProfilerError(EnvPipeError):
@@ -95,19 +103,27 @@ class _Point:
         """Unit times, and the energy of a pair; not a number if the meter failed."""
         backward = self.order.schedule.is_backward[self.stage]
         times = np.array([record.unit_time_s for record in self.records])
-        pairs = (~backward).sum() * len(self.records)
+        pairs = int((~backward).sum()) * len(self.records)
+        begin_s, end_s = self.records[0].begin_s, self.records[-1].end_of_iteration_s
+        if meter.last_refresh_s < end_s:
+            meter.catch_up()
         try:
-            energy_j = sum(
+            energies_j = [
                 meter.energy_j(record.begin_s, record.end_of_iteration_s)
                 - self._waiting_j(record, wait_power)
                 for record in self.records
-            )
+            ]
+            metered_j = meter.window(begin_s, end_s).uncertainty_j
         except MeterError:
-            energy_j = math.nan
+            energies_j, metered_j = [math.nan], math.nan
+        block_s = _BLOCK_REFRESHES * meter.refresh_s
+        durations_s = [record.iteration_time_s for record in self.records]
+        scatter_j = error_of_sum(energies_j, durations_s, block_s)
         return Measured(
             self.average(times[:, ~backward].ravel()),
             self.average(times[:, backward].ravel()),
-            float(energy_j / pairs),
+            sum(energies_j) / pairs,
+            math.hypot(metered_j, scatter_j) / pairs,
         )
 
     def _waiting_j(self, record: StageRecord, wait_power: WaitPower) -> float:
@@ -156,6 +172,8 @@ class OnlineProfiler:
         self._settings = settings
         self._progress = progress
         self._shortest_s: float | None = None
+        #: Of each point: ends of the last units, and gaps to the next iterations.
+        self._tails: list[tuple[FloatArray, FloatArray]] = []
 
     def run(self, sidecar: Sidecar) -> PhaseRun[Profile]:
         """Sweep, and give the profile of the whole pipeline to every rank.
@@ -201,6 +219,7 @@ class OnlineProfiler:
                 settled = yield order
             if open_point is not None:
                 points.append(open_point.read(self._meter, self._wait_power))
+                self._tails.append(ends_and_gaps_s(open_point.records))
                 self._check_metered(points[-1])
                 if stop_early and self._all_past_valley(points):
                     break
@@ -251,7 +270,11 @@ class OnlineProfiler:
         change_s: float,
         sidecar: Sidecar,
     ) -> Profile:
-        by_stage = self._collectives.gather_by_stage((own, change_s, self._wait_power))
+        tails = (
+            np.concatenate([ends_s for ends_s, _ in self._tails]),
+            np.concatenate([gaps_s for _, gaps_s in self._tails]),
+        )
+        by_stage = self._collectives.gather_by_stage((own, change_s, self._wait_power, tails))
         rows = []
         for stage, replicas in enumerate(by_stage):
             for kind in Kind:
@@ -263,6 +286,8 @@ class OnlineProfiler:
                         frequency,
                         mean([m.time_s for m in measured]),
                         mean([m.energy_j for m in measured]),
+                        math.hypot(*(m.energy_uncertainty_j or 0.0 for m in measured))
+                        / len(measured),
                     )
                     rows.append((stage, kind, row))
         wait_power = tuple(
@@ -273,8 +298,26 @@ class OnlineProfiler:
             for replicas in by_stage
         )
         changes = [replica[1] for replicas in by_stage for replica in replicas]
-        facts = {"wait_power_w": wait_power, "frequency_change_s": max(changes)}
+        facts = {
+            "wait_power_w": wait_power,
+            "frequency_change_s": max(changes),
+            "tail_time_s": self._tail_times_s([[r[3] for r in replicas] for replicas in by_stage]),
+        }
         full = Sidecar(**{**vars(sidecar), **facts})
         # One rank's arithmetic for all, so that every rank plans from the same bits.
         profile = make_profile(rows, source="the online profile", sidecar=full)
         return self._collectives.from_planner(profile)
+
+    @staticmethod
+    def _tail_times_s(
+        by_stage: Sequence[Sequence[tuple[FloatArray, FloatArray]]],
+    ) -> tuple[float, ...] | None:
+        """Each stage's tail, the mean over replicas; None if no iteration followed another."""
+        replicas = list(zip(*by_stage, strict=True))
+        if not replicas[0][0][0].size:
+            return None
+        each = [
+            tail_times_s([ends_s for ends_s, _ in pipeline], [gaps_s for _, gaps_s in pipeline])
+            for pipeline in replicas
+        ]
+        return tuple(np.mean(each, axis=0).tolist())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
@@ -76,9 +77,14 @@ class Session:
         if config.output_dir:
             config.output_dir.mkdir(parents=True, exist_ok=True)
         log = config.output_dir / "energy.jsonl" if config.output_dir else None
-        self.energy_log = EnergyLog(
-            self.meter, log, {**(labels or {}), "gpu": gpu.name, "rank": rank, "stage": stage}
-        )
+        own_labels = {
+            "node": socket.gethostname(),
+            "gpu": gpu.name,
+            "gpu_uid": gpu.address.uid,
+            "rank": rank,
+            "stage": stage,
+        }
+        self.energy_log = EnergyLog(self.meter, log, {**(labels or {}), **own_labels})
         self._phases: PhaseRun[None] | None = None
         self._order: IterationOrder | None = None
         self._microbatches = 0
@@ -134,7 +140,12 @@ class Session:
         self.state.phase = order.phase
         self.state.iteration += 1
         record = self._execute(order, spec, make_work)
-        self.energy_log.add(order.phase.value, self.state.iteration, record)
+        self.energy_log.add(
+            order.phase.value,
+            self.state.iteration,
+            record,
+            order.schedule.receives[self._stage],
+        )
         self.state.iterations.append((order.phase, record.iteration_time_s, record.wall_time_s))
         self._broken = True  # until the phases have taken it in
         self._order = self._phases.send(record)

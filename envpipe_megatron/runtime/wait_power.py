@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,16 @@ from envpipe_megatron.schedule import Kind, unit
 
 #: How long the pipeline stands still at each clock: some ten refreshes of the counter.
 _HOLD_S = 1.5
+#: Waiting power bends little over the clock: a few points tell its curve.
+_NUM_CLOCKS = 4
+
+
+def wait_clocks(sweep_mhz: Sequence[int]) -> list[int]:
+    """The clocks of a sweep to measure waiting at: the lowest, the highest, and two between."""
+    rising = sorted(sweep_mhz)
+    wanted_mhz = np.linspace(rising[0], rising[-1], _NUM_CLOCKS)
+    nearest = [min(rising, key=lambda clock: abs(clock - wanted)) for wanted in wanted_mhz]
+    return list(dict.fromkeys(nearest))
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,7 @@ def measure_wait_power(
     executor.wait_for_message(message.sent_s)
     channel.end_step()
     end_s -= METER_MARGIN_S  # refreshes on both sides of the window
+    meter.catch_up()
     try:
         return meter.energy_j(start_s, end_s) / (end_s - start_s)
     except MeterError:

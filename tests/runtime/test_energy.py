@@ -15,8 +15,9 @@ import pytest
 from fake_gpu import FakeGpu
 
 from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.runtime.energy_log import MIN_WINDOW_S, EnergyLog
-from envpipe_megatron.runtime.energy_meter import EnergyMeter, MeterError, append_window
+from envpipe_megatron.energy_file import append_window
+from envpipe_megatron.runtime.energy_log import EnergyLog
+from envpipe_megatron.runtime.energy_meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.energy_split import (
     Measured,
     mean_without_outliers,
@@ -95,13 +96,14 @@ def test_its_thread_sees_refreshes_by_itself(gpu):
     for refresh in range(1, 4):
         gpu.now_s = refresh / 10
         while meter._times_s[-1] < gpu.now_s - 1e-9:
-            meter._stop.wait(0.001)
+            meter.catch_up()
     meter.close()
     assert meter._energies_j == pytest.approx([0, 10, 20, 30])
 
 
 def test_failing_counter_is_a_named_error(gpu, meter):
     gpu.error = GpuError("the driver is gone")
+    meter.catch_up()
     with pytest.raises(MeterError, match="the driver is gone"):
         meter.energy_j(0.0, 1.0)
 
@@ -110,8 +112,14 @@ def test_failing_counter_is_a_named_error(gpu, meter):
 
 
 def record(begin_s: float, duration_s: float) -> StageRecord:
-    empty = np.zeros(0)
-    return StageRecord(empty, empty, empty, begin_s, duration_s, duration_s)
+    """A wait of a tenth, two units of a quarter each, a wait of a tenth between them, and a rest."""
+    start_s, end_s = np.array([0.1, 0.45]) * duration_s, np.array([0.35, 0.7]) * duration_s
+    waits_s = np.array([0.1, 0.1]) * duration_s
+    return StageRecord(start_s, end_s, waits_s, begin_s, duration_s, duration_s)
+
+
+#: The first unit's input is there anyway, the second's is received.
+RECEIVES = np.array([False, True])
 
 
 def read(path: Path) -> list[dict[str, object]]:
@@ -133,7 +141,7 @@ def run_log(
         begin_s = gpu.now_s
         end_s = begin_s + duration_s
         at(meter, gpu, *np.arange(begin_s, end_s, 0.05), end_s)
-        log.add(phase, iteration, record(begin_s, duration_s))
+        log.add(phase, iteration, record(begin_s, duration_s), RECEIVES)
         at(meter, gpu, end_s + gap_s)
     at(meter, gpu, gpu.now_s + 0.1)
     log.close()
@@ -156,7 +164,7 @@ def test_windows_keep_phases_apart_and_last_long_enough(gpu, tmp_path):
         assert {phases[number] for number in numbers} == {window["phase"]}
         # Only the last window of a phase may be short.
         ends_phase = after is None or after["phase"] != window["phase"]
-        assert window["duration_s"] >= MIN_WINDOW_S or ends_phase
+        assert window["duration_s"] >= 1.0 - 1e-9 or ends_phase
         assert window["rank"] == 3
         iterations += numbers
     assert iterations == list(range(30))
@@ -175,8 +183,9 @@ def test_windows_add_up_to_the_whole(gpu, tmp_path, duration_s, gap_s):
     total_j = sum(w["energy_j"] for w in windows)
     truth_j = uneven_j(0.5 + whole_s) - uneven_j(0.5)
     assert total_j == pytest.approx(truth_j, rel=0.01)  # its ends lie between two refreshes
-    assert log.energy_j == pytest.approx({"steady": total_j})
-    assert log.duration_s == pytest.approx({"steady": whole_s})
+    assert log.totals["steady"].energy_j == pytest.approx(total_j)
+    assert log.totals["steady"].duration_s == pytest.approx(whole_s)
+    assert log.totals["steady"].iterations == count
     # No energy is lost or billed twice where two windows meet.
     for one, other in itertools.pairwise(windows):
         assert one["begin_s"] + one["duration_s"] == pytest.approx(other["begin_s"])
@@ -199,10 +208,10 @@ def test_windows_add_up_to_the_bit_of_one_meter(gpu, tmp_path):
 def test_what_is_not_training_is_not_billed(gpu, tmp_path):
     meter = EnergyMeter(gpu, poll_s=3600)
     log = EnergyLog(meter, tmp_path / "log", {})
-    log.add("steady", 0, record(0.0, 0.5))
+    log.add("steady", 0, record(0.0, 0.5), RECEIVES)
     log.interrupt()  # an evaluation of one second
     at(meter, gpu, 0.5, 1.5)
-    log.add("steady", 1, record(1.5, 0.5))
+    log.add("steady", 1, record(1.5, 0.5), RECEIVES)
     at(meter, gpu, 2.0, 2.1)
     log.close()
     assert [w["duration_s"] for w in read(tmp_path / "log")] == pytest.approx([0.5, 0.5])
@@ -213,20 +222,23 @@ def test_failing_counter_stops_the_log_and_not_training(gpu, tmp_path, caplog):
     meter = EnergyMeter(gpu, poll_s=3600)
     log = EnergyLog(meter, tmp_path / "log", {})
     for iteration in range(5):
-        log.add("steady", iteration, record(iteration * 1.0, 1.0))
-        at(meter, gpu, iteration + 1.0)
+        at(meter, gpu, *np.arange(iteration, iteration + 1.05, 0.1))
+        log.add("steady", iteration, record(iteration * 1.0, 1.0), RECEIVES)
     gpu.error = GpuError("the driver is gone")
+    meter.catch_up()
     for iteration in range(5, 10):
-        log.add("steady", iteration, record(iteration * 1.0, 1.0))
+        log.add("steady", iteration, record(iteration * 1.0, 1.0), RECEIVES)
     log.close()
     meter.close()
-    assert 0 < len(read(tmp_path / "log")) < 10
+    windows = read(tmp_path / "log")
+    assert windows[-1]["last_iteration"] == 4  # what the counter had passed
+    assert sum(w["energy_j"] for w in windows) == pytest.approx(500)
     assert caplog.text.count("the driver is gone") == 1
 
 
 def test_log_without_a_file_still_counts(gpu):
     log = run_log(gpu, None, [("steady", 0.5)] * 4)
-    assert log.energy_j == pytest.approx({"steady": 200})
+    assert log.totals["steady"].energy_j == pytest.approx(200)
 
 
 def _write_forever(path: Path, rank: int) -> None:
