@@ -73,10 +73,13 @@ class ClockController:
         self._asked: tuple[int, int] | None = None
         self._applied: tuple[int, int] | None = None
         self._held_back_mhz: int | None = None
-        self._last_change_s = float("-inf")
+        self._dwelling_since_s = float("-inf")
         self._latencies_s: deque[tuple[float, float]] = deque(maxlen=_KEPT_LATENCIES)
         self.changes = 0
         self.coalesced = 0
+        #: When a call last returned that set another clock, on the monotonic clock: in the future
+        #: while one is under way.
+        self.last_change_s = float("-inf")
         self.error: Exception | None = None
         _switch_interval.hold()
         self._thread = threading.Thread(target=self._run, name="envpipe-clock", daemon=True)
@@ -204,21 +207,25 @@ class ClockController:
             return
         if self._min_dwell_s > 0.0:  # else the time base, which may be slow, is left alone
             now_s = self._gpu.time_s()
-            if now_s - self._last_change_s < self._min_dwell_s:
+            if now_s - self._dwelling_since_s < self._min_dwell_s:
                 return
-            self._last_change_s = now_s
+            self._dwelling_since_s = now_s
         applied = (self._epoch, target)
         with self._driver:
             if self._closing or self.error is not None:
                 return
             self._touched = True
+            if self._applied != applied:
+                self.last_change_s = float("inf")
             entered_s = time.monotonic()
             self._gpu.lock_frequency(target)
+            returned_s = time.monotonic()
+            self.last_change_s = min(self.last_change_s, returned_s)
             if self._closing or self.error is not None:
                 self._reset()  # the one who wanted that did not wait
                 return
         if due_s is not None:
-            self._latencies_s.append((entered_s - due_s, time.monotonic() - entered_s))
+            self._latencies_s.append((entered_s - due_s, returned_s - entered_s))
         self._held_back_mhz = None
         self._applied = applied
         self.changes += 1
@@ -226,7 +233,7 @@ class ClockController:
     def _dwell_left_s(self) -> float | None:
         if self._held_back_mhz is None or self.error is not None:
             return None
-        return max(0.0, self._last_change_s + self._min_dwell_s - self._gpu.time_s())
+        return max(0.0, self._dwelling_since_s + self._min_dwell_s - self._gpu.time_s())
 
     def _give_back(self) -> Exception | None:
         """Undo the lock, if there is one, and return what went wrong."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuAddress
+from envpipe_megatron.gpu.base import ClockState, EnergyReading, Gpu, GpuAddress
 
 
 @dataclass(eq=False)
@@ -16,6 +16,7 @@ class FakeGpu(Gpu):
 
     Args:
         now_s: its time base.
+        observed_mhz: the clock that runs, whatever is asked for; None where it follows.
         counter_j: the energy counter at an instant; it shows the last multiple of `refresh_s`.
     """
 
@@ -26,6 +27,9 @@ class FakeGpu(Gpu):
     now_s: float = 0.0
     counter_j: Callable[[float], float] = lambda time_s: 100 * time_s
     refresh_s: float = 0.1
+    observed_mhz: int | None = None
+    throttle_reasons: tuple[str, ...] = ()
+    power_limit_w: float | None = None
     history: list[int | None] = field(default_factory=list)
     error: Exception | None = None
     reset_error: Exception | None = None
@@ -54,7 +58,19 @@ class FakeGpu(Gpu):
 
     @property
     def observed_frequency_mhz(self) -> int:
-        return self.requested_frequency_mhz or self.supported_frequencies_mhz[0]
+        return (
+            self.observed_mhz or self.requested_frequency_mhz or self.supported_frequencies_mhz[0]
+        )
+
+    def clock_state(self) -> ClockState:
+        if self.error is not None:
+            raise self.error
+        return ClockState(
+            self.requested_frequency_mhz,
+            self.observed_frequency_mhz,
+            self.throttle_reasons,
+            self.power_limit_w,
+        )
 
     @property
     def power_w(self) -> float:

@@ -1,0 +1,186 @@
+"""What is said of a clock that was asked for and did or did not come."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from fake_gpu import FakeGpu
+
+from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.runtime.clock_controller import ClockController
+from envpipe_megatron.runtime.clock_watch import ClockWatch
+from envpipe_megatron.runtime.completion import Done
+
+NEVER_S = 1e6
+
+
+class Watched:
+    """A fake GPU, whose clock was changed when a test says so, and its watch."""
+
+    def __init__(self) -> None:
+        self.gpu = FakeGpu()
+        self.last_change_s = float("-inf")
+        self.watch = ClockWatch(
+            self.gpu, lambda: self.last_change_s, settling_s=0.03, period_s=NEVER_S
+        )
+
+    def look(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.watch.sample()
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    watched = Watched()
+    yield watched
+    watched.watch.close()
+
+
+def test_clock_that_follows(watched):
+    for frequency in (1000, 1200):
+        watched.gpu.lock_frequency(frequency)
+        watched.look(10)
+    watched.gpu.observed_mhz = 1215  # one step of the table is no deviation
+    watched.look(10)
+    summary = watched.watch.summary()
+    assert (summary["judged"], summary["above_share"], summary["below_share"]) == (30, 0, 0)
+    assert summary["warning"] is None
+    assert summary["clocks_mhz"] == [
+        {"requested": 1200, "samples": 20, "mean": 1207.5, "min": 1200, "max": 1215},
+        {"requested": 1000, "samples": 10, "mean": 1000, "min": 1000, "max": 1000},
+    ]
+
+
+def test_lock_without_effect(watched):
+    watched.gpu.lock_frequency(1000)
+    watched.look(15)
+    watched.gpu.observed_mhz = 1400
+    watched.look(5)
+    summary = watched.watch.summary()
+    assert summary["above_share"] == 0.25
+    assert "above the one requested in 25%" in summary["warning"]
+    assert "below" not in summary["warning"]
+    assert "\n" not in summary["warning"]
+
+
+def test_capped_clock_with_its_reasons(watched):
+    gpu = watched.gpu
+    gpu.power_limit_w = 400.0
+    gpu.lock_frequency(1400)
+    watched.look(10)
+    gpu.observed_mhz, gpu.throttle_reasons, gpu.power_limit_w = 1250, ("power cap",), 350.0
+    watched.look(6)
+    gpu.throttle_reasons = ("power cap", "hot")
+    watched.look(4)
+    summary = watched.watch.summary()
+    assert (summary["above_share"], summary["below_share"]) == (0, 0.5)
+    assert summary["throttle_reasons_below"] == {"power cap": 10, "hot": 4}
+    assert summary["power_limit_w"] == [350.0, 400.0]
+    assert "below it in 50% (power cap 50%, hot 20%)" in summary["warning"]
+
+
+def test_a_few_deviations_are_no_warning(watched):
+    watched.gpu.lock_frequency(1000)
+    watched.look(97)
+    watched.gpu.observed_mhz = 1400
+    watched.look(3)
+    summary = watched.watch.summary()
+    assert summary["above_share"] == 0.03
+    assert summary["warning"] is None
+
+
+def test_reasons_that_hold_nothing_back_are_told_apart(watched):
+    """A power cap acts below some clock; under a lower lock it changes nothing."""
+    watched.gpu.throttle_reasons = ("power cap",)
+    watched.gpu.lock_frequency(1000)
+    watched.look(20)
+    summary = watched.watch.summary()
+    assert summary["throttle_reasons"] == {"power cap": 20}
+    assert summary["throttle_reasons_below"] == {}
+    assert summary["warning"] is None
+
+
+def test_what_is_not_judged(watched):
+    gpu = watched.gpu
+    gpu.observed_mhz = 1100
+    watched.look(2)  # nothing was requested
+    gpu.lock_frequency(1400)
+    watched.last_change_s = float("inf")  # a call is under way
+    watched.look(3)
+    watched.last_change_s = time.monotonic() + 100  # not settled
+    watched.look(4)
+    watched.last_change_s = time.monotonic() - 0.04
+    gpu.throttle_reasons = ("idle",)
+    watched.look(5)
+    gpu.error = GpuError("lost")
+    watched.look(6)
+    summary = watched.watch.summary()
+    assert summary["judged"] == 0
+    assert summary["not_judged"] == {"unlocked": 2, "unsettled": 7, "idle": 5, "failed": 6}
+    assert summary["error"] == "lost"
+    assert summary["warning"] is None
+    gpu.error, gpu.throttle_reasons = None, ()
+    watched.look(1)
+    assert watched.watch.summary()["judged"] == 1
+
+
+def test_clock_that_changes_during_the_look_is_not_judged(watched, monkeypatch):
+    watched.gpu.lock_frequency(1000)
+    state = watched.gpu.clock_state
+
+    def change_meanwhile():
+        watched.last_change_s = time.monotonic()
+        return state()
+
+    monkeypatch.setattr(watched.gpu, "clock_state", change_meanwhile)
+    watched.look()
+    assert watched.watch.summary()["not_judged"] == {"unsettled": 1}
+
+
+def test_looks_by_itself_and_never_on_the_caller():
+    gpu, looked = FakeGpu(), threading.Event()
+    threads = []
+    state = gpu.clock_state
+
+    def clock_state():
+        threads.append(threading.current_thread())
+        looked.set()
+        return state()
+
+    gpu.clock_state = clock_state
+    watch = ClockWatch(gpu, lambda: float("-inf"), period_s=0.001)
+    assert looked.wait(10)
+    watch.close()
+    watch.summary()
+    assert threading.current_thread() not in threads
+
+
+def test_learns_of_changes_from_the_controller():
+    """Neither the instants around a change are judged, nor those while the driver is called."""
+    gpu = FakeGpu()
+    clock = ClockController(gpu)
+    watch = ClockWatch(gpu, lambda: clock.last_change_s, settling_s=NEVER_S, period_s=NEVER_S)
+    gpu.lock_frequency(1100)  # by an earlier job
+    watch.sample()
+    gpu.driver.clear()
+    gpu.in_driver.clear()
+    clock.request(1000, Done())
+    assert gpu.in_driver.wait(10)
+    watch.sample()
+    gpu.driver.set()
+    clock.wait_idle()
+    watch.sample()
+    assert watch.summary()["judged"] == 1
+    assert watch.summary()["not_judged"] == {"unsettled": 2}
+    clock.close()
+    watch.close()
+
+
+def test_needs_no_torch():
+    code = "import sys, envpipe_megatron.runtime.clock_watch; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
