@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from envpipe_megatron.gpu.presets import GpuPreset, load_preset
 from envpipe_megatron.plan import Plan, read_plan
 from envpipe_megatron.profile import Profile, read_profile
 from envpipe_megatron.quickstart.settings import RUNS, Settings
+from envpipe_megatron.report.shares import gpu_shares
 
 #: EnvPipe's columns, then ours.
 RESULT_COLUMNS = (
@@ -93,6 +95,11 @@ def _comparison(output: Path, runs: dict[str, Any], results: Results) -> dict[st
     baseline, envpipe = (runs[run] for run, *_ in RUNS)
     compared = results["envpipe"]["stages"]
     plan, _ = _plan(output)
+    for run, ran in (("baseline", plan.baseline), ("envpipe", plan)):
+        runs[run]["shares_by_gpu"] = [
+            asdict(gpu_shares(ran, stage, facts["metered"]["steady"]))
+            for stage, facts in enumerate(results[run]["stages"])
+        ]
     return {
         "saving_percent": 100
         * (1 - envpipe["energy_per_iteration_j"] / baseline["energy_per_iteration_j"]),
@@ -197,6 +204,10 @@ def _show(settings: Settings, summary: dict[str, Any], console: Console) -> None
         compare(f"energy of GPU {stage} (J)", values, 0)
     row("energy of all (J)", "energy_j", 0)
     row("average power (W)", "average_power_w", 1)
+    for part, name in (("compute", "units"), ("blocking", "receives"), ("idle", "the rest")):
+        for unit, quantity in (("s", "time"), ("j", "energy")):
+            percents = (_share_percent(run, part, unit) for run in (baseline, envpipe))
+            table.add_row(f"{quantity} in {name} (%)", *(f"{p:.1f}" for p in percents), "")
     console.print(table)
     equal = "equal to the last bit" if summary["losses_bit_equal"] else "NOT equal"
     console.print(
@@ -215,6 +226,13 @@ def _show(settings: Settings, summary: dict[str, Any], console: Console) -> None
         )
     for note in envpipe["notes"]:
         console.print(f"Note: {note}", highlight=False, markup=False)
+
+
+def _share_percent(run: dict[str, Any], part: str, unit: str) -> float:
+    """The part of all GPUs' time (unit s) or energy (unit j)."""
+    by_gpu = run["shares_by_gpu"]
+    whole = sum(gpu[f"{name}_{unit}"] for gpu in by_gpu for name in ("compute", "blocking", "idle"))
+    return float(100 * sum(gpu[f"{part}_{unit}"] for gpu in by_gpu) / whole)
 
 
 def _emulation_note(preset: GpuPreset) -> str:

@@ -114,6 +114,24 @@ def test_every_iteration_of_every_gpu_is_in_the_log_once(finished):
             assert {w["rank"] for w in windows} == {stage}
 
 
+def test_shares_of_time_and_energy_add_up_to_what_was_metered(finished):
+    for run in ("baseline", "envpipe"):
+        facts = finished.summary["runs"][run]
+        for stage, shares in enumerate(facts["shares_by_gpu"]):
+            steady = [
+                w
+                for w in finished.windows
+                if (w["run"], w["stage"], w["phase"]) == (run, stage, "steady")
+            ]
+            for part in ("compute_s", "blocking_s", "idle_s"):
+                assert shares[part] == pytest.approx(sum(w[part] for w in steady), abs=1e-9)
+            total_j = shares["compute_j"] + shares["blocking_j"] + shares["idle_j"]
+            assert total_j == pytest.approx(facts["energy_by_gpu_j"][stage])
+            # Idle GPUs draw waiting power here, whatever they wait for.
+            assert shares["idle_j"] == pytest.approx(83.64 * shares["idle_s"], abs=0.05 * total_j)
+        assert "energy in units (%)" in finished.screen
+
+
 def test_results_have_envpipes_columns_and_words(finished):
     assert list(finished.rows[0])[: len(ENVPIPE_COLUMNS)] == ENVPIPE_COLUMNS
     words = [(row["Type"], row["Scheduling"], row["Reconfig"]) for row in finished.rows]
@@ -139,9 +157,11 @@ def test_the_profile_is_complete_with_its_sidecar(finished):
     assert profile.num_stages == 4
     powers = profile.sidecar.wait_power_w
     assert powers is not None
-    assert [len(curve) for curve in powers] == [2] * 4  # at the maximum clock and at a lower one
     for curve in powers:
-        assert list(curve.values()) == pytest.approx([83.64] * 2, rel=0.01)
+        assert max(curve) == 1410
+        assert list(curve.values()) == pytest.approx([83.64] * 4, rel=0.01)
+    # Messages take no emulated time, and nothing is done after the last unit.
+    assert profile.sidecar.p2p_latency_s == (0.0,) * 3
     grids = (finished.output / "reconfigure.txt").read_text()
     assert "Stage 3" in grids
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from fake_gpu import FakeGpu
 
-from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.energy_file import append_window
+from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.runtime.energy_log import EnergyLog
 from envpipe_megatron.runtime.energy_meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.energy_split import (
@@ -112,7 +112,7 @@ def test_failing_counter_is_a_named_error(gpu, meter):
 
 
 def record(begin_s: float, duration_s: float) -> StageRecord:
-    """A wait of a tenth, two units of a quarter each, a wait of a tenth between them, and a rest."""
+    """Two units of a quarter each, a wait of a tenth before each, and a rest."""
     start_s, end_s = np.array([0.1, 0.45]) * duration_s, np.array([0.35, 0.7]) * duration_s
     waits_s = np.array([0.1, 0.1]) * duration_s
     return StageRecord(start_s, end_s, waits_s, begin_s, duration_s, duration_s)
