@@ -55,6 +55,27 @@ class FitError:
 
 
 @dataclass(frozen=True, slots=True)
+class ControlOverride:
+    """What to do with a real GPU of this kind otherwise than its clock tables suggest.
+
+    Attributes:
+        nvml_names: patterns (`NVIDIA A100-SXM4-*`) of the names that NVML reports for it; a leading
+            `NVIDIA`, which old drivers leave out, does not count.
+        profile_max_mhz: no higher clock is profiled, None for the GPU's maximum.
+        profile_min_mhz: no lower clock is profiled, None where the sweep finds its end by itself.
+        profile_step_mhz: distance of two profiled clocks, None for the sweep's own.
+        memory_clock_mhz: the memory clock in MHz under which CUDA runs, None where it is the
+            highest. SM clocks are those that the GPU supports under it.
+    """
+
+    nvml_names: tuple[str, ...]
+    profile_max_mhz: int | None = None
+    profile_min_mhz: int | None = None
+    profile_step_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GpuPreset:
     """One kind of GPU.
 
@@ -70,7 +91,6 @@ class GpuPreset:
             which drivers show the whole part.
         power_cap_frequency_mhz: clock above which a full load does not get, None where it does.
         frequency_change_s: from the request for a clock to that clock, s.
-        reconfigure_step_mhz: granularity of reconfiguring.
         wait_power_w: power while blocked in a receive. Measured at the maximum clock only, so it
             is taken to be the same at every clock.
         refresh_s: period of the energy counter, s.
@@ -80,6 +100,7 @@ class GpuPreset:
         forward: model of forward units.
         backward: model of backward units.
         fit_error_percent: None where not fitted.
+        control: for real GPUs of this kind, None where the preset is for emulation alone.
     """
 
     name: str
@@ -91,7 +112,6 @@ class GpuPreset:
     frequency_step_mhz: float
     power_cap_frequency_mhz: int | None
     frequency_change_s: float
-    reconfigure_step_mhz: int
     wait_power_w: float
     refresh_s: float
     static_power_w: float
@@ -100,6 +120,7 @@ class GpuPreset:
     forward: KindModel
     backward: KindModel
     fit_error_percent: FitError | None
+    control: ControlOverride | None
 
     @property
     def supported_frequencies_mhz(self) -> tuple[int, ...]:
@@ -253,7 +274,6 @@ class _Reader:
                 else None
             ),
             frequency_change_s=self._number("frequency_change_s"),
-            reconfigure_step_mhz=self._whole("reconfigure_step_mhz"),
             wait_power_w=self._number("wait_power_w"),
             refresh_s=self._number("refresh_s", above=0.0),
             static_power_w=self._number("static_power_w"),
@@ -266,6 +286,7 @@ class _Reader:
                 if "fit_error_percent" in self._table
                 else None
             ),
+            control=self._sub("control").control() if "control" in self._table else None,
         )
         if preset.min_frequency_mhz > preset.max_frequency_mhz:
             raise self._wrong("min_frequency_mhz", "must not exceed max_frequency_mhz")
@@ -283,6 +304,17 @@ class _Reader:
             memory_fraction=self._number("memory_fraction", most=1.0),
             dynamic_power_w=self._number("dynamic_power_w"),
         )
+
+    def control(self) -> ControlOverride:
+        self._refuse_unknown({f.name for f in fields(ControlOverride)})
+        names = self._table.get("nvml_names")
+        if not isinstance(names, list) or not all(isinstance(n, str) and n for n in names):
+            raise self._wrong("nvml_names", "must be a list of names")
+        given = [f.name for f in fields(ControlOverride)[1:] if f.name in self._table]
+        control = ControlOverride(tuple(names), **{name: self._whole(name) for name in given})
+        if (control.profile_min_mhz or 0) > (control.profile_max_mhz or math.inf):
+            raise self._wrong("profile_min_mhz", "must not exceed profile_max_mhz")
+        return control
 
     def fit_error(self) -> FitError:
         names = [f.name for f in fields(FitError)]

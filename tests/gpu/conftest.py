@@ -33,7 +33,6 @@ min_frequency_mhz = 100
 frequency_step_mhz = 100
 power_cap_frequency_mhz = 800
 frequency_change_s = 0.25
-reconfigure_step_mhz = 100
 wait_power_w = 50
 refresh_s = 0.125
 static_power_w = 100

@@ -21,7 +21,9 @@ KINDS = ("forward", "backward")
         ("a40", 103, (1740, 1725), 210, True, 70.38),
         ("v100", 187, (1530, 1522, 1515, 1507), 135, False, None),
         ("rtx3090", 127, (2100, 2085), 210, False, None),
+        ("h100", 110, (1980, 1965), 345, False, None),
         ("h200", 110, (1980, 1965), 345, False, 124.4),
+        ("a6000", 127, (2100, 2085), 210, False, None),
     ],
 )
 def test_shipped_presets(name, count, first, last, fitted, wait_w):
@@ -33,11 +35,14 @@ def test_shipped_presets(name, count, first, last, fitted, wait_w):
     assert ("Not fitted" in preset.source) is not fitted
     if wait_w is not None:
         assert preset.wait_power_w == wait_w
-    assert (preset.refresh_s, preset.reconfigure_step_mhz) == (0.1, 30)
+    assert preset.refresh_s == 0.1
 
 
 def test_every_shipped_preset_is_listed_above():
-    assert list_presets() == ("a100-pcie", "a100-sxm", "a40", "h200", "rtx3090", "v100")
+    assert list_presets() == (
+        *("a100-pcie", "a100-sxm", "a40", "a6000"),
+        *("h100", "h200", "rtx3090", "v100"),
+    )
 
 
 @pytest.mark.parametrize("name", list_presets())
@@ -71,7 +76,7 @@ def test_model_by_hand(round_preset):
 
 
 def test_unknown_preset_lists_the_names():
-    with pytest.raises(PresetError, match=r"'a1000'.*a100-pcie, a100-sxm, a40, h200"):
+    with pytest.raises(PresetError, match=r"'a1000'.*a100-pcie, a100-sxm, a40, a6000, h100"):
         load_preset("a1000")
     with pytest.raises(PresetError, match="No such GPU preset file"):
         load_preset("/nowhere/mine.toml")
@@ -95,6 +100,21 @@ def test_unknown_preset_lists_the_names():
         ("fitted = false", "fitted = true", "field fit_error_percent is needed"),
         ("preset/1", "preset/2", "field format must be"),
         ("[forward]", "[forwards]", "field forwards is not a field"),
+        (
+            "[forward]",
+            "[control]\nnvml_names = 3\n[forward]",
+            r"control\.nvml_names must be a list",
+        ),
+        (
+            "[forward]",
+            '[control]\nnvml_names = ["x"]\nprofile_min_mhz = 9\nprofile_max_mhz = 8\n[forward]',
+            r"control\.profile_min_mhz must not exceed",
+        ),
+        (
+            "[forward]",
+            '[control]\nnvml_names = ["x"]\nstep = 9\n[forward]',
+            r"control\.step is not a field",
+        ),
         ("fitted = false", "fitted = ", "Cannot read the GPU preset"),
     ],
 )

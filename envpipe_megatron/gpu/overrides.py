@@ -1,0 +1,58 @@
+"""Which clocks of a real GPU are worth profiling: derived from its own table, but for overrides.
+
+No table of GPUs is needed: the clocks come from the device. The `[control]` tables of the presets
+say where a kind of GPU needs something else.
+"""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from envpipe_megatron.gpu.presets import ControlOverride, list_presets, load_preset
+
+_SWEEP_STEP = 0.04
+"""Clocks are this share of the maximum apart, so the valley lies some ten clocks down."""
+
+
+def override_for(nvml_name: str) -> ControlOverride | None:
+    """Return the override for a GPU by the name that NVML reports, None where there is none.
+
+    Raises:
+        PresetError: a preset's file is wrong.
+    """
+    name = _without_vendor(nvml_name)
+    for preset in list_presets():
+        control = load_preset(preset).control
+        if control and any(fnmatchcase(name, _without_vendor(p)) for p in control.nvml_names):
+            return control
+    return None
+
+
+def sweep_range(supported_mhz: Sequence[int], override: ControlOverride | None) -> tuple[int, ...]:
+    """Return the clocks in MHz to profile, from the highest downwards.
+
+    Steps are counted from the highest clock, so that it is always among them, and each is the
+    highest supported clock that is at least a step below the one before. A range that leaves fewer
+    than two of this GPU's clocks is for another variant of it, and is not followed.
+
+    Args:
+        supported_mhz: what the GPU supports, any order, at least one.
+        override: of its kind, from `override_for`.
+    """
+    clocks = sorted(set(supported_mhz), reverse=True)
+    step_mhz = _SWEEP_STEP * clocks[0]
+    if override is not None:
+        highest = override.profile_max_mhz or clocks[0]
+        lowest = override.profile_min_mhz or 0
+        within = [clock for clock in clocks if lowest <= clock <= highest]
+        if len(within) > 1:
+            clocks = within
+            step_mhz = override.profile_step_mhz or _SWEEP_STEP * clocks[0]
+    swept = [clocks[0]]
+    for clock in clocks:
+        if clock <= swept[-1] - step_mhz + 1e-9:
+            swept.append(clock)
+    return tuple(swept)
+
+
+def _without_vendor(name: str) -> str:
+    return name.removeprefix("NVIDIA ")

@@ -1,0 +1,71 @@
+"""Which override a GPU gets by its name, and which clocks are swept."""
+
+import pytest
+from fake_nvml.models import MODELS
+
+from envpipe_megatron.gpu.overrides import override_for, sweep_range
+from envpipe_megatron.gpu.presets import ControlOverride, list_presets, load_preset
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm"),
+        ("A100-SXM4-40GB", "a100-sxm"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie"),
+        ("NVIDIA A40", "a40"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+    ],
+)
+def test_a_gpu_gets_the_override_of_its_preset(name, preset):
+    assert override_for(name) is load_preset(preset).control
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["NVIDIA GeForce RTX 3090 Ti", "NVIDIA A400", "NVIDIA L40S", "NVIDIA A100 SXM (emulated)"],
+)
+def test_other_gpus_get_none(name):
+    assert override_for(name) is None
+
+
+def test_no_name_belongs_to_two_presets():
+    patterns = [
+        name for preset in list_presets() for name in load_preset(preset).control.nvml_names
+    ]
+    assert len(set(patterns)) == len(patterns)
+
+
+def _swept(model):
+    model = MODELS[model]
+    override = override_for(model.name)
+    memory = (override and override.memory_clock_mhz) or max(model.graphics_mhz)
+    return sweep_range(model.graphics_mhz[memory], override)
+
+
+def test_sweeps_of_real_tables():
+    assert _swept("v100") == (1530, 1440, 1350, 1260, 1170, 1080, 990, 900, 810)
+    a100 = _swept("a100")
+    assert (a100[0], a100[1], a100[-1], len(a100)) == (1410, 1350, 750, 12)
+    h200 = _swept("h200")
+    assert (h200[0], h200[1], h200[10], h200[-1]) == (1980, 1890, 1080, 360)
+    rtx3090 = _swept("rtx3090")
+    assert (rtx3090[0], rtx3090[1], rtx3090[-1]) == (1995, 1905, 1185)
+
+
+def test_the_highest_clock_is_always_swept_and_steps_are_no_shorter_than_asked():
+    override = ControlOverride(("x",), profile_step_mhz=50)
+    swept = sweep_range([100, 400, 130, 160, 390, 350, 349], override)
+    assert swept == (400, 350, 160, 100)
+
+
+def test_a_range_of_another_variant_is_not_followed():
+    override = ControlOverride(("x",), profile_min_mhz=1700, profile_max_mhz=1900)
+    assert sweep_range([1410, 1200, 1000], override) == (1410, 1200, 1000)
+
+
+def test_one_clock():
+    assert sweep_range([1000], None) == (1000,)
