@@ -95,7 +95,7 @@ class Lease:
         *,
         rank: ProcessIdentity | None,
         open_gpu: OpenGpu,
-        patience_s: float = 5.0,
+        patience_s: float = 20.0,
     ) -> Self:
         """Take the lease of a GPU; undo a stale one first.
 
@@ -178,6 +178,7 @@ def list_leases() -> list[LeaseRecord]:
 def undo_lease(record: LeaseRecord, open_gpu: OpenGpu, *, gave_up: bool = False) -> bool:
     """Undo a stale lease: reset the GPU, then delete the file.
 
+    It is reset twice, `late_request_s` apart, where the back end's requests outlive their process.
     Where its rank lives the GPU is reset and the lease stays, for the rank may lock again.
 
     Args:
@@ -200,8 +201,9 @@ def undo_lease(record: LeaseRecord, open_gpu: OpenGpu, *, gave_up: bool = False)
         if (now.job, now.address) != (record.job, record.address):
             return False
         _refuse_strangers(now)
-        open_gpu(now.address).reset_frequency()
-        if now.rank_is_alive() and not gave_up:
+        stays = now.rank_is_alive() and not gave_up
+        _bring_back(now.address, open_gpu, late=not (stays or gave_up))
+        if stays:
             return False
         _unlink(file, folder, record.path)
         return True
@@ -257,7 +259,7 @@ def _clear_the_way(
                     if record.rank_is_alive() and record.rank != rank:
                         raise _held(record, "A job whose guard has died still uses the GPU")
                     _refuse_strangers(record)
-                    open_gpu(record.address).reset_frequency()
+                    _bring_back(record.address, open_gpu, late=record.rank != rank)
                 # One without content was cut short before its guard promised anything to a rank.
                 _unlink(file, folder, path)
                 return
@@ -273,6 +275,15 @@ def _clear_the_way(
         finally:
             file.close()
         time.sleep(_POLL_S)
+
+
+def _bring_back(address: GpuAddress, open_gpu: OpenGpu, *, late: bool) -> None:
+    """Reset a GPU; where its rank was killed, once more after requests under way have ended."""
+    gpu = open_gpu(address)
+    gpu.reset_frequency()
+    if late and gpu.late_request_s > 0:
+        time.sleep(gpu.late_request_s)
+        gpu.reset_frequency()
 
 
 def _worth_waiting_s(record: LeaseRecord | None, patience_s: float) -> float:
