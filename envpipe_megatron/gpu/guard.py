@@ -95,7 +95,8 @@ def _redirect(log: str) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (written, 1), (written, 2)):
         os.dup2(source, target)
-        os.close(source)
+    os.close(nothing)
+    os.close(written)
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
