@@ -6,7 +6,9 @@ import itertools
 import json
 import multiprocessing as mp
 import os
+import resource
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +16,14 @@ import numpy as np
 import pytest
 from fake_gpu import FakeGpu
 
-from envpipe_megatron.energy_file import append_window
-from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.energy_file import append_window, read_energy_logs
+from envpipe_megatron.gpu.base import EnergyReading, GpuError
+from envpipe_megatron.runtime import energy_meter
 from envpipe_megatron.runtime.energy_log import EnergyLog
 from envpipe_megatron.runtime.energy_meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.energy_split import (
     Measured,
+    error_of_sum,
     mean_without_outliers,
     split_energies,
 )
@@ -106,6 +110,175 @@ def test_failing_counter_is_a_named_error(gpu, meter):
     meter.catch_up()
     with pytest.raises(MeterError, match="the driver is gone"):
         meter.energy_j(0.0, 1.0)
+
+
+def test_only_its_own_thread_reads(gpu, tmp_path, monkeypatch):
+    """Not at the start, at a window that ends just now, in the log, nor at the end."""
+    readers = set()
+    read_energy = gpu.read_energy
+    monkeypatch.setattr(
+        gpu, "read_energy", lambda: (readers.add(threading.current_thread().name), read_energy())[1]
+    )
+    meter = EnergyMeter(gpu, poll_s=0.001)
+    log = EnergyLog(meter, tmp_path / "log", {})
+    for iteration in range(30):
+        gpu.now_s = 0.3 * (iteration + 1)
+        log.add("steady", iteration, record(0.3 * iteration, 0.3), RECEIVES)
+        meter.catch_up()
+        assert meter.energy_j(0.3 * iteration, gpu.now_s) == pytest.approx(30)
+    log.close()
+    meter.close()
+    assert readers == {"envpipe-meter"}
+    assert sum(w["energy_j"] for w in read(tmp_path / "log")) == pytest.approx(900)
+
+
+def test_a_driver_that_hangs_holds_nobody_up_for_long(gpu, monkeypatch):
+    monkeypatch.setattr(energy_meter, "_LOOK_TIMEOUT_S", 0.01)
+    answers = threading.Event()
+    read_energy = gpu.read_energy
+    monkeypatch.setattr(gpu, "read_energy", lambda: (answers.wait(60), read_energy())[1])
+    meter = EnergyMeter(gpu, poll_s=3600)
+    with pytest.raises(MeterError, match="has not refreshed"):
+        meter.energy_j(0.0, 0.1)
+    answers.set()
+    meter.catch_up()
+    meter.close()
+
+
+@pytest.mark.parametrize("stalled", ["energy and time", "time alone"])
+def test_a_counter_that_stands_still_is_not_extrapolated_for_ever(gpu, meter, monkeypatch, stalled):
+    at(meter, gpu, *np.arange(0.1, 2.05, 0.1))
+    reading = gpu.read_energy()
+
+    def standing_still():
+        moves_j = 0 if stalled == "energy and time" else 100 * gpu.now_s
+        return EnergyReading(reading.energy_j + moves_j, reading.time_s)
+
+    read_energy = gpu.read_energy
+    monkeypatch.setattr(gpu, "read_energy", standing_still)
+    at(meter, gpu, *np.arange(2.1, 4.05, 0.1))
+    assert meter.energy_j(1.0, 2.0) == pytest.approx(100)  # seen before
+    assert meter.energy_j(1.0, 2.25) == pytest.approx(125)  # the last power holds for a while
+    for end_s in (2.35, 4.0, 1e9):
+        with pytest.raises(MeterError, match=r"has not refreshed since 2\.0"):
+            meter.energy_j(1.0, end_s)
+    monkeypatch.setattr(gpu, "read_energy", read_energy)
+    at(meter, gpu, 4.1, 4.2)
+    assert meter.energy_j(1.0, 4.2) == pytest.approx(320)  # the counter had counted on
+
+
+def test_a_counter_that_goes_back_spoils_the_windows_across_it_alone(gpu, meter):
+    def reloaded_j(time_s):
+        return 1000 + 100 * time_s if time_s < 2.05 else 50 * (time_s - 2.0)
+
+    gpu.counter_j = reloaded_j
+    meter.close()
+    meter = EnergyMeter(gpu, poll_s=3600)
+    at(meter, gpu, *np.arange(0.1, 2.15, 0.1))
+    assert meter.energy_j(1.0, 2.0) == pytest.approx(100)
+    with pytest.raises(MeterError, match="went back"):  # one refresh tells no power yet
+        meter.energy_j(2.1, 2.15)
+    at(meter, gpu, *np.arange(2.2, 4.05, 0.1))
+    for start_s, end_s in [(1.0, 3.0), (1.95, 2.05), (2.0, 2.1), (2.05, 3.0), (0.0, 4.0)]:
+        with pytest.raises(MeterError, match="went back"):
+            meter.energy_j(start_s, end_s)
+    for start_s, end_s, wanted_j in [(0.5, 2.0, 150), (2.1, 3.1, 50), (2.1, 2.15, 2.5)]:
+        assert meter.energy_j(start_s, end_s) == pytest.approx(wanted_j)
+    meter.close()
+
+
+def test_no_energy_is_ever_negative_whatever_the_counter_does(gpu):
+    """Stalls, resets, errors and lost refreshes at random: a window is right or refused."""
+    rng = np.random.default_rng(5)
+    gpu.counter_j = lambda time_s: 200 * time_s
+    metered = refused = 0
+    offset_j = 0.0
+    for _ in range(20):
+        meter = EnergyMeter(gpu, poll_s=3600)
+        start_s = gpu.now_s
+        for _ in range(200):
+            event = rng.random()
+            if event < 0.02:
+                offset_j -= 10_000
+                gpu.counter_j = lambda time_s, o=offset_j: 200 * time_s + o
+            gpu.now_s += 0.1 if event < 0.9 else rng.uniform(0.1, 2.0)
+            gpu.error = GpuError("lost") if 0.1 < event < 0.2 else None
+            meter._try_sample()
+            begin_s = rng.uniform(start_s + 0.1, gpu.now_s)
+            end_s = rng.uniform(begin_s, gpu.now_s)
+            try:
+                energy = meter.window(begin_s, end_s)
+            except MeterError:
+                refused += 1
+            else:
+                metered += 1
+                assert energy.energy_j == pytest.approx(200 * (end_s - begin_s), abs=1e-6)
+                assert energy.uncertainty_j >= 0
+        gpu.error = None
+        meter.close()
+    assert metered > 500
+    assert refused > 100
+
+
+def test_a_read_that_fails_once_spoils_nothing(gpu, meter):
+    at(meter, gpu, 0.1, 0.2)
+    gpu.error = GpuError("busy")
+    gpu.now_s = 0.3
+    meter.catch_up()
+    with pytest.raises(MeterError, match="busy"):
+        meter.energy_j(0.0, 0.3)
+    gpu.error = None
+    at(meter, gpu, 0.4, 0.5)
+    meter.catch_up()
+    assert meter.error is None
+    assert meter.energy_j(0.0, 0.5) == pytest.approx(50)
+
+
+def test_the_least_window_is_ten_refreshes_as_seen(gpu, meter):
+    assert meter.min_window_s == pytest.approx(1.0)  # NVML's, before any was seen
+    meter.close()
+    gpu.refresh_s = 0.02
+    meter = EnergyMeter(gpu, poll_s=3600)
+    at(meter, gpu, *np.arange(0.02, 1.01, 0.01), 1.3)  # and some were missed
+    assert meter.min_window_s == pytest.approx(0.2)
+    meter.close()
+
+
+@pytest.mark.parametrize("alternate_s", [0.007, 0.03, 0.13, 0.7])
+@pytest.mark.parametrize("time_off_s", [0.0, 0.02])
+def test_windows_are_as_uncertain_as_they_say(gpu, monkeypatch, alternate_s, time_off_s):
+    """Work and waits of random lengths, also shorter than a refresh, and instants told wrongly."""
+    rng = np.random.default_rng(int(1000 * alternate_s))
+    corners_s = np.cumsum(rng.uniform(0.5, 1.5, int(120 / alternate_s)) * alternate_s)
+    powers_w = np.where(np.arange(corners_s.size) % 2, 300.0, 90.0)
+    corners_j = np.cumsum(np.diff(corners_s, prepend=0.0) * powers_w)
+
+    def truth_j(time_s):
+        return float(np.interp(time_s, [0, *corners_s], [0, *corners_j]))
+
+    gpu.counter_j = truth_j
+    read_energy = gpu.read_energy
+
+    def told_late():
+        reading = read_energy()
+        off_s = rng.uniform(-time_off_s, time_off_s)
+        return EnergyReading(reading.energy_j, reading.time_s + off_s, time_off_s)
+
+    monkeypatch.setattr(gpu, "read_energy", told_late)
+    gpu.now_s = 1.0
+    meter = EnergyMeter(gpu, poll_s=3600)
+    at(meter, gpu, *np.arange(1.1, 100, 0.1))
+    errors, uncertainties = [], []
+    for _ in range(400):
+        start_s = rng.uniform(2, 95)
+        end_s = start_s + rng.uniform(1, 4)
+        energy = meter.window(start_s, end_s)
+        errors.append(abs(energy.energy_j - (truth_j(end_s) - truth_j(start_s))))
+        uncertainties.append(energy.uncertainty_j)
+    meter.close()
+    assert np.mean(np.array(errors) <= 2 * np.array(uncertainties)) >= 0.95
+    # Nor is it a figure that any error would keep within.
+    assert 0.05 < np.linalg.norm(errors) / np.linalg.norm(uncertainties) < 1
 
 
 # Log -----------------------------------------------------------------------------------------
@@ -241,6 +414,106 @@ def test_log_without_a_file_still_counts(gpu):
     assert log.totals["steady"].energy_j == pytest.approx(200)
 
 
+def test_time_is_shared_out_between_units_receives_and_the_rest(gpu, tmp_path):
+    run_log(gpu, tmp_path / "log", [("steady", 0.5)] * 6, gap_s=0.1)
+    windows = read(tmp_path / "log")
+    assert sum(w["compute_s"] for w in windows) == pytest.approx(6 * 0.25)
+    # The first unit of each iteration receives nothing: what it waits for is not a neighbour.
+    assert sum(w["blocking_s"] for w in windows) == pytest.approx(6 * 0.05)
+    for window in windows:
+        parts_s = window["compute_s"] + window["blocking_s"] + window["idle_s"]
+        assert parts_s == pytest.approx(window["duration_s"])
+        assert window["format"] == "envpipe-energy/1"
+        assert 0 < window["energy_uncertainty_j"] < 0.1  # power is constant
+
+
+def stall(gpu: FakeGpu, monkeypatch) -> None:
+    reading = gpu.read_energy()
+    monkeypatch.setattr(gpu, "read_energy", lambda: reading)
+
+
+def test_a_window_grows_while_the_counter_stands_still(gpu, tmp_path, monkeypatch, caplog):
+    meter = EnergyMeter(gpu, poll_s=3600)
+    log = EnergyLog(meter, tmp_path / "log", {})
+    for iteration in range(40):
+        if iteration == 10:
+            stall(gpu, monkeypatch)
+        if iteration == 20:
+            monkeypatch.undo()
+        begin_s = 0.5 * iteration
+        at(meter, gpu, *np.arange(begin_s, begin_s + 0.5, 0.05), begin_s + 0.5)
+        log.add("steady", iteration, record(begin_s, 0.5), RECEIVES)
+    log.close()
+    meter.close()
+    windows = read(tmp_path / "log")
+    iterations = [i for w in windows for i in range(w["first_iteration"], w["last_iteration"] + 1)]
+    assert iterations == list(range(40))  # the counter had counted on: nothing is lost
+    assert sum(w["energy_j"] for w in windows) == pytest.approx(2000)
+    assert max(w["duration_s"] for w in windows) > 5
+    assert caplog.text.count("no refresh of the counter since") == 1
+
+
+def test_a_counter_that_never_comes_back_ends_the_log_at_its_last_refresh(
+    gpu, tmp_path, monkeypatch
+):
+    meter = EnergyMeter(gpu, poll_s=3600)
+    log = EnergyLog(meter, tmp_path / "log", {})
+    for iteration in range(40):
+        if iteration == 13:
+            stall(gpu, monkeypatch)
+        begin_s = 0.5 * iteration
+        at(meter, gpu, *np.arange(begin_s, begin_s + 0.5, 0.05), begin_s + 0.5)
+        log.add("steady" if iteration < 30 else "other", iteration, record(begin_s, 0.5), RECEIVES)
+    log.close()
+    meter.close()
+    windows = read(tmp_path / "log")
+    assert windows[-1]["last_iteration"] == 12
+    assert sum(w["energy_j"] for w in windows) == pytest.approx(650)
+
+
+def test_a_counter_that_goes_back_costs_one_window(gpu, tmp_path, caplog):
+    gpu.counter_j = lambda time_s: 100 * time_s if time_s < 10.2 else 100 * (time_s - 10.2)
+    log = run_log(gpu, tmp_path / "log", [("steady", 0.5)] * 40)
+    windows = read(tmp_path / "log")
+    assert all(w["energy_j"] == pytest.approx(100 * w["duration_s"]) for w in windows)
+    assert 20 - sum(w["duration_s"] for w in windows) == pytest.approx(1.0, abs=0.6)
+    assert windows[-1]["last_iteration"] == 39
+    assert log.totals["steady"].energy_j == pytest.approx(sum(w["energy_j"] for w in windows))
+    assert caplog.text.count("went back") == 1
+
+
+def test_a_full_disk_ends_the_log_and_not_training(gpu, tmp_path, caplog):
+    """A device that is always full: it takes the file's open, and no byte."""
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    log = run_log(gpu, Path("/dev/full"), [("steady", 0.5)] * 20)
+    assert log.totals["steady"].energy_j == pytest.approx(1000)  # counted to the end
+    assert caplog.text.count("/dev/full ends, training goes on") == 1
+    assert "No space left" in caplog.text
+
+
+def _train_with_room_for(path: Path, most_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+    log = run_log(FakeGpu(), path, [("steady", 0.5)] * 40)
+    assert log.totals["steady"].energy_j == pytest.approx(2000)
+
+
+@pytest.mark.parametrize("most_bytes", [0, 100, 1000, 1500])
+def test_what_was_flushed_before_the_disk_was_full_stays_readable(tmp_path, most_bytes):
+    path = tmp_path / "log"
+    process = mp.get_context("fork").Process(target=_train_with_room_for, args=(path, most_bytes))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert path.stat().st_size <= most_bytes
+    whole = path.read_bytes().split(b"\n")[:-1]
+    assert len(whole) == most_bytes // 300  # a line takes that much
+    if whole:
+        logs = read_energy_logs([path])
+        assert len(logs.windows) == len(whole)
+        assert len(logs.unreadable) <= 1  # the line that did not fit
+
+
 def _write_forever(path: Path, rank: int) -> None:
     while True:
         append_window(path, {"rank": rank, "padding": "x" * 5000})
@@ -329,6 +602,51 @@ def test_split_keeps_the_sum_and_no_energy_below_zero():
         energies = [rows[kind][index].energy_j for kind in Kind]
         assert sum(energies) == pytest.approx(pair.pair_j)
         assert min(energies) >= 0
+
+
+def test_split_carries_uncertainty_to_each_kind():
+    """The spread of many noisy sweeps is what one of them says of itself."""
+    rng = np.random.default_rng(3)
+    clocks = [1400, 1200, 1000]
+    clean = [(0.10, 0.20, 60.0), (0.117, 0.233, 54.0), (0.14, 0.28, 51.0)]
+    lower = [(0.116, 0.203, 57.8), (0.138, 0.206, 56.9)]
+    noise_j = (0.3, 0.2, 0.25, 0.15, 0.35)
+
+    def noisy(points, noise_j):
+        return [
+            Measured(f, b, j + rng.normal(0, u), u)
+            for (f, b, j), u in zip(points, noise_j, strict=True)
+        ]
+
+    sweeps = [
+        split_energies(clocks, noisy(clean, noise_j[:3]), noisy(lower, noise_j[3:]))[0]
+        for _ in range(3000)
+    ]
+    for kind in Kind:
+        for index in range(len(clocks)):
+            rows = [sweep[kind][index] for sweep in sweeps]
+            spread_j = np.std([row.energy_j for row in rows])
+            assert rows[0].energy_uncertainty_j == pytest.approx(spread_j, rel=0.08)
+
+
+@pytest.mark.parametrize("duration_s", [0.11, 0.3, 1.0])
+def test_error_of_a_sum_from_its_parts(duration_s):
+    """Whatever the length of the iterations, the error is that of the sum."""
+    rng = np.random.default_rng(4)
+    count = 24
+    errors_j = [
+        error_of_sum(rng.normal(50, 2, count).tolist(), [duration_s] * count, block_s=0.5)
+        for _ in range(500)
+    ]
+    assert np.sqrt(np.mean(np.square(errors_j))) == pytest.approx(2 * np.sqrt(count), rel=0.1)
+
+
+def test_what_the_meter_puts_into_the_next_iteration_is_no_scatter():
+    """Short iterations see the counter's steps: one has too much, the next too little."""
+    swing_j = [10.0 + (1 if i % 2 else -1) * 3 for i in range(40)]
+    assert error_of_sum(swing_j, [0.05] * 40, block_s=0.5) == pytest.approx(0, abs=1e-9)
+    assert error_of_sum(swing_j, [0.05] * 40, block_s=0.05) > 15
+    assert error_of_sum([50.0] * 3, [0.1] * 3, block_s=0.5) == 0  # one block tells nothing
 
 
 def test_mean_without_outliers():
