@@ -3,8 +3,8 @@
 Parts: (mapping) torch's devices against NVML's, also where CUDA_VISIBLE_DEVICES reorders or hides
 some; (clocks) the table and the sweep made from it; (meters) how often the counter and the power
 fields refresh, what a read takes, and whether they agree over a load; (blocking) power of a GPU
-that waits in a receive against an idle one; (controller) see trigger_latency.py. One part's failure
-does not lose the others.
+that waits in a receive against an idle one; (events) what making and recording one costs;
+(controller) see trigger_latency.py. One part's failure does not lose the others.
 
     ENVPIPE_FORBID_CLOCK_CONTROL=1 torchrun --nproc-per-node 2 benchmarks/gpu_control.py \
         --output gpu_control.json
@@ -35,11 +35,13 @@ import trigger_latency
 
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, clock_control_forbidden
 from envpipe_megatron.gpu.nvml import NvmlGpu
+from envpipe_megatron.gpu.overrides import override_for, sweep_range
+from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device, visible_gpus
 from envpipe_megatron.runtime.clock_controller import spread
 
 MARKER_BYTES = 3 << 30
 WINDOW_S = 5.0
-PARTS = ("mapping", "clocks", "meters", "blocking", "controller")
+PARTS = ("mapping", "clocks", "meters", "blocking", "events", "controller")
 
 
 class Node:
@@ -110,6 +112,7 @@ def map_devices() -> list[dict[str, Any]]:
         pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
     ]
     rows = []
+    read_from_variables = [device.uid for device in visible_gpus().devices]
     for device in range(torch.cuda.device_count()):
         torch.zeros(1, device=device)
         before = [pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles]
@@ -122,7 +125,7 @@ def map_devices() -> list[dict[str, Any]]:
             for index, (less, more) in enumerate(zip(before, after, strict=True))
             if more - less > MARKER_BYTES // 2
         ]
-        uid = torch_uid(device)
+        uid = uid_of_cuda_device(str(torch.cuda.get_device_properties(device).uuid))
         index = pynvml.nvmlDeviceGetIndex(pynvml.nvmlDeviceGetHandleByUUID(uid))
         rows.append(
             {
@@ -130,8 +133,9 @@ def map_devices() -> list[dict[str, Any]]:
                 "nvml_by_uuid": index,
                 "nvml_by_memory": grown,
                 "uuid": uid,
-                "opened": NvmlGpu(uid).address.uid,
-                "right": grown == [index],
+                "right": grown == [index]
+                and uid == torch_uid(device) == NvmlGpu(uid).address.uid
+                and uid == read_from_variables[device],
             }
         )
     return rows
@@ -150,6 +154,7 @@ def measure_clocks(node: Node) -> dict[str, Any]:
         "count": len(table),
         "highest_mhz": table[0],
         "lowest_mhz": table[-1],
+        "sweep_mhz": sweep_range(table, override_for(gpu.name)),
         "steps_mhz": sorted({a - b for a, b in itertools.pairwise(table)}),
         "state": str(state),
         "state_call_us": call_us,
@@ -183,10 +188,30 @@ def measure_meters(node: Node) -> dict[str, Any]:
     }
     result: dict[str, Any] = {}
     with load():
+        result["library"] = guarded(lambda: library_meter(NvmlGpu(node.uid)))
         for name, read in meters.items():
             result[name] = guarded(lambda read=read: refreshes(read, 2.5))  # type: ignore[misc]
         result["agreement"] = guarded(lambda: agreement(NvmlGpu(node.uid), meters))
     return result
+
+
+def library_meter(gpu: NvmlGpu) -> dict[str, Any]:
+    """What reading the energy takes through the library, and how well instants are known, ms."""
+    reads_ms, uncertainties_ms, instants_s = [], [], []
+    end_s = time.monotonic() + 2.5
+    while time.monotonic() < end_s:
+        begin_s = time.monotonic()
+        reading = gpu.read_energy()
+        reads_ms.append(1e3 * (time.monotonic() - begin_s))
+        uncertainties_ms.append(1e3 * reading.time_uncertainty_s)
+        instants_s.append(reading.time_s)
+        time.sleep(0.05)  # as the meter's thread does
+    steps_ms = [1e3 * (b - a) for a, b in itertools.pairwise(instants_s) if b > a]
+    return {
+        "read_ms": spread(reads_ms),
+        "uncertainty_ms": spread(uncertainties_ms),
+        "refresh_ms": spread(steps_ms),
+    }
 
 
 def refreshes(read: Callable[[], int], seconds: float) -> dict[str, Any]:
@@ -361,6 +386,7 @@ def main(parts: tuple[str, ...], seconds: float, map_only: bool, output: Path) -
         "clocks": lambda: measure_clocks(node),
         "meters": lambda: measure_meters(node),
         "blocking": lambda: measure_blocking(node),
+        "events": trigger_latency.event_costs_us,
         "controller": lambda: trigger_latency.compare(("gpt", "small", "python"), seconds),
     }
     mine: dict[str, Any] = {"uuid": node.uid, "gpu": torch.cuda.get_device_name()}
@@ -392,7 +418,15 @@ def print_rank(number: int, rank: dict[str, Any]) -> None:
             continue
         click.echo(f"{name}:")
         for key, value in rank[name].items():
-            click.echo(f"  {key}: {json.dumps(value)}")
+            click.echo(f"  {key}: {json.dumps(_rounded(value))}")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

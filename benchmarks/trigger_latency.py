@@ -191,7 +191,7 @@ class CudaDevice:
     """
 
     def __init__(self, kind: str) -> None:
-        hidden, sequence, layers = (512, 256, 6) if kind == "small" else (4096, 2048, 3)
+        hidden, sequence, layers = (512, 256, 20) if kind == "small" else (4096, 2048, 2)
         self._layers = nn.ModuleList(Layer(hidden) for _ in range(layers)).cuda().bfloat16()
         self._input = torch.randn(
             sequence, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True
@@ -402,6 +402,28 @@ def _burn_until(end_s: float) -> None:
             numbers[number % 3] = math.sqrt(number) + len(numbers)
         if time.perf_counter() >= end_s:
             return
+
+
+def event_costs_us(count: int = 500) -> dict[str, Any]:
+    """What one CUDA event costs the thread that records it: each its own, or used again."""
+    stream = torch.cuda.current_stream()
+    costs: dict[str, list[int]] = {"new": [], "reused": [], "reused, known stream": []}
+    make: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]  # noqa: E731
+    kept = [make() for _ in range(count)]
+    for event in kept:
+        event.record()
+    torch.cuda.synchronize()
+    for index in range(count):
+        times = [time.perf_counter_ns()]
+        make().record()
+        times.append(time.perf_counter_ns())
+        kept[index].record()
+        times.append(time.perf_counter_ns())
+        kept[index].record(stream)
+        times.append(time.perf_counter_ns())
+        for name, cost in zip(costs, itertools.pairwise(times), strict=True):
+            costs[name].append(cost[1] - cost[0])
+    return {name: _us(values) for name, values in costs.items()}
 
 
 def compare(kinds: Iterable[str], seconds: float) -> dict[str, Any]:
