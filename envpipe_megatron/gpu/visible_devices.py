@@ -1,0 +1,168 @@
+"""From what CUDA sees to UUIDs.
+
+CUDA numbers the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; NVML numbers all GPUs of the
+node. Under a wrapper that shows each rank one GPU, device 0 is another GPU on every rank. So no
+number of CUDA's ever goes to NVML: a UUID or a PCI bus id does. A process that has CUDA asks it
+(`uid_of_cuda_device`); one that has not reads the variables as CUDA does (`visible_gpus`, rules of
+the CUDA C++ Programming Guide, section CUDA Environment Variables).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.nvml import NvmlDevice, list_nvml_gpus
+from envpipe_megatron.gpu.nvml_errors import GpuNotFoundError, MigModeError
+
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
+
+_UUID = re.compile(r"(?:GPU-)?([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})", re.IGNORECASE)
+_PCI = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?", re.IGNORECASE)
+
+
+class DeviceOrderError(GpuError):
+    """CUDA's numbers cannot be told from its environment variables."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisibleGpus:
+    """The GPUs that CUDA shows to a process, in the order of its device numbers.
+
+    Attributes:
+        devices: device 0 first.
+        assumption: what had to be assumed for this order, empty where nothing had to be.
+    """
+
+    devices: tuple[NvmlDevice, ...]
+    assumption: str = ""
+
+
+def uid_of_cuda_device(uuid_or_pci: str) -> str:
+    """Return the UUID, as NVML writes it, of a GPU that CUDA knows.
+
+    Args:
+        uuid_or_pci: `torch.cuda.get_device_properties(i).uuid` as text, with or without `GPU-`, or
+            a PCI bus id with any number of digits of the domain.
+
+    Raises:
+        MigModeError: it is a MIG instance.
+        GpuNotFoundError: NVML sees no such GPU.
+        NvmlError: NVML is not there or does not work.
+    """
+    given = uuid_or_pci.strip()
+    if given.startswith("MIG-"):
+        raise _mig_instance(given)
+    devices = list_nvml_gpus()
+    if uuid := _UUID.fullmatch(given):
+        found = [d for d in devices if d.uid.lower() == f"gpu-{uuid[1].lower()}"]
+    elif _PCI.fullmatch(given):
+        found = [d for d in devices if pci_address(d.pci_bus_id) == pci_address(given)]
+    else:
+        raise GpuNotFoundError(
+            "Neither the UUID nor the PCI bus id of a GPU",
+            value=uuid_or_pci,
+            remedy="Pass str(torch.cuda.get_device_properties(device).uuid), never a number",
+        )
+    if not found:
+        raise GpuNotFoundError(
+            "CUDA uses a GPU that NVML does not see",
+            value=uuid_or_pci,
+            remedy=f"NVML sees {', '.join(d.uid for d in devices) or 'none'}. Give the container "
+            "the same GPUs for 'compute' and 'utility'; instances of MIG cannot be controlled",
+        )
+    return found[0].uid
+
+
+def visible_gpus(environment: Mapping[str, str] | None = None) -> VisibleGpus:
+    """Return the GPUs that CUDA would show to a process with this environment.
+
+    As in CUDA, an entry that names no GPU (`-1`, too high a number, an unknown UUID) hides itself
+    and all after it.
+
+    Args:
+        environment: with CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, by default this process's.
+
+    Raises:
+        DeviceOrderError: the GPUs are unlike and numbered by speed, or one is named twice.
+        MigModeError: a MIG instance is named.
+        NvmlError: NVML is not there or does not work.
+    """
+    variables = os.environ if environment is None else environment
+    visible = variables.get(VISIBLE_VARIABLE)
+    in_pci_order = sorted(list_nvml_gpus(), key=lambda device: pci_address(device.pci_bus_id))
+    chosen: Sequence[NvmlDevice] = in_pci_order
+    by_number = len(in_pci_order) > 1
+    if visible is not None:
+        entries = [entry.strip() for entry in visible.split(",")]
+        by_number = by_number and any(re.fullmatch("[0-9]+", entry) for entry in entries)
+        chosen = _chosen(entries, in_pci_order)
+    assumption = ""
+    if by_number and chosen and variables.get(ORDER_VARIABLE) != "PCI_BUS_ID":
+        names = sorted({device.name for device in in_pci_order})
+        if len(names) > 1:
+            raise DeviceOrderError(
+                "CUDA numbers unlike GPUs by their speed, which only CUDA can tell",
+                value=names,
+                remedy=f"Set {ORDER_VARIABLE}=PCI_BUS_ID, or name GPUs in {VISIBLE_VARIABLE} "
+                "by UUID",
+            )
+        assumption = (
+            f"{ORDER_VARIABLE} is not PCI_BUS_ID: as all GPUs are {names[0]}, CUDA is taken to "
+            "number them by PCI bus id"
+        )
+    return VisibleGpus(tuple(chosen), assumption)
+
+
+def _chosen(entries: Sequence[str], in_pci_order: Sequence[NvmlDevice]) -> list[NvmlDevice]:
+    chosen: list[NvmlDevice] = []
+    for entry in entries:
+        if entry.startswith("MIG-"):
+            raise _mig_instance(entry)
+        named = _named(entry, in_pci_order)
+        if named is None:
+            break
+        if named in chosen:
+            raise DeviceOrderError(
+                f"{VISIBLE_VARIABLE} names a GPU twice",
+                value=entry,
+                remedy="Name each GPU once: CUDA shows none otherwise",
+            )
+        chosen.append(named)
+    return chosen
+
+
+def _named(entry: str, in_pci_order: Sequence[NvmlDevice]) -> NvmlDevice | None:
+    if re.fullmatch("[0-9]+", entry):
+        number = int(entry)
+        return in_pci_order[number] if number < len(in_pci_order) else None
+    if not entry.startswith("GPU-"):
+        return None
+    # The start of a UUID is enough where no other GPU's starts so.
+    matching = [d for d in in_pci_order if d.uid.lower().startswith(entry.lower())]
+    return matching[0] if len(matching) == 1 else None
+
+
+def pci_address(text: str) -> tuple[int, int, int, int]:
+    """Return domain, bus, device and function of a PCI bus id, however CUDA or NVML writes it.
+
+    Raises:
+        GpuNotFoundError: it is none.
+    """
+    match = _PCI.fullmatch(text)
+    if match is None:
+        raise GpuNotFoundError("Not a PCI bus id", value=text, remedy="One is 0000:1b:00.0")
+    domain, bus, device, function = (int(part or "0", 16) for part in match.groups())
+    return domain, bus, device, function
+
+
+def _mig_instance(uid: str) -> MigModeError:
+    return MigModeError(
+        "CUDA shows a MIG instance, whose clock and meter are its whole GPU's",
+        value=uid,
+        remedy="Train on whole GPUs, with MIG off, or without clock control",
+    )

@@ -1,0 +1,132 @@
+"""From CUDA's view to UUIDs: numbers, UUIDs, orders, and wrappers that show a rank one GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from envpipe_megatron.gpu.nvml_errors import GpuNotFoundError, MigModeError
+from envpipe_megatron.gpu.visible_devices import (
+    DeviceOrderError,
+    uid_of_cuda_device,
+    visible_gpus,
+)
+
+
+@pytest.fixture
+def node(fake_nvml):
+    fake_nvml.use_here()
+    return fake_nvml
+
+
+def _indices(visible, **variables):
+    """NVML's index of each device that CUDA shows."""
+    if visible is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = visible
+    return [device.index for device in visible_gpus(variables).devices]
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("", []),
+        (" ", []),
+        ("2", [2]),
+        ("3,1", [3, 1]),
+        (" 3 , 1 ", [3, 1]),
+        ("-1", []),
+        ("1,-1,2", [1]),
+        ("1,4,2", [1]),
+        ("1,x,2", [1]),
+        ("1,,2", [1]),
+        ("NoDevFiles", []),
+    ],
+)
+def test_numbers_as_cuda_reads_them(node, visible, indices):
+    assert _indices(visible, CUDA_DEVICE_ORDER="PCI_BUS_ID") == indices
+
+
+def test_uuids_and_their_beginnings(node):
+    uuids = node.uuids
+    assert _indices(f"{uuids[2]},{uuids[0]}") == [2, 0]
+    assert _indices(uuids[3][:12]) == [3]
+    assert _indices(f"{uuids[1]},GPU-00000000-0000,{uuids[0]}") == [1]
+    assert _indices("GPU-") == []  # the beginning of all
+
+
+def test_like_gpus_without_an_order_are_numbered_by_an_assumption(node):
+    shown = visible_gpus({"CUDA_VISIBLE_DEVICES": "3,1"})
+    assert [device.index for device in shown.devices] == [3, 1]
+    assert "PCI_BUS_ID" in shown.assumption
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": node.uuids[1]}).assumption == ""
+    assert visible_gpus({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}).assumption == ""
+
+
+def test_unlike_gpus_have_numbers_only_in_pci_order(fake_nvml_node):
+    node = fake_nvml_node("rtx3090", "h200")
+    node.use_here()
+    for variables in ({}, {"CUDA_VISIBLE_DEVICES": "1"}):
+        with pytest.raises(DeviceOrderError, match=r"H200.*Set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
+            visible_gpus(variables)
+    assert _indices("1", CUDA_DEVICE_ORDER="PCI_BUS_ID") == [1]
+    assert _indices(node.uuids[1]) == [1]
+    assert _indices("") == []
+
+
+def test_refused_entries(node):
+    with pytest.raises(MigModeError, match="MIG off"):
+        visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1234"})
+    with pytest.raises(DeviceOrderError, match="twice"):
+        visible_gpus({"CUDA_VISIBLE_DEVICES": f"1,{node.uuids[1]}"})
+
+
+def test_uids_that_torch_gives(node):
+    uuid = node.uuids[2]
+    assert uid_of_cuda_device(uuid.removeprefix("GPU-")) == uuid
+    assert uid_of_cuda_device(uuid.removeprefix("GPU-").upper()) == uuid
+    assert uid_of_cuda_device(uuid) == uuid
+    bus_id = node.pci_bus_ids[2]
+    for written in (bus_id, bus_id.lower(), bus_id[4:], bus_id[4:].lower().removesuffix(".0")):
+        assert uid_of_cuda_device(written) == uuid
+
+
+@pytest.mark.parametrize("given", ["0", "cuda:0", "GPU-1", "00000000:FF:00.0", "0" * 8])
+def test_what_names_no_gpu(node, given):
+    with pytest.raises(GpuNotFoundError):
+        uid_of_cuda_device(given)
+    with pytest.raises(GpuNotFoundError, match=node.uuids[3]):
+        uid_of_cuda_device("00000000-0000-0000-0000-000000000000")
+    with pytest.raises(MigModeError):
+        uid_of_cuda_device("MIG-1234")
+
+
+RANK = """
+from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.opening import open_gpu
+from envpipe_megatron.gpu.visible_devices import visible_gpus
+import sys
+device = int(sys.argv[1])
+gpu = open_gpu(GpuAddress("nvml", visible_gpus().devices[device].uid))
+gpu.lock_frequency(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("wrapper", ["one GPU a rank", "all GPUs, reversed"])
+def test_each_rank_locks_its_own_gpu(node, wrapper):
+    ranks = []
+    for rank in range(4):
+        alone = wrapper == "one GPU a rank"
+        environment = {
+            **os.environ,
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "CUDA_VISIBLE_DEVICES": str(rank) if alone else "3,2,1,0",
+        }
+        arguments = [str(0 if alone else 3 - rank), str(900 + 15 * rank)]
+        ranks.append(subprocess.Popen([sys.executable, "-c", RANK, *arguments], env=environment))
+    assert [rank.wait() for rank in ranks] == [0, 0, 0, 0]
+    assert [node.locked_mhz(uuid) for uuid in node.uuids] == [
+        (900 + 15 * rank, 900 + 15 * rank) for rank in range(4)
+    ]
+    assert len(node.changes()) == 4
