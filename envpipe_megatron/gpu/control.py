@@ -20,7 +20,12 @@ from envpipe_megatron.gpu.base import (
 )
 from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, SiteConfig, in_user_namespace
-from envpipe_megatron.gpu.zeusd import CONTROL_GROUP, ZeusdConnection, zeusd_socket
+from envpipe_megatron.gpu.zeusd import (
+    CONTROL_GROUP,
+    ZeusdConnection,
+    parse_pci_address,
+    zeusd_socket,
+)
 
 CHOICES = ("auto", *HARDWARE_BACKENDS, "dry_run", "emulated", "none")
 """What `--envpipe-gpu-control` takes."""
@@ -79,14 +84,35 @@ def check_controls(site: SiteConfig) -> tuple[Control, ...]:
     Those that the site does not allow come last. Reads only: see the module.
     """
     order = [*site.backends, *(name for name in HARDWARE_BACKENDS if name not in site.backends)]
-    return tuple(_check(name, site) for name in order)
-
-
-def _check(backend: str, site: SiteConfig) -> Control:
     if clock_control_forbidden():
-        return Control(
-            backend, False, f"{FORBID_VARIABLE} is set", f"Unset {FORBID_VARIABLE} where you may"
-        )
+        reason, remedy = f"{FORBID_VARIABLE} is set", f"Unset {FORBID_VARIABLE} where you may"
+        return tuple(Control(name, False, reason, remedy) for name in order)
+    try:
+        pci_bus_ids = _controllable_gpus()
+    except GpuError as error:
+        return tuple(Control(name, False, _lower(error.what), error.remedy) for name in order)
+    return tuple(_check(name, site, pci_bus_ids) for name in order)
+
+
+def _controllable_gpus() -> list[str]:
+    """Return the PCI bus ids of this machine's GPUs.
+
+    Raises:
+        GpuError: there is none, they cannot be read, or all refuse whoever asks. Where some can be
+            controlled, those that cannot say so themselves.
+    """
+    from envpipe_megatron.gpu.nvml import NvmlGpu, list_nvml_gpus
+
+    gpus = [NvmlGpu(device.uid) for device in list_nvml_gpus()]
+    if not gpus:
+        raise GpuError("NVML sees no GPU", remedy="Make GPUs visible to this process")
+    obstacles = [gpu.control_obstacle() for gpu in gpus]
+    if all(obstacles) and obstacles[0] is not None:
+        raise obstacles[0]
+    return [gpu.pci_bus_id for gpu in gpus]
+
+
+def _check(backend: str, site: SiteConfig, pci_bus_ids: Sequence[str]) -> Control:
     if backend not in site.backends:
         return Control(
             backend,
@@ -94,19 +120,10 @@ def _check(backend: str, site: SiteConfig) -> Control:
             f"the site's configuration {site.path} does not allow it",
             f"Ask to have {backend!r} added to 'gpu_control.backends' there",
         )
-    try:
-        from envpipe_megatron.gpu.nvml import list_nvml_gpus
-
-        gpus = list_nvml_gpus()
-    except GpuError as error:
-        return Control(backend, False, f"GPUs cannot be read: {error.what}", error.remedy)
-    if not gpus:
-        return Control(backend, False, "NVML sees no GPU", "Make GPUs visible to this process")
-    look = _LOOKS[backend]
-    return look(site)
+    return _LOOKS[backend](site, pci_bus_ids)
 
 
-def _look_at_nvml(site: SiteConfig) -> Control:
+def _look_at_nvml(site: SiteConfig, pci_bus_ids: Sequence[str]) -> Control:
     if not has_sys_admin():
         user = f"user {os.geteuid()} has no CAP_SYS_ADMIN"
         remedy = (
@@ -139,7 +156,7 @@ def has_sys_admin() -> bool:
     return bool(int(effective, 16) >> _CAP_SYS_ADMIN & 1)
 
 
-def _look_at_zeusd(site: SiteConfig) -> Control:
+def _look_at_zeusd(site: SiteConfig, pci_bus_ids: Sequence[str]) -> Control:
     connection = ZeusdConnection(zeusd_socket(site), _ZEUSD_LOOK_S)
     try:
         offer = connection.discover()
@@ -152,6 +169,14 @@ def _look_at_zeusd(site: SiteConfig) -> Control:
             )
         if offer.auth_required:
             connection.check_token()
+        missing = [name for name in pci_bus_ids if parse_pci_address(name) not in offer.gpu_ids]
+        if missing:
+            return Control(
+                "zeusd",
+                False,
+                f"zeusd at {connection.path} does not manage {', '.join(missing)}",
+                "Have zeusd see all GPUs of the machine, and restart it after changes",
+            )
     except GpuError as error:
         return Control("zeusd", False, _lower(error.what), error.remedy)
     finally:
@@ -159,7 +184,7 @@ def _look_at_zeusd(site: SiteConfig) -> Control:
     return Control("zeusd", True, f"zeusd at {connection.path} offers {CONTROL_GROUP} to this user")
 
 
-def _look_at_command(site: SiteConfig) -> Control:
+def _look_at_command(site: SiteConfig, pci_bus_ids: Sequence[str]) -> Control:
     if not site.lock_command:
         where = f"in {site.path}" if site.path else "(there is no site configuration)"
         return Control(
@@ -179,7 +204,7 @@ def _look_at_command(site: SiteConfig) -> Control:
     return Control("command", True, f"{site.path} names commands that this user can run")
 
 
-_LOOKS: dict[str, Callable[[SiteConfig], Control]] = {
+_LOOKS: dict[str, Callable[[SiteConfig, Sequence[str]], Control]] = {
     "nvml": _look_at_nvml,
     "zeusd": _look_at_zeusd,
     "command": _look_at_command,

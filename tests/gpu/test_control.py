@@ -1,0 +1,381 @@
+"""Which back end may change clocks: every reason for a no, and none of them found by trying."""
+
+import ctypes
+import os
+
+import pytest
+from fake_zeusd import FakeZeusd
+
+from envpipe_megatron.gpu import control
+from envpipe_megatron.gpu.base import GpuError, GpuPermissionError
+from envpipe_megatron.gpu.command import CommandGpu
+from envpipe_megatron.gpu.control import (
+    CHOICES,
+    ChosenControl,
+    check_controls,
+    choose_control,
+    open_controlled,
+)
+from envpipe_megatron.gpu.dry_run import DryRunGpu
+from envpipe_megatron.gpu.emulated import EmulatedGpu
+from envpipe_megatron.gpu.nvml import NvmlGpu
+from envpipe_megatron.gpu.read_through import ReadOnlyGpu
+from envpipe_megatron.gpu.site import SiteConfig, in_user_namespace
+from envpipe_megatron.gpu.zeusd import ZeusdGpu
+
+
+class Machine:
+    """A node of fake GPUs, and the rights that a user has on it."""
+
+    def __init__(self, nvml, monkeypatch, tmp_path):
+        self.nvml = nvml
+        self.tmp_path = tmp_path
+        self._monkeypatch = monkeypatch
+        self.set_sys_admin(False)
+        monkeypatch.setattr(control, "in_user_namespace", lambda: False)
+        monkeypatch.delenv("ZEUSD_TOKEN", raising=False)
+        monkeypatch.setenv("ZEUSD_SOCK_PATH", str(tmp_path / "zeusd.sock"))
+        self.zeusd = None
+        self.fields = {}
+
+    def set_sys_admin(self, has):
+        self._monkeypatch.setattr(control, "has_sys_admin", lambda: has)
+
+    def start_zeusd(self):
+        self.zeusd = FakeZeusd(self.tmp_path / "zeusd.sock")
+        self.zeusd.gpus = {bus_id: {"id": i} for i, bus_id in enumerate(self.nvml.pci_bus_ids)}
+        return self.zeusd
+
+    def grant_command(self):
+        program = self.tmp_path / "clock"
+        program.write_text(f"#!/bin/sh\necho \"$@\" >> '{self.tmp_path}/commands'\n")
+        program.chmod(0o755)
+        self.fields["lock_command"] = (str(program), "lock", "{uuid}", "{index}", "{mhz}")
+        self.fields["reset_command"] = (str(program), "reset", "{uuid}", "{index}")
+        return program
+
+    @property
+    def site(self):
+        return SiteConfig(path=self.tmp_path / "site.toml", **self.fields)
+
+    def look(self):
+        """What is allowed, after checking that looking changed nothing."""
+        found = {check.backend: check for check in check_controls(self.site)}
+        assert all(bool(check.remedy) is not check.allowed for check in found.values())
+        self.assert_untouched()
+        return found
+
+    def assert_untouched(self):
+        assert self.nvml.changes() == []
+        assert not (self.tmp_path / "commands").exists()
+        if self.zeusd is not None:
+            assert not [request for request in self.zeusd.requests if "POST" in request]
+
+
+@pytest.fixture
+def machine(fake_nvml, monkeypatch, tmp_path):
+    fake_nvml.use_here()
+    machine = Machine(fake_nvml, monkeypatch, tmp_path)
+    yield machine
+    if machine.zeusd is not None and machine.zeusd.path.exists():
+        machine.zeusd.stop()
+
+
+def test_a_plain_user_without_anything(machine):
+    found = machine.look()
+    assert list(found) == ["nvml", "zeusd", "command"]
+    assert not any(check.allowed for check in found.values())
+    assert "CAP_SYS_ADMIN" in found["nvml"].reason
+    assert "no zeusd at" in found["zeusd"].reason
+    assert "lock_command" in found["command"].reason
+
+
+def test_each_right_allows_its_back_end(machine):
+    machine.set_sys_admin(True)
+    machine.start_zeusd()
+    machine.grant_command()
+    found = machine.look()
+    assert all(check.allowed for check in found.values())
+    assert "CAP_SYS_ADMIN" in found["nvml"].reason
+    assert str(machine.zeusd.path) in found["zeusd"].reason
+    assert "site.toml" in found["command"].reason
+
+
+def test_the_forbid_variable_forbids_all_of_them(machine, monkeypatch):
+    machine.set_sys_admin(True)
+    machine.start_zeusd()
+    machine.grant_command()
+    monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "1")
+    for check in machine.look().values():
+        assert not check.allowed
+        assert check.reason == "ENVPIPE_FORBID_CLOCK_CONTROL is set"
+    assert machine.zeusd.requests == []
+
+
+def test_a_site_allows_some_and_orders_them(machine):
+    machine.set_sys_admin(True)
+    machine.start_zeusd()
+    machine.fields["backends"] = ("zeusd", "command")
+    found = machine.look()
+    assert list(found) == ["zeusd", "command", "nvml"]
+    assert not found["nvml"].allowed
+    assert "site.toml does not allow" in found["nvml"].reason
+    assert choose_control("auto", machine.site).backend == "zeusd"
+
+
+def test_capabilities_of_a_rootless_container_mean_nothing(machine, monkeypatch):
+    machine.set_sys_admin(True)
+    monkeypatch.setattr(control, "in_user_namespace", lambda: True)
+    assert "user namespace" in machine.look()["nvml"].reason
+
+
+@pytest.mark.parametrize("uid", [0, 1000])
+def test_remedies_differ_for_a_containers_root_and_a_user(machine, monkeypatch, uid):
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    remedy = machine.look()["nvml"].remedy
+    assert ("--cap-add SYS_ADMIN" in remedy) is (uid == 0)
+    assert "zeusd" in remedy
+
+
+def test_every_no_of_zeusd(machine, monkeypatch):
+    def said():
+        check = machine.look()["zeusd"]
+        assert not check.allowed
+        return check.reason + " | " + check.remedy
+
+    zeusd = machine.start_zeusd()
+    zeusd.groups = ("gpu-read",)
+    assert "offers gpu-read" in said()
+    assert "--enable gpu-control" in said()
+    zeusd.groups = ("gpu-read", "gpu-control")
+    zeusd.tokens = {"poor": ["gpu-read"], "good": ["gpu-control"]}
+    assert "ZEUSD_TOKEN" in said()
+    monkeypatch.setenv("ZEUSD_TOKEN", "poor")
+    assert "not gpu-control" in said()
+    monkeypatch.setenv("ZEUSD_TOKEN", "good")
+    assert machine.look()["zeusd"].allowed
+    zeusd.gpus = {"0000:99:00.0": {"id": 0}}
+    assert "does not manage" in said()
+    zeusd.stop()
+    zeusd.path.write_text("")
+    assert "no zeusd at" in said()
+    zeusd.path.unlink()
+
+
+def test_every_no_of_the_command(machine):
+    program = machine.grant_command()
+    assert machine.look()["command"].allowed
+    program.chmod(0o644)
+    assert str(program) in machine.look()["command"].reason
+    program.unlink()
+    assert "cannot run" in machine.look()["command"].reason
+    program.mkdir()
+    assert "cannot run" in machine.look()["command"].reason
+
+
+def test_nothing_is_controlled_that_cannot_be_read(machine):
+    machine.set_sys_admin(True)
+    machine.start_zeusd()
+    machine.nvml.set_fault(None, "driver_mismatch")
+    for check in machine.look().values():
+        assert not check.allowed
+        assert "different versions" in check.reason
+        assert "reboot" in check.remedy
+
+
+@pytest.mark.parametrize(("fault", "said"), [("mig", "MIG"), ("vgpu", "virtual")])
+def test_gpus_that_refuse_whoever_asks(machine, fault, said):
+    machine.set_sys_admin(True)
+    machine.start_zeusd()
+    machine.nvml.set_fault(machine.nvml.uuids[2], fault)
+    # Others of the node can be controlled, so this one does not forbid the back end ...
+    assert machine.look()["nvml"].allowed
+    for uuid in machine.nvml.uuids:
+        machine.nvml.set_fault(uuid, fault)
+    # ... unless it is so for all.
+    for check in machine.look().values():
+        if check.backend != "command":
+            assert not check.allowed
+            assert said in check.reason
+
+
+# --- choosing ------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_first_that_is_allowed_and_says_why(machine):
+    machine.start_zeusd()
+    machine.grant_command()
+    chosen = choose_control("auto", machine.site)
+    assert chosen.backend == "zeusd"
+    assert "first that is allowed" in chosen.why
+    assert str(machine.zeusd.path) in chosen.why
+    assert chosen.warning is None
+    machine.set_sys_admin(True)
+    assert choose_control("auto", machine.site).backend == "nvml"
+    machine.set_sys_admin(False)
+    machine.zeusd.stop()
+    assert choose_control("auto", machine.site).backend == "command"
+    machine.assert_untouched()
+
+
+def test_none_allowed_is_one_warning_with_every_reason_and_remedy(machine):
+    chosen = choose_control("auto", machine.site)
+    assert chosen.backend is None
+    for part in ("nvml: ", "zeusd: ", "command: ", "baseline clocks", "energy is measured"):
+        assert part in chosen.warning
+    assert len(chosen.remedies) == 3
+    assert "\n" not in chosen.warning
+
+
+def test_a_common_reason_is_said_once(machine, monkeypatch):
+    monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "yes")
+    chosen = choose_control("auto", machine.site)
+    assert chosen.warning.count("ENVPIPE_FORBID_CLOCK_CONTROL is set") == 1
+
+
+def test_required_control_is_an_error_where_none_is_allowed(machine):
+    with pytest.raises(GpuPermissionError, match=r"required.*nvml: .*lock_command"):
+        choose_control("auto", machine.site, require=True)
+    machine.set_sys_admin(True)
+    assert choose_control("auto", machine.site, require=True).backend == "nvml"
+
+
+def test_a_back_end_that_was_named_is_taken_or_none(machine):
+    machine.set_sys_admin(True)
+    chosen = choose_control("zeusd", machine.site)
+    assert chosen.backend is None
+    assert "no zeusd at" in chosen.warning
+    assert "lock_command" not in chosen.warning
+    with pytest.raises(GpuPermissionError):
+        choose_control("zeusd", machine.site, require=True)
+    machine.start_zeusd()
+    assert choose_control("zeusd", machine.site).backend == "zeusd"
+
+
+def test_what_drives_no_hardware_needs_no_rights(machine, monkeypatch):
+    monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "1")
+    for name in ("dry_run", "emulated"):
+        assert choose_control(name, machine.site).backend == name
+    nothing = choose_control("none", machine.site)
+    assert nothing.backend is None
+    assert nothing.warning is None
+
+
+@pytest.mark.parametrize("wanted", ["none", "dry_run"])
+def test_required_control_contradicts_wishing_for_none(machine, wanted):
+    with pytest.raises(GpuPermissionError, match="required"):
+        choose_control(wanted, machine.site, require=True)
+
+
+def test_an_unknown_wish(machine):
+    with pytest.raises(GpuError, match="auto, nvml, zeusd, command, dry_run, emulated, none"):
+        choose_control("magic", machine.site)
+
+
+# --- opening -------------------------------------------------------------------------------------
+
+
+def test_every_choice_opens_as_itself_and_changes_only_by_its_own_way(machine):
+    machine.set_sys_admin(True)
+    zeusd = machine.start_zeusd()
+    machine.grant_command()
+    uuid = machine.nvml.uuids[2]
+    kinds = {
+        "nvml": NvmlGpu,
+        "zeusd": ZeusdGpu,
+        "command": CommandGpu,
+        "dry_run": DryRunGpu,
+        "none": ReadOnlyGpu,
+    }
+    assert set(kinds) | {"auto", "emulated"} == set(CHOICES)
+    for name, kind in kinds.items():
+        gpu = open_controlled(uuid, choose_control(name, machine.site), machine.site)
+        assert type(gpu) is kind
+        assert (gpu.address.backend, gpu.address.uid) == (name, uuid)
+        assert gpu.name == "NVIDIA A100-SXM4-80GB"
+        assert gpu.power_w > 0
+        if name != "none":
+            gpu.lock_frequency(1200)
+    commands = (machine.tmp_path / "commands").read_text().splitlines()
+    assert commands == [f"lock {uuid} 2 1200"]
+    assert [values for _, values in zeusd.changes] == [
+        {"gpu_ids": "2", "min_clock_mhz": "1200", "max_clock_mhz": "1200"}
+    ]
+    assert [(call.uuid, call.arguments) for call in machine.nvml.changes()] == [
+        (uuid, (1200, 1200))
+    ]
+
+
+def test_the_sites_reset_range_reaches_the_back_ends(machine):
+    machine.set_sys_admin(True)
+    zeusd = machine.start_zeusd()
+    machine.fields["reset_range_mhz"] = (300, 1400)
+    for name in ("nvml", "zeusd"):
+        chosen = choose_control(name, machine.site)
+        open_controlled(machine.nvml.uuids[0], chosen, machine.site).reset_frequency()
+    assert machine.nvml.locked_mhz(machine.nvml.uuids[0]) == (300, 1400)
+    assert zeusd.changes[0][1] == {"gpu_ids": "0", "min_clock_mhz": "300", "max_clock_mhz": "1400"}
+
+
+def test_without_control_a_gpu_is_read_and_refuses_locks(machine):
+    chosen = choose_control("auto", machine.site)
+    gpu = open_controlled(machine.nvml.uuids[1], chosen, machine.site)
+    assert gpu.clock_state().observed_mhz == 1410
+    assert gpu.read_energy().energy_j > 0
+    with pytest.raises(GpuPermissionError, match="reading alone"):
+        gpu.lock_frequency(1200)
+    gpu.reset_frequency()
+    assert gpu.requested_frequency_mhz is None
+    machine.assert_untouched()
+
+
+def test_an_emulated_gpu_is_opened_by_folder_and_index(tmp_path):
+    EmulatedGpu.create("a100-sxm", 1, tmp_path)
+    chosen = choose_control("emulated", SiteConfig())
+    gpu = open_controlled(f"{tmp_path}#1", chosen, SiteConfig())
+    gpu.lock_frequency(1200)
+    assert EmulatedGpu.open(tmp_path, 1).requested_frequency_mhz == 1200
+
+
+def test_chosen_control_with_a_back_end_warns_of_nothing():
+    assert ChosenControl("auto", "nvml", "why").warning is None
+
+
+# --- what is read --------------------------------------------------------------------------------
+
+
+def in_child(work):
+    """What a function returns in a forked child, which may change its user."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os._exit(int(work()))
+        finally:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give its rights up")
+def test_capabilities_go_with_the_user():
+    def give_up():
+        os.setresuid(65534, 65534, 65534)
+        return control.has_sys_admin()
+
+    assert in_child(give_up) == 0
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may have the capability or not")
+def test_a_user_has_no_capability():
+    assert not control.has_sys_admin()
+
+
+def test_a_user_namespace_is_noticed():
+    clone_newuser = 0x10000000
+
+    def unshare():
+        return 3 if ctypes.CDLL(None).unshare(clone_newuser) else in_user_namespace()
+
+    result = in_child(unshare)
+    if result == 3:
+        pytest.skip("this user may not make user namespaces")
+    assert result == 1
