@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import random
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import plain_stages
+import torch
 
+from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec
+from envpipe_megatron.runtime.p2p_latency import measure_p2p_latency_s
 from envpipe_megatron.runtime.profiler import ProfilerSettings
 from envpipe_megatron.runtime.session import SessionConfig
+from envpipe_megatron.schedule import Kind, Unit
 
 MICROBATCHES = 3
 QUICK = ProfilerSettings(1, 1, 1, min_window_s=0.0)
@@ -50,6 +57,70 @@ def train_with_a_failing_meter(rank: int, root: Path, victim: int, fails_at: int
         return session.state.phase.value, session.state.notes, session.state.plan is None
     finally:
         session.close()
+
+
+class SlowChannel(P2PChannel):
+    """Messages that take their time, on emulated time; another one for each direction."""
+
+    hop_s: ClassVar[dict[Kind, float]] = {Kind.FORWARD: 0.004, Kind.BACKWARD: 0.002}
+
+    def send(self, unit: Unit, tensors: Any, sent_s: float | None) -> None:
+        assert sent_s is not None
+        super().send(unit, tensors, sent_s + self.hop_s[unit.kind])
+
+
+def measure_a_job(
+    rank: int, root: Path, tail_s: tuple[float, ...], *, slow: bool, follows: bool
+) -> Any:
+    """Profile a job whose stages work on after their last unit; what its profile came to.
+
+    Args:
+        tail_s: for each stage, how long; the next iteration waits for the slowest of them.
+        slow: whether messages take emulated time.
+        follows: whether clocks follow what is asked of them.
+    """
+    config = SessionConfig(
+        PlanRequest(MICROBATCHES, "envpipe", "envelope"),
+        warmup_iterations=1,
+        profiler=ProfilerSettings(1, 3, 3, min_window_s=0.0),
+        output_dir=root,
+    )
+    times = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
+    session, gpu = plain_stages.session(rank, config, root, time_at_max_s=times)
+    if slow:
+        session._channel.__class__ = SlowChannel
+    if not follows:
+        gpu.address = GpuAddress("dry_run", gpu.address.uid)
+    try:
+        while session.state.phase != "steady":
+            session.run_iteration(MICROBATCHES, plain_stages.SPEC, _work(rank))
+            gpu.advance_to(gpu.committed_end_s() + tail_s[rank])
+    finally:
+        session.close()
+    return session.state.profile
+
+
+class _RealTime:
+    """An executor that lets messages be waited for and time be real, without a GPU."""
+
+    def meet(self) -> float:
+        return time.monotonic()
+
+    def wait_for_message(self, sent_s: float | None) -> None:
+        assert sent_s is None
+
+
+def hops(rank: int, rounds: int, shape: tuple[int, ...], seed: int) -> list[float]:
+    """Latencies as the ranks see them, who come to each measurement at random times."""
+    rng = random.Random(10 * seed + rank)
+    channel = plain_stages.channel(10.0, stamped=False)
+    spec = TensorSpec((shape,), torch.float32, torch.device("cpu"))
+    found = []
+    for _ in range(rounds):
+        time.sleep(rng.expovariate(1 / 0.005))
+        executor: Any = _RealTime()
+        found.append(measure_p2p_latency_s(rank, 3, channel, spec, executor))
+    return found
 
 
 def use_again_after_a_failure(rank: int, root: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ import session_ranks
 from rank_pool import RankPool
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.profile import ProfileRow, make_profile
+from envpipe_megatron.profile import ProfileRow, make_profile, read_profile
+from envpipe_megatron.runtime.profiler import sweep_frequencies
 from envpipe_megatron.runtime.session import SessionConfig
 from envpipe_megatron.schedule import Kind
 
@@ -67,3 +70,66 @@ def test_clocks_that_the_gpu_lacks_are_refused_on_every_rank(three_ranks, tmp_pa
     for text in three_ranks.run(session_ranks.plan_of_other_clocks, tmp_path):
         assert text.startswith("SessionError: The plan asks for clocks")
         assert "1193" in text
+
+
+def test_the_sidecar_holds_what_surrounds_the_units(three_ranks, tmp_path):
+    """Waiting power over the clock, hops, tails and changes; on every rank and in the file."""
+    tails_s = (0.03, 0.05, 0.01)
+    profiles = three_ranks.run(
+        functools.partial(session_ranks.measure_a_job, slow=True, follows=True), tmp_path, tails_s
+    )
+    preset = load_preset("a100-sxm")
+    profile = profiles[0]
+    assert all(other.sidecar == profile.sidecar for other in profiles)
+    assert all(other.to_csv() == profile.to_csv() for other in profiles)
+    assert read_profile(tmp_path / "profile.csv").sidecar == profile.sidecar
+    facts = profile.sidecar
+    for curve in facts.wait_power_w:
+        clocks = sweep_frequencies(preset.supported_frequencies_mhz)
+        assert len(curve) == 4
+        assert (min(curve), max(curve)) == (clocks[-1], clocks[0])
+        assert list(curve.values()) == pytest.approx([preset.wait_power_w] * 4, rel=0.01)
+    # A message there takes 4 ms, one back 2 ms.
+    assert facts.p2p_latency_s == pytest.approx((0.003, 0.003))
+    # The next iteration begins when the slowest is ready: that is what a planner must add.
+    assert facts.tail_time_s == pytest.approx((0.05,) * 3, abs=1e-9)
+    assert facts.frequency_change_s == pytest.approx(preset.frequency_change_s, rel=0.3)
+
+
+def test_energies_of_units_say_how_sure_they_are(three_ranks, tmp_path):
+    run = functools.partial(session_ranks.measure_a_job, slow=False, follows=True)
+    profile = three_ranks.run(run, tmp_path, (0.0, 0.0, 0.0))[0]
+    preset = load_preset("a100-sxm")
+    assert profile.sidecar.p2p_latency_s == (0.0, 0.0)  # messages take no emulated time
+    assert profile.sidecar.tail_time_s == pytest.approx((0.0,) * 3, abs=1e-9)
+    header = (tmp_path / "profile.csv").read_text().splitlines()[0]
+    assert header == "stage,instruction,frequency,time,energy,energy_uncertainty_j"
+    shares, within = [], []
+    for kinds in profile.rows:
+        for kind, time_s in zip(Kind, (0.1, 0.2), strict=True):
+            for row in kinds[kind]:
+                clock = row.frequency_mhz
+                unit_s = preset.unit_time_s(kind.value, clock, time_s)
+                truth_j = unit_s * preset.busy_power_w(kind.value, clock)
+                within.append(abs(row.energy_j - truth_j) <= 2 * row.energy_uncertainty_j)
+                shares.append(row.energy_uncertainty_j / truth_j)
+    assert sum(within) >= 0.95 * len(within)
+    assert min(shares) > 0.001
+    # Of the first stage, whose every refresh is seen: others' waits are jumped over here.
+    assert max(shares[: len(shares) // 3]) < 0.15
+
+
+def test_clocks_that_do_not_follow_are_not_given_a_waiting_power(three_ranks, tmp_path):
+    run = functools.partial(session_ranks.measure_a_job, slow=False, follows=False)
+    for profile in three_ranks.run(run, tmp_path, (0.0, 0.0, 0.0)):
+        assert [list(curve) for curve in profile.sidecar.wait_power_w] == [[1410]] * 3
+
+
+@pytest.mark.parametrize("shape", [(1,), (512, 512)])
+def test_hops_are_measured_whenever_the_stages_come_to_it(three_ranks, shape):
+    """Small messages and real ones, on a channel whose sends wait for their receives."""
+    for seed in range(3):
+        *front, last = three_ranks.run(session_ranks.hops, 5, shape, seed)
+        assert last == [0.0] * 5  # has no next stage
+        for found_s in front:
+            assert all(0 < latency_s < 0.5 for latency_s in found_s)
