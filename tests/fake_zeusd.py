@@ -108,8 +108,16 @@ class FakeZeusd:
         self.path.unlink()
 
     def restart(self):
-        self.stop()
+        """The new one listens before the old one's connections end: no client finds none."""
+        old, connections = self._server, self._open
+        self._open = []
+        self.path.unlink()
         self.start()
+        old.shutdown()
+        old.server_close()
+        for connection in connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def handle(self, request):
         target = urlsplit(request.path)

@@ -18,14 +18,11 @@ from envpipe_megatron.gpu.base import (
     GpuPermissionError,
     clock_control_forbidden,
 )
+from envpipe_megatron.gpu.nvml import NvmlGpu, list_nvml_gpus
 from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, SiteConfig, in_user_namespace
-from envpipe_megatron.gpu.zeusd import (
-    CONTROL_GROUP,
-    ZeusdConnection,
-    parse_pci_address,
-    zeusd_socket,
-)
+from envpipe_megatron.gpu.visible_devices import pci_address
+from envpipe_megatron.gpu.zeusd import CONTROL_GROUP, ZeusdConnection, zeusd_socket
 
 CHOICES = ("auto", *HARDWARE_BACKENDS, "dry_run", "emulated", "none")
 """What `--envpipe-gpu-control` takes."""
@@ -101,8 +98,6 @@ def _controllable_gpus() -> list[str]:
         GpuError: there is none, they cannot be read, or all refuse whoever asks. Where some can be
             controlled, those that cannot say so themselves.
     """
-    from envpipe_megatron.gpu.nvml import NvmlGpu, list_nvml_gpus
-
     gpus = [NvmlGpu(device.uid) for device in list_nvml_gpus()]
     if not gpus:
         raise GpuError("NVML sees no GPU", remedy="Make GPUs visible to this process")
@@ -169,7 +164,7 @@ def _look_at_zeusd(site: SiteConfig, pci_bus_ids: Sequence[str]) -> Control:
             )
         if offer.auth_required:
             connection.check_token()
-        missing = [name for name in pci_bus_ids if parse_pci_address(name) not in offer.gpu_ids]
+        missing = [name for name in pci_bus_ids if pci_address(name) not in offer.gpu_ids]
         if missing:
             return Control(
                 "zeusd",

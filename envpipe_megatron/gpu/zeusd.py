@@ -15,7 +15,6 @@ import contextlib
 import http.client
 import json
 import os
-import re
 import socket
 import threading
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from urllib.parse import urlencode
 from envpipe_megatron.gpu.base import Gpu, GpuError, GpuPermissionError
 from envpipe_megatron.gpu.read_through import ReadThroughGpu
 from envpipe_megatron.gpu.site import SiteConfig
+from envpipe_megatron.gpu.visible_devices import pci_address
 
 DEFAULT_SOCKET = Path("/run/zeusd/zeusd.sock")
 SOCKET_VARIABLE = "ZEUSD_SOCK_PATH"
@@ -35,6 +35,10 @@ TOKEN_VARIABLE = "ZEUSD_TOKEN"
 CONTROL_GROUP = "gpu-control"
 REQUEST_TIME_LIMIT_S = 5.0
 """A lock takes milliseconds; without persistence mode the driver wakes a GPU for about a second."""
+
+
+PciAddress = tuple[int, int, int, int]
+"""Domain, bus, device and function."""
 
 
 class ZeusdError(GpuError):
@@ -55,7 +59,7 @@ class ZeusdOffer:
         auth_required: whether it wants a token.
     """
 
-    gpu_ids: dict[tuple[int, int, int, int], int]
+    gpu_ids: dict[PciAddress, int]
     groups: frozenset[str]
     auth_required: bool
 
@@ -64,19 +68,6 @@ def zeusd_socket(site: SiteConfig) -> Path:
     """Return the daemon's socket: ZEUSD_SOCK_PATH, else the site's, else Zeus's default."""
     given = os.environ.get(SOCKET_VARIABLE)
     return Path(given) if given else site.zeusd_socket or DEFAULT_SOCKET
-
-
-def parse_pci_address(text: str) -> tuple[int, int, int, int]:
-    """Return domain, bus, device, function of a PCI address, with 4 or 8 digits of domain.
-
-    Raises:
-        ZeusdError: it is not one.
-    """
-    match = re.fullmatch(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])", text.lower())
-    if match is None:
-        raise ZeusdError("Not a PCI address", value=text)
-    domain, bus, device, function = (int(part, 16) for part in match.groups())
-    return domain, bus, device, function
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -135,7 +126,7 @@ class ZeusdConnection:
         if not isinstance(scopes, list) or CONTROL_GROUP not in scopes:
             raise self._no_right(f"the token allows {scopes}, not {CONTROL_GROUP}")
 
-    def post(self, pci_address: tuple[int, int, int, int], name: str, **values: int) -> None:
+    def post(self, gpu: PciAddress, name: str, **values: int) -> None:
         """Have the daemon change one GPU, and return when it has.
 
         A request on a connection that turns out to be closed, as after a pause or a restart of the
@@ -148,12 +139,12 @@ class ZeusdConnection:
         with self._one_at_a_time:
             reused = self._http is not None
             try:
-                self._post_once(pci_address, name, values)
+                self._post_once(gpu, name, values)
             except _GoneError as error:
                 if not reused:
                     raise self._gone(error.reason) from error
                 try:
-                    self._post_once(pci_address, name, values)
+                    self._post_once(gpu, name, values)
                 except _GoneError as again:
                     raise self._gone(again.reason) from again
 
@@ -163,14 +154,12 @@ class ZeusdConnection:
             self._http.close()
         self._http = self._offer = None
 
-    def _post_once(
-        self, pci_address: tuple[int, int, int, int], name: str, values: dict[str, int]
-    ) -> None:
-        gpu_id = self._connected().gpu_ids.get(pci_address)
+    def _post_once(self, gpu: PciAddress, name: str, values: dict[str, int]) -> None:
+        gpu_id = self._connected().gpu_ids.get(gpu)
         if gpu_id is None:
             raise ZeusdError(
                 f"Zeusd at {self.path} does not manage this GPU",
-                value="{:04x}:{:02x}:{:02x}.{:x}".format(*pci_address),
+                value="{:04x}:{:02x}:{:02x}.{:x}".format(*gpu),
                 remedy="Have zeusd see all GPUs of the machine, and restart it after changes",
             )
         query = urlencode({"gpu_ids": gpu_id, **values, "block": "true"})
@@ -236,7 +225,7 @@ class ZeusdConnection:
                 remedy="Upgrade zeusd to 0.5 or newer: its numbers alone do not name a GPU safely",
             )
         return ZeusdOffer(
-            {parse_pci_address(address): int(gpu_id) for gpu_id, address in gpus},
+            {pci_address(address): int(gpu_id) for gpu_id, address in gpus},
             groups,
             auth_required,
         )
@@ -317,13 +306,13 @@ class ZeusdGpu(ReadThroughGpu):
 
     Args:
         reader: the GPU to read from.
-        pci_address: the GPU's PCI address, as NVML tells it.
+        pci_bus_id: the GPU's, as NVML tells it.
         connection: to the daemon.
         reset_range_mhz: lowest and highest SM clock in MHz that a reset leaves, None for the
             driver's default.
 
     Raises:
-        ZeusdError: the PCI address is not one.
+        GpuError: the PCI bus id is not one.
     """
 
     late_request_s = REQUEST_TIME_LIMIT_S
@@ -331,12 +320,12 @@ class ZeusdGpu(ReadThroughGpu):
     def __init__(
         self,
         reader: Gpu,
-        pci_address: str,
+        pci_bus_id: str,
         connection: ZeusdConnection,
         reset_range_mhz: tuple[int, int] | None = None,
     ) -> None:
         super().__init__("zeusd", reader)
-        self._pci_address = parse_pci_address(pci_address)
+        self._pci_address = pci_address(pci_bus_id)
         self._connection = connection
         self._reset_range_mhz = reset_range_mhz
 

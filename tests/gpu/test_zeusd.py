@@ -11,6 +11,7 @@ from plain_reader import UUID, PlainReader, assert_reads_through
 
 from envpipe_megatron.gpu.base import (
     ClockControlForbiddenError,
+    GpuError,
     GpuPermissionError,
     UnsupportedFrequencyError,
 )
@@ -20,7 +21,6 @@ from envpipe_megatron.gpu.zeusd import (
     ZeusdError,
     ZeusdGpu,
     ZeusdPermissionError,
-    parse_pci_address,
     zeusd_socket,
 )
 
@@ -289,14 +289,14 @@ def http_answer(body):
                     "auth_required": False,
                 }
             ),
-            "Not a PCI address",
+            "Not a PCI bus id",
         ),
     ],
 )
 def test_what_is_no_zeusd_is_told_apart(tmp_path, answer, said):
     other = Chatter(tmp_path / "other.sock", answer)
     gpu = ZeusdGpu(PlainReader(), "0000:41:00.0", ZeusdConnection(tmp_path / "other.sock", 10.0))
-    with pytest.raises(ZeusdError, match=said):
+    with pytest.raises(GpuError, match=said):
         gpu.lock_frequency(1380)
     other.close()
 
@@ -331,20 +331,6 @@ def test_threads_share_a_connection_without_mixing_answers(daemon):
         made = [change for change in daemon.changes if change[1]["gpu_ids"] == str(gpu_id)]
         assert made == [locked(clock, gpu_id) for clock in clocks]
     assert daemon.connections == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [("0000:41:00.0", (0, 65, 0, 0)), ("00010000:AF:1F.7", (0x10000, 0xAF, 0x1F, 7))],
-)
-def test_pci_addresses(text, parts):
-    assert parse_pci_address(text) == parts
-
-
-@pytest.mark.parametrize("text", ["", "41:00.0", "0000:41:00", "0000:41:00.8", "0000:41:00.0 "])
-def test_what_is_no_pci_address(text):
-    with pytest.raises(ZeusdError, match="PCI address"):
-        parse_pci_address(text)
 
 
 def test_where_the_socket_is(monkeypatch, tmp_path):
