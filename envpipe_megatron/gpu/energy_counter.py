@@ -24,8 +24,9 @@ from envpipe_megatron.gpu.nvml_errors import EnergyCounterError
 
 EXPECTED_PERIOD_S = 0.1
 STEP_S = 0.002
-_LEAD_S = 0.006
-"""Watching begins so long before the expected instant: the first read must show the old value."""
+_LEAD_S = 0.009
+"""Watching begins so long before the expected instant, which is uncertain itself: a first read that
+showed the new value already would miss the refresh."""
 _FRESH_S = 0.04
 """A reading younger than this is given again."""
 STALL_S = 3.0
