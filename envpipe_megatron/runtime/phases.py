@@ -13,6 +13,7 @@ from envpipe_megatron import builders
 from envpipe_megatron.channel_model import find_stall
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.gpu.overrides import override_for, sweep_range
 from envpipe_megatron.plan import Plan, check_stages, read_plan
 from envpipe_megatron.policies.planner import PlanRequest, check_request, make_plan
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended
@@ -28,7 +29,6 @@ from envpipe_megatron.runtime.profiler import (
     OnlineProfiler,
     ProfilerError,
     ProfilerSettings,
-    sweep_frequencies,
 )
 from envpipe_megatron.runtime.reconfigurer import OnlineReconfigurer, no_bubble_threshold_s
 from envpipe_megatron.runtime.wait_power import WaitPower, measure_wait_power, wait_clocks
@@ -196,7 +196,7 @@ def _profile(job: Job, schedule: Schedule) -> PhaseRun[Profile]:
             return profile
 
         return job.collectives.agreed(read)
-    clocks = sweep_frequencies(job.gpu.supported_frequencies_mhz)
+    clocks = sweep_range(job.gpu.supported_frequencies_mhz, override_for(job.gpu.name))
     wait_power = _wait_power(job, clocks)
     hops_s = job.collectives.gather_by_stage(
         measure_p2p_latency_s(job.stage, job.num_stages, job.channel, job.spec, job.executor)

@@ -40,8 +40,6 @@ from envpipe_megatron.sidecar import Sidecar
 
 #: A sweep ends after this many rises of energy in a row: lower clocks are past the valley.
 _RISES_TO_STOP = 5
-#: Clocks of a sweep are this share of the maximum apart, so the valley lies some ten clocks down.
-_SWEEP_STEP = 0.04
 #: Energies of stretches shorter than this scatter by the meter's refreshes, not by the GPU.
 _BLOCK_REFRESHES = 5
 
@@ -76,18 +74,6 @@ class ProfilerSettings:
                 "A clock needs at least one iteration to settle and one to be measured",
                 value=(self.settle_iterations, self.measured_iterations),
             )
-
-
-def sweep_frequencies(supported_mhz: Sequence[int]) -> list[int]:
-    """Clocks to sweep, from the maximum downwards in steps that the GPU supports."""
-    highest = max(supported_mhz)
-    wanted_mhz: float = highest
-    clocks = []
-    for frequency in sorted(supported_mhz, reverse=True):
-        if frequency <= wanted_mhz + 1e-9:
-            clocks.append(frequency)
-            wanted_mhz = frequency - _SWEEP_STEP * highest
-    return clocks
 
 
 @dataclass
@@ -143,7 +129,7 @@ class OnlineProfiler:
 
     Args:
         schedule: that order.
-        clocks_mhz: the clocks to sweep on this rank's GPU, from `sweep_frequencies`.
+        clocks_mhz: the clocks to sweep on this rank's GPU, from `sweep_range`.
         stage: this rank's stage.
         meter: of this rank's GPU.
         wait_power: of this rank's GPU while it waits in a receive.

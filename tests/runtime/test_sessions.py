@@ -10,10 +10,10 @@ import session_ranks
 from rank_pool import RankPool
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.overrides import sweep_range
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.profile import ProfileRow, make_profile, read_profile
-from envpipe_megatron.runtime.profiler import sweep_frequencies
 from envpipe_megatron.runtime.session import SessionConfig
 from envpipe_megatron.schedule import Kind
 
@@ -85,7 +85,7 @@ def test_the_sidecar_holds_what_surrounds_the_units(three_ranks, tmp_path):
     assert read_profile(tmp_path / "profile.csv").sidecar == profile.sidecar
     facts = profile.sidecar
     for curve in facts.wait_power_w:
-        clocks = sweep_frequencies(preset.supported_frequencies_mhz)
+        clocks = sweep_range(preset.supported_frequencies_mhz, None)
         assert len(curve) == 4
         assert (min(curve), max(curve)) == (clocks[-1], clocks[0])
         assert list(curve.values()) == pytest.approx([preset.wait_power_w] * 4, rel=0.01)
