@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from envpipe_megatron import __version__
+from envpipe_megatron.cli.clocks import clocks
 from envpipe_megatron.cli.common import ErrorsAsMessages
+from envpipe_megatron.cli.doctor import doctor
 from envpipe_megatron.cli.energy import energy
 from envpipe_megatron.cli.interchange import export_freqs, import_freqs
 from envpipe_megatron.cli.partition import partition
@@ -36,5 +38,7 @@ for command in (
     export_freqs,
     quickstart,
     energy,
+    clocks,
+    doctor,
 ):
     main.add_command(command)

@@ -1,0 +1,203 @@
+"""`envpipe clocks`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import click
+import pynvml
+from rich.console import Console
+from rich.table import Table
+
+from envpipe_megatron.cli.common import say
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.base import ClockState, Gpu, GpuAddress, GpuError
+from envpipe_megatron.gpu.control import choose_control
+from envpipe_megatron.gpu.emulated import list_emulated
+from envpipe_megatron.gpu.emulated_store import ROOT_VARIABLE, default_root
+from envpipe_megatron.gpu.nvml import list_nvml_gpus
+from envpipe_megatron.gpu.nvml_errors import DriverNotLoadedError, NvmlLibraryNotFoundError
+from envpipe_megatron.gpu.nvml_library import NvmlHandle
+from envpipe_megatron.gpu.opening import open_gpu
+from envpipe_megatron.gpu.overrides import override_for, sweep_range
+from envpipe_megatron.gpu.resetting import ResetOutcome, Resetter
+from envpipe_megatron.gpu.site import read_site
+from envpipe_megatron.gpu.visible_devices import visible_gpus
+
+
+@dataclass(frozen=True)
+class ListedGpu:
+    """A GPU of this node as the commands name it.
+
+    Attributes:
+        index: NVML's, or that of an emulated GPU.
+        address: for reading alone where it is a real GPU.
+    """
+
+    index: int
+    address: GpuAddress
+
+
+def listed_gpus() -> list[ListedGpu]:
+    """Return all GPUs of this node: real ones, or where there is no NVML the emulated ones.
+
+    Raises:
+        GpuError: NVML does not work, or it is missing and no folder of emulated GPUs is named.
+    """
+    try:
+        devices = list_nvml_gpus()
+    except (NvmlLibraryNotFoundError, DriverNotLoadedError):
+        if not os.environ.get(ROOT_VARIABLE):
+            raise
+        root = default_root().absolute()
+        return [
+            ListedGpu(index, GpuAddress("emulated", f"{root}#{index}"))
+            for index in list_emulated(root)
+        ]
+    return [ListedGpu(device.index, GpuAddress("none", device.uid)) for device in devices]
+
+
+def _selected(wanted: Sequence[str], gpus: Sequence[ListedGpu]) -> list[ListedGpu]:
+    """The GPUs that were named by index or UUID, in the order of the node."""
+    for name in wanted:
+        if not any(name in (str(gpu.index), gpu.address.uid) for gpu in gpus):
+            known = ", ".join(f"{gpu.index} ({gpu.address.uid})" for gpu in gpus)
+            raise EnvPipeError("There is no such GPU", value=name, remedy=f"There are {known}.")
+    return [gpu for gpu in gpus if {str(gpu.index), gpu.address.uid} & set(wanted)]
+
+
+@click.group()
+def clocks() -> None:
+    """The clocks of this node's GPUs: what there is, what holds, and giving them back."""
+
+
+_GPU_OPTION = click.option(
+    "--gpu",
+    "wanted",
+    multiple=True,
+    metavar="INDEX|UUID",
+    help="This GPU alone, by nvidia-smi's index or by UUID; repeat for more.",
+)
+
+
+@clocks.command()
+@_GPU_OPTION
+@click.option("--all-clocks", is_flag=True, help="List every supported SM clock.")
+def show(wanted: tuple[str, ...], all_clocks: bool) -> None:
+    """Show the clocks that each GPU supports, and how it runs now. Reads only.
+
+    Where there is no NVML, the emulated GPUs of ENVPIPE_EMULATED_ROOT are shown.
+
+    Example:
+
+      envpipe clocks show --gpu 0
+    """
+    console = Console()
+    gpus = listed_gpus()
+    if not gpus:
+        raise EnvPipeError("There is no GPU here", remedy="See `envpipe doctor`.")
+    failed = False
+    for listed in _selected(wanted, gpus) if wanted else gpus:
+        try:
+            console.print(_table(listed, all_clocks))
+        except GpuError as error:
+            failed = True
+            say(Console(stderr=True), f"GPU {listed.index} ({listed.address.uid}): {error}")
+    if failed:
+        raise EnvPipeError("Some GPUs could not be read", remedy="See the messages above.")
+
+
+def _table(listed: ListedGpu, all_clocks: bool) -> Table:
+    gpu = open_gpu(listed.address)
+    supported = gpu.supported_frequencies_mhz
+    state = gpu.clock_state()
+    swept = sweep_range(supported, override_for(gpu.name))
+    table = Table(title=f"GPU {listed.index}: {gpu.name}", title_justify="left", show_header=False)
+    table.add_row("UUID" if listed.address.backend == "none" else "address", gpu.address.uid)
+    table.add_row("SM clocks", _range_text(supported))
+    if all_clocks:
+        table.add_row("all SM clocks (MHz)", _listing(supported))
+    table.add_row("a profile sweeps (MHz)", _listing(swept))
+    if listed.address.backend == "none":
+        table.add_row("memory clocks (MHz)", _listing(_memory_clocks(gpu)))
+    table.add_row("SM clock now", _clock_text(state))
+    limit = "" if state.power_limit_w is None else f" of at most {state.power_limit_w:.0f} W"
+    table.add_row("power now", f"{gpu.power_w:.1f} W{limit}")
+    table.add_row("held back by", ", ".join(state.throttle_reasons) or "nothing that it tells")
+    return table
+
+
+def _range_text(supported: Sequence[int]) -> str:
+    """Lowest and highest clock, the steps between, and how many there are."""
+    steps = sorted({high - low for high, low in pairwise(supported)})
+    stepped = f" in steps of {' and '.join(map(str, steps))} MHz" if 0 < len(steps) <= 2 else ""
+    return f"{supported[-1]} to {supported[0]} MHz{stepped}, {len(supported)} clocks"
+
+
+def _listing(clocks_mhz: Sequence[int]) -> str:
+    return " ".join(map(str, clocks_mhz))
+
+
+def _clock_text(state: ClockState) -> str:
+    asked = f", {state.requested_mhz} MHz asked for" if state.requested_mhz is not None else ""
+    return f"{state.observed_mhz} MHz{asked}"
+
+
+def _memory_clocks(gpu: Gpu) -> list[int]:
+    handle = NvmlHandle(gpu.address.uid)
+    read = handle.call("read the memory clocks", pynvml.nvmlDeviceGetSupportedMemoryClocks)
+    return sorted(read, reverse=True)
+
+
+@clocks.command()
+@_GPU_OPTION
+def reset(wanted: tuple[str, ...]) -> None:
+    """Give clocks back: undo what dead jobs left, and reset every GPU that no live job holds.
+
+    Without --gpu: all GPUs that CUDA_VISIBLE_DEVICES shows, and every GPU of this node on which a
+    dead job left a lease. A GPU that a live job holds is refused, and the job named. Exits 0 only
+    if every GPU was reset.
+
+    Example:
+
+      envpipe clocks reset
+    """
+    site = read_site()
+    gpus = listed_gpus()
+    if wanted:
+        chosen = _selected(wanted, gpus)
+    elif any(gpu.address.backend == "none" for gpu in gpus):
+        visible = {device.uid for device in visible_gpus().devices}
+        chosen = [gpu for gpu in gpus if gpu.address.uid in visible]
+    else:
+        chosen = gpus
+    control = choose_control("auto", site)
+    resetter = Resetter(control, site)
+    addresses = [
+        # Real GPUs are opened by whatever back end is allowed.
+        GpuAddress("nvml", gpu.address.uid) if gpu.address.backend == "none" else gpu.address
+        for gpu in chosen
+    ]
+    index_of = {gpu.address.uid: gpu.index for gpu in gpus}
+    console, all_done, num_gpus = Console(), True, 0
+
+    def report(outcome: ResetOutcome) -> None:
+        nonlocal all_done, num_gpus
+        index = index_of.get(outcome.uid)
+        name = outcome.uid if index is None else f"GPU {index} ({outcome.uid})"
+        say(console, f"{name}: {outcome.what}")
+        all_done &= outcome.done
+        num_gpus += 1
+
+    for outcome in resetter.reset_all(addresses):
+        report(outcome)
+    if not wanted:
+        for outcome in resetter.undo_others(address.uid for address in addresses):
+            report(outcome)
+    if not all_done:
+        raise EnvPipeError("Some clocks were not reset", remedy="See the lines above.")
+    if num_gpus == 0:
+        say(console, "There is nothing to reset.")

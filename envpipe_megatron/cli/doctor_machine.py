@@ -1,0 +1,242 @@
+"""What doctor says of GPUs, of the rights to control them, and of the environment. Reads only."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import pynvml
+
+from envpipe_megatron.cli.doctor_checks import Check, looked
+from envpipe_megatron.gpu.base import FORBID_VARIABLE, GpuError, clock_control_forbidden
+from envpipe_megatron.gpu.control import check_controls, choose_control
+from envpipe_megatron.gpu.lease import list_leases
+from envpipe_megatron.gpu.nvml import NvmlGpu, list_nvml_gpus
+from envpipe_megatron.gpu.nvml_errors import MigModeError, VirtualGpuError
+from envpipe_megatron.gpu.nvml_library import NvmlHandle, call_library
+from envpipe_megatron.gpu.site import DEFAULT_SITE_PATH, SITE_VARIABLE, SiteConfig, read_site
+from envpipe_megatron.gpu.visible_devices import ORDER_VARIABLE, VISIBLE_VARIABLE, visible_gpus
+
+CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """Return the newest CUDA version that the driver runs, None where there is no driver."""
+    try:
+        version = call_library("read the CUDA version", pynvml.nvmlSystemGetCudaDriverVersion_v2)
+    except GpuError:
+        return None
+    return version // 1000, version % 1000 // 10
+
+
+def _looked_all(area: str, looks: dict[str, Callable[[str], Check]]) -> list[Check]:
+    def check(name: str, look: Callable[[str], Check]) -> Check:
+        return looked(area, name, partial(look, name))
+
+    return [check(name, look) for name, look in looks.items()]
+
+
+def _answer(area: str, name: str, ok: bool, evidence: str, remedy: str) -> Check:
+    return Check(area, name, ok, evidence, "" if ok else remedy)
+
+
+# --- GPUs ----------------------------------------------------------------------------------------
+
+
+def gpu_checks() -> list[Check]:
+    """Look at NVML, the GPUs, and what makes one refuse whoever asks."""
+    return _looked_all(
+        "gpu",
+        {
+            "NVML": _nvml,
+            "GPUs": _gpus,
+            "whole GPUs (no MIG)": partial(_obstacles, MigModeError),
+            "real GPUs (no vGPU)": partial(_obstacles, VirtualGpuError),
+            "supported clocks": _supported_clocks,
+            "energy counter": _energy_counter,
+        },
+    )
+
+
+def _nvml(name: str) -> Check:
+    driver = call_library("read the driver's version", pynvml.nvmlSystemGetDriverVersion)
+    cuda = driver_cuda()
+    runs = f", runs CUDA {cuda[0]}.{cuda[1]}" if cuda else ""
+    return Check("gpu", name, True, f"driver {driver}{runs}")
+
+
+def _gpus(name: str) -> Check:
+    counted = Counter(device.name for device in list_nvml_gpus())
+    evidence = ", ".join(f"{number} x {kind}" for kind, number in counted.items())
+    remedy = "Give the container GPUs (docker run --gpus all); see nvidia-smi -L"
+    return _answer("gpu", name, bool(counted), evidence or "NVML sees none", remedy)
+
+
+def _every_gpu() -> dict[int, NvmlGpu]:
+    """All GPUs by index.
+
+    Raises:
+        GpuError: there is none, or one cannot be read.
+    """
+    gpus = {device.index: NvmlGpu(device.uid) for device in list_nvml_gpus()}
+    if not gpus:
+        raise GpuError("There is no GPU to look at", remedy="See the line on GPUs")
+    return gpus
+
+
+def _obstacles(kind: type[GpuError], name: str) -> Check:
+    found = {index: gpu.control_obstacle() for index, gpu in _every_gpu().items()}
+    concerned = {index: error for index, error in found.items() if isinstance(error, kind)}
+    if not concerned:
+        return Check("gpu", name, True, f"all {len(found)}")
+    first = next(iter(concerned.values()))
+    return Check("gpu", name, False, f"not {_numbers(concerned)}: {first.what}", first.remedy)
+
+
+def _numbers(indices: Iterable[int]) -> str:
+    return "GPU " + ", ".join(map(str, indices))
+
+
+def _supported_clocks(name: str) -> Check:
+    tables = Counter(
+        (len(clocks), clocks[-1], clocks[0])
+        for clocks in (gpu.supported_frequencies_mhz for gpu in _every_gpu().values())
+    )
+    evidence = "; ".join(
+        f"{count} clocks, {low} to {high} MHz, on {number} GPUs"
+        for (count, low, high), number in tables.items()
+    )
+    return Check("gpu", name, True, evidence)
+
+
+def _energy_counter(name: str) -> Check:
+    missing = []
+    for index, gpu in _every_gpu().items():
+        try:
+            NvmlHandle(gpu.address.uid).call(
+                "read the energy", pynvml.nvmlDeviceGetTotalEnergyConsumption
+            )
+        except GpuError:
+            missing.append(index)
+    remedy = "Energy counters need a GPU since Volta; savings cannot be measured without"
+    return _answer(
+        "gpu", name, not missing, f"none on {_numbers(missing)}" if missing else "on all", remedy
+    )
+
+
+# --- rights --------------------------------------------------------------------------------------
+
+
+def control_checks() -> list[Check]:
+    """Look at the rights to control clocks, and at what dead jobs left."""
+    first = _looked_all(
+        "control", {"site configuration": _site, f"{FORBID_VARIABLE} unset": _forbid}
+    )
+    try:
+        site = read_site()
+    except GpuError:
+        site = None  # the first line says what is wrong with it
+    back_ends = [] if site is None else _back_ends(site)
+    return [*first, *back_ends, *_looked_all("control", {"no leases of dead jobs": _leases})]
+
+
+def _site(name: str) -> Check:
+    site = read_site()
+    if site.path is None:
+        where = f"none at {DEFAULT_SITE_PATH} and {SITE_VARIABLE} is not set: the defaults hold"
+        return Check("control", name, True, where)
+    allowed = ", ".join(site.backends) or "no back end"
+    return Check("control", name, True, f"{site.path} allows {allowed}")
+
+
+def _forbid(name: str) -> Check:
+    if not clock_control_forbidden():
+        return Check("control", name, True, "real GPUs may be changed")
+    value = os.environ[FORBID_VARIABLE]
+    return Check(
+        "control",
+        name,
+        False,
+        f"set to {value!r}: nothing changes a real GPU, whatever flags say",
+        f"Leave it if these GPUs must not be changed; otherwise unset {FORBID_VARIABLE}",
+    )
+
+
+def _back_ends(site: SiteConfig) -> list[Check]:
+    checks = [
+        Check("control", f"back end {check.backend}", check.allowed, check.reason, check.remedy)
+        for check in check_controls(site)
+    ]
+    chosen = choose_control("auto", site)
+    if chosen.backend is not None:
+        auto = Check("control", "auto", True, f"takes {chosen.backend}, {chosen.why}")
+    else:
+        remedy = "Do what one of the back ends asks for; energy is measured without it too"
+        auto = Check("control", "auto", False, "takes none: training at baseline clocks", remedy)
+    return [*checks, auto]
+
+
+def _leases(name: str) -> Check:
+    records = list_leases()
+    live = [record for record in records if record.live]
+    left = [record for record in records if not record.live]
+    held = ", ".join(f"{record.address.uid} by job {record.job}" for record in live)
+    evidence = f"held now: {held}" if held else "none"
+    if left:
+        by = ", ".join(f"{record.address.uid} by job {record.job}" for record in left)
+        evidence = f"left on {by}" + (f"; {evidence}" if held else "")
+    return _answer("control", name, not left, evidence, "Run `envpipe clocks reset`")
+
+
+# --- environment ---------------------------------------------------------------------------------
+
+
+def environment_checks() -> list[Check]:
+    """Look at the variables that decide which GPU is which, and how many queues it has."""
+    return _looked_all(
+        "environment",
+        {
+            VISIBLE_VARIABLE: _visible,
+            ORDER_VARIABLE: _order,
+            CONNECTIONS_VARIABLE: _connections,
+        },
+    )
+
+
+def _visible(name: str) -> Check:
+    value = os.environ.get(VISIBLE_VARIABLE)
+    shown = "not set" if value is None else repr(value)
+    devices = visible_gpus().devices
+    named = 0 if value is None else len([entry for entry in value.split(",") if entry.strip()])
+    seen = ", ".join(f"{i}: {device.uid}" for i, device in enumerate(devices)) or "no GPU"
+    ok = bool(devices) and len(devices) >= named
+    return _answer(
+        "environment",
+        name,
+        ok,
+        f"{shown}; CUDA numbers {seen}",
+        "An entry that names no GPU hides itself and all after it: correct or unset it",
+    )
+
+
+def _order(name: str) -> Check:
+    value = os.environ.get(ORDER_VARIABLE)
+    assumption = visible_gpus().assumption
+    evidence = f"{value or 'not set'}; {assumption or 'no number needs to be guessed'}"
+    return Check("environment", name, True, evidence)
+
+
+def _connections(name: str) -> Check:
+    value = os.environ.get(CONNECTIONS_VARIABLE)
+    return _answer(
+        "environment",
+        name,
+        value != "1",
+        "1: a single hardware queue, in which a transfer that waits holds up every kernel behind it"
+        if value == "1"
+        else value or "not set (8)",
+        "Orders are lowered to what one queue holds; set 8 unless Megatron asks for 1 (tensor or "
+        "context parallelism before Blackwell)",
+    )
