@@ -74,6 +74,28 @@ class Collectives:
             raise failure
         return value  # type: ignore[return-value]  # there was no failure, so there is a value
 
+    def everywhere(self, make: Callable[[], T]) -> T:
+        """What this rank makes, once every rank has made its own.
+
+        Raises:
+            EnvPipeError: this rank's own error; or CollectivesError, naming the error of another
+                rank, so that none goes on without it.
+        """
+        made: T | None = None
+        failure: EnvPipeError | None = None
+        try:
+            made = make()
+        except EnvPipeError as error:
+            failure = error
+        failures = self.gather_by_stage(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        for stage, replicas in enumerate(failures):
+            for text in replicas:
+                if text is not None:
+                    raise CollectivesError(f"A rank of stage {stage} cannot go on: {text}")
+        return made  # type: ignore[return-value]  # there was no failure, so it is a T
+
     def latest(self, time_s: float) -> float:
         """The latest of the pipeline's times."""
         latest = torch.tensor([time_s], dtype=torch.float64)
