@@ -17,6 +17,7 @@ them and count them.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -149,25 +150,25 @@ def read_energy_logs(paths: Iterable[Path]) -> EnergyLogs:
         EnergyFileError: a file without a single readable line.
         OSError: a file that cannot be read.
     """
-    windows: dict[str, EnergyWindow] = {}
+    windows: dict[bytes, EnergyWindow] = {}
     unreadable: list[str] = []
     repeated = 0
     for path in paths:
         found = 0
-        # Byte for byte: a torn line need not be text.
-        for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-            if not line.strip():
-                continue
-            try:
-                data = json.loads(line)
-                window = _parse(data)
-            except (ValueError, TypeError, KeyError, RecursionError):
-                unreadable.append(f"{path}:{number}")
-                continue
-            found += 1
-            identity = json.dumps(data, sort_keys=True)
-            repeated += identity in windows
-            windows.setdefault(identity, window)
+        with path.open("rb") as lines:  # a torn line need not be text
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    data = json.loads(line)
+                    window = _parse(data)
+                except (ValueError, TypeError, KeyError, RecursionError):
+                    unreadable.append(f"{path}:{number}")
+                    continue
+                found += 1
+                identity = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).digest()
+                repeated += identity in windows
+                windows.setdefault(identity, window)
         if not found:
             raise EnergyFileError(
                 f"{path} holds no line of an energy log",

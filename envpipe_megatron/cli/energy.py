@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 #: Torn lines that are named; the others are counted.
 _NAMED_LINES = 5
+_LONGEST_NAME = 16
 
 
 @click.group()
@@ -36,10 +37,10 @@ def energy() -> None:
 @click.argument("files", type=EXISTING_FILE, nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def sum_energy(files: tuple[Path, ...], as_json: bool) -> None:
-    """Add up energy logs: per GPU, node and phase, and of the whole job.
+    """Add up energy logs: per phase, GPU and node, and of the whole job.
 
     FILES are the energy.jsonl of each node of a job. A line that is given twice counts once; torn
-    lines, which killed jobs leave, are passed over and counted.
+    lines, which killed jobs leave, are passed over and counted. JSON has each GPU's phases too.
 
     Example:
 
@@ -52,7 +53,7 @@ def sum_energy(files: tuple[Path, ...], as_json: bool) -> None:
     console = Console()
     groups: list[tuple[tuple[str, ...], dict[Any, EnergyTotal]]] = [
         (("run", "phase"), logs.total_by(_run_and_phase)),
-        (("node", "GPU", "phase"), logs.total_by(lambda w: (*w.gpu_key, w.phase))),
+        (("node", "GPU"), logs.total_by(lambda w: w.gpu_key)),
         (("node",), logs.total_by(lambda w: (w.node,))),
         (("job",), {("all",): logs.total()}),
     ]
@@ -125,21 +126,27 @@ def _table(names: tuple[str, ...], totals: Mapping[Any, EnergyTotal]) -> Table:
     table = Table(title=f"By {' and '.join(names)}" if names != ("job",) else "The job")
     for name in names:
         table.add_column(name, overflow="fold")
-    figures = ("energy (J)", "+- (J)", "GPU time (s)", "power (W)", "compute (%)")
-    for name in (*figures, "blocking (%)", "idle (%)"):
+    figures = ("energy (J)", "+- (J)", "GPU time (s)", "power (W)")
+    for name in (*figures, "units/receives/ rest (%)"):
         table.add_column(name, justify="right")
     for values, total in totals.items():
         known = total.energy_uncertainty_j
         shares = [
-            f"{100 * share_s / total.duration_s:.1f}" if total.duration_s else ""
+            f"{100 * share_s / total.duration_s:.0f}"
             for share_s in total.shares_s or ()
+            if total.duration_s
         ]
         table.add_row(
-            *(str(value) for value in values),
+            *(_short(value) for value in values),
             f"{total.energy_j:.1f}",
             "" if known is None else f"{known:.1f}",
             f"{total.duration_s:.1f}",
             f"{total.average_power_w:.1f}",
-            *(shares or [""] * len(SHARES)),
+            "/".join(shares),
         )
     return table
+
+
+def _short(name: str) -> str:
+    """A UUID or folder that leaves room for figures; the JSON has the whole."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[:9]}…{name[-6:]}"

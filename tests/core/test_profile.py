@@ -157,6 +157,34 @@ def test_extra_columns_blanks_bom_and_crlf_are_accepted(tmp_path):
     assert read(tmp_path, dressed.replace("\n", "\r\n")).rows == plain.rows
 
 
+def test_the_uncertainty_of_energies_is_a_column_that_may_follow(tmp_path):
+    sure = [
+        (0, kind, ProfileRow(clock, 1.0, 10.0, known))
+        for kind in (F, B)
+        for clock, known in ((1200, 0.25), (900, None))
+    ]
+    path = tmp_path / "job.csv"
+    make_profile(sure, source="made").write(path)
+    lines = path.read_text().splitlines()
+    assert lines[0] == f"{HEADER},energy_uncertainty_j"
+    assert lines[1:3] == ["0,forward,1200,1.0,10.0,0.25", "0,forward,900,1.0,10.0,"]
+    again = read_profile(path)
+    assert again.row(0, F, 1200).energy_uncertainty_j == 0.25
+    assert again.row(0, F, 900).energy_uncertainty_j is None
+    # A part of a unit is as much less sure in J; two GPUs' mean is surer than one's.
+    assert again.for_chunks(2).row(0, B, 1200) == ProfileRow(1200, 0.5, 5.0, 0.125)
+    ranks = [f"rank,{HEADER},energy_uncertainty_j"]
+    for kind in ("forward", "backward"):
+        ranks += [f"0,0,{kind},9,1,10,3", f"1,0,{kind},9,1,10,4"]
+    assert read(tmp_path, "\n".join(ranks)).row(0, F, 9).energy_uncertainty_j == 2.5
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "text"])
+def test_a_wrong_uncertainty_is_refused(tmp_path, value):
+    with pytest.raises(ProfileError, match=r"line 2: energy_uncertainty_j \(J\)"):
+        read(tmp_path, f"{HEADER},energy_uncertainty_j\n0,forward,900,1,1,{value}\n")
+
+
 def test_rows_may_stand_in_any_order_and_come_out_highest_first(tmp_path):
     lines = [
         f"{s},{k},{f},1,1" for s in (1, 0) for k in ("backward", "forward") for f in (9, 12, 3)

@@ -1,0 +1,180 @@
+"""`envpipe energy sum`: what nodes and GPUs metered adds up, each line once."""
+
+import json
+import math
+import random
+
+import pytest
+from cli_helpers import run_badly, run_well
+
+from envpipe_megatron.energy_file import append_window
+
+
+def window(node="n0", gpu=0, iteration=0, energy_j=100.0, **fields):
+    """One line: two seconds, of which one in units and half a second in receives."""
+    return {
+        "format": "envpipe-energy/1",
+        "node": node,
+        "gpu": "NVIDIA A100",
+        "gpu_uid": f"GPU-{node}-{gpu}",
+        "rank": gpu,
+        "stage": gpu,
+        "phase": "steady",
+        "first_iteration": iteration,
+        "last_iteration": iteration,
+        "begin_s": 10.0 + 2 * iteration,
+        "duration_s": 2.0,
+        "energy_j": energy_j,
+        "energy_uncertainty_j": 0.5,
+        "compute_s": 1.0,
+        "blocking_s": 0.5,
+        "idle_s": 0.5,
+        **fields,
+    }
+
+
+def write(path, *windows):
+    for entry in windows:
+        append_window(path, entry)
+    return path
+
+
+def summed(*paths):
+    return json.loads(run_well("energy", "sum", *paths, "--json").stdout)
+
+
+def test_two_hand_started_nodes_add_up_to_the_joule(tmp_path):
+    rng = random.Random(2)
+    files, all_j = [], []
+    for node in ("n0", "n1"):
+        entries = [
+            window(node, gpu, i, rng.uniform(0, 1e4)) for gpu in range(4) for i in range(300)
+        ]
+        all_j += [entry["energy_j"] for entry in entries]
+        files.append(write(tmp_path / f"{node}.jsonl", *entries))
+    each = [summed(path) for path in files]
+    both = summed(*files)
+    assert both == {**summed(*reversed(files)), "nodes": both["nodes"], "gpus": both["gpus"]}
+    assert both["job"]["energy_j"] == math.fsum(all_j)
+    assert both["job"]["energy_j"] == pytest.approx(
+        math.fsum(s["job"]["energy_j"] for s in each), abs=1e-6
+    )
+    assert [node["energy_j"] for node in both["nodes"]] == [s["job"]["energy_j"] for s in each]
+    assert len(both["gpus"]) == both["job"]["num_gpus"] == 8
+    assert math.fsum(gpu["energy_j"] for gpu in both["gpus"]) == pytest.approx(math.fsum(all_j))
+    assert both["job"]["windows"] == 2400
+    assert both["job"]["gpu_seconds"] == 4800
+    assert both["job"]["average_power_w"] == pytest.approx(math.fsum(all_j) / 4800)
+
+
+def test_lines_that_are_given_twice_count_once(tmp_path):
+    entries = [window(iteration=i, energy_j=10 + i) for i in range(6)]
+    whole = write(tmp_path / "whole.jsonl", *entries)
+    early = write(tmp_path / "copied_early.jsonl", *entries[:4])
+    late = write(tmp_path / "late.jsonl", *entries[2:], *entries[5:])
+    once = summed(whole)
+    assert once["job"]["energy_j"] == 75
+    assert once["repeated_lines"] == 0
+    for files, repeated in (((whole, whole), 6), ((early, late), 3), ((whole, early, late), 9)):
+        facts = summed(*files)
+        assert facts["job"] == once["job"]
+        assert facts["repeated_lines"] == repeated
+    # The same figures of another GPU, or at another time, are not the same line.
+    other = write(tmp_path / "other.jsonl", window(gpu=1, energy_j=10), window(begin_s=900.0))
+    assert summed(whole, other)["repeated_lines"] == 0
+
+
+def test_torn_and_foreign_lines_are_counted_and_passed_over(tmp_path, caplog):
+    path = write(tmp_path / "log.jsonl", window(), window(iteration=1))
+    spoilt = [
+        b'{"format": "envpipe-energy/1", "rank": 1, "ener',
+        b"\xff\xfe\x00",
+        b"[1, 2]",
+        b'{"format": "envpipe-plan/1", "energy_j": 5, "duration_s": 1}',
+        json.dumps(window(energy_j=-1.0)).encode(),
+        json.dumps(window(energy_j=float("nan"))).encode(),
+        json.dumps(window(energy_j="12")).encode(),
+        json.dumps(window(node=7)).encode(),
+        json.dumps(window(stage="x")).encode(),
+        b"[" * 100_000,
+    ]
+    with path.open("ab") as file:
+        file.write(b"\n".join(spoilt) + b"\n\n")
+    write(path, window(iteration=2))
+    with path.open("ab") as file:
+        file.write(b'{"format": "envpipe-en')  # a writer that was killed
+    facts = summed(path)
+    assert facts["job"]["windows"] == 3
+    assert facts["job"]["energy_j"] == 300
+    lines = [*range(3, 13), 15]
+    assert facts["unreadable_lines"] == [f"{path}:{number}" for number in lines]
+    shown = run_well("energy", "sum", path)
+    assert "11 torn or foreign lines" in caplog.text
+    assert "300.0" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\n\n", b"stage,instruction\n", b'{"ener', b"\x89PNG\r\n"]
+)
+def test_a_file_without_any_readable_line_is_refused_with_its_name(tmp_path, content):
+    good = write(tmp_path / "good.jsonl", window())
+    path = tmp_path / "empty.jsonl"
+    path.write_bytes(content)
+    message = run_badly("energy", "sum", good, path)
+    assert str(path) in message
+    assert "energy.jsonl" in message
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    assert "gone.jsonl" in run_badly("energy", "sum", tmp_path / "gone.jsonl")
+
+
+def test_phases_and_runs_stay_apart(tmp_path):
+    path = write(
+        tmp_path / "log.jsonl",
+        window(phase="warm-up", energy_j=1.0, run="a"),
+        window(phase="profile", energy_j=2.0, run="a"),
+        window(phase="steady", energy_j=4.0, run="a"),
+        window(phase="steady", energy_j=8.0, run="b"),
+        window(phase="steady", energy_j=16.0, run="b", iteration=1),
+    )
+    facts = summed(path)
+    by_phase = {(p["run"], p["phase"]): p["energy_j"] for p in facts["phases"]}
+    assert by_phase == {
+        ("a", "warm-up"): 1, ("a", "profile"): 2, ("a", "steady"): 4, ("b", "steady"): 24
+    }  # fmt: skip
+    (gpu,) = facts["gpus"]
+    assert {phase: part["energy_j"] for phase, part in gpu["phases"].items()} == {
+        "warm-up": 1, "profile": 2, "steady": 28
+    }  # fmt: skip
+    assert facts["job"]["energy_j"] == 31
+
+
+def test_shares_power_and_uncertainty(tmp_path):
+    path = write(tmp_path / "log.jsonl", *(window(iteration=i) for i in range(4)))
+    job = summed(path)["job"]
+    assert (job["compute_s"], job["blocking_s"], job["idle_s"]) == (4.0, 2.0, 2.0)
+    assert job["average_power_w"] == 50
+    assert job["energy_uncertainty_j"] == pytest.approx(1.0)  # four of 0.5 J that are independent
+    shown = run_well("energy", "sum", path).stdout
+    for text in ("n0", "GPU-n0-0", "steady", "400.0", "50.0", "50/25/25"):
+        assert text in shown
+
+
+def test_lines_that_say_little_are_summed_by_rank(tmp_path):
+    """Only energy and duration are needed; what is not known is not made up."""
+    path = tmp_path / "log.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps({"rank": rank, "energy_j": 5, "duration_s": 1, "first_iteration": i}) + "\n"
+            for rank in range(2)
+            for i in range(3)
+        )
+    )
+    facts = summed(path)
+    assert facts["job"]["energy_j"] == 30
+    assert [gpu["energy_j"] for gpu in facts["gpus"]] == [15, 15]
+    assert facts["job"]["energy_uncertainty_j"] is None
+    assert facts["job"]["compute_s"] is None
+    write(path, window())  # beside one that says all
+    assert summed(path)["job"]["compute_s"] is None
