@@ -1,4 +1,4 @@
-"""A node of fake GPUs, seen by any process through a fake libnvidia-ml.so.1 (see nvml.c)."""
+"""A node of fake GPUs, seen by any process through a fake libnvidia-ml.so.1 (see node.h)."""
 
 import ctypes
 import fcntl
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fake_nvml.models import MODELS
 
-SOURCE = Path(__file__).with_name("nvml.c")
+SOURCES = sorted(Path(__file__).parent.glob("*.c"))
 LIBRARY_NAME = "libnvidia-ml.so.1"
 FOLDER_VARIABLE = "FAKE_NVML_FOLDER"
 
@@ -128,7 +128,7 @@ def build_library(folder: Path, compiler: Sequence[str]) -> Path:
                 *compiler,
                 *("-shared", "-fPIC", "-fvisibility=hidden", "-O1"),
                 *("-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{LIBRARY_NAME}"),
-                *("-o", str(unfinished), str(SOURCE), "-lpthread"),
+                *("-o", str(unfinished), *map(str, SOURCES), "-lpthread"),
             ],
             env={**os.environ, "ZIG_GLOBAL_CACHE_DIR": str(folder / "zig")},
             capture_output=True,

@@ -1,0 +1,204 @@
+/* Clocks, meters, and locked clocks, which outlive the process. */
+
+#include "node.h"
+
+static const struct Segment *segment_of(const struct Gpu *gpu) {
+    return &gpu->segments[gpu->active & 1];
+}
+
+static uint64_t observed_mhz(const struct Gpu *gpu, uint64_t high_mhz) {
+    uint64_t mhz = high_mhz ? high_mhz : gpu->graphics_mhz[0][0];
+    uint64_t cap_mhz = gpu->faults[FAULT_CLOCK_CAP_MHZ];
+    return cap_mhz && cap_mhz < mhz ? cap_mhz : mhz;
+}
+
+static int copy_clocks(unsigned *count, unsigned *clocks, const uint64_t *own, uint64_t num) {
+    unsigned room = *count;
+    *count = (unsigned)num;
+    if (!clocks || room < num) return INSUFFICIENT_SIZE;
+    for (uint64_t i = 0; i < num; i++) clocks[i] = (unsigned)own[i];
+    return SUCCESS;
+}
+
+EXPORT int nvmlDeviceGetSupportedMemoryClocks(Device device, unsigned *count, unsigned *clocks) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS)
+        call.result = copy_clocks(count, clocks, call.gpu->memory_mhz, call.gpu->num_memory);
+    return told(call, "nvmlDeviceGetSupportedMemoryClocks");
+}
+
+EXPORT int nvmlDeviceGetSupportedGraphicsClocks(Device device, unsigned memory_mhz,
+                                                unsigned *count, unsigned *clocks) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS) {
+        call.result = NOT_FOUND;
+        for (uint64_t i = 0; i < call.gpu->num_memory; i++)
+            if (call.gpu->memory_mhz[i] == memory_mhz)
+                call.result = copy_clocks(count, clocks, call.gpu->graphics_mhz[i],
+                                          call.gpu->num_graphics[i]);
+    }
+    record("nvmlDeviceGetSupportedGraphicsClocks", call.gpu, call.result, "%u", memory_mhz);
+    return end(call);
+}
+
+static int get_clock(struct Call call, const char *function, unsigned type, unsigned *mhz) {
+    if (call.result == SUCCESS) {
+        const struct Gpu *gpu = call.gpu;
+        if (type <= 1 || type == 3)
+            *mhz = (unsigned)observed_mhz(gpu, segment_of(gpu)->high_mhz);
+        else if (type == 2)
+            *mhz = (unsigned)gpu->current_memory_mhz;
+        else
+            call.result = INVALID_ARGUMENT;
+    }
+    record(function, call.gpu, call.result, "%u", type);
+    return end(call);
+}
+
+EXPORT int nvmlDeviceGetClockInfo(Device device, unsigned type, unsigned *mhz) {
+    return get_clock(begin(device), "nvmlDeviceGetClockInfo", type, mhz);
+}
+
+EXPORT int nvmlDeviceGetClock(Device device, unsigned type, unsigned id, unsigned *mhz) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS && id != 0) call.result = NOT_SUPPORTED;
+    return get_clock(call, "nvmlDeviceGetClock", type, mhz);
+}
+
+EXPORT int nvmlDeviceGetMaxClockInfo(Device device, unsigned type, unsigned *mhz) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS)
+        *mhz = (unsigned)(type == 2 ? call.gpu->memory_mhz[0] : call.gpu->graphics_mhz[0][0]);
+    return told(call, "nvmlDeviceGetMaxClockInfo");
+}
+
+static int get_reasons(struct Call call, const char *function, unsigned long long *reasons) {
+    if (call.result == SUCCESS) {
+        const struct Gpu *gpu = call.gpu;
+        uint64_t high_mhz = segment_of(gpu)->high_mhz;
+        uint64_t wanted_mhz = high_mhz ? high_mhz : gpu->graphics_mhz[0][0];
+        *reasons = gpu->faults[FAULT_THROTTLE_REASONS];
+        if (observed_mhz(gpu, high_mhz) < wanted_mhz && !*reasons) *reasons = 4; /* power cap */
+    }
+    return told(call, function);
+}
+
+EXPORT int nvmlDeviceGetCurrentClocksThrottleReasons(Device device, unsigned long long *reasons) {
+    return get_reasons(begin(device), "nvmlDeviceGetCurrentClocksThrottleReasons", reasons);
+}
+
+EXPORT int nvmlDeviceGetCurrentClocksEventReasons(Device device, unsigned long long *reasons) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS && node->faults[NODE_OLD_DRIVER]) call.result = FUNCTION_NOT_FOUND;
+    return get_reasons(call, "nvmlDeviceGetCurrentClocksEventReasons", reasons);
+}
+
+static uint64_t last_refresh_ns(const struct Gpu *gpu, uint64_t now_ns) {
+    uint64_t since_phase_ns = now_ns - gpu->refresh_phase_ns;
+    return gpu->refresh_phase_ns + since_phase_ns / node->refresh_ns * node->refresh_ns;
+}
+
+static uint64_t energy_at_uj(const struct Segment *segment, uint64_t time_ns) {
+    return segment->energy_uj + (time_ns - segment->since_ns) / 1000 * segment->power_mw / 1000;
+}
+
+static uint64_t shown_uj(const struct Gpu *gpu, uint64_t now_ns) {
+    const struct Segment *segment = segment_of(gpu);
+    uint64_t refresh_ns = last_refresh_ns(gpu, now_ns);
+    if (refresh_ns <= segment->since_ns) return segment->shown_uj;
+    return energy_at_uj(segment, refresh_ns);
+}
+
+EXPORT int nvmlDeviceGetTotalEnergyConsumption(Device device, unsigned long long *energy_mj) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS && call.gpu->faults[FAULT_NO_ENERGY]) call.result = NOT_SUPPORTED;
+    if (call.result == SUCCESS) {
+        uint64_t stalled_mj = call.gpu->faults[FAULT_STALLED_MJ];
+        *energy_mj = stalled_mj ? stalled_mj - 1 : shown_uj(call.gpu, call.now_ns) / 1000;
+        *energy_mj -= call.gpu->faults[FAULT_ENERGY_BACK_MJ];
+    }
+    return told(call, "nvmlDeviceGetTotalEnergyConsumption");
+}
+
+EXPORT int nvmlDeviceGetPowerUsage(Device device, unsigned *power_mw) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS) *power_mw = (unsigned)segment_of(call.gpu)->power_mw;
+    return told(call, "nvmlDeviceGetPowerUsage");
+}
+
+struct FieldValue {
+    uint32_t field, scope;
+    int64_t timestamp_us, latency_us;
+    uint32_t value_type, result;
+    union {
+        double real;
+        unsigned whole;
+        unsigned long long longest;
+    } value;
+};
+
+EXPORT int nvmlDeviceGetFieldValues(Device device, int count, struct FieldValue *values) {
+    struct Call call = begin(device);
+    for (int i = 0; i < count && call.result == SUCCESS; i++) {
+        int power = values[i].field == 185 || values[i].field == 186; /* average, instant */
+        values[i].result = NOT_SUPPORTED;
+        if (power && !call.gpu->faults[FAULT_NO_INSTANT_POWER]) {
+            values[i].result = SUCCESS;
+            values[i].value_type = 1;
+            values[i].timestamp_us = (int64_t)(call.now_ns / 1000);
+            values[i].value.whole = (unsigned)segment_of(call.gpu)->power_mw;
+        }
+    }
+    record("nvmlDeviceGetFieldValues", call.gpu, call.result, "%u", count ? values[0].field : 0);
+    return end(call);
+}
+
+static int get_limit(Device device, const char *function, unsigned *limit_mw) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS) *limit_mw = (unsigned)call.gpu->power_limit_mw;
+    return told(call, function);
+}
+
+EXPORT int nvmlDeviceGetEnforcedPowerLimit(Device device, unsigned *limit_mw) {
+    return get_limit(device, "nvmlDeviceGetEnforcedPowerLimit", limit_mw);
+}
+
+EXPORT int nvmlDeviceGetPowerManagementLimit(Device device, unsigned *limit_mw) {
+    return get_limit(device, "nvmlDeviceGetPowerManagementLimit", limit_mw);
+}
+
+EXPORT int nvmlDeviceGetPowerManagementDefaultLimit(Device device, unsigned *limit_mw) {
+    return get_limit(device, "nvmlDeviceGetPowerManagementDefaultLimit", limit_mw);
+}
+
+static void change_lock(struct Call call, uint64_t low_mhz, uint64_t high_mhz) {
+    struct Gpu *gpu = call.gpu;
+    struct Segment *next = &gpu->segments[~gpu->active & 1];
+    next->low_mhz = low_mhz;
+    next->high_mhz = high_mhz;
+    next->since_ns = call.now_ns;
+    next->energy_uj = energy_at_uj(segment_of(gpu), call.now_ns);
+    next->shown_uj = shown_uj(gpu, call.now_ns);
+    next->power_mw = gpu->static_mw + gpu->mw_per_mhz * observed_mhz(gpu, high_mhz);
+    __atomic_store_n(&gpu->active, ~gpu->active & 1, __ATOMIC_SEQ_CST);
+}
+
+EXPORT int nvmlDeviceSetGpuLockedClocks(Device device, unsigned low_mhz, unsigned high_mhz) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS) call.result = changing_fault(call.gpu);
+    if (call.result == SUCCESS && (low_mhz > high_mhz || !high_mhz)) call.result = INVALID_ARGUMENT;
+    record("nvmlDeviceSetGpuLockedClocks", call.gpu, call.result, "%u,%u", low_mhz, high_mhz);
+    if (call.result == SUCCESS) {
+        uint64_t top_mhz = call.gpu->graphics_mhz[0][0];
+        change_lock(call, low_mhz, high_mhz < top_mhz ? high_mhz : top_mhz);
+    }
+    return end(call);
+}
+
+EXPORT int nvmlDeviceResetGpuLockedClocks(Device device) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS) call.result = changing_fault(call.gpu);
+    record("nvmlDeviceResetGpuLockedClocks", call.gpu, call.result, "");
+    if (call.result == SUCCESS) change_lock(call, 0, 0);
+    return end(call);
+}

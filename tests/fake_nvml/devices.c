@@ -1,0 +1,163 @@
+/* The library's own facts, and which GPU is which. */
+
+#include "node.h"
+
+#include <stdio.h>
+#include <string.h>
+
+EXPORT const char *nvmlErrorString(int result) {
+    switch (result) {
+        case SUCCESS: return "Success";
+        case UNINITIALIZED: return "Uninitialized";
+        case INVALID_ARGUMENT: return "Invalid Argument";
+        case NOT_SUPPORTED: return "Not Supported";
+        case NO_PERMISSION: return "Insufficient Permissions";
+        case NOT_FOUND: return "Not Found";
+        case INSUFFICIENT_SIZE: return "Insufficient Size";
+        case DRIVER_NOT_LOADED: return "Driver Not Loaded";
+        case TIMEOUT: return "Timeout";
+        case FUNCTION_NOT_FOUND: return "Function Not Found";
+        case GPU_IS_LOST: return "GPU is lost";
+        case LIB_RM_VERSION_MISMATCH: return "Driver/library version mismatch";
+        default: return "Unknown Error";
+    }
+}
+
+static int copy_text(char *target, unsigned size, const char *text) {
+    if (strlen(text) >= size) return INSUFFICIENT_SIZE;
+    strcpy(target, text);
+    return SUCCESS;
+}
+
+EXPORT int nvmlSystemGetDriverVersion(char *version, unsigned size) {
+    struct Call call = begin_node();
+    if (call.result == SUCCESS) call.result = copy_text(version, size, node->driver_version);
+    return told(call, "nvmlSystemGetDriverVersion");
+}
+
+EXPORT int nvmlSystemGetNVMLVersion(char *version, unsigned size) {
+    struct Call call = begin_node();
+    if (call.result == SUCCESS) call.result = copy_text(version, size, "12.fake");
+    return told(call, "nvmlSystemGetNVMLVersion");
+}
+
+EXPORT int nvmlSystemGetCudaDriverVersion_v2(int *version) {
+    *version = 12080;
+    return told(begin_node(), "nvmlSystemGetCudaDriverVersion_v2");
+}
+
+EXPORT int nvmlDeviceGetCount_v2(unsigned *count) {
+    struct Call call = begin_node();
+    if (call.result == SUCCESS) *count = (unsigned)node->num_gpus;
+    return told(call, "nvmlDeviceGetCount_v2");
+}
+
+static int found(struct Call call, const char *function, uint64_t index, Device *device) {
+    if (call.result == SUCCESS) {
+        if (index < node->num_gpus) {
+            call.gpu = &node->gpus[index];
+            call.result = common_fault(call.gpu);
+            *device = &handles[index];
+        } else {
+            call.result = NOT_FOUND;
+        }
+    }
+    return told(call, function);
+}
+
+EXPORT int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device *device) {
+    struct Call call = begin_node();
+    if (call.result == SUCCESS && index >= node->num_gpus) {
+        call.result = INVALID_ARGUMENT;
+        return told(call, "nvmlDeviceGetHandleByIndex_v2");
+    }
+    return found(call, "nvmlDeviceGetHandleByIndex_v2", index, device);
+}
+
+EXPORT int nvmlDeviceGetHandleByUUID(const char *uuid, Device *device) {
+    struct Call call = begin_node();
+    uint64_t index = 0;
+    if (call.result == SUCCESS)
+        while (index < node->num_gpus && strcmp(node->gpus[index].uuid, uuid) != 0) index++;
+    return found(call, "nvmlDeviceGetHandleByUUID", index, device);
+}
+
+static int parse_bus_id(const char *text, unsigned parts[4]) {
+    parts[3] = 0;
+    return sscanf(text, "%x:%x:%x.%x", &parts[0], &parts[1], &parts[2], &parts[3]) >= 3;
+}
+
+EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, Device *device) {
+    struct Call call = begin_node();
+    uint64_t index = 0;
+    unsigned wanted[4], own[4];
+    if (call.result == SUCCESS) {
+        if (!parse_bus_id(bus_id, wanted)) {
+            call.result = INVALID_ARGUMENT;
+            return told(call, "nvmlDeviceGetHandleByPciBusId_v2");
+        }
+        for (; index < node->num_gpus; index++)
+            if (parse_bus_id(node->gpus[index].bus_id, own) && !memcmp(own, wanted, sizeof own))
+                break;
+    }
+    return found(call, "nvmlDeviceGetHandleByPciBusId_v2", index, device);
+}
+
+EXPORT int nvmlDeviceGetUUID(Device device, char *uuid, unsigned size) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS) call.result = copy_text(uuid, size, call.gpu->uuid);
+    return told(call, "nvmlDeviceGetUUID");
+}
+
+EXPORT int nvmlDeviceGetName(Device device, char *name, unsigned size) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS) call.result = copy_text(name, size, call.gpu->name);
+    return told(call, "nvmlDeviceGetName");
+}
+
+EXPORT int nvmlDeviceGetIndex(Device device, unsigned *index) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS) *index = (unsigned)(call.gpu - node->gpus);
+    return told(call, "nvmlDeviceGetIndex");
+}
+
+struct PciInfo {
+    char legacy_bus_id[16];
+    unsigned domain, bus, device, device_id, subsystem_id;
+    char bus_id[32];
+};
+
+EXPORT int nvmlDeviceGetPciInfo_v3(Device device, struct PciInfo *info) {
+    struct Call call = begin(device);
+    unsigned parts[4];
+    if (call.result == SUCCESS && parse_bus_id(call.gpu->bus_id, parts)) {
+        memset(info, 0, sizeof *info);
+        info->domain = parts[0];
+        info->bus = parts[1];
+        info->device = parts[2];
+        snprintf(info->legacy_bus_id, sizeof info->legacy_bus_id, "%04X:%02X:%02X.0",
+                 parts[0] & 0xffff, parts[1] & 0xff, parts[2] & 0xff);
+        snprintf(info->bus_id, sizeof info->bus_id, "%s", call.gpu->bus_id);
+    }
+    return told(call, "nvmlDeviceGetPciInfo_v3");
+}
+
+EXPORT int nvmlDeviceGetMigMode(Device device, unsigned *current, unsigned *pending) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS && !call.gpu->mig_capable && !call.gpu->faults[FAULT_MIG])
+        call.result = NOT_SUPPORTED;
+    if (call.result == SUCCESS) *current = *pending = call.gpu->faults[FAULT_MIG] != 0;
+    return told(call, "nvmlDeviceGetMigMode");
+}
+
+EXPORT int nvmlDeviceGetVirtualizationMode(Device device, unsigned *mode) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS) *mode = call.gpu->faults[FAULT_VGPU] ? 2 : 0;
+    return told(call, "nvmlDeviceGetVirtualizationMode");
+}
+
+EXPORT int nvmlDeviceGetPersistenceMode(Device device, unsigned *mode) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS) *mode = 1;
+    return told(call, "nvmlDeviceGetPersistenceMode");
+}
