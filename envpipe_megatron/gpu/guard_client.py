@@ -66,9 +66,8 @@ _LOG = logging.getLogger(__name__)
 _BEATS_PER_HEARTBEAT = 6
 _ASK_AGAIN_S = 0.05
 _RELEASE_S = 30.0
-_FIRST_RETRY_S = 0.1
-_LOOK_AGAIN_S = 1.0
-_LONGEST_RETRY_S = 5.0
+_FIRST_LOOK_S = 0.02
+_LONGEST_LOOK_S = 1.0
 
 
 class GuardEvent(enum.Enum):
@@ -211,17 +210,25 @@ class Hold:
         if os.getpid() != self._pid or self._settled.is_set():
             return
         self._gave_up = True
+        until_s = time.monotonic() + timeout_s
         if not self._lost:
             try:
                 send(self._connection, {"op": "release"})
             except OSError:
                 _LOG.debug("the guard has gone before the release")
             if threading.current_thread() is self._thread:
-                self._listen(time.monotonic() + timeout_s)
+                self._listen(until_s)
             else:
                 self._settled.wait(timeout_s)
         if self._lost:
-            self._clean_own()
+            while not self._clean_own():
+                if time.monotonic() > until_s:
+                    raise GuardError(
+                        "The guard hangs, and its lease cannot be undone",
+                        value=self.address.uid,
+                        remedy=f"The clock is reset. End process {self.guard_pid}",
+                    )
+                time.sleep(_FIRST_LOOK_S)
         elif self._undone is None:
             raise GuardError(
                 "The guard did not confirm in time that the clock is back",
@@ -308,48 +315,57 @@ class Hold:
         _LOG.error("the guard of %s is gone: clock control ends", self.address.uid)
         if not self._gave_up:
             self._gave_up = self._tell(GuardEvent.LOST)
-        wait_s = _FIRST_RETRY_S
+        wait_s = _FIRST_LOOK_S
         while True:
+            others: list[LeaseRecord] = []
             try:
-                self._clean_own()
+                own_is_done = self._clean_own()
                 others = self._others()
-                if not others:
-                    return
                 for record in others:
-                    if not record.rank_is_alive():
+                    if not record.live and not record.rank_is_alive():
                         undo_lease(record, self._open_gpu)
+                if own_is_done and not others:
+                    return
             except Exception:
-                _LOG.exception("clocks of job %s are still locked", self.job)
-                time.sleep(wait_s)
-                wait_s = min(2 * wait_s, _LONGEST_RETRY_S)
-                continue
-            wait_s = _FIRST_RETRY_S
+                _LOG.exception("clocks of job %s may still be locked", self.job)
             alive = [r.rank for r in others if r.rank is not None and r.rank_is_alive()]
-            wait_for_any_end(alive, _LOOK_AGAIN_S)
+            wait_for_any_end(alive, wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_LOOK_S)
 
     def _others(self) -> list[LeaseRecord]:
-        """Return the leases of this job's other ranks that no guard looks after."""
+        """Return the leases of this job's other ranks.
+
+        Also those that seem to be looked after: a guard's socket ends a moment before its locks do.
+        """
         return [
             record
             for record in list_leases()
             if record.job == self.job
             and record.uid == os.geteuid()
             and record.address != self.address
-            and not record.live
         ]
 
-    def _clean_own(self) -> None:
-        """Reset this rank's GPU, and delete its lease where this rank locks no more."""
+    def _clean_own(self) -> bool:
+        """Reset this rank's GPU, and delete its lease where this rank locks no more.
+
+        Returns:
+            Whether no lease is left. One is while the guard is not quite dead, or hangs.
+        """
         with self._cleaning:
             if self._settled.is_set():
-                return
+                return True
             there = [record for record in list_leases() if record.address == self.address]
-            ours = [record for record in there if record.job == self.job and not record.live]
-            for record in ours:
-                undo_lease(record, self._open_gpu, gave_up=self._gave_up)
-            # Somebody may have undone the lease before this rank locked for the last time, and a
-            # guard that hangs has it locked. Another job's GPU is left alone.
-            if not ours and all(record.job == self.job for record in there):
+            left = [record for record in there if not self._undo_own(record)]
+            # Somebody may have undone the lease before this rank locked for the last time. Another
+            # job's GPU is left alone.
+            if all(record.job == self.job for record in left):
                 self._open_gpu(self.address).reset_frequency()
-            if self._gave_up:
+            done = all(record.job != self.job for record in left)
+            if self._gave_up and done:
                 self._settled.set()
+            return done
+
+    def _undo_own(self, record: LeaseRecord) -> bool:
+        if record.job != self.job or record.live:
+            return False
+        return undo_lease(record, self._open_gpu, gave_up=self._gave_up)

@@ -15,6 +15,7 @@ import pwd
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -166,6 +167,8 @@ def list_leases() -> list[LeaseRecord]:
                     continue
                 try:
                     record = read_lease(file, path / name, live=file.is_locked())
+                    if record is not None and record.guard.is_alive() is False:
+                        record = replace(record, live=False)  # locked by somebody else
                 except LeaseFileError:
                     continue
                 finally:
