@@ -52,13 +52,17 @@ def _table(checks: list[Check]) -> Table:
     for column in ("", "", "what was seen, and what to do"):
         table.add_column(column)
     before = checks[0].area
+    asked_by: dict[str, str] = {}
     for check in checks:
         if check.area != before:
             table.add_section()
         before = check.area
         said = Text(check.evidence)
         if check.remedy:
-            said.append(f"\n{check.remedy}", style="italic")
+            # One missing driver is the cause of many a no; what to do about it is said once.
+            first = asked_by.setdefault(check.remedy, check.name)
+            remedy = check.remedy if first == check.name else f"As for {first}"
+            said.append(f"\n{remedy}", style="italic")
         answer = Text("yes", style="green") if check.ok else Text("no", style="red")
         table.add_row(check.name, answer, said)
     return table

@@ -32,7 +32,8 @@ def looked(area: str, name: str, look: Callable[[], Check]) -> Check:
     try:
         return look()
     except EnvPipeError as error:
-        return Check(area, name, False, error.what, error.remedy)
+        what = str(error).removesuffix(f". {error.remedy}")
+        return Check(area, name, False, what, error.remedy or "Correct what is named there")
     except Exception as error:  # whatever is broken there, the other questions stay
         return Check(
             area,

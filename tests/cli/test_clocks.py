@@ -1,0 +1,245 @@
+"""`envpipe clocks show` and `reset`, by what they print and by what the GPUs' driver was told."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from cli_helpers import run, run_badly, run_well
+
+from envpipe_megatron.gpu import control, resetting
+from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.emulated import EmulatedGpu
+from envpipe_megatron.gpu.lease import Lease
+from envpipe_megatron.gpu.lease_folder import LeaseFolderError
+from envpipe_megatron.gpu.nvml import NvmlGpu
+from envpipe_megatron.gpu.opening import open_gpu
+
+
+@pytest.fixture(autouse=True)
+def _surroundings(monkeypatch, tmp_path):
+    """A folder of leases of the test's own, and a user who may lock clocks."""
+    folder = tmp_path / "leases"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(folder))
+    monkeypatch.setenv("ZEUSD_SOCK_PATH", str(tmp_path / "zeusd.sock"))
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "ENVPIPE_SITE_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(control, "has_sys_admin", lambda: True)
+    monkeypatch.setattr(control, "in_user_namespace", lambda: False)
+
+
+@pytest.fixture
+def node(fake_nvml):
+    fake_nvml.use_here()
+    return fake_nvml
+
+
+def lock(node, *indices, mhz=1200):
+    """Leave locks behind, and count changes from now on."""
+    for index in indices:
+        NvmlGpu(node.uuids[index]).lock_frequency(mhz)
+    return len(node.changes())
+
+
+def locked(node):
+    return [index for index, uuid in enumerate(node.uuids) if node.locked_mhz(uuid)]
+
+
+def dead_job_leaves(uuid, backend="nvml", job="job 7"):
+    """A lease as a guard leaves it that was killed."""
+    lease = Lease.take(GpuAddress(backend, uuid), job, rank=None, open_gpu=open_gpu)
+    lease.abandon()
+    return lease.path
+
+
+# --- show ----------------------------------------------------------------------------------------
+
+
+def test_show_lists_what_each_gpu_supports_and_changes_nothing(node):
+    node.set_fault(node.uuids[1], "throttle_reasons", 0x4)
+    shown = run_well("clocks", "show").stdout
+    assert shown.index("GPU 0: NVIDIA A100") < shown.index("GPU 3: NVIDIA A100")
+    for uuid in node.uuids:
+        assert uuid in shown
+    assert shown.count("210 to 1410 MHz in steps of 15 MHz, 81 clocks") == 4
+    assert re.search(r"a profile sweeps \(MHz\) +│ 1410 1350 1290 ", shown)
+    assert re.search(r"memory clocks \(MHz\) +│ 1215 ", shown)
+    assert re.search(r"SM clock now +│ 1410 MHz ", shown)
+    assert "W of at most 400 W" in shown
+    assert shown.count("power cap") == 1
+    assert node.changes() == []
+
+
+def test_show_one_gpu_by_index_or_uuid(node):
+    by_index = run_well("clocks", "show", "--gpu", 2).stdout
+    assert node.uuids[2] in by_index
+    assert "GPU 0" not in by_index
+    assert "GPU 2" in run_well("clocks", "show", "--gpu", node.uuids[2]).stdout
+    message = run_badly("clocks", "show", "--gpu", 4)
+    assert "no such GPU (got '4')" in message
+    assert node.uuids[3] in message
+
+
+def test_show_all_clocks(node):
+    assert " 1185 " not in run_well("clocks", "show", "--gpu", 0).stdout
+    every = re.findall(r"\d+", run_well("clocks", "show", "--gpu", 0, "--all-clocks").stdout)
+    assert {str(mhz) for mhz in range(210, 1411, 15)} <= set(every)
+
+
+def test_uneven_steps_are_not_called_steps(fake_nvml_node):
+    fake_nvml_node("v100").use_here()
+    assert "in steps of 7 and 8 MHz" in run_well("clocks", "show").stdout
+
+
+def test_a_gpu_that_cannot_be_read_does_not_hide_the_others(node):
+    node.set_fault(node.uuids[1], "fail_after", 8)
+    result = run("clocks", "show")
+    assert result.exit_code == 1
+    assert "GPU 3" in result.stdout
+    assert "GPU 1" in result.stderr
+    assert "could not be read" in result.stderr
+
+
+def test_without_nvml_emulated_gpus_are_shown(node, tmp_path, monkeypatch):
+    node.set_fault(None, "driver_not_loaded")
+    assert "no NVIDIA driver is loaded" in run_badly("clocks", "show")
+    monkeypatch.setenv("ENVPIPE_EMULATED_ROOT", str(tmp_path / "node"))
+    assert "no GPU here" in run_badly("clocks", "show")
+    EmulatedGpu.create("a100-sxm", 0, tmp_path / "node").lock_frequency(1200)
+    shown = run_well("clocks", "show").stdout
+    assert "(emulated)" in shown
+    assert "1200 MHz asked for" in shown
+
+
+# --- reset ---------------------------------------------------------------------------------------
+
+
+def test_reset_gives_every_clock_back_and_says_so(node):
+    lock(node, 0, 1, 2, 3)
+    shown = run_well("clocks", "reset").stdout
+    assert locked(node) == []
+    for index, uuid in enumerate(node.uuids):
+        assert f"GPU {index} ({uuid}): reset by nvml" in shown
+    assert not list(Path(os.environ["ENVPIPE_LEASE_DIR"]).iterdir())
+
+
+def test_reset_one_gpu_alone(node):
+    before = lock(node, 0, 1)
+    run_well("clocks", "reset", "--gpu", 1)
+    assert locked(node) == [0]
+    assert [call.uuid for call in node.changes()[before:]] == [node.uuids[1]]
+
+
+def test_reset_leaves_gpus_alone_that_cuda_does_not_show(node, monkeypatch):
+    before = lock(node, 0, 1, 2, 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"2,{node.uuids[0]}")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    run_well("clocks", "reset")
+    assert locked(node) == [1, 3]
+    assert {call.uuid for call in node.changes()[before:]} == {node.uuids[0], node.uuids[2]}
+
+
+def test_a_gpu_that_a_live_job_holds_is_refused_and_the_job_named(node):
+    before = lock(node, 0, 1)
+    lease = Lease.take(
+        GpuAddress("nvml", node.uuids[1]), "slurm 4711", rank=None, open_gpu=open_gpu
+    )
+    result = run("clocks", "reset")
+    assert result.exit_code == 1
+    assert f"GPU 1 ({node.uuids[1]}): not reset: job slurm 4711 holds it" in result.stdout
+    assert f"pid {os.getpid()}" in result.stdout
+    assert "Some clocks were not reset" in result.stderr
+    assert locked(node) == [1]
+    assert node.uuids[1] not in {call.uuid for call in node.changes()[before:]}
+    lease.release()
+    run_well("clocks", "reset")
+    assert locked(node) == []
+
+
+def test_what_dead_jobs_left_is_undone_also_on_gpus_that_are_not_shown(node, monkeypatch):
+    lock(node, 0, 3)
+    paths = [dead_job_leaves(node.uuids[index]) for index in (0, 3)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", node.uuids[0])
+    shown = run_well("clocks", "reset").stdout
+    assert f"GPU 3 ({node.uuids[3]}): reset, and the lease that job job 7 left is gone" in shown
+    assert locked(node) == []
+    assert not any(path.exists() for path in paths)
+
+
+def test_a_lease_of_a_back_end_that_is_not_allowed_here_is_undone_by_another(node):
+    lock(node, 2)
+    dead_job_leaves(node.uuids[2], backend="zeusd")
+    assert "reset by nvml" in run_well("clocks", "reset").stdout
+    assert locked(node) == []
+
+
+def test_no_room_for_a_lease_does_not_keep_a_clock_locked(node, monkeypatch):
+    lock(node, 0)
+
+    def no_room(*arguments, **more):
+        raise LeaseFolderError("A lease cannot be written: No space left on device")
+
+    monkeypatch.setattr(resetting.Lease, "take", no_room)
+    shown = run_well("clocks", "reset").stdout
+    assert "without a lease: A lease cannot be written: No space left" in shown
+    assert locked(node) == []
+
+
+def test_no_room_for_a_lease_still_respects_one_that_is_there(node, monkeypatch):
+    lock(node, 0)
+    held = Lease.take(GpuAddress("nvml", node.uuids[0]), "job 9", rank=None, open_gpu=open_gpu)
+
+    def no_room(*arguments, **more):
+        raise LeaseFolderError("A lease cannot be written: No space left on device")
+
+    monkeypatch.setattr(resetting.Lease, "take", no_room)
+    result = run("clocks", "reset")
+    assert result.exit_code == 1
+    assert "job job 9 holds it" in result.stdout
+    assert locked(node) == [0]
+    monkeypatch.undo()
+    held.release()
+
+
+def test_a_gpu_that_cannot_be_reset_fails_and_the_others_are_reset(node):
+    lock(node, 0, 1, 2)
+    node.set_fault(node.uuids[1], "timeout")
+    result = run("clocks", "reset")
+    assert result.exit_code == 1
+    assert f"GPU 1 ({node.uuids[1]}): not reset" in result.stdout
+    assert "gave up waiting" in result.stdout
+    assert locked(node) == [1]
+
+
+def test_a_user_without_rights_is_told_so_for_each_gpu(node, monkeypatch):
+    before = lock(node, 0)
+    monkeypatch.setattr(control, "has_sys_admin", lambda: False)
+    result = run("clocks", "reset")
+    assert result.exit_code == 1
+    assert "CAP_SYS_ADMIN" in result.stdout
+    assert len(node.changes()) == before
+
+
+def test_under_the_forbid_variable_nothing_is_reset(node, monkeypatch):
+    before = lock(node, 0)
+    dead_job_leaves(node.uuids[1])
+    monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "1")
+    result = run("clocks", "reset")
+    assert result.exit_code == 1
+    assert "ENVPIPE_FORBID_CLOCK_CONTROL is set" in result.stdout
+    assert len(node.changes()) == before
+    assert locked(node) == [0]
+
+
+def test_emulated_gpus_are_reset_without_nvml(node, tmp_path, monkeypatch):
+    node.set_fault(None, "driver_not_loaded")
+    monkeypatch.setenv("ENVPIPE_EMULATED_ROOT", str(tmp_path / "node"))
+    assert "nothing to reset" in run_well("clocks", "reset").stdout
+    gpus = [EmulatedGpu.create("a100-sxm", index, tmp_path / "node") for index in (0, 1)]
+    for gpu in gpus:
+        gpu.lock_frequency(1200)
+    run_well("clocks", "reset", "--gpu", 1)
+    assert [gpu.requested_frequency_mhz for gpu in gpus] == [1200, None]
+    run_well("clocks", "reset")
+    assert gpus[0].requested_frequency_mhz is None

@@ -1,0 +1,198 @@
+"""`envpipe doctor`: every no has a remedy, and looking changes nothing."""
+
+import json
+from importlib import import_module
+
+import pytest
+from cli_helpers import run_well
+from fake_zeusd import FakeZeusd
+
+from envpipe_megatron.cli.doctor_checks import Check, looked
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu import control
+from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.lease import Lease
+from envpipe_megatron.gpu.opening import open_gpu
+
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "ENVPIPE_SITE_CONFIG",
+    "ZEUSD_TOKEN",
+)
+
+
+@pytest.fixture
+def node(fake_nvml, monkeypatch, tmp_path):
+    """A machine with four A100s and no rights; asserts at the end that nothing was changed."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ZEUSD_SOCK_PATH", str(tmp_path / "zeusd.sock"))
+    folder = tmp_path / "leases"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(folder))
+    monkeypatch.setattr(control, "has_sys_admin", lambda: False)
+    monkeypatch.setattr(control, "in_user_namespace", lambda: False)
+    fake_nvml.use_here()
+    yield fake_nvml
+    assert fake_nvml.changes() == []
+
+
+def look():
+    """The answers by name; exit code 0 and a remedy for each no and no other are required."""
+    document = json.loads(run_well("doctor", "--json").stdout)
+    assert document["format"] == "envpipe-doctor/1"
+    for check in document["checks"]:
+        assert bool(check["remedy"]) is not check["ok"], check
+        assert check["evidence"], check
+    found = {check["name"]: check for check in document["checks"]}
+    assert len(found) == len(document["checks"])
+    return found
+
+
+def assert_check(check, ok, *said):
+    assert check["ok"] is ok, check
+    for part in said:
+        assert part in check["evidence"] + " | " + check["remedy"]
+
+
+def test_a_machine_whose_clocks_nobody_granted(node):
+    found = look()
+    assert_check(found["NVML"], True, "driver 580.00.00-fake", "CUDA")
+    assert_check(found["GPUs"], True, "4 x NVIDIA A100-SXM4-80GB")
+    assert_check(found["supported clocks"], True, "81 clocks, 210 to 1410 MHz, on 4 GPUs")
+    assert_check(found["energy counter"], True)
+    for name in ("nvml", "zeusd", "command"):
+        assert_check(found[f"back end {name}"], False)
+    assert_check(found["auto"], False, "takes none")
+    assert_check(found["site configuration"], True, "defaults hold")
+    assert_check(found["ENVPIPE_FORBID_CLOCK_CONTROL unset"], True)
+    assert_check(found["no leases of dead jobs"], True)
+    assert_check(found["CUDA_VISIBLE_DEVICES"], True, f"0: {node.uuids[0]}")
+    assert_check(found["CUDA_DEVICE_ORDER"], True, "not set")
+    assert_check(found["CUDA_DEVICE_MAX_CONNECTIONS"], True)
+    assert {"torch", "megatron-core", "NVIDIA Apex", "DeepSpeed", "zeus"} <= set(found)
+
+
+def test_which_back_end_auto_takes_and_why(node, monkeypatch, tmp_path):
+    zeusd = FakeZeusd(tmp_path / "zeusd.sock")
+    zeusd.gpus = {bus_id: {"id": index} for index, bus_id in enumerate(node.pci_bus_ids)}
+    found = look()
+    assert_check(found["back end zeusd"], True, "zeusd.sock")
+    assert_check(found["auto"], True, "takes zeusd, the first that is allowed")
+    monkeypatch.setattr(control, "has_sys_admin", lambda: True)
+    assert_check(look()["auto"], True, "takes nvml")
+    assert zeusd.changes == []
+    zeusd.stop()
+
+
+def test_the_forbid_variable(node, monkeypatch):
+    monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "on")
+    monkeypatch.setattr(control, "has_sys_admin", lambda: True)
+    found = look()
+    assert_check(found["ENVPIPE_FORBID_CLOCK_CONTROL unset"], False, "'on'", "Leave it")
+    assert_check(found["back end nvml"], False, "ENVPIPE_FORBID_CLOCK_CONTROL is set")
+    assert_check(found["auto"], False)
+
+
+def test_mig_virtual_gpus_and_missing_counters_name_the_gpus(node):
+    node.set_fault(node.uuids[1], "mig")
+    node.set_fault(node.uuids[2], "vgpu")
+    node.set_fault(node.uuids[3], "no_energy")
+    found = look()
+    assert_check(found["whole GPUs (no MIG)"], False, "not GPU 1:", "nvidia-smi -mig 0")
+    assert_check(found["real GPUs (no vGPU)"], False, "not GPU 2:", "passed through")
+    assert_check(found["energy counter"], False, "none on GPU 3")
+
+
+def test_a_driver_that_does_not_work_leaves_the_rest_to_see(node, monkeypatch):
+    node.set_fault(None, "driver_mismatch")
+    found = look()
+    for name in ("NVML", "GPUs", "supported clocks", "back end nvml", "CUDA_VISIBLE_DEVICES"):
+        assert_check(found[name], False, "different versions", "reboot")
+    assert_check(found["CUDA_DEVICE_MAX_CONNECTIONS"], True)
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = run_well("doctor").stdout
+    # What to do about the driver is said once, however many a no it causes.
+    assert shown.count("The driver was updated while it ran") == 1
+    assert "As for NVML" in shown
+
+
+def test_leases_of_live_and_dead_jobs(node):
+    addresses = [GpuAddress("nvml", uuid) for uuid in node.uuids[:2]]
+    live, dead = (
+        Lease.take(address, job, rank=None, open_gpu=open_gpu)
+        for address, job in zip(addresses, ("alive", "gone"), strict=True)
+    )
+    dead.abandon()
+    evidence = look()["no leases of dead jobs"]
+    assert_check(evidence, False, f"left on {node.uuids[1]} by job gone", "envpipe clocks reset")
+    assert_check(evidence, False, f"held now: {node.uuids[0]} by job alive")
+    live.release()
+
+
+def test_a_wrong_site_configuration_is_named_and_the_rest_goes_on(node, monkeypatch, tmp_path):
+    site = tmp_path / "site.toml"
+    site.write_text('format = "envpipe-site/1"\n[gpu_control]\nbackend = []\n')
+    site.chmod(0o644)
+    monkeypatch.setenv("ENVPIPE_SITE_CONFIG", str(site))
+    found = look()
+    assert_check(found["site configuration"], False, str(site), "gpu_control.backend")
+    assert "back end nvml" not in found
+    assert_check(found["no leases of dead jobs"], True)
+    site.write_text('format = "envpipe-site/1"\n[gpu_control]\nbackends = ["zeusd"]\n')
+    found = look()
+    assert_check(found["site configuration"], True, f"{site} allows zeusd")
+    assert_check(found["back end nvml"], False, "does not allow it")
+
+
+@pytest.mark.parametrize(
+    ("value", "ok", "said"),
+    [
+        ("0,1", True, "'0,1'; CUDA numbers 0: GPU-"),
+        ("", False, "no GPU"),
+        ("0,7,1", False, "hides itself and all after it"),
+        ("MIG-123", False, "MIG instance"),
+        ("2,2", False, "twice"),
+    ],
+)
+def test_visible_devices(node, monkeypatch, value, ok, said):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert_check(look()["CUDA_VISIBLE_DEVICES"], ok, said)
+
+
+def test_a_single_hardware_queue(node, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert_check(look()["CUDA_DEVICE_MAX_CONNECTIONS"], False, "single hardware queue", "set 8")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    assert_check(look()["CUDA_DEVICE_MAX_CONNECTIONS"], True, "32")
+
+
+def test_a_torch_that_is_too_new_for_the_driver_is_found_by_both(node, monkeypatch):
+    seen = []
+    module = import_module("envpipe_megatron.cli.doctor")  # not the command of that name
+    monkeypatch.setattr(module, "software_checks", lambda cuda: seen.append(cuda) or [])
+    look()
+    assert len(seen) == 1
+    assert seen[0][0] >= 12
+
+
+def test_the_table_has_every_answer(node):
+    shown = run_well("doctor").stdout
+    for name in look():
+        assert name.split()[0] in shown
+
+
+def test_any_failure_of_a_look_is_a_no():
+    def fails(error):
+        def look():
+            raise error
+
+        return looked("area", "name", look)
+
+    named = fails(EnvPipeError("broken", remedy="mend it"))
+    assert named == Check("area", "name", False, "broken", "mend it")
+    assert "KeyError" in fails(KeyError("x")).evidence
+    assert fails(EnvPipeError("broken")).remedy
+    assert fails(OSError("x")).remedy
