@@ -251,8 +251,12 @@ class FakeNvml:
     def history(self) -> list[Call]:
         """Every call so far, by whatever process, oldest first."""
         calls = []
-        for line in (self.folder / "history").read_text().splitlines():
-            time_ns, pid, function, uuid, arguments, result = line.split("\t")
+        with self._locked():
+            lines = (self.folder / "history").read_text().splitlines()
+        for line in lines:
+            if not line.endswith("\t."):
+                continue  # empty, or of a caller that was killed before it changed anything
+            time_ns, pid, function, uuid, arguments, result, _ = line.split("\t")
             numbers = tuple(int(number) for number in arguments.split(",") if number)
             calls.append(Call(int(pid), function, uuid, numbers, int(result), int(time_ns) / 1e9))
         return calls

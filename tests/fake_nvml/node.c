@@ -76,6 +76,8 @@ static void flock_node(int operation) {
     }
 }
 
+/* A process that is killed in the write may leave the start of a line: the next one begins on its
+ * own, and only a line with its full stop counts. */
 void record(const char *function, const struct Gpu *gpu, int result, const char *format,
                    ...) {
     char line[512], arguments[256];
@@ -83,7 +85,7 @@ void record(const char *function, const struct Gpu *gpu, int result, const char 
     va_start(values, format);
     vsnprintf(arguments, sizeof arguments, format, values);
     va_end(values);
-    int length = snprintf(line, sizeof line, "%llu\t%d\t%s\t%s\t%s\t%d\n",
+    int length = snprintf(line, sizeof line, "\n%llu\t%d\t%s\t%s\t%s\t%d\t.\n",
                           (unsigned long long)monotonic_ns(), (int)getpid(), function,
                           gpu ? gpu->uuid : "", arguments, result);
     if (history_fd >= 0 && write(history_fd, line, (size_t)length) != length) abort();

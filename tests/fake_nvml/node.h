@@ -1,7 +1,7 @@
 /* A libnvidia-ml.so.1 whose GPUs live in a folder that processes share.
  *
  * The folder (FAKE_NVML_FOLDER) holds two files. `state` is one struct Node, mapped by every
- * process and by fake_nvml.py. `history` gets one line a call, by one write, so lines stay whole.
+ * process and by fake_nvml.py. `history` gets one line a call, by one write.
  *
  * Every call holds an flock on `state`, which the kernel drops when a process is killed. A process
  * may be killed between any two instructions, so a change is prepared in the segment that is not
