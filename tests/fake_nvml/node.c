@@ -78,8 +78,7 @@ static void flock_node(int operation) {
 
 /* A process that is killed in the write may leave the start of a line: the next one begins on its
  * own, and only a line with its full stop counts. */
-void record(const char *function, const struct Gpu *gpu, int result, const char *format,
-                   ...) {
+void record(const char *function, const struct Gpu *gpu, int result, const char *format, ...) {
     char line[512], arguments[256];
     va_list values;
     va_start(values, format);
