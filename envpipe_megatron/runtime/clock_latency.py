@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.gpu.base import Gpu, nearest_frequencies
 from envpipe_megatron.gpu.emulated import EmulatedGpu
 from envpipe_megatron.gpu.guard_client import GuardEvent, hold_gpu
 from envpipe_megatron.runtime.clock_controller import spread
@@ -115,15 +115,9 @@ def measure_changes(
 
     Raises:
         GpuError: the back end failed or refused; the clock is reset all the same.
-        ClockLatencyError: fewer than two different clocks.
+        ClockLatencyError: fewer than two different clocks, or one that the GPU does not support.
     """
-    clocks = sorted(set(clocks_mhz), reverse=True)
-    if len(clocks) < 2:
-        raise ClockLatencyError(
-            "A change of clock needs two different clocks",
-            value=list(clocks_mhz),
-            remedy="Name two or more.",
-        )
+    clocks = _checked(gpu, clocks_mhz)
     change = partial(_change, gpu, timer, lock or gpu.lock_frequency)
     changes: dict[tuple[int, int], list[Change]] = {}
     try:
@@ -137,6 +131,26 @@ def measure_changes(
     finally:
         gpu.reset_frequency()
     return changes
+
+
+def _checked(gpu: Gpu, clocks_mhz: Sequence[int]) -> list[int]:
+    """The clocks, highest first, each once."""
+    clocks = sorted(set(clocks_mhz), reverse=True)
+    if len(clocks) < 2:
+        raise ClockLatencyError(
+            "A change of clock needs two different clocks",
+            value=list(clocks_mhz),
+            remedy="Name two or more.",
+        )
+    for clock in clocks:
+        if clock not in gpu.supported_frequencies_mhz:
+            near = nearest_frequencies(clock, gpu.supported_frequencies_mhz)
+            raise ClockLatencyError(
+                f"{gpu.name} cannot run at this SM clock in MHz",
+                value=clock,
+                remedy=f"Nearest supported: {', '.join(map(str, near))}.",
+            )
+    return clocks
 
 
 def _change(gpu: Gpu, timer: KernelTimer, lock: Callable[[int], None], to_mhz: int) -> Change:
@@ -168,6 +182,7 @@ def measure_guarded(
         GuardError: there can be no guard, or it did not bring the clock back.
         ClockLatencyError: the guard ended in the middle.
     """
+    _checked(gpu, clocks_mhz)  # before a guard is started for it
     ended = threading.Event()
     locking = threading.Lock()
 

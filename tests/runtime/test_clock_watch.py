@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Iterator
 
+import pynvml
 import pytest
 from fake_gpu import FakeGpu
 
-from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.base import FORBID_VARIABLE, GpuError
+from envpipe_megatron.gpu.nvml import NvmlGpu
 from envpipe_megatron.runtime.clock_controller import ClockController
 from envpipe_megatron.runtime.clock_watch import ClockWatch
 from envpipe_megatron.runtime.completion import Done
@@ -179,6 +181,62 @@ def test_learns_of_changes_from_the_controller():
     assert watch.summary()["not_judged"] == {"unsettled": 2}
     clock.close()
     watch.close()
+
+
+@pytest.fixture
+def nvml(fake_nvml, monkeypatch) -> Iterator[tuple[NvmlGpu, ClockWatch]]:
+    """A fake GPU behind real NVML calls, locked to 1005 MHz, and its watch."""
+    monkeypatch.delenv(FORBID_VARIABLE, raising=False)
+    fake_nvml.use_here()
+    gpu = NvmlGpu(fake_nvml.uuids[1])
+    watch = ClockWatch(gpu, lambda: float("-inf"), period_s=NEVER_S)
+    gpu.lock_frequency(1005)
+    yield gpu, watch
+    watch.close()
+
+
+def test_nvml_lock_that_is_followed(fake_nvml, nvml):
+    gpu, watch = nvml
+    for _ in range(20):
+        watch.sample()
+    summary = watch.summary()
+    assert summary["judged"] == 20
+    assert summary["warning"] is None
+    assert summary["power_limit_w"] == [400.0, 400.0]
+
+
+def test_nvml_lock_that_is_accepted_and_capped(fake_nvml, nvml):
+    gpu, watch = nvml
+    fake_nvml.set_fault(gpu.address.uid, "clock_cap_mhz", 900)
+    fake_nvml.set_fault(
+        gpu.address.uid, "throttle_reasons", pynvml.nvmlClocksThrottleReasonSwPowerCap
+    )
+    for _ in range(20):
+        watch.sample()
+    summary = watch.summary()
+    assert summary["below_share"] == 1.0
+    assert summary["clocks_mhz"] == [
+        {"requested": 1005, "samples": 20, "mean": 900, "min": 900, "max": 900}
+    ]
+    assert "below it in 100% (power cap 100%)" in summary["warning"]
+
+
+def test_nvml_lock_that_somebody_else_undid(fake_nvml, nvml):
+    gpu, watch = nvml
+    NvmlGpu(gpu.address.uid).reset_frequency()
+    for _ in range(20):
+        watch.sample()
+    summary = watch.summary()
+    assert summary["above_share"] == 1.0
+    assert "the lock had no effect" in summary["warning"]
+
+
+def test_nvml_idle_gpu_is_not_judged(fake_nvml, nvml):
+    gpu, watch = nvml
+    fake_nvml.set_fault(gpu.address.uid, "clock_cap_mhz", 210)
+    fake_nvml.set_fault(gpu.address.uid, "throttle_reasons", pynvml.nvmlClocksThrottleReasonGpuIdle)
+    watch.sample()
+    assert watch.summary()["not_judged"] == {"idle": 1}
 
 
 def test_needs_no_torch():

@@ -1,0 +1,66 @@
+"""`envpipe clocks measure-latency`: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from envpipe_megatron.cli.clocks_latency import measure_latency
+from envpipe_megatron.cli.common import ErrorsAsMessages
+from envpipe_megatron.gpu.base import FORBID_VARIABLE
+from envpipe_megatron.gpu.lease_folder import LEASE_DIR_VARIABLE
+from envpipe_megatron.gpu.presets import load_preset
+
+
+@pytest.fixture
+def invoke(tmp_path, monkeypatch):
+    monkeypatch.setenv(LEASE_DIR_VARIABLE, str(tmp_path / "leases"))
+    group = ErrorsAsMessages("clocks", commands=[measure_latency])
+    return lambda *arguments: CliRunner().invoke(group, ["measure-latency", *arguments])
+
+
+def test_emulated_gpu_tells_its_presets_latency(invoke, tmp_path, monkeypatch):
+    monkeypatch.setenv(FORBID_VARIABLE, "1")  # which is about real GPUs
+    output = tmp_path / "latency.json"
+    result = invoke(
+        "--emulated", "h200", "--clocks", "1980,990", "--repeats", "1", "--output", str(output)
+    )
+    assert result.exit_code == 0, result.output
+    written = json.loads(output.read_text())
+    assert written["format"] == "envpipe-clock-latency/1"
+    assert [(row["from_mhz"], row["to_mhz"]) for row in written["changes"]] == [
+        (1980, 990),
+        (990, 1980),
+    ]
+    expected_s = load_preset("h200").frequency_change_s
+    assert written["frequency_change_s"] == pytest.approx(expected_s, abs=4e-4)
+    assert '"frequency_change_s": 0.01' in result.output
+    assert "1980 -> 990" in result.output
+
+
+def test_forbidden_before_anything_is_touched(invoke, fake_nvml, monkeypatch):
+    fake_nvml.use_here()
+    monkeypatch.setenv(FORBID_VARIABLE, "1")
+    result = invoke()
+    assert result.exit_code == 1
+    assert FORBID_VARIABLE in result.output
+    assert "--emulated" in result.output
+    assert fake_nvml.history() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--emulated", "h200", "--clocks", "1980"), "two different clocks"),
+        (("--emulated", "h200", "--clocks", "1980,1001"), "1001"),
+        (("--emulated", "h2000"), "Unknown GPU preset"),
+        (("--emulated", "h200", "--output", "/nowhere/latency.json"), "no folder"),
+    ],
+)
+def test_bad_input_is_said(invoke, arguments, said):
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert said in result.output
+    assert "Traceback" not in result.output
