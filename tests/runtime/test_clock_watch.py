@@ -196,7 +196,7 @@ def nvml(fake_nvml, monkeypatch) -> Iterator[tuple[NvmlGpu, ClockWatch]]:
 
 
 def test_nvml_lock_that_is_followed(fake_nvml, nvml):
-    gpu, watch = nvml
+    _, watch = nvml
     for _ in range(20):
         watch.sample()
     summary = watch.summary()
