@@ -30,7 +30,9 @@ for module in pkgutil.walk_packages(envpipe_megatron.__path__, "envpipe_megatron
     if module.name.split(".")[1] not in outside:
         importlib.import_module(module.name)
         print(module.name)
-heavy = {"torch", "megatron", "deepspeed", "pynvml"} & set(sys.modules)
+heavy = {"torch", "megatron", "deepspeed"} & set(sys.modules)
+if sys.modules["pynvml"].nvmlLib is not None:
+    heavy.add("libnvidia-ml.so.1")
 sys.exit(f"imported: {heavy}" if heavy else 0)
 """
     done = subprocess.run(
