@@ -126,7 +126,7 @@ def test_the_folder_of_an_earlier_quickstart_is_used_again(tmp_path, monkeypatch
 RESULT = {
     "stages": [
         {
-            "energy_j": {"warm-up": 1.0, "steady": 100.0 + stage},
+            "metered": {"warm-up": {"energy_j": 1.0}, "steady": {"energy_j": 100.0 + stage}},
             "units": 64, "overruns": 0, "executed": ["F0", "B0"], "clock_changes": 1,
             "real_share_p99": 0.1,
         }

@@ -525,9 +525,12 @@ def test_file_is_usable_after_its_writers_were_killed(tmp_path):
     writers = [context.Process(target=_write_forever, args=(path, rank)) for rank in range(2)]
     for writer in writers:
         writer.start()
-    while not path.exists() or path.stat().st_size < 200_000:
+    ready = [b'"rank": %d' % rank for rank in range(2)]  # a busy machine may start one late
+    while not path.exists() or not all(mark in path.read_bytes() for mark in ready):
         writers[0].join(0.005)
         assert writers[0].is_alive()
+    while path.stat().st_size < 200_000:
+        writers[0].join(0.005)
     for writer in writers:
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
