@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.emulated import EmulatedGpu
 from envpipe_megatron.runtime import emulated_executor, wait_power
 from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec, make_channel
@@ -105,9 +106,14 @@ def session(
     preset: str = "a100-sxm",
     time_at_max_s: Mapping[Kind, float] | None = None,
     fast: bool = True,
+    seen_as: Callable[[EmulatedGpu], Gpu] = lambda gpu: gpu,
     **options: Any,
 ) -> tuple[Session, EmulatedGpu]:
-    """A session of this rank, whose stage is its rank, and its emulated GPU."""
+    """A session of this rank, whose stage is its rank, and its emulated GPU.
+
+    Args:
+        seen_as: what the session gets for the emulated GPU.
+    """
     stages = dist.get_world_size()
     collectives = Collectives(dist.group.WORLD, rank, stages, dist.group.WORLD)
     gpu = EmulatedGpu.create(preset, rank, root)
@@ -117,7 +123,7 @@ def session(
     times = time_at_max_s or {Kind.FORWARD: 0.002, Kind.BACKWARD: 0.004}
     made = Session(
         config,
-        gpu,
+        seen_as(gpu),
         lambda settle: EmulatedExecutor(gpu, times, collectives.latest, settle),
         channel(timeout_s),
         collectives,

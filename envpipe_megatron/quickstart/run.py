@@ -35,7 +35,7 @@ from envpipe_megatron.quickstart.settings import (
 _GRACE_S = 15.0
 #: All that a quickstart leaves in its folder; the first marks the folder as its own.
 _FILES = (
-    "settings.json", "text.bin", "log.txt", "energy.jsonl", "reconfigure.txt",
+    "settings.json", "text.bin", "log.txt", "energy.jsonl", "clocks.jsonl", "reconfigure.txt",
     "profile.csv", "profile.json", "plan.json", "results.csv", "summary.json",
     "timeline_baseline.png", "timeline_envpipe.png", "energy_valley.png",
 )  # fmt: skip

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from envpipe_megatron import builders
+from envpipe_megatron.energy_file import append_window
 from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec
-from envpipe_megatron.runtime.clock_controller import ClockController
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.completion import Completion, Done
 from envpipe_megatron.runtime.energy_log import EnergyLog
@@ -24,7 +28,10 @@ from envpipe_megatron.runtime.phases import (
     SessionState,
     run_phases,
 )
+from envpipe_megatron.runtime.rank_clock import RankClock
 from envpipe_megatron.schedule import Schedule
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Session", "SessionConfig", "SessionError", "SessionState"]
 
@@ -32,9 +39,12 @@ __all__ = ["Session", "SessionConfig", "SessionError", "SessionState"]
 class Session:
     """Executes iterations for one rank; the clock comes back when it is closed.
 
+    Every rank of the job makes one, together. Where a GPU is opened for reading alone, the job runs
+    the framework's own order and no rank asks for a clock; energy is measured all the same.
+
     Args:
         config: what the job wants.
-        gpu: this rank's GPU.
+        gpu: this rank's GPU, as `rank_gpu.open_rank_gpu` opens it.
         make_executor: makes the executor, given what lets it wait for the clock controller.
         channel: to the neighbour stages.
         collectives: to all ranks.
@@ -44,6 +54,11 @@ class Session:
         labels: what else each line of the energy log says.
         say: told of progress, on the planning rank alone.
         print_grid: told of reconfigure grids, on the planning rank alone.
+        guarded: whether the node's guard holds the GPU; by default where it is real.
+
+    Raises:
+        GpuError: another job holds the GPU, or no guard could be had.
+        CollectivesError: another rank of the job raised one.
     """
 
     def __init__(
@@ -60,8 +75,8 @@ class Session:
         labels: Mapping[str, object] | None = None,
         say: Callable[[str], None] = lambda text: None,
         print_grid: Callable[[str], None] = lambda text: None,
+        guarded: bool | None = None,
     ) -> None:
-        self._config = config
         self._gpu = gpu
         self._channel = channel
         self._collectives = collectives
@@ -71,20 +86,29 @@ class Session:
         self._say = say if collectives.is_planner else silent
         self._print_grid = print_grid if collectives.is_planner else silent
         self.state = SessionState()
-        self.clock = ClockController(gpu, config.min_dwell_s)
+        self._rank_clock = _made_everywhere(collectives, gpu, config.min_dwell_s, guarded)
+        self.clock = self._rank_clock.controller
+        everyone = collectives.gather_by_stage(self._rank_clock.controllable)
+        self._controlled = all(all(stage) for stage in everyone)
+        self._config = config if self._controlled else _without_control(config)
+        if not self._controlled:
+            self.state.notes = (
+                "A GPU is opened for reading alone: the framework's order at baseline clocks",
+            )
         self.executor = make_executor(self.clock.wait_idle)
         self.meter = EnergyMeter(gpu)
         if config.output_dir:
             config.output_dir.mkdir(parents=True, exist_ok=True)
         log = config.output_dir / "energy.jsonl" if config.output_dir else None
-        own_labels = {
+        own_labels: dict[str, object] = {
             "node": socket.gethostname(),
             "gpu": gpu.name,
             "gpu_uid": gpu.address.uid,
             "rank": rank,
             "stage": stage,
         }
-        self.energy_log = EnergyLog(self.meter, log, {**(labels or {}), **own_labels})
+        self._labels = {**(labels or {}), **own_labels}
+        self.energy_log = EnergyLog(self.meter, log, self._labels)
         self._phases: PhaseRun[None] | None = None
         self._order: IterationOrder | None = None
         self._microbatches = 0
@@ -163,17 +187,41 @@ class Session:
         self.energy_log.interrupt()
         return self._execute(constant_order(self.state.phase, schedule, top, top), spec, make_work)
 
+    def clock_summary(self) -> dict[str, Any]:
+        """How this rank's clock was controlled and whether it followed; see `RankClock.summary`."""
+        return self._rank_clock.summary()
+
     def close(self) -> None:
-        """Give the clock back, then finish the energy log; safe to call twice."""
+        """Give the clock back, then finish the energy log; safe to call twice.
+
+        The output folder gets a line a rank in `clocks.jsonl`: `clock_summary`.
+        """
         if self._closed:
             return
         self._closed = True
         try:
-            self.clock.close()
+            self._rank_clock.close()
+            self._tell_of_clocks()
             self.executor.let_counter_refresh()
             self.energy_log.close()
         finally:
             self.meter.close()
+
+    def _tell_of_clocks(self) -> None:
+        summary = self.clock_summary()
+        followed = summary["followed"]
+        if followed and followed["warning"]:
+            logger.warning("%s", followed["warning"])
+        if self._config.output_dir:
+            path = self._config.output_dir / "clocks.jsonl"
+            try:
+                append_window(path, {**self._labels, **summary})
+            except OSError as error:
+                logger.error("%s could not be written: %s", path, error)
+
+    def _request(self, frequency_mhz: int, after: Completion) -> None:
+        if self._controlled:
+            self.clock.request(frequency_mhz, after)
 
     def _execute(
         self, order: IterationOrder, spec: TensorSpec, make_work: Callable[[Schedule], StageWork]
@@ -191,10 +239,10 @@ class Session:
             executed.append(units[position].label(order.schedule.num_chunks))
             # The wait before a unit runs at that unit's clock; after the last comes the next
             # iteration's first, which mostly is the same as this one's.
-            self.clock.request(frequencies[(position + 1) % len(frequencies)], completion)
+            self._request(frequencies[(position + 1) % len(frequencies)], completion)
 
         self._broken = True
-        self.clock.request(frequencies[0], Done())
+        self._request(frequencies[0], Done())
         record = execute(
             order.schedule,
             self._stage,
@@ -207,6 +255,31 @@ class Session:
         self._broken = False
         self.executed = executed
         return record
+
+
+def _made_everywhere(
+    collectives: Collectives, gpu: Gpu, min_dwell_s: float, guarded: bool | None
+) -> RankClock:
+    """A clock on every rank, or on none: nobody trains beside a rank that was refused."""
+    made: list[RankClock] = []
+    try:
+        collectives.everywhere(lambda: made.append(RankClock(gpu, min_dwell_s, guarded=guarded)))
+    except BaseException:
+        for clock in made:
+            clock.close()
+        raise
+    return made[0]
+
+
+def _without_control(config: SessionConfig) -> SessionConfig:
+    """The same job by the framework's own order, at whatever clocks there are."""
+    chunks = config.request.num_chunks
+    request = PlanRequest(
+        config.request.num_microbatches,
+        schedule="interleaved" if chunks > 1 else "1f1b",
+        num_chunks=chunks,
+    )
+    return replace(config, request=request, profile_file=None, plan_file=None)
 
 
 @lru_cache(maxsize=4)

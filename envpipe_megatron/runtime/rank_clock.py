@@ -1,0 +1,83 @@
+"""All that surrounds the clock of one rank's GPU: its controller, its guard, and who watches it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from envpipe_megatron.gpu.base import Gpu, GpuError
+from envpipe_megatron.gpu.guard_client import GuardEvent, Hold, hold_gpu
+from envpipe_megatron.gpu.guard_protocol import GuardError
+from envpipe_megatron.runtime.clock_controller import ClockController
+from envpipe_megatron.runtime.clock_watch import ClockWatch
+
+logger = logging.getLogger(__name__)
+
+
+class RankClock:
+    """The clock of a rank's GPU, which comes back whatever ends the rank.
+
+    A GPU that is real is held at the node's guard before its first lock, and its clock is looked at
+    now and then.
+
+    Args:
+        gpu: whose clock it is. One that is opened for reading alone is never asked for a clock.
+        min_dwell_s: least time between two changes.
+        guarded: whether the guard holds the GPU; by default where it is real.
+
+    Raises:
+        GpuError: another job holds the GPU, or no guard could be had.
+    """
+
+    def __init__(self, gpu: Gpu, min_dwell_s: float = 0.0, *, guarded: bool | None = None) -> None:
+        self._gpu = gpu
+        self.controllable = gpu.address.backend != "none"
+        self.controller = ClockController(gpu, min_dwell_s)
+        self._hold: Hold | None = None
+        self._watch: ClockWatch | None = None
+        if gpu.drives_hardware if guarded is None else guarded:
+            try:
+                self._hold = hold_gpu(gpu.address, on_event=self._hear)
+            except BaseException:
+                self.controller.close()
+                raise
+        if gpu.drives_hardware or not self.controllable:
+            self._watch = ClockWatch(gpu, lambda: self.controller.last_change_s)
+
+    def close(self) -> None:
+        """Give the clock back, and tell the guard; safe to call twice. What fails is logged."""
+        if self._watch is not None:
+            self._watch.close()
+        self.controller.close()
+        if self._hold is not None:
+            try:
+                self._hold.release()
+            except GpuError as error:
+                self.controller.error = self.controller.error or error
+                logger.error("%s", error)
+
+    def summary(self) -> dict[str, Any]:
+        """How the clock was controlled, what the controller did, and whether the clock followed.
+
+        Returns:
+            `backend`; the controller's `summary`; `followed`, the watch's, None without one.
+        """
+        return {
+            "backend": self._gpu.address.backend,
+            **self.controller.summary(),
+            "followed": None if self._watch is None else self._watch.summary(),
+        }
+
+    def _hear(self, event: GuardEvent) -> None:
+        if event is GuardEvent.WAS_RESET:
+            self.controller.forget()
+            return
+        reason = "is gone" if event is GuardEvent.LOST else "was told to end the job"
+        self.controller.stop(
+            GuardError(
+                f"The guard of this node's clocks {reason}",
+                remedy="Clocks are at their default from here on; see the guard's log",
+            )
+        )
+        if event is GuardEvent.STOP and self._hold is not None:
+            self._hold.release()

@@ -1,0 +1,156 @@
+"""What the ranks of the tests of clock control run."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import plain_stages
+import torch.distributed as dist
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu import control
+from envpipe_megatron.gpu.base import FORBID_VARIABLE
+from envpipe_megatron.gpu.lease import list_leases
+from envpipe_megatron.gpu.nvml import list_nvml_gpus
+from envpipe_megatron.gpu.read_through import ReadOnlyGpu
+from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.profiler import ProfilerSettings
+from envpipe_megatron.runtime.rank_gpu import open_rank_gpu
+from envpipe_megatron.runtime.session import Session, SessionConfig
+
+MICROBATCHES = 3
+
+
+def use_guards_of(root: Path, name: str) -> None:
+    """Let this process's guard and leases live below a folder, as those of one job."""
+    (root / "run").mkdir(mode=0o700, exist_ok=True)
+    os.environ.update(
+        XDG_RUNTIME_DIR=str(root / "run"),
+        ENVPIPE_LEASE_DIR=str(root / "leases"),
+        TORCHELASTIC_RUN_ID=name,
+    )
+
+
+def _config(root: Path) -> SessionConfig:
+    return SessionConfig(
+        PlanRequest(MICROBATCHES, "envpipe", "envelope"),
+        warmup_iterations=1,
+        profiler=ProfilerSettings(1, 1, 1, min_window_s=0.0),
+        output_dir=root,
+    )
+
+
+def _iterate(session: Session, rank: int, count: int) -> None:
+    for _ in range(count):
+        session.run_iteration(
+            MICROBATCHES,
+            plain_stages.SPEC,
+            lambda schedule: plain_stages.PlainWork(schedule, rank),
+        )
+
+
+def train_with_a_gpu_to_read(rank: int, root: Path, reader: int) -> Any:
+    """One rank has no right to change its clock; what every rank then did."""
+    session, gpu = plain_stages.session(
+        rank, _config(root), root, seen_as=lambda gpu: ReadOnlyGpu(gpu) if rank == reader else gpu
+    )
+    try:
+        _iterate(session, rank, 6)
+    finally:
+        session.close()
+    return (
+        session.state.phase.value,
+        session.state.notes,
+        session.clock_summary(),
+        gpu.requested_frequency_mhz,
+        session.energy_log.totals["steady"].energy_j,
+    )
+
+
+def train_guarded(rank: int, root: Path, kill_guard: bool) -> Any:
+    """Train with the guard, which dies in the middle or not.
+
+    Returns:
+        leases and this rank's lock while it trained; what the clock came to.
+    """
+    use_guards_of(root, "guarded")
+    session, gpu = plain_stages.session(rank, _config(root), root, guarded=True)
+    try:
+        _iterate(session, rank, 2)
+        leases = sorted(record.address.uid for record in list_leases() if record.live)
+        locked_mhz = gpu.requested_frequency_mhz
+        dist.barrier()
+        if kill_guard:
+            hold = session._rank_clock._hold
+            assert hold is not None
+            if rank == 0:
+                os.kill(hold.guard_pid, signal.SIGKILL)
+            hold._settled.wait(20)
+        _iterate(session, rank, 2)
+        after_mhz = gpu.requested_frequency_mhz
+    finally:
+        session.close()
+    return leases, locked_mhz, after_mhz, session.clock_summary()["error"]
+
+
+def be_refused(rank: int, root: Path) -> str:
+    """Make a session where another job holds a GPU."""
+    use_guards_of(root, "refused")
+    try:
+        plain_stages.session(rank, _config(root), root, guarded=True)
+    except EnvPipeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def train_until_killed(rank: int, root: Path) -> None:
+    """Train for ever with the guard; the last rank kills itself in its third iteration."""
+    use_guards_of(root, "killed")
+    session, _ = plain_stages.session(rank, _config(root), root, guarded=True)
+    last = dist.get_world_size() - 1
+    _iterate(session, rank, 2)
+    if rank == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        _iterate(session, rank, 10**6)
+    finally:
+        session.close()
+
+
+def choose(
+    rank: int, library: str, environment: dict[str, str], wanted: str, without: int, require: bool
+) -> Any:
+    """Open a rank's fake NVIDIA GPU where one rank's environment may forbid control.
+
+    Args:
+        library: the fake NVML library, which every rank loads.
+        environment: what leads it to its node.
+        without: the rank that may not change clocks, -1 for none.
+
+    Returns:
+        back end of the GPU and of the choice, and the warning; or the error.
+    """
+    os.environ.update(environment)
+    ctypes.CDLL(library)
+    if rank == without:
+        os.environ[FORBID_VARIABLE] = "1"
+    else:
+        os.environ.pop(FORBID_VARIABLE, None)
+    control.has_sys_admin = lambda: True  # whoever runs the tests; the library is a fake
+    control.in_user_namespace = lambda: False
+    stages = dist.get_world_size()
+    collectives = Collectives(dist.group.WORLD, rank, stages, dist.group.WORLD)
+    try:
+        uid = list_nvml_gpus()[rank].uid
+        gpu, chosen = open_rank_gpu(uid, collectives, wanted, require=require)
+        gpu.read_energy()
+    except EnvPipeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        os.environ.pop(FORBID_VARIABLE, None)
+    return gpu.address.backend, chosen.backend, chosen.warning
