@@ -24,6 +24,7 @@ from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.emulated import EmulatedGpu
 from envpipe_megatron.gpu.guard_protocol import runtime_folder, socket_path
 from envpipe_megatron.gpu.lease import list_leases, undo_stale
+from envpipe_megatron.gpu.lease_record import LeaseRecord
 from envpipe_megatron.gpu.opening import open_gpu
 
 NUM_GPUS = 4
@@ -164,11 +165,16 @@ class Round:
         """Wait until the guards have ended, and look at everything."""
         for pid, pidfd in self.guards.items():
             assert select.select([pidfd], [], [], DEADLINE_S)[0], f"guard {pid} has not ended"
+        locked, leased = self.left()
+        assert not locked
+        assert not leased
+
+    def left(self) -> tuple[list[GpuAddress], list[LeaseRecord]]:
+        """Return the GPUs whose clocks are locked, and the leases that are there; note both."""
         leased = list_leases()
         locked = [a for a in self.addresses if self.node.locked_mhz(a) is not None]
         self.outcome.locked, self.outcome.leases = len(locked), len(leased)
-        assert not locked
-        assert not leased, leased
+        return locked, leased
 
     def close(self) -> None:
         for pidfd in self.guards.values():
@@ -178,6 +184,7 @@ class Round:
             os.close(pidfd)
         for rank in self.ranks:
             rank.close()
+        self.left()
         undo_stale(open_gpu)  # so that a round that failed does not spoil the next
 
 
@@ -473,17 +480,17 @@ FAULTS: dict[str, Callable[[Round], None]] = {
 }
 
 
-def play(node: Node, fault: str, number: int, seed: int) -> Outcome:
-    """Play one round of a fault; return what it found.
+def play(node: Node, fault: str, number: int, seed: int, outcome: Outcome | None = None) -> None:
+    """Play one round of a fault; note what it found.
 
     Raises:
         AssertionError, TimeoutError: a clock stayed locked, or a lease was left.
     """
     round_ = Round(node, fault, number, seed)
+    round_.outcome = outcome if outcome is not None else round_.outcome
     with ExitStack() as ends:
         ends.callback(round_.close)
         FAULTS[fault](round_)
         round_.end()
     for left in runtime_folder().iterdir():
         left.unlink()  # logs, and sockets of guards that were killed
-    return round_.outcome
