@@ -181,7 +181,8 @@ def append_window(path: Path, window: dict[str, Any]) -> None:
     """Append one object to an energy log; a single write, so that many ranks may share the file.
 
     A writer that is killed while it writes leaves the start of a line at most (where it crosses a
-    page), and the next writer ends that line: it spoils no other.
+    page), and the next writer ends that line: it spoils no other. One that is still writing looks
+    the same, and then an empty line follows its own.
 
     Raises:
         OSError: the disk is full, or the file cannot be written.
