@@ -71,13 +71,14 @@ def measure_wait_power(
         sends.append(Kind.FORWARD)
     if stage == 1:
         sends.append(Kind.BACKWARD)
+    # Before the receive: a kernel that is loaded while one spins can hang both.
+    payload = [torch.zeros(shape, dtype=spec.dtype, device=spec.device) for shape in spec.shapes]
     clock.request(frequency_mhz, Done())
     channel.expect({receives: 1}, spec)
     begin_s = executor.meet()
     executor.let_counter_refresh()  # the clock settles too
     start_s, end_s = begin_s + METER_MARGIN_S, begin_s + METER_MARGIN_S + _HOLD_S
     time.sleep(_HOLD_S)  # the neighbour's GPU waits meanwhile
-    payload = [torch.zeros(shape, dtype=spec.dtype, device=spec.device) for shape in spec.shapes]
     for kind in sends:
         channel.send(unit(kind, 0), payload, end_s)
     message = channel.receive(unit(receives, 0))
