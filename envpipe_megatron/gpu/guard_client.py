@@ -32,7 +32,6 @@ Which covers, race by race:
 import enum
 import logging
 import os
-import select
 import socket
 import threading
 import time
@@ -59,7 +58,7 @@ from envpipe_megatron.gpu.guard_starting import connect_to_guard
 from envpipe_megatron.gpu.lease import OpenGpu, list_leases, undo_lease
 from envpipe_megatron.gpu.lease_record import PATH_BACKENDS, LeaseRecord
 from envpipe_megatron.gpu.opening import open_gpu
-from envpipe_megatron.gpu.process_identity import wait_for_any_end
+from envpipe_megatron.gpu.process_identity import wait_for_any_end, wait_readable
 
 _LOG = logging.getLogger(__name__)
 
@@ -131,7 +130,7 @@ def hold_gpu(
             connection.close()
             raise
         if answer is not None and answer.get("event") == "held":
-            return Hold(connection, address, job, answer, on_event, open_gpu)
+            return Hold(connection, address, answer, on_event, open_gpu)
         connection.close()
         if answer is not None:
             raise refused_error(answer)
@@ -164,7 +163,7 @@ class Hold:
 
     Attributes:
         address: the GPU.
-        job: the job's name on this node.
+        job: the job's name on this node, as its leases say it.
         guard_pid: the guard's pid, as the guard sees it.
     """
 
@@ -172,13 +171,12 @@ class Hold:
         self,
         connection: socket.socket,
         address: GpuAddress,
-        job: str,
         answer: dict[str, Any],
         on_event: Callable[[GuardEvent], None],
         open_gpu: OpenGpu,
     ) -> None:
         self.address = address
-        self.job = job
+        self.job = str(answer["job"])
         self.guard_pid = int(answer["guard_pid"])
         self._heartbeat_s = float(answer["heartbeat_s"])
         self._connection = connection
@@ -259,8 +257,7 @@ class Hold:
             if until_s is not None and now_s >= until_s:
                 return
             wait_s = min(next_beat_s, until_s or next_beat_s) - now_s
-            readable, _, _ = select.select([self._connection], [], [], max(0.0, wait_s))
-            if readable:
+            if wait_readable([self._connection.fileno()], wait_s):
                 unanswered_since_s = None
                 self._hear()
                 continue

@@ -370,8 +370,12 @@ class Guard:
         if error is not None:
             self._refuse(peer, error)
         elif peer.connected:
-            beat_s = self._settings.heartbeat_s
-            held = {"event": "held", "guard_pid": os.getpid(), "heartbeat_s": beat_s}
+            held = {
+                "event": "held",
+                "job": self._job,
+                "guard_pid": os.getpid(),
+                "heartbeat_s": self._settings.heartbeat_s,
+            }
             self._send(peer.connection, held)
             if self._stop_at_s is not None:
                 self._send(peer.connection, {"event": "stop"})

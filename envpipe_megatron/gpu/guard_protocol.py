@@ -7,7 +7,7 @@ connection holds one GPU:
     rank  -> guard   {"op": "hold", "backend": ..., "uid": ...}     answered by held or refused
     rank  -> guard   {"op": "beat"}                                 answered by beat
     rank  -> guard   {"op": "release"}                              answered by released
-    guard -> rank    {"event": "held", "guard_pid": ..., "heartbeat_s": ...}
+    guard -> rank    {"event": "held", "job": ..., "guard_pid": ..., "heartbeat_s": ...}
     guard -> rank    {"event": "refused", "error": ..., "what": ..., "remedy": ...}
     guard -> rank    {"event": "stop"}           end clock control, reset, release: the job ends
     guard -> rank    {"event": "was_reset"}      the clock is at its default, whatever was asked

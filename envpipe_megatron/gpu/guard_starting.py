@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from envpipe_megatron.gpu.guard_protocol import (
     StartLock,
     socket_path,
 )
-from envpipe_megatron.gpu.process_identity import peer_uid_and_pid
+from envpipe_megatron.gpu.process_identity import peer_uid_and_pid, wait_readable
 
 _STARTING = threading.Lock()
 _TAIL_BYTES = 2000
@@ -125,8 +124,8 @@ def _start(path: Path, job: str, settings: GuardSettings, log: Path, until_s: fl
         )
         os.close(said)
         said = -1
-        readable, _, _ = select.select([ready], [], [], max(0.0, until_s - time.monotonic()))
-        answer = os.read(ready, 16) if readable else None
+        in_time = wait_readable([ready], until_s - time.monotonic())
+        answer = os.read(ready, 16) if in_time else None
         if answer is None:
             process.kill()
             process.wait()

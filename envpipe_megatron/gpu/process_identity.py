@@ -127,7 +127,18 @@ def wait_for_any_end(processes: Sequence[ProcessIdentity], timeout_s: float) -> 
             descriptors.append(descriptor)
             if process.is_alive() is False:
                 return
-        select.select(descriptors, [], [], timeout_s)
+        wait_readable(descriptors, timeout_s)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def wait_readable(descriptors: Sequence[int], timeout_s: float) -> bool:
+    """Wait until a descriptor can be read, at most `timeout_s` seconds; return whether one can.
+
+    Unlike `select.select` also for the high numbers of a process with many files.
+    """
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(max(0.0, 1000 * timeout_s)))
