@@ -12,6 +12,7 @@ import pynvml
 from rich.console import Console
 from rich.table import Table
 
+from envpipe_megatron.cli.clocks_latency import measure_latency
 from envpipe_megatron.cli.common import say
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import ClockState, Gpu, GpuAddress, GpuError
@@ -71,7 +72,10 @@ def _selected(wanted: Sequence[str], gpus: Sequence[ListedGpu]) -> list[ListedGp
 
 @click.group()
 def clocks() -> None:
-    """The clocks of this node's GPUs: what there is, what holds, and giving them back."""
+    """Clocks of this node's GPUs: what there is, giving them back, how long a change takes."""
+
+
+clocks.add_command(measure_latency)
 
 
 _GPU_OPTION = click.option(

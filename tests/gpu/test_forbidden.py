@@ -1,0 +1,370 @@
+"""ENVPIPE_FORBID_CLOCK_CONTROL: no public entry makes a call that changes a GPU.
+
+Every entry is walked on a machine where it could: NVML with all rights, a zeusd and a site's
+command that do as they are told, GPUs with locks and leases that dead jobs left. The same walk
+without the variable does change GPUs in all three ways, so that its silence means something.
+"""
+
+import ast
+import contextlib
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from fake_zeusd import FakeZeusd
+
+import envpipe_megatron.gpu
+from envpipe_megatron.cli import main
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu import control
+from envpipe_megatron.gpu.base import FORBID_VARIABLE, Gpu, GpuAddress
+from envpipe_megatron.gpu.command import CommandGpu
+from envpipe_megatron.gpu.control import CHOICES, check_controls, choose_control, open_controlled
+from envpipe_megatron.gpu.guard_client import hold_gpu
+from envpipe_megatron.gpu.guard_protocol import GuardError, receive, send
+from envpipe_megatron.gpu.guard_starting import connect_to_guard
+from envpipe_megatron.gpu.lease import Lease, list_leases, undo_lease, undo_stale
+from envpipe_megatron.gpu.nvml import NvmlGpu
+from envpipe_megatron.gpu.opening import BACKENDS, open_gpu
+from envpipe_megatron.gpu.resetting import Resetter
+from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, read_site
+from envpipe_megatron.gpu.zeusd import ZeusdGpu
+from envpipe_megatron.runtime.clock_controller import ClockController
+from envpipe_megatron.runtime.clock_latency import KERNELS, Trace, measure_guarded
+from envpipe_megatron.runtime.completion import Done
+from envpipe_megatron.runtime.energy_meter import EnergyMeter
+from envpipe_megatron.runtime.rank_clock import RankClock
+
+ROOT = Path(envpipe_megatron.gpu.__file__).resolve().parents[2]
+
+#: How each command is run. One that touches no GPU is only asked for its help; a new command fails
+#: the test until somebody has decided what it is.
+COMMANDS = {
+    ("doctor",): [[], ["--json"]],
+    ("clocks", "show"): [[], ["--all-clocks"]],
+    ("clocks", "reset"): [[], ["--gpu", "0", "--gpu", "2"]],
+    ("clocks", "measure-latency"): [[], ["--clocks", "1410,1200"]],
+    ("energy", "sum"): [["--help"]],
+    ("plan",): [["--help"]],
+    ("simulate",): [["--help"]],
+    ("straggler",): [["--help"]],
+    ("partition",): [["--help"]],
+    ("import-freqs",): [["--help"]],
+    ("export-freqs",): [["--help"]],
+    ("quickstart",): [["--help"]],  # emulated GPUs alone
+}
+
+
+def commands(command=main, path=()):
+    """The path of every command that is no group."""
+    if not isinstance(command, click.Group):
+        return [path]
+    return [
+        leaf
+        for name, member in command.commands.items()
+        for leaf in commands(member, (*path, name))
+    ]
+
+
+@dataclass
+class Machine:
+    """A node on which everything is allowed, and all that could be changed on it."""
+
+    nvml: object
+    zeusd: FakeZeusd
+    program: Path
+
+    def changes(self):
+        """What was changed, by the way in which it was."""
+        log = self.program.with_name("commands")
+        return {
+            "nvml": self.nvml.changes()[self.before :],
+            "zeusd": [request for request in self.zeusd.requests if request.startswith("POST")],
+            "command": log.read_text().splitlines() if log.exists() else [],
+        }
+
+    def leave_locks(self):
+        """Locks and leases of dead jobs, one of each back end."""
+        for index, backend in enumerate(HARDWARE_BACKENDS):
+            uuid = self.nvml.uuids[index]
+            NvmlGpu(uuid).lock_frequency(1200)
+            Lease.take(GpuAddress(backend, uuid), "gone", rank=None, open_gpu=open_gpu).abandon()
+        self.before = len(self.nvml.changes())
+
+    def clean_up(self):
+        undo_stale(open_gpu)
+        self.before = len(self.nvml.changes())
+        self.zeusd.requests.clear()
+        self.program.with_name("commands").unlink()
+
+
+@pytest.fixture
+def machine(fake_nvml, tmp_path, monkeypatch):
+    fake_nvml.use_here()
+    zeusd = FakeZeusd(tmp_path / "zeusd.sock")
+    zeusd.gpus = {bus_id: {"id": index} for index, bus_id in enumerate(fake_nvml.pci_bus_ids)}
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\necho \"$@\" >> '{tmp_path}/commands'\n")
+    program.chmod(0o755)
+    site = tmp_path / "site.toml"
+    site.write_text(
+        f'format = "envpipe-site/1"\n[gpu_control]\nzeusd_socket = "{zeusd.path}"\n'
+        f'lock_command = ["{program}", "lock", "{{uuid}}", "{{mhz}}"]\n'
+        f'reset_command = ["{program}", "reset", "{{uuid}}"]\n'
+    )
+    site.chmod(0o644)
+    leases = tmp_path / "leases"
+    leases.mkdir(mode=0o700)
+    runtime = tmp_path / "run"
+    runtime.mkdir(mode=0o700)
+    for name in ("ZEUSD_SOCK_PATH", "ZEUSD_TOKEN", "CUDA_VISIBLE_DEVICES", "ENVPIPE_GUARD_SOCKET"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ENVPIPE_SITE_CONFIG", str(site))
+    monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(leases))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.setattr(control, "has_sys_admin", lambda: True)
+    monkeypatch.setattr(control, "in_user_namespace", lambda: False)
+    machine = Machine(fake_nvml, zeusd, program)
+    machine.leave_locks()
+    yield machine
+    zeusd.stop()
+
+
+class Walk:
+    """Calls entries one after another; what one refuses is no reason not to call the next."""
+
+    def __init__(self, machine):
+        self.machine = machine
+        self.refused = []
+
+    def call(self, entry, *arguments, **named):
+        try:
+            return entry(*arguments, **named)
+        except (EnvPipeError, AssertionError) as error:
+            self.refused.append(error)
+            return None
+
+    def walk_commands(self):
+        for path, variants in COMMANDS.items():
+            for arguments in variants:
+                result = CliRunner().invoke(main, [*path, *arguments])
+                # An error that is a message, never one that nobody caught.
+                assert isinstance(result.exception, SystemExit | None), (path, result.exception)
+
+    def walk_choices(self):
+        site = read_site()
+        check_controls(site)
+        for wanted in CHOICES:
+            for require in (False, True):
+                chosen = self.call(choose_control, wanted, site, require=require)
+                if chosen is None or wanted == "emulated":
+                    continue
+                gpu = self.call(open_controlled, self.machine.nvml.uuids[3], chosen, site)
+                if gpu is not None:
+                    self.use(gpu)
+
+    def walk_back_ends(self):
+        for backend in BACKENDS:
+            if backend != "emulated":
+                self.use(open_gpu(GpuAddress(backend, self.machine.nvml.uuids[0])))
+
+    def use(self, gpu):
+        """All that a GPU offers."""
+        self.call(gpu.lock_frequency, 1200)
+        gpu.clock_state()
+        gpu.read_energy()
+        gpu.power_w  # noqa: B018 - a property that reads
+        self.call(gpu.reset_frequency)
+
+    def walk_leases(self):
+        for record in list_leases():
+            self.call(undo_lease, record, open_gpu)
+            self.call(undo_lease, record, open_gpu, gave_up=True)
+            lease = self.call(Lease.take, record.address, "new", rank=None, open_gpu=open_gpu)
+            if lease is not None:
+                lease.release()
+        self.call(undo_stale, open_gpu)
+        site = read_site()
+        resetter = Resetter(choose_control("auto", site), site)
+        list(resetter.reset_all(GpuAddress(b, self.machine.nvml.uuids[3]) for b in BACKENDS[:3]))
+        list(resetter.undo_others([]))
+
+    def walk_guard(self):
+        """A guard that is asked although its client would not ask, and the client itself."""
+        for backend, uuid in zip(HARDWARE_BACKENDS, self.machine.nvml.uuids, strict=False):
+            address = GpuAddress(backend, uuid)
+            hold = self.call(hold_gpu, address, f"job {backend}", on_event=lambda event: None)
+            if hold is not None:
+                hold.release()
+            self.ask_guard(address)
+
+    def ask_guard(self, address):
+        socket = self.machine.program.with_name(f"guard-{address.backend}.sock")
+        arguments = ["--socket", socket, "--job", "walk", "--log", socket.with_suffix(".log")]
+        allowed = ["--gpu", address.backend, address.uid]
+        guard = subprocess.Popen(
+            [sys.executable, "-m", "envpipe_megatron.gpu.guard", *arguments, *allowed]
+        )
+        try:
+            connection = self.connect(socket, guard)
+            with contextlib.closing(connection):
+                send(connection, {"op": "hold", "backend": address.backend, "uid": address.uid})
+                answer = receive(connection)
+                assert answer is not None
+                # The end of a rank that held its GPU is a reset; that of one that did not, is not.
+                if answer["event"] == "held":
+                    send(connection, {"op": "release"})
+                    while receive(connection)["event"] != "released":
+                        pass
+        finally:
+            guard.terminate()
+            guard.wait(60)
+
+    def connect(self, socket, guard):
+        give_up_s = time.monotonic() + 60
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("ENVPIPE_GUARD_SOCKET", str(socket))
+            while True:
+                try:
+                    return connect_to_guard("walk", None, None, give_up_s)
+                except GuardError:
+                    assert guard.poll() is None
+                    assert time.monotonic() < give_up_s
+                    time.sleep(0.01)
+
+    def walk_runtime(self):
+        for backend, uuid in zip(HARDWARE_BACKENDS, self.machine.nvml.uuids, strict=False):
+            gpu = open_gpu(GpuAddress(backend, uuid))
+            controller = ClockController(gpu)
+            for clock in (1200, 1410):
+                controller.request(clock, Done())
+                controller.wait_idle()
+            controller.close()
+            rank_clock = self.call(RankClock, gpu)
+            if rank_clock is not None:
+                rank_clock.controller.request(1200, Done())
+                rank_clock.controller.wait_idle()
+                rank_clock.close()
+            EnergyMeter(gpu).close()
+            self.call(measure_guarded, gpu, SilentTimer(), [1410, 1200], 1)
+
+
+class SilentTimer:
+    """Kernels that take the same time at every clock."""
+
+    def trace(self, call, look):
+        start_s = time.monotonic()
+        call()
+        returned_s = time.monotonic()
+        # Long ones, so that nobody goes on watching for a change.
+        kernels = [(start_s + i, start_s + i + 1) for i in range(KERNELS)]
+        return Trace(start_s, returned_s, kernels, [(returned_s, look())])
+
+
+WALKS = (
+    Walk.walk_commands,
+    Walk.walk_choices,
+    Walk.walk_back_ends,
+    Walk.walk_leases,
+    Walk.walk_guard,
+    Walk.walk_runtime,
+)
+
+
+@pytest.mark.parametrize("value", ["1", "no"])
+def test_no_entry_changes_a_gpu_under_the_variable(machine, monkeypatch, value):
+    monkeypatch.setenv(FORBID_VARIABLE, value)
+    leases = [record.path.read_bytes() for record in list_leases()]
+    walk = Walk(machine)
+    for part in WALKS:
+        part(walk)
+        assert machine.changes() == {"nvml": [], "zeusd": [], "command": []}, part.__name__
+    assert len(walk.refused) > 20
+    # What dead jobs left is still said, for whoever may undo it.
+    assert [record.path.read_bytes() for record in list_leases()] == leases
+
+
+@pytest.mark.parametrize(
+    ("part", "ways"),
+    [
+        (Walk.walk_commands, {"nvml", "zeusd", "command"}),
+        (Walk.walk_choices, {"nvml", "zeusd", "command"}),
+        (Walk.walk_back_ends, {"nvml", "zeusd", "command"}),
+        (Walk.walk_leases, {"nvml", "zeusd", "command"}),
+        (Walk.walk_guard, {"nvml", "zeusd", "command"}),
+        (Walk.walk_runtime, {"nvml", "zeusd", "command"}),
+    ],
+)
+def test_without_the_variable_the_same_walk_changes_gpus(machine, monkeypatch, part, ways):
+    # Nobody waits here for late requests of jobs that were never there.
+    at_once = property(lambda gpu: 0.0, lambda gpu, value: None)
+    for kind in (ZeusdGpu, CommandGpu):
+        monkeypatch.setattr(kind, "late_request_s", at_once)
+    if part in (Walk.walk_guard, Walk.walk_runtime):
+        machine.clean_up()  # guards, which are other processes, would wait
+    part(Walk(machine))
+    assert {way for way, made in machine.changes().items() if made} == ways
+
+
+def test_every_command_is_walked():
+    assert set(commands()) == set(COMMANDS)
+
+
+def test_every_back_end_that_drives_hardware_is_walked():
+    for module in pkgutil.iter_modules(envpipe_megatron.gpu.__path__):
+        importlib.import_module(f"envpipe_megatron.gpu.{module.name}")
+
+    def below(kind):
+        return {kind}.union(*(below(sub) for sub in kind.__subclasses__()))
+
+    hardware = {
+        kind
+        for kind in below(Gpu)
+        if kind.drives_hardware and kind.__module__.startswith("envpipe_megatron.")
+    }
+    abstract = {kind for kind in hardware if kind.__abstractmethods__}
+    assert hardware - abstract == {NvmlGpu, ZeusdGpu, CommandGpu}
+    assert set(HARDWARE_BACKENDS) <= set(BACKENDS)
+
+
+def names_in(path):
+    """Attributes, names and texts of a Python file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield node.name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+@pytest.mark.parametrize(
+    ("signs", "home"),
+    [
+        (("nvmlDeviceSet", "nvmlDeviceReset", "nvmlDeviceClear"), "gpu/nvml.py"),
+        (("set_gpu_locked_clocks", "reset_gpu_locked_clocks"), "gpu/zeusd.py"),
+    ],
+)
+def test_calls_that_change_a_gpu_stand_in_one_module_each(signs, home):
+    files = [*(ROOT / "envpipe_megatron").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    users = {path for path in files if any(n.startswith(signs) for n in names_in(path))}
+    assert users == {ROOT / "envpipe_megatron" / home}
+
+
+def test_a_process_may_get_the_variable_later(machine, monkeypatch):
+    gpus = [open_gpu(GpuAddress(name, machine.nvml.uuids[3])) for name in HARDWARE_BACKENDS]
+    monkeypatch.setitem(os.environ, FORBID_VARIABLE, "1")
+    walk = Walk(machine)
+    for gpu in gpus:
+        walk.use(gpu)
+    assert machine.changes() == {"nvml": [], "zeusd": [], "command": []}
