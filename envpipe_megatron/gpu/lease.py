@@ -292,7 +292,7 @@ def _bring_back(address: GpuAddress, open_gpu: OpenGpu, *, late: bool) -> None:
 def _worth_waiting_s(record: LeaseRecord | None, patience_s: float) -> float:
     """For how long a locked lease is worth waiting for, s."""
     if record is None:
-        return patience_s  # being written
+        return max(patience_s, _LOOK_S)  # being written
     if record.rank is not None and record.rank.is_alive() is False:
         return patience_s  # its guard is resetting the GPU
     guard_is_alive = record.guard.is_alive()

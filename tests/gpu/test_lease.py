@@ -1,0 +1,466 @@
+"""Leases: one holder, found by everybody, undone by whoever may; nothing planted is followed."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from envpipe_megatron.gpu import lease as lease_module
+from envpipe_megatron.gpu import lease_folder
+from envpipe_megatron.gpu.base import GpuAddress, GpuError
+from envpipe_megatron.gpu.emulated import EmulatedGpu
+from envpipe_megatron.gpu.lease import (
+    Lease,
+    LeaseHeldError,
+    LeaseUndoError,
+    list_leases,
+    undo_lease,
+    undo_stale,
+)
+from envpipe_megatron.gpu.lease_folder import (
+    LEASE_DIR_VARIABLE,
+    LeaseFolderError,
+    existing_lease_folders,
+    new_lease_folder,
+)
+from envpipe_megatron.gpu.lease_record import LeaseFileError, lease_name
+from envpipe_megatron.gpu.opening import open_gpu
+from envpipe_megatron.gpu.process_identity import ProcessIdentity, wait_for_any_end
+
+REAL = GpuAddress("nvml", "GPU-11111111-2222-3333-4444-555555555555")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    path = tmp_path / "leases"
+    monkeypatch.setenv(LEASE_DIR_VARIABLE, str(path))
+    return path
+
+
+@pytest.fixture
+def gpu(tmp_path):
+    return EmulatedGpu.create("a100-sxm", 0, tmp_path / "node")
+
+
+class FakeGpu:
+    """Counts resets; fails as often as told."""
+
+    late_request_s = 0.0
+
+    def __init__(self, failures=0):
+        self.resets, self.failures = 0, failures
+
+    def __call__(self, address):  # opens itself
+        return self
+
+    def reset_frequency(self):
+        if self.failures:
+            self.failures -= 1
+            raise GpuError("the driver is busy")
+        self.resets += 1
+
+
+def me():
+    return ProcessIdentity.of(os.getpid())
+
+
+def dead():
+    process = subprocess.Popen(["sleep", "60"])
+    identity = ProcessIdentity.of(process.pid)
+    process.kill()
+    process.wait()
+    return identity
+
+
+def take(address, job="job", rank=None, open_gpu=open_gpu, patience_s=0.0):
+    return Lease.take(address, job, rank=rank or me(), open_gpu=open_gpu, patience_s=patience_s)
+
+
+def left_by_a_dead_guard(address, rank, job="dead job"):
+    """A lease whose guard has died; its rank may live."""
+
+    def guard():
+        Lease.take(address, job, rank=rank, open_gpu=FakeGpu())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(target=guard)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    (record,) = [r for r in list_leases() if r.address == address]
+    return record
+
+
+# --- taking and releasing ------------------------------------------------------------------------
+
+
+def test_a_lease_says_who_holds_the_gpu_and_goes_with_its_release(folder, gpu):
+    lease = take(gpu.address, "my job")
+    (record,) = list_leases()
+    assert (record.address, record.job, record.uid) == (gpu.address, "my job", os.geteuid())
+    assert (record.guard, record.rank, record.live) == (me(), me(), True)
+    document = json.loads(lease.path.read_text())
+    assert document["format"] == "envpipe-lease/1"
+    assert lease.path.stat().st_mode & 0o777 == 0o644
+    assert folder.stat().st_mode & 0o7777 == 0o1777
+    lease.release()
+    assert list_leases() == []
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("umask", [0o077, 0])
+def test_modes_do_not_depend_on_the_umask(folder, gpu, umask):
+    before = os.umask(umask)
+    try:
+        lease = take(gpu.address)
+    finally:
+        os.umask(before)
+    assert lease.path.stat().st_mode & 0o777 == 0o644
+    assert folder.stat().st_mode & 0o7777 == 0o1777
+    lease.release()
+
+
+def test_a_gpu_has_one_holder_whatever_the_back_end(gpu):
+    lease = take(REAL, "first")
+    with pytest.raises(LeaseHeldError, match=r"Another job.*first.*clocks reset") as caught:
+        take(GpuAddress("zeusd", REAL.uid), "second")
+    assert (caught.value.job, caught.value.pid, caught.value.uid) == (
+        "first",
+        os.getpid(),
+        os.geteuid(),
+    )
+    other = take(gpu.address, "second")
+    lease.release()
+    take(GpuAddress("zeusd", REAL.uid), "second").release()
+    other.release()
+
+
+@pytest.mark.parametrize("uid", ["GPU-../x", "/etc", "", "GPU-a/b", "0000:1b:00.0"])
+def test_no_uid_leads_out_of_the_folder(uid):
+    with pytest.raises(GpuError, match="Not the UUID"):
+        take(GpuAddress("nvml", uid))
+    assert "/" not in lease_name(GpuAddress("emulated", uid))
+
+
+def _contend(address, results, wins, stop):
+    while not stop.is_set():
+        try:
+            lease = take(address)
+        except LeaseHeldError:
+            continue
+        with wins.get_lock():
+            wins.value += 1
+            alone = wins.value - results.value == 1
+        if not alone:
+            os._exit(1)
+        with wins.get_lock():
+            results.value += 1
+        lease.release()
+
+
+def test_takers_exclude_each_other(gpu):
+    context = multiprocessing.get_context("fork")
+    ended, begun, stop = context.Value("i", 0), context.Value("i", 0), context.Event()
+    processes = [
+        context.Process(target=_contend, args=(gpu.address, ended, begun, stop)) for _ in range(3)
+    ]
+    for process in processes:
+        process.start()
+    while begun.value < 300 and all(process.is_alive() for process in processes):
+        list_leases()  # a mere look takes nothing from anybody
+    stop.set()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert list_leases() == []
+
+
+# --- stale leases --------------------------------------------------------------------------------
+
+
+def test_a_stale_lease_is_reset_before_it_is_taken_over(gpu):
+    left_by_a_dead_guard(gpu.address, dead())
+    gpu.lock_frequency(1200)
+    lease = take(gpu.address, "next")
+    assert gpu.requested_frequency_mhz is None
+    (record,) = list_leases()
+    assert (record.job, record.live) == ("next", True)
+    lease.release()
+
+
+def test_a_lease_whose_gpu_cannot_be_reset_is_kept(gpu):
+    left_by_a_dead_guard(gpu.address, dead())
+    with pytest.raises(GpuError, match="driver is busy"):
+        take(gpu.address, "next", open_gpu=FakeGpu(failures=1))
+    with pytest.raises(LeaseUndoError, match="driver is busy"):
+        undo_stale(FakeGpu(failures=1))
+    (record,) = list_leases()
+    assert record.job == "dead job"
+    assert undo_stale(open_gpu) == [gpu.address]
+
+
+def test_undoing_one_that_fails_does_not_keep_the_others(tmp_path, gpu):
+    second = EmulatedGpu.create("a100-sxm", 1, tmp_path / "node")
+    for one in (gpu, second):
+        left_by_a_dead_guard(one.address, dead())
+        one.lock_frequency(1200)
+
+    def opener(address):
+        return FakeGpu(failures=1) if address == list_leases()[0].address else open_gpu(address)
+
+    first, other = (record.address for record in list_leases())
+    with pytest.raises(LeaseUndoError) as caught:
+        undo_stale(opener)
+    assert (caught.value.undone, len(caught.value.failures)) == ([other], 1)
+    assert [record.address for record in list_leases()] == [first]
+
+
+def test_while_its_rank_lives_a_stale_lease_stays_and_its_gpu_is_reset(gpu):
+    rank = subprocess.Popen(["sleep", "60"])
+    record = left_by_a_dead_guard(gpu.address, ProcessIdentity.of(rank.pid))
+    assert not record.live
+    gpu.lock_frequency(1200)
+    assert undo_stale(open_gpu) == []
+    assert gpu.requested_frequency_mhz is None  # though the rank may lock it again
+    with pytest.raises(LeaseHeldError, match="whose guard has died"):
+        take(gpu.address, "next")
+    assert undo_lease(record, open_gpu, gave_up=True)  # it said that it will not
+    left_by_a_dead_guard(gpu.address, ProcessIdentity.of(rank.pid))
+    rank.kill()
+    rank.wait()
+    assert undo_stale(open_gpu) == [gpu.address]
+
+
+def test_live_leases_are_left_alone(gpu):
+    lease = take(gpu.address)
+    gpu.lock_frequency(1200)
+    (record,) = list_leases()
+    assert undo_stale(open_gpu) == []
+    assert not undo_lease(record, open_gpu)
+    assert gpu.requested_frequency_mhz == 1200
+    lease.release()
+
+
+def test_requests_of_the_dead_that_may_be_under_way_are_waited_for(gpu):
+    left_by_a_dead_guard(gpu.address, dead())
+    fake = FakeGpu()
+    fake.late_request_s = 0.01
+    assert undo_stale(fake) == [gpu.address]
+    assert fake.resets == 2
+
+
+@pytest.mark.parametrize("content", [b"", b'{"format": "envpipe-le'])
+def test_a_lease_that_was_cut_short_is_in_nobodys_way(folder, gpu, content):
+    take(gpu.address).release()
+    (folder / lease_name(gpu.address)).write_bytes(content)
+    assert list_leases() == []
+    take(gpu.address).release()
+
+
+def test_a_lease_of_a_later_version_is_not_deleted(folder, gpu):
+    take(gpu.address).release()
+    path = folder / lease_name(gpu.address)
+    path.write_text('{"format": "envpipe-lease/2"}')
+    with pytest.raises(LeaseFileError, match=r"unknown format.*envpipe-lease/2"):
+        take(gpu.address)
+    assert path.exists()
+
+
+@pytest.mark.parametrize("change", [{"address": "x"}, {"guard": 3}, {"rank": []}, {"job": None}])
+def test_wrong_fields_are_named_and_nothing_is_done(folder, gpu, change):
+    lease = take(gpu.address)
+    document = json.loads(lease.path.read_text())
+    lease.release()
+    path = folder / lease_name(gpu.address)
+    path.write_text(json.dumps({**document, **change}))
+    if "job" in change:  # any text is a name
+        assert list_leases()[0].job == "None"
+        return
+    with pytest.raises(LeaseFileError):
+        take(gpu.address)
+    assert path.exists()
+
+
+def test_no_room_for_a_lease(gpu, monkeypatch):
+    def full(descriptor, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(lease_folder.os, "write", full)
+    with pytest.raises(LeaseFolderError, match="No space left"):
+        take(gpu.address)
+    assert list(new_lease_folder().iterdir()) == []
+
+
+# --- whom to trust -------------------------------------------------------------------------------
+
+
+def test_a_planted_link_is_not_followed(folder, gpu, tmp_path):
+    take(gpu.address).release()
+    treasure = tmp_path / "treasure"
+    treasure.write_text("gold")
+    (folder / lease_name(gpu.address)).symlink_to(treasure)
+    with pytest.raises(LeaseFolderError, match="not a regular file"):
+        take(gpu.address)
+    assert list_leases() == []
+    assert undo_stale(open_gpu) == []
+    assert treasure.read_text() == "gold"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_blocks_nobody(folder, gpu, make):
+    take(gpu.address).release()
+    make(folder / lease_name(gpu.address))
+    with pytest.raises(LeaseFolderError, match="not a regular file"):
+        take(gpu.address)
+    assert list_leases() == []
+
+
+def test_a_link_in_place_of_the_folder_is_refused(folder, gpu, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    for attempt in (lambda: take(gpu.address), list_leases):
+        with pytest.raises(LeaseFolderError, match="cannot be used"):
+            attempt()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775])
+def test_a_folder_in_which_others_may_delete_is_refused(folder, gpu, mode):
+    folder.mkdir()
+    folder.chmod(mode)
+    for attempt in (lambda: take(gpu.address), list_leases, lambda: undo_stale(open_gpu)):
+        with pytest.raises(LeaseFolderError, match=r"not sticky.*chmod \+t"):
+            attempt()
+
+
+@needs_root
+def test_a_strangers_folder_is_refused(folder, gpu):
+    folder.mkdir()
+    folder.chmod(0o1777)
+    os.chown(folder, 12345, 12345)
+    with pytest.raises(LeaseFolderError, match=r"stranger.*12345"):
+        take(gpu.address)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root's folder is trusted by everybody")
+def test_a_strangers_folder_is_refused_by_any_user(folder, gpu, monkeypatch):
+    take(gpu.address).release()
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    with pytest.raises(LeaseFolderError, match="stranger"):
+        take(gpu.address)
+
+
+@needs_root
+def test_root_does_not_write_where_another_users_lease_says(folder, gpu):
+    record = left_by_a_dead_guard(gpu.address, dead(), "planted")
+    os.chown(record.path, 12345, 12345)
+    gpu.lock_frequency(1200)
+    for attempt in (lambda: undo_stale(open_gpu), lambda: take(gpu.address)):
+        with pytest.raises(GpuError, match="another user"):
+            attempt()
+    assert gpu.requested_frequency_mhz == 1200
+
+
+@needs_root
+def test_root_undoes_other_users_leases_of_real_gpus(folder):
+    record = left_by_a_dead_guard(REAL, dead())
+    os.chown(record.path, 12345, 12345)
+    fake = FakeGpu()
+    assert undo_stale(fake) == [REAL]
+    assert fake.resets == 1
+
+
+def test_another_users_stale_lease_is_in_the_way(folder, gpu, monkeypatch):
+    record = left_by_a_dead_guard(REAL, dead())
+    monkeypatch.setattr(lease_folder.LeaseFile, "owner_uid", lambda self: 12345)
+    monkeypatch.setattr(lease_module.os, "geteuid", lambda: 4321)
+    monkeypatch.setattr(lease_folder, "_refuse_unsafe", lambda path, status: None)
+    fake = FakeGpu()
+    with pytest.raises(LeaseHeldError, match=r"another user.*dead job.*root run"):
+        take(REAL, open_gpu=fake)
+    assert fake.resets == 0
+    assert record.path.exists()
+
+
+def test_a_lease_under_another_gpus_name_is_ignored(folder, gpu):
+    record = left_by_a_dead_guard(gpu.address, dead())
+    record.path.rename(folder / lease_name(REAL))
+    fake = FakeGpu()
+    assert undo_stale(fake) == []
+    assert fake.resets == 0
+
+
+# --- where leases lie ----------------------------------------------------------------------------
+
+
+def test_folders_without_the_variable(tmp_path, monkeypatch):
+    monkeypatch.delenv(LEASE_DIR_VARIABLE)
+    shared, own = tmp_path / "run" / "envpipe" / "leases", tmp_path / "tmp"
+    own.mkdir()
+    monkeypatch.setattr(lease_folder, "SHARED_FOLDER", shared)
+    monkeypatch.setattr(lease_folder, "OWN_FOLDERS", own)
+    monkeypatch.setattr(lease_folder.os, "geteuid", lambda: 1000)
+    assert new_lease_folder() == own / "envpipe-leases-1000"
+    (own / "envpipe-leases-1000").mkdir()
+    (own / "envpipe-leases-2000").mkdir()
+    assert existing_lease_folders() == [own / "envpipe-leases-1000"]
+    shared.mkdir(parents=True)  # root did; what lies in the own one is still found
+    assert existing_lease_folders() == [shared, own / "envpipe-leases-1000"]
+    monkeypatch.setattr(lease_folder.os, "geteuid", lambda: 0)
+    assert new_lease_folder() == shared
+    assert len(existing_lease_folders()) == 3
+
+
+def test_leases_made_before_root_made_the_shared_folder_count(tmp_path, gpu, monkeypatch):
+    monkeypatch.delenv(LEASE_DIR_VARIABLE)
+    shared = tmp_path / "run" / "envpipe" / "leases"
+    shared.parents[1].mkdir()
+    monkeypatch.setattr(lease_folder, "SHARED_FOLDER", shared)
+    monkeypatch.setattr(lease_folder, "OWN_FOLDERS", tmp_path)
+    own = tmp_path / f"envpipe-leases-{os.geteuid()}"
+    monkeypatch.setattr(lease_folder.os, "access", lambda *_: False)
+    first = take(gpu.address)
+    assert first.path.parent == own
+    shared.mkdir(parents=True)
+    shared.chmod(0o1777)
+    with pytest.raises(LeaseHeldError):
+        take(gpu.address)
+    first.release()
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def test_identity_follows_a_process_and_not_its_number():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    identity = ProcessIdentity.of(process.pid)
+    assert identity.is_alive() is True
+    another = ProcessIdentity(process.pid, identity.start_ticks + 1, identity.pid_namespace)
+    assert another.is_alive() is False
+    elsewhere = ProcessIdentity(process.pid, identity.start_ticks, 1)
+    assert elsewhere.is_alive() is None
+    process.kill()
+    wait_for_any_end([identity], 20.0)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert identity.is_alive() is False  # a zombie holds nothing
+    process.wait()
+    assert identity.is_alive() is False
+    assert ProcessIdentity.of(process.pid) is None
+
+
+def test_a_name_with_brackets_does_not_deceive(tmp_path):
+    program = tmp_path / "a) R 1 (b"
+    program.symlink_to("/bin/sleep")
+    process = subprocess.Popen([str(program), "60"])
+    while "a) R 1 (b" not in Path(f"/proc/{process.pid}/comm").read_text():
+        pass
+    identity = ProcessIdentity.of(process.pid)
+    assert identity.is_alive() is True
+    process.kill()
+    process.wait()
+    assert identity.is_alive() is False
