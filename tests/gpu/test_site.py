@@ -1,6 +1,7 @@
 """The site configuration: what it gives, and what it is refused for."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,70 @@ def test_root_takes_no_commands_from_another_users_file(tmp_path, monkeypatch):
     message = refused(path)
     assert "another user" in message
     assert "chown root" in message
+
+
+# --- the examples --------------------------------------------------------------------------------
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "configs" / "site"
+UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
+
+
+def test_the_example_is_a_site_configuration(tmp_path):
+    path = tmp_path / "site.toml"
+    path.write_text((EXAMPLES / "site.toml").read_text())
+    path.chmod(0o644)
+    site = read_site_file(path)
+    assert site.backends == ("zeusd", "command")
+    assert site.lock_command[-4:] == ("/usr/local/sbin/gpu-clock", "lock", "{uuid}", "{mhz}")
+    assert site.command_time_limit_s > 9  # the script gives up after that at the latest
+
+
+@pytest.fixture
+def gpu_clock(tmp_path):
+    """Runs the example script, with an nvidia-smi that says what it is called with."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    smi.chmod(0o755)
+    script = (EXAMPLES / "gpu-clock").read_text()
+    fixed = "PATH=/usr/sbin:"
+    assert fixed in script  # nobody's PATH decides which nvidia-smi root runs
+    script = script.replace(fixed, f"PATH={tmp_path}:{fixed.removeprefix('PATH=')}")
+
+    def run(*arguments):
+        command = ["/bin/sh", "-c", script, "gpu-clock", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        return done.returncode, done.stdout.split()
+
+    return run
+
+
+def test_the_example_script_locks_and_resets_one_gpu(gpu_clock):
+    assert gpu_clock("lock", UUID, "1200") == (0, ["-i", UUID, "--lock-gpu-clocks=1200,1200"])
+    assert gpu_clock("reset", UUID) == (0, ["-i", UUID, "--reset-gpu-clocks"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("lock",),
+        ("lock", UUID),
+        ("lock", UUID, ""),
+        ("lock", UUID, "1200,1410"),
+        ("lock", UUID, "99999"),
+        ("lock", UUID, "1200", "more"),
+        ("lock", UUID, "$(touch injected)"),
+        ("lock", "0", "1200"),
+        ("lock", f"{UUID},GPU-2", "1200"),
+        ("lock", UUID.replace("0123-", "0;id-"), "1200"),
+        ("reset",),
+        ("reset", ""),
+        ("reset", UUID, "1200"),
+        ("reset", "GPU-$(touch inject)-ed89-abcd-ef01-23456789abcd"),
+        ("reset", f"{UUID}\n"),
+        ("-i", UUID),
+    ],
+)
+def test_the_example_script_refuses_all_else(gpu_clock, tmp_path, arguments):
+    assert gpu_clock(*arguments) == (2, [])
+    assert {path.name for path in tmp_path.iterdir()} == {"nvidia-smi"}
