@@ -174,14 +174,12 @@ def test_a_missing_program_and_one_that_cannot_be_run(script):
         gpu.reset_frequency()
 
 
-def waits_for_ever(tmp_path, ignores_sigterm):
-    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if ignores_sigterm else ""
-    return (
-        f"import signal, time\n{ignore}"
-        "child = os.fork()\n"
-        f"with open({str(tmp_path / 'pids')!r}, 'a') as file: file.write(str(os.getpid()) + ' ')\n"
-        "print('still at it', file=sys.stderr, flush=True)\n"
-        "while True: time.sleep(100)\n"
+def waits_for_ever(script, tmp_path, ignores_sigterm):
+    """Make the program one that never ends, nor does its child. A shell, since it starts soon."""
+    ignore = "trap '' TERM\n" if ignores_sigterm else ""
+    script.path.write_text(
+        f"#!/bin/sh\n{ignore}sleep 1000 &\necho $$ $! > '{tmp_path}/pids'\n"
+        "echo still at it >&2\nwait\n"
     )
 
 
@@ -195,7 +193,7 @@ def is_gone(pid):
 
 @pytest.mark.parametrize("ignores_sigterm", [False, True])
 def test_a_command_that_hangs_is_stopped_with_its_children(script, tmp_path, ignores_sigterm):
-    script.write(waits_for_ever(tmp_path, ignores_sigterm))
+    waits_for_ever(script, tmp_path, ignores_sigterm)
     gpu = script.gpu(time_limit_s=1.0)
     with pytest.raises(CommandError, match=r"limit of 1 s and was stopped; it said: still at it"):
         gpu.lock_frequency(1380)
@@ -212,7 +210,7 @@ def test_a_command_that_may_not_be_stopped_is_left_and_said(script, tmp_path, mo
     def not_permitted(group, number):
         raise PermissionError
 
-    script.write(waits_for_ever(tmp_path, ignores_sigterm=False))
+    waits_for_ever(script, tmp_path, ignores_sigterm=False)
     gpu = script.gpu(time_limit_s=1.0)
     kill = os.killpg
     monkeypatch.setattr(os, "killpg", not_permitted)
@@ -221,7 +219,7 @@ def test_a_command_that_may_not_be_stopped_is_left_and_said(script, tmp_path, mo
             gpu.lock_frequency(1380)
     finally:
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-        kill(min(pids), signal.SIGKILL)
+        kill(pids[0], signal.SIGKILL)
 
 
 def test_a_guard_waits_at_least_as_long_as_a_command_may_run(script):
