@@ -41,7 +41,7 @@ def finished(tmp_path_factory):
 
 def test_all_promised_files_are_there_and_nothing_else(finished):
     assert {path.name for path in finished.output.iterdir()} == {
-        "results.csv", "energy.jsonl", "profile.csv", "profile.json", "plan.json",
+        "results.csv", "energy.jsonl", "clocks.jsonl", "profile.csv", "profile.json", "plan.json",
         "timeline_baseline.png", "timeline_envpipe.png", "energy_valley.png", "summary.json",
         "settings.json", "reconfigure.txt", "log.txt", "emulated",
     }  # fmt: skip
@@ -127,8 +127,9 @@ def test_shares_of_time_and_energy_add_up_to_what_was_metered(finished):
                 assert shares[part] == pytest.approx(sum(w[part] for w in steady), abs=1e-9)
             total_j = shares["compute_j"] + shares["blocking_j"] + shares["idle_j"]
             assert total_j == pytest.approx(facts["energy_by_gpu_j"][stage])
-            # Idle GPUs draw waiting power here, whatever they wait for.
-            assert shares["idle_j"] == pytest.approx(83.64 * shares["idle_s"], abs=0.05 * total_j)
+            # Idle GPUs draw waiting power here, whatever they wait for; the error of so short a
+            # profile's energies falls to the rest as well.
+            assert shares["idle_j"] == pytest.approx(83.64 * shares["idle_s"], abs=0.15 * total_j)
         assert "energy in units (%)" in finished.screen
 
 
