@@ -39,6 +39,7 @@ from envpipe_megatron.gpu.process_identity import open_pidfd
 _LOG = logging.getLogger(__name__)
 
 _BACKLOG = 256
+_MAX_REASON_BYTES = 1000
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -62,19 +63,24 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--heartbeat-s", type=float, default=defaults.heartbeat_s)
     parser.add_argument("--give-up-s", type=float, default=defaults.give_up_s)
     parser.add_argument("--stop-s", type=float, default=defaults.stop_s)
-    parser.add_argument("--ready-fd", type=int, help="detach, and say 'ready' here")
+    parser.add_argument("--ready-fd", type=int, help="detach, and say here 'ready' or why not")
     given = parser.parse_args(argv)
     starter_pidfd = open_pidfd(os.getppid()) if given.gpu else None
     if given.ready_fd is not None and os.fork() > 0:
         # The rank reaps this process at once, so that no zombie stays, and launchers that kill
         # whole trees of processes do not find the guard among the rank's descendants.
         os._exit(0)
-    _redirect(given.log)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    _bind(listener, given.socket)
-    settings = GuardSettings(given.heartbeat_s, given.give_up_s, given.stop_s)
-    allowed = [GpuAddress(*pair) for pair in given.gpu] if given.gpu else None
-    guard = Guard(listener, given.job, settings, allowed=allowed, starter_pidfd=starter_pidfd)
+    try:
+        _redirect(given.log)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        _bind(listener, given.socket)
+        settings = GuardSettings(given.heartbeat_s, given.give_up_s, given.stop_s)
+        allowed = [GpuAddress(*pair) for pair in given.gpu] if given.gpu else None
+        guard = Guard(listener, given.job, settings, allowed=allowed, starter_pidfd=starter_pidfd)
+    except Exception as error:
+        if given.ready_fd is not None:
+            os.write(given.ready_fd, f"{error}".encode()[:_MAX_REASON_BYTES])
+        raise
     if given.ready_fd is not None:
         os.write(given.ready_fd, b"ready")
         os.close(given.ready_fd)

@@ -220,7 +220,6 @@ class Guard:
             return
         peer = _Peer(connection, rank, pidfd, now_s)
         self._peers.append(peer)
-        self._no_rank_until_s = None
         self._watch(connection, partial(self._read, peer))
         if pidfd is not None:
             self._watch(pidfd, partial(self._ended, peer))
@@ -255,6 +254,7 @@ class Guard:
     def _hold(self, peer: _Peer, now_s: float) -> None:
         assert peer.wants is not None, "asked before"
         address = peer.wants
+        self._no_rank_until_s = None
         try:
             if self._stop_at_s is not None:
                 raise GuardError("The guard is ending: its job was told to stop")

@@ -1,6 +1,5 @@
 """Connects a rank to its job's guard, and starts the guard where there is none yet."""
 
-import contextlib
 import os
 import socket
 import subprocess
@@ -20,7 +19,7 @@ from envpipe_megatron.gpu.guard_protocol import (
 from envpipe_megatron.gpu.process_identity import peer_uid_and_pid, wait_readable
 
 _STARTING = threading.Lock()
-_TAIL_BYTES = 2000
+_MAX_ANSWER_BYTES = 4096
 
 
 def connect_to_guard(
@@ -125,7 +124,7 @@ def _start(path: Path, job: str, settings: GuardSettings, log: Path, until_s: fl
         os.close(said)
         said = -1
         in_time = wait_readable([ready], until_s - time.monotonic())
-        answer = os.read(ready, 16) if in_time else None
+        answer = os.read(ready, _MAX_ANSWER_BYTES) if in_time else None
         if answer is None:
             process.kill()
             process.wait()
@@ -133,7 +132,7 @@ def _start(path: Path, job: str, settings: GuardSettings, log: Path, until_s: fl
         process.wait()  # it has detached, or failed
         if answer != b"ready":
             raise GuardError(
-                f"The guard could not start: {_tail(log)}",
+                f"The guard could not start: {answer.decode(errors='replace') or 'it was killed'}",
                 value=str(log),
                 remedy="No clock is locked without a guard",
             )
@@ -143,12 +142,6 @@ def _start(path: Path, job: str, settings: GuardSettings, log: Path, until_s: fl
         os.close(ready)
         if said >= 0:
             os.close(said)
-
-
-def _tail(log: Path) -> str:
-    with contextlib.suppress(OSError):
-        return " ".join(log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").split()[-40:])
-    return "no log"
 
 
 def _not_in_time(path: Path) -> GuardError:

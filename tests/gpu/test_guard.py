@@ -1,0 +1,648 @@
+"""The guard and its clients: whom it serves, what it cannot be made to do, and when it lets go."""
+
+import os
+import queue
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from guard_rounds import DEADLINE_S, Node, Round
+
+from envpipe_megatron.gpu import guard_protocol
+from envpipe_megatron.gpu.base import (
+    FORBID_VARIABLE,
+    ClockControlForbiddenError,
+    GpuAddress,
+    GpuError,
+)
+from envpipe_megatron.gpu.guard_client import GuardEvent, hold_gpu
+from envpipe_megatron.gpu.guard_holding import Holding, Phase
+from envpipe_megatron.gpu.guard_protocol import (
+    SOCKET_VARIABLE,
+    GuardError,
+    GuardProtocolError,
+    GuardSettings,
+    StartLock,
+    job_key,
+    receive,
+    refused_error,
+    runtime_folder,
+    send,
+    socket_path,
+)
+from envpipe_megatron.gpu.lease import LeaseHeldError, list_leases, undo_stale
+from envpipe_megatron.gpu.opening import open_gpu
+
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+@pytest.fixture(scope="module")
+def node(fake_nvml_library, tmp_path_factory):
+    made = Node(tmp_path_factory.mktemp("guarded"), fake_nvml_library)
+    with made.in_use():
+        yield made
+
+
+@pytest.fixture
+def round_(node, request):
+    """Ranks and guards on NVML GPUs; nothing of them is left afterwards."""
+    made = Round(node, request.node.name, 1, 0)
+    sockets = runtime_folder()
+    yield made
+    node.nvml.clear_faults()
+    made.close()
+    for thread in threading.enumerate():
+        if thread.name == "envpipe-guard":
+            thread.join(DEADLINE_S)
+    shutil.rmtree(sockets)
+
+
+def start_guard(round_, *options, code="from envpipe_megatron.gpu.guard import main; main()"):
+    """A guard that is this process's child, so that its exit status can be seen."""
+    path = socket_path(round_.job)
+    log = path.with_suffix(".log")
+    options = ["--socket", str(path), "--job", round_.job, "--log", str(log), *options]
+    guard = subprocess.Popen([sys.executable, "-c", code, *options])
+    round_.know_guard(guard.pid)
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                return guard
+        assert guard.poll() is None, log.read_text()
+        time.sleep(0.002)
+
+
+def gpu_options(addresses):
+    return [word for a in addresses for word in ("--gpu", a.backend, a.uid)]
+
+
+def connect(path):
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(DEADLINE_S)
+    connection.connect(str(path))
+    return connection
+
+
+def ask(connection, address):
+    send(connection, {"op": "hold", "backend": address.backend, "uid": address.uid})
+    return receive(connection)
+
+
+def until(condition):
+    end_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+
+
+def leased():
+    return {record.address for record in list_leases()}
+
+
+# --- whom it serves ------------------------------------------------------------------------------
+
+
+@needs_root
+def test_another_user_is_refused(round_):
+    guard = start_guard(round_)
+    path = socket_path(round_.job)
+    # The folder alone keeps others out; here they are let in, to meet the guard itself.
+    with pytest.raises(PermissionError):
+        _as_nobody(lambda: connect(path))
+    for folder in (path.parent, *list(path.parents)[1:-1]):
+        folder.chmod(folder.stat().st_mode | 0o011)
+    path.chmod(0o777)
+    answer = _as_nobody(lambda: receive(connect(path)))
+    assert answer["event"] == "refused"
+    assert f"uid {NOBODY}" in answer["what"]
+    assert leased() == set()
+    assert guard.poll() is None
+
+
+def _as_nobody(do):
+    """Do something as another user, in a child that has become it, and return what came out."""
+    results, sent = os.pipe()
+    if os.fork() == 0:
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            os.write(sent, repr(do()).encode())
+        except BaseException as error:
+            os.write(sent, type(error).__name__.encode())
+        os._exit(0)
+    os.close(sent)
+    with os.fdopen(results, "rb") as file:
+        said = file.read().decode()
+    os.wait()
+    if said == "PermissionError":
+        raise PermissionError
+    return eval(said, {"__builtins__": {}})
+
+
+def test_a_peer_of_another_user_is_refused_whoever_runs_this(round_):
+    code = (
+        "from envpipe_megatron.gpu import guard, guard_loop\n"
+        "guard_loop.peer_uid_and_pid = lambda connection: (12345, 1)\n"
+        "guard.main()\n"
+    )
+    start_guard(round_, code=code)
+    connection = connect(socket_path(round_.job))
+    assert receive(connection)["event"] == "refused"
+    assert receive(connection) is None
+    assert leased() == set()
+
+
+def test_a_gpu_that_is_not_on_the_starters_list_is_not_touched(round_):
+    allowed, other = round_.addresses[:2]
+    start_guard(round_, *gpu_options([allowed]))
+    before = len(round_.node.nvml.changes())
+    connection = connect(socket_path(round_.job))
+    answer = ask(connection, other)
+    assert answer["event"] == "refused"
+    assert "not on the list" in answer["what"]
+    with pytest.raises(GuardError, match="not on the list"):
+        hold_gpu(other, round_.job, on_event=print)
+    # Nor by another spelling of its address, nor by a release or a beat without a hold.
+    for words in ({"op": "hold", "backend": "zeusd", "uid": other.uid}, {"op": "release"}):
+        connection = connect(socket_path(round_.job))
+        send(connection, words)
+        answer = receive(connection)
+        assert answer is None or answer["event"] == "refused"
+    assert len(round_.node.nvml.changes()) == before
+    hold = hold_gpu(allowed, round_.job, on_event=print)
+    hold.release()
+    assert {call.uuid for call in round_.node.nvml.changes()[before:]} == {allowed.uid}
+
+
+def test_a_gpu_that_another_client_holds_is_not_touched(round_):
+    (rank,) = round_.start(1, steady=True)
+    clock = round_.node.locked_mhz(rank.address)
+    assert clock is not None
+    connection = connect(socket_path(round_.job))
+    answer = ask(connection, rank.address)
+    assert isinstance(refused_error(answer), LeaseHeldError)
+    assert receive(connection) is None
+    with pytest.raises(LeaseHeldError, match="Another rank of this job"):
+        hold_gpu(rank.address, round_.job, on_event=print)
+    assert round_.node.locked_mhz(rank.address) == clock
+    round_.finish([rank])
+    round_.end()
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        pytest.param(b"\xff", id="bytes"),
+        pytest.param(b"x" * 20_000, id="long"),
+        *(b"[]", b"{}", b'{"op": "lock"}', b'{"op": "release"}', b'{"op": "hold"}'),
+    ],
+)
+def test_nonsense_is_not_obeyed(round_, nonsense):
+    (rank,) = round_.start(1, steady=True)
+    clock = round_.node.locked_mhz(rank.address)
+    connection = connect(socket_path(round_.job))
+    connection.send(nonsense)
+    answer = receive(connection)
+    assert answer is None or answer["event"] == "refused"
+    assert round_.node.locked_mhz(rank.address) == clock
+    round_.finish([rank])
+    round_.end()
+
+
+def test_no_operation_locks_a_clock(round_):
+    hold = hold_gpu(round_.addresses[0], round_.job, on_event=print)
+    guard_pid = hold.guard_pid
+    hold.release()
+    calls = [call.function for call in round_.node.nvml.changes() if call.pid == guard_pid]
+    assert calls == ["nvmlDeviceResetGpuLockedClocks"]
+
+
+# --- holding and letting go ----------------------------------------------------------------------
+
+
+def test_the_lease_is_there_before_the_hold_is_answered_and_gone_after_the_release(round_):
+    address = round_.addresses[0]
+    hold = hold_gpu(address, round_.job, on_event=print)
+    (record,) = list_leases()
+    assert (record.address, record.job, record.live) == (address, round_.job, True)
+    assert (record.guard.pid, record.rank.pid) == (hold.guard_pid, os.getpid())
+    round_.know_guard(hold.guard_pid)
+    open_gpu(address).lock_frequency(1200)
+    hold.release()
+    assert round_.node.locked_mhz(address) is None
+    assert leased() == set()
+    hold.release()  # the second time nothing happens
+    round_.end()
+    assert [path.suffix for path in runtime_folder().iterdir()] == [".log"]
+
+
+def test_ranks_of_a_job_share_one_guard_whoever_comes_first(round_):
+    holds = []
+
+    def hold(address):
+        holds.append(hold_gpu(address, round_.job, on_event=print))
+
+    threads = [threading.Thread(target=hold, args=(a,)) for a in round_.addresses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({hold.guard_pid for hold in holds}) == 1
+    for one in holds:
+        one.release()
+
+
+def test_a_restarted_rank_waits_until_its_predecessors_clock_is_back(round_):
+    first, other = round_.start(2, steady=True)
+    round_.node.nvml.set_fault(first.address.uid, "timeout")
+    first.kill(signal.SIGKILL)
+    held = []
+    waiting = threading.Thread(
+        target=lambda: held.append(hold_gpu(first.address, round_.job, on_event=print))
+    )
+    waiting.start()
+    (guard_pid,) = round_.guards
+    until(lambda: any(c.pid == guard_pid and c.result for c in round_.node.nvml.changes()))
+    assert held == []
+    round_.node.nvml.clear_faults()
+    waiting.join(DEADLINE_S)
+    assert round_.node.locked_mhz(first.address) is None
+    held[0].release()
+    round_.finish([other])
+    round_.end()
+
+
+def test_a_rank_that_hangs_up_and_lives_keeps_its_lease(round_):
+    address = round_.addresses[0]
+    guard = start_guard(round_)
+    child = os.fork()
+    if child == 0:
+        connection = connect(socket_path(round_.job))
+        ask(connection, address)
+        open_gpu(address).lock_frequency(1200)
+        connection.close()
+        signal.pause()
+        os._exit(0)
+    until(lambda: address in leased() and round_.node.locked_mhz(address) is None)
+    assert guard.poll() is None
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert guard.wait(DEADLINE_S) == 0
+    assert leased() == set()
+
+
+def test_one_gpus_hanging_driver_does_not_keep_another_from_its_reset(round_):
+    slow, quick = round_.start(2, steady=True)
+    round_.node.nvml.set_fault(slow.address.uid, "slow_ms", 1500)
+    slow.kill(signal.SIGKILL)
+    quick.kill(signal.SIGKILL)
+    round_.await_back([quick.address])
+    assert slow.address in leased()
+    assert round_.node.locked_mhz(slow.address) is not None
+    round_.await_back([slow.address])
+    round_.end()
+
+
+def test_a_reset_that_fails_for_good_leaves_the_lease_and_an_exit_status(round_):
+    guard = start_guard(round_, "--give-up-s", "0.3")
+    stuck, fine = round_.start(2, steady=True)
+    round_.node.nvml.set_fault(stuck.address.uid, "no_permission")
+    stuck.kill(signal.SIGKILL)
+    fine.kill(signal.SIGKILL)
+    assert guard.wait(DEADLINE_S) == 1
+    (record,) = list_leases()
+    assert (record.address, record.live) == (stuck.address, False)
+    log = socket_path(round_.job).with_suffix(".log").read_text()
+    assert f"{stuck.address.uid}: given up" in log
+    round_.node.nvml.clear_faults()
+    assert undo_stale(open_gpu) == [stuck.address]
+    round_.end()
+
+
+def test_a_full_disk_for_the_log_keeps_no_clock_locked(round_):
+    path = socket_path(round_.job)
+    guard = start_guard(round_, "--log", "/dev/full")
+    ranks = round_.start(2)
+    for rank in ranks:
+        rank.kill(signal.SIGKILL)
+    assert guard.wait(DEADLINE_S) == 0
+    assert not path.exists()
+    round_.end()
+
+
+# --- being told to stop --------------------------------------------------------------------------
+
+
+def test_ranks_that_ignore_the_stop_lose_the_guard_and_clean_up_themselves(round_):
+    guard = start_guard(round_, "--stop-s", "0.2")
+    events = queue.SimpleQueue()
+    hold = hold_gpu(round_.addresses[0], round_.job, on_event=events.put)
+    open_gpu(hold.address).lock_frequency(1200)
+    guard.terminate()
+    assert guard.wait(DEADLINE_S) == 1
+    said = [events.get(timeout=DEADLINE_S)]
+    while said[-1] is not GuardEvent.LOST:
+        said.append(events.get(timeout=DEADLINE_S))
+    assert said[0] is GuardEvent.STOP
+    round_.await_back([hold.address])
+    hold.release()
+
+
+def test_a_release_in_the_callback_is_answered(round_):
+    guard = start_guard(round_)
+    done = threading.Event()
+
+    def on_event(event):
+        hold.release()
+        done.set()
+
+    hold = hold_gpu(round_.addresses[0], round_.job, on_event=on_event)
+    guard.send_signal(signal.SIGINT)
+    assert guard.wait(DEADLINE_S) == 0
+    assert done.wait(DEADLINE_S)
+    assert leased() == set()
+
+
+def test_nothing_can_be_held_while_the_job_is_being_stopped(round_):
+    guard = start_guard(round_)
+    (rank,) = round_.start(1, polite=False, steady=True)
+    rank.kill(signal.SIGSTOP)  # so that it does not release
+    guard.terminate()
+    until(lambda: round_.node.locked_mhz(rank.address) is None)
+    connection = connect(socket_path(round_.job))
+    answer = ask(connection, round_.addresses[1])
+    assert "told to stop" in answer["what"]
+    rank.kill(signal.SIGKILL)
+    assert guard.wait(DEADLINE_S) == 0
+
+
+# --- losing the guard ----------------------------------------------------------------------------
+
+
+def test_a_guard_that_hangs_is_a_lost_one(round_):
+    guard = start_guard(round_, "--heartbeat-s", "0.3")
+    events = queue.SimpleQueue()
+    hold = hold_gpu(round_.addresses[0], round_.job, on_event=events.put)
+    open_gpu(hold.address).lock_frequency(1200)
+    guard.send_signal(signal.SIGSTOP)
+    assert events.get(timeout=DEADLINE_S) is GuardEvent.LOST
+    until(lambda: round_.node.locked_mhz(hold.address) is None)
+    with pytest.raises(GuardError, match="guard hangs"):
+        hold.release(timeout_s=0.05)
+    guard.kill()
+    guard.wait()
+    round_.await_back([hold.address])
+
+
+def test_the_lease_stays_where_the_callback_fails_because_the_rank_may_still_lock(round_):
+    guard = start_guard(round_)
+
+    def fail(event):
+        raise RuntimeError("control has not ended")
+
+    hold = hold_gpu(round_.addresses[0], round_.job, on_event=fail)
+    open_gpu(hold.address).lock_frequency(1200)
+    guard.kill()
+    guard.wait()
+    until(lambda: round_.node.locked_mhz(hold.address) is None)
+    assert hold.address in leased()
+    hold.release()
+    assert leased() == set()
+
+
+def test_a_rank_can_hold_its_gpu_again_after_it_lost_the_guard(round_):
+    guard = start_guard(round_)
+    lost = threading.Event()
+    hold = hold_gpu(round_.addresses[0], round_.job, on_event=lambda event: lost.set())
+    guard.kill()
+    guard.wait()
+    assert lost.wait(DEADLINE_S)
+    again = hold_gpu(round_.addresses[0], round_.job, on_event=print)
+    assert again.guard_pid != hold.guard_pid
+    again.release()
+    assert leased() == set()
+
+
+def test_a_child_has_no_part_in_its_parents_hold(round_):
+    hold = hold_gpu(round_.addresses[0], round_.job, on_event=print)
+    child = os.fork()
+    if child == 0:
+        hold.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert hold.address in leased()
+    hold.release()
+
+
+# --- starting ------------------------------------------------------------------------------------
+
+
+def test_no_guard_is_started_and_nothing_touched_while_clock_control_is_forbidden(
+    round_, monkeypatch
+):
+    monkeypatch.setenv(FORBID_VARIABLE, "1")
+    before = len(round_.node.nvml.changes())
+    with pytest.raises(ClockControlForbiddenError):
+        hold_gpu(round_.addresses[0], round_.job, on_event=print)
+    assert list(runtime_folder().iterdir()) == []
+    # Nor does a guard that runs already, and stands under the ban itself, promise anything.
+    start_guard(round_)
+    monkeypatch.delenv(FORBID_VARIABLE)
+    with pytest.raises(ClockControlForbiddenError):
+        hold_gpu(round_.addresses[0], round_.job, on_event=print)
+    assert len(round_.node.nvml.changes()) == before
+    assert leased() == set()
+
+
+def test_emulated_gpus_are_guarded_while_clock_control_is_forbidden(round_, monkeypatch):
+    monkeypatch.setenv(FORBID_VARIABLE, "1")
+    address = round_.node.addresses["emulated"][0]
+    hold = hold_gpu(address, round_.job, on_event=print)
+    open_gpu(address).lock_frequency(1200)
+    hold.release()
+    assert round_.node.locked_mhz(address) is None
+
+
+def test_a_gpu_that_cannot_be_opened_is_refused_by_name(round_):
+    with pytest.raises(GpuError, match="GPU-00000000"):
+        hold_gpu(GpuAddress("nvml", "GPU-00000000-0000"), round_.job, on_event=print)
+    assert leased() == set()
+
+
+def test_a_guard_that_cannot_start_says_why(round_):
+    with pytest.raises(GuardError, match=r"could not start.*No such file"):
+        hold_gpu(
+            round_.addresses[0], round_.job, on_event=print, log=Path("/nonexistent/guard.log")
+        )
+
+
+def test_the_nodes_guard_is_used_and_never_started(round_, monkeypatch, tmp_path):
+    monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "guard.sock"))
+    with pytest.raises(GuardError, match=f"node's guard does not answer.*{SOCKET_VARIABLE}"):
+        hold_gpu(round_.addresses[0], on_event=print)
+    agents = start_guard(round_, "--socket", str(socket_path(round_.job)))
+    monkeypatch.setenv(SOCKET_VARIABLE, str(socket_path(round_.job)))
+    hold = hold_gpu(round_.addresses[0], "whatever the rank thinks", on_event=print)
+    assert (hold.guard_pid, hold.job) == (agents.pid, round_.job)
+    hold.release()
+
+
+def test_a_guard_with_a_list_stays_until_its_starter_has_ended(round_):
+    path = socket_path(round_.job)
+    arguments = ["--socket", str(path), "--job", round_.job, "--log", str(path) + ".log"]
+    arguments += gpu_options(round_.addresses[:1])
+    code = (
+        "import subprocess, sys\n"
+        "guard = subprocess.Popen([sys.executable, '-m', 'envpipe_megatron.gpu.guard',"
+        " *sys.argv[1:]])\n"
+        "print(guard.pid, flush=True)\n"
+        "input()\n"
+    )
+    agent = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    round_.know_guard(int(agent.stdout.readline()))
+    until(path.exists)
+    for _ in range(2):  # one job after another
+        hold_gpu(round_.addresses[0], round_.job, on_event=print).release()
+    assert not select.select([round_.guard], [], [], 0)[0]
+    agent.communicate("end\n")
+    round_.end()
+
+
+def test_a_second_guard_at_the_same_socket_gives_way(round_):
+    start_guard(round_)
+    path = socket_path(round_.job)
+    second = subprocess.run(
+        [
+            *(sys.executable, "-m", "envpipe_megatron.gpu.guard", "--socket", str(path)),
+            *("--job", "second", "--log", str(path) + ".second"),
+        ],
+        timeout=DEADLINE_S,
+    )
+    assert second.returncode != 0
+    assert "listens there already" in Path(str(path) + ".second").read_text()
+    hold_gpu(round_.addresses[0], round_.job, on_event=print).release()
+
+
+def test_start_lock_excludes_processes_and_survives_its_deletion(tmp_path):
+    lock = StartLock(tmp_path / "s")
+    assert lock.acquire(time.monotonic())
+    results, sent = os.pipe()
+    child = os.fork()
+    if child == 0:
+        other = StartLock(tmp_path / "s")
+        os.write(sent, b"no" if not other.acquire(time.monotonic()) else b"yes")
+        other.acquire(time.monotonic() + DEADLINE_S)
+        other.release()
+        os._exit(0)
+    assert os.read(results, 10) == b"no"
+    lock.release(delete=True)  # the child takes the new one
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(results)
+    os.close(sent)
+
+
+# --- the small parts -----------------------------------------------------------------------------
+
+
+class LateGpu:
+    """A GPU whose requests outlive their process; notes when it was reset."""
+
+    drives_hardware = False
+    late_request_s = 7.0
+
+    def __init__(self):
+        self.resets = 0
+
+    def reset_frequency(self):
+        self.resets += 1
+
+
+def test_a_dead_ranks_gpu_is_reset_once_more_after_its_late_requests(node, round_):
+    gpu, posted = LateGpu(), queue.SimpleQueue()
+    address = node.addresses["emulated"][0]
+    holding = Holding(address, "job", None, GuardSettings(), lambda _: gpu, posted.put)
+    posted.get(timeout=DEADLINE_S)(100.0)
+    assert holding.phase is Phase.HELD
+    holding.end(100.0, late=True)
+    posted.get(timeout=DEADLINE_S)(100.1)
+    assert (holding.phase, gpu.resets, holding.next_instant_s()) == (Phase.ENDING, 1, 107.0)
+    assert address in leased()
+    holding.on_time(106.9)
+    holding.on_time(107.0)
+    posted.get(timeout=DEADLINE_S)(107.1)
+    assert (holding.phase, gpu.resets) == (Phase.OVER, 2)
+    assert leased() == set()
+
+
+def test_job_key_tells_jobs_and_nodes_apart_and_ranks_not():
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+    ranks = [{**torchrun, "RANK": str(rank), "GROUP_RANK": "0"} for rank in range(2)]
+    assert job_key(ranks[0]) == job_key(ranks[1]) == "at a:29500, node 0"
+    different = [
+        ranks[0],
+        {**ranks[0], "GROUP_RANK": "1"},
+        {**ranks[0], "MASTER_PORT": "29501"},
+        {**ranks[0], "TORCHELASTIC_RUN_ID": "x"},
+        {**ranks[0], "SLURM_JOB_ID": "1"},
+        {**ranks[0], "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "2"},
+        {"SLURM_JOB_ID": "1", "SLURM_NODEID": "3"},
+        {},
+    ]
+    assert len({job_key(environ) for environ in different}) == len(different)
+
+
+def test_the_runtime_folder_is_the_users_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = runtime_folder()
+    assert (folder, folder.stat().st_mode & 0o777) == (tmp_path / "envpipe", 0o700)
+    folder.chmod(0o755)
+    with pytest.raises(GuardError, match="not this user's alone"):
+        runtime_folder()
+    folder.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(GuardError, match="not this user's alone"):
+        runtime_folder()
+
+
+def test_a_path_too_long_for_a_socket_is_said(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    with pytest.raises(GuardError, match="too long"):
+        socket_path("job")
+
+
+def test_errors_keep_their_names_over_the_socket():
+    original = LeaseHeldError("Held", job="j", pid=3, uid=0, remedy="Wait")
+    told = refused_error(guard_protocol.refusal(original))
+    assert (type(told), str(told)) == (LeaseHeldError, str(original))
+    assert (told.job, told.pid, told.uid) == ("j", 3, 0)
+    forbidden = ClockControlForbiddenError("No", value=1, remedy="Unset it")
+    told = refused_error(guard_protocol.refusal(forbidden))
+    assert (type(told), str(told)) == (ClockControlForbiddenError, str(forbidden))
+    told = refused_error(guard_protocol.refusal(MemoryError()))
+    assert type(told) is GuardError
+
+
+def test_what_is_not_a_message_is_an_error():
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    one.send(b"{")
+    with pytest.raises(GuardProtocolError):
+        receive(other)
+    one.close()
+    assert receive(other) is None
