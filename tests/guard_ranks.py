@@ -72,7 +72,8 @@ class Rank:
         self._connection.send(json.dumps(word).encode())
 
     def kill(self, number: signal.Signals) -> None:
-        signal.pidfd_send_signal(self._pidfd, number)
+        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+            signal.pidfd_send_signal(self._pidfd, number)
 
     def wait(self, timeout_s: float = 20.0) -> None:
         if not select.select([self._pidfd], [], [], timeout_s)[0]:
@@ -81,8 +82,7 @@ class Rank:
     def close(self) -> None:
         """Kill it where it still runs. Nothing the second time."""
         if self._pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                self.kill(signal.SIGKILL)
+            self.kill(signal.SIGKILL)
             self.wait()
             os.close(self._pidfd)
             self._connection.close()

@@ -133,7 +133,8 @@ class Round:
         return pidfd
 
     def kill_guard(self, number: signal.Signals = signal.SIGKILL) -> None:
-        signal.pidfd_send_signal(self.guard, number)
+        with suppress(ProcessLookupError):  # it may have ended by itself
+            signal.pidfd_send_signal(self.guard, number)
 
     def pause(self, longest_s: float = 0.02) -> None:
         """Let a random time pass, so that what follows meets the ranks at a random point."""

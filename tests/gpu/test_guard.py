@@ -265,6 +265,7 @@ def test_a_restarted_rank_waits_until_its_predecessors_clock_is_back(round_):
     first, other = round_.start(2, steady=True)
     round_.node.nvml.set_fault(first.address.uid, "timeout")
     first.kill(signal.SIGKILL)
+    first.wait()
     held = []
     waiting = threading.Thread(
         target=lambda: held.append(hold_gpu(first.address, round_.job, on_event=print))
