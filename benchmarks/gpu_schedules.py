@@ -69,6 +69,7 @@ def main(**options: Any) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
     tensor_parallel.model_parallel_cuda_manual_seed(123)
     bench = Bench(options)
+    bench.add_orders()
     results = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **options}
     results["output"] = str(results["output"])
     results["orders"] = bench.compare()
@@ -81,7 +82,7 @@ def main(**options: Any) -> None:
 
 
 class Bench:
-    """The model, and one session for each order."""
+    """The model, megatron-core's own function, and the sessions that are added."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
@@ -106,7 +107,10 @@ class Bench:
             "megatron-core 1f1b": get_forward_backward_func()
         }
         # Megatron's own order first: compute kernels are loaded before any receive spins.
-        self._steps("megatron-core 1f1b", 2)
+        self.run_steps("megatron-core 1f1b", 2)
+
+    def add_orders(self) -> None:
+        """Make a session for each order that is compared."""
         for name, schedule in self._schedules().items():
             session = self._session(schedule)
             self.sessions[name] = session
@@ -156,7 +160,7 @@ class Bench:
             )
             # The warm-up iteration; the files are read at its end.
             self.functions["warm-up"] = ForwardBackward(session, framework_iterations=0)
-            self._steps("warm-up", 1)
+            self.run_steps("warm-up", 1)
         return session
 
     def compare(self) -> dict[str, Any]:
@@ -210,7 +214,7 @@ class Bench:
 
     def _peak_memory(self, name: str) -> list[float]:
         torch.cuda.reset_peak_memory_stats()
-        self._steps(name, 1)
+        self.run_steps(name, 1)
         mine = torch.cuda.max_memory_allocated() / 2**30
         return [round(stage[0], 2) for stage in self.collectives.gather_by_stage(mine)]
 
@@ -218,14 +222,15 @@ class Bench:
         dist.barrier()
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        self._steps(name, self.options["block_iterations"])
+        self.run_steps(name, self.options["block_iterations"])
         torch.cuda.synchronize()
         own = (time.perf_counter() - begin) / self.options["block_iterations"]
         slowest = torch.tensor([own], dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.host_group)
         return float(slowest)
 
-    def _steps(self, name: str, count: int) -> None:
+    def run_steps(self, name: str, count: int) -> None:
+        """Run iterations of one of the functions."""
         for step in range(count):
             self.model.zero_grad()
             self._run(name, step)

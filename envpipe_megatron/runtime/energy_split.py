@@ -60,7 +60,8 @@ def error_of_sum(
         blocks[-1].append(energy_j)
         filled_s += duration_s
     if len(blocks) > 1 and filled_s < block_s * (1 - 1e-9):
-        blocks[-2] += blocks.pop()
+        short = blocks.pop()
+        blocks[-1] += short
     count = len(blocks)
     if count < 2:
         return 0.0
