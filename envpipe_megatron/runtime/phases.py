@@ -197,6 +197,8 @@ def _profile(job: Job, schedule: Schedule) -> PhaseRun[Profile]:
 
         return job.collectives.agreed(read)
     clocks = sweep_range(job.gpu.supported_frequencies_mhz, override_for(job.gpu.name))
+    if job.gpu.address.backend == "dry_run":
+        job.say("profile: a dry run changes no clock, so energies and plan show the loop alone")
     wait_power = _wait_power(job, clocks)
     hops_s = job.collectives.gather_by_stage(
         measure_p2p_latency_s(job.stage, job.num_stages, job.channel, job.spec, job.executor)
