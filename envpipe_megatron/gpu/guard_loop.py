@@ -151,9 +151,11 @@ class Guard:
         for peer in self._peers:
             if peer.pidfd is None and peer.rank is not None:
                 times_s.append(now_s + _POLL_S)
-            if peer.connected and peer.holding is not None:
+            if self._heartbeat_counts(peer):
                 times_s.append(peer.heard_s + self._settings.heartbeat_s)
-        times_s += [self._stop_at_s, self._no_rank_until_s]
+        times_s.append(self._stop_at_s)
+        if not self._peers:
+            times_s.append(self._no_rank_until_s)
         due_s = min((time_s for time_s in times_s if time_s is not None), default=None)
         return None if due_s is None else max(0.0, due_s - now_s)
 
@@ -161,14 +163,18 @@ class Guard:
         if peer.pidfd is None and peer.rank is not None and peer.rank.is_alive() is False:
             self._ended(peer, now_s)
         elif (
-            peer.connected
-            and peer.holding is not None
-            and peer.holding.phase is Phase.HELD
+            peer.holding is not None
+            and self._heartbeat_counts(peer)
             and now_s >= peer.heard_s + self._settings.heartbeat_s
         ):
             _LOG.warning("%s is silent", peer.rank)
             peer.heard_s = now_s  # and again after as long: it may be in the midst of a request
             peer.holding.reset()
+
+    @staticmethod
+    def _heartbeat_counts(peer: _Peer) -> bool:
+        held = peer.holding is not None and peer.holding.phase is Phase.HELD
+        return peer.connected and held
 
     def _nothing_left(self) -> bool:
         if self._peers or self._holdings:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from guard_rounds import DEADLINE_S, Node, Round
 
-from envpipe_megatron.gpu import guard_protocol
+from envpipe_megatron.gpu import guard_loop, guard_protocol
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
     ClockControlForbiddenError,
@@ -24,6 +24,7 @@ from envpipe_megatron.gpu.base import (
 )
 from envpipe_megatron.gpu.guard_client import GuardEvent, hold_gpu
 from envpipe_megatron.gpu.guard_holding import Holding, Phase
+from envpipe_megatron.gpu.guard_loop import Guard
 from envpipe_megatron.gpu.guard_protocol import (
     SOCKET_VARIABLE,
     GuardError,
@@ -37,7 +38,7 @@ from envpipe_megatron.gpu.guard_protocol import (
     send,
     socket_path,
 )
-from envpipe_megatron.gpu.lease import LeaseHeldError, list_leases, undo_stale
+from envpipe_megatron.gpu.lease import LeaseHeldError, list_leases, undo_lease, undo_stale
 from envpipe_megatron.gpu.opening import open_gpu
 
 NOBODY = 65534
@@ -564,11 +565,14 @@ class LateGpu:
 
     drives_hardware = False
     late_request_s = 7.0
+    fails = False
 
     def __init__(self):
         self.resets = 0
 
     def reset_frequency(self):
+        if self.fails:
+            raise GpuError("the driver is busy")
         self.resets += 1
 
 
@@ -587,6 +591,30 @@ def test_a_dead_ranks_gpu_is_reset_once_more_after_its_late_requests(node, round
     posted.get(timeout=DEADLINE_S)(107.1)
     assert (holding.phase, gpu.resets) == (Phase.OVER, 2)
     assert leased() == set()
+
+
+def test_a_guard_sleeps_while_nothing_is_due(node, round_, monkeypatch, tmp_path):
+    """An instant that has passed and means nothing any more would make it spin."""
+    monkeypatch.setattr(guard_loop, "_FIRST_RANK_S", 0.0)
+    gpu, address = LateGpu(), node.addresses["emulated"][0]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        guard = Guard(listener, "job", GuardSettings(heartbeat_s=1e-3), open_gpu=lambda _: gpu)
+        connection = connect(tmp_path / "s")
+        guard._turn()
+        assert guard._wait_s() is None  # the first rank has come, though it holds nothing
+        send(connection, {"op": "hold", "backend": address.backend, "uid": address.uid})
+        until(lambda: guard._turn() is None and leased())
+        gpu.fails = True
+        send(connection, {"op": "release"})
+        until(lambda: guard._turn() is None and guard._holdings[0].phase is Phase.ENDING)
+        time.sleep(0.002)  # no heartbeat, which matters no more
+        until(lambda: guard._holdings[0]._retry_at_s or guard._turn())
+        assert guard._wait_s() > 0.0
+        guard._holdings[0].leave()
+    (record,) = list_leases()
+    assert undo_lease(record, lambda _: LateGpu(), gave_up=True)
 
 
 def test_job_key_tells_jobs_and_nodes_apart_and_ranks_not():
