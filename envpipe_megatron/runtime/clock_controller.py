@@ -158,15 +158,12 @@ class ClockController:
         }
 
     def _run(self) -> None:
-        while True:
+        while not self._closing:  # what `close` put into the queue may have been looked at already
             try:
                 item = self._take()
                 if isinstance(item, threading.Event):
                     item.set()
-                    continue
-                if self._closing:
-                    return
-                if self.error is None:
+                elif not self._closing and self.error is None:
                     self._serve(item)
             except Exception as error:  # a driver may fail in any way; training must go on
                 self.stop(error)

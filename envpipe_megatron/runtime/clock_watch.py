@@ -25,6 +25,9 @@ IDLE = "idle"
 WARN_SHARE = 0.05
 WARN_SAMPLES = 10
 
+#: How long to wait for a look that is under way: a driver may hang.
+_JOIN_S = 1.0
+
 
 class ClockWatch:
     """Looks at one GPU's clock from the moment it is made until `close`.
@@ -80,9 +83,9 @@ class ClockWatch:
             self._count(state, settled)
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop looking; a look that a driver does not come back from is left behind."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(_JOIN_S)
 
     def summary(self) -> dict[str, Any]:
         """What was seen, for the job's summary.

@@ -46,8 +46,6 @@ class RankClock:
 
     def close(self) -> None:
         """Give the clock back, and tell the guard; safe to call twice. What fails is logged."""
-        if self._watch is not None:
-            self._watch.close()
         self.controller.close()
         if self._hold is not None:
             try:
@@ -55,6 +53,8 @@ class RankClock:
             except GpuError as error:
                 self.controller.error = self.controller.error or error
                 logger.error("%s", error)
+        if self._watch is not None:
+            self._watch.close()
 
     def summary(self) -> dict[str, Any]:
         """How the clock was controlled, what the controller did, and whether the clock followed.

@@ -401,3 +401,18 @@ def test_needs_no_torch():
         "import sys, envpipe_megatron.runtime.clock_controller; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_thread_ends_when_it_is_closed_after_control_was_given_up(gpu, clock):
+    """Both while a unit runs: what the thread finds when it ends must not make it wait for ever."""
+    unit = Unit()
+    clock.request(1200, unit)
+    assert unit.waited_for.wait(WAIT_S)
+    clock.stop(GpuError("the guard is gone"))
+    closing = threading.Thread(target=clock.close)
+    closing.start()
+    wait_for(lambda: clock._queue.qsize() == 1)
+    unit.end()
+    closing.join(WAIT_S)
+    assert not clock._thread.is_alive()
+    assert gpu.history == []

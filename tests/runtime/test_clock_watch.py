@@ -12,7 +12,7 @@ import pynvml
 import pytest
 from fake_gpu import FakeGpu
 
-from envpipe_megatron.gpu.base import FORBID_VARIABLE, GpuError
+from envpipe_megatron.gpu.base import FORBID_VARIABLE, ClockState, GpuError
 from envpipe_megatron.gpu.nvml import NvmlGpu
 from envpipe_megatron.runtime.clock_controller import ClockController
 from envpipe_megatron.runtime.clock_watch import ClockWatch
@@ -237,6 +237,24 @@ def test_nvml_idle_gpu_is_not_judged(fake_nvml, nvml):
     fake_nvml.set_fault(gpu.address.uid, "throttle_reasons", pynvml.nvmlClocksThrottleReasonGpuIdle)
     watch.sample()
     assert watch.summary()["not_judged"] == {"idle": 1}
+
+
+def test_a_driver_that_hangs_does_not_keep_the_watch_open():
+    hanging, come_back = threading.Event(), threading.Event()
+
+    class Hanging(FakeGpu):
+        def clock_state(self) -> ClockState:
+            hanging.set()
+            come_back.wait(60)
+            return super().clock_state()
+
+    watch = ClockWatch(Hanging(), lambda: float("-inf"), period_s=0.001)
+    assert hanging.wait(10)
+    closing = threading.Thread(target=watch.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+    come_back.set()
 
 
 def test_needs_no_torch():
