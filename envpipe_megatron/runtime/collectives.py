@@ -62,14 +62,25 @@ class Collectives:
         return box[0]  # type: ignore[return-value]  # the planner passed a T
 
     def agreed(self, make: Callable[[], T]) -> T:
-        """What the planner makes, on every rank; its error, if it raises one, on every rank too."""
+        """What the planner makes, on every rank.
+
+        Raises:
+            EnvPipeError: the planner's own error, on every rank; CollectivesError on the others
+                where it is of another kind.
+        """
         outcome: tuple[T | None, EnvPipeError | None] | None = None
+        own: Exception | None = None
         if self.is_planner:
             try:
                 outcome = make(), None
             except EnvPipeError as error:
                 outcome = None, error
+            except Exception as error:  # the others must not wait for what never comes
+                own = error
+                outcome = None, CollectivesError(f"The planning rank cannot go on: {error!r}")
         value, failure = self.from_planner(outcome)
+        if own is not None:
+            raise own
         if failure is not None:
             raise failure
         return value  # type: ignore[return-value]  # there was no failure, so there is a value
@@ -78,14 +89,14 @@ class Collectives:
         """What this rank makes, once every rank has made its own.
 
         Raises:
-            EnvPipeError: this rank's own error; or CollectivesError, naming the error of another
-                rank, so that none goes on without it.
+            Exception: this rank's own error.
+            CollectivesError: that of another rank, so that none goes on without it.
         """
         made: T | None = None
-        failure: EnvPipeError | None = None
+        failure: Exception | None = None
         try:
             made = make()
-        except EnvPipeError as error:
+        except Exception as error:  # of any kind: the others must not wait for this rank
             failure = error
         failures = self.gather_by_stage(None if failure is None else str(failure))
         if failure is not None:

@@ -31,7 +31,6 @@ class RankClock:
 
     def __init__(self, gpu: Gpu, min_dwell_s: float = 0.0, *, guarded: bool | None = None) -> None:
         self._gpu = gpu
-        self.controllable = gpu.address.backend != "none"
         self.controller = ClockController(gpu, min_dwell_s)
         self._hold: Hold | None = None
         self._watch: ClockWatch | None = None
@@ -41,7 +40,7 @@ class RankClock:
             except BaseException:
                 self.controller.close()
                 raise
-        if gpu.drives_hardware or not self.controllable:
+        if gpu.drives_hardware or gpu.address.backend == "none":
             self._watch = ClockWatch(gpu, lambda: self.controller.last_change_s)
 
     def close(self) -> None:

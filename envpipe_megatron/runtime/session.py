@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 from collections.abc import Callable, Mapping
@@ -58,7 +59,8 @@ class Session:
 
     Raises:
         GpuError: another job holds the GPU, or no guard could be had.
-        CollectivesError: another rank of the job raised one.
+        OSError: there can be no output folder.
+        CollectivesError: another rank of the job raised one of these.
     """
 
     def __init__(
@@ -86,19 +88,23 @@ class Session:
         self._say = say if collectives.is_planner else silent
         self._print_grid = print_grid if collectives.is_planner else silent
         self.state = SessionState()
-        self._rank_clock = _made_everywhere(collectives, gpu, config.min_dwell_s, guarded)
-        self.clock = self._rank_clock.controller
-        everyone = collectives.gather_by_stage(self._rank_clock.controllable)
+        # What can fail comes before the GPU is held: nobody could close a session that is not made.
+        controllable = collectives.everywhere(lambda: _prepared(config, gpu))
+        everyone = collectives.gather_by_stage(controllable)
         self._controlled = all(all(stage) for stage in everyone)
         self._config = config if self._controlled else _without_control(config)
         if not self._controlled:
             self.state.notes = (
                 "A GPU is opened for reading alone: the framework's order at baseline clocks",
             )
-        self.executor = make_executor(self.clock.wait_idle)
-        self.meter = EnergyMeter(gpu)
-        if config.output_dir:
-            config.output_dir.mkdir(parents=True, exist_ok=True)
+        self._rank_clock = _made_everywhere(collectives, gpu, config.min_dwell_s, guarded)
+        self.clock = self._rank_clock.controller
+        try:
+            self.executor = make_executor(self.clock.wait_idle)
+            self.meter = EnergyMeter(gpu)
+        except BaseException:
+            self._rank_clock.close()
+            raise
         log = config.output_dir / "energy.jsonl" if config.output_dir else None
         own_labels: dict[str, object] = {
             "node": socket.gethostname(),
@@ -199,13 +205,12 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        try:
+        with contextlib.ExitStack() as last:  # each of these, whatever fails before
+            last.callback(self.meter.close)
+            last.callback(self.energy_log.close)
+            last.callback(self.executor.let_counter_refresh)
+            last.callback(self._tell_of_clocks)
             self._rank_clock.close()
-            self._tell_of_clocks()
-            self.executor.let_counter_refresh()
-            self.energy_log.close()
-        finally:
-            self.meter.close()
 
     def _tell_of_clocks(self) -> None:
         summary = self.clock_summary()
@@ -255,6 +260,13 @@ class Session:
         self._broken = False
         self.executed = executed
         return record
+
+
+def _prepared(config: SessionConfig, gpu: Gpu) -> bool:
+    """Whether this rank's clock may be asked for, once there is a folder for what it measures."""
+    if config.output_dir:
+        config.output_dir.mkdir(parents=True, exist_ok=True)
+    return gpu.address.backend != "none"
 
 
 def _made_everywhere(

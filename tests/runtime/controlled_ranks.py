@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,38 @@ def be_refused(rank: int, root: Path) -> str:
     except EnvPipeError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was refused"
+
+
+def be_without_a_folder(rank: int, root: Path, victim: int) -> str:
+    """Make a session where one rank cannot make its output folder."""
+    use_guards_of(root, "no folder")
+    in_a_file = root / "file" / "output"
+    config = replace(_config(root), output_dir=in_a_file if rank == victim else root / "output")
+    try:
+        plain_stages.session(rank, config, root, guarded=True)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing failed"
+
+
+def fail_in_the_executor(rank: int, root: Path, victim: int) -> tuple[str, bool]:
+    """Make a session where one rank's executor cannot be made; whether its GPU stays held."""
+    use_guards_of(root, "no executor")
+
+    def fail(*arguments: Any) -> Any:
+        raise RuntimeError("the executor of a test")
+
+    emulated_executor = plain_stages.EmulatedExecutor
+    if rank == victim:
+        plain_stages.EmulatedExecutor = fail  # type: ignore[misc,assignment]
+    try:
+        session, gpu = plain_stages.session(rank, _config(root), root, guarded=True)
+        session.close()
+    except RuntimeError as error:
+        return str(error), any(f"{root}#{rank}" == r.address.uid for r in list_leases())
+    finally:
+        plain_stages.EmulatedExecutor = emulated_executor  # type: ignore[misc]
+    return "nothing failed", False
 
 
 def train_until_killed(rank: int, root: Path) -> None:

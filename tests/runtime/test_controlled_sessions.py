@@ -88,6 +88,23 @@ def test_a_gpu_of_another_job_ends_every_rank_before_it_trains(three_ranks, guar
     assert other.requested_frequency_mhz is None
 
 
+def test_a_rank_without_a_folder_ends_every_rank_and_holds_no_gpu(three_ranks, guards):
+    """Its error is not one of ours, and the others do not wait for it all the same."""
+    (guards / "file").touch()
+    told = three_ranks.run(controlled_ranks.be_without_a_folder, guards, 1)
+    assert told[1].startswith("NotADirectoryError")
+    for text in (told[0], told[2]):
+        assert text.startswith("CollectivesError: A rank of stage 1 cannot go on")
+        assert "file/output" in text
+    assert not list_leases()
+
+
+def test_a_session_that_cannot_be_made_holds_no_gpu(three_ranks, guards):
+    told = three_ranks.run(controlled_ranks.fail_in_the_executor, guards, 1)
+    assert told[1] == ("the executor of a test", False)
+    assert told[0] == told[2] == ("nothing failed", False)
+
+
 def test_the_clock_of_a_killed_rank_comes_back(guards):
     with RankPool(2) as pool:
         pool.start(controlled_ranks.train_until_killed, guards)
