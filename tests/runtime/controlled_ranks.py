@@ -132,7 +132,7 @@ def fail_in_the_executor(rank: int, root: Path, victim: int) -> tuple[str, bool]
     if rank == victim:
         plain_stages.EmulatedExecutor = fail  # type: ignore[misc,assignment]
     try:
-        session, gpu = plain_stages.session(rank, _config(root), root, guarded=True)
+        session, _ = plain_stages.session(rank, _config(root), root, guarded=True)
         session.close()
     except RuntimeError as error:
         return str(error), any(f"{root}#{rank}" == r.address.uid for r in list_leases())
