@@ -5,6 +5,7 @@ capabilities, from sockets and from files. What says yes can therefore still be 
 driver (a script's sudo rule, a virtual GPU); what says no has a reason and a remedy.
 """
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, SiteConfig, in_user_namespace
 from envpipe_megatron.gpu.visible_devices import pci_address
 from envpipe_megatron.gpu.zeusd import CONTROL_GROUP, ZeusdConnection, zeusd_socket
+
+_LOG = logging.getLogger(__name__)
 
 CHOICES = ("auto", *HARDWARE_BACKENDS, "dry_run", "emulated", "none")
 """What `--envpipe-gpu-control` takes."""
@@ -92,19 +95,29 @@ def check_controls(site: SiteConfig) -> tuple[Control, ...]:
 
 
 def _controllable_gpus() -> list[str]:
-    """Return the PCI bus ids of this machine's GPUs.
+    """Return the PCI bus ids of this machine's GPUs whose clocks can be changed by somebody.
 
     Raises:
-        GpuError: there is none, they cannot be read, or all refuse whoever asks. Where some can be
-            controlled, those that cannot say so themselves.
+        GpuError: there is none: NVML sees none, or each is unreadable or refuses whoever asks. A
+            GPU of a job that is such a one says so itself.
     """
-    gpus = [NvmlGpu(device.uid) for device in list_nvml_gpus()]
-    if not gpus:
-        raise GpuError("NVML sees no GPU", remedy="Make GPUs visible to this process")
-    obstacles = [gpu.control_obstacle() for gpu in gpus]
-    if all(obstacles) and obstacles[0] is not None:
+    found: list[str] = []
+    obstacles: list[GpuError] = []
+    for device in list_nvml_gpus():
+        try:
+            obstacle: GpuError | None = NvmlGpu(device.uid).control_obstacle()
+        except GpuError as error:  # a card for displays, for example, lists no clocks
+            obstacle = error
+        if obstacle is None:
+            found.append(device.pci_bus_id)
+        else:
+            obstacles.append(obstacle)
+            _LOG.debug("GPU %d cannot be controlled: %s", device.index, obstacle)
+    if found:
+        return found
+    if obstacles:
         raise obstacles[0]
-    return [gpu.pci_bus_id for gpu in gpus]
+    raise GpuError("NVML sees no GPU", remedy="Make GPUs visible to this process")
 
 
 def _check(backend: str, site: SiteConfig, pci_bus_ids: Sequence[str]) -> Control:

@@ -19,6 +19,7 @@ from envpipe_megatron.gpu.control import (
 from envpipe_megatron.gpu.dry_run import DryRunGpu
 from envpipe_megatron.gpu.emulated import EmulatedGpu
 from envpipe_megatron.gpu.nvml import NvmlGpu
+from envpipe_megatron.gpu.nvml_errors import NvmlNotSupportedError
 from envpipe_megatron.gpu.read_through import ReadOnlyGpu
 from envpipe_megatron.gpu.site import SiteConfig, in_user_namespace
 from envpipe_megatron.gpu.zeusd import ZeusdGpu
@@ -181,6 +182,27 @@ def test_nothing_is_controlled_that_cannot_be_read(machine):
         assert not check.allowed
         assert "different versions" in check.reason
         assert "reboot" in check.remedy
+
+
+def test_a_gpu_that_cannot_be_read_does_not_forbid_the_others(machine, monkeypatch):
+    """A card for displays lists no clocks; the daemon need not manage it either."""
+    machine.set_sys_admin(True)
+    machine.start_zeusd()
+    unreadable = set(machine.nvml.uuids[:1])
+    del machine.zeusd.gpus[machine.nvml.pci_bus_ids[0]]
+
+    def gpu(uid):
+        if uid in unreadable:
+            raise NvmlNotSupportedError("lists no SM clocks", remedy="Use another")
+        return NvmlGpu(uid)
+
+    monkeypatch.setattr(control, "NvmlGpu", gpu)
+    found = machine.look()
+    assert found["nvml"].allowed
+    assert found["zeusd"].allowed
+    unreadable.update(machine.nvml.uuids)
+    for check in machine.look().values():
+        assert check.reason == "lists no SM clocks"
 
 
 @pytest.mark.parametrize(("fault", "said"), [("mig", "MIG"), ("vgpu", "virtual")])
