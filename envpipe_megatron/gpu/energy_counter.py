@@ -75,7 +75,8 @@ class EnergyCounter:
                 if age_s < _FRESH_S:
                     return last
                 refreshes = math.ceil((age_s + _LEAD_S) / EXPECTED_PERIOD_S)
-                self._sleep(refreshes * EXPECTED_PERIOD_S - _LEAD_S - age_s)
+                # Never below 0, which rounding could make it by a hair.
+                self._sleep(max(0.0, refreshes * EXPECTED_PERIOD_S - _LEAD_S - age_s))
             # Forgotten until another is found: after an error the next call begins anew.
             self._reading = None
             self._reading = self._watch(last)

@@ -76,7 +76,13 @@ def read_site() -> SiteConfig:
     given = os.environ.get(SITE_VARIABLE)
     if given:
         return read_site_file(Path(given).absolute())
-    return read_site_file(DEFAULT_SITE_PATH) if DEFAULT_SITE_PATH.exists() else SiteConfig()
+    try:
+        DEFAULT_SITE_PATH.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return SiteConfig()
+    except OSError:
+        pass  # it is there, and what it forbids must not be missed: reading says what is wrong
+    return read_site_file(DEFAULT_SITE_PATH)
 
 
 def read_site_file(path: Path) -> SiteConfig:

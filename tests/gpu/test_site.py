@@ -61,6 +61,15 @@ def test_where_the_file_is(tmp_path, monkeypatch):
     assert read_site().backends == ("nvml",)
 
 
+def test_a_default_file_that_cannot_be_reached_is_not_passed_over(tmp_path, monkeypatch):
+    """What it forbids would be allowed otherwise."""
+    path = tmp_path / "default.toml"
+    path.symlink_to(path)  # a loop: as little to be read as a folder without rights, and for root
+    monkeypatch.setattr(site_module, "DEFAULT_SITE_PATH", path)
+    with pytest.raises(SiteConfigError, match=r"default\.toml"):
+        read_site()
+
+
 def test_a_named_file_that_is_missing_is_an_error_and_not_the_default(tmp_path, monkeypatch):
     monkeypatch.setenv("ENVPIPE_SITE_CONFIG", str(tmp_path / "gone.toml"))
     with pytest.raises(SiteConfigError, match=r"gone\.toml.*ENVPIPE_SITE_CONFIG"):
