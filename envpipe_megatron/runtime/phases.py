@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,8 @@ from envpipe_megatron.runtime.reconfigurer import OnlineReconfigurer, no_bubble_
 from envpipe_megatron.runtime.wait_power import WaitPower, measure_wait_power, wait_clocks
 from envpipe_megatron.schedule import Schedule
 from envpipe_megatron.sidecar import Sidecar
+
+logger = logging.getLogger(__name__)
 
 #: A job of weeks must not grow.
 _KEPT_ITERATIONS = 10_000
@@ -162,9 +165,17 @@ def run_phases(job: Job) -> PhaseRun[None]:
         ended = state.reconfigure_ended.value
         job.say(f"reconfigure: ended after {state.reconfigure_steps} steps, since {ended}")
     if job.collectives.is_planner and config.output_dir:
-        state.plan.write(config.output_dir / "plan.json")
+        _leave(config.output_dir / "plan.json", state.plan)
     steady = IterationOrder(Phase.STEADY, state.plan.schedule, state.plan.frequency_mhz)
     yield from _steady(job, steady)
+
+
+def _leave(path: Path, result: Profile | Plan) -> None:
+    """Write a result; a full disk ends no training."""
+    try:
+        result.write(path)
+    except OSError as error:
+        logger.error("%s could not be written, training goes on: %s", path, error)
 
 
 def _steady(job: Job, order: IterationOrder) -> PhaseRun[None]:
@@ -196,7 +207,7 @@ def _profile(job: Job, schedule: Schedule) -> PhaseRun[Profile]:
             return profile
 
         return job.collectives.agreed(read)
-    clocks = sweep_range(job.gpu.supported_frequencies_mhz, override_for(job.gpu.name))
+    clocks = _swept_clocks(job)
     if job.gpu.address.backend == "dry_run":
         job.say("profile: a dry run changes no clock, so energies and plan show the loop alone")
     wait_power = _wait_power(job, clocks)
@@ -212,6 +223,7 @@ def _profile(job: Job, schedule: Schedule) -> PhaseRun[Profile]:
         schedule,
         clocks,
         job.stage,
+        job.clock,
         job.meter,
         wait_power,
         job.collectives,
@@ -220,8 +232,26 @@ def _profile(job: Job, schedule: Schedule) -> PhaseRun[Profile]:
     )
     profile = yield from profiler.run(known)
     if job.collectives.is_planner and job.config.output_dir:
-        profile.write(job.config.output_dir / "profile.csv")
+        _leave(job.config.output_dir / "profile.csv", profile)
     return profile
+
+
+def _swept_clocks(job: Job) -> tuple[int, ...]:
+    """The clocks to profile.
+
+    Raises:
+        ProfilerError: GPUs with different clocks, or a single one; on all ranks.
+    """
+    clocks = sweep_range(job.gpu.supported_frequencies_mhz, override_for(job.gpu.name))
+    everyone = job.collectives.gather_by_stage(clocks)
+    if any(other != clocks for stage in everyone for other in stage):
+        raise ProfilerError(
+            "The GPUs of the pipeline support different clocks",
+            remedy="Profile each kind of GPU alone and give the profile by file.",
+        )
+    if len(clocks) < 2:
+        raise ProfilerError(f"{job.gpu.name} has a single clock (MHz)", value=clocks[0])
+    return clocks
 
 
 def _wait_power(job: Job, clocks: Sequence[int]) -> WaitPower:

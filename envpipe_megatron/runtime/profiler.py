@@ -23,6 +23,7 @@ import numpy as np
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.profile import Profile, ProfileRow, make_profile
+from envpipe_megatron.runtime.clock_controller import ClockController
 from envpipe_megatron.runtime.collectives import Collectives, mean
 from envpipe_megatron.runtime.energy_meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.energy_split import (
@@ -129,8 +130,9 @@ class OnlineProfiler:
 
     Args:
         schedule: that order.
-        clocks_mhz: the clocks to sweep on this rank's GPU, from `sweep_range`.
+        clocks_mhz: the clocks to sweep, highest first, at least two; the same on every rank.
         stage: this rank's stage.
+        clock: controls this rank's GPU.
         meter: of this rank's GPU.
         wait_power: of this rank's GPU while it waits in a receive.
         collectives: to the other ranks.
@@ -143,6 +145,7 @@ class OnlineProfiler:
         schedule: Schedule,
         clocks_mhz: Sequence[int],
         stage: int,
+        clock: ClockController,
         meter: EnergyMeter,
         wait_power: WaitPower,
         collectives: Collectives,
@@ -152,6 +155,7 @@ class OnlineProfiler:
         self._schedule = schedule
         self._clocks = list(clocks_mhz)
         self._stage = stage
+        self._clock = clock
         self._meter = meter
         self._wait_power = wait_power
         self._collectives = collectives
@@ -165,15 +169,9 @@ class OnlineProfiler:
         """Sweep, and give the profile of the whole pipeline to every rank.
 
         Raises:
-            ProfilerError: GPUs with different clocks, or a meter that failed; on all ranks.
+            ProfilerError: a meter or the control of a clock failed; on all ranks.
         """
         clocks = self._clocks
-        everyone = self._collectives.gather_by_stage(clocks)
-        if any(other != clocks for stage in everyone for other in stage):
-            raise ProfilerError(
-                "The GPUs of the pipeline support different clocks",
-                remedy="Profile each kind of GPU alone and give the profile by file.",
-            )
         together = yield from self._sweep(
             [(f, f) for f in clocks], self._settings.measured_iterations, stop_early=True
         )
@@ -206,7 +204,7 @@ class OnlineProfiler:
             if open_point is not None:
                 points.append(open_point.read(self._meter, self._wait_power))
                 self._tails.append(ends_and_gaps_s(open_point.records))
-                self._check_metered(points[-1])
+                self._check(points[-1])
                 if stop_early and self._all_past_valley(points):
                     break
             if index == len(clocks):
@@ -228,11 +226,16 @@ class OnlineProfiler:
             self._shortest_s = min(min(stage) for stage in times)
         return max(measured, math.ceil(self._settings.min_window_s / self._shortest_s))
 
-    def _check_metered(self, point: Measured) -> None:
-        """Raise on every rank if one rank's meter failed, or told what cannot be."""
-        pairs = self._collectives.gather_by_stage(point.pair_j)
-        for stage, replicas in enumerate(pairs):
-            for pair_j in replicas:
+    def _check(self, point: Measured) -> None:
+        """Raise on every rank if one's clock is not controlled, or its meter is wrong."""
+        problem = None if self._clock.error is None else str(self._clock.error)
+        everyone = self._collectives.gather_by_stage((point.pair_j, problem))
+        for stage, replicas in enumerate(everyone):
+            for pair_j, problem in replicas:
+                if problem is not None:  # it ran at one clock and would be told for many
+                    raise ProfilerError(
+                        f"Clock control of stage {stage} ended before it was profiled: {problem}"
+                    )
                 if not 0 < pair_j < math.inf:
                     raise ProfilerError(
                         f"The energy counter of stage {stage} failed while it was profiled: "

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import plain_stages
 import torch
 
-from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec
 from envpipe_megatron.runtime.p2p_latency import measure_p2p_latency_s
@@ -55,6 +55,39 @@ def train_with_a_failing_meter(rank: int, root: Path, victim: int, fails_at: int
             if session.state.phase == "steady":
                 break
         return session.state.phase.value, session.state.notes, session.state.plan is None
+    finally:
+        session.close()
+
+
+def train_without_control(rank: int, root: Path, victim: int, stops_in: int) -> Any:
+    """Train until steady; the victim's clock control ends in an iteration."""
+    config = SessionConfig(
+        PlanRequest(MICROBATCHES, "envpipe", "envelope"), profiler=QUICK, output_dir=root
+    )
+    session, _ = plain_stages.session(rank, config, root)
+    try:
+        for iteration in range(200):
+            if rank == victim and iteration == stops_in:
+                session.clock.stop(GpuError("the driver of a test"))
+            session.run_iteration(MICROBATCHES, plain_stages.SPEC, _work(rank))
+            if session.state.phase == "steady":
+                break
+        return session.state.phase.value, session.state.notes, session.state.plan is None
+    finally:
+        session.close()
+
+
+def train_with_other_clocks(rank: int, root: Path, clocks_mhz: dict[int, tuple[int, ...]]) -> Any:
+    """Train until steady, where some GPUs have these clocks alone."""
+    config = SessionConfig(PlanRequest(MICROBATCHES, "envpipe", "envelope"), profiler=QUICK)
+    session, gpu = plain_stages.session(rank, config, root)
+    gpu.supported_frequencies_mhz = clocks_mhz.get(rank, gpu.supported_frequencies_mhz)
+    try:
+        for _ in range(80):
+            session.run_iteration(MICROBATCHES, plain_stages.SPEC, _work(rank))
+            if session.state.phase == "steady":
+                break
+        return session.state.phase.value, session.state.notes
     finally:
         session.close()
 
@@ -125,7 +158,8 @@ def hops(rank: int, rounds: int, shape: tuple[int, ...], seed: int) -> list[floa
 
 def use_again_after_a_failure(rank: int, root: Path) -> list[str]:
     """Each rank fails by itself in its first unit; then tries once more."""
-    session, _ = plain_stages.session(rank, SessionConfig(PlanRequest(MICROBATCHES)), root)
+    config = SessionConfig(PlanRequest(MICROBATCHES))
+    session, _ = plain_stages.session(rank, config, root, timeout_s=2.0)
     errors = []
     try:
         for _ in range(2):

@@ -51,6 +51,43 @@ def test_a_failing_meter_ends_profiling_and_not_training(three_ranks, tmp_path, 
         assert "energy counter" in notes[0]
 
 
+@pytest.mark.parametrize("stops_in", [0, 9])
+def test_no_profile_is_made_of_a_clock_that_is_not_controlled(three_ranks, tmp_path, stops_in):
+    """It would say of one clock's time and energy that they are those of many."""
+    told = three_ranks.run(session_ranks.train_without_control, tmp_path, 2, stops_in)
+    for phase, notes, without_plan in told:
+        assert phase == "steady"
+        assert without_plan
+        assert "Clock control of stage 2 ended" in notes[0]
+        assert "the driver of a test" in notes[0]
+    assert not (tmp_path / "profile.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("clocks_mhz", "said"),
+    [
+        ({1: (1410, 1005)}, "different clocks"),
+        (dict.fromkeys(range(3), (1410,)), "a single clock"),
+    ],
+)
+def test_clocks_that_cannot_be_swept_end_profiling(three_ranks, tmp_path, clocks_mhz, said):
+    """Before anything is measured at them, which all ranks do equally often."""
+    for phase, notes in three_ranks.run(
+        session_ranks.train_with_other_clocks, tmp_path, clocks_mhz
+    ):
+        assert phase == "steady"
+        assert said in notes[0]
+
+
+def test_results_that_cannot_be_written_end_no_training(three_ranks, tmp_path):
+    for name in ("profile.csv", "plan.json"):
+        (tmp_path / name).mkdir()  # as little to be written as a file on a full disk
+    told = three_ranks.run(session_ranks.train_without_control, tmp_path, -1, 0)
+    for phase, _, without_plan in told:
+        assert phase == "steady"
+        assert not without_plan
+
+
 def test_a_session_is_not_used_again_after_a_failure(tmp_path):
     with RankPool(2) as pool:  # its own: the failed messages stay in the group
         told = pool.run(session_ranks.use_again_after_a_failure, tmp_path)
