@@ -72,7 +72,12 @@ def _selected(wanted: Sequence[str], gpus: Sequence[ListedGpu]) -> list[ListedGp
 
 @click.group()
 def clocks() -> None:
-    """Clocks of this node's GPUs: what there is, giving them back, how long a change takes."""
+    """Clocks of this node's GPUs: what there is, giving them back, how long a change takes.
+
+    Example:
+
+      envpipe clocks show
+    """
 
 
 clocks.add_command(measure_latency)

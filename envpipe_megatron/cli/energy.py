@@ -30,7 +30,12 @@ _LONGEST_NAME = 16
 
 @click.group()
 def energy() -> None:
-    """Read what training has metered."""
+    """Read what training has metered.
+
+    Example:
+
+      envpipe energy sum node0/energy.jsonl node1/energy.jsonl
+    """
 
 
 @energy.command(name="sum")

@@ -118,12 +118,13 @@ def measure_changes(
         ClockLatencyError: fewer than two different clocks, or one that the GPU does not support.
     """
     clocks = _checked(gpu, clocks_mhz)
-    change = partial(_change, gpu, timer, lock or gpu.lock_frequency)
+    change = partial(_change, gpu, timer, lock or gpu.lock_frequency, _seen)
+    begin = partial(_change, gpu, timer, lock or gpu.lock_frequency, _shown)
     changes: dict[tuple[int, int], list[Change]] = {}
     try:
         for high, low in itertools.combinations(clocks, 2):
             say(f"between {high} and {low} MHz")
-            change(high)  # from wherever it is
+            begin(high)  # from wherever it is: kernels need not show a change
             down, up = changes.setdefault((high, low), []), changes.setdefault((low, high), [])
             for _ in range(repeats):
                 down.append(change(low))
@@ -153,8 +154,22 @@ def _checked(gpu: Gpu, clocks_mhz: Sequence[int]) -> list[int]:
     return clocks
 
 
-def _change(gpu: Gpu, timer: KernelTimer, lock: Callable[[int], None], to_mhz: int) -> Change:
-    """Change the clock once and watch until it has settled, at most `LONGEST_S`."""
+def _seen(change: Change) -> bool:
+    return change.settling_s is not None and change.shown_s is not None
+
+
+def _shown(change: Change) -> bool:
+    return change.shown_s is not None
+
+
+def _change(
+    gpu: Gpu,
+    timer: KernelTimer,
+    lock: Callable[[int], None],
+    enough: Callable[[Change], bool],
+    to_mhz: int,
+) -> Change:
+    """Change the clock once and watch until enough was seen, at most `LONGEST_S`."""
 
     def look() -> int:
         return gpu.observed_frequency_mhz
@@ -164,7 +179,7 @@ def _change(gpu: Gpu, timer: KernelTimer, lock: Callable[[int], None], to_mhz: i
         traces.append(timer.trace(lambda: None, look))
         change = analyse(traces, to_mhz)
         watched_s = traces[-1].kernels_s[-1][1] - traces[0].called_s
-        if (change.settling_s is not None and change.shown_s is not None) or watched_s > LONGEST_S:
+        if enough(change) or watched_s > LONGEST_S:
             return change
 
 
