@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from plain_reader import UUID, PlainReader, assert_reads_through
 
+from envpipe_megatron.gpu import command
 from envpipe_megatron.gpu.base import (
     ClockControlForbiddenError,
     GpuError,
@@ -214,6 +215,7 @@ def test_a_command_that_may_not_be_stopped_is_left_and_said(script, tmp_path, mo
     gpu = script.gpu(time_limit_s=1.0)
     kill = os.killpg
     monkeypatch.setattr(os, "killpg", not_permitted)
+    monkeypatch.setattr(command, "_STOP_S", 0.1)
     try:
         with pytest.raises(CommandError, match="could not be stopped: it may still act"):
             gpu.lock_frequency(1380)

@@ -254,7 +254,7 @@ def test_somebody_else_shuts_nvml_down(node):
 
 
 def test_a_call_does_not_hold_up_the_interpreter(node):
-    node.set_fault(node.uuids[0], "slow_ms", 300)
+    node.set_fault(node.uuids[0], "slow_ms", 100)
     other = NvmlGpu(node.uuids[1])
     gpu_thread = threading.Thread(target=NvmlGpu, args=(node.uuids[0],))
     gpu_thread.start()
