@@ -98,7 +98,7 @@ def measure(device: Device, interval_s: float, seconds: float) -> dict[str, Any]
     clock_controller.SWITCH_INTERVAL_S = interval_s
     gpu = StampingGpu()
     device.begin()
-    clock = ClockController(gpu)
+    clock = ClockController(gpu, on_start=executor_module.same_device())
     ends_ns: list[float] = []
     requests: list[tuple[int, int, int]] = []  # unit, clock, instant
     costs: dict[str, list[int]] = {"begin_unit": [], "end_unit": [], "request": [], "sum": []}

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -53,10 +53,19 @@ class ClockController:
         relock: apply requests for the clock that is set already, too. It changes nothing but
             calls the driver as often as a plan with many clocks does: a control that shows what
             the calls alone cost.
+        on_start: called once on the controller's thread, before it looks at any completion.
     """
 
-    def __init__(self, gpu: Gpu, min_dwell_s: float = 0.0, *, relock: bool = False) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        min_dwell_s: float = 0.0,
+        *,
+        relock: bool = False,
+        on_start: Callable[[], None] = lambda: None,
+    ) -> None:
         self._gpu = gpu
+        self._on_start = on_start
         self._min_dwell_s = min_dwell_s
         self._relock = relock
         #: Requests; an event to set when all before it are done; None to end.
@@ -158,6 +167,10 @@ class ClockController:
         }
 
     def _run(self) -> None:
+        try:
+            self._on_start()
+        except Exception as error:
+            self.stop(error)
         while not self._closing:  # what `close` put into the queue may have been looked at already
             try:
                 item = self._take()

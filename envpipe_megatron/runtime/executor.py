@@ -8,7 +8,9 @@ the device; the executor knows when the device began and ended it. Each ended un
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -86,6 +88,17 @@ class Executor(Protocol):
 
     def let_counter_refresh(self) -> None:
         """Let `METER_MARGIN_S` pass on the meter's time base, so that its counter refreshes."""
+
+
+def same_device() -> Callable[[], None]:
+    """What another thread must call before it looks at this thread's events.
+
+    CUDA takes a new thread to be on device 0, and opens a context for it there with its first call:
+    half a GiB on another rank's GPU, from every rank of the node.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 class CudaExecutor:

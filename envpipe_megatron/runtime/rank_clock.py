@@ -10,6 +10,7 @@ from envpipe_megatron.gpu.guard_client import GuardEvent, Hold, hold_gpu
 from envpipe_megatron.gpu.guard_protocol import GuardError
 from envpipe_megatron.runtime.clock_controller import ClockController
 from envpipe_megatron.runtime.clock_watch import ClockWatch
+from envpipe_megatron.runtime.executor import same_device
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class RankClock:
 
     def __init__(self, gpu: Gpu, min_dwell_s: float = 0.0, *, guarded: bool | None = None) -> None:
         self._gpu = gpu
-        self.controller = ClockController(gpu, min_dwell_s)
+        self.controller = ClockController(gpu, min_dwell_s, on_start=same_device())
         self._hold: Hold | None = None
         self._watch: ClockWatch | None = None
         if gpu.drives_hardware if guarded is None else guarded:

@@ -9,12 +9,14 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 from fake_gpu import FakeGpu
 
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.runtime import clock_controller
 from envpipe_megatron.runtime.clock_controller import ClockController
 from envpipe_megatron.runtime.completion import Done
+from envpipe_megatron.runtime.rank_clock import RankClock
 
 WAIT_S = 10.0
 
@@ -76,6 +78,43 @@ def assert_given_back(gpu: FakeGpu, after: list[int]) -> None:
     """Locked to these clocks, then reset, perhaps more than once."""
     assert gpu.history[: len(after)] == after
     assert set(gpu.history[len(after) :]) == {None}
+
+
+def test_the_thread_looks_at_events_from_its_caller_s_device(gpu, monkeypatch):
+    """Else CUDA opens a context for it on device 0, which is another rank's."""
+    told = []
+
+    def set_device(device: int) -> None:
+        told.append((device, threading.current_thread() is not threading.main_thread()))
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    seen = []
+
+    class Event(Done):
+        def query(self) -> bool:
+            seen.extend(told)
+            return True
+
+    clock = RankClock(gpu)
+    clock.controller.request(1000, Event())
+    clock.controller.wait_idle()
+    clock.close()
+    assert told == [(3, True)]
+    assert seen[0] == (3, True)
+
+
+def test_a_start_that_fails_stops_control(gpu):
+    def fail() -> None:
+        raise RuntimeError("no such device")
+
+    clock = ClockController(gpu, on_start=fail)
+    clock.request(1000, Done())
+    clock.wait_idle()
+    clock.close()
+    assert str(clock.error) == "no such device"
+    assert gpu.history == []
 
 
 def test_equal_requests_reach_the_driver_once(gpu, clock):
