@@ -177,8 +177,8 @@ def read_energy_logs(paths: Iterable[Path]) -> EnergyLogs:
     return EnergyLogs(tuple(windows.values()), repeated, tuple(unreadable))
 
 
-def append_window(path: Path, window: dict[str, Any]) -> None:
-    """Append one object to an energy log; a single write, so that many ranks may share the file.
+def append_line(path: Path, entry: dict[str, Any]) -> None:
+    """Append one object to JSON Lines; a single write, so that many ranks may share the file.
 
     A writer that is killed while it writes leaves the start of a line at most (where it crosses a
     page), and the next writer ends that line: it spoils no other. One that is still writing looks
@@ -187,7 +187,7 @@ def append_window(path: Path, window: dict[str, Any]) -> None:
     Raises:
         OSError: the disk is full, or the file cannot be written.
     """
-    line = (json.dumps(window) + "\n").encode()
+    line = (json.dumps(entry) + "\n").encode()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size = os.fstat(descriptor).st_size

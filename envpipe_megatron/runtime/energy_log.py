@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from envpipe_megatron.energy_file import ENERGY_FORMAT, append_window
+from envpipe_megatron.energy_file import ENERGY_FORMAT, append_line
 from envpipe_megatron.runtime.energy_meter import EnergyMeter, MeterError, WindowEnergy
 from envpipe_megatron.runtime.executor import StageRecord
 
@@ -162,7 +162,7 @@ class EnergyLog:
             "idle_s": idle_s,
         }
         try:
-            append_window(self._path, entry)
+            append_line(self._path, entry)
         except OSError as error:
             logger.error("The energy log %s ends, training goes on: %s", self._path, error)
             self._path = None

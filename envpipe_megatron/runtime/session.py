@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from envpipe_megatron import builders
-from envpipe_megatron.energy_file import append_window
+from envpipe_megatron.energy_file import append_line
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec
@@ -220,7 +220,7 @@ class Session:
         if self._config.output_dir:
             path = self._config.output_dir / "clocks.jsonl"
             try:
-                append_window(path, {**self._labels, **summary})
+                append_line(path, {**self._labels, **summary})
             except OSError as error:
                 logger.error("%s could not be written: %s", path, error)
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from fake_gpu import FakeGpu
 
-from envpipe_megatron.energy_file import append_window, read_energy_logs
+from envpipe_megatron.energy_file import append_line, read_energy_logs
 from envpipe_megatron.gpu.base import EnergyReading, GpuError
 from envpipe_megatron.runtime import energy_meter
 from envpipe_megatron.runtime.energy_log import EnergyLog
@@ -516,7 +516,7 @@ def test_what_was_flushed_before_the_disk_was_full_stays_readable(tmp_path, most
 
 def _write_forever(path: Path, rank: int) -> None:
     while True:
-        append_window(path, {"rank": rank, "padding": "x" * 5000})
+        append_line(path, {"rank": rank, "padding": "x" * 5000})
 
 
 def test_file_is_usable_after_its_writers_were_killed(tmp_path):
@@ -534,7 +534,7 @@ def test_file_is_usable_after_its_writers_were_killed(tmp_path):
     for writer in writers:
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
-    append_window(path, {"rank": 2})
+    append_line(path, {"rank": 2})
     lines = [line for line in path.read_text().splitlines() if line]
     whole = [json.loads(line) for line in lines if line.endswith("}")]
     assert len(whole) >= len(lines) - 2  # each writer may have been in the middle of one
@@ -543,11 +543,11 @@ def test_file_is_usable_after_its_writers_were_killed(tmp_path):
 
 def test_line_that_a_killed_writer_left_spoils_no_other(tmp_path):
     path = tmp_path / "log"
-    append_window(path, {"rank": 0})
+    append_line(path, {"rank": 0})
     with path.open("a") as file:
         file.write('{"rank": 1, "ener')
     for rank in (2, 3):
-        append_window(path, {"rank": rank})
+        append_line(path, {"rank": rank})
     assert path.read_text().splitlines() == [
         '{"rank": 0}',
         '{"rank": 1, "ener',
