@@ -148,6 +148,11 @@ class ClockController:
             self.error = self.error or problem
             logger.error("The clock of %s could not be reset: %s", self._gpu.name, problem)
 
+    @property
+    def in_driver(self) -> bool:
+        """Whether a call of the driver is under way; after `close`, one that does not return."""
+        return self._driver.locked()
+
     def summary(self) -> dict[str, Any]:
         """What the control did and how fast, for the job's summary.
 

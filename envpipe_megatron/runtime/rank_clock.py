@@ -47,12 +47,11 @@ class RankClock:
     def close(self) -> None:
         """Give the clock back, and tell the guard; safe to call twice. What fails is logged."""
         self.controller.close()
-        if self._hold is not None:
-            try:
-                self._hold.release()
-            except GpuError as error:
-                self.controller.error = self.controller.error or error
-                logger.error("%s", error)
+        try:
+            self._release()
+        except GpuError as error:
+            self.controller.error = self.controller.error or error
+            logger.error("%s", error)
         if self._watch is not None:
             self._watch.close()
 
@@ -68,6 +67,19 @@ class RankClock:
             "followed": None if self._watch is None else self._watch.summary(),
         }
 
+    def _release(self) -> None:
+        if self._hold is None:
+            return
+        if self.controller.in_driver:
+            # Its lock may still come: a guard that was told of the end would not undo that one.
+            logger.error(
+                "A call that locks the clock of %s does not return: the guard resets the clock "
+                "when this process has ended",
+                self._gpu.name,
+            )
+            return
+        self._hold.release()
+
     def _hear(self, event: GuardEvent) -> None:
         if event is GuardEvent.WAS_RESET:
             self.controller.forget()
@@ -79,5 +91,5 @@ class RankClock:
                 remedy="Clocks are at their default from here on; see the guard's log",
             )
         )
-        if event is GuardEvent.STOP and self._hold is not None:
-            self._hold.release()
+        if event is GuardEvent.STOP:
+            self._release()

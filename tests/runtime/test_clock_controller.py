@@ -7,13 +7,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fake_gpu import FakeGpu
 
 from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.runtime import clock_controller
+from envpipe_megatron.gpu.guard_client import GuardEvent
+from envpipe_megatron.runtime import clock_controller, rank_clock
 from envpipe_megatron.runtime.clock_controller import ClockController
 from envpipe_megatron.runtime.completion import Done
 from envpipe_megatron.runtime.rank_clock import RankClock
@@ -103,6 +105,33 @@ def test_the_thread_looks_at_events_from_its_caller_s_device(gpu, monkeypatch):
     clock.close()
     assert told == [(3, True)]
     assert seen[0] == (3, True)
+
+
+@pytest.mark.parametrize("ends", ["closed", "told to stop"])
+def test_a_guard_is_not_told_of_the_end_while_a_lock_may_still_come(gpu, monkeypatch, ends):
+    """What it undoes then would be locked again; the end of the process tells it instead."""
+    released, hear = [], []
+
+    def hold_gpu(address, *, on_event):
+        hear.append(on_event)
+        return SimpleNamespace(release=lambda: released.append(list(gpu.history)))
+
+    monkeypatch.setattr(rank_clock, "hold_gpu", hold_gpu)
+    monkeypatch.setattr(clock_controller, "_JOIN_S", 0.05)
+    clock = RankClock(gpu, guarded=True)
+    gpu.driver.clear()
+    clock.controller.request(1000, Done())
+    assert gpu.in_driver.wait(WAIT_S)
+    if ends == "closed":
+        clock.close()
+    else:
+        hear[0](GuardEvent.STOP)
+    assert not released
+    gpu.driver.set()
+    wait_for(lambda: gpu.history == [1000, None])
+    wait_for(lambda: not clock.controller.in_driver)
+    clock.close()
+    assert released == [[1000, None]]
 
 
 def test_a_start_that_fails_stops_control(gpu):
