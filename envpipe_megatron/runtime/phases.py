@@ -59,6 +59,8 @@ class SessionConfig:
         plan_file: a plan to run as it stands; needs the profile file that prices it.
         output_dir: where profile, plan, grids and energy log are left.
         min_dwell_s: least time between two changes of a clock.
+        relock: call the driver at every request, also where the clock stays. Beside a job without,
+            it shows what the calls alone cost: some drivers hold up NCCL at each of them.
 
     Raises:
         PlannerError: wishes that contradict each other.
@@ -72,6 +74,7 @@ class SessionConfig:
     plan_file: Path | None = None
     output_dir: Path | None = None
     min_dwell_s: float = 0.0
+    relock: bool = False
 
     def __post_init__(self) -> None:
         check_request(self.request)

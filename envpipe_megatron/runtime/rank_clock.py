@@ -24,15 +24,23 @@ class RankClock:
     Args:
         gpu: whose clock it is. One that is opened for reading alone is never asked for a clock.
         min_dwell_s: least time between two changes.
+        relock: lock the clock that is set already, too; see `ClockController`.
         guarded: whether the guard holds the GPU; by default where it is real.
 
     Raises:
         GpuError: another job holds the GPU, or no guard could be had.
     """
 
-    def __init__(self, gpu: Gpu, min_dwell_s: float = 0.0, *, guarded: bool | None = None) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        min_dwell_s: float = 0.0,
+        *,
+        relock: bool = False,
+        guarded: bool | None = None,
+    ) -> None:
         self._gpu = gpu
-        self.controller = ClockController(gpu, min_dwell_s, on_start=same_device())
+        self.controller = ClockController(gpu, min_dwell_s, relock=relock, on_start=same_device())
         self._hold: Hold | None = None
         self._watch: ClockWatch | None = None
         if gpu.drives_hardware if guarded is None else guarded:

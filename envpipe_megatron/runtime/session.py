@@ -97,7 +97,7 @@ class Session:
             self.state.notes = (
                 "A GPU is opened for reading alone: the framework's order at baseline clocks",
             )
-        self._rank_clock = _made_everywhere(collectives, gpu, config.min_dwell_s, guarded)
+        self._rank_clock = _made_everywhere(collectives, gpu, config, guarded)
         self.clock = self._rank_clock.controller
         try:
             self.executor = make_executor(self.clock.wait_idle)
@@ -270,12 +270,16 @@ def _prepared(config: SessionConfig, gpu: Gpu) -> bool:
 
 
 def _made_everywhere(
-    collectives: Collectives, gpu: Gpu, min_dwell_s: float, guarded: bool | None
+    collectives: Collectives, gpu: Gpu, config: SessionConfig, guarded: bool | None
 ) -> RankClock:
     """A clock on every rank, or on none: nobody trains beside a rank that was refused."""
     made: list[RankClock] = []
     try:
-        collectives.everywhere(lambda: made.append(RankClock(gpu, min_dwell_s, guarded=guarded)))
+        collectives.everywhere(
+            lambda: made.append(
+                RankClock(gpu, config.min_dwell_s, relock=config.relock, guarded=guarded)
+            )
+        )
     except BaseException:
         for clock in made:
             clock.close()
