@@ -19,11 +19,12 @@ from pathlib import Path
 
 from fake_nvml.fake_nvml import FakeNvml
 from guard_ranks import Rank, RankServer
+from stale_leases import undo_stale
 
 from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.emulated import EmulatedGpu
 from envpipe_megatron.gpu.guard_protocol import runtime_folder, socket_path
-from envpipe_megatron.gpu.lease import list_leases, undo_stale
+from envpipe_megatron.gpu.lease import list_leases
 from envpipe_megatron.gpu.lease_record import LeaseRecord
 from envpipe_megatron.gpu.opening import open_gpu
 

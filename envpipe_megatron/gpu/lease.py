@@ -24,9 +24,9 @@ from envpipe_megatron.gpu.lease_folder import (
     LEASE_DIR_VARIABLE,
     LeaseFile,
     LeaseFolderError,
-    existing_lease_folders,
     new_lease_folder,
     opened_folder,
+    opened_lease_folders,
 )
 from envpipe_megatron.gpu.lease_record import (
     LEASE_SUFFIX,
@@ -59,22 +59,6 @@ class LeaseHeldError(GpuError):
         self.job, self.pid, self.uid = job, pid, uid
 
 
-class LeaseUndoError(GpuError):
-    """Some stale leases could not be undone; the others were.
-
-    Attributes:
-        undone: the GPUs whose leases were.
-        failures: what went wrong, for each that was not.
-    """
-
-    def __init__(self, undone: list[GpuAddress], failures: list[GpuError]) -> None:
-        super().__init__(
-            f"{len(failures)} stale leases remain: " + "; ".join(map(str, failures)),
-            remedy="Their clocks may still be locked: reset them as root, then try again",
-        )
-        self.undone, self.failures = undone, failures
-
-
 class Lease:
     """A lease that this process holds. Made by `take`.
 
@@ -105,7 +89,8 @@ class Lease:
             job: the name of the job, for whoever finds the GPU held.
             rank: the process that will lock the clock.
             open_gpu: opens a GPU by its address.
-            patience_s: for how long to wait for a lease that is just being ended, s.
+            patience_s: for how long to wait for a lease that is just being ended by its guard, s;
+                three times that for one that somebody else is undoing.
 
         Raises:
             LeaseHeldError: a job that lives holds it, or another user's stale lease is in the way.
@@ -118,8 +103,8 @@ class Lease:
         with opened_folder(home, create=True):
             pass
         while True:
-            for path in existing_lease_folders():
-                with opened_folder(path) as folder:
+            with opened_lease_folders() as folders:
+                for path, folder in folders:
                     _clear_the_way(folder, path / name, rank, open_gpu, patience_s)
             with opened_folder(home) as folder:
                 file = _create(folder, home / name, lease_content(address, job, rank))
@@ -156,23 +141,14 @@ def list_leases() -> list[LeaseRecord]:
         LeaseFolderError: a folder is unsafe.
     """
     found = []
-    for path in existing_lease_folders():
-        with opened_folder(path) as folder:
-            for name in sorted(entry.name for entry in os.scandir(folder)):
+    with opened_lease_folders() as folders:
+        for path, folder in folders:
+            names = [entry.name for entry in os.scandir(folder)]
+            for name in sorted(name for name in names if name.endswith(LEASE_SUFFIX)):
                 try:
-                    file = LeaseFile.open(folder, name) if name.endswith(LEASE_SUFFIX) else None
+                    record = _look_at(folder, path / name)
                 except (GpuError, OSError):
                     continue
-                if file is None:
-                    continue
-                try:
-                    record = read_lease(file, path / name, live=file.is_locked())
-                    if record is not None and record.guard.is_alive() is False:
-                        record = replace(record, live=False)  # locked by somebody else
-                except LeaseFileError:
-                    continue
-                finally:
-                    file.close()
                 if record is not None:
                     found.append(record)
     return found
@@ -201,9 +177,11 @@ def undo_lease(record: LeaseRecord, open_gpu: OpenGpu, *, gave_up: bool = False)
         now = read_lease(file, record.path, live=False)
         if now is None:
             return False
-        if (now.job, now.address) != (record.job, record.address):
+        if (now.job, now.address, now.guard) != (record.job, record.address, record.guard):
             return False
         _refuse_strangers(now)
+        if _live_elsewhere(now) is not None:
+            return False
         stays = now.rank_is_alive() and not gave_up
         _bring_back(now.address, open_gpu, late=not (stays or gave_up))
         if stays:
@@ -212,35 +190,20 @@ def undo_lease(record: LeaseRecord, open_gpu: OpenGpu, *, gave_up: bool = False)
         return True
 
 
-def undo_stale(open_gpu: OpenGpu) -> list[GpuAddress]:
-    """Undo every stale lease: reset the GPU, then delete the lease.
-
-    For the start of a job, an administrator's epilogue, and `envpipe clocks reset`. GPUs of live
-    guards are left alone. Where a stale lease's rank lives, the clock is reset and the lease stays.
-
-    Returns:
-        The GPUs whose leases were undone.
-
-    Raises:
-        LeaseUndoError: some could not be undone; raised after all the others were.
-        LeaseFolderError: a folder is unsafe.
-    """
-    undone: list[GpuAddress] = []
-    failures: list[GpuError] = []
-    for record in list_leases():
-        if record.live:
-            continue
-        try:
-            if undo_lease(record, open_gpu):
-                undone.append(record.address)
-        except GpuError as error:
-            failures.append(error)
-    if failures:
-        raise LeaseUndoError(undone, failures)
-    return undone
-
-
 # --- inside --------------------------------------------------------------------------------------
+
+
+def _look_at(folder: int, path: Path) -> LeaseRecord | None:
+    file = LeaseFile.open(folder, path.name)
+    if file is None:
+        return None
+    try:
+        record = read_lease(file, path, live=file.is_locked())
+    finally:
+        file.close()
+    if record is not None and record.guard.is_alive() is False:
+        record = replace(record, live=False)  # locked by somebody else
+    return record
 
 
 def _clear_the_way(
@@ -258,26 +221,41 @@ def _clear_the_way(
                 if not file.is_current(folder):
                     continue
                 record = read_lease(file, path, live=False)
-                if record is not None:
-                    if record.rank_is_alive() and record.rank != rank:
-                        raise _held(record, "A job whose guard has died still uses the GPU")
-                    _refuse_strangers(record)
-                    _bring_back(record.address, open_gpu, late=record.rank != rank)
-                # One without content was cut short before its guard promised anything to a rank.
-                _unlink(file, folder, path)
-                return
-            record = read_lease(file, path, live=True)
-            if time.monotonic() - start_s >= _worth_waiting_s(record, patience_s):
+            else:
+                record = read_lease(file, path, live=True)
+                if time.monotonic() - start_s < _worth_waiting_s(record, patience_s):
+                    time.sleep(_POLL_S)
+                    continue
                 if record is None:
                     raise LeaseFileError(
                         "Somebody keeps a lease locked that is empty",
                         value=str(path),
                         remedy="Delete it",
                     )
-                raise _held(record, "Another job holds the GPU")
+                if record.guard.is_alive() is not False:
+                    raise _held(record, "Another job holds the GPU")
+                # Nobody undoes a lease for so long, and whoever may read it can lock it.
+            if record is not None:
+                if record.rank_is_alive() and record.rank != rank:
+                    raise _held(record, "A job whose guard has died still uses the GPU")
+                _refuse_strangers(record)
+                if (live := _live_elsewhere(record)) is not None:
+                    raise _held(live, "Another job holds the GPU")
+                _bring_back(record.address, open_gpu, late=record.rank != rank)
+            # One without content was cut short before its guard promised anything to a rank.
+            _unlink(file, folder, path)
+            return
         finally:
             file.close()
-        time.sleep(_POLL_S)
+
+
+def _live_elsewhere(record: LeaseRecord) -> LeaseRecord | None:
+    """Return a live lease of the same GPU in another folder.
+
+    A stale one beside it says nothing of the clock: its user may have put it there himself.
+    """
+    others = (other for other in list_leases() if other.path != record.path)
+    return next((o for o in others if o.live and o.path.name == record.path.name), None)
 
 
 def _bring_back(address: GpuAddress, open_gpu: OpenGpu, *, late: bool) -> None:
@@ -297,7 +275,7 @@ def _worth_waiting_s(record: LeaseRecord | None, patience_s: float) -> float:
         return patience_s  # its guard is resetting the GPU
     guard_is_alive = record.guard.is_alive()
     if guard_is_alive is False:
-        return patience_s  # somebody looks at it or undoes it
+        return 3 * patience_s  # somebody looks at it or undoes it
     return 0.0 if guard_is_alive else _LOOK_S
 
 

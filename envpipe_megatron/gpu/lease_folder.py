@@ -14,7 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from envpipe_megatron.gpu.base import GpuError
@@ -35,25 +35,38 @@ def new_lease_folder() -> Path:
     given = os.environ.get(LEASE_DIR_VARIABLE)
     if given:
         return Path(given).absolute()
-    if SHARED_FOLDER.is_dir() or (
+    # `Path.is_dir` raises where a user may not even look.
+    if os.path.isdir(SHARED_FOLDER) or (  # noqa: PTH112
         os.geteuid() == 0 and os.access(SHARED_FOLDER.parents[1], os.W_OK)
     ):
         return SHARED_FOLDER
     return OWN_FOLDERS / f"{_OWN_PREFIX}{os.geteuid()}"
 
 
-def existing_lease_folders() -> list[Path]:
-    """Return every folder in which leases may lie that concern this process.
+@contextmanager
+def opened_lease_folders() -> Iterator[list[tuple[Path, int]]]:
+    """Give every folder in which leases may lie that concern this process, opened.
 
     Beside the one for new leases: that of before root made the shared one, and, for root, the own
-    folders of all users.
+    folders of all users. Anybody may make something of such a name in `/tmp`, so one of these that
+    is unsafe is passed over: what lies there is not its user's.
+
+    Raises:
+        LeaseFolderError: the one for new leases is unsafe.
     """
     first = new_lease_folder()
-    found = [first]
+    others: list[Path] = []
     if not os.environ.get(LEASE_DIR_VARIABLE):
         user = "*" if os.geteuid() == 0 else str(os.geteuid())
-        found += [path for path in OWN_FOLDERS.glob(f"{_OWN_PREFIX}{user}") if path != first]
-    return [path for path in found if path.is_dir() or path.is_symlink()]
+        others = [path for path in OWN_FOLDERS.glob(f"{_OWN_PREFIX}{user}") if path != first]
+    with ExitStack() as stack:
+        found = []
+        if os.path.lexists(first):
+            found.append((first, stack.enter_context(opened_folder(first))))
+        for path in others:
+            with suppress(LeaseFolderError):
+                found.append((path, stack.enter_context(opened_folder(path))))
+        yield found
 
 
 @contextmanager
@@ -62,8 +75,8 @@ def opened_folder(path: Path, *, create: bool = False) -> Iterator[int]:
 
     Args:
         path: the folder.
-        create: make it where it is missing, open to all users and sticky; its parent must exist,
-            but for that of `SHARED_FOLDER`.
+        create: make it where it is missing; its parent must exist, but for that of
+            `SHARED_FOLDER`. It is open to all users and sticky, unless it is this user's own.
 
     Raises:
         LeaseFolderError: missing, no folder, a link, owned by a stranger (his own folder, looked at
@@ -89,7 +102,9 @@ def opened_folder(path: Path, *, create: bool = False) -> Iterator[int]:
 def _make(path: Path) -> None:
     try:
         if path == SHARED_FOLDER:
-            path.parent.mkdir(mode=0o755, exist_ok=True)
+            with suppress(FileExistsError):
+                path.parent.mkdir(mode=0o700)
+                path.parent.chmod(0o755)
         path.mkdir(mode=0o700)
     except FileExistsError:
         return
@@ -99,15 +114,20 @@ def _make(path: Path) -> None:
             value=str(path),
             remedy=f"Make it with mode 1777, or set {LEASE_DIR_VARIABLE}",
         ) from error
-    path.chmod(0o1777)  # ours since a moment, and mkdir's mode is cut by the umask
+    # Ours since a moment, and mkdir's mode is cut by the umask.
+    path.chmod(0o755 if _owner_by_name(path) is not None else 0o1777)
+
+
+def _owner_by_name(path: Path) -> int | None:
+    """Return whose own folder it is by its name, None for one that users share."""
+    own = re.fullmatch(rf"{re.escape(_OWN_PREFIX)}([0-9]+)", path.name)
+    return int(own[1]) if own and path.parent == OWN_FOLDERS else None
 
 
 def _refuse_unsafe(path: Path, status: os.stat_result) -> None:
     trusted = {0, os.geteuid()}
     if os.geteuid() == 0:
-        own = re.fullmatch(rf"{re.escape(_OWN_PREFIX)}([0-9]+)", path.name)
-        if own and path.parent == OWN_FOLDERS:
-            trusted.add(int(own[1]))
+        trusted.add(_owner_by_name(path) or 0)
     if status.st_uid not in trusted:
         raise LeaseFolderError(
             f"The folder of leases {path} belongs to a stranger, who could delete leases",
@@ -170,22 +190,37 @@ class LeaseFile:
         )
 
     def try_lock(self) -> bool:
-        """Take the lock unless another opened file has it."""
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        """Take the lock unless another opened file has it.
+
+        Raises:
+            LeaseFolderError: there are no such locks here.
+        """
+        return self._flock(fcntl.LOCK_EX)
 
     def is_locked(self) -> bool:
-        """Return whether another opened file has the lock."""
-        try:
-            # Shared, so that two who look at once do not see each other.
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
+        """Return whether another opened file has the lock.
+
+        Raises:
+            LeaseFolderError: there are no such locks here.
+        """
+        # Shared, so that two who look at once do not see each other.
+        if not self._flock(fcntl.LOCK_SH):
             return True
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         return False
+
+    def _flock(self, kind: int) -> bool:
+        try:
+            fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:  # as on NFS, for a file that is open for reading
+            raise LeaseFolderError(
+                f"A lease cannot be locked: {error.strerror}",
+                value=self._name,
+                remedy=f"Set {LEASE_DIR_VARIABLE} to a folder on a disk of this machine",
+            ) from error
+        return True
 
     def is_current(self, folder: int) -> bool:
         """Return whether the name still means this file in its folder."""
@@ -217,5 +252,6 @@ class LeaseFile:
         """Give back its lock and close it."""
         # Said aloud: a child that was forked in between has the same opened file, and would keep
         # the lock as long as it lives.
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        with suppress(OSError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)

@@ -18,6 +18,7 @@ LEASE_SUFFIX = ".json"
 PATH_BACKENDS = ("emulated", "dry_run")
 """Back ends whose addresses are their user's own, not the UUIDs of real GPUs."""
 
+_MAX_PID = 2**31 - 1
 _REAL_UID = re.compile(r"GPU-[0-9A-Za-z-]{1,64}")
 
 
@@ -56,6 +57,11 @@ class LeaseRecord:
         notices the guard's death within milliseconds; it counts as ended here.
         """
         return self.rank is not None and self.rank.is_alive() is True
+
+
+def printable(name: str) -> str:
+    """Return the name of a job without what could harm the terminal of whoever reads of it."""
+    return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
 def lease_name(address: GpuAddress) -> str:
@@ -98,6 +104,8 @@ def read_lease(file: LeaseFile, path: Path, *, live: bool) -> LeaseRecord | None
         document = json.loads(file.read())
     except ValueError:
         return None
+    except RecursionError as error:
+        raise LeaseFileError("Not a lease: nested too deeply", value=str(path)) from error
     try:
         if document["format"] != FORMAT:
             raise LeaseFileError(
@@ -110,15 +118,15 @@ def read_lease(file: LeaseFile, path: Path, *, live: bool) -> LeaseRecord | None
             address=GpuAddress(
                 str(document["address"]["backend"]), str(document["address"]["uid"])
             ),
-            job=str(document["job"]),
+            job=printable(str(document["job"])),
             uid=file.owner_uid(),  # what it says itself, anybody could write
             guard=_identity(document["guard"]),
             rank=None if document["rank"] is None else _identity(document["rank"]),
-            created=str(document["created"]),
+            created=printable(str(document["created"])),
             live=live,
         )
         named = lease_name(record.address)
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise LeaseFileError(
             f"A lease lacks a field or has a wrong one: {error}", value=str(path)
         ) from error
@@ -130,6 +138,7 @@ def read_lease(file: LeaseFile, path: Path, *, live: bool) -> LeaseRecord | None
 def _identity(document: object) -> ProcessIdentity:
     if not isinstance(document, dict):
         raise TypeError("a process must be an object")
-    return ProcessIdentity(
-        int(document["pid"]), int(document["start_ticks"]), int(document["pid_namespace"])
-    )
+    pid = int(document["pid"])
+    if not 0 < pid <= _MAX_PID:
+        raise ValueError(f"no process has the number {pid}")
+    return ProcessIdentity(pid, int(document["start_ticks"]), int(document["pid_namespace"]))

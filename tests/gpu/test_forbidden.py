@@ -20,6 +20,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from fake_zeusd import FakeZeusd
+from stale_leases import undo_stale
 
 import envpipe_megatron.gpu
 from envpipe_megatron.cli import main
@@ -31,7 +32,7 @@ from envpipe_megatron.gpu.control import CHOICES, check_controls, choose_control
 from envpipe_megatron.gpu.guard_client import hold_gpu
 from envpipe_megatron.gpu.guard_protocol import GuardError, receive, send
 from envpipe_megatron.gpu.guard_starting import connect_to_guard
-from envpipe_megatron.gpu.lease import Lease, list_leases, undo_lease, undo_stale
+from envpipe_megatron.gpu.lease import Lease, list_leases, undo_lease
 from envpipe_megatron.gpu.nvml import NvmlGpu
 from envpipe_megatron.gpu.opening import BACKENDS, open_gpu
 from envpipe_megatron.gpu.resetting import Resetter
@@ -191,7 +192,6 @@ class Walk:
             lease = self.call(Lease.take, record.address, "new", rank=None, open_gpu=open_gpu)
             if lease is not None:
                 lease.release()
-        self.call(undo_stale, open_gpu)
         site = read_site()
         resetter = Resetter(choose_control("auto", site), site)
         list(resetter.reset_all(GpuAddress(b, self.machine.nvml.uuids[3]) for b in BACKENDS[:3]))

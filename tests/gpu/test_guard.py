@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from guard_rounds import DEADLINE_S, Node, Round
+from stale_leases import undo_stale
 
 from envpipe_megatron.gpu import guard_loop, guard_protocol
 from envpipe_megatron.gpu.base import (
@@ -38,7 +39,7 @@ from envpipe_megatron.gpu.guard_protocol import (
     send,
     socket_path,
 )
-from envpipe_megatron.gpu.lease import LeaseHeldError, list_leases, undo_lease, undo_stale
+from envpipe_megatron.gpu.lease import LeaseHeldError, list_leases, undo_lease
 from envpipe_megatron.gpu.opening import open_gpu
 
 NOBODY = 65534

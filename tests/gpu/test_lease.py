@@ -1,5 +1,7 @@
 """Leases: one holder, found by everybody, undone by whoever may; nothing planted is followed."""
 
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -9,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from stale_leases import undo_stale
 
 from envpipe_megatron.gpu import lease as lease_module
 from envpipe_megatron.gpu import lease_folder
@@ -17,16 +20,14 @@ from envpipe_megatron.gpu.emulated import EmulatedGpu
 from envpipe_megatron.gpu.lease import (
     Lease,
     LeaseHeldError,
-    LeaseUndoError,
     list_leases,
     undo_lease,
-    undo_stale,
 )
 from envpipe_megatron.gpu.lease_folder import (
     LEASE_DIR_VARIABLE,
     LeaseFolderError,
-    existing_lease_folders,
     new_lease_folder,
+    opened_lease_folders,
 )
 from envpipe_megatron.gpu.lease_record import LeaseFileError, lease_name
 from envpipe_megatron.gpu.opening import open_gpu
@@ -198,27 +199,11 @@ def test_a_lease_whose_gpu_cannot_be_reset_is_kept(gpu):
     left_by_a_dead_guard(gpu.address, dead())
     with pytest.raises(GpuError, match="driver is busy"):
         take(gpu.address, "next", open_gpu=FakeGpu(failures=1))
-    with pytest.raises(LeaseUndoError, match="driver is busy"):
+    with pytest.raises(GpuError, match="driver is busy"):
         undo_stale(FakeGpu(failures=1))
     (record,) = list_leases()
     assert record.job == "dead job"
     assert undo_stale(open_gpu) == [gpu.address]
-
-
-def test_undoing_one_that_fails_does_not_keep_the_others(tmp_path, gpu):
-    second = EmulatedGpu.create("a100-sxm", 1, tmp_path / "node")
-    for one in (gpu, second):
-        left_by_a_dead_guard(one.address, dead())
-        one.lock_frequency(1200)
-
-    def opener(address):
-        return FakeGpu(failures=1) if address == list_leases()[0].address else open_gpu(address)
-
-    first, other = (record.address for record in list_leases())
-    with pytest.raises(LeaseUndoError) as caught:
-        undo_stale(opener)
-    assert (caught.value.undone, len(caught.value.failures)) == ([other], 1)
-    assert [record.address for record in list_leases()] == [first]
 
 
 def test_while_its_rank_lives_a_stale_lease_stays_and_its_gpu_is_reset(gpu):
@@ -270,6 +255,57 @@ def test_a_lease_of_a_later_version_is_not_deleted(folder, gpu):
     with pytest.raises(LeaseFileError, match=r"unknown format.*envpipe-lease/2"):
         take(gpu.address)
     assert path.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param("[" * 60_000, id="deep"),
+        '{"pid": 1e400}',
+        '{"pid": 1000000000000000000000}',
+        '{"pid": -1}',
+        '{"start_ticks": 1e400}',
+    ],
+)
+def test_whatever_somebody_writes_into_a_lease_the_others_are_found(folder, gpu, content):
+    lease = take(gpu.address)
+    if content.startswith("{"):
+        document = json.loads(lease.path.read_text())
+        guard = {**document["guard"], **json.loads(content)}
+        address = {"backend": REAL.backend, "uid": REAL.uid}
+        content = json.dumps({**document, "address": address, "guard": guard})
+    (folder / lease_name(REAL)).write_text(content)
+    assert [record.address for record in list_leases()] == [gpu.address]
+    with pytest.raises(LeaseFileError):
+        take(REAL)
+    lease.release()
+
+
+def test_a_jobs_name_harms_no_terminal(gpu):
+    lease = take(gpu.address, "job \x1b[2J\ud800")
+    assert list_leases()[0].job == "job ?[2J?"
+    lease.release()
+
+
+def test_whoever_keeps_a_dead_guards_lease_locked_does_not_keep_the_clock_locked(gpu):
+    record = left_by_a_dead_guard(gpu.address, dead())
+    gpu.lock_frequency(1200)
+    with record.path.open() as file:  # any user may read it, which is enough to lock it
+        fcntl.flock(file, fcntl.LOCK_EX)
+        take(gpu.address, patience_s=0.01).release()
+    assert gpu.requested_frequency_mhz is None
+
+
+def test_where_leases_cannot_be_locked_this_is_said(gpu, monkeypatch):
+    def flock(descriptor, operation):
+        raise OSError(errno.EBADF, "Bad file descriptor")  # as on NFS for one opened for reading
+
+    lease = take(gpu.address)
+    monkeypatch.setattr(lease_folder.fcntl, "flock", flock)
+    with pytest.raises(LeaseFolderError, match=r"cannot be locked.*disk of this machine"):
+        take(gpu.address)
+    monkeypatch.undo()
+    lease.release()
 
 
 @pytest.mark.parametrize("change", [{"address": "x"}, {"guard": 3}, {"rank": []}, {"job": None}])
@@ -398,34 +434,119 @@ def test_a_lease_under_another_gpus_name_is_ignored(folder, gpu):
 # --- where leases lie ----------------------------------------------------------------------------
 
 
-def test_folders_without_the_variable(tmp_path, monkeypatch):
+def folders():
+    with opened_lease_folders() as found:
+        return [path for path, _ in found]
+
+
+@pytest.fixture
+def defaults(tmp_path, monkeypatch):
+    """Without the variable: stand-ins for /run/envpipe/leases, not made, and /tmp."""
     monkeypatch.delenv(LEASE_DIR_VARIABLE)
     shared, own = tmp_path / "run" / "envpipe" / "leases", tmp_path / "tmp"
     own.mkdir()
-    monkeypatch.setattr(lease_folder, "SHARED_FOLDER", shared)
-    monkeypatch.setattr(lease_folder, "OWN_FOLDERS", own)
-    monkeypatch.setattr(lease_folder.os, "geteuid", lambda: 1000)
-    assert new_lease_folder() == own / "envpipe-leases-1000"
-    (own / "envpipe-leases-1000").mkdir()
-    (own / "envpipe-leases-2000").mkdir()
-    assert existing_lease_folders() == [own / "envpipe-leases-1000"]
-    shared.mkdir(parents=True)  # root did; what lies in the own one is still found
-    assert existing_lease_folders() == [shared, own / "envpipe-leases-1000"]
-    monkeypatch.setattr(lease_folder.os, "geteuid", lambda: 0)
-    assert new_lease_folder() == shared
-    assert len(existing_lease_folders()) == 3
-
-
-def test_leases_made_before_root_made_the_shared_folder_count(tmp_path, gpu, monkeypatch):
-    monkeypatch.delenv(LEASE_DIR_VARIABLE)
-    shared = tmp_path / "run" / "envpipe" / "leases"
     shared.parents[1].mkdir()
     monkeypatch.setattr(lease_folder, "SHARED_FOLDER", shared)
-    monkeypatch.setattr(lease_folder, "OWN_FOLDERS", tmp_path)
-    own = tmp_path / f"envpipe-leases-{os.geteuid()}"
+    monkeypatch.setattr(lease_folder, "OWN_FOLDERS", own)
+    return shared, own
+
+
+def be(monkeypatch, uid):
+    monkeypatch.setattr(lease_folder.os, "geteuid", lambda: uid)
+
+
+def test_folders_without_the_variable(defaults, monkeypatch):
+    shared, own = defaults
+    me, other = os.geteuid(), os.geteuid() + 1
+    monkeypatch.setattr(lease_folder.os, "access", lambda *_: False)
+    assert new_lease_folder() == own / f"envpipe-leases-{me}"
+    (own / f"envpipe-leases-{me}").mkdir()
+    (own / f"envpipe-leases-{other}").mkdir()
+    if me != 0:  # root looks at all
+        assert folders() == [own / f"envpipe-leases-{me}"]
+        shared.mkdir(parents=True)  # root did; what lies in the own one is still found
+        assert folders() == [shared, own / f"envpipe-leases-{me}"]
+
+
+@needs_root
+def test_root_finds_the_folders_of_all_users(defaults, monkeypatch):
+    shared, own = defaults
+    assert new_lease_folder() == shared
+    assert folders() == []
+    theirs = own / "envpipe-leases-2000"
+    theirs.mkdir()
+    os.chown(theirs, 2000, 2000)
+    shared.mkdir(parents=True)
+    assert folders() == [shared, theirs]
+
+
+@needs_root
+def test_a_user_cannot_keep_root_from_leases_by_a_folder_of_such_a_name(defaults):
+    shared, own = defaults
+    lease = take(REAL)
+    for name in ("envpipe-leases-x", "envpipe-leases-0", "envpipe-leases-77"):
+        (own / name).mkdir()
+        os.chown(own / name, 12345, 12345)
+    (own / "envpipe-leases-5").symlink_to(own)
+    assert folders() == [shared]
+    assert [record.address for record in list_leases()] == [REAL]
+    lease.release()
+
+
+@needs_root
+@pytest.mark.parametrize("planted_first", [True, False])
+def test_a_stale_lease_beside_a_live_one_resets_nothing(defaults, planted_first):
+    """Any user may write one, and wait for root to undo it while a job holds the GPU."""
+    _, own = defaults
+    record = left_by_a_dead_guard(REAL, dead(), "planted")
+    planted = record.path.read_bytes()
+    record.path.unlink()
+    lease = take(REAL, "live")
+    (own / "envpipe-leases-0").mkdir()
+    there = own / "envpipe-leases-0" / lease.path.name
+    if planted_first:
+        lease.path.rename(there)
+        lease.path.write_bytes(planted)
+    else:
+        there.write_bytes(planted)
+    fake = FakeGpu()
+    assert undo_stale(fake) == []
+    with pytest.raises(LeaseHeldError, match="job live"):
+        take(REAL, "next", open_gpu=fake)
+    assert fake.resets == 0
+
+
+@pytest.mark.parametrize("umask", [0o077, 0])
+def test_whoever_makes_the_shared_folder_others_can_use_it(defaults, umask):
+    shared, own = defaults
+    before = os.umask(umask)
+    try:
+        with lease_folder.opened_folder(shared, create=True):
+            pass
+        with lease_folder.opened_folder(own / f"envpipe-leases-{os.geteuid()}", create=True):
+            pass
+    finally:
+        os.umask(before)
+    modes = [p.stat().st_mode & 0o7777 for p in (shared.parent, shared, next(own.iterdir()))]
+    assert modes == [0o755, 0o1777, 0o755]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may look everywhere")
+def test_a_shared_folder_that_cannot_be_reached_is_none(defaults):
+    shared, own = defaults
+    shared.mkdir(parents=True)
+    shared.parent.chmod(0)
+    try:
+        assert new_lease_folder() == own / f"envpipe-leases-{os.geteuid()}"
+    finally:
+        shared.parent.chmod(0o755)
+
+
+def test_leases_made_before_root_made_the_shared_folder_count(defaults, gpu, monkeypatch):
+    shared, own = defaults
     monkeypatch.setattr(lease_folder.os, "access", lambda *_: False)
     first = take(gpu.address)
-    assert first.path.parent == own
+    assert first.path.parent == own / f"envpipe-leases-{os.geteuid()}"
     shared.mkdir(parents=True)
     shared.chmod(0o1777)
     with pytest.raises(LeaseHeldError):
