@@ -22,12 +22,12 @@ def failing_turn(self):
 
 
 def run_and_say_so(self):
+    signal.signal(signal.SIGUSR1, tell)
     ready = int(os.environ["GUARD_READY_FD"])
     os.write(ready, b"ready")
     os.close(ready)
     return run(self)
 
 
-signal.signal(signal.SIGUSR1, tell)
 Guard._turn, Guard.run = failing_turn, run_and_say_so
 guard.main()

@@ -25,6 +25,7 @@ import argparse
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -65,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--stop-s", type=float, default=defaults.stop_s)
     parser.add_argument("--ready-fd", type=int, help="detach, and say here 'ready' or why not")
     given = parser.parse_args(argv)
+    # What batch systems send to all of a job's processes to have its ranks write a checkpoint.
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     starter_pidfd = open_pidfd(os.getppid()) if given.gpu else None
     if given.ready_fd is not None and os.fork() > 0:
         # The rank reaps this process at once, so that no zombie stays, and launchers that kill

@@ -20,11 +20,11 @@ Which covers, race by race:
 - *Guard and some ranks are killed at once.* The same.
 - *Two ranks undo one lease at once.* They exclude each other by its lock; the second finds none.
 - *All are killed.* The leases stay, unlocked. The next job that takes one of these GPUs, `envpipe
-  clocks reset` and a batch system's epilogue (`undo_stale`) reset the GPU and delete them.
+  clocks reset` and a batch system's epilogue that calls it reset the GPU and delete them.
 - *Somebody undoes a stale lease while its rank lives and has not noticed.* The GPU is reset and the
   lease stays.
 - *The guard lives but hangs.* It answers no heartbeat; that is a LOST as well. The lease is still
-  the guard's, and the rank resets its GPU.
+  the guard's, and the rank resets its GPU. Should the guard come round, it finds a release.
 - *A rank is stopped (SIGSTOP) while its guard dies.* It cannot lock while it is stopped. Killed, it
   is a dead rank; continued, it notices.
 """
@@ -56,7 +56,7 @@ from envpipe_megatron.gpu.guard_protocol import (
 )
 from envpipe_megatron.gpu.guard_starting import connect_to_guard
 from envpipe_megatron.gpu.lease import OpenGpu, list_leases, undo_lease
-from envpipe_megatron.gpu.lease_record import PATH_BACKENDS, LeaseRecord
+from envpipe_megatron.gpu.lease_record import PATH_BACKENDS, LeaseRecord, lease_name
 from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.gpu.process_identity import wait_for_any_end, wait_readable
 
@@ -92,7 +92,7 @@ def hold_gpu(
     on_event: Callable[[GuardEvent], None],
     settings: GuardSettings | None = None,
     log: Path | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     open_gpu: OpenGpu = open_gpu,
 ) -> "Hold":
     """Have a GPU guarded: from when this returns the rank may lock its clock.
@@ -185,9 +185,9 @@ class Hold:
         self._pid = os.getpid()
         self._gave_up = False
         self._lost = False
-        self._undone: bool | None = None  # by the guard, or by this process in its place
+        self._undone: bool | None = None  # by the guard
+        self._is_back = False
         self._settled = threading.Event()
-        self._cleaning = threading.Lock()
         connection.setblocking(False)
         self._thread = threading.Thread(target=self._watch, name="envpipe-guard", daemon=True)
         self._thread.start()
@@ -196,49 +196,53 @@ class Hold:
         """End it: the guard resets the GPU once more and deletes the lease.
 
         To be called when this process locks no clock any more and has no request under way. Any
-        thread may call it, also in a callback. Nothing happens the second time, or in a child.
+        thread may call it, also in a callback; in that for LOST it does not wait. Nothing happens
+        the second time, or in a child.
 
         Args:
-            timeout_s: for how long to wait for the guard, s.
+            timeout_s: for how long to wait, s.
 
         Raises:
-            GuardError: the guard did not answer in time, or could not undo the lease.
-            GpuError: the guard is gone, and this process could not reset the GPU.
+            GuardError: the guard, or this process in its place, was not done in time, or the guard
+                could not undo the lease.
         """
         if os.getpid() != self._pid or self._settled.is_set():
             return
         self._gave_up = True
-        until_s = time.monotonic() + timeout_s
-        if not self._lost:
-            try:
-                send(self._connection, {"op": "release"})
-            except OSError:
-                _LOG.debug("the guard has gone before the release")
-            if threading.current_thread() is self._thread:
-                self._listen(until_s)
-            else:
-                self._settled.wait(timeout_s)
+        self._send_release()
+        if threading.current_thread() is self._thread:
+            self._listen(time.monotonic() + timeout_s)
+            if self._lost:  # this thread cleans up as soon as the callback has returned
+                return
+        else:
+            # The driver may hang, and must not keep this thread as well.
+            self._settled.wait(timeout_s)
         if self._lost:
-            while not self._clean_own():
-                if time.monotonic() > until_s:
-                    raise GuardError(
-                        "The guard hangs, and its lease cannot be undone",
-                        value=self.address.uid,
-                        remedy=f"The clock is reset. End process {self.guard_pid}",
-                    )
-                time.sleep(_FIRST_LOOK_S)
-        elif self._undone is None:
+            if self._settled.is_set():
+                return
+            raise GuardError(
+                "The guard has died or hangs, and what it held is not undone yet",
+                value=self.address.uid,
+                remedy=f"See this rank's log; end process {self.guard_pid} if it still runs",
+            )
+        if self._undone is None:
             raise GuardError(
                 "The guard did not confirm in time that the clock is back",
                 value=self.address.uid,
                 remedy="It goes on trying; see its log, and `envpipe clocks show`",
             )
-        elif not self._undone:
+        if not self._undone:
             raise GuardError(
                 "The guard could not undo its lease",
                 value=self.address.uid,
                 remedy="See its log; `envpipe clocks reset` tries again",
             )
+
+    def _send_release(self) -> None:
+        try:
+            send(self._connection, {"op": "release"})
+        except OSError:
+            _LOG.debug("the guard has gone before the release")
 
     # --- the watching thread --------------------------------------------------------------------
 
@@ -246,6 +250,7 @@ class Hold:
         self._listen(None)
         if self._lost:
             self._stand_in()
+            self._connection.close()
 
     def _listen(self, until_s: float | None) -> None:
         """Send heartbeats and hear the guard, until the GPU is released or the guard is gone."""
@@ -274,8 +279,6 @@ class Hold:
                     pass  # it does not read: that counts as no answer
                 except OSError:
                     self._lost = True
-        if self._lost and until_s is None:
-            self._connection.close()
 
     def _hear(self) -> None:
         try:
@@ -310,18 +313,21 @@ class Hold:
 
     def _stand_in(self) -> None:
         _LOG.error("the guard of %s is gone: clock control ends", self.address.uid)
-        if not self._gave_up:
-            self._gave_up = self._tell(GuardEvent.LOST)
+        # Only ever set: another thread may call `release` while a callback fails.
+        if not self._gave_up and self._tell(GuardEvent.LOST):
+            self._gave_up = True
+        if self._gave_up:
+            self._send_release()  # should it only hang: it undoes the lease when it comes round
         wait_s = _FIRST_LOOK_S
         while True:
             others: list[LeaseRecord] = []
             try:
-                own_is_done = self._clean_own()
+                self._clean_own()
                 others = self._others()
                 for record in others:
                     if not record.live and not record.rank_is_alive():
                         undo_lease(record, self._open_gpu)
-                if own_is_done and not others:
+                if self._settled.is_set() and not others:
                     return
             except Exception:
                 _LOG.exception("clocks of job %s may still be locked", self.job)
@@ -342,27 +348,26 @@ class Hold:
             and record.address != self.address
         ]
 
-    def _clean_own(self) -> bool:
-        """Reset this rank's GPU, and delete its lease where this rank locks no more.
+    def _clean_own(self) -> None:
+        """Reset this rank's GPU; when this rank locks no more, delete its lease and be done."""
+        if self._settled.is_set():
+            return
+        gave_up = self._gave_up
+        name = lease_name(self.address)
+        there = [record for record in list_leases() if record.path.name == name]
+        own = [record for record in there if self._is_own(record)]
+        left = [record for record in own if not self._undo_own(record, gave_up)]
+        # What a guard that hangs still holds, or somebody undid before this rank locked for the
+        # last time. Another job's GPU, or one that this job holds anew, is left alone.
+        if own == left and own == there and not self._is_back:
+            self._open_gpu(self.address).reset_frequency()
+            self._is_back = gave_up
+        if gave_up and not left:
+            self._settled.set()
 
-        Returns:
-            Whether no lease is left. One is while the guard is not quite dead, or hangs.
-        """
-        with self._cleaning:
-            if self._settled.is_set():
-                return True
-            there = [record for record in list_leases() if record.address == self.address]
-            left = [record for record in there if not self._undo_own(record)]
-            # Somebody may have undone the lease before this rank locked for the last time. Another
-            # job's GPU is left alone.
-            if all(record.job == self.job for record in left):
-                self._open_gpu(self.address).reset_frequency()
-            done = all(record.job != self.job for record in left)
-            if self._gave_up and done:
-                self._settled.set()
-            return done
+    def _is_own(self, record: LeaseRecord) -> bool:
+        ours = record.job == self.job and record.uid == os.geteuid()
+        return ours and record.guard.pid == self.guard_pid
 
-    def _undo_own(self, record: LeaseRecord) -> bool:
-        if record.job != self.job or record.live:
-            return False
-        return undo_lease(record, self._open_gpu, gave_up=self._gave_up)
+    def _undo_own(self, record: LeaseRecord, gave_up: bool) -> bool:
+        return not record.live and undo_lease(record, self._open_gpu, gave_up=gave_up)

@@ -106,21 +106,27 @@ class Holding:
         """
         if self.phase is Phase.TAKING:
             self._ends_late = late
+            self._abandon_at_s = now_s + self._settings.give_up_s  # the driver may hang
         elif self.phase is Phase.HELD:
             self.phase = Phase.ENDING
             late_s = self._late_request_s if late else 0.0
             self._late_at_s = now_s + late_s if late_s > 0 else None
             self._abandon_at_s = now_s + late_s + self._settings.give_up_s
-            self.reset()
+            self._reset_from_now_on()
 
     def reset(self) -> None:
         """Bring the clock back now; the rank may lock it again.
 
-        Only queued: the second request of two that wait would do nothing that the first does not.
+        Nothing is added to two that are under way: the rank of a driver that hangs is silent for
+        long.
         """
         if self._resets_under_way < 2:
-            self._resets_under_way += 1
-            self._tasks.put(self._reset)
+            self._reset_from_now_on()
+
+    def _reset_from_now_on(self) -> None:
+        """Reset once more, whatever is under way: that may have begun before the last lock."""
+        self._resets_under_way += 1
+        self._tasks.put(self._reset)
 
     def next_instant_s(self) -> float | None:
         """Return when `on_time` is due, None while nothing is."""
@@ -134,7 +140,7 @@ class Holding:
             self.reset()
         if self._late_at_s is not None and now_s >= self._late_at_s:
             self._late_at_s = None
-            self.reset()
+            self._reset_from_now_on()
         if self._abandon_at_s is not None and now_s >= self._abandon_at_s:
             _LOG.error("%s: given up; its lease stays and says what to undo", self.address.uid)
             self.leave()
@@ -156,6 +162,7 @@ class Holding:
 
     def _on_taken(self, error: BaseException | None, now_s: float) -> None:
         if self.phase is Phase.OVER:  # left meanwhile: no rank was promised anything
+            self._delete_lease()
             return
         if error is not None:
             _LOG.warning("%s: not held: %s", self.address.uid, error)
@@ -184,14 +191,17 @@ class Holding:
         if self.phase is Phase.HELD:
             self.on_was_reset()
         elif self._resets_under_way == 0 and self._late_at_s is None:
-            assert self._lease is not None, "a GPU that is held has a lease"
-            try:
-                self._lease.release()
-            except Exception as release_error:
-                _LOG.error("%s: %s", self.address.uid, release_error)
-                self.undone = False
-            self._lease = None
+            self._delete_lease()
             self._over()
+
+    def _delete_lease(self) -> None:
+        lease, self._lease = self._lease, None
+        try:
+            if lease is not None:
+                lease.release()
+        except Exception as error:
+            _LOG.error("%s: %s", self.address.uid, error)
+            self.undone = False
 
     def _over(self) -> None:
         self.phase = Phase.OVER

@@ -30,7 +30,7 @@ from envpipe_megatron.gpu.guard_protocol import (
     send,
 )
 from envpipe_megatron.gpu.lease import LeaseHeldError, OpenGpu
-from envpipe_megatron.gpu.lease_record import lease_name
+from envpipe_megatron.gpu.lease_record import lease_name, printable
 from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.gpu.process_identity import (
     ProcessIdentity,
@@ -86,7 +86,7 @@ class Guard:
         self._listener = listener
         self._path = Path(listener.getsockname())
         self._inode = self._path.stat().st_ino
-        self._job = job
+        self._job = printable(job)
         self._settings = settings
         self._allowed = allowed
         self._open_gpu = open_gpu
@@ -114,6 +114,7 @@ class Guard:
         Raises:
             BaseException: whatever went wrong, after the GPUs were reset as well as possible.
         """
+        # In the midst of anything: only noted here, done by the loop, which the signal wakes.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(
                 number, lambda number, _: self._posted.append(partial(self._stop, number))
@@ -154,7 +155,7 @@ class Guard:
             if self._heartbeat_counts(peer):
                 times_s.append(peer.heard_s + self._settings.heartbeat_s)
         times_s.append(self._stop_at_s)
-        if not self._peers:
+        if not (self._peers or self._staying):
             times_s.append(self._no_rank_until_s)
         due_s = min((time_s for time_s in times_s if time_s is not None), default=None)
         return None if due_s is None else max(0.0, due_s - now_s)
@@ -188,7 +189,9 @@ class Guard:
         """Delete the socket; return False where somebody connected in the last moment."""
         lock = StartLock(self._path)
         # Under the lock nobody starts another guard, whose socket would be deleted here.
-        locked = lock.acquire(time.monotonic() + 5.0)
+        locked = False
+        with contextlib.suppress(OSError):  # a folder that vanished, as at the end of a login
+            locked = lock.acquire(time.monotonic() + 5.0)
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._listener, selectors.EVENT_READ)
@@ -358,10 +361,6 @@ class Guard:
             self._ended(peer, now_s)
 
     # --- what holdings say ----------------------------------------------------------------------
-
-    def _signalled(self, number: int, _: object) -> None:
-        # In the midst of anything: only noted here, done by the loop, which the signal wakes.
-        self._posted.append(partial(self._stop, number))
 
     def _post(self, todo: Callable[[float], None]) -> None:
         self._posted.append(todo)

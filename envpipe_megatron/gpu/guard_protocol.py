@@ -100,7 +100,7 @@ def receive(connection: socket.socket) -> dict[str, Any] | None:
         return None
     try:
         message = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GuardProtocolError("Not a message of ranks and guards", value=data[:80]) from error
     if not isinstance(message, dict):
         raise GuardProtocolError("Not a message of ranks and guards", value=data[:80])
@@ -160,9 +160,11 @@ def runtime_folder() -> Path:
     Raises:
         GuardError: somebody else could enter it, or it cannot be made.
     """
+    path = Path(f"/tmp/envpipe-{os.geteuid()}")
     given = os.environ.get("XDG_RUNTIME_DIR")
-    own = given and Path(given).is_dir() and Path(given).stat().st_uid == os.geteuid()
-    path = Path(given) / "envpipe" if given and own else Path(f"/tmp/envpipe-{os.geteuid()}")
+    with contextlib.suppress(OSError):  # it may have gone with the login that it was made for
+        if given and Path(given).stat().st_uid == os.geteuid() and Path(given).is_dir():
+            path = Path(given) / "envpipe"
     try:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)

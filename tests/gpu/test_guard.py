@@ -205,6 +205,7 @@ def test_a_gpu_that_another_client_holds_is_not_touched(round_):
     [
         pytest.param(b"\xff", id="bytes"),
         pytest.param(b"x" * 20_000, id="long"),
+        pytest.param(b"[" * 16_000, id="deep"),
         *(b"[]", b"{}", b'{"op": "lock"}', b'{"op": "release"}', b'{"op": "hold"}'),
     ],
 )
@@ -305,13 +306,15 @@ def test_a_rank_that_hangs_up_and_lives_keeps_its_lease(round_):
 
 def test_one_gpus_hanging_driver_does_not_keep_another_from_its_reset(round_):
     slow, quick = round_.start(2, steady=True)
-    round_.node.nvml.set_fault(slow.address.uid, "slow_ms", 1500)
+    round_.node.nvml.set_fault(slow.address.uid, "slow_ms", 1_000_000)
     slow.kill(signal.SIGKILL)
     quick.kill(signal.SIGKILL)
     round_.await_back([quick.address])
     assert slow.address in leased()
     assert round_.node.locked_mhz(slow.address) is not None
-    round_.await_back([slow.address])
+    round_.node.nvml.clear_faults()
+    round_.kill_guard()
+    until(lambda: slow.address in undo_stale(open_gpu))
     round_.end()
 
 
@@ -319,8 +322,9 @@ def test_a_reset_that_fails_for_good_leaves_the_lease_and_an_exit_status(round_)
     guard = start_guard(round_, "--give-up-s", "0.3")
     stuck, fine = round_.start(2, steady=True)
     round_.node.nvml.set_fault(stuck.address.uid, "no_permission")
+    fine.tell("finish")  # however long it takes, and not given up
+    round_.await_back([fine.address])
     stuck.kill(signal.SIGKILL)
-    fine.kill(signal.SIGKILL)
     assert guard.wait(DEADLINE_S) == 1
     (record,) = list_leases()
     assert (record.address, record.live) == (stuck.address, False)
@@ -376,7 +380,7 @@ def test_a_release_in_the_callback_is_answered(round_):
 
 
 def test_nothing_can_be_held_while_the_job_is_being_stopped(round_):
-    guard = start_guard(round_)
+    guard = start_guard(round_, "--stop-s", str(DEADLINE_S))
     (rank,) = round_.start(1, polite=False, steady=True)
     rank.kill(signal.SIGSTOP)  # so that it does not release
     guard.terminate()
@@ -392,14 +396,14 @@ def test_nothing_can_be_held_while_the_job_is_being_stopped(round_):
 
 
 def test_a_guard_that_hangs_is_a_lost_one(round_):
-    guard = start_guard(round_, "--heartbeat-s", "0.3")
+    guard = start_guard(round_, "--heartbeat-s", "1")
     events = queue.SimpleQueue()
     hold = hold_gpu(round_.addresses[0], round_.job, on_event=events.put)
     open_gpu(hold.address).lock_frequency(1200)
     guard.send_signal(signal.SIGSTOP)
     assert events.get(timeout=DEADLINE_S) is GuardEvent.LOST
     until(lambda: round_.node.locked_mhz(hold.address) is None)
-    with pytest.raises(GuardError, match="guard hangs"):
+    with pytest.raises(GuardError, match="died or hangs"):
         hold.release(timeout_s=0.05)
     guard.kill()
     guard.wait()
@@ -444,6 +448,85 @@ def test_a_child_has_no_part_in_its_parents_hold(round_):
     os.waitpid(child, 0)
     assert hold.address in leased()
     hold.release()
+
+
+def test_a_guard_that_comes_round_lets_go(round_):
+    guard = start_guard(round_, "--heartbeat-s", "1")
+    lost = threading.Event()
+    hold = hold_gpu(round_.addresses[0], round_.job, on_event=lambda event: lost.set())
+    guard.send_signal(signal.SIGSTOP)
+    assert lost.wait(DEADLINE_S)
+    assert hold.address in leased()
+    guard.send_signal(signal.SIGCONT)
+    hold.release(DEADLINE_S)
+    assert leased() == set()
+    assert guard.wait(DEADLINE_S) == 0
+    again = hold_gpu(round_.addresses[0], round_.job, on_event=print)
+    again.release()
+
+
+def test_a_driver_that_hangs_does_not_keep_the_rank_that_stands_in(round_):
+    hanging, go_on = threading.Event(), threading.Event()
+
+    class HangingGpu(LateGpu):
+        late_request_s = 0.0
+
+        def reset_frequency(self):
+            hanging.set()
+            go_on.wait(DEADLINE_S)
+
+    guard = start_guard(round_)
+    gpu = HangingGpu()
+    hold = hold_gpu(round_.addresses[0], round_.job, on_event=print, open_gpu=lambda _: gpu)
+    guard.kill()
+    guard.wait()
+    assert hanging.wait(DEADLINE_S)
+    with pytest.raises(GuardError, match="not undone yet"):
+        hold.release(timeout_s=0.05)
+    go_on.set()
+    hold.release(DEADLINE_S)
+    assert leased() == set()
+
+
+def test_what_a_rank_holds_anew_is_not_reset_by_who_stands_in_for_its_former_guard(round_):
+    called, go_on = threading.Event(), threading.Event()
+
+    def on_event(event):
+        called.set()
+        go_on.wait(DEADLINE_S)
+
+    guard = start_guard(round_)
+    former = hold_gpu(round_.addresses[0], round_.job, on_event=on_event)
+    guard.kill()
+    guard.wait()
+    assert called.wait(DEADLINE_S)
+    hold = hold_gpu(round_.addresses[0], round_.job, on_event=print)
+    open_gpu(hold.address).lock_frequency(1200)
+    go_on.set()
+    former.release(DEADLINE_S)
+    assert round_.node.locked_mhz(hold.address) is not None
+    assert hold.address in leased()
+    hold.release()
+
+
+def test_signals_that_are_meant_for_ranks_are_ignored(round_):
+    guard = start_guard(round_)
+    hold = hold_gpu(round_.addresses[0], round_.job, on_event=print)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        guard.send_signal(number)
+    hold.release()
+    assert guard.wait(DEADLINE_S) == 0
+
+
+def test_a_folder_that_vanishes_keeps_nobody(round_):
+    """As XDG_RUNTIME_DIR does when its user logs out."""
+    guard = start_guard(round_)
+    hold = hold_gpu(round_.addresses[0], round_.job, on_event=print)
+    open_gpu(hold.address).lock_frequency(1200)
+    shutil.rmtree(runtime_folder())
+    hold.release()
+    assert guard.wait(DEADLINE_S) == 0
+    runtime_folder()  # for what cleans up
 
 
 # --- starting ------------------------------------------------------------------------------------
@@ -592,6 +675,52 @@ def test_a_dead_ranks_gpu_is_reset_once_more_after_its_late_requests(node, round
     posted.get(timeout=DEADLINE_S)(107.1)
     assert (holding.phase, gpu.resets) == (Phase.OVER, 2)
     assert leased() == set()
+
+
+def test_the_reset_at_the_end_begins_after_the_end(node, round_):
+    """Those under way before may have been done with when the rank locked for the last time."""
+    gpu, posted = LateGpu(), queue.SimpleQueue()
+    address = node.addresses["emulated"][0]
+    holding = Holding(address, "job", None, GuardSettings(), lambda _: gpu, posted.put)
+    posted.get(timeout=DEADLINE_S)(100.0)
+    for _ in range(3):
+        holding.reset()
+    results = [posted.get(timeout=DEADLINE_S) for _ in range(2)]  # the third is one too many
+    holding.end(100.0, late=False)
+    for result in results:
+        result(100.1)
+    assert (holding.phase, address in leased()) == (Phase.ENDING, True)
+    posted.get(timeout=DEADLINE_S)(100.2)
+    assert (holding.phase, gpu.resets) == (Phase.OVER, 3)
+    assert leased() == set()
+
+
+def test_a_gpu_that_hangs_when_it_is_opened_is_given_up(node, round_):
+    go_on, posted = threading.Event(), queue.SimpleQueue()
+    address = node.addresses["emulated"][0]
+
+    def open_late(_):
+        go_on.wait(DEADLINE_S)
+        return LateGpu()
+
+    holding = Holding(address, "job", None, GuardSettings(), open_late, posted.put)
+    holding.end(100.0, late=True)
+    assert holding.next_instant_s() == 700.0
+    holding.on_time(700.0)
+    assert (holding.phase, holding.undone) == (Phase.OVER, True)
+    go_on.set()
+    posted.get(timeout=DEADLINE_S)(701.0)
+    assert leased() == set()
+
+
+def test_a_guard_that_stays_sleeps_while_no_rank_has_come(monkeypatch, tmp_path):
+    monkeypatch.setattr(guard_loop, "_FIRST_RANK_S", 0.0)
+    starter = os.pidfd_open(os.getpid())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(tmp_path / "s"))
+        guard = Guard(listener, "job", GuardSettings(), allowed=[], starter_pidfd=starter)
+        assert guard._wait_s() is None
+    os.close(starter)
 
 
 def test_a_guard_sleeps_while_nothing_is_due(node, round_, monkeypatch, tmp_path):
