@@ -43,14 +43,14 @@ class RankClock:
         self.controller = ClockController(gpu, min_dwell_s, relock=relock, on_start=same_device())
         self._hold: Hold | None = None
         self._watch: ClockWatch | None = None
-        if gpu.drives_hardware if guarded is None else guarded:
-            try:
+        try:
+            if gpu.drives_hardware if guarded is None else guarded:
                 self._hold = hold_gpu(gpu.address, on_event=self._hear)
-            except BaseException:
-                self.controller.close()
-                raise
-        if gpu.drives_hardware or gpu.address.backend == "none":
-            self._watch = ClockWatch(gpu, lambda: self.controller.last_change_s)
+            if gpu.drives_hardware or gpu.address.backend == "none":
+                self._watch = ClockWatch(gpu, lambda: self.controller.last_change_s)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Give the clock back, and tell the guard; safe to call twice. What fails is logged."""

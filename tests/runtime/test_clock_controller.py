@@ -484,3 +484,14 @@ def test_the_thread_ends_when_it_is_closed_after_control_was_given_up(gpu, clock
     closing.join(WAIT_S)
     assert not clock._thread.is_alive()
     assert gpu.history == []
+
+
+def test_a_clock_that_cannot_be_watched_is_given_back(gpu, monkeypatch):
+    released = []
+    hold = SimpleNamespace(release=lambda: released.append(True))
+    monkeypatch.setattr(rank_clock, "hold_gpu", lambda address, *, on_event: hold)
+    monkeypatch.setattr(rank_clock, "ClockWatch", None)  # as where no thread can be started
+    monkeypatch.setattr(gpu, "drives_hardware", True, raising=False)
+    with pytest.raises(TypeError):
+        RankClock(gpu)
+    assert released == [True]
