@@ -54,18 +54,18 @@ class Rank:
         self._connection = connection
         self._pidfd = os.pidfd_open(pid)
 
-    def hear(self, word: str, timeout_s: float = 20.0) -> list:
-        """Return the first message that begins with a word and was not returned yet."""
+    def hear(self, *words: str, timeout_s: float = 120.0) -> list:
+        """Return the first message that begins with one of some words and was not returned yet."""
         end_s = time.monotonic() + timeout_s
         while True:
             for message in self.said:
-                if message[0] == word:
+                if message[0] in words:
                     self.said.remove(message)
                     return message
             self._connection.settimeout(max(0.001, end_s - time.monotonic()))
             data = self._connection.recv(10_000)
             if not data:
-                raise EOFError(f"rank {self.pid} has ended, not said {word!r}, but {self.said}")
+                raise EOFError(f"rank {self.pid} has ended, not said {words}, but {self.said}")
             self.said.append(json.loads(data))
 
     def tell(self, word: str) -> None:
@@ -75,7 +75,7 @@ class Rank:
         with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
             signal.pidfd_send_signal(self._pidfd, number)
 
-    def wait(self, timeout_s: float = 20.0) -> None:
+    def wait(self, timeout_s: float = 120.0) -> None:
         if not select.select([self._pidfd], [], [], timeout_s)[0]:
             raise TimeoutError(f"rank {self.pid} has not ended")
 
