@@ -91,7 +91,9 @@ def main(repeat: int, faults: Sequence[str], seed: int | None, output: Path | No
                 if output is not None:
                     with output.open("w", newline="") as file:
                         csv.writer(file).writerows([COLUMNS, *rows])
-    table = Table(*COLUMNS)
+    table = Table()
+    for column in COLUMNS:
+        table.add_column(column, overflow="fold", no_wrap=column == "fault")
     for row in rows:
         table.add_row(*map(str, row))
     console.print(table)

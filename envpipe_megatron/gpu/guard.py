@@ -26,20 +26,18 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.guard_loop import Guard
-from envpipe_megatron.gpu.guard_protocol import GuardError, GuardSettings
+from envpipe_megatron.gpu.guard_protocol import GuardSettings
+from envpipe_megatron.gpu.guard_socket import listen_at
 from envpipe_megatron.gpu.process_identity import open_pidfd
 
 _LOG = logging.getLogger(__name__)
 
-_BACKLOG = 256
 _MAX_REASON_BYTES = 1000
 
 
@@ -75,9 +73,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         # whole trees of processes do not find the guard among the rank's descendants.
         os._exit(0)
     try:
+        os.umask(0o077)
         _redirect(given.log)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        _bind(listener, given.socket)
+        listener = listen_at(given.socket)
         settings = GuardSettings(given.heartbeat_s, given.give_up_s, given.stop_s)
         allowed = [GpuAddress(*pair) for pair in given.gpu] if given.gpu else None
         guard = Guard(listener, given.job, settings, allowed=allowed, starter_pidfd=starter_pidfd)
@@ -110,20 +108,6 @@ def _redirect(log: str) -> None:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
-
-
-def _bind(listener: socket.socket, path: str) -> None:
-    """Listen at a path, also where a guard that was killed left its socket."""
-    os.umask(0o077)
-    try:
-        listener.bind(path)
-    except OSError:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
-            if other.connect_ex(path) == 0:
-                raise GuardError("A guard listens there already", value=path) from None
-        Path(path).unlink()
-        listener.bind(path)
-    listener.listen(_BACKLOG)
 
 
 if __name__ == "__main__":

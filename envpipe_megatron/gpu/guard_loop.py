@@ -24,11 +24,11 @@ from envpipe_megatron.gpu.guard_protocol import (
     GuardProtocolError,
     GuardSettings,
     Message,
-    StartLock,
     receive,
     refusal,
     send,
 )
+from envpipe_megatron.gpu.guard_socket import close_unless_wanted
 from envpipe_megatron.gpu.lease import LeaseHeldError, OpenGpu
 from envpipe_megatron.gpu.lease_record import lease_name, printable
 from envpipe_megatron.gpu.opening import open_gpu
@@ -84,8 +84,7 @@ class Guard:
         open_gpu: OpenGpu = open_gpu,
     ) -> None:
         self._listener = listener
-        self._path = Path(listener.getsockname())
-        self._inode = self._path.stat().st_ino
+        self._inode = Path(listener.getsockname()).stat().st_ino
         self._job = printable(job)
         self._settings = settings
         self._allowed = allowed
@@ -123,7 +122,9 @@ class Guard:
         try:
             while True:
                 self._turn()
-                if self._nothing_left() and self._leave():
+                if self._nothing_left() and close_unless_wanted(
+                    self._listener, self._inode, anyway=self._stop_at_s is not None
+                ):
                     return 0 if self._all_undone else 1
         except BaseException:
             self._reset_in_distress()
@@ -184,27 +185,6 @@ class Guard:
             return True
         waiting = self._no_rank_until_s is not None and time.monotonic() < self._no_rank_until_s
         return not self._staying and not waiting
-
-    def _leave(self) -> bool:
-        """Delete the socket; return False where somebody connected in the last moment."""
-        lock = StartLock(self._path)
-        # Under the lock nobody starts another guard, whose socket would be deleted here.
-        locked = False
-        with contextlib.suppress(OSError):  # a folder that vanished, as at the end of a login
-            locked = lock.acquire(time.monotonic() + 5.0)
-        try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._listener, selectors.EVENT_READ)
-                if self._stop_at_s is None and selector.select(0):
-                    return False
-            with contextlib.suppress(FileNotFoundError):
-                if self._path.stat().st_ino == self._inode:
-                    self._path.unlink()
-            self._listener.close()
-            return True
-        finally:
-            if locked:
-                lock.release(delete=self._listener.fileno() < 0)
 
     # --- what comes in --------------------------------------------------------------------------
 

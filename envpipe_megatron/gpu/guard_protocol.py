@@ -16,13 +16,11 @@ No message asks the guard to lock a clock: it cannot be made to.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import socket
 import stat
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +35,6 @@ from envpipe_megatron.gpu.lease_record import LeaseFileError
 SOCKET_VARIABLE = "ENVPIPE_GUARD_SOCKET"
 MAX_MESSAGE_BYTES = 16 * 1024
 _MAX_SOCKET_PATH = 107
-_POLL_S = 0.01
 
 
 class GuardError(GpuError):
@@ -199,47 +196,3 @@ def socket_path(job: str) -> Path:
             remedy="Set XDG_RUNTIME_DIR to a folder with a shorter path",
         )
     return path
-
-
-class StartLock:
-    """Lets one process at a time start or end the guard of a socket.
-
-    A record lock and not a `flock`: children that a rank forks meanwhile must not keep it. Such
-    locks do not exclude threads of a process, so a process asks for it under a lock of its own.
-
-    Args:
-        path: the socket.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = Path(f"{path}.lock")
-        self._descriptor = -1
-
-    def acquire(self, until_s: float) -> bool:
-        """Take it, at the latest at an instant of the monotonic clock; return whether it is taken.
-
-        May raise OSError.
-        """
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        while True:
-            descriptor = os.open(self._path, flags, 0o600)
-            try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Its last holder deletes it: this may be the deleted one.
-                if os.path.samestat(os.fstat(descriptor), self._path.lstat()):
-                    self._descriptor = descriptor
-                    return True
-            except (BlockingIOError, PermissionError):
-                if time.monotonic() > until_s:
-                    os.close(descriptor)
-                    return False
-                time.sleep(_POLL_S)
-            except FileNotFoundError:
-                pass
-            os.close(descriptor)
-
-    def release(self, *, delete: bool = False) -> None:
-        """Give it back, and delete its file where no guard is left."""
-        if delete:
-            self._path.unlink(missing_ok=True)
-        os.close(self._descriptor)

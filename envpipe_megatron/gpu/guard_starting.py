@@ -13,9 +13,9 @@ from envpipe_megatron.gpu.guard_protocol import (
     SOCKET_VARIABLE,
     GuardError,
     GuardSettings,
-    StartLock,
     socket_path,
 )
+from envpipe_megatron.gpu.guard_socket import StartLock
 from envpipe_megatron.gpu.process_identity import peer_uid_and_pid, wait_readable
 
 _STARTING = threading.Lock()

@@ -31,7 +31,6 @@ from envpipe_megatron.gpu.guard_protocol import (
     GuardError,
     GuardProtocolError,
     GuardSettings,
-    StartLock,
     job_key,
     receive,
     refused_error,
@@ -39,6 +38,7 @@ from envpipe_megatron.gpu.guard_protocol import (
     send,
     socket_path,
 )
+from envpipe_megatron.gpu.guard_socket import StartLock
 from envpipe_megatron.gpu.lease import LeaseHeldError, list_leases, undo_lease
 from envpipe_megatron.gpu.opening import open_gpu
 
