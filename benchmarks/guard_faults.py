@@ -91,11 +91,9 @@ def main(repeat: int, faults: Sequence[str], seed: int | None, output: Path | No
                 if output is not None:
                     with output.open("w", newline="") as file:
                         csv.writer(file).writerows([COLUMNS, *rows])
-    table = Table()
-    for column in COLUMNS:
-        table.add_column(column, overflow="fold", no_wrap=column == "fault")
+    table = Table(*(column.replace("_", "\n") for column in COLUMNS))
     for row in rows:
-        table.add_row(*map(str, row))
+        table.add_row(row[0].replace("_", " "), *map(str, row[1:]))
     console.print(table)
     if any(row[2] or row[3] or row[4] for row in rows):
         raise SystemExit(1)
