@@ -154,8 +154,9 @@ def test_round_trip_of_any_schedule(tmp_path_factory, seed):
     latency = tuple(rng.choice([0.0, 0.1]) for _ in range(schedule.num_stages - 1))
     powers = tuple(rng.uniform(0, 99) for _ in schedule.stages)
     conditions = Conditions(powers, latency, **random_conditions(rng, schedule.num_stages))
-    bound_j = rng.choice([None, 1 / 3])
-    plan = Plan("mine", schedule, frequency, profile, conditions, energy_lower_bound_j=bound_j)
+    plan = Plan("mine", schedule, frequency, profile, conditions)
+    bound_j = rng.choice([None, plan.cost.energy_j / 3])
+    plan = replace(plan, energy_lower_bound_j=bound_j)
     path = tmp_path_factory.getbasetemp() / "plan.json"
     plan.write(path)
     again = read_plan(path, profile)
