@@ -14,7 +14,6 @@ from __future__ import annotations
 import csv
 import multiprocessing
 import re
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +25,7 @@ from unittest.mock import patch
 import click
 import numpy as np
 from matplotlib.figure import Figure
+from peak_memory import peak_mib
 from rich.console import Console
 from rich.table import Table
 
@@ -139,7 +139,7 @@ def measure_plan(job: Job) -> dict[str, float]:
     return {
         **{f"{part}_s": seconds for part, seconds in spent_s.items()},
         "total_s": total_s,
-        "peak_mib": _peak_mib(),
+        "peak_mib": peak_mib(),
         "saving_percent": plan.cost.saving_percent(plan.baseline.cost),
         "gap_percent": gap,
     }
@@ -161,16 +161,6 @@ def measure_simplex(job: Job) -> dict[str, float]:
     start_s = time.perf_counter()
     program.solve(deadline_s)
     return {"simplex_s": time.perf_counter() - start_s}
-
-
-def _peak_mib() -> float:
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux hands ru_maxrss on through fork and exec, so it tells the parent's
-        peak_kib = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
-        if peak_kib:
-            return int(peak_kib[1]) / 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)  # bytes there, KiB elsewhere
 
 
 def _send(function: Callable[[Job], dict[str, float]], job: Job, pipe: Connection) -> None:

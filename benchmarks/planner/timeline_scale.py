@@ -4,17 +4,14 @@ Three questions of anyone with a large pipeline: what a full timeline costs (64 
 microbatches are 131,072 units), what a change of one unit costs, and how long each policy plans at
 8 x 96. Peak memory is taken in a fresh process each, for the high-water mark never falls.
 
-    python benchmarks/timeline_scale.py --repeat 5
+    python benchmarks/planner/timeline_scale.py --repeat 5
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import random
-import re
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -24,6 +21,7 @@ from typing import TypeVar
 
 import click
 import numpy as np
+from peak_memory import peak_mib
 from rich.console import Console
 from rich.table import Table
 
@@ -57,19 +55,9 @@ def _timed(action: Callable[[], Result]) -> tuple[float, Result]:
     return time.perf_counter() - start, result
 
 
-def _peak_mib() -> float:
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux hands ru_maxrss on through fork and exec, so it tells the parent's
-        peak_kib = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
-        if peak_kib:
-            return int(peak_kib[1]) / 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)  # bytes there, KiB elsewhere
-
-
 def _measure_timeline(num_stages: int, num_microbatches: int, repeat: int) -> dict[str, float]:
     """Times in s (the timeline's a median), and the peak memory of this process in MiB."""
-    imports_mib = _peak_mib()
+    imports_mib = peak_mib()
     schedule_s, schedule = _timed(lambda: builders.one_f_one_b(num_stages, num_microbatches))
     durations = _durations(schedule)
     timeline_s = statistics.median(
@@ -78,7 +66,7 @@ def _measure_timeline(num_stages: int, num_microbatches: int, repeat: int) -> di
     return {
         "schedule": schedule_s,
         "timeline": timeline_s,
-        "peak": _peak_mib(),
+        "peak": peak_mib(),
         "imports": imports_mib,
     }
 
