@@ -16,7 +16,6 @@ from envpipe_megatron.cli.clocks_latency import measure_latency
 from envpipe_megatron.cli.common import say
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import ClockState, Gpu, GpuAddress, GpuError
-from envpipe_megatron.gpu.control import choose_control
 from envpipe_megatron.gpu.emulated import list_emulated
 from envpipe_megatron.gpu.emulated_store import ROOT_VARIABLE, default_root
 from envpipe_megatron.gpu.nvml import list_nvml_gpus
@@ -183,8 +182,7 @@ def reset(wanted: tuple[str, ...]) -> None:
         chosen = [gpu for gpu in gpus if gpu.address.uid in visible]
     else:
         chosen = gpus
-    control = choose_control("auto", site)
-    resetter = Resetter(control, site)
+    resetter = Resetter(site)
     addresses = [
         # Real GPUs are opened by whatever back end is allowed.
         GpuAddress("nvml", gpu.address.uid) if gpu.address.backend == "none" else gpu.address

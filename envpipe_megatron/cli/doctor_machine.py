@@ -11,7 +11,7 @@ import pynvml
 
 from envpipe_megatron.cli.doctor_checks import Check, looked
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, GpuError, clock_control_forbidden
-from envpipe_megatron.gpu.control import check_controls, choose_control
+from envpipe_megatron.gpu.control import check_controls, first_allowed
 from envpipe_megatron.gpu.lease import list_leases
 from envpipe_megatron.gpu.nvml import NvmlGpu, list_nvml_gpus
 from envpipe_megatron.gpu.nvml_errors import MigModeError, VirtualGpuError
@@ -165,11 +165,12 @@ def _forbid(name: str) -> Check:
 
 
 def _back_ends(site: SiteConfig) -> list[Check]:
+    controls = check_controls(site)
     checks = [
         Check("control", f"back end {check.backend}", check.allowed, check.reason, check.remedy)
-        for check in check_controls(site)
+        for check in controls
     ]
-    chosen = choose_control("auto", site)
+    chosen = first_allowed("auto", controls)
     if chosen.backend is not None:
         auto = Check("control", "auto", True, f"takes {chosen.backend}, {chosen.why}")
     else:

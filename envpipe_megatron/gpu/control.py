@@ -248,7 +248,7 @@ def choose_control(wanted: str, site: SiteConfig, *, require: bool = False) -> C
         return ChosenControl(wanted, None, "none was asked for")
     if wanted in ("dry_run", "emulated"):
         return ChosenControl(wanted, wanted, "it was asked for, and changes no real GPU")
-    chosen = _first_allowed(wanted, check_controls(site))
+    chosen = first_allowed(wanted, check_controls(site))
     if require and chosen.backend is None:
         raise GpuPermissionError(
             f"Clock control is required: {chosen.why}", remedy=" ".join(chosen.remedies)
@@ -256,7 +256,13 @@ def choose_control(wanted: str, site: SiteConfig, *, require: bool = False) -> C
     return chosen
 
 
-def _first_allowed(wanted: str, controls: Sequence[Control]) -> ChosenControl:
+def first_allowed(wanted: str, controls: Sequence[Control]) -> ChosenControl:
+    """Choose among what `check_controls` said: `auto` takes the first that is allowed.
+
+    Args:
+        wanted: `auto` or the name of a back end that drives hardware.
+        controls: in `auto`'s order.
+    """
     considered = [control for control in controls if wanted in ("auto", control.backend)]
     for control in considered:
         if control.allowed:

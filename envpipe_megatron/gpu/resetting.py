@@ -14,7 +14,7 @@ from envpipe_megatron.gpu.base import (
     GpuPermissionError,
     clock_control_forbidden,
 )
-from envpipe_megatron.gpu.control import ChosenControl, check_controls
+from envpipe_megatron.gpu.control import check_controls, first_allowed
 from envpipe_megatron.gpu.lease import Lease, LeaseHeldError, list_leases, undo_lease
 from envpipe_megatron.gpu.lease_folder import LeaseFolderError
 from envpipe_megatron.gpu.lease_record import LeaseRecord
@@ -43,14 +43,15 @@ class Resetter:
     """Resets clocks by whatever back end is allowed here.
 
     Args:
-        chosen: the back end for real GPUs, and why there is none where there is none.
         site: this machine's site configuration.
     """
 
-    def __init__(self, chosen: ChosenControl, site: SiteConfig) -> None:
-        self._chosen = chosen
+    def __init__(self, site: SiteConfig) -> None:
         self._site = site
-        self._allowed = {check.backend for check in check_controls(site) if check.allowed}
+        controls = check_controls(site)
+        self._allowed = {check.backend for check in controls if check.allowed}
+        #: The back end for real GPUs, and why there is none where there is none.
+        self._chosen = first_allowed("auto", controls)
 
     def reset_all(self, addresses: Iterable[GpuAddress]) -> Iterator[ResetOutcome]:
         """Reset GPUs one by one, each under a lease, so that no job takes it at that moment.

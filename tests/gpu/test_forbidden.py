@@ -193,7 +193,7 @@ class Walk:
             if lease is not None:
                 lease.release()
         site = read_site()
-        resetter = Resetter(choose_control("auto", site), site)
+        resetter = Resetter(site)
         list(resetter.reset_all(GpuAddress(b, self.machine.nvml.uuids[3]) for b in BACKENDS[:3]))
         list(resetter.undo_others([]))
 
