@@ -72,7 +72,7 @@ def _connect(path: Path, until_s: float) -> socket.socket | None:
         connection.close()
         raise GuardError(f"The guard cannot be reached: {error}", value=str(path)) from error
     uid, _ = peer_uid_and_pid(connection)
-    if uid not in (0, os.geteuid()):
+    if uid != os.geteuid():  # a guard serves its own user alone, root's too
         connection.close()
         raise GuardError(
             "The guard's socket belongs to a stranger",
