@@ -10,17 +10,14 @@ meters, the waiting power, the hops and tails that a real pipeline gives, and th
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 import torch.distributed as dist
-from gpu_schedules import Bench
-from megatron.core import parallel_state, tensor_parallel
+from gpu_schedules import Bench, join_pipeline
 
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, clock_control_forbidden
 from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
@@ -47,12 +44,7 @@ def main(**options: Any) -> None:
     """Run the loop and leave what it measured in a folder."""
     if not clock_control_forbidden():
         raise click.ClickException(f"Set {FORBID_VARIABLE}=1: this only reads.")
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(
-        "nccl", timeout=timedelta(seconds=60), device_id=torch.cuda.current_device()
-    )
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
-    tensor_parallel.model_parallel_cuda_manual_seed(123)
+    join_pipeline()
     bench = Bench(options)
     result = run_loop(bench, options["output"])
     if dist.get_rank() == 0:

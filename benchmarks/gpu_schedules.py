@@ -63,11 +63,7 @@ VOCABULARY = 32000
 def main(**options: Any) -> None:
     """Compare orders on the GPUs of this machine."""
     os.environ.setdefault(FORBID_VARIABLE, "1")  # measured with the clocks as they are
-    local_rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl", timeout=timedelta(seconds=60), device_id=local_rank)
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
-    tensor_parallel.model_parallel_cuda_manual_seed(123)
+    join_pipeline()
     bench = Bench(options)
     bench.add_orders()
     results = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **options}
@@ -79,6 +75,15 @@ def main(**options: Any) -> None:
     bench.close()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def join_pipeline() -> None:
+    """Make this rank of torchrun a stage of one pipeline, on its own GPU."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=60), device_id=local_rank)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
+    tensor_parallel.model_parallel_cuda_manual_seed(123)
 
 
 class Bench:

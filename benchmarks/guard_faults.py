@@ -28,8 +28,8 @@ from rich.progress import track
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from fake_nvml.fake_nvml import build_library, compilers  # type: ignore[import-not-found]
-from guard_rounds import FAULTS, Node, Outcome, play  # type: ignore[import-not-found]
+from fake_nvml.fake_nvml import build_library, compilers  # type: ignore[import-not-found]  # of tests/
+from guard_rounds import FAULTS, Node, Outcome, play  # type: ignore[import-not-found]  # of tests/
 
 COLUMNS = (
     "fault",

@@ -213,7 +213,7 @@ class CudaDevice:
     def begin(self) -> None:
         """Calibrate the GPU's clock a first time."""
         torch.cuda.synchronize()
-        self._base = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._base = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
         self._base.record()
         self._base.synchronize()
         self._before = self._offset_bounds_ns()
@@ -236,7 +236,7 @@ class CudaDevice:
                 hidden = layer(hidden)
             self._output = hidden.float().mean()
         else:
-            self._output.backward()  # type: ignore[no-untyped-call]
+            self._output.backward()  # type: ignore[no-untyped-call]  # torch's
             self._layers.zero_grad()
         _burn_until(begin_s + self._busy_s)
 
@@ -271,11 +271,11 @@ class CudaDevice:
     def _offset_bounds_ns(self) -> tuple[float, float, float]:
         """Instant on the GPU's clock, and bounds of what it is behind the host's there, ns."""
         low, high, at_ns = -math.inf, math.inf, 0.0
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
         for _ in range(CALIBRATION_EVENTS):
             before_ns = time.monotonic_ns()
             event.record()
-            while not event.query():  # type: ignore[no-untyped-call]
+            while not event.query():  # type: ignore[no-untyped-call]  # torch's
                 pass
             after_ns = time.monotonic_ns()
             at_ns = 1e6 * self._base.elapsed_time(event)

@@ -346,7 +346,7 @@ class CudaKernelTimer:
         self._cuda = torch.cuda
         self._base = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
         self._events = [
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
             for _ in range(KERNELS + 1)
         ]
         self._spin(self._events)  # loads the kernel
