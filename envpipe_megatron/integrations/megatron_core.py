@@ -1,7 +1,7 @@
 """megatron-core's forward-backward function, executed from a schedule.
 
-`ForwardBackward` has the signature of megatron-core 0.16's forward-backward functions and does what
-they do around the units (gradient synchronisation, finalising, timers, deallocation), with
+`ForwardBackward` has the signature of megatron-core's forward-backward functions (0.16 to 0.19) and
+does what they do around the units (gradient synchronisation, finalising, timers, deallocation), with
 megatron-core's own `forward_step` and `backward_step` for the units. Which unit comes when is the
 schedule's affair. With chunks, two overlaps differ, not the result: gradients that a
 `grad_sync_func` reduces are reduced after the last unit, and parameters are gathered by the
@@ -11,6 +11,7 @@ reducer's own hooks, without `param_sync_func`.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,6 +40,9 @@ from envpipe_megatron.schedule import Kind, Schedule, Unit
 
 Tensors = list[torch.Tensor | None]
 
+#: Until 0.18; it mattered for models of encoders and decoders alone.
+_BACKWARD_TAKES_MODEL_TYPE = "model_type" in inspect.signature(backward_step).parameters
+
 
 class UnsupportedModelError(EnvPipeError):
     """A feature of Megatron that EnvPipe does not run."""
@@ -51,10 +55,17 @@ class ForwardBackward:
         session: executes iterations; it is asked for one a call.
         framework_iterations: training iterations that megatron-core's own function makes first. On
             GPUs some are needed: a kernel that is loaded while a receive spins can hang both.
+        framework_function: that function; by default what `get_forward_backward_func` gives.
     """
 
-    def __init__(self, session: Session, framework_iterations: int | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        framework_iterations: int | None = None,
+        framework_function: Callable[..., list[Any]] | None = None,
+    ) -> None:
         self._session = session
+        self._framework_function = framework_function
         if framework_iterations is None:
             framework_iterations = 2 if torch.cuda.is_available() else 0
         self._framework_iterations_left = framework_iterations
@@ -101,7 +112,8 @@ class ForwardBackward:
         alone = groups.pp.size() == 1  # nothing to order
         if alone or self._framework_iterations_left:
             self._framework_iterations_left -= not (alone or forward_only)
-            losses: list[Any] = get_forward_backward_func()(
+            framework_function = self._framework_function or get_forward_backward_func()
+            losses: list[Any] = framework_function(
                 forward_step_func=forward_step_func,
                 data_iterator=data_iterator,
                 model=model,
@@ -280,8 +292,9 @@ class _MegatronWork:
         if unit in self._last_backwards and self._syncs_in_last_backward():
             self._release_sync()
         gradient: Tensors = list(gradients) if gradients is not None else [None]
+        model_type = (self._model_type,) if _BACKWARD_TAKES_MODEL_TYPE else ()
         result = backward_step(
-            self._inputs.pop(key), self._outputs.pop(key), gradient, self._model_type, self._config
+            self._inputs.pop(key), self._outputs.pop(key), gradient, *model_type, self._config
         )
         if len(self._chunks) > 1:
             self._hold_sync()  # another chunk's gradients are not complete yet
@@ -343,7 +356,7 @@ def check_supported(config: Any, model_type: ModelType, num_chunks: int, num_sta
         "microbatch_group_size_per_vp_stage other than the pipeline's size": (
             num_chunks > 1 and group not in (None, num_stages)
         ),
-        "cuda_graph_impl 'local'": config.cuda_graph_impl == "local",
+        f"cuda_graph_impl '{config.cuda_graph_impl}'": config.cuda_graph_impl != "none",
     }
     for feature, used in refused.items():
         if used:
@@ -367,6 +380,10 @@ def _default_groups() -> ProcessGroupCollection:
     groups.dp_cp = parallel_state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=False
     )
+    groups.dp = parallel_state.get_data_parallel_group(
+        with_context_parallel=False, partial_data_parallel=False
+    )
+    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups
 
 
