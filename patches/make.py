@@ -1,0 +1,315 @@
+"""Makes a patch and its description from a stock checkout and an edited copy of it.
+
+    python patches/make.py STOCK EDITED --project megatron-lm --tag core_v0.16.1
+
+writes patches/megatron-lm/core_v0.16.1/envpipe.patch and patch.toml. The patch holds as little of
+the stock text as is safe: each hunk has one line of context, or as many more as make it fit at one
+place only, both when it is applied and when it is taken back. The result is applied and reverted
+once before anything is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import hashlib
+import json
+import os
+import stat
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.patching.unified_diff import parse_patch, split_lines
+
+HERE = Path(__file__).resolve().parent
+FORMAT = "envpipe-patch/1"
+_PASSED_OVER_FOLDERS = {".git", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A changed or new file; `before` is None for a new one."""
+
+    path: str
+    before: bytes | None
+    after: bytes
+
+
+def main() -> None:
+    """Make the files, or say why not."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("stock", type=Path, help="the checkout as released")
+    parser.add_argument("edited", type=Path, help="a copy of it with the edits")
+    parser.add_argument("--project", required=True, help="a folder of patches/ with project.toml")
+    parser.add_argument("--tag", required=True, help="the tag or commit that the patch is for")
+    parser.add_argument("--output", type=Path, default=HERE, help="the patches folder")
+    options = parser.parse_args()
+    try:
+        made = make(options.stock, options.edited, options.output, options.project, options.tag)
+    except EnvPipeError as error:
+        sys.exit(f"make.py: {error}")
+    print("\n".join(made))
+
+
+def make(stock: Path, edited: Path, patches: Path, project: str, tag: str) -> list[str]:
+    """Write patch and description.
+
+    Returns:
+        What was made, a line each.
+
+    Raises:
+        EnvPipeError: an edit that a patch can't hold, or project.toml lacks something.
+    """
+    settings = tomllib.loads((patches / project / "project.toml").read_text())
+    if tag not in settings["commits"]:
+        raise EnvPipeError(
+            "project.toml has no commit of the tag", value=tag, remedy="Add it to [commits]."
+        )
+    changes = list(find_changes(stock, edited))
+    if not changes:
+        raise EnvPipeError("The trees are equal", value=str(edited))
+    patch = b"".join(diff(change) for change in changes)
+    _prove(patch, changes)
+    folder = patches / project / tag
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "envpipe.patch").write_bytes(patch)
+    description = _description(settings, stock, project, tag, changes, patch)
+    (folder / "patch.toml").write_text(description)
+    return [
+        f"{folder}: {_stock_lines(patch)} lines of stock text in {len(patch)} bytes",
+        *(f"  {'new' if c.before is None else 'changed':8}{c.path}" for c in changes),
+    ]
+
+
+def find_changes(stock: Path, edited: Path) -> Iterator[Change]:
+    """Yield what differs, ordered by path; build products and .git are passed over.
+
+    Raises:
+        EnvPipeError: a removed file, or a change of mode or kind.
+    """
+    before, after = _files(stock), _files(edited)
+    if removed := sorted(set(before) - set(after)):
+        raise EnvPipeError("Files were removed, which a patch may not do", value=removed)
+    for path, file in sorted(after.items()):
+        content = _content(file)
+        old = _content(before[path]) if path in before else None
+        if path in before and _kind(file) != _kind(before[path]):
+            raise EnvPipeError("A file's mode was changed, which a patch may not do", value=path)
+        if content == old:
+            continue
+        if file.is_symlink() or not content or b"\0" in content:
+            raise EnvPipeError(
+                "Only text files with content go into a patch",
+                value=path,
+                remedy="Remove build products from the edited tree.",
+            )
+        if old is None and os.access(file, os.X_OK):
+            raise EnvPipeError("A new file may not be executable", value=path)
+        yield Change(path, old, content)
+
+
+def _files(tree: Path) -> dict[str, Path]:
+    found = {}
+    for folder, folders, names in os.walk(tree):
+        folders[:] = [name for name in folders if name not in _PASSED_OVER_FOLDERS]
+        for name in names:
+            if not name.endswith(".pyc") and not name.startswith(".envpipe-patch"):
+                path = Path(folder, name)
+                found[path.relative_to(tree).as_posix()] = path
+    if not found:
+        raise EnvPipeError("There are no files in a tree", value=str(tree))
+    return found
+
+
+def _content(file: Path) -> bytes:
+    return os.fsencode(file.readlink()) if file.is_symlink() else file.read_bytes()
+
+
+def _kind(file: Path) -> tuple[bool, bool]:
+    return file.is_symlink(), bool(file.lstat().st_mode & stat.S_IXUSR)
+
+
+def diff(change: Change) -> bytes:
+    """Return the change as a unified diff with the least safe context."""
+    name = change.path.encode()
+    head = b"diff --git a/" + name + b" b/" + name + b"\n"
+    before, after = split_lines(change.before or b""), split_lines(change.after)
+    if change.before is None:
+        head += b"new file mode 100644\n--- /dev/null\n"
+    else:
+        head += b"--- a/" + name + b"\n"
+    head += b"+++ b/" + name + b"\n"
+    return head + b"".join(_hunk_text(before, after, group) for group in _groups(before, after))
+
+
+@dataclass
+class _Group:
+    """Edits that share one hunk.
+
+    Attributes:
+        first: first line of the hunk in the stock file, from 0, context included.
+        last: the line after its last.
+        edits: begin and end in the stock file, begin and end in the edited one.
+    """
+
+    first: int
+    last: int
+    edits: list[tuple[int, int, int, int]]
+
+    @property
+    def new_first(self) -> int:
+        """`first` in the edited file."""
+        begin, _, new_begin, _ = self.edits[0]
+        return new_begin - (begin - self.first)
+
+    @property
+    def new_last(self) -> int:
+        """`last` in the edited file."""
+        _, end, _, new_end = self.edits[-1]
+        return new_end + (self.last - end)
+
+    def fits_once(self, before: list[bytes], after: list[bytes]) -> bool:
+        """Say whether nothing else in the files looks like the hunk, applied or taken back."""
+        whole = (self.first, self.last) == (0, len(before))
+        return whole or (
+            _occurrences(before, self.first, self.last) == 1
+            and _occurrences(after, self.new_first, self.new_last) == 1
+        )
+
+
+def _groups(before: list[bytes], after: list[bytes]) -> list[_Group]:
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    edits = [code[1:] for code in matcher.get_opcodes() if code[0] != "equal"]
+    context = dict.fromkeys(edits, 1)
+    while True:
+        groups: list[_Group] = []
+        for edit in edits:
+            first = max(0, edit[0] - context[edit])
+            last = min(len(before), edit[1] + context[edit])
+            if groups and first <= groups[-1].last:
+                joined = groups[-1]
+                joined.first, joined.last = min(joined.first, first), max(joined.last, last)
+                joined.edits.append(edit)
+            else:
+                groups.append(_Group(first, last, [edit]))
+        vague = [group for group in groups if not group.fits_once(before, after)]
+        if not vague:
+            return groups
+        for edit in (edit for group in vague for edit in group.edits):
+            context[edit] += 1
+
+
+def _occurrences(lines: list[bytes], first: int, last: int) -> int:
+    part, length = lines[first:last], last - first
+    return sum(lines[at : at + length] == part for at in range(len(lines) - length + 1))
+
+
+def _hunk_text(before: list[bytes], after: list[bytes], group: _Group) -> bytes:
+    sides = []
+    for first, last in ((group.first, group.last), (group.new_first, group.new_last)):
+        count = last - first
+        sides.append(b"%d,%d" % (first + 1 if count else first, count))
+    text = [b"@@ -%s +%s @@\n" % tuple(sides)]
+    position = group.first
+    for begin, end, new_begin, new_end in group.edits:
+        text += [_marked(b" ", line) for line in before[position:begin]]
+        text += [_marked(b"-", line) for line in before[begin:end]]
+        text += [_marked(b"+", line) for line in after[new_begin:new_end]]
+        position = end
+    text += [_marked(b" ", line) for line in before[position : group.last]]
+    return b"".join(text)
+
+
+def _marked(mark: bytes, line: bytes) -> bytes:
+    end = b"" if line.endswith(b"\n") else b"\n\\ No newline at end of file\n"
+    return mark + line + end
+
+
+def _prove(patch: bytes, changes: list[Change]) -> None:
+    for change, parsed in zip(changes, parse_patch(patch), strict=True):
+        before = change.before or b""
+        same = parsed.path == change.path and parsed.is_new == (change.before is None)
+        if not same or (parsed.apply(before), parsed.revert(change.after)) != (
+            change.after,
+            before,
+        ):
+            raise EnvPipeError("A patch does not bring about its own edit", value=change.path)
+
+
+def _stock_lines(patch: bytes) -> int:
+    return sum(len(hunk.old_lines) for file in parse_patch(patch) for hunk in file.hunks)
+
+
+def _description(
+    settings: dict[str, Any],
+    stock: Path,
+    project: str,
+    tag: str,
+    changes: list[Change],
+    patch: bytes,
+) -> str:
+    """Return the text of patch.toml."""
+    lines = [
+        "# Made by patches/make.py; edit project.toml and make it again.",
+        f"format = {_toml(FORMAT)}",
+        f"project = {_toml(project)}",
+        f"title = {_toml(settings['title'])}",
+        f"tag = {_toml(tag)}",
+        f"commit = {_toml(settings['commits'][tag])}",
+        f"patch_sha256 = {_toml(_sha256(patch))}",
+        "",
+        "[recognition]",
+        *_recognition(settings["recognition"], stock),
+    ]
+    for change in changes:
+        if change.before is None:
+            lines += ["", "[[new_files]]", f"path = {_toml(change.path)}"]
+            lines += [f"sha256 = {_toml(_sha256(change.after))}"]
+        else:
+            lines += ["", "[[files]]", f"path = {_toml(change.path)}"]
+            lines += [f"sha256_before = {_toml(_sha256(change.before))}"]
+            lines += [f"sha256_after = {_toml(_sha256(change.after))}"]
+    for hook in settings["hooks"]:
+        if tag in hook.get("tags", [tag]):
+            lines += ["", "[[hooks]]"]
+            lines += [f"{key} = {_toml(value)}" for key, value in hook.items() if key != "tags"]
+    return "\n".join(lines) + "\n"
+
+
+def _recognition(settings: dict[str, Any], stock: Path) -> list[str]:
+    """Return the lines that tell this version from others, read from the stock tree."""
+    file = stock / settings["file"]
+    lines = [f"file = {_toml(settings['file'])}"]
+    if "constants" not in settings:
+        return [*lines, f"sha256 = {_toml(_sha256(file.read_bytes()))}"]
+    values = {}
+    for statement in ast.parse(file.read_text()).body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            name = statement.targets[0].id
+            if name in settings["constants"]:
+                values[name] = ast.literal_eval(statement.value)
+    if missing := sorted(set(settings["constants"]) - set(values)):
+        raise EnvPipeError(f"{file} lacks constants", value=missing)
+    return [*lines, f"constants = {_toml(values)}"]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+if __name__ == "__main__":
+    main()
