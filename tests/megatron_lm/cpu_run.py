@@ -1,0 +1,189 @@
+"""Runs an entry script of a Megatron-LM checkout on the CPU, on gloo.
+
+    torchrun --nproc-per-node 4 tests/megatron_lm/cpu_run.py CHECKOUT/pretrain_gpt.py ARGS...
+
+Megatron-LM takes for granted that there is a GPU. The shims below answer its questions about one
+and keep on the CPU what it wants to put there. None changes what is computed: the random numbers of
+"the GPU" are the CPU's, with Megatron's own seeds and states, and what cannot be done on a CPU, like
+the start of a Triton kernel, is an error. EnvPipe is not imported here, so that what a checkout
+imports by itself can be seen.
+
+Arguments that a run needs here are `lm_runs.CPU_ARGS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import os
+import runpy
+import sys
+import typing
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# Before torch is imported: `torch.compile`, by which Megatron fuses small functions, would run a
+# C++ compiler for a minute. The functions then run as they are written.
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+import torch
+import typing_extensions
+from torch.overrides import TorchFunctionMode
+from torch.utils._triton import has_triton_package
+
+
+class _CudaOnCpu(TorchFunctionMode):
+    """Creates on the CPU what asks for a CUDA device, and keeps it there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.to:
+            args = tuple("cpu" if _is_cuda(arg) else arg for arg in args)
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return func(*args, **kwargs)
+
+
+def _is_cuda(device: Any) -> bool:
+    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
+
+
+class _Stream:
+    """A stream of a device that does everything at once: nothing is ever pending on it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _DefaultGenerators:
+    """The random numbers of "the GPU", whichever number it is asked by, are the CPU's."""
+
+    def __getitem__(self, _: Any) -> torch.Generator:
+        return torch.default_generator
+
+
+def answer_for_cuda() -> None:
+    """Shims of `torch.cuda`, to be installed before anything of Megatron is imported.
+
+    `torch.cuda.is_available()` stays false: this is a machine without GPUs.
+    """
+    cuda: Any = torch.cuda
+    # One device a rank; Megatron sets up no process groups where there is none.
+    cuda.device_count = lambda: 1
+    cuda.current_device = lambda: "cpu"
+    cuda.set_device = lambda _: None
+    cuda.synchronize = lambda *_: None
+    cuda.reset_peak_memory_stats = lambda *_: None
+    # Megatron compares the major version with those of Blackwell.
+    cuda.get_device_capability = lambda *_: (9, 0)
+
+    cuda.Stream = _Stream
+    cuda.current_stream = cuda.default_stream = _Stream
+    cuda.stream = lambda _: contextlib.nullcontext()
+
+    # The tracker of tensor-parallel random states sets these before dropout and initialization; on
+    # the CPU both draw from the default generator.
+    cuda.default_generators = _DefaultGenerators()
+    cuda._lazy_call = lambda callback, **_: callback()
+    cuda.manual_seed = torch.default_generator.manual_seed
+    for module in (cuda, cuda.random):
+        module.get_rng_state = lambda *_, **__: torch.get_rng_state()
+        module.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    if hasattr(torch._C, "_cuda_setRNGState"):
+        raise RuntimeError("This torch is built for CUDA: cpu_run needs a CPU build.")
+
+    # Optimizer and gradient clipping ask for parameters by the names of these types.
+    real_type = torch.Tensor.type
+    names = {
+        f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")
+    }
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = real_type(self, *args, **kwargs)
+        return names.get(result, result) if isinstance(result, str) else result
+
+    torch.Tensor.type = type_  # type: ignore[method-assign,assignment]
+
+
+class _TritonName:
+    """Anything of Triton's: may be named and may decorate, but a kernel cannot be started."""
+
+    def __getattr__(self, name: str) -> _TritonName:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> _TritonName:
+        return self
+
+    def __getitem__(self, _: Any) -> Any:
+        raise RuntimeError("A Triton kernel cannot be started on the CPU")
+
+
+class _TritonModule(ModuleType):
+    def __getattr__(self, name: str) -> _TritonName:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _TritonName()
+
+
+def name_triton() -> None:
+    """Stand in for Triton, which Megatron-LM imports unasked; its wheel has 286 MB."""
+    if has_triton_package():  # torch keeps this answer, and asks for nothing of the stand-in
+        return
+    for name in ("triton", "triton.language"):
+        module = _TritonModule(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
+        sys.modules[name] = module
+    vars(sys.modules["triton"]).update(
+        __version__="3.4.0", __path__=[], language=sys.modules["triton.language"]
+    )
+
+
+def name_override() -> None:
+    """Let Python 3.11 import core_v0.19.0, which takes a decorator of 3.12 from typing."""
+    if not hasattr(typing, "override"):
+        typing.override = typing_extensions.override  # type: ignore[attr-defined,unused-ignore]
+
+
+def allow_no_cuda() -> None:
+    """Pass Megatron's own option for machines without CUDA, which `pretrain` has no way to."""
+    from megatron.training import initialize, training
+
+    training.initialize_megatron = partial(initialize.initialize_megatron, allow_no_cuda=True)
+    if hasattr(initialize, "fused_kernels"):
+        initialize.fused_kernels.load = lambda _: None  # asks nvcc's version, and builds nothing
+
+
+def main() -> None:
+    """Run the script named first, with the arguments after it, as torchrun would."""
+    script = Path(sys.argv[1]).resolve()
+    # The checkout's own megatron.core goes before an installed megatron-core.
+    sys.path[0] = str(script.parent)
+    sys.argv = sys.argv[1:]
+    torch.set_num_threads(1)
+    answer_for_cuda()
+    name_triton()
+    name_override()
+    with _CudaOnCpu():
+        allow_no_cuda()
+        runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
