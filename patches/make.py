@@ -11,9 +11,7 @@ once before anything is written.
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
-import hashlib
 import json
 import os
 import stat
@@ -25,10 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.patching.catalog import (
+    DESCRIPTION_NAME,
+    FORMAT,
+    PATCH_NAME,
+    read_constants,
+    read_patch,
+    sha256,
+)
 from envpipe_megatron.patching.unified_diff import parse_patch, split_lines
 
 HERE = Path(__file__).resolve().parent
-FORMAT = "envpipe-patch/1"
 _PASSED_OVER_FOLDERS = {".git", "__pycache__"}
 
 
@@ -76,11 +81,12 @@ def make(stock: Path, edited: Path, patches: Path, project: str, tag: str) -> li
         raise EnvPipeError("The trees are equal", value=str(edited))
     patch = b"".join(diff(change) for change in changes)
     _prove(patch, changes)
+    description = _description(settings, stock, project, tag, changes, patch)
+    read_patch(description, patch)
     folder = patches / project / tag
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "envpipe.patch").write_bytes(patch)
-    description = _description(settings, stock, project, tag, changes, patch)
-    (folder / "patch.toml").write_text(description)
+    (folder / PATCH_NAME).write_bytes(patch)
+    (folder / DESCRIPTION_NAME).write_text(description)
     return [
         f"{folder}: {_stock_lines(patch)} lines of stock text in {len(patch)} bytes",
         *(f"  {'new' if c.before is None else 'changed':8}{c.path}" for c in changes),
@@ -262,7 +268,7 @@ def _description(
         f"title = {_toml(settings['title'])}",
         f"tag = {_toml(tag)}",
         f"commit = {_toml(settings['commits'][tag])}",
-        f"patch_sha256 = {_toml(_sha256(patch))}",
+        f"patch_sha256 = {_toml(sha256(patch))}",
         "",
         "[recognition]",
         *_recognition(settings["recognition"], stock),
@@ -270,11 +276,11 @@ def _description(
     for change in changes:
         if change.before is None:
             lines += ["", "[[new_files]]", f"path = {_toml(change.path)}"]
-            lines += [f"sha256 = {_toml(_sha256(change.after))}"]
+            lines += [f"sha256 = {_toml(sha256(change.after))}"]
         else:
             lines += ["", "[[files]]", f"path = {_toml(change.path)}"]
-            lines += [f"sha256_before = {_toml(_sha256(change.before))}"]
-            lines += [f"sha256_after = {_toml(_sha256(change.after))}"]
+            lines += [f"sha256_before = {_toml(sha256(change.before))}"]
+            lines += [f"sha256_after = {_toml(sha256(change.after))}"]
     for hook in settings["hooks"]:
         if tag in hook.get("tags", [tag]):
             lines += ["", "[[hooks]]"]
@@ -287,13 +293,8 @@ def _recognition(settings: dict[str, Any], stock: Path) -> list[str]:
     file = stock / settings["file"]
     lines = [f"file = {_toml(settings['file'])}"]
     if "constants" not in settings:
-        return [*lines, f"sha256 = {_toml(_sha256(file.read_bytes()))}"]
-    values = {}
-    for statement in ast.parse(file.read_text()).body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            name = statement.targets[0].id
-            if name in settings["constants"]:
-                values[name] = ast.literal_eval(statement.value)
+        return [*lines, f"sha256 = {_toml(sha256(file.read_bytes()))}"]
+    values = read_constants(file, settings["constants"])
     if missing := sorted(set(settings["constants"]) - set(values)):
         raise EnvPipeError(f"{file} lacks constants", value=missing)
     return [*lines, f"constants = {_toml(values)}"]
@@ -305,10 +306,6 @@ def _toml(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return json.dumps(value)
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from envpipe_megatron.cli.doctor import doctor
 from envpipe_megatron.cli.energy import energy
 from envpipe_megatron.cli.interchange import export_freqs, import_freqs
 from envpipe_megatron.cli.partition import partition
+from envpipe_megatron.cli.patch import patch
 from envpipe_megatron.cli.plan import plan
 from envpipe_megatron.cli.quickstart import quickstart
 from envpipe_megatron.cli.simulate import simulate
@@ -40,5 +41,6 @@ for command in (
     energy,
     clocks,
     doctor,
+    patch,
 ):
     main.add_command(command)

@@ -1,0 +1,228 @@
+"""The patches that come with the package, and how a version is told (envpipe-patch/1)."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from envpipe_megatron.patching.unified_diff import (
+    FilePatch,
+    PatchError,
+    check_inside,
+    parse_patch,
+)
+
+FORMAT = "envpipe-patch/1"
+PATCH_NAME = "envpipe.patch"
+DESCRIPTION_NAME = "patch.toml"
+
+
+@dataclass(frozen=True)
+class Recognition:
+    """What tells a version from all others: constants of a Python file, or a file's sha256."""
+
+    file: str
+    constants: dict[str, object] = field(default_factory=dict)
+    sha256: str = ""
+
+    def fits(self, root: Path) -> bool:
+        """Say whether the checkout in `root` is of this version."""
+        path = root / self.file
+        if not path.is_file():
+            return False
+        if self.sha256:
+            return sha256(path.read_bytes()) == self.sha256
+        return read_constants(path, self.constants) == self.constants
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A place that `check` must find live.
+
+    Attributes:
+        module: is imported, and must come from the checkout.
+        attribute: the module must have it.
+        returned_by: a function of the module that must return what the attribute, when it is set
+            to a function, returns; empty where this is not asked.
+        arguments: of `returned_by`.
+        prepare: calls that go before, each a `module:function` and its arguments.
+        used_in: functions of the module whose code must name the attribute.
+    """
+
+    module: str
+    attribute: str
+    returned_by: str = ""
+    arguments: tuple[Any, ...] = ()
+    prepare: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    used_in: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TouchedFile:
+    """A file of the patch.
+
+    Attributes:
+        change: the file's part of the patch.
+        before: sha256 in the stock checkout, empty for a new file.
+        after: sha256 in the patched checkout.
+    """
+
+    change: FilePatch
+    before: str
+    after: str
+
+    @property
+    def path(self) -> str:
+        """Relative to the root of the checkout."""
+        return self.change.path
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A patch and its description.
+
+    Attributes:
+        project: folder of the project under patches/.
+        title: the project's own name.
+        tag: the version that the patch is for.
+        commit: commit id of the tag.
+        sha256: of the patch's text.
+        recognition: how a checkout of this version is known.
+        files: what it touches, in its order.
+        hooks: what `check` asks.
+        description: text of patch.toml.
+        text: the patch itself.
+    """
+
+    project: str
+    title: str
+    tag: str
+    commit: str
+    sha256: str
+    recognition: Recognition
+    files: tuple[TouchedFile, ...]
+    hooks: tuple[Hook, ...]
+    description: str = field(repr=False)
+    text: bytes = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """Project and tag, for messages."""
+        return f"{self.title} {self.tag}"
+
+
+def patches_folder() -> Path:
+    """Return the folder of the patches: in the installed package, or else in the checkout.
+
+    Raises:
+        PatchError: neither exists.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "patches", package.parent / "patches"):
+        if folder.is_dir():
+            return folder
+    raise PatchError(
+        "The patches are missing from this installation",
+        value=str(package),
+        remedy="Reinstall envpipe-megatron",
+    )
+
+
+def load_catalog(folder: Path | None = None) -> tuple[Patch, ...]:
+    """Return all patches of a folder, the package's own where none is given, by project and tag.
+
+    Raises:
+        PatchError: a patch is damaged, or doesn't belong to its description.
+    """
+    found = sorted((folder or patches_folder()).glob(f"*/*/{DESCRIPTION_NAME}"))
+    return tuple(
+        read_patch(file.read_text(encoding="utf-8"), (file.parent / PATCH_NAME).read_bytes())
+        for file in found
+    )
+
+
+def read_patch(description: str, text: bytes) -> Patch:
+    """Build a patch from the texts of its two files.
+
+    Raises:
+        PatchError: they are damaged or don't belong to each other.
+    """
+    try:
+        document = tomllib.loads(description)
+        if document["format"] != FORMAT:
+            raise PatchError(
+                "A patch's description is of an unknown format",
+                value=document["format"],
+                remedy="Use the version of envpipe that wrote it",
+            )
+        hashes = {
+            file["path"]: (file["sha256_before"], file["sha256_after"])
+            for file in document.get("files", [])
+        }
+        hashes |= {file["path"]: ("", file["sha256"]) for file in document.get("new_files", [])}
+        recognition = Recognition(**document["recognition"])
+        check_inside(recognition.file)
+        hooks = tuple(_hook(**table) for table in document["hooks"])
+        changes = parse_patch(text)
+        names = {key: str(document[key]) for key in ("project", "title", "tag", "commit")}
+        recorded = document["patch_sha256"]
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+        raise PatchError(
+            f"A patch's description is damaged: {error}", remedy="Reinstall envpipe-megatron"
+        ) from error
+    same_files = {(change.path, change.is_new) for change in changes} == {
+        (path, not before) for path, (before, _) in hashes.items()
+    }
+    if recorded != sha256(text) or not same_files:
+        raise PatchError(
+            "A patch and its description do not belong together",
+            value=f"{names['project']}/{names['tag']}",
+            remedy="Reinstall envpipe-megatron, or make the patch again with patches/make.py",
+        )
+    return Patch(
+        **names,
+        sha256=recorded,
+        recognition=recognition,
+        files=tuple(TouchedFile(change, *hashes[change.path]) for change in changes),
+        hooks=hooks,
+        description=description,
+        text=text,
+    )
+
+
+def read_constants(file: Path, names: Iterable[str]) -> dict[str, object]:
+    """Return those of `names` that a Python file assigns a literal to, without running it."""
+    wanted = set(names)
+    found: dict[str, object] = {}
+    try:
+        statements = ast.parse(file.read_bytes()).body
+    except (SyntaxError, ValueError):
+        return found
+    for statement in statements:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
+            for target in statement.targets:
+                if isinstance(target, ast.Name) and target.id in wanted:
+                    found[target.id] = statement.value.value
+    return found
+
+
+def sha256(content: bytes) -> str:
+    """Return the hash that files are known by."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _hook(
+    module: str,
+    attribute: str,
+    returned_by: str = "",
+    arguments: Iterable[Any] = (),
+    prepare: Iterable[dict[str, Any]] = (),
+    used_in: Iterable[str] = (),
+) -> Hook:
+    calls = tuple((call["call"], tuple(call["arguments"])) for call in prepare)
+    return Hook(module, attribute, returned_by, tuple(arguments), calls, tuple(used_in))

@@ -1,0 +1,105 @@
+"""Runs alone in a fresh interpreter: imports the patched modules and asks their hooks.
+
+It gets two file names: the request (JSON: root, hooks) and where the answers go. It imports nothing
+of EnvPipe, so that it sees what a training script sees which is started from the checkout.
+"""
+
+import importlib
+import inspect
+import json
+import sys
+import traceback
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+
+def main() -> None:
+    """Ask every hook of the request."""
+    request = json.loads(Path(sys.argv[1]).read_text())
+    root = request["root"]
+    # In the place that a script's own folder has.
+    own = str(Path(__file__).parent)
+    sys.path[:] = [root, *(entry for entry in sys.path if entry != own)]
+    answers = [ask(hook, Path(root)) for hook in request["hooks"]]
+    Path(sys.argv[2]).write_text(json.dumps(answers))
+
+
+def ask(hook: dict[str, Any], root: Path) -> dict[str, str]:
+    """Return `outcome` and `detail` of one hook."""
+    try:
+        module = importlib.import_module(hook["module"])
+    except Exception as error:
+        return _failed_import(hook["module"], error, root)
+    origin = str(getattr(module, "__file__", None))
+    own = root.joinpath(*hook["module"].split("."))
+    if Path(origin).resolve() not in (own.with_suffix(".py"), own / "__init__.py"):
+        return _answer("elsewhere", origin)
+    try:
+        return _proven(hook, module)
+    except Exception as error:
+        return _answer("not_live", f"asking it failed: {type(error).__name__}: {error}")
+
+
+def _proven(hook: dict[str, Any], module: ModuleType) -> dict[str, str]:
+    attribute = hook["attribute"]
+    if not hasattr(module, attribute):
+        return _answer("not_live", f"{module.__name__} has no {attribute}")
+    for name in hook["used_in"]:
+        if attribute not in _names(inspect.unwrap(_member(module, name)).__code__):
+            return _answer("not_live", f"{name} does not use {attribute}")
+    if hook["returned_by"]:
+        for call, arguments in hook["prepare"]:
+            place, _, function = call.partition(":")
+            getattr(importlib.import_module(place), function)(*arguments)
+        mark = object()
+        before = getattr(module, attribute)
+        setattr(module, attribute, lambda *_, **__: mark)
+        try:
+            returned = _member(module, hook["returned_by"])(*hook["arguments"])
+        finally:
+            setattr(module, attribute, before)
+        if returned is not mark:
+            return _answer("not_live", f"{hook['returned_by']} does not ask {attribute}")
+    return _answer("live", str(module.__file__))
+
+
+def _failed_import(name: str, error: Exception, root: Path) -> dict[str, str]:
+    said = f"{type(error).__name__}: {error}"
+    project = name.partition(".")[0]
+    own = root / project
+    culprit, path = "", ""
+    if isinstance(error, ImportError):
+        culprit, path = error.name or "", error.path or ""
+    if culprit.partition(".")[0] == project:
+        places = [path] if path else [*getattr(sys.modules.get(project), "__path__", [])]
+        if places and not any(Path(place).resolve().is_relative_to(own) for place in places):
+            return _answer("elsewhere", places[0])
+        return _answer("import_failed", said)
+    if culprit:
+        missing = isinstance(error, ModuleNotFoundError)
+        return _answer("dependency", culprit if missing else f"{culprit} ({said})")
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    if isinstance(error, SyntaxError) or Path(last).resolve().is_relative_to(own):
+        return _answer("import_failed", said)
+    return _answer("dependency", f"{last} ({said})")
+
+
+def _member(module: ModuleType, name: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (_names(part) for part in code.co_consts if isinstance(part, CodeType))
+    return {*code.co_names}.union(*inner)
+
+
+def _answer(outcome: str, detail: str) -> dict[str, str]:
+    return {"outcome": outcome, "detail": detail}
+
+
+if __name__ == "__main__":
+    main()
