@@ -71,6 +71,7 @@ def execute(
         unit_ended(position, completion)
         if successor[position] >= 0:
             channel.send(unit, outputs, sent_s)
+        del message, outputs  # they would take memory from the next unit
         work.sent(unit)
     record = executor.end_iteration()
     channel.end_step()

@@ -24,6 +24,8 @@ from envpipe_megatron.runtime.clock_controller import ClockController
 from envpipe_megatron.runtime.collectives import Collectives, mean
 from envpipe_megatron.runtime.energy_meter import EnergyMeter
 from envpipe_megatron.runtime.executor import Executor, FloatArray, StageRecord
+from envpipe_megatron.runtime.memory import JobMemory, StageMemory, Watch
+from envpipe_megatron.runtime.memory_limit import in_flight_limit, knows_memory, with_memory
 from envpipe_megatron.runtime.orders import IterationOrder, Phase, PhaseRun, constant_order
 from envpipe_megatron.runtime.p2p_latency import measure_p2p_latency_s
 from envpipe_megatron.runtime.profiler import (
@@ -40,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 #: A job of weeks must not grow.
 _KEPT_ITERATIONS = 10_000
+#: Iterations of the steady phase in which the peak of memory is held against its prediction.
+_COMPARED_ITERATIONS = 3
 
 
 class SessionError(EnvPipeError):
@@ -105,6 +109,8 @@ class SessionState:
     reconfigure_steps: int = 0
     reconfigure_ended: Ended | None = None
     notes: tuple[str, ...] = ()
+    #: One for each stage; None where memory is not known.
+    memory: tuple[StageMemory, ...] | None = None
     #: This rank's latest iterations: phase, time on the GPU's time base in s, wall time in s.
     iterations: deque[tuple[Phase, float, float]] = field(
         default_factory=lambda: deque(maxlen=_KEPT_ITERATIONS)
@@ -129,6 +135,7 @@ class Job:
     collectives: Collectives
     say: Callable[[str], None]
     print_grid: Callable[[str], None]
+    memory: JobMemory
 
 
 def run_phases(job: Job) -> PhaseRun[None]:
@@ -142,14 +149,20 @@ def run_phases(job: Job) -> PhaseRun[None]:
     top = max(job.gpu.supported_frequencies_mhz)
     at_top = constant_order(Phase.WARMUP, schedule, top, top)
     records = []
-    for _ in range(config.warmup_iterations):
+    for left in reversed(range(config.warmup_iterations)):
         job.say(f"warm-up: {schedule.name} at {top} MHz")
+        job.memory.watch = Watch.PEAK if left else Watch.UNITS
         records.append((yield at_top))
+    job.memory.watch = Watch.PEAK
     if _is_baseline(config):
+        _learn_memory(job, schedule)
+        _predict_memory(job, schedule)
         yield from _steady(job, replace(at_top, phase=Phase.STEADY))
     try:
         profile = yield from _profile(job, schedule)
     except ProfilerError as error:
+        _learn_memory(job, schedule)
+        _predict_memory(job, schedule)
         # Every rank raises it at the same point: the job trains on as if without EnvPipe.
         state.notes = (f"No profile, so the clock stays at its maximum: {error}",)
         job.say(state.notes[0])
@@ -158,6 +171,7 @@ def run_phases(job: Job) -> PhaseRun[None]:
     state.plan, state.notes = job.collectives.agreed(lambda: _plan(job, profile))
     for note in state.notes:
         job.say(note)
+    _predict_memory(job, state.plan.schedule)
     policy = RECONFIGURE_POLICIES.get(config.request.reconfigure)
     if policy and config.plan_file is None:
         extra = list(state.plan.schedule.extra_forwards)
@@ -183,8 +197,25 @@ def _leave(path: Path, result: Profile | Plan) -> None:
 
 def _steady(job: Job, order: IterationOrder) -> PhaseRun[None]:
     job.say(f"steady: {order.schedule.name}")
+    peaks = []
+    for _ in range(_COMPARED_ITERATIONS):
+        yield order
+        peaks.append(job.memory.peak_bytes())
+    job.memory.compare(max((peak for peak in peaks if peak is not None), default=None))
+    job.state.memory = job.memory.stages
+    job.memory.watch = Watch.NOTHING
     while True:
         yield order
+
+
+def _learn_memory(job: Job, schedule: Schedule) -> None:
+    job.memory.learn(schedule, job.spec)
+    job.state.memory = job.memory.stages
+
+
+def _predict_memory(job: Job, schedule: Schedule) -> None:
+    job.memory.predict(schedule)
+    job.state.memory = job.memory.stages
 
 
 def _framework_schedule(job: Job) -> Schedule:
@@ -207,8 +238,10 @@ def _profile(job: Job, schedule: Schedule) -> PhaseRun[Profile]:
         def read() -> Profile:
             profile = read_profile(given)
             check_stages(profile, job.num_stages)
-            return profile
+            known = knows_memory(profile.sidecar)
+            return profile if known else with_memory(profile, job.state.memory)
 
+        _learn_memory(job, schedule)
         return job.collectives.agreed(read)
     clocks = _swept_clocks(job)
     if job.gpu.address.backend == "dry_run":
@@ -234,6 +267,9 @@ def _profile(job: Job, schedule: Schedule) -> PhaseRun[Profile]:
         job.say,
     )
     profile = yield from profiler.run(known)
+    # Not before: with skipped steps, the optimizer's state may have come into being meanwhile.
+    _learn_memory(job, schedule)
+    profile = with_memory(profile, job.state.memory)
     if job.collectives.is_planner and job.config.output_dir:
         _leave(job.config.output_dir / "profile.csv", profile)
     return profile
@@ -294,8 +330,13 @@ def _plan(job: Job, profile: Profile) -> tuple[Plan, tuple[str, ...]]:
             channel_capacity=job.channel.capacity,
             blocking_power_w=(tuple(curve[max(curve)] for curve in powers) if powers else 0.0),
         )
+        limit = in_flight_limit(request, profile, job.state.memory)
+        if limit is not None:
+            request = replace(request, max_in_flight=limit)
         made = make_plan(profile, request)
         plan, notes = made.plan, made.notes
+        if limit is not None:
+            notes = (*notes, f"Memory holds at most {list(limit)} microbatches in flight.")
     else:
         plan = read_plan(given, profile)
         if plan.schedule.num_microbatches != job.num_microbatches:

@@ -21,6 +21,8 @@ from envpipe_megatron.runtime.energy_log import EnergyLog
 from envpipe_megatron.runtime.energy_meter import EnergyMeter
 from envpipe_megatron.runtime.executor import Executor, StageRecord
 from envpipe_megatron.runtime.interpreter import StageWork, execute
+from envpipe_megatron.runtime.memory import JobMemory, MemorySource, device_memory
+from envpipe_megatron.runtime.memory_limit import check_memory_is_known
 from envpipe_megatron.runtime.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.phases import (
     Job,
@@ -56,8 +58,10 @@ class Session:
         say: told of progress, on the planning rank alone.
         print_grid: told of reconfigure grids, on the planning rank alone.
         guarded: whether the node's guard holds the GPU; by default where it is real.
+        memory: of this rank's device; by default of the CUDA device in use, if there is one.
 
     Raises:
+        MemoryUnknownError: a limit by memory that nobody knows.
         GpuError: another job holds the GPU, or no guard could be had.
         OSError: there can be no output folder.
         CollectivesError: another rank of the job raised one of these.
@@ -78,6 +82,7 @@ class Session:
         say: Callable[[str], None] = lambda text: None,
         print_grid: Callable[[str], None] = lambda text: None,
         guarded: bool | None = None,
+        memory: MemorySource | None = None,
     ) -> None:
         self._gpu = gpu
         self._channel = channel
@@ -88,8 +93,12 @@ class Session:
         self._say = say if collectives.is_planner else silent
         self._print_grid = print_grid if collectives.is_planner else silent
         self.state = SessionState()
+        memory = memory or device_memory()
+        self._memory = JobMemory(memory, stage, collectives, self._say)
         # What can fail comes before the GPU is held: nobody could close a session that is not made.
-        controllable = collectives.everywhere(lambda: _prepared(config, gpu))
+        controllable = collectives.everywhere(
+            lambda: _prepared(config, gpu, memory, reads_files=collectives.is_planner)
+        )
         everyone = collectives.gather_by_stage(controllable)
         self._controlled = all(all(stage) for stage in everyone)
         self._config = config if self._controlled else _without_control(config)
@@ -156,6 +165,7 @@ class Session:
                     self._collectives,
                     self._say,
                     self._print_grid,
+                    self._memory,
                 )
             )
             self._order = next(self._phases)
@@ -169,7 +179,7 @@ class Session:
         order = self._order
         self.state.phase = order.phase
         self.state.iteration += 1
-        record = self._execute(order, spec, make_work)
+        record = self._execute(order, spec, self._memory.watched(make_work))
         self.energy_log.add(
             order.phase.value,
             self.state.iteration,
@@ -262,8 +272,12 @@ class Session:
         return record
 
 
-def _prepared(config: SessionConfig, gpu: Gpu) -> bool:
+def _prepared(
+    config: SessionConfig, gpu: Gpu, memory: MemorySource | None, *, reads_files: bool
+) -> bool:
     """Whether this rank's clock may be asked for, once there is a folder for what it measures."""
+    if config.plan_file is None and (reads_files or config.profile_file is None):
+        check_memory_is_known(config.request, config.profile_file, memory)
     if config.output_dir:
         config.output_dir.mkdir(parents=True, exist_ok=True)
     return gpu.address.backend != "none"

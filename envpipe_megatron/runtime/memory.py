@@ -1,0 +1,360 @@
+"""What a stage's memory holds: measured in the framework's own order, predicted for any other.
+
+A stage's memory at its peak is what it holds whatever the order (weights, gradients, optimizer
+state, what one unit needs while it runs) and the activations of the microbatches in flight. The
+framework's own order is measured: what one more microbatch in flight adds, the peak, and what the
+device could still give beside it. An order with other counts in flight then has the peak
+
+    measured peak + (in flight - in flight then) x activations of one microbatch,
+
+since a peak comes while the most microbatches are in flight, and a backward runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.runtime.channel import TensorSpec
+from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.interpreter import StageWork
+from envpipe_megatron.schedule import Kind, Schedule, Unit
+from envpipe_megatron.timeline import RELATIVE_TOLERANCE
+
+logger = logging.getLogger(__name__)
+
+#: A prediction that is missed by more than this share is worth a warning.
+PREDICTION_ERROR = 0.05
+#: Share of the memory that a process could have which no extra forward is given. It covers a
+#: prediction that is as wrong as it may be, and what comes into being later outside of torch's
+#: allocator: communicators, workspaces, kernels that are loaded lazily.
+SAFETY_MARGIN = PREDICTION_ERROR
+
+_GIB = 2**30
+
+
+class MemoryUnknownError(EnvPipeError):
+    """A limit by memory where memory cannot be measured."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One look at an allocator.
+
+    Args:
+        allocated_bytes: of live tensors.
+        unusable_bytes: neither live nor to be had: holes between live blocks, and freed blocks that
+            another stream still uses.
+    """
+
+    allocated_bytes: int
+    unusable_bytes: int = 0
+
+
+class MemorySource(Protocol):
+    """The memory of one rank's device."""
+
+    def read(self) -> Reading:
+        """What is held now, in the order in which the host allocates and frees."""
+
+    def peak_bytes(self) -> int:
+        """The most that was allocated since `reset_peak`."""
+
+    def reset_peak(self) -> None:
+        """Forget the peak."""
+
+    def capacity_bytes(self) -> int:
+        """What this process could hold at most beside what others on the device hold now."""
+
+
+class CudaMemory:
+    """torch's caching allocator on the current device.
+
+    Resetting the peak is seen by everyone who asks torch for it: `torch.cuda.max_memory_allocated`
+    then counts from the last iteration that was watched.
+    """
+
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device()
+
+    def read(self) -> Reading:
+        """One call into the allocator; the flat `memory_stats` would take several times as long."""
+        stats = torch.cuda.memory.memory_stats_as_nested_dict(self._device)
+        allocated = stats["allocated_bytes"]["all"]["current"]
+        awaiting_streams = stats["active_bytes"]["all"]["current"] - allocated
+        return Reading(
+            allocated, awaiting_streams + stats["inactive_split_bytes"]["all"]["current"]
+        )
+
+    def peak_bytes(self) -> int:
+        """As `torch.cuda.max_memory_allocated`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        """As `torch.cuda.reset_peak_memory_stats`."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def capacity_bytes(self) -> int:
+        """What the driver has free and what the allocator has reserved.
+
+        Segments without a live block are given back before an allocation fails, so they count.
+        """
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free + torch.cuda.memory_reserved(self._device)
+
+
+def device_memory() -> MemorySource | None:
+    """The memory of this rank's device; None where no CUDA device is in use."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        return None
+    return CudaMemory()
+
+
+class Watch(Enum):
+    """What is looked at in an iteration."""
+
+    NOTHING = 0
+    PEAK = 1
+    UNITS = 2
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What is known of a stage's memory; of replicas, the one with the least room.
+
+    Args:
+        activation_bytes: what one more microbatch in flight holds.
+        baseline_in_flight: microbatches in flight at the peak of the framework's own order.
+        baseline_peak_bytes: the most that is allocated while that order's units run.
+        room_bytes: what the device could give beyond that peak, less `SAFETY_MARGIN`; 0 if nothing.
+        step_peak_bytes: the most that was allocated from one iteration's begin to the next one's,
+            the optimizer's step included; 0 if no whole iteration was seen.
+        in_flight: at the peak of the order that is run.
+        measured_peak_bytes: the most that is allocated while that order's units run.
+    """
+
+    activation_bytes: float
+    baseline_in_flight: int
+    baseline_peak_bytes: int
+    room_bytes: float
+    step_peak_bytes: int = 0
+    in_flight: int | None = None
+    measured_peak_bytes: int | None = None
+
+    @property
+    def free_bytes(self) -> float:
+        """What is free beside one microbatch, as a profile's sidecar has it.
+
+        The framework's own order holds more than one at the peak that the room was measured at.
+        """
+        return self.room_bytes + max(0, self.baseline_in_flight - 1) * self.activation_bytes
+
+    def predicted_peak_bytes(self, in_flight: int) -> float:
+        """The most that is allocated while units run, with so many microbatches in flight."""
+        more = in_flight - self.baseline_in_flight
+        return self.baseline_peak_bytes + more * self.activation_bytes
+
+
+def activation_bytes(kinds: Sequence[Kind], allocated_bytes: Sequence[int]) -> float:
+    """What one microbatch in flight holds, from what is allocated behind each unit.
+
+    A forward adds it and a backward takes it away. The median passes over what happens once: the
+    first gradients, a workspace. Of the two medians the larger is taken: outputs that wait for
+    their transfer make forwards seem to hold more than backwards give back, and they too must fit.
+
+    Args:
+        kinds: of each unit, in order.
+        allocated_bytes: before the first unit, and behind each.
+    """
+    changes = np.diff(np.asarray(allocated_bytes, dtype=np.int64))
+    forward = np.array([kind is Kind.FORWARD for kind in kinds])
+    return max(float(np.median(changes[forward])), float(np.median(-changes[~forward])))
+
+
+class JobMemory:
+    """Watches one rank's memory, and knows that of all stages once it was measured.
+
+    All ranks of the job call `learn`, `predict` and `compare` at the same iterations.
+
+    Args:
+        source: of this rank's device, or None where there is none to be watched.
+        stage: this rank's stage.
+        collectives: to all ranks.
+        say: told of what was found.
+    """
+
+    def __init__(
+        self,
+        source: MemorySource | None,
+        stage: int,
+        collectives: Collectives,
+        say: Callable[[str], None],
+    ) -> None:
+        self._source = source
+        self._stage = stage
+        self._collectives = collectives
+        self._say = say
+        #: What is looked at in the iterations that follow.
+        self.watch = Watch.PEAK
+        #: One for each stage; None until `learn`, and where memory is not known on every rank.
+        self.stages: tuple[StageMemory, ...] | None = None
+        self._kinds: list[Kind] = []
+        self._readings: list[Reading] = []
+        self._begun = False
+        self._step_peak_bytes = 0
+
+    def watched(
+        self, make_work: Callable[[Schedule], StageWork]
+    ) -> Callable[[Schedule], StageWork]:
+        """Make the work of the next training iteration so that it is watched."""
+        source = self._source
+        if source is None or self.watch is Watch.NOTHING:
+            self._begun = False
+            return make_work
+
+        def make(schedule: Schedule) -> StageWork:
+            work = make_work(schedule)
+            if self._begun:
+                self._step_peak_bytes = max(self._step_peak_bytes, source.peak_bytes())
+            self._begun = True
+            source.reset_peak()
+            if self.watch is not Watch.UNITS:
+                return work
+            self._kinds, self._readings = [], [source.read()]
+            return _WatchedWork(work, self._unit_ended)
+
+        return make
+
+    def learn(self, schedule: Schedule, spec: TensorSpec) -> None:
+        """Take in the iteration that has just ended, and one before whose units were watched.
+
+        Args:
+            schedule: of both: the framework's own.
+            spec: what messages carry. A stage keeps its input or what it made of it, so no
+                microbatch holds less than a message.
+        """
+        everyone = self._collectives.gather_by_stage(self._own(schedule, spec))
+        stages = []
+        for replicas in everyone:
+            known = [own for own in replicas if own is not None]
+            if len(known) < len(replicas):
+                self.stages = None
+                return
+            stages.append(
+                StageMemory(
+                    max(own.activation_bytes for own in known),
+                    known[0].baseline_in_flight,
+                    max(own.baseline_peak_bytes for own in known),
+                    min(own.room_bytes for own in known),
+                    max(own.step_peak_bytes for own in known),
+                )
+            )
+        self.stages = tuple(stages)
+        self._say(
+            f"memory (GiB): peak {_gib(s.baseline_peak_bytes for s in stages)}, a microbatch in "
+            f"flight {_gib(s.activation_bytes for s in stages)}, room for more "
+            f"{_gib(s.room_bytes for s in stages)} beside {SAFETY_MARGIN:.0%} kept free"
+        )
+
+    def predict(self, schedule: Schedule) -> None:
+        """Say what an order that is about to run will hold."""
+        if self.stages is None:
+            return
+        peaks = schedule.peak_in_flight
+        self.stages = tuple(
+            replace(stage, in_flight=peak, measured_peak_bytes=None)
+            for stage, peak in zip(self.stages, peaks, strict=True)
+        )
+        predicted = [
+            s.predicted_peak_bytes(peak) for s, peak in zip(self.stages, peaks, strict=True)
+        ]
+        self._say(f"memory: in flight {list(peaks)}, predicted peak {_gib(predicted)} GiB")
+        for number, (stage, bytes_) in enumerate(zip(self.stages, predicted, strict=True)):
+            most = stage.baseline_peak_bytes + stage.room_bytes
+            if bytes_ > (1 + RELATIVE_TOLERANCE) * most:
+                self._warn(
+                    f"Stage {number} may run out of memory: {stage.in_flight} microbatches in "
+                    f"flight need {bytes_ / _GIB:.2f} GiB, and {most / _GIB:.2f} GiB may be used"
+                )
+
+    def peak_bytes(self) -> int | None:
+        """The peak of the iteration that has just ended, if memory is known and it was watched."""
+        if self.stages is None or self._source is None:
+            return None
+        return self._source.peak_bytes()
+
+    def compare(self, peak_bytes: int | None) -> None:
+        """Hold the prediction against the peak that this rank saw while the order ran."""
+        if self.stages is None:
+            return
+        everyone = self._collectives.gather_by_stage(peak_bytes)
+        measured = [max(peak or 0 for peak in replicas) for replicas in everyone]
+        self.stages = tuple(
+            replace(stage, measured_peak_bytes=peak)
+            for stage, peak in zip(self.stages, measured, strict=True)
+        )
+        errors = []
+        for number, (stage, peak) in enumerate(zip(self.stages, measured, strict=True)):
+            assert stage.in_flight is not None
+            predicted = stage.predicted_peak_bytes(stage.in_flight)
+            errors.append(peak / predicted - 1)
+            if errors[-1] > PREDICTION_ERROR:
+                self._warn(
+                    f"Stage {number} holds {errors[-1]:.1%} more than was predicted: "
+                    f"{peak / _GIB:.2f} GiB in place of {predicted / _GIB:.2f}"
+                )
+        shown = ", ".join(f"{error:+.1%}" for error in errors)
+        self._say(f"memory: measured peak {_gib(measured)} GiB, {shown} from the prediction")
+
+    def _own(self, schedule: Schedule, spec: TensorSpec) -> StageMemory | None:
+        if self._source is None or len(self._readings) <= schedule.units_per_stage:
+            return None
+        allocated = [reading.allocated_bytes for reading in self._readings]
+        unusable = self._readings[int(np.argmax(allocated))].unusable_bytes
+        peak = self._source.peak_bytes()
+        capacity = (1 - SAFETY_MARGIN) * self._source.capacity_bytes()
+        return StageMemory(
+            max(activation_bytes(self._kinds, allocated), _message_bytes(spec)),
+            schedule.peak_in_flight[self._stage],
+            peak,
+            max(0.0, capacity - peak - unusable),
+            self._step_peak_bytes,
+        )
+
+    def _unit_ended(self, unit: Unit) -> None:
+        assert self._source is not None
+        self._kinds.append(unit.kind)
+        self._readings.append(self._source.read())
+
+    def _warn(self, text: str) -> None:
+        if self._collectives.is_planner:
+            logger.warning("%s", text)
+
+
+class _WatchedWork:
+    """Looks at memory behind each unit, when its output has been handed to the channel."""
+
+    def __init__(self, work: StageWork, unit_ended: Callable[[Unit], None]) -> None:
+        self.forward, self.backward = work.forward, work.backward
+        self._work, self._unit_ended = work, unit_ended
+
+    def sent(self, unit: Unit) -> None:
+        """Let the unit end first."""
+        self._work.sent(unit)
+        self._unit_ended(unit)
+
+
+def _message_bytes(spec: TensorSpec) -> int:
+    return sum(math.prod(shape) for shape in spec.shapes) * spec.dtype.itemsize
+
+
+def _gib(values: Iterable[float]) -> str:
+    return "[" + ", ".join(f"{value / _GIB:.2f}" for value in values) + "]"
