@@ -4,9 +4,9 @@
 
 Megatron-LM takes for granted that there is a GPU. The shims below answer its questions about one
 and keep on the CPU what it wants to put there. None changes what is computed: the random numbers of
-"the GPU" are the CPU's, with Megatron's own seeds and states, and what cannot be done on a CPU, like
-the start of a Triton kernel, is an error. EnvPipe is not imported here, so that what a checkout
-imports by itself can be seen.
+"the GPU" are the CPU's, with Megatron's own seeds and states, and what cannot be done on a CPU,
+like the start of a Triton kernel, is an error. EnvPipe is not imported here, so that what a
+checkout imports by itself can be seen.
 
 Arguments that a run needs here are `lm_runs.CPU_ARGS`.
 """
@@ -14,14 +14,18 @@ Arguments that a run needs here are `lm_runs.CPU_ARGS`.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib.machinery
+import importlib.util
 import os
 import runpy
+import signal
+import site
 import sys
 import typing
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 # Before torch is imported: `torch.compile`, by which Megatron fuses small functions, would run a
@@ -89,8 +93,9 @@ def answer_for_cuda() -> None:
     cuda.set_device = lambda _: None
     cuda.synchronize = lambda *_: None
     cuda.reset_peak_memory_stats = lambda *_: None
-    # Megatron compares the major version with those of Blackwell.
+    # Megatron asks whether it is older than Blackwell.
     cuda.get_device_capability = lambda *_: (9, 0)
+    cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0)
 
     cuda.Stream = _Stream
     cuda.current_stream = cuda.default_stream = _Stream
@@ -170,18 +175,47 @@ def allow_no_cuda() -> None:
         initialize.fused_kernels.load = lambda _: None  # asks nvcc's version, and builds nothing
 
 
+def take_built_helpers(checkout: Path) -> None:
+    """Take the dataset helpers in C++ from the installed megatron-core, if built from this source.
+
+    Megatron-LM would build them inside the checkout, with make, a C++ compiler and pybind11.
+    """
+    folder = Path("megatron", "core", "datasets")
+    for root in site.getsitepackages() + sys.path:
+        installed = Path(root) / folder
+        built = list(installed.glob("helpers_cpp*.so"))
+        source = "helpers.cpp"
+        if (
+            not built
+            or (installed / source).read_bytes() != (checkout / folder / source).read_bytes()
+        ):
+            continue
+        name = "megatron.core.datasets.helpers_cpp"
+        spec = importlib.util.spec_from_file_location(name, built[0])
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+        import megatron.core.datasets.utils
+
+        megatron.core.datasets.utils.compile_helpers = lambda: None
+        return
+
+
 def main() -> None:
     """Run the script named first, with the arguments after it, as torchrun would."""
     script = Path(sys.argv[1]).resolve()
     # The checkout's own megatron.core goes before an installed megatron-core.
     sys.path[0] = str(script.parent)
     sys.argv = sys.argv[1:]
+    faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads
     torch.set_num_threads(1)
     answer_for_cuda()
     name_triton()
     name_override()
     with _CudaOnCpu():
         allow_no_cuda()
+        take_built_helpers(script.parent)
         runpy.run_path(str(script), run_name="__main__")
 
 

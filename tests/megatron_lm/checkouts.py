@@ -1,0 +1,60 @@
+"""Where checkouts of Megatron-LM are found; nothing of them is kept in this repository.
+
+`ENVPIPE_MEGATRON_LM` names a folder with a checkout for each tag (`core_v0.16.1/`, ...), or one
+checkout; without it they are looked for in the user's cache folder, `~/.cache/envpipe/megatron-lm`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+TAGS = ("core_v0.16.1", "core_v0.19.0")
+VARIABLE = "ENVPIPE_MEGATRON_LM"
+
+
+def folder_of_checkouts() -> Path:
+    """The folder that is looked in; it need not exist."""
+    if named := os.environ.get(VARIABLE):
+        return Path(named).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "envpipe" / "megatron-lm"
+
+
+def checkout_of(tag: str) -> Path | None:
+    """The checkout of a tag, or None where there is none."""
+    folder = folder_of_checkouts()
+    for checkout in (folder / tag, folder):
+        if tag_of(checkout) == tag:
+            return checkout
+    return None
+
+
+def tag_of(checkout: Path) -> str | None:
+    """The tag among `TAGS` that a folder is a checkout of, or None.
+
+    Told by the minor version: core_v0.19.0 calls itself 0.19.1.
+    """
+    info = checkout / "megatron" / "core" / "package_info.py"
+    if not info.is_file() or not (checkout / "pretrain_gpt.py").is_file():
+        return None
+    numbers = dict(re.findall(r"^(MAJOR|MINOR) = (\d+)", info.read_text(), re.M))
+    version = f"core_v{numbers.get('MAJOR')}.{numbers.get('MINOR')}."
+    return next((tag for tag in TAGS if tag.startswith(version)), None)
+
+
+def copy_checkout(checkout: Path, folder: Path) -> Path:
+    """Copy what is run or changed of a checkout to a new folder: `megatron/` and the scripts.
+
+    The rest is some 50 MB of documents, tests and examples.
+    """
+    shutil.copytree(
+        checkout / "megatron",
+        folder / "megatron",
+        ignore=shutil.ignore_patterns("__pycache__", "*.so"),
+    )
+    for script in checkout.glob("*.py"):
+        shutil.copy(script, folder)
+    return folder
