@@ -1,0 +1,1 @@
+"""EnvPipe in a patched Megatron-LM checkout: flags, what is refused, hooks, reporting."""

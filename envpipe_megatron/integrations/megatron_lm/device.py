@@ -1,0 +1,117 @@
+"""The GPU that a rank of Megatron-LM trains on: a real one, or an emulated one where there is none.
+
+Emulation, for trying a whole job on CPUs and for tests, is asked for by two environment variables:
+ENVPIPE_EMULATED_GPU names the preset (such as a100-sxm), ENVPIPE_EMULATED_FORWARD_S says what a
+forward takes at the highest clock, in s: one number, or one for each stage. A backward takes twice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.gpu.control import ChosenControl
+from envpipe_megatron.gpu.emulated import EmulatedGpu
+from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
+from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor
+from envpipe_megatron.runtime.executor import CudaExecutor, Executor
+from envpipe_megatron.runtime.rank_gpu import open_rank_gpu
+from envpipe_megatron.schedule import Kind
+
+PRESET_VARIABLE = "ENVPIPE_EMULATED_GPU"
+FORWARD_VARIABLE = "ENVPIPE_EMULATED_FORWARD_S"
+_BACKWARD_RATIO = 2.0
+
+
+class DeviceError(EnvPipeError):
+    """There is no GPU to train on, or an emulation that cannot be."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A rank's GPU and how time passes on it.
+
+    Args:
+        gpu: opened by the back end that was chosen.
+        control: what changes its clock, and why.
+        make_executor: makes the executor, given what lets it wait for the clock controller.
+        emulated: whether its time is emulated.
+    """
+
+    gpu: Gpu
+    control: ChosenControl
+    make_executor: Callable[[Callable[[], None]], Executor]
+    emulated: bool
+
+
+def open_device(
+    collectives: Collectives, stage: int, num_stages: int, wanted: str, *, require: bool
+) -> Device:
+    """Open this rank's GPU; every rank of the job calls it.
+
+    Args:
+        collectives: to all ranks.
+        stage: this rank's stage.
+        num_stages: p.
+        wanted: one of `gpu.control.CHOICES`.
+        require: whether a job without control of its clocks is an error.
+
+    Raises:
+        DeviceError: no GPU, and no emulation asked for, or one that cannot be.
+        GpuError: a GPU that cannot be opened, or no control where it is required.
+        CollectivesError: another rank raised one of these.
+    """
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        uid = collectives.everywhere(lambda: uid_of_cuda_device(str(properties.uuid)))
+        gpu, control = open_rank_gpu(uid, collectives, wanted, require=require)
+        return Device(gpu, control, lambda settle: CudaExecutor(), emulated=False)
+    emulated, times_s = collectives.everywhere(lambda: _emulation(stage, num_stages, wanted))
+    gpu, control = open_rank_gpu(emulated.address.uid, collectives, "emulated")
+    return Device(
+        gpu,
+        control,
+        lambda settle: EmulatedExecutor(emulated, times_s, collectives.latest, settle),
+        emulated=True,
+    )
+
+
+def _emulation(stage: int, num_stages: int, wanted: str) -> tuple[EmulatedGpu, dict[Kind, float]]:
+    preset = os.environ.get(PRESET_VARIABLE)
+    if not preset:
+        raise DeviceError(
+            "--envpipe found no CUDA GPU in this process",
+            remedy=f"On a machine without GPUs, {PRESET_VARIABLE}=a100-sxm emulates them.",
+        )
+    if wanted not in ("auto", "emulated"):
+        raise DeviceError(
+            "Emulated GPUs have one way to control their clocks",
+            value=wanted,
+            remedy="Use --envpipe-gpu-control auto or emulated.",
+        )
+    forward_s = _forward_times_s(num_stages)[stage]
+    gpu = EmulatedGpu.create(preset, int(os.environ.get("LOCAL_RANK", "0")))
+    return gpu, {Kind.FORWARD: forward_s, Kind.BACKWARD: _BACKWARD_RATIO * forward_s}
+
+
+def _forward_times_s(num_stages: int) -> list[float]:
+    text = os.environ.get(FORWARD_VARIABLE, "0.02")
+    try:
+        times_s = [float(part) for part in text.split(",")]
+    except ValueError:
+        times_s = []
+    if len(times_s) == 1:
+        times_s *= num_stages
+    if len(times_s) != num_stages or min(times_s) <= 0:
+        raise DeviceError(
+            f"{FORWARD_VARIABLE} is a time in s above 0, one for all stages or one for each of the "
+            f"{num_stages}",
+            value=text,
+        )
+    return times_s

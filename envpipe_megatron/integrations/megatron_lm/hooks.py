@@ -1,0 +1,244 @@
+"""What the patch calls; imported by a patched checkout when --envpipe is among its arguments.
+
+A hook that is never reached would leave a job that trains without EnvPipe and says nothing of it.
+So each notes that it was reached, and the job ends with an error by its third iteration if one was
+not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from envpipe_megatron import __version__
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.megatron_lm import options as _options
+from envpipe_megatron.integrations.megatron_lm.job import Job
+from envpipe_megatron.integrations.megatron_lm.options import Options, read_options
+from envpipe_megatron.integrations.megatron_lm.refusals import check_supported
+from envpipe_megatron.integrations.megatron_lm.reporting import IntervalReport, end_of_job
+
+_NEEDED_BY_ITERATION = 3
+_NEEDED = ("validate", "begin_training", "begin_step", "forward_backward", "end_step", "log")
+
+
+class HookError(EnvPipeError):
+    """A hook of the patch is missing or was not reached."""
+
+
+@dataclass
+class _State:
+    """One process trains one job at a time."""
+
+    options: Options | None = None
+    job: Job | None = None
+    reached: Counter[str] = field(default_factory=Counter)
+
+
+_state = _State()
+
+
+def add_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the options that go with --envpipe."""
+    _options.add_arguments(group)
+
+
+def validate(args: argparse.Namespace) -> None:
+    """Refuse what EnvPipe does not run, before anything is built.
+
+    Raises:
+        EnvPipeError: an unsupported feature, a wrong option, or a checkout that is half patched.
+    """
+    _state.reached["validate"] += 1
+    check_supported(args)
+    _state.options = read_options(args, on_gpu=torch.cuda.is_available())
+    _hooked_schedules()
+
+
+def begin_training(args: argparse.Namespace) -> None:
+    """Make the job; from here on Megatron gets EnvPipe's forward-backward function.
+
+    Raises:
+        HookError: the arguments were not validated, or Megatron does not get that function.
+        EnvPipeError: no GPU, no control where it is required, or another rank raised one.
+    """
+    _state.reached["begin_training"] += 1
+    if _state.options is None:
+        raise HookError(
+            "The arguments of this job came from elsewhere than the command line, or the hook in "
+            "megatron/training/arguments.py is missing",
+            remedy="Give all options on the command line; `envpipe patch check` looks at hooks.",
+        )
+    job = _state.job = Job(args, _state.options, _say)
+    atexit.register(_close)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _leave)
+
+    def hook(framework_function: Callable[..., Any]) -> Callable[..., Any]:
+        return _reaching(job.stand_in(framework_function))
+
+    _hooked_schedules().envpipe_hook = hook
+    training = sys.modules["megatron.training.training"]
+    if not hasattr(training.get_forward_backward_func(), "is_envpipe"):
+        raise HookError(
+            "Megatron's training loop does not get EnvPipe's forward-backward function",
+            value=training.get_forward_backward_func.__module__,
+            remedy="Something replaced get_forward_backward_func; `envpipe patch check` looks.",
+        )
+    if job.collectives.is_planner:
+        _say(_banner(job))
+
+
+def begin_step(iteration: int) -> None:
+    """The training step of this iteration begins.
+
+    Args:
+        iteration: Megatron's number, from 0.
+    """
+    _state.reached["begin_step"] += 1
+    _running().session.begin_step(iteration)
+
+
+def end_step() -> None:
+    """The optimizer has stepped: the iteration ends here.
+
+    Raises:
+        HookError: a hook was not reached by the third iteration.
+        SystemExit: only the profile was asked for, and it is written.
+    """
+    _state.reached["end_step"] += 1
+    job = _running()
+    job.session.end_step()
+    if _state.reached["end_step"] >= _NEEDED_BY_ITERATION:
+        _check_reached()
+    if job.options.profile_only and job.session.state.profile is not None:
+        end_training()
+        dist.barrier()
+        raise SystemExit(0)
+
+
+def log(iteration: int, writer: Any, wandb_writer: Any) -> str:
+    """Energy since the last call, for Megatron's log line, TensorBoard and W&B.
+
+    Every rank calls it at the same iteration.
+
+    Args:
+        iteration: Megatron's number.
+        writer: TensorBoard's, None on all ranks but one.
+        wandb_writer: likewise.
+
+    Returns:
+        what to add to the log line.
+    """
+    _state.reached["log"] += 1
+    job = _running()
+    report = IntervalReport.gather(job.session)
+    for name, value in report.scalars().items():
+        if writer:
+            writer.add_scalar(name, value, iteration)
+        if wandb_writer:
+            wandb_writer.log({name: value}, iteration)
+    return report.line()
+
+
+def pause() -> None:
+    """Something that is not training follows, until the next iteration begins."""
+    if _state.job is not None:  # a checkpoint may be saved after training, too
+        _state.job.session.pause()
+
+
+def end_training() -> None:
+    """Give clocks back, and print the bill; Megatron gets its own function again."""
+    job = _running()
+    _hooked_schedules().envpipe_hook = None
+    _close()
+    for line in end_of_job(job.session, job.collectives, job.options.output_dir):
+        _say(line)
+
+
+def _reaching(stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward-backward function, which notes that Megatron called it."""
+
+    def forward_backward(**arguments: Any) -> Any:
+        _state.reached["forward_backward"] += 1
+        if _state.reached["forward_backward"] > _NEEDED_BY_ITERATION:
+            _check_reached()
+        return stand_in(**arguments)
+
+    forward_backward.is_envpipe = True  # type: ignore[attr-defined]  # what `begin_training` asks
+    return forward_backward
+
+
+def _check_reached() -> None:
+    missing = [name for name in _NEEDED if not _state.reached[name]]
+    if missing:
+        raise HookError(
+            f"Hooks of EnvPipe were not reached by iteration {_NEEDED_BY_ITERATION}",
+            value=missing,
+            remedy="`envpipe patch check` says what is wrong with this checkout; train without "
+            "--envpipe until it is right.",
+        )
+
+
+def _hooked_schedules() -> Any:
+    """The module that chooses Megatron's forward-backward function, which the patch has changed."""
+    from megatron.core.pipeline_parallel import schedules
+
+    if not hasattr(schedules, "envpipe_hook"):
+        raise HookError(
+            "The megatron-core that is imported is not patched",
+            value=schedules.__file__,
+            remedy="Put the patched checkout first in PYTHONPATH, before an installed "
+            "megatron-core; `envpipe patch check` looks at it.",
+        )
+    return schedules
+
+
+def _running() -> Job:
+    if _state.job is None:
+        raise HookError(
+            "A hook was called outside training",
+            remedy="`envpipe patch check` says what is wrong with this checkout.",
+        )
+    return _state.job
+
+
+def _close() -> None:
+    if _state.job is not None:
+        job, _state.job = _state.job, None
+        job.close()
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    """Leave through `atexit`, which gives the clock back."""
+    raise SystemExit(128 + signum)
+
+
+def _say(text: str) -> None:
+    print(f" [envpipe] {text}", flush=True)
+
+
+def _banner(job: Job) -> str:
+    options, control = job.options, job.device.control
+    lines = [
+        f"EnvPipe {__version__} is active: type {options.policy}, order {options.scheduling}, "
+        f"reconfigure {options.reconfigure}",
+        f"clocks of {job.device.gpu.name}: {control.backend or 'left alone'} ({control.why})",
+        f"in flight: {options.max_in_flight or 'no limit'}; output: {options.output_dir or 'none'}",
+    ]
+    if job.single_queue:
+        lines.append(
+            f"CUDA_DEVICE_MAX_CONNECTIONS=1: {job.channel.capacity} message(s) may wait between "
+            "neighbours, so their extra forwards are kept close"
+        )
+    return "; ".join(lines)

@@ -1,0 +1,155 @@
+"""One rank of a patched Megatron-LM job: its session, made from Megatron's arguments and groups."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+from envpipe_megatron.integrations.megatron_core import ForwardBackward
+from envpipe_megatron.integrations.megatron_lm.device import open_device
+from envpipe_megatron.integrations.megatron_lm.options import Options
+from envpipe_megatron.runtime.channel import make_channel
+from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.profiler import ProfilerSettings
+from envpipe_megatron.runtime.session import Session, SessionConfig
+
+#: What a stored profile and plan were made for; another value of one of these makes them useless.
+_SAME_JOB = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "seq_length",
+    "padded_vocab_size",
+    "swiglu",
+    "normalization",
+    "untie_embeddings_and_output_weights",
+    "micro_batch_size",
+    "global_batch_size",
+    "params_dtype",
+    "world_size",
+    "pipeline_model_parallel_size",
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "use_distributed_optimizer",
+    "transformer_impl",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+class Job:
+    """What a rank keeps from the first iteration to the last.
+
+    Every rank of the job makes one, at the same point of the program. Nothing of it outlives
+    `close`, which gives the clock back.
+
+    Args:
+        args: Megatron's.
+        options: EnvPipe's.
+        say: told of progress, on the planning rank alone.
+
+    Raises:
+        EnvPipeError: no GPU, no control where it is required, or another rank raised one.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, options: Options, say: Callable[[str], None]
+    ) -> None:
+        self.options = options
+        timeout = timedelta(minutes=args.distributed_timeout_minutes)
+        host_group = dist.new_group(backend="gloo", timeout=timeout, group_desc="envpipe-host")
+        assert host_group is not None
+        self.stage: int = parallel_state.get_pipeline_model_parallel_rank()
+        self.num_stages: int = parallel_state.get_pipeline_model_parallel_world_size()
+        # Replicas meet in every iteration, so emulated time runs for all of them together.
+        self.collectives = Collectives(host_group, self.stage, self.num_stages, host_group)
+        self.device = open_device(
+            self.collectives,
+            self.stage,
+            self.num_stages,
+            options.gpu_control,
+            require=options.require_control,
+        )
+        self.num_microbatches: int = get_num_microbatches()
+        self.channel = make_channel(
+            parallel_state.get_pipeline_model_parallel_group(),
+            stamped=self.device.emulated,
+            timeout=timeout,
+        )
+        self.session = Session(
+            SessionConfig(
+                options.request(self.num_microbatches),
+                warmup_iterations=options.baseline_steps,
+                profiler=ProfilerSettings(measured_iterations=options.profile_steps),
+                profile_file=options.profile_file,
+                plan_file=options.plan_file,
+                output_dir=options.output_dir,
+                min_dwell_s=options.min_dwell_s,
+            ),
+            self.device.gpu,
+            self.device.make_executor,
+            self.channel,
+            self.collectives,
+            stage=self.stage,
+            num_stages=self.num_stages,
+            rank=dist.get_rank(),
+            labels={"emulated": True} if self.device.emulated else {},
+            say=say,
+            print_grid=self._keep_grid,
+            fingerprint=_fingerprint(args, options, self.device.gpu.name),
+        )
+        self._forward_backward: ForwardBackward | None = None
+
+    def stand_in(self, framework_function: Callable[..., Any]) -> ForwardBackward:
+        """What runs in place of Megatron's own 1F1B function."""
+        if self._forward_backward is None:
+            self._forward_backward = ForwardBackward(
+                self.session, framework_function=framework_function
+            )
+        return self._forward_backward
+
+    @property
+    def single_queue(self) -> bool:
+        """Whether the order is limited to what the channel holds over one hardware queue."""
+        return self.channel.capacity is not None
+
+    def close(self) -> None:
+        """Give the clock back and finish the energy log; safe to call twice."""
+        self.session.close()
+
+    def _keep_grid(self, text: str) -> None:
+        if self.options.output_dir is not None:
+            with (self.options.output_dir / "reconfigure.txt").open("a") as file:
+                file.write(text + "\n\n")
+
+
+def _fingerprint(args: argparse.Namespace, options: Options, gpu: str) -> dict[str, object]:
+    """What a profile and a plan are good for: the same mapping, the same job."""
+    job: dict[str, object] = {name: getattr(args, name, None) for name in _SAME_JOB}
+    job["params_dtype"] = str(job["params_dtype"])
+    job |= {
+        "gpu": gpu,
+        "policy": options.policy,
+        "scheduling": options.scheduling,
+        "reconfigure": options.reconfigure,
+        "max_in_flight": options.max_in_flight,
+        "min_dwell_s": options.min_dwell_s,
+        "torch": torch.__version__,
+        "single_queue": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1",
+    }
+    return job

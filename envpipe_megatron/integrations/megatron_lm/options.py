@@ -1,0 +1,291 @@
+"""The command-line options of a patched Megatron-LM, in one group; free of Megatron and torch.
+
+EnvPipe's environment variables ENVPIPE_TYPE, ENVPIPE_SCHEDULING and ENVPIPE_RECONFIGURE stand for
+the options of those names where these are not given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
+from envpipe_megatron.policies.planner import BY_MEMORY, PlanRequest, check_request
+
+TYPES = ("baseline", "uniform", "envelope", "optimal")
+SCHEDULINGS = ("1f1b", "ours", "envpipe", "auto")
+RECONFIGURES = ("default", "greedy", "balanced", "optimal")
+
+#: What a type goes with where the user does not say. EnvPipe in full is the default: its clocks
+#: follow what is measured in each iteration, so a profile that errs costs no time.
+_GOES_WITH = {
+    "baseline": ("1f1b", "default"),
+    "uniform": ("1f1b", "default"),
+    "envelope": ("ours", "balanced"),
+    "optimal": ("auto", "default"),
+}
+
+
+class OptionError(EnvPipeError):
+    """An option of EnvPipe that is wrong, or does not go with another."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for, with what goes without saying filled in.
+
+    Args:
+        policy: one of `TYPES`.
+        scheduling: one of `SCHEDULINGS`.
+        reconfigure: default, greedy or balanced.
+        max_in_flight: most microbatches in flight, one number or one for each stage; `memory`: what
+            fits beside the rest; None for no limit.
+        baseline_steps: measured iterations of Megatron's own order at the highest clock.
+        profile_steps: measured iterations at each clock.
+        profile_file: used in place of the online profile.
+        plan_file: run as it stands.
+        profile_only: end the job when the profile is written.
+        gpu_control: one of `gpu.control.CHOICES`.
+        require_control: whether a job that may not change clocks is an error.
+        min_dwell_s: least time between two changes of a clock.
+        output_dir: where profile, plan and energy log go; None for nowhere.
+    """
+
+    policy: str
+    scheduling: str
+    reconfigure: str
+    max_in_flight: int | tuple[int, ...] | str | None
+    baseline_steps: int
+    profile_steps: int
+    profile_file: Path | None
+    plan_file: Path | None
+    profile_only: bool
+    gpu_control: str
+    require_control: bool
+    min_dwell_s: float
+    output_dir: Path | None
+
+    def request(self, num_microbatches: int) -> PlanRequest:
+        """What to plan."""
+        return PlanRequest(
+            num_microbatches,
+            schedule=self.scheduling,
+            policy=self.policy,
+            reconfigure=self.reconfigure,
+            max_in_flight=self.max_in_flight,
+            min_dwell_s=self.min_dwell_s if self.policy == "optimal" else 0.0,
+        )
+
+
+def add_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the options that go with --envpipe."""
+    group.add_argument(
+        "--envpipe-type",
+        choices=TYPES,
+        help="baseline: measure, at the highest clock; uniform: each stage at its optimal clock; "
+        "envelope (default): highest on the outer envelope, optimal inside; optimal: least energy "
+        "by a linear program.",
+    )
+    group.add_argument(
+        "--envpipe-scheduling",
+        choices=SCHEDULINGS,
+        help="Order of forwards and backwards: 1f1b; ours or envpipe: EnvPipe's; auto: planned "
+        "together with the clocks, with type optimal. Default: what the type goes with.",
+    )
+    group.add_argument(
+        "--envpipe-reconfigure",
+        choices=RECONFIGURES,
+        help="With type envelope, adjust clocks from measured iterations: greedy, balanced; "
+        "default: do not; optimal: the same as type optimal.",
+    )
+    group.add_argument(
+        "--envpipe-max-in-flight",
+        metavar="N[,N...]|memory",
+        help="Most microbatches whose activations a stage holds, one number or one for each stage; "
+        "memory (default on GPUs): as many as fit, by what the first steps measure.",
+    )
+    group.add_argument(
+        "--envpipe-baseline-steps",
+        type=int,
+        default=10,
+        metavar="N",
+        help="Steps in Megatron's own order at the highest clock, which savings are measured "
+        "against. Default: 10.",
+    )
+    group.add_argument(
+        "--envpipe-profile-steps",
+        type=int,
+        default=5,
+        metavar="N",
+        help="Steps measured at each clock while profiling, at least; short ones are repeated for "
+        "a second. Default: 5.",
+    )
+    group.add_argument(
+        "--envpipe-profile", type=Path, metavar="FILE", help="A profile CSV, instead of profiling."
+    )
+    group.add_argument(
+        "--envpipe-plan",
+        type=Path,
+        metavar="FILE",
+        help="A plan JSON to run as it stands; needs the profile that prices it.",
+    )
+    group.add_argument(
+        "--envpipe-profile-only",
+        action="store_true",
+        help="End the job when the profile is written.",
+    )
+    group.add_argument(
+        "--envpipe-gpu-control",
+        choices=GPU_CONTROLS,
+        default="auto",
+        help="What changes clocks; auto (default): the first that is allowed; dry_run: log what "
+        "would be done; none: only measure.",
+    )
+    group.add_argument(
+        "--envpipe-require-control",
+        action="store_true",
+        help="Refuse to train where clocks may not be changed, instead of measuring alone.",
+    )
+    group.add_argument(
+        "--envpipe-min-dwell-ms",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="Least time between two changes of a GPU's clock. Default: 0.",
+    )
+    group.add_argument(
+        "--envpipe-output",
+        type=Path,
+        metavar="DIR",
+        help="Folder for profile, plan, energy log and summary. Default: 'envpipe' in the folder "
+        "of --save, else nothing is written.",
+    )
+
+
+def read_options(
+    args: argparse.Namespace, environment: Mapping[str, str] | None = None, *, on_gpu: bool
+) -> Options:
+    """Check the options against each other, and fill in what was not given.
+
+    Args:
+        args: Megatron's, after parsing.
+        environment: by default this process's.
+        on_gpu: whether the job runs on GPUs, whose memory can be measured.
+
+    Raises:
+        OptionError: an option that is wrong, or does not go with another.
+        PlannerError: type, order and limits that contradict each other.
+    """
+    variables = os.environ if environment is None else environment
+    policy = _chosen(args.envpipe_type, variables, "ENVPIPE_TYPE", TYPES) or "envelope"
+    scheduling = _chosen(args.envpipe_scheduling, variables, "ENVPIPE_SCHEDULING", SCHEDULINGS)
+    reconfigure = _chosen(args.envpipe_reconfigure, variables, "ENVPIPE_RECONFIGURE", RECONFIGURES)
+    if reconfigure == "optimal":
+        if policy not in ("envelope", "optimal"):
+            raise OptionError(
+                f"--envpipe-reconfigure optimal does not go with --envpipe-type {policy}",
+                remedy="Use --envpipe-type optimal.",
+            )
+        policy, reconfigure = "optimal", "default"
+    usual_scheduling, usual_reconfigure = _GOES_WITH[policy]
+    scheduling = scheduling or usual_scheduling
+    reordered = scheduling != "1f1b"
+    output_dir = args.envpipe_output
+    if output_dir is None and args.save is not None:
+        output_dir = Path(args.save) / "envpipe"
+    options = Options(
+        policy=policy,
+        scheduling=scheduling,
+        reconfigure=reconfigure or usual_reconfigure,
+        max_in_flight=_max_in_flight(
+            args.envpipe_max_in_flight, BY_MEMORY if reordered and on_gpu else None
+        ),
+        baseline_steps=args.envpipe_baseline_steps,
+        profile_steps=args.envpipe_profile_steps,
+        profile_file=_existing("--envpipe-profile", args.envpipe_profile),
+        plan_file=_existing("--envpipe-plan", args.envpipe_plan),
+        profile_only=args.envpipe_profile_only,
+        gpu_control=args.envpipe_gpu_control,
+        require_control=args.envpipe_require_control,
+        min_dwell_s=args.envpipe_min_dwell_ms / 1e3,
+        output_dir=output_dir,
+    )
+    _check(options, args.pipeline_model_parallel_size, on_gpu=on_gpu)
+    return options
+
+
+def _check(options: Options, num_stages: int, *, on_gpu: bool) -> None:
+    check_request(options.request(num_microbatches=1))
+    if isinstance(options.max_in_flight, tuple) and len(options.max_in_flight) != num_stages:
+        raise OptionError(
+            f"--envpipe-max-in-flight is one number, or one for each of {num_stages} stages",
+            value=options.max_in_flight,
+        )
+    if options.max_in_flight == BY_MEMORY and not on_gpu:
+        raise OptionError(
+            "--envpipe-max-in-flight memory needs GPUs, whose memory can be measured",
+            remedy="Give a number of microbatches.",
+        )
+    if options.plan_file and not options.profile_file:
+        raise OptionError(
+            "--envpipe-plan needs the profile that prices it",
+            value=str(options.plan_file),
+            remedy="Give --envpipe-profile too.",
+        )
+    if options.profile_only and (options.profile_file or options.output_dir is None):
+        raise OptionError(
+            "--envpipe-profile-only measures a profile and writes it",
+            remedy="Give --envpipe-output, and no --envpipe-profile.",
+        )
+    if options.profile_only and options.policy == "baseline":
+        raise OptionError(
+            "--envpipe-type baseline never profiles",
+            remedy="Use another type with --envpipe-profile-only.",
+        )
+    for name, value, least in (
+        ("--envpipe-baseline-steps", options.baseline_steps, 2),
+        ("--envpipe-profile-steps", options.profile_steps, 1),
+        ("--envpipe-min-dwell-ms", options.min_dwell_s * 1e3, 0),
+    ):
+        if not value >= least:
+            raise OptionError(f"{name} is at least {least}", value=value)
+
+
+def _chosen(
+    given: str | None, variables: Mapping[str, str], name: str, choices: tuple[str, ...]
+) -> str | None:
+    value = given if given is not None else variables.get(name) or None
+    if value is not None and value not in choices:
+        raise OptionError(
+            f"The environment variable {name} is none of its option's choices",
+            value=value,
+            remedy=f"Use {', '.join(choices)}.",
+        )
+    return value
+
+
+def _max_in_flight(
+    given: str | None, unless_given: str | None
+) -> int | tuple[int, ...] | str | None:
+    if given is None or given == BY_MEMORY:
+        return given or unless_given
+    try:
+        numbers = tuple(int(part) for part in given.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise OptionError(
+            "--envpipe-max-in-flight is a number of microbatches, one for each stage, or 'memory'",
+            value=given,
+        )
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+def _existing(name: str, path: Path | None) -> Path | None:
+    if path is not None and not path.is_file():
+        raise OptionError(f"The file of {name} is not there", value=str(path))
+    return path

@@ -1,0 +1,142 @@
+"""What a job tells: a piece of Megatron's log line, scalars, and the bill at its end."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from envpipe_megatron import __version__
+from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.interval_energy import Comparison, JobEnergy, compare
+from envpipe_megatron.runtime.session import Session
+
+logger = logging.getLogger(__name__)
+
+SUMMARY_FORMAT = "envpipe-summary/1"
+#: Half of the 95 % interval of a normal distribution, in standard deviations.
+NORMAL_95 = 1.96
+
+
+@dataclass(frozen=True)
+class IntervalReport:
+    """Training since the last log line, on an average GPU of the job.
+
+    Args:
+        energy: an average step; None where no whole step was seen.
+        comparison: with the baseline; None before that is measured.
+    """
+
+    energy: JobEnergy | None
+    comparison: Comparison | None
+
+    @classmethod
+    def gather(cls, session: Session) -> IntervalReport:
+        """End the interval; every rank of the job calls it at the same iteration."""
+        energy = session.gather(session.lap())
+        comparison = None
+        if energy is not None and session.baseline is not None:
+            comparison = compare(energy.mean, session.baseline.mean)
+        return cls(energy, comparison)
+
+    def scalars(self) -> dict[str, float]:
+        """For TensorBoard and W&B, beside Megatron's own `iter-energy/gpu` and `power/gpu`."""
+        values: dict[str, float | None] = {}
+        if self.energy is not None:
+            values["envpipe-iter-energy/gpu"] = self.energy.mean.energy_j
+            values["envpipe-power/gpu"] = self.energy.mean.power_w
+        if self.comparison is not None:
+            values["envpipe-saving-percent"] = self.comparison.saving_percent
+            values["envpipe-slowdown-percent"] = self.comparison.slowdown_percent
+        return {name: value for name, value in values.items() if value is not None}
+
+    def line(self) -> str:
+        """For Megatron's log line: J per iteration and GPU, W per GPU, saving and slowdown in %."""
+        if self.energy is None:
+            return ""
+        mean = self.energy.mean
+        parts = [f"envpipe phase: {' '.join(self.energy.phases)}"]
+        if mean.energy_j is None:
+            parts.append("envpipe energy: not metered")
+        else:
+            parts += [
+                f"envpipe energy per GPU (J/iter/GPU): {mean.energy_j:.1f}",
+                f"envpipe power per GPU (W/GPU): {mean.power_w:.1f}",
+            ]
+        if self.comparison is not None:
+            parts += comparison_parts(self.comparison)
+        return "".join(f" {part} |" for part in parts)
+
+
+def comparison_parts(comparison: Comparison) -> list[str]:
+    """Saving and slowdown in %, each with its 95 % interval where that is known."""
+    saved = _percent(comparison.saving_percent, comparison.saving_uncertainty_percent)
+    slower = _percent(comparison.slowdown_percent, comparison.slowdown_uncertainty_percent)
+    return [f"envpipe saved: {saved}", f"envpipe slower: {slower}"]
+
+
+def end_of_job(session: Session, collectives: Collectives, output_dir: Path | None) -> list[str]:
+    """The bill of a closed session: lines for the log; written to `summary.json` as well.
+
+    Every rank calls it. A file that cannot be written is an error in the log and no more.
+
+    Returns:
+        lines, on the planning rank; none on others.
+
+    Raises:
+        CollectivesError: a rank is gone or silent.
+    """
+    own = session.summary()
+    by_stage = collectives.gather_by_stage(own)
+    if not collectives.is_planner:
+        return []
+    memory = session.state.memory
+    summary = {
+        "format": SUMMARY_FORMAT,
+        "created_by": f"envpipe {__version__}",
+        "baseline": own["baseline"],
+        "job": own["job"],
+        "memory": None if memory is None else [asdict(stage) for stage in memory],
+        "ranks": [rank for replicas in by_stage for rank in replicas],
+    }
+    if output_dir is not None:
+        path = output_dir / "summary.json"
+        try:
+            path.write_text(json.dumps(summary, indent=1) + "\n")
+        except OSError as error:
+            logger.error("%s could not be written: %s", path, error)
+    return list(_bill(summary))
+
+
+def _bill(summary: Mapping[str, Any]) -> Iterator[str]:
+    gpus = [rank["gpu"] for rank in summary["ranks"]]
+    total_j = sum(gpu["total_energy_j"] for gpu in gpus)
+    yield f"energy of {len(gpus)} GPUs in training: {total_j:.0f} J"
+    steps = {"baseline": summary["baseline"], **summary["job"]["phases"]}
+    for phase, step in steps.items():
+        if step is not None and step["energy_j"] is not None:
+            yield (
+                f"{phase}: {step['iterations']} iterations, {step['time_s']:.4f} s and "
+                f"{step['energy_j']:.1f} J each on an average GPU ({step['power_w']:.1f} W)"
+            )
+    if summary["job"]["comparison"] is not None:
+        yield "steady against baseline: " + ", ".join(
+            comparison_parts(Comparison(**summary["job"]["comparison"]))
+        )
+    warnings = {
+        followed["warning"]
+        for rank in summary["ranks"]
+        if (followed := rank["clocks"]["followed"]) and followed["warning"]
+    }
+    yield from sorted(warnings)
+
+
+def _percent(value: float | None, standard_uncertainty: float | None) -> str:
+    if value is None:
+        return "not known"
+    if standard_uncertainty is None:
+        return f"{value:.2f} %"
+    return f"{value:.2f} +- {NORMAL_95 * standard_uncertainty:.2f} %"

@@ -1,0 +1,146 @@
+"""Flags of the patched Megatron-LM: what goes without saying, and what is refused with its fix."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.megatron_lm.options import Options, add_arguments, read_options
+from envpipe_megatron.integrations.megatron_lm.refusals import REFUSED, check_supported
+
+
+def parsed(*words: str, save: str | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_arguments(parser.add_argument_group("envpipe"))
+    args = parser.parse_args(words)
+    args.save = save
+    args.pipeline_model_parallel_size = 4
+    return args
+
+
+def read(*words: str, save: str | None = None, on_gpu: bool = True, **environment: str) -> Options:
+    return read_options(parsed(*words, save=save), environment, on_gpu=on_gpu)
+
+
+@pytest.mark.parametrize(
+    ("words", "scheduling", "reconfigure", "max_in_flight"),
+    [
+        ((), "ours", "balanced", "memory"),
+        (("--envpipe-type", "baseline"), "1f1b", "default", None),
+        (("--envpipe-type", "uniform"), "1f1b", "default", None),
+        (("--envpipe-type", "optimal"), "auto", "default", "memory"),
+        (("--envpipe-reconfigure", "optimal"), "auto", "default", "memory"),
+        (("--envpipe-scheduling", "1f1b"), "1f1b", "balanced", None),
+        (("--envpipe-max-in-flight", "6"), "ours", "balanced", 6),
+        (("--envpipe-max-in-flight", "6,5,4,3"), "ours", "balanced", (6, 5, 4, 3)),
+    ],
+)
+def test_what_is_not_given_goes_with_the_type(
+    words: tuple[str, ...], scheduling: str, reconfigure: str, max_in_flight: Any
+) -> None:
+    options = read(*words)
+    assert (options.scheduling, options.reconfigure) == (scheduling, reconfigure)
+    assert options.max_in_flight == max_in_flight
+    assert options.request(8).num_microbatches == 8
+
+
+def test_memory_is_not_measured_where_there_is_no_gpu() -> None:
+    assert read(on_gpu=False).max_in_flight is None
+
+
+def test_environment_stands_for_flags_and_flags_win() -> None:
+    environment = {
+        "ENVPIPE_TYPE": "envelope",
+        "ENVPIPE_SCHEDULING": "1f1b",
+        "ENVPIPE_RECONFIGURE": "greedy",
+    }
+    options = read(**environment)
+    assert (options.scheduling, options.reconfigure) == ("1f1b", "greedy")
+    assert read("--envpipe-reconfigure", "default", **environment).reconfigure == "default"
+    assert read(ENVPIPE_TYPE="").policy == "envelope"
+
+
+def test_output_lies_beside_the_checkpoints() -> None:
+    assert read().output_dir is None
+    assert read(save="checkpoints").output_dir == Path("checkpoints/envpipe")
+    assert read("--envpipe-output", "here", save="checkpoints").output_dir == Path("here")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--envpipe-type", "uniform", "--envpipe-reconfigure", "greedy"), "envelope policy"),
+        (("--envpipe-type", "uniform", "--envpipe-reconfigure", "optimal"), "--envpipe-type opt"),
+        (("--envpipe-scheduling", "auto"), "optimal policy"),
+        (("--envpipe-max-in-flight", "0"), "got '0'"),
+        (("--envpipe-max-in-flight", "4,x"), "got '4,x'"),
+        (("--envpipe-max-in-flight", "4,3"), "each of 4 stages"),
+        (("--envpipe-scheduling", "1f1b", "--envpipe-max-in-flight", "4"), "1f1b"),
+        (("--envpipe-profile", "nowhere.csv"), "nowhere.csv"),
+        (("--envpipe-plan", __file__), "--envpipe-profile"),
+        (("--envpipe-profile-only",), "--envpipe-output"),
+        (("--envpipe-baseline-steps", "1"), "at least 2"),
+        (("--envpipe-profile-steps", "0"), "at least 1"),
+        (("--envpipe-min-dwell-ms", "-1"), "at least 0"),
+        (("--envpipe-min-dwell-ms", "nan"), "at least 0"),
+    ],
+)
+def test_wrong_combinations_are_refused_by_name(words: tuple[str, ...], told: str) -> None:
+    with pytest.raises(EnvPipeError, match=told):
+        read(*words)
+
+
+def test_a_wrong_variable_is_named() -> None:
+    with pytest.raises(EnvPipeError, match=r"ENVPIPE_SCHEDULING .*'theirs'"):
+        read(ENVPIPE_SCHEDULING="theirs")
+
+
+def test_memory_is_refused_without_gpus() -> None:
+    with pytest.raises(EnvPipeError, match="needs GPUs"):
+        read("--envpipe-max-in-flight", "memory", on_gpu=False)
+
+
+def plain(**asked: Any) -> argparse.Namespace:
+    return argparse.Namespace(pipeline_model_parallel_size=4, **asked)
+
+
+def test_a_pipeline_is_needed() -> None:
+    check_supported(plain())
+    with pytest.raises(EnvPipeError, match="needs a pipeline"):
+        check_supported(argparse.Namespace(pipeline_model_parallel_size=1))
+
+
+@pytest.mark.parametrize(
+    ("asked", "feature"),
+    [
+        ({"virtual_pipeline_model_parallel_size": 2}, "virtual pipeline"),
+        ({"num_experts": 8}, "mixture of experts"),
+        ({"context_parallel_size": 2}, "context parallelism"),
+        ({"use_torch_fsdp2": True}, "FSDP"),
+        ({"mtp_num_layers": 1}, "multi-token prediction"),
+        ({"rampup_batch_size": ["8", "8", "100"]}, "ramp-up"),
+        ({"step_batch_size_schedule": "0:8"}, "ramp-up"),
+        ({"decoder_num_layers": 4}, "T5"),
+        ({"cuda_graph_impl": "local"}, "CUDA graphs"),
+        ({"fp8": "hybrid"}, "FP8"),
+    ],
+)
+def test_what_is_not_proven_is_refused_by_name(asked: dict[str, Any], feature: str) -> None:
+    with pytest.raises(EnvPipeError, match=feature):
+        check_supported(plain(**asked))
+
+
+def test_defaults_of_megatron_are_not_refused() -> None:
+    defaults = plain(
+        virtual_pipeline_model_parallel_size=None,
+        expert_model_parallel_size=1,
+        context_parallel_size=1,
+        num_distributed_optimizer_instances=1,
+        cuda_graph_impl="none",
+        fp8=None,
+    )
+    assert not [feature for feature, asked in REFUSED.items() if asked(defaults)]
