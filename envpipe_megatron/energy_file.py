@@ -9,9 +9,10 @@
 
 Instants are on the GPU's time base, which for real GPUs is the node's monotonic clock: they compare
 within a node alone. The three times add up to the duration: units, waits in receives, and the rest
-(optimizer, data, the wait for the slowest stage). A writer may add fields, such as the name of a
-run. What many ranks wrote and some were killed while writing may hold torn lines; readers pass over
-them and count them.
+(optimizer, data, the wait for the slowest stage; all of phase `framework`, which is steps that the
+framework ran by itself, and of `plan`, which is what lies between other phases). A writer may add
+fields, such as the name of a run. What many ranks wrote and some were killed while writing may hold
+torn lines; readers pass over them and count them.
 """
 
 from __future__ import annotations

@@ -114,9 +114,13 @@ class EmulatedExecutor:
             time.monotonic() - self._wall_begin_s,
         )
 
+    def now_s(self) -> float:
+        """Where this GPU's committed work ends: what no unit does takes no emulated time."""
+        return self._gpu.committed_end_s()
+
     def meet(self) -> float:
         """Bring the emulated GPUs of the pipeline to one instant."""
-        latest_s = self._latest_of_stages(self._gpu.committed_end_s())
+        latest_s = self._latest_of_stages(self.now_s())
         self._gpu.advance_to(latest_s)
         return latest_s
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,10 @@ logger = logging.getLogger(__name__)
 
 #: Windows that wait for a counter that stands still; with more, it is not coming back for them.
 _MOST_WAITING = 64
+#: The phase of steps that the framework runs by itself, before it hands the first one over.
+FRAMEWORK = "framework"
+#: The phase of what prepares other phases, outside all steps: measuring waits and hops, planning.
+PLAN = "plan"
 
 
 @dataclass
@@ -28,8 +33,11 @@ class _Window:
     last_iteration: int
     begin_s: float
     end_s: float
+    iterations: int = 0
     compute_s: float = 0.0
     blocking_s: float = 0.0
+    #: Whether its end is that of a whole step, with the optimizer.
+    step_ended: bool = False
     #: Its first iterations, past whose end the counter was seen to refresh.
     metered: _Window | None = None
 
@@ -43,6 +51,7 @@ class PhaseTotals:
     """What the metered windows of one phase add up to: J, s and iterations."""
 
     energy_j: float = 0.0
+    uncertainty_j: float = 0.0
     duration_s: float = 0.0
     compute_s: float = 0.0
     blocking_s: float = 0.0
@@ -75,12 +84,18 @@ class EnergyLog:
         self.totals: dict[str, PhaseTotals] = {}
 
     def add(
-        self, phase: str, iteration: int, record: StageRecord, receives: NDArray[np.bool_]
-    ) -> None:
+        self,
+        phase: str,
+        iteration: int,
+        record: StageRecord,
+        receives: NDArray[np.bool_],
+        begun_s: float | None = None,
+    ) -> float:
         """Count one more iteration; never reads or waits.
 
         Iterations of a phase follow each other without a gap in the bill: what runs between two of
-        them, such as the optimizer, is billed with the later one.
+        them is billed with the later one. So is what runs between two phases, where `end_step` told
+        that the earlier one's last step was over.
 
         Args:
             phase: windows of different phases are kept apart.
@@ -88,19 +103,61 @@ class EnergyLog:
             record: what this stage measured in it.
             receives: [units_per_stage] whether a unit's input comes from another stage: the wait
                 before it is blocking, the wait before another is idle.
+            begun_s: when its step began, on the meter's time base, if that is known; else it begins
+                with its first unit.
+
+        Returns:
+            where its bill begins, s.
         """
+        begin_s = record.begin_s if begun_s is None else min(begun_s, record.begin_s)
+        window, begin_s = self._window(phase, iteration, begin_s, record.end_of_iteration_s)
+        window.compute_s += float(record.unit_time_s.sum())
+        window.blocking_s += float(record.receive_wait_s[receives].sum())
+        return begin_s
+
+    def add_step_of_framework(self, iteration: int, begin_s: float, end_s: float) -> float:
+        """Count a step that the framework ran by itself, of which nobody knows the units.
+
+        Returns:
+            where its bill begins, s.
+        """
+        window, begin_s = self._window(FRAMEWORK, iteration, begin_s, end_s)
+        window.step_ended = True
+        return begin_s
+
+    def add_between_phases(self, iteration: int, begin_s: float, end_s: float) -> float:
+        """Bill what prepares the phase that the iteration begins.
+
+        Returns:
+            where its bill begins, s.
+        """
+        window, begin_s = self._window(PLAN, iteration, begin_s, end_s)
+        window.iterations = 0
+        window.step_ended = True
+        return begin_s
+
+    def end_step(self, end_s: float) -> None:
+        """The last iteration's step ends only now: the optimizer's energy is billed with it."""
+        if self._open and end_s >= self._open.end_s:
+            self._open.end_s = end_s
+            self._open.step_ended = True
+
+    def _window(
+        self, phase: str, iteration: int, begin_s: float, end_s: float
+    ) -> tuple[_Window, float]:
+        """The open window, with one more iteration; and where that one's bill begins."""
         last_s, min_window_s = self._meter.last_refresh_s, self._meter.min_window_s
         self._flush(last_s)
-        if record.end_of_iteration_s - last_s > min_window_s:
+        if end_s - last_s > min_window_s:
             self._tell(str(self._meter.error or f"no refresh of the counter since {last_s} s"))
-        elif record.begin_s <= last_s:
+        elif begin_s <= last_s:
             self._failing = False
-        begin_s = record.begin_s
         current = self._open
+        if current and (current.phase == phase or current.step_ended):
+            begin_s = current.end_s
         if current and current.phase != phase:
             self.interrupt()
         elif current and current.duration_s >= min_window_s and current.end_s <= last_s:
-            begin_s = current.end_s
             self.interrupt()
             self._flush(last_s)
         current = self._open
@@ -108,14 +165,16 @@ class EnergyLog:
             current = _Window(phase, iteration, iteration, begin_s, begin_s)
         elif current.end_s <= last_s:
             current.metered = replace(current, metered=None)
-        current.last_iteration = iteration
-        current.end_s = record.end_of_iteration_s
-        current.compute_s += float(record.unit_time_s.sum())
-        current.blocking_s += float(record.receive_wait_s[receives].sum())
+        current.first_iteration = min(current.first_iteration, iteration)
+        current.last_iteration = max(current.last_iteration, iteration)
+        current.iterations += 1
+        current.end_s = end_s
+        current.step_ended = False
         self._open = current
+        return current, begin_s
 
     def interrupt(self) -> None:
-        """End the open window: something that is not training follows."""
+        """End the open window: something that is not training follows, and is not billed."""
         if self._open:
             self._waiting.append(self._open)
             self._open = None
@@ -176,7 +235,8 @@ class EnergyLog:
     def _count(self, window: _Window, energy: WindowEnergy) -> None:
         total = self.totals.setdefault(window.phase, PhaseTotals())
         total.energy_j += energy.energy_j
+        total.uncertainty_j = math.hypot(total.uncertainty_j, energy.uncertainty_j)
         total.duration_s += window.duration_s
         total.compute_s += window.compute_s
         total.blocking_s += window.blocking_s
-        total.iterations += window.last_iteration - window.first_iteration + 1
+        total.iterations += window.iterations

@@ -77,11 +77,11 @@ class Executor(Protocol):
     def end_iteration(self) -> StageRecord:
         """Wait for the last unit and read all times."""
 
-    def meet(self) -> float:
-        """Outside an iteration: the present instant on the time base of the GPU's meter.
+    def now_s(self) -> float:
+        """Outside an iteration: the present instant on the time base of the GPU's meter."""
 
-        Stages whose time is emulated come to one instant first.
-        """
+    def meet(self) -> float:
+        """The present instant too; stages whose time is emulated come to one instant first."""
 
     def wait_for_message(self, sent_s: float | None) -> None:
         """Outside an iteration: let the device wait for a message that has been received."""
@@ -145,9 +145,16 @@ class CudaExecutor:
         )
         return make_record(starts, ends, end_s - ends[-1], ends[-1], end_s - self._begin_s)
 
-    def meet(self) -> float:
-        """The host's monotonic clock, which the meters of real GPUs use."""
+    def now_s(self) -> float:
+        """The host's monotonic clock, which the meters of real GPUs use.
+
+        Work that the host has queued and not waited for comes later.
+        """
         return time.monotonic()
+
+    def meet(self) -> float:
+        """The same: real GPUs share the host's clock."""
+        return self.now_s()
 
     def wait_for_message(self, sent_s: float | None) -> None:
         """Wait for the stream, which waits for the message.

@@ -210,6 +210,7 @@ class JobMemory:
         self._readings: list[Reading] = []
         self._begun = False
         self._step_peak_bytes = 0
+        self._units_peak_bytes: int | None = None
 
     def watched(
         self, make_work: Callable[[Schedule], StageWork]
@@ -225,6 +226,7 @@ class JobMemory:
             if self._begun:
                 self._step_peak_bytes = max(self._step_peak_bytes, source.peak_bytes())
             self._begun = True
+            self._units_peak_bytes = None
             source.reset_peak()
             if self.watch is not Watch.UNITS:
                 return work
@@ -232,6 +234,11 @@ class JobMemory:
             return _WatchedWork(work, self._unit_ended)
 
         return make
+
+    def units_ended(self) -> None:
+        """All units of the iteration have run: what the optimizer takes is not theirs."""
+        if self._source is not None and self._begun:
+            self._units_peak_bytes = self._source.peak_bytes()
 
     def learn(self, schedule: Schedule, spec: TensorSpec) -> None:
         """Take in the iteration that has just ended, and one before whose units were watched.
@@ -289,7 +296,7 @@ class JobMemory:
         """The peak of the iteration that has just ended, if memory is known and it was watched."""
         if self.stages is None or self._source is None:
             return None
-        return self._source.peak_bytes()
+        return self._peak_bytes(self._source)
 
     def compare(self, peak_bytes: int | None) -> None:
         """Hold the prediction against the peak that this rank saw while the order ran."""
@@ -319,7 +326,7 @@ class JobMemory:
             return None
         allocated = [reading.allocated_bytes for reading in self._readings]
         unusable = self._readings[int(np.argmax(allocated))].unusable_bytes
-        peak = self._source.peak_bytes()
+        peak = self._peak_bytes(self._source)
         capacity = (1 - SAFETY_MARGIN) * self._source.capacity_bytes()
         return StageMemory(
             max(activation_bytes(self._kinds, allocated), _message_bytes(spec)),
@@ -328,6 +335,10 @@ class JobMemory:
             max(0.0, capacity - peak - unusable),
             self._step_peak_bytes,
         )
+
+    def _peak_bytes(self, source: MemorySource) -> int:
+        """Of the last iteration's units, whether its step has ended or not."""
+        return source.peak_bytes() if self._units_peak_bytes is None else self._units_peak_bytes
 
     def _unit_ended(self, unit: Unit) -> None:
         assert self._source is not None

@@ -88,7 +88,7 @@ class SessionConfig:
                 value=str(self.plan_file),
                 remedy="Give the profile file too.",
             )
-        needed = 1 if self.request.reconfigure == "default" else 2
+        needed = least_warmup(self.request)
         if self.warmup_iterations < needed:
             raise SessionError(
                 f"The warm-up needs at least {needed} iteration(s) with reconfiguring "
@@ -96,6 +96,11 @@ class SessionConfig:
                 value=self.warmup_iterations,
                 remedy="What a receive without a bubble takes is measured after the first.",
             )
+
+
+def least_warmup(request: PlanRequest) -> int:
+    """How many iterations the warm-up needs: what a wait without a bubble takes is seen in it."""
+    return 1 if request.reconfigure == "default" else 2
 
 
 @dataclass
@@ -182,7 +187,9 @@ def run_phases(job: Job) -> PhaseRun[None]:
         ended = state.reconfigure_ended.value
         job.say(f"reconfigure: ended after {state.reconfigure_steps} steps, since {ended}")
     if job.collectives.is_planner and config.output_dir:
-        _leave(config.output_dir / "plan.json", state.plan)
+        path = config.output_dir / "plan.json"
+        if config.plan_file != path:  # which is the plan already
+            _leave(path, state.plan)
     steady = IterationOrder(Phase.STEADY, state.plan.schedule, state.plan.frequency_mhz)
     yield from _steady(job, steady)
 

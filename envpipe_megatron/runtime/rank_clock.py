@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from envpipe_megatron.gpu.base import Gpu, GpuError
@@ -10,6 +11,7 @@ from envpipe_megatron.gpu.guard_client import GuardEvent, Hold, hold_gpu
 from envpipe_megatron.gpu.guard_protocol import GuardError
 from envpipe_megatron.runtime.clock_controller import ClockController
 from envpipe_megatron.runtime.clock_watch import ClockWatch
+from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.executor import same_device
 
 logger = logging.getLogger(__name__)
@@ -101,3 +103,20 @@ class RankClock:
         )
         if event is GuardEvent.STOP:
             self._release()
+
+
+def make_everywhere(collectives: Collectives, make: Callable[[], RankClock]) -> RankClock:
+    """A clock on every rank, or on none: nobody trains beside a rank that was refused.
+
+    Raises:
+        GpuError: as `RankClock` does.
+        CollectivesError: another rank raised it.
+    """
+    made: list[RankClock] = []
+    try:
+        collectives.everywhere(lambda: made.append(make()))
+    except BaseException:
+        for clock in made:
+            clock.close()
+        raise
+    return made[0]

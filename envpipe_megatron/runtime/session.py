@@ -21,9 +21,10 @@ from envpipe_megatron.runtime.energy_log import EnergyLog
 from envpipe_megatron.runtime.energy_meter import EnergyMeter
 from envpipe_megatron.runtime.executor import Executor, StageRecord
 from envpipe_megatron.runtime.interpreter import StageWork, execute
+from envpipe_megatron.runtime.interval_energy import BaselineEnergy, IntervalEnergy, JobEnergy
 from envpipe_megatron.runtime.memory import JobMemory, MemorySource, device_memory
 from envpipe_megatron.runtime.memory_limit import check_memory_is_known
-from envpipe_megatron.runtime.orders import IterationOrder, PhaseRun, constant_order
+from envpipe_megatron.runtime.orders import IterationOrder, Phase, PhaseRun, constant_order
 from envpipe_megatron.runtime.phases import (
     Job,
     SessionConfig,
@@ -31,7 +32,9 @@ from envpipe_megatron.runtime.phases import (
     SessionState,
     run_phases,
 )
-from envpipe_megatron.runtime.rank_clock import RankClock
+from envpipe_megatron.runtime.rank_clock import RankClock, make_everywhere
+from envpipe_megatron.runtime.resuming import Resumed, resume
+from envpipe_megatron.runtime.training_energy import TrainingEnergy
 from envpipe_megatron.schedule import Schedule
 
 logger = logging.getLogger(__name__)
@@ -45,6 +48,10 @@ class Session:
     Every rank of the job makes one, together. Where a GPU is opened for reading alone, the job runs
     the framework's own order and no rank asks for a clock; energy is measured all the same.
 
+    For each step of training, a framework calls `begin_step`, `run_iteration` and `end_step`; and
+    `pause` before anything that is not training, which `evaluate` does by itself. One that only
+    calls `run_iteration` is billed without what surrounds the units of a phase's last iteration.
+
     Args:
         config: what the job wants.
         gpu: this rank's GPU, as `rank_gpu.open_rank_gpu` opens it.
@@ -55,6 +62,9 @@ class Session:
         num_stages: p.
         rank: this rank, for the energy log.
         labels: what else each line of the energy log says.
+        fingerprint: what the framework knows that must be the same (model, parallel sizes, batch,
+            GPU) for profile, plan and baseline of an earlier start of this job to hold; of JSON's
+            types. With it, they are kept in the output folder and gone on with; see `job_file`.
         say: told of progress, on the planning rank alone.
         print_grid: told of reconfigure grids, on the planning rank alone.
         guarded: whether the node's guard holds the GPU; by default where it is real.
@@ -79,6 +89,7 @@ class Session:
         num_stages: int,
         rank: int,
         labels: Mapping[str, object] | None = None,
+        fingerprint: Mapping[str, Any] | None = None,
         say: Callable[[str], None] = lambda text: None,
         print_grid: Callable[[str], None] = lambda text: None,
         guarded: bool | None = None,
@@ -102,11 +113,19 @@ class Session:
         everyone = collectives.gather_by_stage(controllable)
         self._controlled = all(all(stage) for stage in everyone)
         self._config = config if self._controlled else _without_control(config)
+        self._resumed = Resumed(self._config)
         if not self._controlled:
             self.state.notes = (
                 "A GPU is opened for reading alone: the framework's order at baseline clocks",
             )
-        self._rank_clock = _made_everywhere(collectives, gpu, config, guarded)
+        elif fingerprint is not None:
+            self._resumed = resume(config, fingerprint, num_stages, channel, gpu, collectives)
+            self._config = self._resumed.config
+            self._resumed.tell(self.state, self._say)
+        self._rank_clock = make_everywhere(
+            collectives,
+            lambda: RankClock(gpu, config.min_dwell_s, relock=config.relock, guarded=guarded),
+        )
         self.clock = self._rank_clock.controller
         try:
             self.executor = make_executor(self.clock.wait_idle)
@@ -122,10 +141,16 @@ class Session:
             "rank": rank,
             "stage": stage,
         }
-        self._labels = {**(labels or {}), **own_labels}
+        self._labels = {**self._resumed.labels(labels or {}), **own_labels}
         self.energy_log = EnergyLog(self.meter, log, self._labels)
+        self._energy = TrainingEnergy(
+            self.meter, self.energy_log, self.executor.now_s, collectives, self._resumed.baseline
+        )
         self._phases: PhaseRun[None] | None = None
         self._order: IterationOrder | None = None
+        #: The last iteration, which the phases have not been told of yet.
+        self._record: StageRecord | None = None
+        self._step_begun = False
         self._microbatches = 0
         self._broken = False
         self._closed = False
@@ -137,60 +162,74 @@ class Session:
         """Global rank of each stage of this rank's pipeline."""
         return self._channel.ranks
 
+    @property
+    def baseline(self) -> BaselineEnergy | None:
+        """What a step of the warm-up took; None until it is known, and where it was too short."""
+        return self._energy.baseline
+
+    def begin_step(self, iteration: int | None = None) -> None:
+        """A training step begins: what runs from here on belongs to it.
+
+        Args:
+            iteration: the framework's own number for it, which may go back after a restart; by
+                default, one more than before.
+        """
+        self.state.iteration = self.state.iteration + 1 if iteration is None else iteration
+        self._step_begun = True
+        self._energy.begin_step()
+
     def run_iteration(
         self, num_microbatches: int, spec: TensorSpec, make_work: Callable[[Schedule], StageWork]
     ) -> StageRecord:
         """Execute one training iteration in the job's present phase.
+
+        What lies between two phases (measurements, planning) comes first, where a phase has ended.
 
         Raises:
             SessionError: another number of microbatches than before, or an earlier iteration
                 failed.
             ChannelError: a neighbour is gone or silent.
         """
-        if self._phases is None:
-            self._microbatches = num_microbatches
-            self._phases = run_phases(
-                Job(
-                    self._config,
-                    self.state,
-                    self._stage,
-                    self._num_stages,
-                    num_microbatches,
-                    spec,
-                    self._gpu,
-                    self._channel,
-                    self.executor,
-                    self.clock,
-                    self.meter,
-                    self._collectives,
-                    self._say,
-                    self._print_grid,
-                    self._memory,
-                )
-            )
-            self._order = next(self._phases)
-        if num_microbatches != self._microbatches:
-            raise SessionError(
-                f"EnvPipe planned for {self._microbatches} microbatches",
-                value=num_microbatches,
-                remedy="Keep the global batch size constant (no batch-size ramp-up).",
-            )
-        assert self._order is not None
-        order = self._order
+        if not self._step_begun:
+            self.state.iteration += 1
+        self._step_begun = False
+        order = self._next_order(num_microbatches, spec)
         self.state.phase = order.phase
-        self.state.iteration += 1
-        record = self._execute(order, spec, self._memory.watched(make_work))
-        self.energy_log.add(
-            order.phase.value,
-            self.state.iteration,
-            record,
-            order.schedule.receives[self._stage],
+        record = self._record = self._execute(order, spec, self._memory.watched(make_work))
+        self._memory.units_ended()
+        self._energy.add(
+            order.phase, self.state.iteration, record, order.schedule.receives[self._stage]
         )
         self.state.iterations.append((order.phase, record.iteration_time_s, record.wall_time_s))
-        self._broken = True  # until the phases have taken it in
-        self._order = self._phases.send(record)
-        self._broken = False
         return record
+
+    def end_step(self) -> None:
+        """The step of the last iteration ends here, behind the optimizer, whose energy is its own.
+
+        Where no iteration was run since `begin_step`, the framework ran the step by itself, which
+        is billed as phase `framework`.
+        """
+        self._energy.end_step(self.state.iteration)
+        self._step_begun = False
+
+    def pause(self) -> None:
+        """Something that is not training follows: nothing is billed up to the next step's begin."""
+        self._energy.pause()
+
+    def lap(self) -> IntervalEnergy:
+        """What training took on this GPU since the last lap; costs no time worth mentioning."""
+        return self._energy.lap()
+
+    def gather(self, interval: IntervalEnergy) -> JobEnergy | None:
+        """An interval over all GPUs of the job; every rank calls it after the same iteration.
+
+        Returns:
+            None where a rank has no step in its interval.
+
+        Raises:
+            CollectivesError: a rank is gone or silent.
+        """
+        return self._energy.gather(interval)
 
     def evaluate(
         self, num_microbatches: int, spec: TensorSpec, make_work: Callable[[Schedule], StageWork]
@@ -200,12 +239,37 @@ class Session:
             self._num_stages, num_microbatches, self._config.request.num_chunks
         )
         top = max(self._gpu.supported_frequencies_mhz)
-        self.energy_log.interrupt()
+        self._energy.pause()
         return self._execute(constant_order(self.state.phase, schedule, top, top), spec, make_work)
 
     def clock_summary(self) -> dict[str, Any]:
         """How this rank's clock was controlled and whether it followed; see `RankClock.summary`."""
         return self._rank_clock.summary()
+
+    def summary(self) -> dict[str, Any]:
+        """What the job came to so far; complete once the session is closed.
+
+        No other rank is asked: of the job, it knows what was gathered.
+
+        Returns:
+            what `TrainingEnergy.summary` returns; `stage`, `rank`; `phase`, `iteration` and
+            `notes` of `state`; `reconfigure` (`steps`, `ended`); `clocks`, see `clock_summary`.
+        """
+        state = self.state
+        ended = state.reconfigure_ended
+        return {
+            "rank": self._labels["rank"],
+            "stage": self._stage,
+            "phase": state.phase.value,
+            "iteration": state.iteration,
+            "notes": list(state.notes),
+            **self._energy.summary(),
+            "reconfigure": {
+                "steps": state.reconfigure_steps,
+                "ended": ended.value if ended else None,
+            },
+            "clocks": self.clock_summary(),
+        }
 
     def close(self) -> None:
         """Give the clock back, then finish the energy log; safe to call twice.
@@ -234,6 +298,57 @@ class Session:
             except OSError as error:
                 logger.error("%s could not be written: %s", path, error)
 
+    def _next_order(self, num_microbatches: int, spec: TensorSpec) -> IterationOrder:
+        """What the next iteration runs, once the phases know of the last one."""
+        self._check_unbroken()
+        if self._phases is None:
+            self._microbatches = num_microbatches
+            job = Job(
+                self._config,
+                self.state,
+                self._stage,
+                self._num_stages,
+                num_microbatches,
+                spec,
+                self._gpu,
+                self._channel,
+                self.executor,
+                self.clock,
+                self.meter,
+                self._collectives,
+                self._say,
+                self._print_grid,
+                self._memory,
+            )
+            self._phases = run_phases(job)
+            self._order = next(self._phases)
+        if num_microbatches != self._microbatches:
+            raise SessionError(
+                f"EnvPipe planned for {self._microbatches} microbatches",
+                value=num_microbatches,
+                remedy="Keep the global batch size constant (no batch-size ramp-up).",
+            )
+        assert self._order is not None
+        if self._record is not None:
+            record, ended, self._record = self._record, self._order.phase, None
+            begin_s = self.executor.now_s()
+            self._broken = True  # until the phases have taken it in
+            if ended is not Phase.WARMUP:
+                self._energy.settle_baseline()
+            self._order = self._phases.send(record)
+            self._broken = False
+            if self._order.phase is not ended:
+                self._energy.add_between_phases(self.state.iteration, begin_s)
+            self._resumed.keep(self.state, self._order.phase, self.baseline)
+        return self._order
+
+    def _check_unbroken(self) -> None:
+        if self._broken:
+            raise SessionError(
+                "An earlier iteration failed, so messages and phases do not match any more",
+                remedy="Close this session and make a new one on every rank.",
+            )
+
     def _request(self, frequency_mhz: int, after: Completion) -> None:
         if self._controlled:
             self.clock.request(frequency_mhz, after)
@@ -241,11 +356,7 @@ class Session:
     def _execute(
         self, order: IterationOrder, spec: TensorSpec, make_work: Callable[[Schedule], StageWork]
     ) -> StageRecord:
-        if self._broken:
-            raise SessionError(
-                "An earlier iteration failed, so messages and phases do not match any more",
-                remedy="Close this session and make a new one on every rank.",
-            )
+        self._check_unbroken()
         frequencies = order.frequency_mhz[self._stage].tolist()
         executed: list[str] = []
         units = order.schedule.stages[self._stage]
@@ -281,24 +392,6 @@ def _prepared(
     if config.output_dir:
         config.output_dir.mkdir(parents=True, exist_ok=True)
     return gpu.address.backend != "none"
-
-
-def _made_everywhere(
-    collectives: Collectives, gpu: Gpu, config: SessionConfig, guarded: bool | None
-) -> RankClock:
-    """A clock on every rank, or on none: nobody trains beside a rank that was refused."""
-    made: list[RankClock] = []
-    try:
-        collectives.everywhere(
-            lambda: made.append(
-                RankClock(gpu, config.min_dwell_s, relock=config.relock, guarded=guarded)
-            )
-        )
-    except BaseException:
-        for clock in made:
-            clock.close()
-        raise
-    return made[0]
 
 
 def _without_control(config: SessionConfig) -> SessionConfig:
