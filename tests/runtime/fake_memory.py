@@ -1,0 +1,144 @@
+"""A device's memory that a test allocates and frees by hand, and stages that do so unit by unit."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from envpipe_megatron.runtime.memory import Reading
+from envpipe_megatron.schedule import Kind, Unit
+
+
+class FakeMemory:
+    """Counts bytes; what does not fit is an error, as on a device."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity = capacity_bytes
+        self.allocated = self.peak = self.unusable = self.resets = self.readings = 0
+
+    def take(self, count: int) -> None:
+        self.allocated += count
+        self.peak = max(self.peak, self.allocated)
+        assert self.allocated + self.unusable <= self.capacity, "out of memory"
+
+    def give(self, count: int) -> None:
+        self.allocated -= count
+        assert self.allocated >= 0
+
+    def use(self, count: int) -> None:
+        self.take(count)
+        self.give(count)
+
+    def read(self) -> Reading:
+        self.readings += 1
+        return Reading(self.allocated, self.unusable)
+
+    def peak_bytes(self) -> int:
+        return self.peak
+
+    def reset_peak(self) -> None:
+        self.resets += 1
+        self.peak = self.allocated
+
+    def capacity_bytes(self) -> int:
+        return self.capacity
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a stage holds, in bytes.
+
+    Args:
+        weights: and all else that is always there.
+        activations: of one microbatch in flight.
+        message: an output, which waits for its transfer at random.
+        forward: needed while a forward runs.
+        backward: needed while a backward runs: with recomputation, far more than `activations`.
+        gradients: made in the first backward; kept or made anew in each iteration.
+        optimizer: made in the first step that is not skipped.
+        step: needed while a step runs.
+        holes: the most that fragmentation takes at any time.
+        jitter: share by which one microbatch's activations differ from another's.
+    """
+
+    weights: int = 20_000
+    activations: int = 3_000
+    message: int = 30
+    forward: int = 400
+    backward: int = 900
+    gradients: int = 10_000
+    keeps_gradients: bool = True
+    optimizer: int = 30_000
+    step: int = 500
+    holes: int = 0
+    jitter: float = 0.0
+
+
+@dataclass
+class FakeStage:
+    """One stage's work on fake memory; of all iterations, since gradients outlive one."""
+
+    memory: FakeMemory
+    sizes: Sizes
+    rng: random.Random
+    skipped_steps: int = 0
+    held: dict[int, int] = field(default_factory=dict)
+    waiting: deque[int] = field(default_factory=deque)
+    gradients: int = 0
+    optimizer: int = 0
+
+    def __post_init__(self) -> None:
+        self.memory.take(self.sizes.weights)
+
+    def forward(self, unit: Unit, inputs: object = None) -> list[object]:
+        sizes = self.sizes
+        factor = 1 + sizes.jitter * self.rng.uniform(-1, 1)
+        self.held[unit.microbatch] = int(factor * sizes.activations)
+        self.memory.use(self.held[unit.microbatch] + sizes.message + sizes.forward)
+        self.memory.take(self.held[unit.microbatch])
+        return []
+
+    def backward(self, unit: Unit, gradients: object = None) -> list[object]:
+        if not self.gradients:
+            self.gradients = self.sizes.gradients
+            self.memory.take(self.gradients)
+        self.memory.use(self.sizes.backward + self.sizes.message)
+        self.memory.give(self.held.pop(unit.microbatch))
+        return []
+
+    def sent(self, unit: Unit) -> None:
+        self.memory.unusable = 0
+        while self.waiting and self.rng.random() < 0.6:
+            self.memory.give(self.waiting.popleft())
+        self.memory.take(self.sizes.message)
+        self.waiting.append(self.sizes.message)
+        room = self.memory.capacity - self.memory.allocated
+        self.memory.unusable = min(room, self.rng.randint(0, self.sizes.holes))
+
+    def end_iteration(self) -> None:
+        """All messages have left."""
+        assert not self.held
+        while self.waiting:
+            self.memory.give(self.waiting.popleft())
+        self.memory.unusable = 0
+
+    def step(self) -> None:
+        """The optimizer's step, outside of the iteration."""
+        if self.skipped_steps:
+            self.skipped_steps -= 1
+        elif not self.optimizer:
+            self.optimizer = self.sizes.optimizer
+            self.memory.take(self.optimizer)
+        self.memory.use(self.sizes.step)
+        if not self.sizes.keeps_gradients:
+            self.memory.give(self.gradients)
+            self.gradients = 0
+
+
+def run_units(work: object, units: tuple[Unit, ...]) -> None:
+    """What the interpreter does with a stage's work, without messages."""
+    for unit in units:
+        run = work.forward if unit.kind is Kind.FORWARD else work.backward  # type: ignore[attr-defined]
+        run(unit, None)
+        work.sent(unit)  # type: ignore[attr-defined]

@@ -1,0 +1,129 @@
+"""What the ranks of the memory tests run: sessions on emulated GPUs with fake memory."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import plain_stages
+import torch
+from fake_memory import FakeMemory, FakeStage, Sizes
+from plain_stages import PlainWork
+
+from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.runtime.memory import StageMemory
+from envpipe_megatron.runtime.profiler import ProfilerSettings
+from envpipe_megatron.runtime.session import SessionConfig
+from envpipe_megatron.schedule import Kind, Schedule, Unit
+
+QUICK = ProfilerSettings(1, 1, 1, min_window_s=0.0)
+#: Long backwards, so that EnvPipe's rule wants many extra forwards.
+TIMES = {Kind.FORWARD: 0.002, Kind.BACKWARD: 0.012}
+
+
+class HoldingWork(PlainWork):
+    """Messages as `PlainWork`, memory as a `FakeStage`."""
+
+    def __init__(self, schedule: Schedule, rank: int, stage: FakeStage) -> None:
+        super().__init__(schedule, rank)
+        self._holds = stage
+
+    def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        self._holds.forward(unit)
+        return super().forward(unit, inputs)
+
+    def backward(self, unit: Unit, gradients: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        self._holds.backward(unit)
+        return super().backward(unit, gradients)
+
+    def sent(self, unit: Unit) -> None:
+        self._holds.sent(unit)
+
+
+@dataclass
+class Told:
+    """What a rank came to."""
+
+    said: list[str] = field(default_factory=list)
+    phase: str = ""
+    notes: tuple[str, ...] = ()
+    peak_in_flight: tuple[int, ...] = ()
+    memory: tuple[StageMemory, ...] | None = None
+    readings_by_phase: dict[str, int] = field(default_factory=dict)
+    peak_bytes: int = 0
+    activation_bytes: tuple[float, ...] | None = None
+    free_bytes: tuple[float, ...] | None = None
+
+
+def train(
+    rank: int,
+    root: Path,
+    capacities: tuple[int, ...] | None,
+    microbatches: int,
+    request: dict[str, Any],
+    profile_file: Path | None = None,
+) -> Told:
+    """Train past the compared iterations of the steady phase.
+
+    Args:
+        capacities: of each rank's device; None where there is no memory to watch.
+        request: options of `PlanRequest`.
+    """
+    told = Told()
+    config = SessionConfig(
+        PlanRequest(microbatches, **request),
+        profiler=QUICK,
+        output_dir=root,
+        profile_file=profile_file,
+    )
+    device = FakeMemory(capacities[rank] if capacities else 10**9)
+    stage = FakeStage(device, Sizes(message=0), random.Random(rank))
+    session, gpu = plain_stages.session(
+        rank,
+        config,
+        root,
+        time_at_max_s=TIMES,
+        say=told.said.append,
+        memory=device if capacities else None,
+    )
+    gpu.supported_frequencies_mhz = gpu.supported_frequencies_mhz[::20]  # a short sweep
+    try:
+        steady = 0
+        while steady < 5:
+            readings = device.readings
+            session.run_iteration(
+                microbatches,
+                plain_stages.SPEC,
+                lambda schedule: HoldingWork(schedule, rank, stage),
+            )
+            phase = session.state.phase.value
+            seen = told.readings_by_phase
+            seen[phase] = seen.get(phase, 0) + device.readings - readings
+            told.peak_bytes = device.peak
+            stage.end_iteration()
+            stage.step()
+            steady += phase == "steady"
+    finally:
+        session.close()
+    state = session.state
+    told.phase, told.notes, told.memory = state.phase.value, state.notes, state.memory
+    if state.plan is not None and state.profile is not None:
+        told.peak_in_flight = state.plan.schedule.peak_in_flight
+        told.activation_bytes = state.profile.sidecar.activation_bytes
+        told.free_bytes = state.profile.sidecar.free_bytes
+    return told
+
+
+def refused(rank: int, root: Path, profile_file: Path | None) -> str:
+    """What a session says that is asked for a limit that nobody knows."""
+    config = SessionConfig(
+        PlanRequest(8, "envpipe", "envelope", max_in_flight="memory"), profile_file=profile_file
+    )
+    try:
+        session, _ = plain_stages.session(rank, config, root)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    session.close()
+    return "nothing was refused"
