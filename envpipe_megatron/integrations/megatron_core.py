@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel.schedules import (
     backward_step,
     check_first_val_step,
@@ -130,7 +129,7 @@ class ForwardBackward:
                 force_all_reduce=force_all_reduce,
             )
             return losses
-        check_supported(config, get_model_type(chunks[0]), len(chunks), groups.pp.size())
+        check_supported(config, len(chunks), groups.pp.size())
         self._check_ranks(groups)
         shapes = get_tensor_shapes(
             seq_length=seq_length,
@@ -341,7 +340,7 @@ class _MegatronWork:
         self._sync_held = False
 
 
-def check_supported(config: Any, model_type: ModelType, num_chunks: int, num_stages: int) -> None:
+def check_supported(config: Any, num_chunks: int, num_stages: int) -> None:
     """Refuse by name what EnvPipe's interpreter does not do.
 
     Raises:
@@ -349,7 +348,6 @@ def check_supported(config: Any, model_type: ModelType, num_chunks: int, num_sta
     """
     group = config.microbatch_group_size_per_vp_stage
     refused = {
-        "encoder-and-decoder models": model_type == ModelType.encoder_and_decoder,
         "variable_seq_lengths": config.variable_seq_lengths,
         "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
         "fine_grained_activation_offloading": config.fine_grained_activation_offloading,
