@@ -1,0 +1,72 @@
+"""What --log-energy prints against what EnvPipe prints of the same iterations."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from part_ratio import arguments
+from proof_arms import ENVPIPE
+from proof_jobs import Job, Site
+from proof_state import State
+
+PART = "energy"
+TARGET = 0.01
+NAME = f"{PART}/envpipe"
+_LOG_INTERVAL = 10
+
+
+def jobs(site: Site, iterations: int, free_iterations: int) -> list[Job]:
+    """One job in EnvPipe's order, in one turn."""
+    total = free_iterations + iterations + 1
+    energy = () if site.cpu else ("--log-energy",)  # it asks NVML
+    return [
+        Job(
+            name=NAME,
+            arguments=(*arguments(site, ENVPIPE, total, _LOG_INTERVAL), *energy),
+            num_ranks=site.num_gpus,
+            iterations=total,
+            patched=True,
+            turns=(iterations,),
+            limit_s=3600.0,
+        )
+    ]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """J an iteration and GPU, over the log intervals of the turn.
+
+    Args:
+        megatron_j: by Megatron's monitor.
+        envpipe_j: by EnvPipe's meter.
+        iterations: that both cover.
+        duration_s: of them.
+    """
+
+    megatron_j: float
+    envpipe_j: float
+    iterations: int
+    duration_s: float
+
+    @property
+    def difference(self) -> float:
+        """Relative."""
+        return self.envpipe_j / self.megatron_j - 1
+
+
+def agreement(state: State) -> Agreement | None:
+    """Of the run, where it ended well and both were printed."""
+    run = state.runs.get(NAME, {})
+    if run.get("status") != "ok":
+        return None
+    # The first interval holds the start, and the wait for the turn.
+    lines = [line for line in run["energies"] if line["iteration"] > _LOG_INTERVAL]
+    if not lines or any(line["envpipe_j"] is None for line in lines):
+        return None
+    return Agreement(
+        statistics.fmean(line["megatron_j"] for line in lines),
+        statistics.fmean(line["envpipe_j"] for line in lines),
+        _LOG_INTERVAL * len(lines),
+        sum(line["iteration_ms"] for line in lines) * _LOG_INTERVAL / 1e3,
+    )

@@ -1,0 +1,46 @@
+"""What must be refused at start, and how; that nothing is imported is seen in `part_equality`."""
+
+from __future__ import annotations
+
+from proof_jobs import Job, Site, joined
+from proof_models import NO_EVALUATION, PP2, TINY, TINY_ON_CPU, base_arguments, training
+
+PART = "faults"
+#: Name, Megatron's flags besides a valid job's, and what the log must say.
+_REFUSED = (
+    ("virtual-pipeline", "--num-layers-per-virtual-pipeline-stage 1", "virtual pipeline"),
+    ("moe", "--num-experts 2", "mixture of experts"),
+    ("mtp", "--mtp-num-layers 1", "multi-token prediction"),
+    ("ramp-up", "--rampup-batch-size 2 2 10", "ramp-up"),
+    ("plan-alone", "--envpipe-plan {folder}/job.json", "--envpipe-plan needs the profile"),
+    ("no-pipeline", "--pipeline-model-parallel-size 1", "--envpipe needs a pipeline"),
+)
+
+
+def jobs(site: Site) -> list[Job]:
+    """One job a fault; none of them comes to train."""
+    size = TINY_ON_CPU if site.cpu else TINY
+    good = [
+        size.arguments(PP2),
+        PP2.arguments,
+        size.mock_data,
+        training(5),
+        NO_EVALUATION,
+        "--bf16 --envpipe --envpipe-gpu-control {control}",
+    ]
+
+    def job(name: str, flags: str, refused: str, *, hide_package: bool = False) -> Job:
+        return Job(
+            name=f"{PART}/{name}",
+            arguments=(*base_arguments(site.cpu), *joined([*good, flags])),
+            num_ranks=PP2.num_ranks,
+            iterations=5,
+            patched=True,
+            hide_package=hide_package,
+            refused=refused,
+            limit_s=120.0,
+        )
+
+    made = [job(*fault) for fault in _REFUSED]
+    without = job("not-installed", "", "needs the package envpipe-megatron", hide_package=True)
+    return [*made, without]

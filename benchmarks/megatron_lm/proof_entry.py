@@ -1,0 +1,286 @@
+"""Runs a checkout's pretrain_gpt.py and reports on it; the same for every run that is compared.
+
+    torchrun ... proof_entry.py JOB.json MEGATRON-ARGUMENTS...
+
+No file of the checkout is touched: `train_step` is wrapped in memory. Around it a rank takes turns
+with the ranks of other jobs (`Turns`), so that jobs which share GPUs are started once and never
+compute at the same time, and records losses and gradient norms to the last bit. envpipe_megatron is
+imported here only where --envpipe is among the arguments, so that what a checkout imports by itself
+can be seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import functools
+import inspect
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+#: Iterations before the first turn. What is compiled or made at first use is made here, while other
+#: jobs start too.
+FREE_ITERATIONS = 2
+
+
+class Turns:
+    """This rank's side of taking turns; the other is `proof_turns.Referee`.
+
+    Turn k begins when the referee says so and ends at the beginning of the iteration after its
+    last, when the device has done all of it: it holds whole iterations with their logging. While a
+    job waits, its ranks sleep in a read of a socket and nothing of theirs is on the GPU.
+
+    Args:
+        path: the referee's Unix socket.
+        run: the job's name.
+        rank: this rank.
+        lengths: iterations of each turn, after which it waits for the others' last; without, a
+            turn lasts to the end.
+        iterations: how many there are.
+    """
+
+    def __init__(
+        self, path: str, run: str, rank: int, lengths: Sequence[int], iterations: int
+    ) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(path)
+        self._replies = self._socket.makefile("r")
+        self._boundaries = [FREE_ITERATIONS]
+        for length in lengths:
+            self._boundaries.append(self._boundaries[-1] + length)
+        self._ends = {*self._boundaries[1:], iterations}
+        self._iterations = iterations
+        self._turn = 0
+        self._begin_s = time.monotonic()
+        self._released = False
+        self._gone = False
+        #: Iterations that have begun.
+        self.begun = 0
+        self._tell(hello=run, rank=rank, pid=os.getpid())
+
+    @property
+    def at_end_of_turn(self) -> bool:
+        """Whether the present iteration is the last of a turn."""
+        return self.begun in self._ends
+
+    def before_iteration(self) -> None:
+        """Tell that an iteration begins, when it is this job's turn."""
+        if not self._released and self.begun in self._boundaries[self._turn :]:
+            self._tell(ready=self._turn, **self._end_of_turn())
+            answer = json.loads(self._replies.readline() or '{"gone": true}')
+            if "gone" in answer:
+                raise SystemExit("The script that runs the comparison is gone")
+            self._released = "release" in answer
+            self._turn += 1
+            self._begin_s = time.monotonic()
+        self.at(self.begun)
+        self.begun += 1
+
+    def at(self, iteration: int, unit: str = "") -> None:
+        """Tell where this rank stands."""
+        self._tell(at=iteration, unit=unit)
+
+    def after_iteration(self) -> None:
+        """Tell that the last iteration has ended, where this was it."""
+        if self.begun == self._iterations:
+            self._tell(finished=True, **self._end_of_turn())
+
+    def _end_of_turn(self) -> dict[str, Any]:
+        synchronize()
+        return {"begin_s": self._begin_s, "end_s": time.monotonic(), "memory": memory()}
+
+    def _tell(self, **message: Any) -> None:
+        if self._gone:
+            return
+        try:
+            self._socket.sendall((json.dumps(message) + "\n").encode())
+        except OSError:  # the run was given up; it is being killed
+            self._gone = True
+
+
+class Recorder:
+    """What a rank's train steps returned, kept without waiting for the device."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._steps: list[tuple[dict[str, Any], Any, Any]] = []
+        #: Most bytes allocated in the forward-backward function at the end of a turn.
+        self.forward_backward_bytes: int | None = None
+        #: Of the last training iteration that EnvPipe's session executed.
+        self.executed: list[str] = []
+        self.phase: str | None = None
+        #: Iterations of each phase, and how many different orders they ran on this rank.
+        self.orders: dict[str, int] = {}
+        self.different_orders: set[tuple[str, ...]] = set()
+
+    def add(self, returned: Sequence[Any]) -> None:
+        """Keep one step's losses, whether it was skipped, and its gradient norm."""
+        self._steps.append((dict(returned[0]), returned[1], returned[5]))
+
+    def result(self) -> dict[str, Any]:
+        """Everything as JSON, numbers to the last bit."""
+        return {
+            "rank": self._rank,
+            "losses": [{k: _hex(v) for k, v in losses.items()} for losses, _, _ in self._steps],
+            "skipped": sum(bool(skipped) for _, skipped, _ in self._steps),
+            "grad_norms": [_hex(norm) for _, _, norm in self._steps],
+            "forward_backward_bytes": self.forward_backward_bytes,
+            "executed": self.executed,
+            "phase": self.phase,
+            "orders": self.orders,
+            "different_orders": len(self.different_orders),
+            "imported_envpipe": any(n.split(".")[0] == "envpipe_megatron" for n in sys.modules),
+        }
+
+
+def main() -> None:
+    """Run the script of the job file with the arguments after it."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    rank = int(os.environ["RANK"])
+    folder, script = Path(job["folder"]), Path(job["script"])
+    _die_with_parent()
+    sys.argv = [str(script), *sys.argv[2:]]
+    own_folder = sys.path.pop(0)  # as if the script had been named on the command line
+    sys.path.insert(0, str(script.parent))
+    turns = Turns(job["socket"], job["run"], rank, job["turns"], job["iterations"])
+    recorder = Recorder(rank)
+
+    def prepare() -> None:
+        stacks = (folder / f"stacks-{rank}.txt").open("w")
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        if job["hide_package"]:
+            sys.meta_path.insert(0, _Hidden())
+        wrap_train_step(turns, recorder)
+        if "--envpipe" in sys.argv and not job["hide_package"]:
+            observe_session(recorder)
+        if job["stress"] is not None:
+            sys.path.append(own_folder)
+            from proof_stress import install
+
+            install(job["stress"], rank, turns.at, lambda: turns.begun - 1)
+
+    try:
+        if job["cpu_run"] is None:
+            prepare()
+            runpy.run_path(str(script), run_name="__main__")
+        else:
+            _run_on_cpu(job["cpu_run"], prepare)
+    finally:
+        (folder / f"rank-{rank}.json").write_text(json.dumps(recorder.result()))
+
+
+def _run_on_cpu(cpu_run: str, prepare: Callable[[], None]) -> None:
+    """Run the script as tests/megatron_lm/cpu_run.py does, prepared before it begins."""
+    run_path = runpy.run_path
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        prepare()
+        return run_path(*args, **kwargs)
+
+    main_of_cpu_run = run_path(cpu_run)["main"]
+    sys.argv.insert(0, cpu_run)
+    runpy.run_path = prepared  # until the process ends
+    main_of_cpu_run()
+
+
+def wrap_train_step(turns: Turns, recorder: Recorder) -> None:
+    """Take turns around Megatron's train step, and record what it returns."""
+    from megatron.training import training
+
+    inner: Callable[..., Any] = training.train_step
+    position = list(inspect.signature(inner).parameters).index("forward_backward_func")
+
+    @functools.wraps(inner)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        turns.before_iteration()
+        if turns.at_end_of_turn:
+            measured = list(args)
+            measured[position] = _measuring(args[position], recorder)
+            args = tuple(measured)
+        returned = inner(*args, **kwargs)
+        recorder.add(returned)
+        turns.after_iteration()
+        return returned
+
+    training.train_step = train_step
+
+
+def observe_session(recorder: Recorder) -> None:
+    """Keep the units that EnvPipe's session executed last, and in which phase."""
+    from envpipe_megatron.runtime.session import Session
+
+    inner = Session.run_iteration
+
+    @functools.wraps(inner)
+    def run_iteration(self: Session, *args: Any, **kwargs: Any) -> Any:
+        record = inner(self, *args, **kwargs)
+        recorder.executed, recorder.phase = self.executed, self.state.phase.value
+        recorder.orders[recorder.phase] = recorder.orders.get(recorder.phase, 0) + 1
+        recorder.different_orders.add(tuple(self.executed))
+        return record
+
+    Session.run_iteration = run_iteration  # type: ignore[method-assign]
+
+
+def synchronize() -> None:
+    """Wait for the device, where there is one."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def memory() -> dict[str, int]:
+    """Bytes allocated now and at most since the last call."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    now, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return {"allocated_bytes": now, "max_allocated_bytes": most}
+
+
+def _measuring(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        memory()
+        result = function(*args, **kwargs)
+        recorder.forward_backward_bytes = memory().get("max_allocated_bytes")
+        return result
+
+    return measured
+
+
+def _hex(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        value = value.detach().double().tolist()
+    if isinstance(value, list):
+        return [_hex(part) for part in value]
+    return value.hex() if isinstance(value, float) else value
+
+
+class _Hidden:
+    """Makes this process one in which EnvPipe is not installed."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.split(".")[0] == "envpipe_megatron":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def _die_with_parent() -> None:
+    """torchrun starts its workers in sessions of their own: killing its group leaves them."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent == 1:
+        raise SystemExit("torchrun is gone")
+
+
+if __name__ == "__main__":
+    main()

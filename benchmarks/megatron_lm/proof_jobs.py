@@ -1,0 +1,244 @@
+"""What is run: one training job of a checkout, its command, and its environment."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from envpipe_megatron.gpu.base import FORBID_VARIABLE
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+CPU_RUN = ROOT / "tests" / "megatron_lm" / "cpu_run.py"
+#: Back ends that change no clock of a GPU.
+HARMLESS = ("dry_run", "emulated")
+
+
+class HarmfulError(Exception):
+    """A run that might change a clock."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where jobs run.
+
+    Args:
+        stock: an unmodified checkout.
+        patched: the same one with the patch.
+        scratch: folder for logs and checkpoints; the socket's path, so a short one.
+        cpu: on gloo and emulated GPUs, through tests/megatron_lm/cpu_run.py.
+        num_gpus: of this machine.
+    """
+
+    stock: Path
+    patched: Path
+    scratch: Path
+    cpu: bool
+    num_gpus: int
+
+    @property
+    def control(self) -> str:
+        """The back end that every run gets."""
+        return "emulated" if self.cpu else "dry_run"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of pretrain_gpt.py.
+
+    Args:
+        name: part/setting/arm.
+        arguments: Megatron's; `{folder}` is the job's own folder, `{scratch}` what all jobs share.
+        num_ranks: one a GPU.
+        iterations: how often the train step is called.
+        patched: which checkout.
+        turns: iterations of each turn, where an order of turns is kept.
+        environment: beyond what every job gets; None unsets a variable.
+        after: the job that must have gone well before.
+        stress: settings of `proof_stress`.
+        hide_package: let EnvPipe not be installed.
+        refused: what the log must say of a job that must not start; else it must end well.
+        limit_s: it is killed after so long.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    num_ranks: int
+    iterations: int
+    patched: bool
+    turns: tuple[int, ...] = ()
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    after: str | None = None
+    stress: Mapping[str, Any] | None = None
+    hide_package: bool = False
+    refused: str | None = None
+    limit_s: float = 300.0
+
+    @property
+    def identity(self) -> str:
+        """Another for a job that does anything else; the same wherever it runs."""
+        text = json.dumps(asdict(self), sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def folder(self, site: Site) -> Path:
+        """The job's own folder."""
+        return site.scratch / self.name.replace("/", ".")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a job is started."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def shown(self) -> str:
+        """The command as one may type it."""
+        kept = (FORBID_VARIABLE, "CUDA_DEVICE_MAX_CONNECTIONS")
+        variables = [
+            f"{name}={self.environment[name]}" for name in kept if name in self.environment
+        ]
+        return " ".join([*variables, *self.command])
+
+
+def make_launch(job: Job, site: Site, socket_path: Path) -> Launch:
+    """Write the job's file into its folder, and say how to start it.
+
+    Raises:
+        HarmfulError: the job might change a clock.
+    """
+    folder = job.folder(site)
+    checkout = (site.patched if job.patched else site.stock).resolve()
+    description = {
+        "run": job.name,
+        "script": str(checkout / "pretrain_gpt.py"),
+        "folder": str(folder),
+        "socket": str(socket_path),
+        "turns": job.turns,
+        "iterations": job.iterations,
+        "stress": job.stress,
+        "hide_package": job.hide_package,
+        "cpu_run": str(CPU_RUN) if site.cpu else None,
+    }
+    (folder / "job.json").write_text(json.dumps(description))
+    arguments = [
+        argument.format(folder=folder, scratch=site.scratch, control=site.control)
+        for argument in job.arguments
+    ]
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--nproc-per-node", str(job.num_ranks)]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
+    command += [str(HERE / "proof_entry.py"), str(folder / "job.json"), *arguments]
+    launch = Launch(tuple(command), _environment(job, site))
+    check_harmless(launch)
+    return launch
+
+
+def check_harmless(launch: Launch) -> None:
+    """Refuse what might change a clock.
+
+    Raises:
+        HarmfulError: naming what is missing.
+    """
+    if launch.environment.get(FORBID_VARIABLE) != "1":
+        raise HarmfulError(f"{FORBID_VARIABLE} is not 1")
+    flags = [part for part in launch.command if re.match(r"--envpipe($|[-=])", part)]
+    if not flags:
+        return
+    values = [
+        value
+        for flag, value in zip(launch.command, [*launch.command[1:], ""], strict=True)
+        if flag == "--envpipe-gpu-control"
+    ]
+    others = [flag for flag in flags if flag.startswith("--envpipe-gpu-control=")]
+    if len(values) != 1 or values[0] not in HARMLESS or others:
+        raise HarmfulError(f"--envpipe-gpu-control is {values or others}, not one of {HARMLESS}")
+
+
+def _environment(job: Job, site: Site) -> dict[str, str]:
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("ENVPIPE_")
+    }
+    environment: dict[str, str | None] = {
+        **inherited,
+        FORBID_VARIABLE: "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        # 32 processes that compile at once, each with 32 workers, would be a thousand.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+        "CUDA_DEVICE_MAX_CONNECTIONS": None,
+        "OMP_NUM_THREADS": "1",
+    }
+    if site.cpu:
+        environment |= {
+            "ENVPIPE_EMULATED_GPU": "h200",
+            "ENVPIPE_EMULATED_FORWARD_S": "0.004",
+            "ENVPIPE_EMULATED_ROOT": str(job.folder(site) / "gpus"),
+        }
+    environment |= job.environment
+    return {name: value for name, value in environment.items() if value is not None}
+
+
+def _free_port() -> int:
+    """A port that nobody has; the kernel hands out another each time."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def printed_results(log: str) -> list[dict[str, str]]:
+    """What Megatron prints of iterations and evaluations, without time, energy and EnvPipe's part.
+
+    Returns:
+        a dictionary a line, from what a number is called to its digits.
+    """
+    lines = []
+    for line in log.splitlines():
+        iteration = re.search(r"\] iteration +(\d+)/ *\d+ \|(.*)", line)
+        evaluation = re.search(r"validation loss at ([^|]*)\|(.*)", line)
+        if iteration:
+            lines.append({"iteration": iteration[1], **_numbers(iteration[2])})
+        elif evaluation:
+            lines.append({"evaluated": evaluation[1].strip(), **_numbers(evaluation[2])})
+    return lines
+
+
+_NOT_A_RESULT = re.compile(r"elapsed time|throughput|energy|power|envpipe", re.IGNORECASE)
+
+
+def _numbers(text: str) -> dict[str, str]:
+    pairs = [part.rsplit(":", 1) for part in text.split("|") if ":" in part]
+    return {name.strip(): value.strip() for name, value in pairs if not _NOT_A_RESULT.search(name)}
+
+
+def printed_energies(log: str) -> list[dict[str, Any]]:
+    """What Megatron's monitor and EnvPipe print of a log interval, J an iteration and GPU."""
+    lines = []
+    for number, text in re.findall(r"\] iteration +(\d+)/ *\d+ \|(.*)", log):
+        megatron = re.search(r"\| energy per GPU \(J/iter/GPU\): ([\d.]+)", text)
+        envpipe = re.search(r"envpipe energy per GPU \(J/iter/GPU\): ([\d.]+)", text)
+        elapsed = re.search(r"elapsed time per iteration \(ms\): ([\d.]+)", text)
+        if megatron and elapsed:
+            lines.append(
+                {
+                    "iteration": int(number),
+                    "megatron_j": float(megatron[1]),
+                    "envpipe_j": float(envpipe[1]) if envpipe else None,
+                    "iteration_ms": float(elapsed[1]),
+                }
+            )
+    return lines
+
+
+def joined(parts: Sequence[str]) -> tuple[str, ...]:
+    """Arguments from pieces of a command line; no piece holds a path with blanks."""
+    return tuple(argument for part in parts for argument in part.split())

@@ -1,0 +1,228 @@
+"""Starts jobs side by side, lets them take turns, ends what hangs, and keeps what they found."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from proof_jobs import Job, Launch, Site, make_launch, printed_energies, printed_results
+from proof_state import State
+from proof_turns import Block, Referee
+
+_KEPT_OF_A_LOG = 6000
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to end what.
+
+    Args:
+        deadline_s: on the monotonic clock; nothing runs after it.
+        hang_s: without a word of a job that has its turn.
+        concurrency: jobs at the same time.
+        least_s: with less than this left no job is started.
+    """
+
+    deadline_s: float
+    hang_s: float
+    concurrency: int
+    least_s: float
+
+    @property
+    def left_s(self) -> float:
+        """Time that is left, s."""
+        return self.deadline_s - time.monotonic()
+
+
+@dataclass
+class _Running:
+    job: Job
+    launch: Launch
+    process: subprocess.Popen[bytes]
+    began_s: float
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.began_s
+
+
+class Pool:
+    """Runs jobs and records each in the state as it ends.
+
+    Args:
+        site: where.
+        state: what is done already is not done again.
+        referee: between the jobs; with an order of turns, all jobs must fit in side by side.
+        limits: see there.
+    """
+
+    def __init__(self, site: Site, state: State, referee: Referee, limits: Limits) -> None:
+        self._site = site
+        self._state = state
+        self._referee = referee
+        self._limits = limits
+        self._running: list[_Running] = []
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Run what is not done yet, until the deadline at most."""
+        waiting = [job for job in jobs if not self._state.done(job)]
+        try:
+            while waiting or self._running:
+                self._start_some(waiting)
+                if not self._running:
+                    break  # what waits can't begin
+                self._referee.poll(0.1)
+                for running in list(self._running):
+                    self._look_at(running)
+        finally:
+            for running in list(self._running):
+                self._end(running, "interrupted")
+
+    def _start_some(self, waiting: list[Job]) -> None:
+        for job in list(waiting):
+            full = len(self._running) >= self._limits.concurrency
+            if full or self._limits.left_s < self._limits.least_s:
+                return
+            if job.after is None or self._state.runs.get(job.after, {}).get("status") == "ok":
+                waiting.remove(job)
+                self._start(job)
+
+    def _start(self, job: Job) -> None:
+        folder = job.folder(self._site)
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in [*folder.glob("rank-*.json"), *folder.glob("stacks-*.txt")]:
+            old.unlink()
+        launch = make_launch(job, self._site, self._referee.path)
+        with (folder / "log.txt").open("wb") as log:
+            process = subprocess.Popen(
+                launch.command,
+                cwd=folder,
+                env=dict(launch.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._referee.expect(job.name, job.num_ranks)
+        self._running.append(_Running(job, launch, process, time.monotonic()))
+
+    def _look_at(self, running: _Running) -> None:
+        job, referee = running.job, self._referee
+        if running.process.poll() is not None:
+            self._end(running, None)
+        elif self._limits.left_s <= 0:
+            self._end(running, "out of time")
+        elif running.age_s > job.limit_s:
+            self._end(running, f"took more than {job.limit_s:.0f} s")
+        elif referee.started(job.name) and referee.silent_s(job.name) > self._limits.hang_s:
+            self._end(running, f"hung: no progress for {self._limits.hang_s:.0f} s")
+
+    def _end(self, running: _Running, why: str | None) -> None:
+        """Record how a job ended; `why` it is ended, if it has not ended by itself."""
+        job = running.job
+        ranks = self._referee.ranks(job.name)
+        where = {rank: [at.at, at.unit] for rank, at in sorted(ranks.items())}
+        if why is not None:
+            self._kill(running, [at.pid for at in ranks.values()])
+        self._running.remove(running)
+        self._referee.drop(job.name)
+        folder = job.folder(self._site)
+        log = (folder / "log.txt").read_text(errors="replace")
+        code = running.process.returncode
+        status = why or _judge(job, code, log)
+        found: dict[str, Any] = {
+            "status": status,
+            "wall_s": round(running.age_s, 1),
+            "command": running.launch.shown(),
+            "printed": printed_results(log),
+            "energies": printed_energies(log),
+            "summary": _summary(folder),
+            "ranks": _rank_results(folder, job.num_ranks),
+            "blocks": [
+                {"turn": b.turn, "time_s": b.time_s, "memory": b.memory}
+                for b in self._referee.blocks(job.name)
+            ],
+        }
+        if status != "ok":
+            found |= {
+                "exit": code,
+                "stood_at": where,
+                "log": log[-_KEPT_OF_A_LOG:],
+                "stacks": {
+                    path.stem: path.read_text(errors="replace")[:_KEPT_OF_A_LOG]
+                    for path in sorted(folder.glob("stacks-*.txt"))
+                },
+            }
+        elif job.refused is not None:
+            found["log"] = log[-_KEPT_OF_A_LOG:]
+        self._state.keep(job, **found)
+        click.echo(f"{job.name}: {status} ({running.age_s:.0f} s)")
+
+    @staticmethod
+    def _kill(running: _Running, ranks: Sequence[int]) -> None:
+        """Let the ranks tell their stacks, then end everything of the job."""
+        for pid in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        # The ranks die with torchrun (`proof_entry`).
+        with suppress(ProcessLookupError):
+            os.killpg(running.process.pid, signal.SIGKILL)
+        running.process.wait()
+
+
+def _judge(job: Job, code: int, log: str) -> str:
+    if job.refused is None:
+        return "ok" if code == 0 else f"exit {code}"
+    if code == 0:
+        return "was not refused"
+    return "ok" if job.refused in log else f"refused without {job.refused!r}"
+
+
+def _rank_results(folder: Path, num_ranks: int) -> list[Any]:
+    results = []
+    for rank in range(num_ranks):
+        path = folder / f"rank-{rank}.json"
+        with suppress(OSError, ValueError):
+            results.append(json.loads(path.read_text()))
+    return results
+
+
+def _summary(folder: Path) -> dict[str, Any] | None:
+    """EnvPipe's own, without what it says of each rank."""
+    with suppress(OSError, ValueError):
+        summary: dict[str, Any] = json.loads((folder / "envpipe" / "summary.json").read_text())
+        del summary["ranks"]
+        return summary
+    return None
+
+
+def run_jobs(
+    site: Site,
+    state: State,
+    jobs: Sequence[Job],
+    limits: Limits,
+    *,
+    order: Sequence[str] = (),
+    slots: int = 1,
+    goes_on: Callable[[int], bool] = lambda done: True,
+    on_block: Callable[[str, Block], None] = lambda run, block: None,
+) -> None:
+    """Run jobs; see `Pool` and `Referee`."""
+    site.scratch.mkdir(parents=True, exist_ok=True)
+    path = site.scratch / "turns"
+    path.unlink(missing_ok=True)
+    referee = Referee(path, order, slots=slots, goes_on=goes_on, on_block=on_block)
+    try:
+        Pool(site, state, referee, limits).run(jobs)
+    finally:
+        referee.close()

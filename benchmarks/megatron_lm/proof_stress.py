@@ -1,0 +1,158 @@
+"""Random orders and random delays in a rank of a training job; see `part_stress`.
+
+Everything around them is the job's own: Megatron's steps, reducers and tensor-parallel peers, our
+interpreter and channel.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+from envpipe_megatron import builders
+from envpipe_megatron.channel_model import fit_to_channel
+from envpipe_megatron.runtime import interpreter, session
+from envpipe_megatron.runtime.orders import Phase, PhaseRun, constant_order
+from envpipe_megatron.runtime.phases import Job
+from envpipe_megatron.schedule import Schedule, ScheduleError, Unit
+
+#: Of an H200 at its highest clock; where the clock is another, delays are longer by as much.
+_CYCLES_PER_S = 1.98e9
+
+
+def random_extra_forwards(
+    source: random.Random, num_stages: int, num_microbatches: int, capacity: int | None
+) -> tuple[int, ...]:
+    """Extra forwards from none to all that batch and channel allow, rising or falling."""
+    caps = builders.extra_forward_caps(num_stages, num_microbatches)
+    while True:
+        kind = source.random()
+        if kind < 0.1:
+            wanted = [0] * num_stages
+        elif kind < 0.3:
+            wanted = list(caps)
+        elif kind < 0.6:
+            wanted = [source.randint(0, cap) for cap in caps]
+        else:  # each stage has no more than the one before
+            wanted = []
+            for cap in caps:
+                wanted.append(source.randint(0, min([cap, *wanted[-1:]])))
+        try:
+            return fit_to_channel(num_stages, num_microbatches, wanted, capacity).extra_forwards
+        except ScheduleError:  # a stage would warm up with more than it is sent
+            continue
+
+
+def random_orders(seed: int, told: Callable[[Sequence[int]], None]) -> Callable[[Job], Any]:
+    """Make what stands in for a session's phases: a new order each iteration, on all ranks.
+
+    Args:
+        seed: the same on all ranks.
+        told: hears each iteration's extra forwards.
+    """
+
+    def run_phases(job: Job) -> PhaseRun[None]:
+        source = random.Random(seed)
+        clocks = sorted(job.gpu.supported_frequencies_mhz)
+        while True:
+            extra = random_extra_forwards(
+                source, job.num_stages, job.num_microbatches, job.channel.capacity
+            )
+            told(extra)
+            schedule = builders.envpipe(job.num_stages, job.num_microbatches, extra)
+            forward_mhz, backward_mhz = source.choice(clocks), source.choice(clocks)
+            yield constant_order(Phase.STEADY, schedule, forward_mhz, backward_mhz)
+
+    return run_phases
+
+
+class DelayedWork:
+    """A stage's units with random delays of host and device around them.
+
+    Args:
+        work: the framework's.
+        source: of randomness, another on each rank.
+        delay_s: a usual delay at most; a rare one is five times as long.
+        starts: told of each unit.
+    """
+
+    def __init__(
+        self, work: Any, source: random.Random, delay_s: float, starts: Callable[[Unit], None]
+    ) -> None:
+        self._work = work
+        self._source = source
+        self._delay_s = delay_s
+        self._starts = starts
+
+    def forward(self, unit: Unit, inputs: Any) -> Any:
+        """Run a forward after its delays."""
+        self._starts(unit)
+        self._delay()
+        return self._work.forward(unit, inputs)
+
+    def backward(self, unit: Unit, gradients: Any) -> Any:
+        """Run a backward between delays."""
+        self._starts(unit)
+        self._delay()
+        result = self._work.backward(unit, gradients)
+        self._delay_device()
+        return result
+
+    def sent(self, unit: Unit) -> None:
+        """Pass on that the output is in the channel."""
+        self._work.sent(unit)
+
+    def _delay(self) -> None:
+        if self._source.random() < 0.15:
+            time.sleep(self._time_s())
+        self._delay_device()
+
+    def _delay_device(self) -> None:
+        if self._source.random() < 0.25:
+            if torch.cuda.is_available():
+                torch.cuda._sleep(int(self._time_s() * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
+            else:
+                time.sleep(self._time_s())
+
+    def _time_s(self) -> float:
+        longest = self._delay_s * (5.0 if self._source.random() < 0.03 else 1.0)
+        return self._source.random() * longest
+
+
+def install(
+    settings: dict[str, Any],
+    rank: int,
+    at: Callable[[int, str], None],
+    iteration: Callable[[], int],
+) -> None:
+    """Let sessions of this process run random orders with delays.
+
+    Args:
+        settings: `seed` and `delay_s`.
+        rank: this rank.
+        at: told of iteration and unit.
+        iteration: the present one.
+    """
+    inner = interpreter.execute
+    source = random.Random(f"{settings['seed']}, rank {rank}")
+    order = ""
+
+    def told(extra: Sequence[int]) -> None:
+        nonlocal order
+        order = " ".join(map(str, extra))
+
+    def starts(unit: Unit) -> None:
+        at(iteration(), f"{unit} of [{order}]")
+
+    def execute(schedule: Schedule, stage: int, work: Any, *args: Any) -> Any:
+        delayed = DelayedWork(work, source, settings["delay_s"], starts)
+        return inner(schedule, stage, delayed, *args)
+
+    # Until the process ends.
+    mock.patch.object(session, "run_phases", random_orders(settings["seed"], told)).start()
+    mock.patch.object(session, "execute", execute).start()

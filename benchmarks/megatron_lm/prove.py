@@ -1,0 +1,220 @@
+"""Unmodified Megatron-LM beside the patched one, on the GPUs of this machine or on its CPU.
+
+    python benchmarks/megatron_lm/prove.py --stock DIR --patched DIR --output OUT equality ratio
+
+Parts: `equality` of losses and gradient norms; `ratio` of iteration times, with peak memory;
+`stress` by random orders and delays; `energy` as both sides print it; `faults` that must be
+refused; `report` of all that is in OUT. What is done already is not done again, so a call that ran
+out of time is simply repeated. No clock is ever changed: all runs get a back end that sets nothing
+and ENVPIPE_FORBID_CLOCK_CONTROL=1, and none is started without.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import part_energy
+import part_equality
+import part_faults
+import part_ratio
+import part_stress
+import proof_checkouts
+import proof_report
+from part_ratio import Keeper, Rounds
+from proof_entry import FREE_ITERATIONS
+from proof_jobs import Job, Site
+from proof_pool import Limits, run_jobs
+from proof_state import State
+
+PARTS = ("equality", "ratio", "stress", "energy", "faults", "report")
+#: Kept of the time that a call may take, for logs and report, s.
+_FOR_THE_END_S = 15.0
+
+
+@click.command(help=(__doc__ or "").replace("\n\n    python", "\n\n\b\n    python"))
+@click.option("--stock", type=click.Path(path_type=Path, exists=True), required=True)
+@click.option("--patched", type=click.Path(path_type=Path, exists=True), required=True)
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="State, report.")
+@click.option("--tag", default="core_v0.16.1", show_default=True, help="Of both checkouts.")
+@click.option("--gpus", type=int, help="Default: those of this machine; 4 on the CPU.")
+@click.option("--cpu", is_flag=True, help="gloo, emulated GPUs, and the smallest sizes.")
+@click.option("--budget-s", default=540.0, show_default=True, help="Ends in time by itself.")
+@click.option("--jobs", "concurrency", default=8, show_default=True, help="At the same time.")
+@click.option("--slots", default=2, show_default=True, help="Jobs of `equality` that compute.")
+@click.option("--hang-s", default=60.0, show_default=True, help="Without progress, a hang.")
+@click.option("--only", help="Names of runs, with wildcards; see --list.")
+@click.option("--list", "listed", is_flag=True, help="Runs of the parts, and what is done.")
+@click.option("--iterations", type=int, help="Of `equality`. [default: 50; 10 on the CPU]")
+@click.option("--corpus", help="Megatron's arguments of a real corpus: data path and tokenizer.")
+@click.option("--rounds", default=5, show_default=True, help="Of `ratio`, in all calls.")
+@click.option("--block-iterations", default=50, show_default=True, help="Of a turn of `ratio`.")
+@click.option("--warmup-iterations", default=12, show_default=True, help="Of its first turns.")
+@click.option("--energy-iterations", default=60, show_default=True)
+@click.option("--stress-iterations", default=1000, show_default=True)
+@click.option("--stress-delay-ms", default=2.0, show_default=True, help="Of a unit, at most.")
+@click.option("--scratch", type=click.Path(path_type=Path), help="Logs, checkpoints. [/tmp]")
+@click.argument("parts", nargs=-1, type=click.Choice(PARTS), required=True)
+def main(**options: Any) -> None:
+    """Run the parts that are named, and leave state, report and logs in a folder."""
+    begin_s = time.monotonic()
+    cpu, output = options["cpu"], options["output"]
+    tag = options["tag"]
+    scratch = options["scratch"] or Path(tempfile.gettempdir()) / f"envpipe-proof-{tag}"
+    gpus = options["gpus"] or (4 if cpu else _num_gpus())
+    site = Site(options["stock"], options["patched"], scratch.resolve(), cpu, gpus)
+    output.mkdir(parents=True, exist_ok=True)
+    state = State(output / f"proof-{tag}.json")
+    proof = _Proof(site, state, options, begin_s)
+    if options["listed"]:
+        proof.show()
+        return
+    state.machine.update(_machine(site, tag, cpu))
+    if set(options["parts"]) != {"report"}:
+        for checkout in (site.stock, site.patched):
+            proof_checkouts.prepare(checkout)
+    try:
+        proof.run()
+    finally:
+        state.save()
+        click.echo(proof_report.write(state, site, output).split("\n## commands")[0])
+        if site.scratch.exists():
+            proof_report.pack_logs(site, output / "logs.tar.xz")
+
+
+class _Proof:
+    """The parts of one call."""
+
+    def __init__(self, site: Site, state: State, options: dict[str, Any], begin_s: float) -> None:
+        self._site = site
+        self._state = state
+        self._options = options
+        self._parts = options["parts"]
+        self._rounds = Rounds(
+            options["rounds"], options["block_iterations"], options["warmup_iterations"]
+        )
+        self._deadline_s = begin_s + options["budget_s"] - _FOR_THE_END_S
+
+    def run(self) -> None:
+        """Every part, one after the other; the timed ones start together."""
+        if "faults" in self._parts or "equality" in self._parts:
+            self._run_side_by_side()
+        if "stress" in self._parts:
+            run_jobs(self._site, self._state, self._stress(), self._limits())
+        if "ratio" in self._parts or "energy" in self._parts:
+            self._run_timed()
+
+    def show(self) -> None:
+        """What there is, and how it ended."""
+        made = [*self._equality(), *self._faults(), *self._stress(), *self._timed()]
+        for job in made:
+            if job.name.split("/")[0] in self._parts:
+                run = self._state.runs.get(job.name, {})
+                status = run.get("status", "not run")
+                old = status == "ok" and not self._state.done(job)
+                click.echo(f"{job.name}: {'ok, of another job' if old else status}")
+
+    def _run_side_by_side(self) -> None:
+        jobs = self._faults() if "faults" in self._parts else []
+        if "equality" in self._parts:
+            for plan in part_equality.plans(self._site):
+                plan.write(self._site)
+            jobs += self._equality()
+        self._share(jobs)
+        self._share(part_equality.repeats(self._state, jobs, self._site.cpu))
+
+    def _share(self, jobs: Sequence[Job]) -> None:
+        slots = self._options["slots"]
+        run_jobs(self._site, self._state, jobs, self._limits(), slots=slots)
+
+    def _run_timed(self) -> None:
+        for plan in part_ratio.plans(self._site):
+            plan.write(self._site)
+        jobs = [job for job in self._timed() if not self._state.done(job)]
+        longest_s = 0.0
+
+        def on_block(run: str, block: Any) -> None:
+            nonlocal longest_s
+            longest_s = max(longest_s, block.time_s)
+            keeper(run, block)
+
+        def goes_on(granted: int) -> bool:
+            return self._limits().left_s > 1.1 * longest_s + 5.0
+
+        keeper = Keeper(self._state, self._rounds.iterations)
+        order = part_ratio.order([job for job in jobs if job.name.startswith(part_ratio.PART)])
+        order += [job.name for job in jobs if job.name.startswith(part_energy.PART)]
+        limits = self._limits(concurrency=len(jobs))
+        run_jobs(
+            self._site, self._state, jobs, limits, order=order, goes_on=goes_on, on_block=on_block
+        )
+
+    def _limits(self, concurrency: int | None = None) -> Limits:
+        return Limits(
+            self._deadline_s,
+            self._options["hang_s"],
+            concurrency or self._options["concurrency"],
+            least_s=0.0 if self._site.cpu else 45.0,
+        )
+
+    def _equality(self) -> list[Job]:
+        iterations = self._options["iterations"] or (10 if self._site.cpu else 50)
+        return self._chosen(part_equality.jobs(self._site, iterations, self._options["corpus"]))
+
+    def _faults(self) -> list[Job]:
+        return self._chosen(part_faults.jobs(self._site))
+
+    def _stress(self) -> list[Job]:
+        delay_s = self._options["stress_delay_ms"] / 1e3
+        iterations = self._options["stress_iterations"]
+        return self._chosen(part_stress.jobs(self._site, iterations, delay_s))
+
+    def _timed(self) -> list[Job]:
+        """Jobs that take turns by themselves; they aren't chosen by name, since all are needed."""
+        jobs: list[Job] = []
+        if "ratio" in self._parts:
+            jobs += part_ratio.jobs(self._site, self._state, self._rounds, FREE_ITERATIONS)
+        if "energy" in self._parts:
+            iterations = self._options["energy_iterations"]
+            jobs += part_energy.jobs(self._site, iterations, FREE_ITERATIONS)
+        return jobs
+
+    def _chosen(self, jobs: list[Job]) -> list[Job]:
+        only = self._options["only"]
+        return [job for job in jobs if only is None or fnmatch.fnmatch(job.name, only)]
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _machine(site: Site, tag: str, cpu: bool) -> dict[str, Any]:
+    import torch
+
+    found = {
+        "tag": tag,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "changed files": proof_checkouts.modified(site.stock, site.patched),
+        "cpus": os.cpu_count(),
+    }
+    if not cpu and shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv"]
+        asked = subprocess.run(query, capture_output=True, text=True)
+        found["gpus"] = asked.stdout.strip().splitlines()[1:]
+    return found
+
+
+if __name__ == "__main__":
+    main()
