@@ -17,6 +17,7 @@ from envpipe_megatron.cli.interchange import export_freqs, import_freqs
 from envpipe_megatron.cli.partition import partition
 from envpipe_megatron.cli.patch import patch
 from envpipe_megatron.cli.plan import plan
+from envpipe_megatron.cli.profile import profile
 from envpipe_megatron.cli.quickstart import quickstart
 from envpipe_megatron.cli.simulate import simulate
 from envpipe_megatron.cli.straggler import straggler
@@ -31,6 +32,7 @@ def main() -> None:
 
 
 for command in (
+    profile,
     plan,
     simulate,
     straggler,

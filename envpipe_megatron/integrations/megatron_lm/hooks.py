@@ -27,6 +27,7 @@ from envpipe_megatron.integrations.megatron_lm.job import Job
 from envpipe_megatron.integrations.megatron_lm.options import Options, read_options
 from envpipe_megatron.integrations.megatron_lm.refusals import check_supported
 from envpipe_megatron.integrations.megatron_lm.reporting import IntervalReport, end_of_job
+from envpipe_megatron.runtime.orders import Phase
 
 _NEEDED_BY_ITERATION = 3
 _NEEDED = ("validate", "begin_training", "begin_step", "forward_backward", "end_step", "log")
@@ -121,10 +122,8 @@ def end_step() -> None:
     job.session.end_step()
     if _state.reached["end_step"] >= _NEEDED_BY_ITERATION:
         _check_reached()
-    if job.options.profile_only and job.session.state.profile is not None:
-        end_training()
-        dist.barrier()
-        raise SystemExit(0)
+    if job.options.profile_only and job.session.state.phase is not Phase.WARMUP:
+        _end_after_profile(job)
 
 
 def log(iteration: int, writer: Any, wandb_writer: Any) -> str:
@@ -162,8 +161,22 @@ def end_training() -> None:
     job = _running()
     _hooked_schedules().envpipe_hook = None
     _close()
+    if job.options.profile_only and job.session.state.profile is None:
+        raise HookError(
+            "Training ended before every stage was profiled", remedy="Raise --train-iters."
+        )
     for line in end_of_job(job.session, job.collectives, job.options.output_dir):
         _say(line)
+
+
+def _end_after_profile(job: Job) -> None:
+    state = job.session.state
+    if state.profile is not None:
+        end_training()
+        dist.barrier()  # the planner has written it
+        raise SystemExit(0)
+    if state.phase is Phase.STEADY:
+        raise HookError(f"There is no profile to write: {' '.join(state.notes)}")
 
 
 def _reaching(stand_in: Callable[..., Any]) -> Callable[..., Any]:

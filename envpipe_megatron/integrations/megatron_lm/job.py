@@ -83,7 +83,8 @@ class Job:
             self.stage,
             self.num_stages,
             options.gpu_control,
-            require=options.require_control,
+            require=options.require_control
+            or (options.profile_only and options.gpu_control != "dry_run"),
         )
         self.num_microbatches: int = get_num_microbatches()
         self.channel = make_channel(

@@ -1,0 +1,61 @@
+"""`envpipe profile`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.profile import read_profile
+
+
+class ProfileRunError(EnvPipeError):
+    """A run that left no profile."""
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.option("--output", type=OUTPUT_FILE, required=True, help="Profile CSV.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def profile(output: Path, command: tuple[str, ...]) -> None:
+    """Profile a model's stages at each clock, through a patched Megatron-LM.
+
+    COMMAND is what follows `torchrun` when the model is trained: torchrun's options, the training
+    script and its arguments, without --save. It trains until every stage was measured, and ends.
+    Clocks must be controllable, unless the arguments say --envpipe-gpu-control dry_run.
+
+    On several nodes, run it on each; the profile is left on the node of rank 0.
+
+    Example:
+
+      envpipe profile --output profile.csv -- --nproc-per-node 4 pretrain_gpt.py
+      --pipeline-model-parallel-size 4 --train-iters 2000 ...
+    """
+    check_outputs([output], [])
+    output = output.resolve()
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
+        flags = ["--envpipe", "--envpipe-profile-only", "--envpipe-output", folder]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        ended = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *command, *flags],
+            env=environment,
+            check=False,
+        )
+        if ended.returncode:
+            raise ProfileRunError(
+                "The training that was to be profiled failed",
+                value=ended.returncode,
+                remedy="Its own message is above.",
+            )
+        measured = Path(folder) / "profile.csv"
+        if not measured.is_file():
+            click.echo("No profile on this node: it is on the node of rank 0.")
+            return
+        result = read_profile(measured)
+        result.write(output)
+    click.echo(f"{output}: {result.num_stages} stages, {len(result.rows[0])} instructions each.")
