@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 # Before torch is imported: `torch.compile`, by which Megatron fuses small functions, would run a
 # C++ compiler for a minute. The functions then run as they are written.
@@ -175,6 +176,26 @@ def allow_no_cuda() -> None:
         initialize.fused_kernels.load = lambda _: None  # asks nvcc's version, and builds nothing
 
 
+def let_torch_norm_be_sequence_parallel() -> None:
+    """Do what Megatron's fused norms do for sequence parallelism, which need Apex and a GPU.
+
+    They mark their parameters, whose gradients are then summed over the tensor-parallel ranks.
+    Megatron refuses torch's norms there, since nobody marks theirs.
+    """
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    make = WrappedTorchNorm.__new__
+
+    def make_and_mark(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        with patch.object(config, "sequence_parallel", False):
+            norm = make(cls, config, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = make_and_mark
+
+
 def take_built_helpers(checkout: Path) -> None:
     """Take the dataset helpers in C++ from the installed megatron-core, if built from this source.
 
@@ -215,8 +236,13 @@ def main() -> None:
     name_override()
     with _CudaOnCpu():
         allow_no_cuda()
+        let_torch_norm_be_sequence_parallel()
         take_built_helpers(script.parent)
         runpy.run_path(str(script), run_name="__main__")
+    # Process groups that the interpreter's end meets alive abort one rank in some twenty runs.
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
