@@ -1,0 +1,369 @@
+"""What the ranks of the tests of steps, pauses and restarts run."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import plain_stages
+import torch.distributed as dist
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.emulated import EmulatedGpu
+from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.runtime import emulated_executor
+from envpipe_megatron.runtime.interval_energy import compare
+from envpipe_megatron.runtime.profiler import ProfilerSettings
+from envpipe_megatron.runtime.session import Session, SessionConfig
+from envpipe_megatron.schedule import Kind
+
+MICROBATCHES = 3
+REFRESH_S = 0.1
+TIMES_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
+FINGERPRINT = {"hidden_size": 64, "pipeline": 3, "gpu": "emulated", "lr": None}
+
+
+class Framework:
+    """A training loop around a session, which knows from the exact counter what it must be told.
+
+    Args:
+        aligned: steps begin and end at refreshes of the counter, where it tells the exact energy.
+    """
+
+    def __init__(
+        self, rank: int, session: Session, gpu: EmulatedGpu, *, aligned: bool = True
+    ) -> None:
+        self.rank, self.session, self.gpu = rank, session, gpu
+        self.aligned = aligned
+        #: Of each piece of training, energy and instant at its begin and end.
+        self.pieces: list[tuple[float, float, float, float]] = []
+        self._begin: tuple[float, float] | None = None
+        self._end = 0.0, 0.0
+
+    def idle(self, duration_s: float) -> None:
+        """Let emulated time pass, as an optimizer or a checkpoint does, while the meter looks."""
+        end_s = self.gpu.committed_end_s() + duration_s
+        if self.aligned:
+            # A hair behind the refresh, or rounding would now and then be a hair before it.
+            end_s = math.ceil(end_s / REFRESH_S - 1e-3) * REFRESH_S + 1e-6
+        while self.gpu.committed_end_s() < end_s - 1e-9:
+            self.gpu.advance_to(min(end_s, self.gpu.committed_end_s() + REFRESH_S / 2))
+            now_s = self.gpu.committed_end_s()
+            self.gpu.anchor(emulated_executor.time.monotonic() - now_s)  # type: ignore[attr-defined]
+            self.session.meter._try_sample()
+
+    def step(
+        self,
+        iteration: int | None = None,
+        optimizer_s: float = 0.03,
+        before_unit: Callable[[Any], None] = lambda unit: None,
+    ) -> None:
+        self.begin(iteration)
+        self.iterate(before_unit)
+        self.end(optimizer_s)
+
+    def begin(self, iteration: int | None = None) -> None:
+        if self._begin is None:
+            self._begin = self._now()
+        self.session.begin_step(iteration)
+
+    def iterate(self, before_unit: Callable[[Any], None] = lambda unit: None) -> None:
+        self.session.run_iteration(
+            MICROBATCHES,
+            plain_stages.SPEC,
+            lambda schedule: plain_stages.PlainWork(schedule, self.rank, before_unit),
+        )
+
+    def end(self, optimizer_s: float) -> None:
+        self.idle(optimizer_s)
+        self.session.end_step()
+        self._end = self._now()
+
+    def pause(self) -> None:
+        self.session.pause()
+        self.take()
+
+    def evaluate(self) -> None:
+        self.take()
+        self.session.evaluate(
+            MICROBATCHES,
+            plain_stages.SPEC,
+            lambda schedule: plain_stages.PlainWork(schedule, self.rank),
+        )
+        self.idle(0.0)
+
+    def take(self) -> None:
+        """A piece of training ends with its last step."""
+        if self._begin is not None:
+            self.pieces.append((*self._begin, *self._end))
+        self._begin = None
+
+    def lapped(self) -> tuple[float, float]:
+        """Energy and time of training since the last call."""
+        going_on = self._begin is not None
+        self.take()
+        energy_j = sum(end_j - begin_j for begin_j, _, end_j, _ in self.pieces)
+        duration_s = sum(end_s - begin_s for _, begin_s, _, end_s in self.pieces)
+        self.pieces = []
+        if going_on:
+            self._begin = self._end
+        return energy_j, duration_s
+
+    def _now(self) -> tuple[float, float]:
+        return self.gpu.committed_energy_j(), self.gpu.committed_end_s()
+
+
+def framework(
+    rank: int, config: SessionConfig, root: Path, *, aligned: bool = True, **options: Any
+) -> Framework:
+    session, gpu = plain_stages.session(rank, config, root, time_at_max_s=TIMES_S, **options)
+    made = Framework(rank, session, gpu, aligned=aligned)
+    made.idle(REFRESH_S)
+    return made
+
+
+def config(root: Path, warmup: int = 3, **wishes: Any) -> SessionConfig:
+    wanted = {"schedule": "envpipe", "policy": "envelope", **wishes}
+    return SessionConfig(
+        PlanRequest(MICROBATCHES, **wanted),
+        warmup_iterations=warmup,
+        profiler=ProfilerSettings(1, 1, 1, min_window_s=0.0),
+        output_dir=root,
+    )
+
+
+def bill_random_steps(rank: int, root: Path, seed: int, aligned: bool) -> Any:
+    """Train with random optimizers, gaps, evaluations, checkpoints and laps.
+
+    Returns:
+        each lap and what the exact counter says of it; the log's total, and what it should be.
+    """
+    rng = random.Random(seed)  # the same on every rank
+    made = framework(rank, config(root), root, aligned=aligned)
+    session = made.session
+    laps = []
+    expected_j = expected_s = 0.0
+    try:
+        for iteration in range(40):
+            made.step(7 + iteration, rng.uniform(0, 0.4))
+            made.idle(rng.choice([0.0, 0.0, 0.07]))
+            if rng.random() < 0.3:
+                lap = session.lap()
+                job = session.gather(lap)
+                truth = made.lapped()
+                expected_j += truth[0]
+                expected_s += truth[1]
+                laps.append((lap, job, truth))
+            if rng.random() < 0.2:
+                made.evaluate()
+            elif rng.random() < 0.2:
+                made.pause()
+                made.idle(rng.uniform(0, 2))
+                if rng.random() < 0.5:
+                    session.end_step()  # one too many changes nothing
+                    session.pause()
+        rest = made.lapped()
+        laps.append((session.lap(), None, rest))
+    finally:
+        session.close()
+    totals = session.energy_log.totals
+    billed = sum(t.energy_j for t in totals.values()), sum(t.duration_s for t in totals.values())
+    return laps, billed, (expected_j + rest[0], expected_s + rest[1]), session.summary()
+
+
+def bill_the_optimizer(rank: int, root: Path, follows: str) -> Any:
+    """Train one step, after which something else follows; the log's totals of it."""
+    made = framework(rank, config(root, warmup=1 if follows == "phase" else 3), root)
+    try:
+        made.step(optimizer_s=0.5)
+        truth = made.lapped()
+        if follows == "evaluation":
+            made.evaluate()
+        elif follows == "checkpoint":
+            made.pause()
+            made.idle(1.0)
+        elif follows == "phase":
+            made.step()
+        if follows != "end":
+            made.step()
+    finally:
+        made.session.close()
+    totals = made.session.energy_log.totals
+    lines = (root / "energy.jsonl").read_text()
+    return truth, {phase: (t.energy_j, t.iterations) for phase, t in totals.items()}, lines
+
+
+def run_framework_steps(rank: int, root: Path) -> Any:
+    """The framework runs the first two steps by itself; the second is followed by a pause."""
+    made = framework(rank, config(root, warmup=1, schedule="1f1b", policy="baseline"), root)
+    session = made.session
+    truths = []
+    try:
+        for iteration in range(2):
+            made.begin(iteration)
+            made.idle(3.0)
+            made.end(0.2)
+        made.pause()
+        truths.append(made.lapped())
+        made.idle(2.0)
+        lap = session.lap()
+        made.step(2)
+        made.step(3)
+        truths.append(made.lapped())
+    finally:
+        session.close()
+    totals = session.energy_log.totals
+    return lap, truths, {phase: (t.energy_j, t.iterations) for phase, t in totals.items()}
+
+
+def measure_a_baseline(rank: int, root: Path, warmup: int, slow_first: int, own_steps: int) -> Any:
+    """Warm up, with some first steps that take long; the baseline, and what it should be."""
+    made = framework(rank, config(root, warmup, schedule="1f1b", policy="baseline"), root)
+    session = made.session
+    before_settled = []
+    try:
+        for iteration in range(warmup):
+            made.step(optimizer_s=4.0 if iteration < slow_first else 0.25)
+            if iteration < slow_first:
+                made.lapped()
+            before_settled.append(session.baseline)
+        truth = made.lapped()
+        made.step(optimizer_s=0.25)  # before it lies what belongs to no phase
+        session.lap()
+        for _ in range(own_steps):
+            made.step(optimizer_s=0.25)
+        lap = session.lap()
+        job = session.gather(lap)
+        comparison = compare(job.mean, session.baseline.mean) if job and session.baseline else None
+    finally:
+        session.close()
+    return before_settled, session.baseline, truth, comparison, session.summary()
+
+
+def meter_nothing(rank: int, root: Path, victim: int) -> Any:
+    """The counter of one rank fails while a lap is taken, and comes back."""
+    made = framework(rank, config(root, schedule="1f1b", policy="baseline"), root)
+    session, gpu = made.session, made.gpu
+    read_energy = gpu.read_energy
+
+    def failing() -> Any:
+        raise OSError("the counter of a test")
+
+    laps = []
+    try:
+        for fails in (False, True, False):
+            if fails and rank == victim:
+                gpu.read_energy = failing  # type: ignore[method-assign]
+                session.meter.catch_up()
+            for _ in range(3):
+                made.step()
+            lap = session.lap()
+            laps.append((lap, session.gather(lap)))
+            gpu.read_energy = read_energy  # type: ignore[method-assign]
+            session.meter.catch_up()
+            made.idle(2 * REFRESH_S)
+    finally:
+        session.close()
+    return laps
+
+
+def fail_and_close(rank: int, root: Path, victim: int) -> Any:
+    """One rank raises in the middle of an iteration, and all close, twice."""
+    made = framework(rank, config(root, schedule="1f1b", policy="baseline"), root, timeout_s=2.0)
+    session = made.session
+
+    def before_unit(unit: Any) -> None:
+        if rank == victim and str(unit) == "B1":
+            raise ValueError("the unit of a test")
+
+    made.step()
+    made.step()
+    truth = made.lapped()
+    errors = []
+    for _ in range(2):
+        try:
+            made.step(before_unit=before_unit)
+        except Exception as error:
+            errors.append(type(error).__name__)
+    session.close()
+    session.close()
+    return errors, truth, session.summary()
+
+
+def outlive_a_dead_rank(rank: int, root: Path) -> Any:
+    """The last rank is killed in the middle of an iteration; how long the others take to close."""
+    made = framework(rank, config(root, schedule="1f1b", policy="baseline"), root)
+    session = made.session
+    for _ in range(3):
+        made.step()
+    truth = made.lapped()
+    if rank == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            made.step()
+    except EnvPipeError:
+        pass
+    begin_s = time.monotonic()
+    session.close()
+    return time.monotonic() - begin_s, truth, session.summary()
+
+
+def start_job(
+    rank: int,
+    root: Path,
+    steps: int,
+    first: int = 0,
+    killed: tuple[int, int, str] | None = None,
+    fingerprint: dict[str, Any] | None = None,
+    reconfigure: str = "balanced",
+) -> Any:
+    """Start a job, or start it again.
+
+    Args:
+        steps: to train; one that is killed trains until then.
+        first: the framework's number of the first.
+        killed: rank, step of this start, and unit before which it kills itself.
+
+    Returns:
+        phase of each step, what was said, and the session's profile, plan, baseline and summary.
+    """
+    said: list[str] = []
+    made = framework(
+        rank,
+        config(root / "output", warmup=4, reconfigure=reconfigure),
+        root,
+        fingerprint=FINGERPRINT if fingerprint is None else fingerprint,
+        say=said.append,
+    )
+    session = made.session
+    phases = []
+    try:
+        for count in range(steps):
+
+            def before_unit(unit: Any, count: int = count) -> None:
+                if killed == (rank, count, str(unit)):
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            made.step(first + count, before_unit=before_unit)
+            phases.append(session.state.phase.value)
+    finally:
+        session.close()
+    state = session.state
+    plan = state.plan.to_json() if state.plan else None
+    csv = state.profile.to_csv() if state.profile else None
+    return {
+        "phases": phases,
+        "said": said,
+        "profile": csv,
+        "plan": plan,
+        "baseline": session.baseline,
+        "summary": session.summary(),
+        "logged_j": sum(t.energy_j for t in session.energy_log.totals.values()),
+    }

@@ -1,0 +1,315 @@
+"""Energy of steps, intervals and the baseline, against counters of emulated GPUs that are exact."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import step_ranks
+from fake_gpu import FakeGpu
+from rank_pool import RankPool
+
+from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.runtime.energy_meter import EnergyMeter
+from envpipe_megatron.runtime.interval_energy import (
+    BaselineSteps,
+    IntervalMeter,
+    PhaseMean,
+    StepEnergy,
+    compare,
+    error_of_mean,
+    mean_over_gpus,
+)
+
+pytestmark = pytest.mark.xdist_group("pipeline")
+
+
+# Bills ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_laps_and_log_are_what_the_counter_says(three_ranks, tmp_path, seed):
+    """Whatever lies between steps: they begin and end at refreshes, where nothing is guessed."""
+    told = three_ranks.run(step_ranks.bill_random_steps, tmp_path, seed, True)
+    for laps, billed, truth, summary in told:
+        assert len(laps) > 4
+        for lap, _, (energy_j, duration_s) in laps:
+            assert lap.duration_s == pytest.approx(duration_s, abs=1e-6)
+            assert lap.energy_j == pytest.approx(energy_j, rel=1e-5)
+        assert billed == pytest.approx(truth, rel=1e-5)
+        assert sum(lap.iterations for lap, *_ in laps) == 40
+        assert sum(p["iterations"] for p in summary["gpu"]["phases"].values()) == 40
+        assert summary["gpu"]["total_energy_j"] == billed[0]
+    # All ranks get the mean of all.
+    for index in range(len(told[0][0]) - 1):
+        laps = [rank[0][index] for rank in told]
+        for _, job, _ in laps:
+            assert job.num_gpus == 3
+            assert job.unmetered_gpus == 0
+            energies_j = [lap.energy_j / lap.iterations for lap, *_ in laps]
+            assert [stage.energy_j for stage in job.by_stage] == pytest.approx(energies_j)
+            assert job.mean.energy_j == pytest.approx(np.mean(energies_j))
+            assert job.mean.time_s == pytest.approx(laps[0][0].duration_s / job.mean.iterations)
+
+
+def test_laps_between_refreshes_are_as_uncertain_as_they_say(three_ranks, tmp_path):
+    errors, uncertainties, misses = [], [], []
+    for seed in range(2, 4):
+        told = three_ranks.run(step_ranks.bill_random_steps, tmp_path / str(seed), seed, False)
+        for laps, billed, truth, _ in told:
+            for lap, _, (energy_j, duration_s) in laps:
+                if lap.iterations:
+                    assert lap.duration_s == pytest.approx(duration_s, abs=1e-6)
+                    errors.append(abs(lap.energy_j - energy_j))
+                    uncertainties.append(lap.metering_uncertainty_j)
+            misses.append(billed[0] / truth[0] - 1)
+    within = np.array(errors) <= 2 * np.array(uncertainties)
+    assert within.mean() >= 0.9
+    assert max(abs(miss) for miss in misses) < 0.01
+
+
+@pytest.mark.parametrize("follows", ["evaluation", "checkpoint", "phase", "end"])
+def test_the_optimizer_is_billed_with_its_iteration(three_ranks, tmp_path, follows):
+    """Of the first step alone: the others' are in other windows, or in another phase."""
+    for rank, (truth, totals, lines) in enumerate(
+        three_ranks.run(step_ranks.bill_the_optimizer, tmp_path, follows)
+    ):
+        windows = [json.loads(line) for line in lines.splitlines()]
+        first = next(w for w in windows if w["rank"] == rank)
+        assert (first["phase"], first["first_iteration"]) == ("warm-up", 0)
+        assert (first["energy_j"], first["duration_s"]) == pytest.approx(truth, rel=1e-5)
+        assert first["last_iteration"] == 0
+        if follows == "phase":
+            assert totals["warm-up"] == pytest.approx((truth[0], 1))
+            # Measuring the power of waits belongs to no step.
+            assert totals["plan"][0] > 100
+            assert totals["plan"][1] == 0
+
+
+def test_steps_of_the_framework_are_in_the_bill(three_ranks, tmp_path):
+    for lap, truths, totals in three_ranks.run(step_ranks.run_framework_steps, tmp_path):
+        assert lap.phases == {"framework": 2}
+        assert (lap.energy_j, lap.duration_s) == pytest.approx(truths[0], rel=1e-5)
+        assert totals["framework"] == pytest.approx((truths[0][0], 2), rel=1e-5)
+        assert totals["warm-up"][0] + totals["steady"][0] == pytest.approx(truths[1][0], rel=1e-5)
+
+
+def test_what_was_not_metered_is_unknown(three_ranks, tmp_path):
+    """Of one rank in one lap; nobody else's figures suffer, and none is wrong."""
+    told = three_ranks.run(step_ranks.meter_nothing, tmp_path, 1)
+    for rank, laps in enumerate(told):
+        known = [lap.energy_j is not None for lap, _ in laps]
+        assert known == [True, rank != 1, True]
+        jobs = [job for _, job in laps]
+        assert [job.unmetered_gpus for job in jobs] == [0, 1, 0]
+        assert [job.mean.energy_j is None for job in jobs] == [False, True, False]
+        assert jobs[1].by_stage[0].energy_j > 0
+        assert jobs[1].mean.time_s > 0
+
+
+# Baseline -------------------------------------------------------------------------------------
+
+
+def test_the_baseline_is_the_warm_up_without_its_slow_steps(three_ranks, tmp_path):
+    told = three_ranks.run(step_ranks.measure_a_baseline, tmp_path, 7, 2, 5)
+    energies_j = [truth[0] / 5 for _, _, truth, _, _ in told]
+    for rank, (before, baseline, truth, comparison, summary) in enumerate(told):
+        assert before == [None] * 7  # as long as the warm-up goes on
+        assert baseline.mean.iterations == 5
+        assert baseline.own.energy_j == pytest.approx(energies_j[rank], rel=1e-5)
+        assert baseline.mean.energy_j == pytest.approx(np.mean(energies_j), rel=1e-5)
+        assert [s.energy_j for s in baseline.by_stage] == pytest.approx(energies_j, rel=1e-5)
+        assert baseline.mean.time_s == pytest.approx(truth[1] / 5, rel=1e-5)
+        # The same order at the same clock saves nothing.
+        assert comparison.saving_percent == pytest.approx(0, abs=0.1)
+        assert comparison.slowdown_percent == pytest.approx(0, abs=0.1)
+        assert not comparison.saves_for_sure
+        for scope in ("gpu", "job"):
+            assert summary[scope]["comparison"]["saving_percent"] == pytest.approx(0, abs=0.1)
+
+
+@pytest.mark.parametrize("warmup", [1, 2])
+def test_a_short_warm_up_is_no_baseline(three_ranks, tmp_path, warmup):
+    for _, baseline, _, comparison, summary in three_ranks.run(
+        step_ranks.measure_a_baseline, tmp_path, warmup, 1, 3
+    ):
+        assert baseline is None
+        assert comparison is None
+        assert summary["baseline"] is None
+        assert summary["job"]["comparison"] is None
+        assert summary["job"]["phases"]["steady"]["energy_j"] > 0
+
+
+def test_a_baseline_of_less_than_ten_refreshes_says_nothing():
+    gpu = FakeGpu()
+    meter = EnergyMeter(gpu, poll_s=3600)
+    steps = BaselineSteps()
+    for begin_s in np.arange(6) * 0.15:
+        steps.add(begin_s, begin_s + 0.15)
+    look(meter, gpu, 1.5)
+    assert steps.measure(meter) is None  # 0.75 s of them count
+    for begin_s in 0.9 + np.arange(3) * 0.15:
+        steps.add(begin_s, begin_s + 0.15)
+    measured = steps.measure(meter)
+    assert measured.iterations == 8
+    assert measured.energy_j == pytest.approx(15)
+    meter.close()
+
+
+@pytest.mark.parametrize(("saved", "noise", "count"), [(0.0, 0.02, 3), (0.0, 0.05, 10)])
+def test_a_saving_is_not_claimed_where_there_is_none(saved, noise, count):
+    """Short baselines of noisy steps: a claim is wrong in 2.5 % of jobs at most, and a bit."""
+    rng = np.random.default_rng(7)
+    claims = 0
+    for _ in range(2000):
+        steps = []
+        for n in (count, 50):
+            times_s = 1 + noise * rng.standard_normal(n)
+            steps.append(
+                StepEnergy(n, times_s.mean(), error_of_mean(list(times_s)), 300 * times_s.mean(), 0)
+            )
+        claims += compare(steps[1], steps[0]).saves_for_sure
+    assert claims / 2000 <= 0.035
+
+
+def test_savings_and_slowdowns_carry_their_uncertainty():
+    baseline = StepEnergy(10, 1.0, 0.01, 400.0, 3.0)
+    step = StepEnergy(100, 1.02, 0.0, 320.0, 0.0)
+    found = compare(step, baseline)
+    assert found.saving_percent == pytest.approx(20)
+    assert found.saving_uncertainty_percent == pytest.approx(100 * 0.8 * 5 / 400)
+    assert found.slowdown_percent == pytest.approx(2)
+    assert found.slowdown_uncertainty_percent == pytest.approx(100 * 1.02 * 0.01)
+    assert found.saves_for_sure
+    once = compare(replace(step, time_uncertainty_s=None), baseline)
+    assert once.saving_percent == pytest.approx(20)
+    assert once.saving_uncertainty_percent is None
+    assert not once.saves_for_sure
+    unmetered = compare(replace(step, energy_j=None), baseline)
+    assert unmetered.saving_percent is None
+    assert unmetered.slowdown_percent == pytest.approx(2)
+
+
+# Intervals ------------------------------------------------------------------------------------
+
+
+def look(meter: EnergyMeter, gpu: FakeGpu, until_s: float) -> None:
+    for time_s in np.arange(gpu.now_s, until_s + 0.01, 0.05):
+        gpu.now_s = time_s
+        meter._sample()
+
+
+def test_an_interval_of_hours_outlives_the_meters_memory():
+    """Without a lap the meter would have forgotten where it began."""
+    gpu = FakeGpu()
+    gpu.refresh_s = 1.0
+    meter = EnergyMeter(gpu, poll_s=3600, horizon_s=1000.0)
+    interval = IntervalMeter(meter)
+    for begin_s in range(0, 10_000, 10):
+        gpu.now_s = begin_s + 10
+        for time_s in range(begin_s, begin_s + 11):
+            gpu.now_s = time_s
+            meter._sample()
+        interval.add("steady", begin_s, begin_s + 10)
+    lap = interval.lap()
+    assert lap.energy_j == pytest.approx(100 * 10_000)
+    assert lap.step.iterations == 1000
+    meter.close()
+
+
+def test_laps_add_up_where_the_counter_had_refreshed():
+    gpu = FakeGpu()
+    gpu.counter_j = lambda time_s: 100 * time_s + 20 * np.sin(3 * time_s)
+    meter = EnergyMeter(gpu, poll_s=3600)
+    interval = IntervalMeter(meter)
+    laps = []
+    for begin, end in itertools.pairwise(range(0, 60, 3)):
+        look(meter, gpu, end / 10)
+        interval.add("steady", begin / 10, end / 10 - 0.1)
+        interval.end_step(end / 10)
+        if end % 9 == 0:
+            laps.append(interval.lap())
+    laps.append(interval.lap())
+    assert sum(lap.energy_j for lap in laps) == pytest.approx(gpu.counter_j(5.7), rel=1e-5)
+    assert sum(lap.duration_s for lap in laps) == pytest.approx(5.7)
+    meter.close()
+
+
+def test_a_lap_does_not_wait_for_a_driver_that_hangs():
+    gpu = FakeGpu()
+    meter = EnergyMeter(gpu, poll_s=3600)
+    look(meter, gpu, 1.0)
+    interval = IntervalMeter(meter)
+    interval.add("steady", 0.0, 0.5)
+    interval.add("steady", 0.5, 1.2)
+    reads = []
+    gpu.read_energy = lambda: reads.append(1)  # type: ignore[method-assign,func-returns-value]
+    assert interval.lap().energy_j == pytest.approx(120)  # two refreshes are not due yet
+    interval.add("steady", 1.2, 2.0)
+    lap = interval.lap()
+    assert lap.energy_j is None
+    assert lap.step.time_s == pytest.approx(0.8)
+    assert not reads
+    del gpu.read_energy  # type: ignore[attr-defined]
+    look(meter, gpu, 2.5)
+    interval.add("steady", 2.0, 2.5)
+    assert interval.lap().energy_j == pytest.approx(50)
+    gpu.error = GpuError("busy")
+    meter.catch_up()
+    interval.add("steady", 2.5, 2.6)
+    assert interval.lap().energy_j is None
+    meter.close()
+
+
+def test_gpus_of_a_stage_stand_in_for_each_other():
+    def step(energy_j):
+        return StepEnergy(4, 1.0, 0.1, energy_j, None if energy_j is None else 3.0)
+
+    mean = mean_over_gpus([[step(100.0), step(None)], [step(300.0), step(320.0)]])
+    assert mean.energy_j == pytest.approx((100 + 100 + 300 + 320) / 4)
+    assert mean.metering_uncertainty_j == pytest.approx(math.hypot(6, 3, 3) / 4)
+    assert mean_over_gpus([[step(None)], [step(300.0)]]).energy_j is None
+
+
+def test_a_job_of_single_steps_a_lap_has_a_mean_with_an_error():
+    mean = PhaseMean()
+    assert mean.step is None
+    for time_s in (1.0, 1.1, 0.9):
+        mean.add(StepEnergy(1, time_s, None, 100 * time_s, 1.0))
+    mean.add(StepEnergy(1, 50.0, None, None, None))
+    assert mean.step.time_s == pytest.approx(1.0)
+    assert mean.step.energy_j == pytest.approx(100)
+    assert mean.step.time_uncertainty_s == pytest.approx(
+        4.303 / 1.96 * 0.1 / math.sqrt(3), rel=1e-3
+    )
+    assert mean.step.iterations == 3
+
+
+# The end --------------------------------------------------------------------------------------
+
+
+def test_closing_after_an_error_bills_what_had_ended(tmp_path):
+    with RankPool(2, timeout_s=5) as pool:  # its own: the failed messages stay in the group
+        told = pool.run(step_ranks.fail_and_close, tmp_path, 1)
+    for rank, (errors, truth, summary) in enumerate(told):
+        assert errors[0] == ("ValueError" if rank == 1 else "ChannelError")
+        assert errors[1] == "SessionError"
+        assert summary["gpu"]["total_energy_j"] == pytest.approx(truth[0], rel=1e-5)
+        assert summary["gpu"]["phases"]["warm-up"]["iterations"] == 2
+        assert summary["clocks"]["error"] is None
+        json.dumps(summary)
+
+
+def test_closing_beside_a_dead_rank_does_not_hang(tmp_path):
+    with RankPool(3, timeout_s=20) as pool:
+        pool.start(step_ranks.outlive_a_dead_rank, tmp_path)
+        outcomes = pool.outcomes(ranks=[0, 1])
+    for worked, told in outcomes.values():
+        assert worked, told
+        closing_s, truth, summary = told
+        assert closing_s < 5  # of 20 that a collective would wait
+        assert summary["gpu"]["total_energy_j"] == pytest.approx(truth[0], rel=1e-5)
