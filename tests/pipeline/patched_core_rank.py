@@ -14,10 +14,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-
-for folder in (Path(__file__).parent.parent, Path(__file__).parent):
-    sys.path.append(str(folder))
-
 import training
 from jobs import Job, Ours
 from megatron.core.pipeline_parallel import schedules
