@@ -28,7 +28,8 @@ class Sidecar:
         p2p_latency_s: for each boundary between stages.
         tail_time_s: for each stage, the time after its last unit (gradient reduction, optimizer).
         activation_bytes: for each stage, what one microbatch in flight holds.
-        free_bytes: for each stage, what is free beside one microbatch.
+        free_bytes: for each stage, what is free beside one microbatch. Measured in an order that
+            holds k of them, it is what is left at the peak plus k - 1 times the activations.
         frequency_change_s: from the request of a clock until it runs.
         frequency_change_j: energy of one change of clock on one GPU.
     """

@@ -365,3 +365,48 @@ def test_without_a_cuda_device_there_is_no_memory_to_measure():
     if torch.cuda.is_initialized():
         pytest.skip("a CUDA device is in use")
     assert device_memory() is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_memory_is_that_of_torchs_allocator():
+    mebibyte = 2**20
+    kept = torch.empty(64 * mebibyte, dtype=torch.uint8, device="cuda")
+    memory = device_memory()
+    memory.reset_peak()
+    before, capacity = memory.read(), memory.capacity_bytes()
+    del kept
+    large = torch.empty(256 * mebibyte, dtype=torch.uint8, device="cuda")
+    assert memory.read().allocated_bytes == before.allocated_bytes + 192 * mebibyte
+    del large
+    assert memory.read().allocated_bytes == before.allocated_bytes - 64 * mebibyte
+    assert memory.peak_bytes() == before.allocated_bytes + 192 * mebibyte
+    memory.reset_peak()
+    assert memory.peak_bytes() == memory.read().allocated_bytes
+    # Cached or given back, what was freed is there to be had; others on the device may come and go.
+    assert memory.capacity_bytes() == pytest.approx(capacity, abs=64 * mebibyte)
+    pieces = [torch.empty(3 * mebibyte, dtype=torch.uint8, device="cuda") for _ in range(16)]
+    del pieces[::2]
+    assert memory.read().unusable_bytes >= 16 * mebibyte  # holes between live blocks
+
+
+def test_cuda_memory_reads_the_allocators_counters(monkeypatch):
+    """By their names in torch's nested statistics; a block that a stream still uses is not free."""
+
+    def current(count):
+        return {"all": {"current": count}}
+
+    stats = {
+        "allocated_bytes": current(700),
+        "active_bytes": current(730),
+        "inactive_split_bytes": current(50),
+    }
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", {3: stats}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", {3: 900}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", {3: (4_000, 8_000)}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", {3: 800}.__getitem__)
+    memory = device_memory()
+    assert (memory.read().allocated_bytes, memory.read().unusable_bytes) == (700, 80)
+    assert memory.capacity_bytes() == 4_900  # others on the device hold the rest
+    assert memory.peak_bytes() == 800

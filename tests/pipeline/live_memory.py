@@ -1,0 +1,79 @@
+"""The bytes of live tensors on the CPU, counted as a GPU's allocator would count them."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from jobs import Job, Ours
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from envpipe_megatron.runtime.memory import Reading, StageMemory
+
+#: Sequence x microbatch x hidden size, as in `training`, of four bytes each.
+MESSAGE_BYTES = 16 * 2 * 32 * 4
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts every storage that an operator makes, until it is freed; a memory source."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: set[int] = set()
+        self._allocated = self._peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self._see, result)
+        return result
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._live:
+            self._live.add(key)
+            self._allocated += size
+            self._peak = max(self._peak, self._allocated)
+            weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._live.discard(key)
+        self._allocated -= size
+
+    def read(self) -> Reading:
+        return Reading(self._allocated)
+
+    def peak_bytes(self) -> int:
+        return self._peak
+
+    def reset_peak(self) -> None:
+        self._peak = self._allocated
+
+    def capacity_bytes(self) -> int:
+        return 10**9
+
+
+def train_and_watch(rank: int, job: Job, ours: Ours, root: Path) -> tuple[StageMemory, ...] | None:
+    """Train as `training.train`; what the session came to know of memory."""
+    import training
+
+    sessions = []
+    make_session = training._session
+
+    def session(*args: Any) -> Any:
+        sessions.append(make_session(*args))
+        return sessions[-1]
+
+    live = LiveStorages()
+    with (
+        patch("envpipe_megatron.runtime.session.device_memory", lambda: live),
+        patch.object(training, "_session", session),
+        live,
+    ):
+        training.train(rank, job, ours, root)
+    found: tuple[StageMemory, ...] | None = sessions[0].state.memory
+    return found
