@@ -8,8 +8,6 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from envpipe_megatron.cli.common import say
 from envpipe_megatron.patching.checkout import TreeState
@@ -31,6 +29,14 @@ _MEANING = {
     ),
     TreeState.CHANGED_AFTER: "changed-after: files were changed after the patch",
     TreeState.DIRTY: "dirty: not patched, and files differ from the released ones",
+}
+
+_WORDS = {
+    Outcome.LIVE: "live",
+    Outcome.NOT_LIVE: "NOT LIVE",
+    Outcome.ELSEWHERE: "NOT LIVE, comes from elsewhere",
+    Outcome.DEPENDENCY: "not proven, the framework needs a package",
+    Outcome.IMPORT_FAILED: "NOT LIVE, import failed",
 }
 
 
@@ -147,21 +153,13 @@ def _report(console: Console, directory: Path, found: Status, answers: tuple[Ans
             "A change of it is going on, or was stopped. "
             "`envpipe patch apply` or `revert` completes it.",
         )
-    if not answers:
-        return
-    table = Table()
-    for column in ("hook", "", "what was seen, and what to do"):
-        table.add_column(column, overflow="fold")
-    remedies: set[str] = set()
+    asked = {""}
     for answer in answers:
-        said = Text(answer.detail)
-        if answer.remedy and answer.remedy not in remedies:
-            remedies.add(answer.remedy)
-            said.append(f"\n{answer.remedy}", style="italic")
-        live = answer.outcome is Outcome.LIVE
-        word = Text(answer.outcome.replace("_", " "), style="green" if live else "red")
-        table.add_row(f"{answer.hook.module}.{answer.hook.attribute}", word, said)
-    console.print(table)
+        hook = f"{answer.hook.module}.{answer.hook.attribute}"
+        say(console, f"{_WORDS[answer.outcome]}: {hook}: {answer.detail}")
+        if answer.remedy not in asked:
+            asked.add(answer.remedy)
+            say(console, f"  {answer.remedy}")
 
 
 def _facts(found: Status, answers: tuple[Answer, ...]) -> dict[str, Any]:

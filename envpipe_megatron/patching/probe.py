@@ -76,6 +76,9 @@ def _failed_import(name: str, error: Exception, root: Path) -> dict[str, str]:
         if places and not any(Path(place).resolve().is_relative_to(own) for place in places):
             return _answer("elsewhere", places[0])
         return _answer("import_failed", said)
+    if culprit.partition(".")[0] in sys.stdlib_module_names:
+        version = ".".join(map(str, sys.version_info[:2]))
+        return _answer("import_failed", f"{said}; this is Python {version}")
     if culprit:
         missing = isinstance(error, ModuleNotFoundError)
         return _answer("dependency", culprit if missing else f"{culprit} ({said})")
