@@ -189,11 +189,11 @@ def compare(state: State, site_is_cpu: bool) -> list[Comparison]:
     mappings = {s.name: s.mapping for s in settings(10**6, size.llama)}
     comparisons = []
     for name, run in state.runs.items():
-        part, setting, arm, *half = name.split("/")
-        stock = state.runs.get("/".join([part, setting, STOCK, *half]))
-        if part != PART or arm == STOCK or stock is None:
+        if not name.startswith(f"{PART}/"):
             continue
-        if run["status"] != "ok" or stock["status"] != "ok":
+        setting, arm, *half = name.split("/")[1:]
+        stock = state.runs.get("/".join([PART, setting, STOCK, *half]), {})
+        if arm == STOCK or run["status"] != "ok" or stock.get("status") != "ok":
             continue
         planned = (
             Planned(mappings[setting], size.microbatches, arm)

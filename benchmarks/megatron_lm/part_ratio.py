@@ -130,9 +130,9 @@ class Keeper:
 
     def __call__(self, run: str, block: Block) -> None:
         """Take in a block; turn 0 is the warm-up."""
-        part, start, arm = run.split("/")[:3]
-        if part != PART or block.turn == 0:
+        if not run.startswith(f"{PART}/") or block.turn == 0:
             return
+        _, start, arm = run.split("/")
         turn = self._turns.setdefault((start, block.turn), {})
         turn[arm] = block
         if len(turn) == len(ARMS):
