@@ -65,6 +65,7 @@ class SessionConfig:
         min_dwell_s: least time between two changes of a clock.
         relock: call the driver at every request, also where the clock stays. Beside a job without,
             it shows what the calls alone cost: some drivers hold up NCCL at each of them.
+        facts: what the framework knows of the job, for the sidecar of the online profile.
 
     Raises:
         PlannerError: wishes that contradict each other.
@@ -79,6 +80,7 @@ class SessionConfig:
     output_dir: Path | None = None
     min_dwell_s: float = 0.0
     relock: bool = False
+    facts: Sidecar = Sidecar()
 
     def __post_init__(self) -> None:
         check_request(self.request)
@@ -154,8 +156,8 @@ def run_phases(job: Job) -> PhaseRun[None]:
     top = max(job.gpu.supported_frequencies_mhz)
     at_top = constant_order(Phase.WARMUP, schedule, top, top)
     records = []
+    job.say(f"warm-up: {config.warmup_iterations} iterations of {schedule.name} at {top} MHz")
     for left in reversed(range(config.warmup_iterations)):
-        job.say(f"warm-up: {schedule.name} at {top} MHz")
         job.memory.watch = Watch.PEAK if left else Watch.UNITS
         records.append((yield at_top))
     job.memory.watch = Watch.PEAK
@@ -257,7 +259,8 @@ def _profile(job: Job, schedule: Schedule) -> PhaseRun[Profile]:
     hops_s = job.collectives.gather_by_stage(
         measure_p2p_latency_s(job.stage, job.num_stages, job.channel, job.spec, job.executor)
     )
-    known = Sidecar(
+    known = replace(
+        job.config.facts,
         gpu=job.gpu.name,
         num_chunks=schedule.num_chunks,
         p2p_latency_s=tuple(mean(replicas) for replicas in hops_s[:-1]),

@@ -20,6 +20,7 @@ from envpipe_megatron.runtime.channel import make_channel
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.profiler import ProfilerSettings
 from envpipe_megatron.runtime.session import Session, SessionConfig
+from envpipe_megatron.sidecar import Sidecar
 
 #: What a stored profile and plan were made for; another value of one of these makes them useless.
 _SAME_JOB = (
@@ -101,6 +102,11 @@ class Job:
                 plan_file=options.plan_file,
                 output_dir=options.output_dir,
                 min_dwell_s=options.min_dwell_s,
+                facts=Sidecar(
+                    tensor_parallel=args.tensor_model_parallel_size,
+                    microbatch_size=args.micro_batch_size,
+                    sequence_length=args.seq_length,
+                ),
             ),
             self.device.gpu,
             self.device.make_executor,
