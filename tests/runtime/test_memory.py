@@ -214,6 +214,16 @@ def test_a_full_device_keeps_the_frameworks_own_order():
     assert most[0] == 3
 
 
+def test_holes_are_no_room():
+    def room(holes):
+        job = FakeJob(2, 6, lambda rank: Sizes(holes=holes), capacity=150_000)
+        for _, work, _ in job.ranks:
+            work.rng.randint = max  # as many as there ever are
+        return [memory.room_bytes for memory in job.learn()]
+
+    assert room(4_000) == [whole - 4_000 for whole in room(0)]
+
+
 def test_an_optimizer_that_comes_into_being_late_counts():
     """Its first steps are skipped, as with loss scaling; the last profiled iteration counts."""
     sizes = Sizes()
