@@ -80,7 +80,7 @@ class SessionConfig:
     output_dir: Path | None = None
     min_dwell_s: float = 0.0
     relock: bool = False
-    facts: Sidecar = Sidecar()
+    facts: Sidecar = field(default_factory=Sidecar)
 
     def __post_init__(self) -> None:
         check_request(self.request)
