@@ -6,14 +6,22 @@ from proof_jobs import Job, Site, joined
 from proof_models import NO_EVALUATION, PP2, TINY, TINY_ON_CPU, base_arguments, training
 
 PART = "faults"
-#: Name, Megatron's flags besides a valid job's, and what the log must say.
+_LENGTH = training(5)
+#: Ramp-up is for training that is counted in samples.
+_RAMP_UP = "--train-samples 60 --lr 1e-3 --rampup-batch-size 2 2 10"
+#: Name, Megatron's flags besides a valid job's, what the log must say, and the training's length.
 _REFUSED = (
-    ("virtual-pipeline", "--num-layers-per-virtual-pipeline-stage 1", "virtual pipeline"),
-    ("moe", "--num-experts 2", "mixture of experts"),
-    ("mtp", "--mtp-num-layers 1", "multi-token prediction"),
-    ("ramp-up", "--rampup-batch-size 2 2 10", "ramp-up"),
-    ("plan-alone", "--envpipe-plan {folder}/job.json", "--envpipe-plan needs the profile"),
-    ("no-pipeline", "--pipeline-model-parallel-size 1", "--envpipe needs a pipeline"),
+    ("virtual-pipeline", "--num-layers-per-virtual-pipeline-stage 1", "virtual pipeline", _LENGTH),
+    ("moe", "--num-experts 2", "mixture of experts", _LENGTH),
+    (
+        "mtp",
+        "--mtp-num-layers 1 --position-embedding-type rope",
+        "multi-token prediction",
+        _LENGTH,
+    ),
+    ("ramp-up", "", "ramp-up", _RAMP_UP),
+    ("plan-alone", "--envpipe-plan {folder}/job.json", "--envpipe-plan needs the profile", _LENGTH),
+    ("no-pipeline", "--pipeline-model-parallel-size 1", "--envpipe needs a pipeline", _LENGTH),
 )
 
 
@@ -24,15 +32,14 @@ def jobs(site: Site) -> list[Job]:
         size.arguments(PP2),
         PP2.arguments,
         size.mock_data,
-        training(5),
         NO_EVALUATION,
         "--bf16 --envpipe --envpipe-gpu-control {control}",
     ]
 
-    def job(name: str, flags: str, refused: str, *, hide_package: bool = False) -> Job:
+    def job(name: str, flags: str, refused: str, length: str, *, hide_package: bool = False) -> Job:
         return Job(
             name=f"{PART}/{name}",
-            arguments=(*base_arguments(site.cpu), *joined([*good, flags])),
+            arguments=(*base_arguments(site.cpu), *joined([*good, length, flags])),
             num_ranks=PP2.num_ranks,
             iterations=5,
             patched=True,
@@ -42,5 +49,5 @@ def jobs(site: Site) -> list[Job]:
         )
 
     made = [job(*fault) for fault in _REFUSED]
-    without = job("not-installed", "", "needs the package envpipe-megatron", hide_package=True)
-    return [*made, without]
+    missing = "needs the package envpipe-megatron"
+    return [*made, job("not-installed", "", missing, _LENGTH, hide_package=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tarfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -150,8 +151,10 @@ def _failures(state: State) -> _Table:
     rows: list[Sequence[str]] = []
     for name, run in state.runs.items():
         if run["status"] != "ok":
-            last = [line for line in run["log"].splitlines() if "Error" in line][-1:]
-            rows.append((name, run["status"], last[0][:200] if last else ""))
+            errors = re.findall(
+                r"^(?!.*ChildFailedError)[\w.]*(?:Error|Exit)\b.*", run["log"], re.M
+            )
+            rows.append((name, run["status"], errors[-1][:200] if errors else ""))
     return ("run", "status", "its last error"), rows
 
 
