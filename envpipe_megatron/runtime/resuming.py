@@ -96,16 +96,18 @@ def resume(
 
     def look() -> tuple[StoredJob | None, str]:
         wishes = {key: v for key, v in asdict(config.request).items() if key not in _NO_WISHES}
+        clocks = gpu.supported_frequencies_mhz
         own = {
             **wishes,
             "num_stages": num_stages,
             "channel_capacity": channel.capacity,
-            "clocks_mhz": list(gpu.supported_frequencies_mhz),
+            "clocks_mhz": [max(clocks), min(clocks)],
+            "num_clocks": len(clocks),
             "clock_backend": gpu.address.backend,
             "profile_sha256": _digest(config.profile_file),
             "plan_sha256": _digest(config.plan_file),
         }
-        everything = {**fingerprint, "envpipe": own}
+        everything = {**fingerprint, **{f"envpipe_{key}": value for key, value in own.items()}}
         keeper = JobKeeper(folder, everything, config.profile_file, config.plan_file)
         keepers.append(keeper)
         return keeper.found, keeper.job.starts[-1]
