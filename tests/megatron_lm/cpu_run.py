@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import hashlib
 import importlib.machinery
 import importlib.util
 import os
@@ -223,6 +224,33 @@ def take_built_helpers(checkout: Path) -> None:
         return
 
 
+def remember_model() -> list[torch.nn.Module]:
+    """The chunks of this rank's model, once they are built."""
+    from megatron.training import training
+
+    set_up = training.setup_model_and_optimizer
+    chunks: list[torch.nn.Module] = []
+
+    def set_up_and_remember(*args: Any, **kwargs: Any) -> Any:
+        result = set_up(*args, **kwargs)
+        chunks.extend(result[0])
+        return result
+
+    training.setup_model_and_optimizer = set_up_and_remember
+    return chunks
+
+
+def tell(chunks: list[torch.nn.Module]) -> None:
+    """Print a digest of all weights, and whether anything of EnvPipe was imported."""
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            digest.update(name.encode())
+            digest.update(parameter.detach().view(torch.uint8).numpy().tobytes())
+    print(f"\ncpu_run: weights {digest.hexdigest()}")
+    print(f"cpu_run: envpipe {'imported' if 'envpipe_megatron' in sys.modules else 'absent'}")
+
+
 def main() -> None:
     """Run the script named first, with the arguments after it, as torchrun would."""
     script = Path(sys.argv[1]).resolve()
@@ -238,7 +266,9 @@ def main() -> None:
         allow_no_cuda()
         let_torch_norm_be_sequence_parallel()
         take_built_helpers(script.parent)
+        chunks = remember_model()
         runpy.run_path(str(script), run_name="__main__")
+        tell(chunks)
     # Process groups that the interpreter's end meets alive abort one rank in some twenty runs.
     if torch.distributed.is_initialized():
         torch.distributed.barrier()

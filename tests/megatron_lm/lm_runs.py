@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import shlex
@@ -35,44 +36,66 @@ LLAMA = (
 )
 OPTIMIZER = "--lr 1e-3 --min-lr 1e-4 --lr-decay-iters 100 --micro-batch-size 1"
 
+_COMPUTED = (
+    "lm loss",
+    "grad norm",
+    "loss scale",
+    "learning rate",
+    "number of skipped iterations",
+    "number of nan iterations",
+)
+
 # The variable by which everything that a run started is found again.
 _MARK = "ENVPIPE_LM_RUN"
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """What Megatron-LM prints of an iteration; what is compared is kept as it was printed.
+    """What Megatron-LM prints of an iteration.
 
     Attributes:
         number: From 1.
-        loss: None where no loss was printed: the iteration was skipped.
-        skipped: Skipped iterations since the last line.
-        elapsed_ms: A mean over the log interval.
-        energy_j: A GPU's mean energy, with `--log-energy`.
+        fields: All of the line, as it was printed.
     """
 
     number: int
-    loss: str | None
-    grad_norm: str | None
-    loss_scale: str
-    learning_rate: str
-    skipped: int
-    nan: int
-    elapsed_ms: float
-    energy_j: float | None
+    fields: Mapping[str, str]
+
+    @property
+    def loss(self) -> str | None:
+        """As it was printed; None where the iteration was skipped."""
+        return self.fields.get("lm loss")
+
+    @property
+    def grad_norm(self) -> str | None:
+        """As it was printed; None where the iteration was skipped."""
+        return self.fields.get("grad norm")
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the gradients overflowed, and no weight was changed."""
+        return self.fields["number of skipped iterations"] != "0"
+
+    @property
+    def elapsed_ms(self) -> float:
+        """A mean over the log interval."""
+        return float(self.fields["elapsed time per iteration (ms)"])
+
+    @property
+    def energy_j(self) -> float | None:
+        """A GPU's mean energy, with `--log-energy`."""
+        energy = self.fields.get("energy per GPU (J/iter/GPU)")
+        return None if energy is None else float(energy)
+
+    @property
+    def phase(self) -> str | None:
+        """EnvPipe's, with `--envpipe`."""
+        return self.fields.get("envpipe phase")
 
     @property
     def digits(self) -> tuple[object, ...]:
         """All that must be the same in a run that computes the same."""
-        return (
-            self.number,
-            self.loss,
-            self.grad_norm,
-            self.loss_scale,
-            self.learning_rate,
-            self.skipped,
-            self.nan,
-        )
+        return self.number, *(self.fields.get(name) for name in _COMPUTED)
 
 
 @dataclass(frozen=True)
@@ -84,15 +107,21 @@ class Run:
             all threads of all ranks are then in `outputs`.
         iterations: Those whose line was printed.
         evaluations: What was evaluated, e.g. `iteration 5`, and the loss as it was printed.
+        weights: A digest of each rank's weights at the end; None of a rank that did not get there.
+        imported: Whether EnvPipe was imported by any rank.
         outputs: What each rank printed, to stdout and stderr.
         torchrun: What torchrun printed.
+        folder: The working directory.
     """
 
     returncode: int | None
     iterations: tuple[Iteration, ...]
     evaluations: tuple[tuple[str, str], ...]
+    weights: tuple[str | None, ...]
+    imported: bool
     outputs: tuple[str, ...]
     torchrun: str
+    folder: Path
 
     @property
     def digits(self) -> tuple[object, ...]:
@@ -108,6 +137,15 @@ class Run:
             ]
             raise AssertionError("\n".join([ended, *tails, "--- torchrun", self.torchrun[-1000:]]))
         return self
+
+
+def missing_modules() -> list[str]:
+    """What Megatron-LM's training scripts import unasked and is not installed.
+
+    Triton is not among them: `cpu_run` stands in for it.
+    """
+    needed = ("torch", "regex", "six", "yaml", "pydantic", "packaging")
+    return [name for name in needed if importlib.util.find_spec(name) is None]
 
 
 def run_pretrain(
@@ -138,8 +176,6 @@ def run_pretrain(
     command += [str(CPU_RUN), str(checkout.resolve() / script), *shlex.split(f"{CPU_ARGS} {args}")]
     environment = {
         **os.environ,
-        # Megatron-LM insists on it for tensor parallelism.
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONPYCACHEPREFIX": str(folder.parent / "pycache"),
         **(env or {}),
@@ -158,12 +194,16 @@ def run_pretrain(
         finally:
             _kill(process, mark)
     outputs = tuple(_output(folder, rank) for rank in range(nproc))
+    told = [dict(re.findall(r"^cpu_run: (\w+) (\w+)$", output, re.M)) for output in outputs]
     return Run(
         returncode,
         tuple(iterations_in("\n".join(outputs))),
         tuple(evaluations_in("\n".join(outputs))),
+        tuple(rank.get("weights") for rank in told),
+        any(rank.get("envpipe") == "imported" for rank in told),
         outputs,
         torchrun.read_text(errors="replace"),
+        folder,
     )
 
 
@@ -172,20 +212,9 @@ def iterations_in(output: str) -> Iterable[Iteration]:
     for number, rest in re.findall(r"\] iteration +(\d+)/ +\d+ \|(.*)", output):
         fields = {}
         for field in rest.split("|"):
-            name, _, value = field.rpartition(":")
+            name, _, value = field.partition(":")
             fields[name.strip()] = value.strip()
-        energy = fields.get("energy per GPU (J/iter/GPU)")
-        yield Iteration(
-            int(number),
-            fields.get("lm loss"),
-            fields.get("grad norm"),
-            fields["loss scale"],
-            fields["learning rate"],
-            int(fields["number of skipped iterations"]),
-            int(fields["number of nan iterations"]),
-            float(fields["elapsed time per iteration (ms)"]),
-            None if energy is None else float(energy),
-        )
+        yield Iteration(int(number), fields)
 
 
 def evaluations_in(output: str) -> list[tuple[str, str]]:
