@@ -247,15 +247,17 @@ def tell(chunks: list[torch.nn.Module]) -> None:
         for name, parameter in chunk.named_parameters():
             digest.update(name.encode())
             digest.update(parameter.detach().view(torch.uint8).numpy().tobytes())
-    print(f"\ncpu_run: weights {digest.hexdigest()}")
-    print(f"cpu_run: envpipe {'imported' if 'envpipe_megatron' in sys.modules else 'absent'}")
+    if chunks:
+        print(f"\ncpu_run: weights {digest.hexdigest()}")
+    print(f"\ncpu_run: envpipe {'imported' if 'envpipe_megatron' in sys.modules else 'absent'}")
 
 
 def main() -> None:
     """Run the script named first, with the arguments after it, as torchrun would."""
     script = Path(sys.argv[1]).resolve()
+    checkout = next(folder for folder in script.parents if (folder / "megatron").is_dir())
     # The checkout's own megatron.core goes before an installed megatron-core.
-    sys.path[0] = str(script.parent)
+    sys.path[0] = str(checkout)
     sys.argv = sys.argv[1:]
     faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads
     torch.set_num_threads(1)
@@ -265,7 +267,7 @@ def main() -> None:
     with _CudaOnCpu():
         allow_no_cuda()
         let_torch_norm_be_sequence_parallel()
-        take_built_helpers(script.parent)
+        take_built_helpers(checkout)
         chunks = remember_model()
         runpy.run_path(str(script), run_name="__main__")
         tell(chunks)

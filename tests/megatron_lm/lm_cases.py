@@ -1,0 +1,125 @@
+"""The jobs that stock and patched Megatron-LM train on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from lm_runs import GPT, LLAMA, MOCK_DATA, OPTIMIZER, Run, run_pretrain
+
+from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.profile import ProfileRow, make_profile
+from envpipe_megatron.schedule import Kind
+
+FULL = os.environ.get("ENVPIPE_LM_FULL") == "1"
+full = pytest.mark.skipif(not FULL, reason="takes minutes: ENVPIPE_LM_FULL=1 runs it")
+
+MICROBATCHES, ITERATIONS, WARMUP = 8, 12, 3
+PRESET, FORWARD_S = "a100-sxm", 0.01
+CLOCKS_MHZ = range(1410, 690, -120)
+
+PP4 = "--pipeline-model-parallel-size 4"
+PP2 = "--pipeline-model-parallel-size 2"
+PP2TP2 = f"{PP2} --tensor-model-parallel-size 2"
+OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+# So high that the first iterations overflow, and are skipped.
+FP16 = "--fp16 --initial-loss-scale 2097152 --hysteresis 1 --loss-scale-window 4"
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job that stock and patched Megatron-LM train."""
+
+    mapping: str
+    features: str = ""
+    model: str = GPT
+    data: str = MOCK_DATA
+
+    @property
+    def num_stages(self) -> int:
+        return 4 if PP4 in self.mapping else 2
+
+    @property
+    def args(self) -> str:
+        replicas = 4 // self.num_stages if self.mapping == PP2 else 1
+        return (
+            f"{self.data} {self.model} {OPTIMIZER} {self.mapping} {self.features} "
+            f"--global-batch-size {MICROBATCHES * replicas} "
+            f"--train-iters {ITERATIONS} --log-interval 1 --eval-interval 5 --eval-iters 2"
+        )
+
+    @property
+    def env(self) -> dict[str, str]:
+        # Megatron-LM insists on it.
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if self.mapping == PP2TP2 else {}
+
+
+CASES = {
+    "pp4": Case(PP4),
+    "pp2tp2": Case(PP2TP2),
+    "pp2dp2": Case(PP2),
+    "pp2tp2-sequence": Case(PP2TP2, "--sequence-parallel"),
+    "pp2dp2-overlapped": Case(PP2, OVERLAPPED),
+    "pp4-untied": Case(PP4, "--untie-embeddings-and-output-weights"),
+    "pp4-recompute": Case(PP4, RECOMPUTE),
+    "pp4-bf16": Case(PP4, "--bf16"),
+    "pp2dp2-overlapped-bf16": Case(PP2, f"{OVERLAPPED} --bf16"),
+    "pp4-fp16": Case(PP4, FP16),
+    "pp2dp2-overlapped-fp16": Case(PP2, f"{OVERLAPPED} {FP16}"),
+    "llama-pp4": Case(PP4, model=LLAMA),
+    "llama-pp2tp2-sequence": Case(PP2TP2, "--sequence-parallel", LLAMA),
+    "llama-pp2dp2-overlapped-recompute": Case(PP2, f"{OVERLAPPED} {RECOMPUTE}", LLAMA),
+    # A stage draws its random numbers in forwards, whose order is any schedule's.
+    "pp2tp2-dropout-recompute": Case(PP2TP2, f"--sequence-parallel {RECOMPUTE} {DROPOUT}"),
+}
+ONE_F_ONE_B = "--envpipe-type uniform --envpipe-scheduling 1f1b"
+ENVPIPE = "--envpipe-type envelope --envpipe-scheduling envpipe --envpipe-reconfigure balanced"
+AUTO = "--envpipe-type optimal"
+
+
+def run_case(checkout: Path, case: Case, args: str, folder: Path) -> Run:
+    """Train it, on emulated GPUs where EnvPipe asks for some."""
+    run = run_pretrain(
+        checkout,
+        f"{case.args} {args}",
+        folder,
+        env={
+            **case.env,
+            "ENVPIPE_EMULATED_GPU": PRESET,
+            "ENVPIPE_EMULATED_FORWARD_S": str(FORWARD_S),
+            "ENVPIPE_EMULATED_ROOT": str(folder / "gpus"),
+        },
+        timeout_s=600,
+    )
+    return run.require_success()
+
+
+def write_profile(path: Path, num_stages: int) -> None:
+    """Write what profiling the emulated GPUs would find, without the minute that it takes."""
+    gpu = load_preset(PRESET)
+    rows = []
+    for stage, kind, clock in itertools.product(range(num_stages), Kind, CLOCKS_MHZ):
+        at_max_s = FORWARD_S * (2 if kind is Kind.BACKWARD else 1)
+        time_s = gpu.unit_time_s(kind, clock, at_max_s)
+        rows.append(
+            (stage, kind, ProfileRow(clock, time_s, time_s * gpu.busy_power_w(kind, clock)))
+        )
+    make_profile(rows, source=PRESET).write(path)
+
+
+def run_envpipe(checkout: Path, case: Case, folder: Path, how: str = ENVPIPE) -> Run:
+    """Train it with --envpipe, by a profile that lies beside the folder."""
+    profile = folder.with_suffix(".csv")
+    write_profile(profile, case.num_stages)
+    return run_case(
+        checkout,
+        case,
+        f"--envpipe {how} --envpipe-profile {profile} --envpipe-baseline-steps {WARMUP} "
+        "--envpipe-output output",
+        folder,
+    )

@@ -1,0 +1,119 @@
+"""Makes a small real corpus by Megatron-LM's own preprocessing, with a tokenizer of its own.
+
+    python tests/megatron_lm/make_corpus.py OUTDIR CHECKOUT
+
+The text is the standard library of this Python; nothing is downloaded. A byte-level BPE is trained
+on it by the package `tokenizers`, and used as Megatron's TikTokenizer, which needs `tiktoken`. What
+stays in OUTDIR, less than 2 MB, serves any tag; the last line that is printed has the arguments.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+CPU_RUN = Path(__file__).with_name("cpu_run.py")
+TEXT_BYTES = 2_000_000
+NUM_SPECIAL, NUM_TOKENS = 16, 2048
+
+
+def corpus_args(folder: Path) -> str:
+    """Megatron-LM's arguments by which a job trains on a corpus that was made in a folder."""
+    folder = folder.resolve()
+    return (
+        f"{_tokenizer_args(folder)} --data-path {folder / 'corpus_text_document'} "
+        f"--split 90,5,5 --data-cache-path {folder / 'cache'}"
+    )
+
+
+def make_corpus(folder: Path, checkout: Path) -> None:
+    """Write tokenizer and tokens into a folder.
+
+    Raises:
+        subprocess.CalledProcessError: Megatron-LM's preprocessing failed.
+    """
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = _texts()
+    (folder / "tokenizer.json").write_text(json.dumps(_train_tokenizer(texts), indent=0))
+    lines = folder / "corpus.jsonl"
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    # Triton is imported unasked, too.
+    on_cpu = [] if importlib.util.find_spec("triton") else [str(CPU_RUN)]
+    script = checkout.resolve() / "tools" / "preprocess_data.py"
+    files = ["--input", str(lines), "--output-prefix", str(folder / "corpus")]
+    options = f"--append-eod --workers 1 {_tokenizer_args(folder)}".split()
+    subprocess.run(
+        [sys.executable, *on_cpu, str(script), *files, *options],
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(checkout.resolve()), "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    lines.unlink()
+
+
+def _tokenizer_args(folder: Path) -> str:
+    return (
+        f"--tokenizer-type TikTokenizer --tokenizer-model {folder / 'tokenizer.json'} "
+        f"--vocab-size {NUM_TOKENS} --tiktoken-pattern v2 "
+        f"--tiktoken-num-special-tokens {NUM_SPECIAL}"
+    )
+
+
+def _texts() -> list[str]:
+    """Modules of the standard library, of ordinary length, until there is enough."""
+    texts: list[str] = []
+    for module in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        if 2_000 < module.stat().st_size < 60_000 and sum(map(len, texts)) < TEXT_BYTES:
+            texts.append(module.read_text(errors="replace"))
+    return texts
+
+
+def _train_tokenizer(texts: list[str]) -> list[dict[str, object]]:
+    """A byte-level BPE as TikTokenizer reads it: each token's bytes, in the order of merging."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    # TikTokenizer cuts text a little differently; some merges are then of less use.
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=2 * NUM_TOKENS, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    byte_of = _bytes_of_alphabet()
+    # One token can come from several merges.
+    tokens = {bytes([number]): None for number in range(256)}
+    for left, right in json.loads(tokenizer.to_str())["model"]["merges"]:
+        tokens[bytes(byte_of[character] for character in left + right)] = None
+    kept = list(tokens)[: NUM_TOKENS - NUM_SPECIAL]
+    return [
+        {
+            "rank": rank,
+            "token_bytes": base64.b64encode(token).decode(),
+            "token_str": token.decode(errors="replace"),
+        }
+        for rank, token in enumerate(kept)
+    ]
+
+
+def _bytes_of_alphabet() -> dict[str, int]:
+    """The byte that each character of the byte-level alphabet stands for.
+
+    Printable bytes of Latin-1 stand for themselves, the others for characters from U+0100.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + place): byte for place, byte in enumerate(others)
+    }
+
+
+if __name__ == "__main__":
+    make_corpus(Path(sys.argv[1]), Path(sys.argv[2]))
+    print(corpus_args(Path(sys.argv[1])))
