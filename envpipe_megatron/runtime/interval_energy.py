@@ -24,7 +24,7 @@ _KEPT_STEPS = 1000
 #: A first step of a baseline that takes so much longer than its median loads or compiles something.
 _REPRESENTATIVE = 1.2
 #: Of a normal distribution, the half of the 95 % interval in standard deviations.
-_NORMAL_95 = 1.96
+NORMAL_95 = 1.96
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Comparison:
         return (
             self.saving_percent is not None
             and self.saving_uncertainty_percent is not None
-            and self.saving_percent > _NORMAL_95 * self.saving_uncertainty_percent
+            and self.saving_percent > NORMAL_95 * self.saving_uncertainty_percent
         )
 
 
@@ -382,5 +382,5 @@ def error_of_mean(values: Sequence[float] | deque[float]) -> float | None:
     """
     if len(values) < 2:
         return None
-    widened = float(stdtrit(len(values) - 1, 0.975)) / _NORMAL_95
+    widened = float(stdtrit(len(values) - 1, 0.975)) / NORMAL_95
     return widened * statistics.stdev(values) / math.sqrt(len(values))

@@ -142,7 +142,8 @@ class TrainingEnergy:
         Returns:
             `gpu` and `job`, each with `phases` (for each, `iterations`, `time_s`, `energy_j` and
             `power_w` of a step, with uncertainties) and `comparison` of the steady phase with the
-            baseline, None if not known; `gpu` has `total_energy_j` and `total_duration_s` too.
+            baseline, None if not known. `gpu` and each of its phases have `total_energy_j` and
+            `total_duration_s` too; its phase `plan` has no step.
             `baseline`, the mean step of all GPUs, or None.
         """
         own: dict[str, StepEnergy | None] = {
@@ -158,11 +159,16 @@ class TrainingEnergy:
         }
         job = {name: mean.step for name, mean in self._job_phases.items()}
         baseline = self.baseline
+        facts = _facts(own, baseline.own if baseline else None)
+        for name, totals in self.log.totals.items():
+            phase = facts["phases"].setdefault(name, {"iterations": 0})
+            phase["total_energy_j"] = totals.energy_j
+            phase["total_duration_s"] = totals.duration_s
         return {
             "gpu": {
                 "total_energy_j": sum(t.energy_j for t in self.log.totals.values()),
                 "total_duration_s": sum(t.duration_s for t in self.log.totals.values()),
-                **_facts(own, baseline.own if baseline else None),
+                **facts,
             },
             "job": _facts(job, baseline.mean if baseline else None),
             "baseline": _step_facts(baseline.mean) if baseline else None,

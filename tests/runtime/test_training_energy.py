@@ -44,6 +44,8 @@ def test_laps_and_log_are_what_the_counter_says(three_ranks, tmp_path, seed):
         assert sum(lap.iterations for lap, *_ in laps) == 40
         assert sum(p["iterations"] for p in summary["gpu"]["phases"].values()) == 40
         assert summary["gpu"]["total_energy_j"] == billed[0]
+        phases = summary["gpu"]["phases"].values()
+        assert sum(phase["total_energy_j"] for phase in phases) == pytest.approx(billed[0])
     # All ranks get the mean of all.
     for index in range(len(told[0][0]) - 1):
         laps = [rank[0][index] for rank in told]
