@@ -19,6 +19,7 @@ from proof_models import (
     TINY_ON_CPU,
     Mapping,
     base_arguments,
+    corpus_data,
     training,
 )
 from proof_state import State
@@ -41,7 +42,7 @@ class Setting:
         mapping: how it is spread.
         features: Megatron's flags that make it another than the plain GPT in bf16.
         arms: that train it.
-        restarts: whether it saves, ends, and loads half-way.
+        checkpoints: the format in which it saves, ends, and loads half-way; None if it does not.
         corpus: a real text in place of mock data.
     """
 
@@ -49,7 +50,7 @@ class Setting:
     mapping: Mapping
     features: tuple[str, ...] = (_BF16,)
     arms: tuple[str, ...] = (STOCK, ONE_F_ONE_B, ENVPIPE)
-    restarts: bool = False
+    checkpoints: str | None = None
     corpus: bool = False
 
 
@@ -73,23 +74,24 @@ def settings(num_gpus: int, llama: str) -> list[Setting]:
         Setting("recompute-pp4", PP4, (_BF16, recompute)),
         Setting("untied-pp2dp2-distopt", PP2DP2, (_BF16, untied, overlapped)),
         Setting("overlap-pp2dp2", PP2DP2, (_BF16, "--overlap-grad-reduce")),
-        Setting("restart-pp4", PP4, (_BF16,), restarts=True),
-        Setting("restart-pp2dp2-distopt", PP2DP2, (_BF16, overlapped), restarts=True),
         Setting("corpus-pp4", PP4, (_BF16,), corpus=True),
+        Setting("restart-pp4", PP4, (_BF16,), checkpoints="torch"),
         Setting("fp32-pp2", PP2, ()),
+        # The format torch has no optimizer state that a distributed torch.optim can load.
+        Setting("restart-pp2dp2-distopt", PP2DP2, (_BF16, overlapped), checkpoints="torch_dist"),
     ]
     return [setting for setting in made if setting.mapping.num_ranks <= num_gpus]
 
 
-def jobs(site: Site, iterations: int, corpus: str | None) -> list[Job]:
+def jobs(site: Site, iterations: int) -> list[Job]:
     """All jobs of all settings; a repeated stock run is made by `repeats`."""
     size = TINY_ON_CPU if site.cpu else TINY
     return [
         job
         for setting in settings(site.num_gpus, size.llama)
-        if corpus or not setting.corpus
+        if site.corpus or not setting.corpus
         for arm in setting.arms
-        for job in _jobs_of(setting, arm, site, iterations, corpus)
+        for job in _jobs_of(setting, arm, site, iterations)
     ]
 
 
@@ -104,15 +106,13 @@ def plans(site: Site) -> list[Planned]:
     ]
 
 
-def _jobs_of(
-    setting: Setting, arm: str, site: Site, iterations: int, corpus: str | None
-) -> list[Job]:
+def _jobs_of(setting: Setting, arm: str, site: Site, iterations: int) -> list[Job]:
     size = TINY_ON_CPU if site.cpu else TINY
     parts = [
         size.arguments(setting.mapping),
         setting.mapping.arguments,
         *setting.features,
-        corpus if corpus and setting.corpus else size.mock_data,
+        corpus_data() if setting.corpus else size.mock_data,
         training(iterations),
     ]
     if arm in (ONE_F_ONE_B, ENVPIPE):
@@ -125,14 +125,17 @@ def _jobs_of(
         patched=arm in (OFF, ONE_F_ONE_B, ENVPIPE),
         environment=setting.mapping.environment,
     )
-    if not setting.restarts:
+    if setting.checkpoints is None:
         return [replace(job, arguments=(*job.arguments, *joined([NO_EVALUATION])))]
     half = iterations // 2
     # 0.16.1 ends in a checkpoint where --log-energy is off.
     energy = "" if site.cpu else "--log-energy"
-    saving = f"--save {{scratch}}/checkpoints/{setting.name}-{arm} --save-interval {half}"
+    saving = (
+        f"--ckpt-format {setting.checkpoints} --save-interval {half} "
+        f"--save {{scratch}}/checkpoints/{setting.name}-{arm}"
+    )
     evaluating = f"--eval-interval {max(1, half // 2)} --eval-iters 2 {energy} {saving}"
-    loading = saving.replace("--save ", "--load ").split(" --save-interval")[0]
+    loading = f"--load {{scratch}}/checkpoints/{setting.name}-{arm}"
     first = replace(
         job,
         name=f"{job.name}/first half",

@@ -8,6 +8,7 @@ import sysconfig
 from pathlib import Path
 
 import click
+from proof_jobs import CPU_RUN
 
 
 def prepare(checkout: Path) -> None:
@@ -44,6 +45,18 @@ def _compile(source: Path, target: Path) -> None:
         raise click.ClickException(
             f"Megatron's dataset helpers cannot be compiled: {includes.stderr}{made.stderr[-2000:]}"
         )
+
+
+def prepare_corpus(folder: Path, checkout: Path) -> bool:
+    """Make the real corpus where it is not there yet; whether it is there then."""
+    if not (folder / "corpus_text_document.bin").exists():
+        script = CPU_RUN.with_name("make_corpus.py")
+        command = [sys.executable, str(script), str(folder), str(checkout)]
+        made = subprocess.run(command, capture_output=True, text=True)
+        if made.returncode:
+            click.echo(f"No real corpus could be made: {made.stderr[-2000:]}", err=True)
+            return False
+    return True
 
 
 def modified(stock: Path, patched: Path) -> list[str]:

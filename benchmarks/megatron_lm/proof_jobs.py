@@ -36,6 +36,7 @@ class Site:
         scratch: folder for logs and checkpoints; the socket's path, so a short one.
         cpu: on gloo and emulated GPUs, through tests/megatron_lm/cpu_run.py.
         num_gpus: of this machine.
+        corpus: folder with a real corpus of tests/megatron_lm/make_corpus.py; None without.
     """
 
     stock: Path
@@ -43,6 +44,7 @@ class Site:
     scratch: Path
     cpu: bool
     num_gpus: int
+    corpus: Path | None = None
 
     @property
     def control(self) -> str:
@@ -56,7 +58,8 @@ class Job:
 
     Args:
         name: part/setting/arm.
-        arguments: Megatron's; `{folder}` is the job's own folder, `{scratch}` what all jobs share.
+        arguments: Megatron's; `{folder}` is the job's own folder; `{scratch}`, `{corpus}` and
+            `{control}` are the site's.
         num_ranks: one a GPU.
         iterations: how often the train step is called.
         patched: which checkout.
@@ -130,12 +133,16 @@ def make_launch(job: Job, site: Site, socket_path: Path) -> Launch:
     }
     (folder / "job.json").write_text(json.dumps(description))
     arguments = [
-        argument.format(folder=folder, scratch=site.scratch, control=site.control)
+        argument.format(
+            folder=folder, scratch=site.scratch, corpus=site.corpus, control=site.control
+        )
         for argument in job.arguments
     ]
     command = [sys.executable, "-m", "torch.distributed.run"]
     command += ["--nproc-per-node", str(job.num_ranks)]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
+    # Together, the ranks would write into each other's lines.
+    command += ["--redirects", "3", "--log-dir", str(folder / "ranks")]
     command += [str(HERE / "proof_entry.py"), str(folder / "job.json"), *arguments]
     launch = Launch(tuple(command), _environment(job, site))
     check_harmless(launch)

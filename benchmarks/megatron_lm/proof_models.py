@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from proof_jobs import CPU_RUN, joined
 
@@ -134,5 +134,17 @@ def base_arguments(cpu: bool) -> tuple[str, ...]:
     sys.path.append(str(CPU_RUN.parent))
     from lm_runs import CPU_ARGS  # type: ignore[import-not-found]  # a helper of the tests
 
-    arguments: Sequence[str] = [CPU_ARGS]
-    return joined(arguments)
+    return joined([CPU_ARGS])
+
+
+#: A folder that stands for another until a job starts.
+_SOME_FOLDER = Path("/folder-of-the-corpus")
+
+
+def corpus_data() -> str:
+    """Megatron's arguments of the real corpus; each job builds its indices for itself."""
+    sys.path.append(str(CPU_RUN.parent))
+    from make_corpus import corpus_args  # type: ignore[import-not-found]  # likewise
+
+    arguments: str = corpus_args(_SOME_FOLDER).replace(str(_SOME_FOLDER), "{corpus}")
+    return f"{arguments} --data-cache-path {{folder}}/cache"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from proof_jobs import Job, Launch, Site, make_launch, printed_energies, printed
 from proof_state import State
 from proof_turns import Block, Referee
 
-_KEPT_OF_A_LOG = 6000
+_KEPT_OF_A_LOG, _KEPT_OF_STACKS = 1500, 6000
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,10 @@ class Pool:
 
     def _start(self, job: Job) -> None:
         folder = job.folder(self._site)
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in [*folder.glob("rank-*.json"), *folder.glob("stacks-*.txt")]:
-            old.unlink()
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
         launch = make_launch(job, self._site, self._referee.path)
-        with (folder / "log.txt").open("wb") as log:
+        with (folder / "torchrun.log").open("wb") as log:
             process = subprocess.Popen(
                 launch.command,
                 cwd=folder,
@@ -136,7 +136,9 @@ class Pool:
         self._running.remove(running)
         self._referee.drop(job.name)
         folder = job.folder(self._site)
-        log = (folder / "log.txt").read_text(errors="replace")
+        logs = _logs(folder)
+        log = "\n".join(logs.values())
+        (folder / "log.txt").write_text(log)
         code = running.process.returncode
         status = why or _judge(job, code, log)
         found: dict[str, Any] = {
@@ -156,14 +158,14 @@ class Pool:
             found |= {
                 "exit": code,
                 "stood_at": where,
-                "log": log[-_KEPT_OF_A_LOG:],
+                "log": _ends(logs),
                 "stacks": {
-                    path.stem: path.read_text(errors="replace")[:_KEPT_OF_A_LOG]
+                    path.stem: path.read_text(errors="replace")[:_KEPT_OF_STACKS]
                     for path in sorted(folder.glob("stacks-*.txt"))
                 },
             }
         elif job.refused is not None:
-            found["log"] = log[-_KEPT_OF_A_LOG:]
+            found["log"] = _ends(logs)
         self._state.keep(job, **found)
         click.echo(f"{job.name}: {status} ({running.age_s:.0f} s)")
 
@@ -186,6 +188,19 @@ def _judge(job: Job, code: int, log: str) -> str:
     if code == 0:
         return "was not refused"
     return "ok" if job.refused in log else f"refused without {job.refused!r}"
+
+
+def _logs(folder: Path) -> dict[str, str]:
+    """What torchrun and each rank said, the ranks in order."""
+    files = sorted(folder.glob("ranks/*/attempt_0/*/std*.log"))
+    named = {f"rank {file.parent.name}, {file.stem}": file for file in files}
+    named = {"torchrun": folder / "torchrun.log", **named}
+    return {name: file.read_text(errors="replace") for name, file in named.items()}
+
+
+def _ends(logs: Mapping[str, str]) -> str:
+    """The end of each log."""
+    return "\n".join(f"--- {name}\n{text[-_KEPT_OF_A_LOG:]}" for name, text in logs.items() if text)
 
 
 def _rank_results(folder: Path, num_ranks: int) -> list[Any]:

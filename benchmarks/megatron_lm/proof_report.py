@@ -24,6 +24,8 @@ _GIB = 2**30
 _MOST_LOG_BYTES = 60 * _MIB
 _MOST_OF_A_LOG = 2 * _MIB
 
+_ERROR = re.compile(r"^(?:\[rank\d+\]: *)?((?!.*ChildFailed)[\w.]*(?:Error|Exit): .*)", re.M)
+
 
 def report(state: State, site: Site) -> tuple[str, dict[str, Any]]:
     """Markdown, and the same as data."""
@@ -151,11 +153,9 @@ def _failures(state: State) -> _Table:
     rows: list[Sequence[str]] = []
     for name, run in state.runs.items():
         if run["status"] != "ok":
-            errors = re.findall(
-                r"^(?!.*ChildFailedError)[\w.]*(?:Error|Exit)\b.*", run["log"], re.M
-            )
-            rows.append((name, run["status"], errors[-1][:200] if errors else ""))
-    return ("run", "status", "its last error"), rows
+            error = _ERROR.search(run["log"])
+            rows.append((name, run["status"], error[1][:200] if error else ""))
+    return ("run", "status", "first error in the end of its log"), rows
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ _FOR_THE_END_S = 15.0
 @click.option("--only", help="Names of runs, with wildcards; see --list.")
 @click.option("--list", "listed", is_flag=True, help="Runs of the parts, and what is done.")
 @click.option("--iterations", type=int, help="Of `equality`. [default: 50; 10 on the CPU]")
-@click.option("--corpus", help="Megatron's arguments of a real corpus: data path and tokenizer.")
+@click.option("--corpus", type=click.Path(path_type=Path), help="Made if need be. [in scratch]")
 @click.option("--rounds", default=5, show_default=True, help="Of `ratio`, in all calls.")
 @click.option("--block-iterations", default=50, show_default=True, help="Of a turn of `ratio`.")
 @click.option("--warmup-iterations", default=12, show_default=True, help="Of its first turns.")
@@ -71,19 +72,21 @@ def main(**options: Any) -> None:
     tag = options["tag"]
     scratch = options["scratch"] or Path(tempfile.gettempdir()) / f"envpipe-proof-{tag}"
     gpus = options["gpus"] or (4 if cpu else _num_gpus())
-    site = Site(options["stock"], options["patched"], scratch.resolve(), cpu, gpus)
+    corpus = (options["corpus"] or scratch / "corpus").resolve()
+    site = Site(options["stock"], options["patched"], scratch.resolve(), cpu, gpus, corpus)
     output.mkdir(parents=True, exist_ok=True)
     state = State(output / f"proof-{tag}.json")
-    proof = _Proof(site, state, options, begin_s)
     if options["listed"]:
-        proof.show()
+        _Proof(site, state, options, begin_s).show()
         return
     state.machine.update(_machine(site, tag, cpu))
     if set(options["parts"]) != {"report"}:
         for checkout in (site.stock, site.patched):
             proof_checkouts.prepare(checkout)
+    if "equality" in options["parts"] and not proof_checkouts.prepare_corpus(corpus, site.stock):
+        site = replace(site, corpus=None)
     try:
-        proof.run()
+        _Proof(site, state, options, begin_s).run()
     finally:
         state.save()
         click.echo(proof_report.write(state, site, output).split("\n## commands")[0])
@@ -168,7 +171,7 @@ class _Proof:
 
     def _equality(self) -> list[Job]:
         iterations = self._options["iterations"] or (10 if self._site.cpu else 50)
-        return self._chosen(part_equality.jobs(self._site, iterations, self._options["corpus"]))
+        return self._chosen(part_equality.jobs(self._site, iterations))
 
     def _faults(self) -> list[Job]:
         return self._chosen(part_faults.jobs(self._site))
