@@ -97,10 +97,12 @@ class Journal:
 
     def close(self) -> None:
         """Give up the lock; the journal stays where a change is not finished."""
-        if not self._pending:
-            self._path.unlink(missing_ok=True)
-            sync_folder(self._root)
-        os.close(self._descriptor)
+        try:
+            if not self._pending:
+                self._path.unlink(missing_ok=True)
+                sync_folder(self._root)
+        finally:
+            os.close(self._descriptor)
 
 
 @contextmanager
@@ -115,7 +117,7 @@ def open_journal(root: Path) -> Iterator[Journal]:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
-            _lock(descriptor, root)
+            _lock(descriptor, path)
             # Whoever held the lock has renamed or removed the file that was waited for.
             if _is_at(descriptor, path):
                 break
@@ -153,15 +155,17 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _lock(descriptor: int, root: Path) -> None:
+def _lock(descriptor: int, path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
+        if not os.fstat(descriptor).st_size:
+            path.unlink()  # just made, and nobody else gets further than this either
         raise PatchError(
             "The file system has no locks, so the checkout can't be changed safely",
-            value=str(root),
+            value=str(path.parent),
             remedy="Use `git apply` with the patch, or a checkout on another file system",
         ) from error
 

@@ -139,7 +139,7 @@ def revert_patch(directory: Path, catalog: Sequence[Patch] | None = None) -> Out
         if seen.foreign:
             raise _foreign(seen)
         if seen.tree is TreeState.STOCK:
-            _remove_temporaries(root, seen.patch)
+            _clean_up(root, journal.interrupted or seen.patch)
             journal.end_without_record()
             return Outcome(seen.patch, seen.tree, ())
         touched = [
@@ -213,7 +213,7 @@ def _replace(
 ) -> None:
     """Write the results beside their targets, then put all in place and remove what is to go."""
     if journal.interrupted is not None:
-        _remove_temporaries(root, journal.interrupted)
+        _clean_up(root, journal.interrupted)
     try:
         journal.begin(seen.patch)
         for path, content in results.items():
@@ -222,8 +222,7 @@ def _replace(
             sync_folder(folder)
     except BaseException:
         with suppress(OSError):
-            _remove_temporaries(root, seen.patch)
-            _remove_empty_folders(root, seen.patch)
+            _clean_up(root, seen.patch)
             if seen.tree is not TreeState.HALF_PATCHED:
                 journal.nothing_changed()
         raise
@@ -281,10 +280,12 @@ def _write_temporary(target: Path, content: bytes) -> None:
         os.close(descriptor)
 
 
-def _remove_temporaries(root: Path, patch: Patch) -> None:
+def _clean_up(root: Path, patch: Patch) -> None:
+    """Remove what a change that was stopped has left beside the files."""
     for file in patch.files:
         if (root / file.path).parent.is_dir():
             _temporary(root / file.path).unlink(missing_ok=True)
+    _remove_empty_folders(root, patch)
 
 
 def _remove_empty_folders(root: Path, patch: Patch) -> None:

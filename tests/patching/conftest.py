@@ -1,0 +1,33 @@
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from patch_project import copy_tree, make_catalog, stock_files, write_tree
+
+
+@pytest.fixture(scope="session")
+def catalog(tmp_path_factory):
+    return make_catalog(tmp_path_factory.mktemp("project"))
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A stock checkout of v1.0."""
+    return write_tree(tmp_path / "checkout", stock_files(0))
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that every user may pass into, which pytest's own are not."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def copies(tmp_path):
+    """Makes one copy after the other of a folder."""
+    made = iter(range(10**6))
+    return lambda source: copy_tree(source, tmp_path / f"copy{next(made)}")
