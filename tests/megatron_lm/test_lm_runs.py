@@ -9,7 +9,8 @@ from lm_runs import _started_by, evaluations_in, iterations_in, run_pretrain
 TIME = "[2026-05-04 10:11:12.131415]"
 LINE = (
     " {time} iteration {number:8}/      12 | consumed samples: 8 | "
-    "elapsed time per iteration (ms): 827.5 |{more} learning rate: 9.9E-04 | global batch size: 8 |{loss} loss scale: 2.0 |"
+    "elapsed time per iteration (ms): 827.5 |{more} learning rate: 9.9E-04 | "
+    "global batch size: 8 |{loss} loss scale: 2.0 |"
     "{norm} number of skipped iterations:   {skipped} | number of nan iterations:   0 |"
 )
 
