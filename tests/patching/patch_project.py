@@ -131,6 +131,11 @@ def snapshot(root):
     return seen
 
 
+def contents(root):
+    """All but the modes, of which git keeps one bit."""
+    return {path: content for path, (_, content) in snapshot(root).items()}
+
+
 def in_child(do, *, as_nobody=False):
     """Run `do` in a fork, and return what it returned, raised, or the signal that ended it."""
     results, sent = os.pipe()

@@ -5,6 +5,7 @@ import subprocess
 import pytest
 from patch_project import (
     NOBODY,
+    contents,
     edited_files,
     in_child,
     make_catalog,
@@ -35,11 +36,6 @@ def cloned(root):
 
 def by_hand(root, patch, *flags):
     subprocess.run(["git", "apply", *flags], input=patch.text, cwd=root, check=True)
-
-
-def contents(root):
-    """All but the modes, of which git keeps one bit."""
-    return {path: content for path, (_, content) in snapshot(root).items()}
 
 
 @pytest.mark.parametrize("minor", [0, 1])

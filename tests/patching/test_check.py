@@ -1,0 +1,240 @@
+import json
+
+import pytest
+from click.testing import CliRunner
+from patch_project import snapshot, write_tree
+
+from envpipe_megatron.cli import main
+from envpipe_megatron.patching import operations
+from envpipe_megatron.patching.catalog import Hook
+from envpipe_megatron.patching.liveness import Outcome, ask_hooks
+from envpipe_megatron.patching.operations import apply_patch
+
+SCHEDULES = Hook("toy.schedules", "envpipe_hook", returned_by="get_func")
+LOOP = Hook("toy.training.loop", "envpipe", used_in=("train",))
+
+
+@pytest.fixture
+def patched(checkout, catalog):
+    apply_patch(checkout, catalog)
+    return checkout
+
+
+def asked(root, *hooks):
+    (answer,) = ask_hooks(root, hooks)
+    return answer.outcome, answer.detail
+
+
+def test_live_hooks_are_proven_and_nothing_is_written(patched):
+    before = snapshot(patched)
+    answers = ask_hooks(patched, [SCHEDULES, LOOP])
+    assert [answer.outcome for answer in answers] == [Outcome.LIVE] * 2
+    assert [answer.detail for answer in answers] == [
+        str(patched / "toy/schedules.py"),
+        str(patched / "toy/training/loop.py"),
+    ]
+    assert snapshot(patched) == before
+
+
+def test_hooks_that_are_there_but_not_asked_are_not_live(checkout):
+    write_tree(
+        checkout,
+        {
+            "toy/schedules.py": "envpipe_hook = None\ndef get_func():\n    return 1\n",
+            "toy/training/loop.py": "envpipe = None\ndef train():\n    return 1\n",
+        },
+    )
+    assert asked(checkout, SCHEDULES) == (
+        Outcome.NOT_LIVE,
+        "get_func does not ask envpipe_hook",
+    )
+    assert asked(checkout, LOOP) == (Outcome.NOT_LIVE, "train does not use envpipe")
+    outcome, detail = asked(checkout, Hook("toy.schedules", "other"))
+    assert (outcome, detail) == (Outcome.NOT_LIVE, "toy.schedules has no other")
+    outcome, detail = asked(checkout, Hook("toy.schedules", "envpipe_hook", returned_by="gone"))
+    assert outcome is Outcome.NOT_LIVE
+    assert "AttributeError" in detail
+
+
+def test_a_hook_is_found_behind_wrappers_methods_and_inner_functions(checkout):
+    text = """\
+import functools
+envpipe = None
+def wrapping(function):
+    @functools.wraps(function)
+    def wrapper():
+        return function()
+    return wrapper
+@wrapping
+def train():
+    def inner():
+        return [envpipe for _ in range(2)]
+    return inner
+class Loop:
+    def step(self):
+        return envpipe
+"""
+    write_tree(checkout, {"toy/training/loop.py": text})
+    hook = Hook("toy.training.loop", "envpipe", used_in=("train", "Loop.step"))
+    assert asked(checkout, hook)[0] is Outcome.LIVE
+
+
+def test_calls_that_must_go_before_do(checkout):
+    text = """\
+ready = []
+envpipe_hook = None
+def get_func(least):
+    assert sum(ready) > least
+    return envpipe_hook(get_func)
+"""
+    write_tree(checkout, {"toy/schedules.py": text})
+    hook = Hook(
+        "toy.schedules",
+        "envpipe_hook",
+        "get_func",
+        arguments=(1,),
+        prepare=(("toy.before:make_ready", (3,)),),
+    )
+    assert asked(checkout, hook)[0] is Outcome.NOT_LIVE  # there is no toy.before
+    before = "from toy import schedules\ndef make_ready(number):\n    schedules.ready += [number]\n"
+    write_tree(checkout, {"toy/before.py": before})
+    assert asked(checkout, hook)[0] is Outcome.LIVE
+
+
+def test_an_installed_package_that_wins_is_named(patched, tmp_path, monkeypatch):
+    """As megatron is: without __init__.py in the checkout, with one in what is installed."""
+    (patched / "toy/__init__.py").unlink()
+    installed = tmp_path / "site"
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+    # One without __init__.py too shares its name with the checkout, which goes first.
+    write_tree(installed, {"toy/schedules.py": "envpipe_hook = None\n"})
+    assert asked(patched, SCHEDULES)[0] is Outcome.LIVE
+    write_tree(installed, {"toy/__init__.py": ""})
+    assert asked(patched, SCHEDULES) == (Outcome.ELSEWHERE, str(installed / "toy/schedules.py"))
+    # And where the installed one lacks what the checkout has.
+    assert asked(patched, LOOP) == (Outcome.ELSEWHERE, str(installed / "toy"))
+    (answer,) = ask_hooks(patched, [LOOP])
+    assert "uninstall it" in answer.remedy
+
+
+def test_an_environment_inside_the_checkout_is_elsewhere_too(patched, monkeypatch):
+    (patched / "toy/__init__.py").unlink()
+    site = patched / ".venv/lib/site-packages"
+    write_tree(site, {"toy/__init__.py": "", "toy/schedules.py": "envpipe_hook = None\n"})
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    assert asked(patched, SCHEDULES) == (Outcome.ELSEWHERE, str(site / "toy/schedules.py"))
+
+
+@pytest.mark.parametrize(
+    ("line", "outcome", "words"),
+    [
+        ("import no_such_thing.part", Outcome.DEPENDENCY, "no_such_thing"),
+        ("from broken import thing", Outcome.DEPENDENCY, "broken (ImportError"),
+        ("import fails", Outcome.DEPENDENCY, "libcuda.so"),
+        ("from typing import NoSuchName", Outcome.IMPORT_FAILED, "this is Python"),
+        ("import toy.missing", Outcome.IMPORT_FAILED, "toy.missing"),
+        ("raise RuntimeError('own fault')", Outcome.IMPORT_FAILED, "own fault"),
+        ("this is no python", Outcome.IMPORT_FAILED, "SyntaxError"),
+        ("import os; os._exit(7)", Outcome.IMPORT_FAILED, "exit status 7"),
+        ("import os, signal; os.kill(os.getpid(), 11)", Outcome.IMPORT_FAILED, "SIGSEGV"),
+        ("import sys; print('last words'); sys.exit(0)", Outcome.IMPORT_FAILED, "last words"),
+    ],
+)
+def test_why_an_import_fails_is_told(patched, tmp_path, monkeypatch, line, outcome, words):
+    dependencies = {"broken.py": "", "fails.py": "raise OSError('libcuda.so is missing')\n"}
+    monkeypatch.setenv("PYTHONPATH", str(write_tree(tmp_path / "site", dependencies)))
+    write_tree(patched, {"toy/training/loop.py": line + "\n"})
+    answer, other = ask_hooks(patched, [LOOP, LOOP])
+    assert answer.outcome is outcome
+    assert words in answer.detail
+    assert other.outcome is outcome
+
+
+def test_the_probes_own_folder_is_not_on_the_path(patched):
+    """As a training script sees it; this package has a journal.py there."""
+    write_tree(patched, {"toy/training/loop.py": "import journal\n"})
+    assert asked(patched, LOOP) == (Outcome.DEPENDENCY, "journal")
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(monkeypatch, catalog):
+    monkeypatch.setattr(operations, "load_catalog", lambda: catalog)
+
+    def run(*arguments):
+        return CliRunner().invoke(main, ["patch", *map(str, arguments)])
+
+    return run
+
+
+def test_a_checkout_goes_there_and_back(run, checkout):
+    said = run("check", checkout)
+    assert (said.exit_code, "stock" in said.output) == (1, True)
+    said = run("apply", checkout)
+    assert said.exit_code == 0
+    assert "Patched Toy v1.0" in said.output
+    assert "\n  run.sh\n" in said.output
+    said = run("apply", checkout)
+    assert (said.exit_code, "patched already" in said.output) == (0, True)
+    said = run("check", checkout)
+    assert said.exit_code == 0, said.output
+    assert f"live: toy.schedules.envpipe_hook: {checkout}/toy/schedules.py" in said.output
+    said = run("revert", checkout)
+    assert (said.exit_code, "Took the patch" in said.output) == (0, True)
+    said = run("revert", checkout)
+    assert (said.exit_code, "Nothing was done" in said.output) == (0, True)
+
+
+def test_check_as_json(run, checkout):
+    run("apply", checkout)
+    said = run("check", "--json", checkout)
+    facts = json.loads(said.output)
+    assert facts["format"] == "envpipe-patch-check/1"
+    assert (facts["project"], facts["tag"], facts["state"]) == ("toy", "v1.0", "patched")
+    assert facts["live"] is True
+    assert {file["state"] for file in facts["files"]} == {"patched"}
+    assert [hook["outcome"] for hook in facts["hooks"]] == ["live", "live"]
+
+
+def test_what_is_patched_and_cannot_be_proven_is_its_own_exit_status(run, patched, tmp_path):
+    write_tree(patched, {"toy/training/__init__.py": "import no_such_thing\n"})
+    said = run("check", patched)
+    assert said.exit_code == 3
+    assert "needs a package: toy.training.loop.envpipe: no_such_thing" in said.output
+    assert "Install it" in said.output
+
+
+def test_check_names_what_was_changed_and_what_is_stopped(run, patched):
+    (patched / "run.sh").write_text("mine\n")
+    said = run("check", patched)
+    assert said.exit_code == 1
+    assert "changed-after" in said.output
+    assert "  run.sh (changed)" in said.output
+    facts = json.loads(run("check", "--json", patched).output)
+    assert (facts["state"], facts["live"]) == ("changed-after", False)
+    (patched / "run.sh").unlink()
+    (patched / ".envpipe-patch.journal").touch()
+    assert "was stopped" in run("check", patched).output
+
+
+def test_half_patched_says_what_completes_it(run, patched):
+    (patched / "toy/new/parts/envpipe.py").unlink()
+    said = run("check", patched)
+    assert (said.exit_code, "half-patched" in said.output) == (1, True)
+    assert "Completed the patch" in run("apply", patched).output
+
+
+def test_errors_are_messages(run, tmp_path):
+    for command in ("apply", "revert", "check"):
+        said = run(command, tmp_path)
+        assert said.exit_code == 1
+        assert said.output.startswith("Error: This is no checkout of a supported project")
+        assert "Toy v1.1" in said.output
+    assert run("apply", tmp_path / "nowhere").exit_code == 2
+
+
+@pytest.mark.parametrize("command", [(), ("apply",), ("revert",), ("check",)])
+def test_help_has_an_example(run, command):
+    assert "envpipe patch" in run(*command, "--help").output.partition("Example:")[2]

@@ -1,0 +1,199 @@
+"""The patches that are shipped, on real checkouts where there are any, and on megatron-core."""
+
+import importlib.util
+import py_compile
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from checkouts import VARIABLE, checkout_of, copy_checkout, folder_of_checkouts
+from patch_project import REPOSITORY, contents, maker, snapshot
+
+from envpipe_megatron.patching.catalog import load_catalog, sha256
+from envpipe_megatron.patching.checkout import TreeState
+from envpipe_megatron.patching.liveness import Outcome, ask_hooks
+from envpipe_megatron.patching.operations import apply_patch, revert_patch, status
+
+CATALOG = load_catalog()
+SCHEDULES = "megatron/core/pipeline_parallel/schedules.py"
+#: Megatron-LM imports Triton unasked, whose wheel has 286 MB, and core_v0.19.0 takes a decorator of
+#: Python 3.12 from typing. Torch must have looked for Triton before.
+STAND_INS = """\
+import importlib.machinery, sys, types, typing
+import torch._inductor.runtime.triton_compat
+from torch.utils._triton import has_triton_package
+
+
+class Name:
+    def __call__(self, *given, **_):
+        return given[0] if given and callable(given[0]) else self
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+
+class Module(types.ModuleType):
+    def __getattr__(self, name):
+        return getattr(Name(), name)
+
+
+if not has_triton_package():
+    for name in ("triton", "triton.language"):
+        sys.modules[name] = Module(name)
+        sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
+    language = sys.modules["triton.language"]
+    vars(sys.modules["triton"]).update(__version__="3.4.0", __path__=[], language=language)
+typing.override = getattr(typing, "override", lambda function: function)
+"""
+each_patch = pytest.mark.parametrize("patch", CATALOG, ids=lambda patch: patch.tag)
+
+
+@pytest.fixture
+def checkout(patch, tmp_path):
+    found = checkout_of(patch.tag)
+    if found is None:
+        pytest.skip(f"no checkout of {patch.name} in {folder_of_checkouts()} ({VARIABLE})")
+    return copy_checkout(found, tmp_path / "checkout")
+
+
+@pytest.fixture
+def stand_ins(tmp_path, monkeypatch):
+    folder = tmp_path / "stand_ins"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(STAND_INS)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+@each_patch
+def test_apply_equals_git_apply_compiles_and_reverts(patch, checkout, tmp_path, copies):
+    stock = snapshot(checkout)
+    by_hand = copies(checkout)
+    subprocess.run(["git", "apply"], input=patch.text, cwd=by_hand, check=True)
+    assert status(by_hand, CATALOG).seen.tree is TreeState.PATCHED
+
+    outcome = apply_patch(checkout)
+    assert outcome.patch == patch
+    assert set(outcome.files) == {file.path for file in patch.files}
+    for file in patch.files:
+        assert (checkout / file.path).read_bytes() == (by_hand / file.path).read_bytes()
+        py_compile.compile(
+            str(checkout / file.path), cfile=str(tmp_path / "compiled.pyc"), doraise=True
+        )
+    revert_patch(checkout)
+    assert snapshot(checkout) == stock
+    revert_patch(by_hand)
+    assert contents(by_hand) == contents(checkout)
+
+
+@each_patch
+def test_its_hooks_are_live(patch, checkout, stand_ins):
+    pytest.importorskip("torch")
+    apply_patch(checkout)
+    answers = ask_hooks(checkout, patch.hooks)
+    assert [(answer.outcome, answer.detail) for answer in answers] == [
+        (Outcome.LIVE, str(checkout / (hook.module.replace(".", "/") + ".py")))
+        for hook in patch.hooks
+    ]
+
+
+@each_patch
+def test_a_stock_checkout_has_no_live_hook(patch, checkout, stand_ins):
+    pytest.importorskip("torch")
+    answers = ask_hooks(checkout, patch.hooks)
+    assert {answer.outcome for answer in answers} == {Outcome.NOT_LIVE}
+
+
+@each_patch
+def test_the_patch_is_what_make_makes_of_the_patched_tree(patch, checkout, tmp_path, copies):
+    """So that nobody has edited it by hand, and each hunk fits at one place only."""
+    stock = copies(checkout)
+    apply_patch(checkout)
+    shutil.copytree(
+        REPOSITORY / "patches", tmp_path / "patches", ignore=shutil.ignore_patterns("core_v*")
+    )
+    maker().make(stock, checkout, tmp_path / "patches", patch.project, patch.tag)
+    assert load_catalog(tmp_path / "patches") == (patch,)
+
+
+@each_patch
+def test_little_of_the_stock_text_is_in_the_patch(patch):
+    hunks = [hunk for file in patch.files for hunk in file.change.hunks]
+    assert hunks
+    for hunk in hunks:
+        assert len(set(hunk.old_lines) - set(hunk.new_lines)) <= 1  # hooks are added
+        assert len(hunk.old_lines) <= 6
+
+
+@each_patch
+def test_descriptions_name_the_commits_of_their_project(patch):
+    project = tomllib.loads((REPOSITORY / "patches" / patch.project / "project.toml").read_text())
+    assert patch.commit == project["commits"][patch.tag]
+    assert len(patch.commit) == 40
+    assert patch.hooks
+
+
+# --- the megatron-core of PyPI -------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed_copy(tmp_path):
+    """The installed megatron-core, linked, with a pipeline_parallel folder of its own."""
+    spec = importlib.util.find_spec("megatron.core")
+    if spec is None or spec.origin is None:
+        pytest.skip("megatron-core is not installed")
+    installed = Path(spec.origin).parent
+    core = tmp_path / "checkout" / "megatron" / "core"
+    core.mkdir(parents=True)
+    for entry in installed.iterdir():
+        if entry.name == "pipeline_parallel":
+            shutil.copytree(entry, core / entry.name)
+        elif entry.name != "__pycache__":
+            (core / entry.name).symlink_to(entry)
+    return core.parents[1]
+
+
+def schedules_part(root):
+    """The part for schedules.py of the patch that the installed version has."""
+    (patch,) = (patch for patch in CATALOG if patch.recognition.fits(root))
+    (file,) = (file for file in patch.files if file.path == SCHEDULES)
+    (hook,) = (hook for hook in patch.hooks if hook.module.endswith(".schedules"))
+    return file, hook
+
+
+def test_get_forward_backward_func_returns_what_the_hook_gives(installed_copy):
+    pytest.importorskip("torch")
+    file, hook = schedules_part(installed_copy)
+    target = installed_copy / SCHEDULES
+    assert sha256(target.read_bytes()) == file.before
+    (answer,) = ask_hooks(installed_copy, [hook])
+    assert (answer.outcome, answer.detail) == (
+        Outcome.NOT_LIVE,
+        "megatron.core.pipeline_parallel.schedules has no envpipe_hook",
+    )
+    target.write_bytes(file.change.apply(target.read_bytes()))
+    assert sha256(target.read_bytes()) == file.after
+    (answer,) = ask_hooks(installed_copy, [hook])
+    assert (answer.outcome, answer.detail) == (Outcome.LIVE, str(target))
+
+
+def test_an_installed_megatron_that_wins_over_the_checkout_is_named(
+    installed_copy, tmp_path, monkeypatch
+):
+    """The silent no-op: a `megatron` with an __init__.py goes before all that have none."""
+    pytest.importorskip("torch")
+    file, hook = schedules_part(installed_copy)
+    target = installed_copy / SCHEDULES
+    target.write_bytes(file.change.apply(target.read_bytes()))
+    other = tmp_path / "site" / "megatron"
+    shutil.copytree(installed_copy / "megatron", other, symlinks=True)
+    (other / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(other.parent))
+    (answer,) = ask_hooks(installed_copy, [hook])
+    assert (answer.outcome, answer.detail) == (
+        Outcome.ELSEWHERE,
+        str(other / SCHEDULES.removeprefix("megatron/")),
+    )
