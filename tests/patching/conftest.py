@@ -1,3 +1,4 @@
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -23,6 +24,9 @@ def open_folder():
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     yield folder
+    for path in folder.rglob("*"):  # what a test has closed can't be removed by ordinary users
+        if path.is_dir() and path.stat().st_uid == os.getuid():
+            path.chmod(0o755)
     shutil.rmtree(folder)
 
 
