@@ -147,7 +147,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     rank = int(os.environ["RANK"])
     folder, script = Path(job["folder"]), Path(job["script"])
-    _die_with_parent()
+    die_with_parent()
     sys.argv = [str(script), *sys.argv[2:]]
     own_folder = sys.path.pop(0)  # as if the script had been named on the command line
     sys.path.insert(0, str(script.parent))
@@ -274,12 +274,12 @@ class _Hidden:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-def _die_with_parent() -> None:
-    """torchrun starts its workers in sessions of their own: killing its group leaves them."""
-    parent = os.getppid()
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the one that started it dies.
+
+    torchrun starts its workers in sessions of their own: killing its group leaves them.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent == 1:
-        raise SystemExit("torchrun is gone")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from proof_entry import die_with_parent
 from proof_jobs import Job, Launch, Site, make_launch, printed_energies, printed_results
 from proof_state import State
 from proof_turns import Block, Referee
@@ -111,6 +112,7 @@ class Pool:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=die_with_parent,
             )
         self._referee.expect(job.name, job.num_ranks)
         self._running.append(_Running(job, launch, process, time.monotonic()))
@@ -130,7 +132,7 @@ class Pool:
         """Record how a job ended; `why` it is ended, if it has not ended by itself."""
         job = running.job
         ranks = self._referee.ranks(job.name)
-        where = {rank: [at.at, at.unit] for rank, at in sorted(ranks.items())}
+        where = {str(rank): [at.at, at.unit] for rank, at in sorted(ranks.items())}
         if why is not None:
             self._kill(running, [at.pid for at in ranks.values()])
         self._running.remove(running)

@@ -1,0 +1,474 @@
+"""The proof on GPUs: turns, hangs, what is run again, and what counts as equal. A fake checkout."""
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from envpipe_megatron import builders
+from envpipe_megatron.channel_model import completes
+
+pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "megatron_lm"))
+import part_energy
+import part_equality
+import part_ratio
+import part_stress
+import proof_report
+from proof_arms import ENVPIPE, ONE_F_ONE_B, STOCK, Planned
+from proof_checkouts import modified
+from proof_entry import FREE_ITERATIONS
+from proof_jobs import (
+    HarmfulError,
+    Job,
+    Launch,
+    Site,
+    check_harmless,
+    make_launch,
+    printed_energies,
+    printed_results,
+)
+from proof_models import PP2, PP2TP2, PP4
+from proof_pool import Limits, run_jobs
+from proof_state import State
+from proof_stress import random_extra_forwards
+from proof_turns import Block
+
+SCRIPT = """
+import sys
+from megatron.training import training
+training.pretrain(sys.argv[1:])
+"""
+# Writes when each of its iterations begins and ends; the argument is the iteration to hang in.
+TRAINING = """
+import os, threading, time
+from pathlib import Path
+
+RANK = int(os.environ["RANK"])
+
+def train_step(number, forward_backward_func, hangs):
+    if RANK == 1 and number == hangs:
+        threading.Event().wait()
+    began = time.monotonic()
+    forward_backward_func()
+    with Path(f"steps-{RANK}").open("a") as file:
+        file.write(f"{number} {began} {time.monotonic()}\\n")
+    return {"lm loss": 1.5 + number}, number == 3, None, None, None, 0.25
+
+def pretrain(arguments):
+    iterations, hangs = (int(argument) for argument in arguments[:2])
+    for number in range(iterations):
+        train_step(number, lambda: time.sleep(0.002), hangs)
+        if RANK == 1:
+            print(f" [now] iteration {number + 1}/ {iterations} | elapsed time per iteration (ms): "
+                  f"{number} | lm loss: 1.5{number} | grad norm: 0.250 |", flush=True)
+"""
+
+
+@pytest.fixture
+def site(tmp_path_factory):
+    checkout = tmp_path_factory.mktemp("checkout")
+    training = checkout / "megatron" / "training"
+    training.mkdir(parents=True)
+    (checkout / "pretrain_gpt.py").write_text(SCRIPT)
+    (training / "__init__.py").touch()
+    (training / "training.py").write_text(TRAINING)
+    return Site(checkout, checkout, tmp_path_factory.mktemp("s"), cpu=False, num_gpus=2)
+
+
+@pytest.fixture
+def state(tmp_path):
+    return State(tmp_path / "out" / "proof.json")
+
+
+def _limits():
+    return Limits(time.monotonic() + 200.0, 300.0, concurrency=4, least_s=0.0)
+
+
+@dataclass(frozen=True)
+class LimitsOnceTrue(Limits):
+    """Limits that do not depend on how fast this machine is."""
+
+    reached: Callable[[], bool]
+
+    @property
+    def left_s(self):
+        return 0.0 if self.deadline_s == 0.0 and self.reached() else 300.0
+
+    def __getattribute__(self, name):
+        value = super().__getattribute__(name)
+        return value if name != "hang_s" or self.reached() else 300.0
+
+
+def _job(name, iterations, turns=(), hangs=-1):
+    arguments = (str(iterations), str(hangs))
+    return Job(name, arguments, 2, iterations, patched=False, turns=turns)
+
+
+def _steps(site, job):
+    """Iteration, begin and end of each step of a job, over its ranks."""
+    lines = [
+        line for file in job.folder(site).glob("steps-*") for line in file.read_text().splitlines()
+    ]
+    return [(int(n), float(a), float(b)) for n, a, b in (line.split() for line in lines)]
+
+
+def _processes_of(folder):
+    """Processes with a path of the folder in their command."""
+    found = []
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if str(folder) in command.read_text():
+                found.append(command.parent.name)
+    return found
+
+
+def _wait(reached):
+    deadline_s = time.monotonic() + 120.0
+    while not reached():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def test_jobs_take_turns_and_never_compute_together(site, state):
+    turns = (2, 3, 3)
+    iterations = FREE_ITERATIONS + sum(turns) + 1
+    jobs = [_job(f"ratio/start 1/{arm}", iterations, turns) for arm in part_ratio.ARMS]
+    keeper = part_ratio.Keeper(state, 3)
+    order = part_ratio.order(jobs)
+    run_jobs(site, state, jobs, _limits(), order=order, on_block=keeper)
+
+    assert [state.runs[job.name]["status"] for job in jobs] == ["ok"] * 3
+    assert len(state.rounds) == 2
+    in_turns = [
+        (begin_s, end_s, job.name)
+        for job in jobs
+        for number, begin_s, end_s in _steps(site, job)
+        if FREE_ITERATIONS <= number < iterations - 1
+    ]
+    spans = sorted(in_turns)
+    for one, other in pairwise(spans):
+        assert one[2] == other[2] or one[1] <= other[0]
+    seen = [name for _, _, name in spans]
+    changes = [name for name, before in zip(seen, [None, *seen], strict=False) if name != before]
+    # The last of a round is the first of the next.
+    assert changes == [n for n, before in zip(order, [None, *order], strict=False) if n != before]
+    for block in state.runs[jobs[0].name]["blocks"]:
+        assert block["time_s"] >= turns[block["turn"]] * 0.002
+
+
+def test_a_hang_says_where_and_leaves_no_process(site, state):
+    hanging, other = _job("part/hangs/stock", 9, hangs=6), _job("part/goes on/stock", 9)
+
+    def waits_alone():
+        return other.name in state.runs and len(_steps(site, hanging)) == 9 + 6
+
+    limits = LimitsOnceTrue(1.0, 0.5, 4, 0.0, waits_alone)
+    run_jobs(site, state, [hanging, other], limits, slots=2)
+
+    run = state.runs[hanging.name]
+    assert run["status"].startswith("hung")
+    assert run["stood_at"] == {"0": [8, ""], "1": [6, ""]}
+    assert "train_step" in run["stacks"]["stacks-1"]
+    assert state.runs[other.name]["status"] == "ok"
+    assert not _processes_of(hanging.folder(site))
+
+
+def test_what_is_done_is_not_run_again_and_what_ran_out_of_time_is(site, state, tmp_path):
+    quick, slow = _job("part/quick/stock", 4), _job("part/slow/stock", 9, hangs=5)
+
+    def hangs_alone():
+        return quick.name in state.runs and len(_steps(site, slow)) == 9 + 5
+
+    limits = LimitsOnceTrue(0.0, 300.0, 4, 0.0, hangs_alone)
+    run_jobs(site, state, [quick, slow], limits, slots=2)
+    assert state.runs[quick.name]["status"] == "ok"
+    assert state.runs[slow.name]["status"] == "out of time"
+
+    again = State(state.path)
+    stamp = (quick.folder(site) / "job.json").stat().st_mtime_ns
+    mended = replace(slow, arguments=("9", "-1"))
+    run_jobs(site, again, [quick, mended], _limits())
+    assert (quick.folder(site) / "job.json").stat().st_mtime_ns == stamp
+    assert again.runs[slow.name]["status"] == "ok"
+    assert again.done(quick)
+    assert not again.done(replace(quick, arguments=("5", "-1")))
+    run = again.runs[quick.name]
+    assert [line["lm loss"] for line in run["printed"]] == ["1.50", "1.51", "1.52", "1.53"]
+    assert [rank["losses"][0] for rank in run["ranks"]] == [{"lm loss": (1.5).hex()}] * 2
+    assert [rank["skipped"] for rank in run["ranks"]] == [1, 1]
+    assert not any(rank["imported_envpipe"] for rank in run["ranks"])
+
+
+def test_a_job_waits_for_the_one_before_it_and_is_left_out_if_that_failed(site, state):
+    first = _job("part/halves/stock/first", 4)
+    bad = replace(first, name="part/bad/stock/first", arguments=("no number", "0"))
+    jobs = [
+        replace(first, name="part/halves/stock/second", after=first.name),
+        first,
+        replace(first, name="part/bad/stock/second", after=bad.name),
+        bad,
+    ]
+    run_jobs(site, state, jobs, _limits())
+    assert state.runs["part/halves/stock/second"]["status"] == "ok"
+    assert "part/bad/stock/second" not in state.runs
+    failed = state.runs[bad.name]
+    assert failed["status"] == "exit 1"
+    assert "ValueError" in failed["log"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "forbidden"),
+    [
+        ("", None),
+        ("", "0"),
+        ("--envpipe", "1"),
+        ("--envpipe --envpipe-gpu-control nvml", "1"),
+        ("--envpipe --envpipe-gpu-control auto", "1"),
+        ("--envpipe --envpipe-gpu-control dry_run", None),
+        ("--envpipe --envpipe-gpu-control dry_run --envpipe-gpu-control nvml", "1"),
+        ("--envpipe --envpipe-gpu-control dry_run --envpipe-gpu-control=nvml", "1"),
+        ("--envpipe-type uniform", "1"),
+    ],
+)
+def test_nothing_is_started_that_might_change_a_clock(flags, forbidden):
+    environment = {} if forbidden is None else {"ENVPIPE_FORBID_CLOCK_CONTROL": forbidden}
+    with pytest.raises(HarmfulError):
+        check_harmless(Launch(("python", *flags.split()), environment))
+
+
+@pytest.mark.parametrize("num_gpus", [2, 4, 8])
+def test_every_run_there_is_changes_no_clock(num_gpus, site, state, monkeypatch):
+    monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "0")
+    monkeypatch.setenv("ENVPIPE_TYPE", "optimal")
+    machine = replace(site, num_gpus=num_gpus, corpus=site.scratch)
+    jobs = [
+        *part_equality.jobs(machine, 50),
+        *part_stress.jobs(machine, 1000, 0.002),
+        *part_ratio.jobs(machine, state, part_ratio.Rounds(5, 50, 12), FREE_ITERATIONS),
+        *part_energy.jobs(machine, 60, FREE_ITERATIONS),
+    ]
+    assert len({job.name for job in jobs}) == len(jobs)
+    for job in jobs:
+        assert job.num_ranks <= num_gpus
+        job.folder(machine).mkdir(parents=True, exist_ok=True)
+        launch = make_launch(job, machine, Path("socket"))
+        check_harmless(launch)
+        assert launch.environment["ENVPIPE_FORBID_CLOCK_CONTROL"] == "1"
+        assert "ENVPIPE_TYPE" not in launch.environment
+        assert ("--envpipe" in launch.command) == (
+            "/stock" not in job.name and "/off" not in job.name
+        )
+
+
+LINE = (
+    " [2026-11-21 14:00:00.000000] iteration       12/      50 | consumed samples:          192 |"
+    " elapsed time per iteration (ms): 101.5 | energy per GPU (J/iter/GPU): 55.2 |"
+    " power per GPU (W/GPU): 544.1 | learning rate: 1.000000E-03 | lm loss: 6.123456E+00 |"
+    " loss scale: 1.0 | grad norm: 1.234 | number of skipped iterations:   0 |"
+    " envpipe phase: steady | envpipe energy per GPU (J/iter/GPU): 55.0 |"
+)
+
+
+def test_only_results_are_compared():
+    evaluation = (
+        " validation loss at iteration 20 | lm loss value: 6.1E+00 | lm loss PPL: 4.4E+02 | "
+    )
+    assert printed_results(f"noise\n{LINE}\n{evaluation}\n") == [
+        {
+            "iteration": "12",
+            "consumed samples": "192",
+            "learning rate": "1.000000E-03",
+            "lm loss": "6.123456E+00",
+            "loss scale": "1.0",
+            "grad norm": "1.234",
+            "number of skipped iterations": "0",
+        },
+        {"evaluated": "iteration 20", "lm loss value": "6.1E+00", "lm loss PPL": "4.4E+02"},
+    ]
+    assert printed_energies(LINE) == [
+        {"iteration": 12, "megatron_j": 55.2, "envpipe_j": 55.0, "iteration_ms": 101.5}
+    ]
+
+
+def _equality_run(planned=None, *, loss="1.0", exact="0x1p+0", imported=False):
+    stages = planned.schedule.stages if planned else [[]] * 4
+    rank = {"losses": [{"lm loss": exact}], "grad_norms": [exact], "skipped": 0}
+    return {
+        "status": "ok",
+        "printed": [{"iteration": "1", "lm loss": loss}],
+        "ranks": [
+            rank
+            | {"rank": number, "executed": [str(unit) for unit in stages[number]]}
+            | {"imported_envpipe": imported}
+            for number in range(4)
+        ],
+    }
+
+
+def test_equal_is_what_has_the_same_digits_and_ran_the_planned_order(state):
+    planned = Planned(PP4, part_equality.TINY.microbatches, ENVPIPE)
+    other = Planned(PP4, part_equality.TINY.microbatches, ONE_F_ONE_B)
+    runs = {
+        "gpt-pp4/stock": _equality_run(),
+        "gpt-pp4/off": _equality_run(),
+        "gpt-pp4/envpipe": _equality_run(planned, imported=True),
+        "gpt-pp4-distopt/stock": _equality_run(),
+        "gpt-pp4-distopt/off": _equality_run(imported=True),
+        "gpt-pp4-distopt/envpipe": _equality_run(other, imported=True),
+        "llama-pp4/stock": _equality_run(),
+        "llama-pp4/envpipe": _equality_run(planned, loss="1.1", exact="0x2p+0", imported=True),
+        "llama-pp4/1f1b": _equality_run(other, exact="0x2p+0", imported=True),
+    }
+    state.runs.update({f"equality/{name}": run for name, run in runs.items()})
+    found = {f"{c.setting}/{c.arm}": c for c in part_equality.compare(state, False)}
+    assert {name: c.good for name, c in found.items()} == {
+        "gpt-pp4/off": True,
+        "gpt-pp4/envpipe": True,
+        "gpt-pp4-distopt/off": False,  # EnvPipe was imported
+        "gpt-pp4-distopt/envpipe": False,  # the order is another
+        "llama-pp4/envpipe": False,
+        "llama-pp4/1f1b": True,  # to all printed digits
+    }
+    assert not found["llama-pp4/1f1b"].exact
+    assert "lm loss 1.0 -> 1.1" in found["llama-pp4/envpipe"].differs_at
+
+
+def test_stock_runs_again_where_an_arm_differs_in_a_bit(site, state):
+    machine = replace(site, num_gpus=4)
+    jobs = part_equality.jobs(machine, 50)
+    planned = Planned(PP4, part_equality.TINY.microbatches, ENVPIPE)
+    for setting in ("restart-pp4", "gpt-pp4"):
+        half = "/first half" if setting == "restart-pp4" else ""
+        state.runs[f"equality/{setting}/stock{half}"] = _equality_run()
+        state.runs[f"equality/{setting}/envpipe{half}"] = _equality_run(planned, imported=True)
+    assert not part_equality.repeats(state, jobs, False)
+    different = _equality_run(planned, exact="0x3p+0", imported=True)
+    state.runs["equality/restart-pp4/envpipe/first half"] = different
+    first, second = part_equality.repeats(state, jobs, False)
+    assert first.name == "equality/restart-pp4/stock again/first half"
+    assert second.after == first.name
+    original = next(job for job in jobs if job.name == "equality/restart-pp4/stock/first half")
+    place = original.arguments.index("--save") + 1
+    assert first.arguments[place] != original.arguments[place]
+
+
+def test_ratio_and_its_bound(state):
+    keeper = part_ratio.Keeper(state, 50)
+    times = [(30.0, 30.03), (31.0, 31.062), (30.5, 30.5), (30.2, 30.1698), (30.0, 30.06)]
+    for turn, (stock, own) in enumerate(times, 1):
+        blocks = {STOCK: stock, ONE_F_ONE_B: own, ENVPIPE: own * 1.02}
+        for arm, time_s in blocks.items():
+            keeper(f"ratio/start 1/{arm}", Block(turn, time_s, ()))
+    keeper("ratio/start 1/stock", Block(0, 5.0, ()))
+    keeper("energy/envpipe", Block(1, 5.0, ()))
+    found = part_ratio.ratio(State(state.path), ONE_F_ONE_B)
+    logs = [math.log(b / a) for a, b in times]
+    mean = sum(logs) / 5
+    error = math.sqrt(sum((x - mean) ** 2 for x in logs) / 4 / 5)
+    assert found.mean == pytest.approx(math.exp(mean))
+    assert found.upper == pytest.approx(math.exp(mean + 2.13185 * error), rel=1e-6)
+    assert found.interval[1] == pytest.approx(math.exp(mean + 2.77645 * error), rel=1e-6)
+    assert found.iteration_time_s[0] == 30.2 / 50
+    _, rows = proof_report._ratio(state)
+    assert [row[-1] for row in rows] == ["met", "MISSED"]
+
+
+def test_rounds_that_are_missing_are_measured_later(site, state):
+    machine, rounds = replace(site, num_gpus=4), part_ratio.Rounds(5, 50, 12)
+    first = part_ratio.jobs(machine, state, rounds, FREE_ITERATIONS)
+    assert first[0].turns == (12, 50, 50, 50, 50, 50)
+    state.runs.update({job.name: {"status": "out of time"} for job in first})
+    state.rounds.extend([{}] * 3)
+    second = part_ratio.jobs(machine, state, rounds, FREE_ITERATIONS)
+    assert second[0].turns == (12, 50, 50)
+    assert not {job.name for job in first} & {job.name for job in second}
+    state.rounds.extend([{}] * 2)
+    assert not part_ratio.jobs(machine, state, rounds, FREE_ITERATIONS)
+
+
+def test_energies_of_whole_intervals_are_compared(state):
+    lines = [
+        {"iteration": n, "megatron_j": m, "envpipe_j": e, "iteration_ms": 600.0}
+        for n, m, e in ((1, 900.0, 1.0), (10, 500.0, 1.0), (20, 100.0, 100.5), (30, 102.0, 102.5))
+    ]
+    state.runs[part_energy.NAME] = {"status": "ok", "energies": lines}
+    found = part_energy.agreement(state)
+    assert found.difference == pytest.approx(1 / 202)
+    assert found.duration_s == pytest.approx(12.0)
+    assert found.iterations == 20
+
+
+@pytest.mark.parametrize("capacity", [None, 1])
+def test_random_orders_finish_and_go_from_none_to_all_that_is_allowed(capacity):
+    source = random.Random(5)
+    drawn = {random_extra_forwards(source, 4, 8, capacity) for _ in range(300)}
+    assert all(completes(builders.envpipe(4, 8, extra), capacity) for extra in drawn)
+    assert (0, 0, 0, 0) in drawn
+    assert any(any(b > a for a, b in pairwise(extra)) for extra in drawn)
+    most = tuple(builders.extra_forward_caps(4, 8))
+    assert (most in drawn) == completes(builders.envpipe(4, 8, most), capacity)
+    assert len(drawn) > 30
+
+
+def test_orders_of_the_arms(site):
+    assert Planned(PP4, 22, ENVPIPE).extra_forwards == (3, 2, 1, 0)
+    assert Planned(PP2TP2, 8, ENVPIPE).extra_forwards == (1, 0)
+    assert Planned(PP2, 8, ONE_F_ONE_B).schedule.stages == builders.one_f_one_b(2, 8).stages
+    Planned(PP4, 22, ENVPIPE).write(site)
+    plan = json.loads((site.scratch / "plans" / "envpipe-pp4-tp1-m22.json").read_text())
+    assert plan["peak_in_flight"] == [7, 5, 3, 1]
+
+
+def test_files_that_a_patch_changes_are_told(tmp_path):
+    for name in ("stock", "patched"):
+        (tmp_path / name / "megatron" / "core").mkdir(parents=True)
+        (tmp_path / name / "megatron" / "core" / "same.py").write_text("1")
+        (tmp_path / name / "megatron" / "core" / "other.py").write_text(name)
+    (tmp_path / "patched" / "megatron" / "new.py").write_text("")
+    found = modified(tmp_path / "stock", tmp_path / "patched")
+    assert found == ["megatron/core/other.py", "megatron/new.py"]
+
+
+def test_a_report_can_be_made_at_any_time(site, state):
+    text, data = proof_report.report(state, replace(site, num_gpus=4))
+    assert "commands" in text
+    assert json.loads(json.dumps(data))["rounds"] == []
+    assert os.linesep in text
+
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from proof_jobs import Job, Site
+from proof_pool import Limits, run_jobs
+from proof_state import State
+
+checkout, scratch = Path(sys.argv[2]), Path(sys.argv[3])
+job = Job("part/hangs/stock", ("9", "5"), 2, 9, patched=False)
+site = Site(checkout, checkout, scratch, cpu=False, num_gpus=2)
+limits = Limits(time.monotonic() + 300.0, 300.0, concurrency=1, least_s=0.0)
+run_jobs(site, State(scratch / "proof.json"), [job], limits)
+"""
+
+
+def test_jobs_die_with_the_script_that_started_them(site):
+    here = str(Path(part_ratio.__file__).parent)
+    arguments = [sys.executable, "-c", DRIVER, here, str(site.stock), str(site.scratch)]
+    with subprocess.Popen(arguments) as driver:
+        job = _job("part/hangs/stock", 9, hangs=5)
+        _wait(lambda: len(_steps(site, job)) == 9 + 5)
+        assert _processes_of(job.folder(site))
+        driver.kill()
+    _wait(lambda: not _processes_of(job.folder(site)))
