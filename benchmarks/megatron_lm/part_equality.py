@@ -124,6 +124,7 @@ def _jobs_of(setting: Setting, arm: str, site: Site, iterations: int) -> list[Jo
         iterations=iterations,
         patched=arm in (OFF, ONE_F_ONE_B, ENVPIPE),
         environment=setting.mapping.environment,
+        mark_norms="--sequence-parallel" in setting.features,
     )
     if setting.checkpoints is None:
         return [replace(job, arguments=(*job.arguments, *joined([NO_EVALUATION])))]

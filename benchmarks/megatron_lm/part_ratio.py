@@ -95,7 +95,7 @@ def jobs(site: Site, state: State, rounds: Rounds, free_iterations: int) -> list
         return []
     number = 1 + sum(name.split("/")[0] == PART for name in state.runs) // len(ARMS)
     turns = (rounds.warmup, *[rounds.iterations] * missing)
-    # One more: a turn ends where the next iteration begins.
+    # One more: a turn ends where the next iteration would begin.
     iterations = free_iterations + sum(turns) + 1
     return [
         Job(

@@ -43,8 +43,8 @@ class Turns:
         path: the referee's Unix socket.
         run: the job's name.
         rank: this rank.
-        lengths: iterations of each turn, after which it waits for the others' last; without, a
-            turn lasts to the end.
+        lengths: iterations of each turn, after which training ends; without, a turn lasts until
+            it ends by itself.
         iterations: how many there are.
     """
 
@@ -61,7 +61,6 @@ class Turns:
         self._iterations = iterations
         self._turn = 0
         self._begin_s = time.monotonic()
-        self._released = False
         self._gone = False
         #: Iterations that have begun.
         self.begun = 0
@@ -72,18 +71,20 @@ class Turns:
         """Whether the present iteration is the last of a turn."""
         return self.begun in self._ends
 
-    def before_iteration(self) -> None:
-        """Tell that an iteration begins, when it is this job's turn."""
-        if not self._released and self.begun in self._boundaries[self._turn :]:
+    def before_iteration(self) -> bool:
+        """Tell that an iteration begins, when it is this job's turn; whether it is to begin."""
+        if self.begun in self._boundaries[self._turn :]:
             self._tell(ready=self._turn, **self._end_of_turn())
             answer = json.loads(self._replies.readline() or '{"gone": true}')
             if "gone" in answer:
                 raise SystemExit("The script that runs the comparison is gone")
-            self._released = "release" in answer
+            if "end" in answer:
+                return False
             self._turn += 1
             self._begin_s = time.monotonic()
         self.at(self.begun)
         self.begun += 1
+        return True
 
     def at(self, iteration: int, unit: str = "") -> None:
         """Tell where this rank stands."""
@@ -113,6 +114,7 @@ class Recorder:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._steps: list[tuple[dict[str, Any], Any, Any]] = []
+        self.last_returned: Sequence[Any] = ()
         #: Most bytes allocated in the forward-backward function at the end of a turn.
         self.forward_backward_bytes: int | None = None
         #: Of the last training iteration that EnvPipe's session executed.
@@ -124,6 +126,7 @@ class Recorder:
 
     def add(self, returned: Sequence[Any]) -> None:
         """Keep one step's losses, whether it was skipped, and its gradient norm."""
+        self.last_returned = returned
         self._steps.append((dict(returned[0]), returned[1], returned[5]))
 
     def result(self) -> dict[str, Any]:
@@ -159,6 +162,8 @@ def main() -> None:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         if job["hide_package"]:
             sys.meta_path.insert(0, _Hidden())
+        if job["mark_norms"] is not None:
+            runpy.run_path(job["mark_norms"])["let_torch_norm_be_sequence_parallel"]()
         wrap_train_step(turns, recorder)
         if "--envpipe" in sys.argv and not job["hide_package"]:
             observe_session(recorder)
@@ -201,7 +206,8 @@ def wrap_train_step(turns: Turns, recorder: Recorder) -> None:
 
     @functools.wraps(inner)
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        turns.before_iteration()
+        if not turns.before_iteration():
+            return _asking_to_exit(recorder.last_returned)
         if turns.at_end_of_turn:
             measured = list(args)
             measured[position] = _measuring(args[position], recorder)
@@ -212,6 +218,12 @@ def wrap_train_step(turns: Turns, recorder: Recorder) -> None:
         return returned
 
     training.train_step = train_step
+
+
+def _asking_to_exit(returned: Sequence[Any]) -> tuple[Any, ...]:
+    """What a train step returns when it has trained nothing and wants training to end well."""
+    _, skipped, _, _, _, *rest = returned
+    return ({}, skipped, False, True, 0, *rest)
 
 
 def observe_session(recorder: Recorder) -> None:

@@ -67,6 +67,8 @@ class Job:
         environment: beyond what every job gets; None unsets a variable.
         after: the job that must have gone well before.
         stress: settings of `proof_stress`.
+        mark_norms: let Megatron take torch's norms for sequence parallelism, as the tests on the
+            CPU do; without Apex and Transformer Engine it has no others.
         hide_package: let EnvPipe not be installed.
         refused: what the log must say of a job that must not start; else it must end well.
         limit_s: it is killed after so long.
@@ -81,6 +83,7 @@ class Job:
     environment: Mapping[str, str | None] = field(default_factory=dict)
     after: str | None = None
     stress: Mapping[str, Any] | None = None
+    mark_norms: bool = False
     hide_package: bool = False
     refused: str | None = None
     limit_s: float = 300.0
@@ -130,6 +133,7 @@ def make_launch(job: Job, site: Site, socket_path: Path) -> Launch:
         "stress": job.stress,
         "hide_package": job.hide_package,
         "cpu_run": str(CPU_RUN) if site.cpu else None,
+        "mark_norms": str(CPU_RUN) if job.mark_norms and not site.cpu else None,
     }
     (folder / "job.json").write_text(json.dumps(description))
     arguments = [

@@ -29,12 +29,14 @@ class Limits:
 
     Args:
         deadline_s: on the monotonic clock; nothing runs after it.
+        start_s: until a job's first turn.
         hang_s: without a word of a job that has its turn.
         concurrency: jobs at the same time.
         least_s: with less than this left no job is started.
     """
 
     deadline_s: float
+    start_s: float
     hang_s: float
     concurrency: int
     least_s: float
@@ -125,6 +127,8 @@ class Pool:
             self._end(running, "out of time")
         elif running.age_s > job.limit_s:
             self._end(running, f"took more than {job.limit_s:.0f} s")
+        elif not referee.started(job.name) and running.age_s > self._limits.start_s:
+            self._end(running, f"trained nothing for {self._limits.start_s:.0f} s")
         elif referee.started(job.name) and referee.silent_s(job.name) > self._limits.hang_s:
             self._end(running, f"hung: no progress for {self._limits.hang_s:.0f} s")
 
@@ -231,7 +235,7 @@ def run_jobs(
     *,
     order: Sequence[str] = (),
     slots: int = 1,
-    goes_on: Callable[[int], bool] = lambda done: True,
+    goes_on: Callable[[int], bool] = lambda left: True,
     on_block: Callable[[str, Block], None] = lambda run, block: None,
 ) -> None:
     """Run jobs; see `Pool` and `Referee`."""

@@ -50,7 +50,7 @@ class _Run:
     num_ranks: int
     ranks: dict[int, Rank] = field(default_factory=dict)
     turn: int = 0
-    released: bool = False
+    ended: bool = False
     #: Whether it was at its first turn, or is over.
     started: bool = False
     over: bool = False
@@ -70,8 +70,8 @@ class Referee:
         order: which job has each turn; turns begin when all these jobs are ready. Without, who is
             ready first is first, and one turn lasts until its job's last iteration.
         slots: jobs that may have a turn at the same time, without an order.
-        goes_on: asked before each turn of an order whether there is time for it; once there is
-            not, no job gets another.
+        goes_on: asked before each turn of an order, with the turns that are left, whether there
+            is time for it; once there is not, no job gets another.
         on_block: told of each turn that has ended.
     """
 
@@ -81,7 +81,7 @@ class Referee:
         order: Sequence[str] = (),
         *,
         slots: int = 1,
-        goes_on: Callable[[int], bool] = lambda done: True,
+        goes_on: Callable[[int], bool] = lambda left: True,
         on_block: Callable[[str, Block], None] = lambda run, block: None,
     ) -> None:
         self.path = path
@@ -91,7 +91,6 @@ class Referee:
         self._slots = slots
         self._goes_on = goes_on
         self._on_block = on_block
-        self._granted = 0
         self._runs: dict[str, _Run] = {}
         self._holders: list[str] = []
         self._selector = selectors.DefaultSelector()
@@ -122,7 +121,7 @@ class Referee:
     def silent_s(self, run: str) -> float:
         """How long a job that has a turn, or none yet, has said nothing; s."""
         state = self._runs[run]
-        waits = state.ready() and not state.released and run not in self._holders
+        waits = state.ready() and not state.ended and run not in self._holders
         return 0.0 if waits else time.monotonic() - state.last_heard_s
 
     def started(self, run: str) -> bool:
@@ -181,7 +180,7 @@ class Referee:
 
     def _end_turn(self, name: str, run: _Run) -> None:
         ends = [rank.ended for _, rank in sorted(run.ranks.items())]
-        if run.turn and not run.released:
+        if run.turn and not run.ended:
             time_s = max(end["end_s"] for end in ends) - min(end["begin_s"] for end in ends)
             memory = tuple(end["memory"] for end in ends)
             run.blocks.append(Block(run.turn - 1, time_s, memory))
@@ -201,23 +200,22 @@ class Referee:
                     self._go(name, run)
 
     def _grant_in_order(self) -> None:
-        """The next turn, once all jobs have come; after the last turn all jobs run on."""
+        """The next turn, once all jobs have come; after the last turn all jobs end."""
         if not all(n in self._runs and self._settled(self._runs[n]) for n in self._expected):
             return
         while self._order and self._runs[self._order[0]].over:
             self._order.popleft()
         if self._holders:
             return
-        if self._order and not self._goes_on(self._granted):
+        if self._order and not self._goes_on(len(self._order)):
             self._order.clear()
         if not self._order:
             for run in self._runs.values():
                 if run.ready() and not run.over:
-                    self._say(run, "release")
-                    run.released = True
+                    self._say(run, "end")
+                    run.ended = True
         elif self._runs[self._order[0]].ready():
             name = self._order.popleft()
-            self._granted += 1
             self._go(name, self._runs[name])
 
     @staticmethod

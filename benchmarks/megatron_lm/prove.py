@@ -40,6 +40,8 @@ from proof_state import State
 PARTS = ("equality", "ratio", "stress", "energy", "faults", "report")
 #: Kept of the time that a call may take, for logs and report, s.
 _FOR_THE_END_S = 15.0
+#: What jobs take to end when their last turn has ended, s.
+_FOR_AN_END_S = 20.0
 
 
 @click.command(help=(__doc__ or "").replace("\n\n    python", "\n\n\b\n    python"))
@@ -52,6 +54,7 @@ _FOR_THE_END_S = 15.0
 @click.option("--budget-s", default=540.0, show_default=True, help="Ends in time by itself.")
 @click.option("--jobs", "concurrency", default=8, show_default=True, help="At the same time.")
 @click.option("--slots", default=2, show_default=True, help="Jobs of `equality` that compute.")
+@click.option("--start-s", default=240.0, show_default=True, help="Until a job's first turn.")
 @click.option("--hang-s", default=60.0, show_default=True, help="Without progress, a hang.")
 @click.option("--only", help="Names of runs, with wildcards; see --list.")
 @click.option("--list", "listed", is_flag=True, help="Runs of the parts, and what is done.")
@@ -150,12 +153,14 @@ class _Proof:
             longest_s = max(longest_s, block.time_s)
             keeper(run, block)
 
-        def goes_on(granted: int) -> bool:
-            return self._limits().left_s > 1.1 * longest_s + 5.0
+        def goes_on(left: int) -> bool:
+            # A round that is begun should end.
+            turns = len(part_ratio.ARMS) if left % len(part_ratio.ARMS) == 0 else 1
+            return self._limits().left_s > 1.05 * turns * longest_s + _FOR_AN_END_S
 
         keeper = Keeper(self._state, self._rounds.iterations)
-        order = part_ratio.order([job for job in jobs if job.name.startswith(part_ratio.PART)])
-        order += [job.name for job in jobs if job.name.startswith(part_energy.PART)]
+        order = [job.name for job in jobs if job.name.startswith(part_energy.PART)]
+        order += part_ratio.order([job for job in jobs if job.name.startswith(part_ratio.PART)])
         limits = self._limits(concurrency=len(jobs))
         run_jobs(
             self._site, self._state, jobs, limits, order=order, goes_on=goes_on, on_block=on_block
@@ -164,6 +169,7 @@ class _Proof:
     def _limits(self, concurrency: int | None = None) -> Limits:
         return Limits(
             self._deadline_s,
+            self._options["start_s"],
             self._options["hang_s"],
             concurrency or self._options["concurrency"],
             least_s=0.0 if self._site.cpu else 45.0,

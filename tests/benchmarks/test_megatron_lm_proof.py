@@ -51,7 +51,7 @@ training.pretrain(sys.argv[1:])
 """
 # Writes when each of its iterations begins and ends; the argument is the iteration to hang in.
 TRAINING = """
-import os, threading, time
+import os, sys, threading, time
 from pathlib import Path
 
 RANK = int(os.environ["RANK"])
@@ -68,7 +68,8 @@ def train_step(number, forward_backward_func, hangs):
 def pretrain(arguments):
     iterations, hangs = (int(argument) for argument in arguments[:2])
     for number in range(iterations):
-        train_step(number, lambda: time.sleep(0.002), hangs)
+        if train_step(number, lambda: time.sleep(0.002), hangs)[3]:
+            sys.exit(0)
         if RANK == 1:
             print(f" [now] iteration {number + 1}/ {iterations} | elapsed time per iteration (ms): "
                   f"{number} | lm loss: 1.5{number} | grad norm: 0.250 |", flush=True)
@@ -92,7 +93,7 @@ def state(tmp_path):
 
 
 def _limits():
-    return Limits(time.monotonic() + 200.0, 300.0, concurrency=4, least_s=0.0)
+    return Limits(time.monotonic() + 200.0, 300.0, 300.0, concurrency=4, least_s=0.0)
 
 
 @dataclass(frozen=True)
@@ -150,11 +151,12 @@ def test_jobs_take_turns_and_never_compute_together(site, state):
 
     assert [state.runs[job.name]["status"] for job in jobs] == ["ok"] * 3
     assert len(state.rounds) == 2
+    assert {len(_steps(site, job)) for job in jobs} == {2 * (iterations - 1)}
     in_turns = [
         (begin_s, end_s, job.name)
         for job in jobs
         for number, begin_s, end_s in _steps(site, job)
-        if FREE_ITERATIONS <= number < iterations - 1
+        if number >= FREE_ITERATIONS
     ]
     spans = sorted(in_turns)
     for one, other in pairwise(spans):
@@ -167,13 +169,31 @@ def test_jobs_take_turns_and_never_compute_together(site, state):
         assert block["time_s"] >= turns[block["turn"]] * 0.002
 
 
+def test_turns_end_early_and_jobs_end_well_where_time_runs_out(site, state):
+    jobs = [_job(f"ratio/start 1/{arm}", 100, (2, 3, 3)) for arm in part_ratio.ARMS]
+    order = part_ratio.order(jobs)
+    keeper = part_ratio.Keeper(state, 3)
+    asked = []
+
+    def goes_on(left):
+        asked.append(left)
+        return left > 3
+
+    run_jobs(site, state, jobs, _limits(), order=order, goes_on=goes_on, on_block=keeper)
+    assert asked[:7] == [9, 8, 7, 6, 5, 4, 3]
+    assert [state.runs[job.name]["status"] for job in jobs] == ["ok"] * 3
+    assert len(state.rounds) == 1
+    assert {len(_steps(site, job)) for job in jobs} == {2 * (FREE_ITERATIONS + 2 + 3)}
+    assert len(state.runs[jobs[0].name]["ranks"][0]["losses"]) == FREE_ITERATIONS + 2 + 3
+
+
 def test_a_hang_says_where_and_leaves_no_process(site, state):
     hanging, other = _job("part/hangs/stock", 9, hangs=6), _job("part/goes on/stock", 9)
 
     def waits_alone():
         return other.name in state.runs and len(_steps(site, hanging)) == 9 + 6
 
-    limits = LimitsOnceTrue(1.0, 0.5, 4, 0.0, waits_alone)
+    limits = LimitsOnceTrue(1.0, 300.0, 0.5, 4, 0.0, waits_alone)
     run_jobs(site, state, [hanging, other], limits, slots=2)
 
     run = state.runs[hanging.name]
@@ -190,7 +210,7 @@ def test_what_is_done_is_not_run_again_and_what_ran_out_of_time_is(site, state, 
     def hangs_alone():
         return quick.name in state.runs and len(_steps(site, slow)) == 9 + 5
 
-    limits = LimitsOnceTrue(0.0, 300.0, 4, 0.0, hangs_alone)
+    limits = LimitsOnceTrue(0.0, 300.0, 300.0, 4, 0.0, hangs_alone)
     run_jobs(site, state, [quick, slow], limits, slots=2)
     assert state.runs[quick.name]["status"] == "ok"
     assert state.runs[slow.name]["status"] == "out of time"
@@ -458,7 +478,7 @@ from proof_state import State
 checkout, scratch = Path(sys.argv[2]), Path(sys.argv[3])
 job = Job("part/hangs/stock", ("9", "5"), 2, 9, patched=False)
 site = Site(checkout, checkout, scratch, cpu=False, num_gpus=2)
-limits = Limits(time.monotonic() + 300.0, 300.0, concurrency=1, least_s=0.0)
+limits = Limits(time.monotonic() + 300.0, 300.0, 300.0, concurrency=1, least_s=0.0)
 run_jobs(site, State(scratch / "proof.json"), [job], limits)
 """
 
