@@ -48,8 +48,10 @@ class StepEnergy:
 
     @property
     def power_w(self) -> float | None:
-        """Mean power of one GPU."""
-        return None if self.energy_j is None else self.energy_j / self.time_s
+        """Mean power of one GPU; None of steps in which no time passed: train steps that only end."""
+        if self.energy_j is None or not self.time_s:
+            return None
+        return self.energy_j / self.time_s
 
     @property
     def energy_uncertainty_j(self) -> float | None:
