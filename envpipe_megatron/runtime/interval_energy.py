@@ -48,7 +48,7 @@ class StepEnergy:
 
     @property
     def power_w(self) -> float | None:
-        """Mean power of one GPU; None of steps in which no time passed: train steps that only end."""
+        """Mean power of one GPU; None of steps in which no time passed, which only end."""
         if self.energy_j is None or not self.time_s:
             return None
         return self.energy_j / self.time_s
