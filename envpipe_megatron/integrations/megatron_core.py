@@ -20,7 +20,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import (
     backward_step,
-    check_first_val_step,
     clear_embedding_activation_buffer,
     deallocate_output_tensor,
     finish_embedding_wgrad_compute,
@@ -109,7 +108,11 @@ class ForwardBackward:
             )
         groups = pg_collection or _default_groups()
         alone = groups.pp.size() == 1  # nothing to order
-        if alone or self._framework_iterations_left:
+        if forward_only:
+            # Not by the interpreter: evaluation loads kernels of its own, and a kernel that is
+            # loaded while a posted receive spins hangs.
+            self._session.pause()
+        if alone or forward_only or self._framework_iterations_left:
             self._framework_iterations_left -= not (alone or forward_only)
             framework_function = self._framework_function or get_forward_backward_func()
             losses: list[Any] = framework_function(
@@ -159,37 +162,41 @@ class ForwardBackward:
                 config=config,
                 groups=groups,
                 num_microbatches=num_microbatches,
-                forward_only=forward_only,
-                collect_non_loss_data=collect_non_loss_data,
-                first_val_step=first_val_step,
             )
             works.append(work)
             return work
 
         embedding_module = None
-        if config.finalize_model_grads_func is not None and not forward_only:
+        if config.finalize_model_grads_func is not None:
             last_stage = groups.pp.rank() == groups.pp.size() - 1
             embedding_module = clear_embedding_activation_buffer(config, chunks, last_stage)
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(
                 barrier=config.barrier_with_L1_time
             )
-        run = self._session.evaluate if forward_only else self._session.run_iteration
-        self.last_record = run(num_microbatches, spec, make_work)
+        self.last_record = self._session.run_iteration(num_microbatches, spec, make_work)
         (work,) = works
-        if not forward_only:
-            work.finish_grads()
-            if config.finalize_model_grads_func is not None:
-                finish_embedding_wgrad_compute(config, embedding_module, work.last_stage, groups.tp)
-                config.finalize_model_grads_func(
-                    chunks,
-                    work.num_tokens if config.calculate_per_token_loss else None,
-                    pg_collection=groups,
-                    force_all_reduce=force_all_reduce,
-                )
+        work.finish_grads()
+        if config.finalize_model_grads_func is not None:
+            finish_embedding_wgrad_compute(config, embedding_module, work.last_stage, groups.tp)
+            config.finalize_model_grads_func(
+                chunks,
+                work.num_tokens if config.calculate_per_token_loss else None,
+                pg_collection=groups,
+                force_all_reduce=force_all_reduce,
+            )
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return work.losses
+
+    def stay_with_framework(self) -> None:
+        """Let megatron-core's own function run once more, where it ran all iterations so far.
+
+        After a step that was skipped, say: the optimizer's state, and so its memory, comes into
+        being with the first one that is not.
+        """
+        if self.last_record is None:
+            self._framework_iterations_left += 1
 
     def _check_ranks(self, groups: ProcessGroupCollection) -> None:
         ranks = dist.get_process_group_ranks(groups.pp)
@@ -214,9 +221,6 @@ class _MegatronWork:
         config: Any,
         groups: ProcessGroupCollection,
         num_microbatches: int,
-        forward_only: bool,
-        collect_non_loss_data: bool,
-        first_val_step: bool | None,
     ) -> None:
         self._forward_step_func = forward_step_func
         self._iterators = iterators
@@ -224,9 +228,6 @@ class _MegatronWork:
         self._config = config
         self._groups = groups
         self._num_microbatches = num_microbatches
-        self._forward_only = forward_only
-        self._collect_non_loss_data = collect_non_loss_data
-        self._first_val_step = first_val_step
         self._model_type = get_model_type(chunks[0])
         self._stage: int = groups.pp.rank()
         self.last_stage: bool = self._stage == groups.pp.size() - 1
@@ -246,8 +247,7 @@ class _MegatronWork:
         self._sync_held = False
         self.losses: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device=_device())
-        if not forward_only:
-            self._hold_sync()
+        self._hold_sync()
 
     def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Run a forward; what a backward needs is kept."""
@@ -264,15 +264,12 @@ class _MegatronWork:
             self.losses,
             config,
             cp_group_size=self._groups.cp.size(),
-            collect_non_loss_data=self._collect_non_loss_data,
             checkpoint_activations_microbatch=(
                 None
                 if checkpointed is None
                 else self._forwards % self._checkpoint_window >= checkpointed
             ),
-            is_first_microbatch=check_first_val_step(
-                self._first_val_step, self._forward_only, unit.microbatch == 0
-            ),
+            is_first_microbatch=unit.microbatch == 0,
             current_microbatch=unit.microbatch,
             vp_stage=unit.chunk if several else None,
             is_last_stage=self.last_stage and unit.chunk == len(self._chunks) - 1,
@@ -280,9 +277,8 @@ class _MegatronWork:
         self._forwards += 1
         self.num_tokens += num_tokens
         outputs = output_tensor if isinstance(output_tensor, list) else [output_tensor]
-        if not self._forward_only:
-            key = (unit.microbatch, unit.chunk)
-            self._inputs[key], self._outputs[key] = input_tensor, outputs
+        key = (unit.microbatch, unit.chunk)
+        self._inputs[key], self._outputs[key] = input_tensor, outputs
         return outputs
 
     def backward(self, unit: Unit, gradients: list[torch.Tensor] | None) -> list[torch.Tensor]:

@@ -7,10 +7,8 @@ import logging
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
-from envpipe_megatron import builders
 from envpipe_megatron.energy_file import append_line
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.policies.planner import PlanRequest
@@ -24,7 +22,7 @@ from envpipe_megatron.runtime.interpreter import StageWork, execute
 from envpipe_megatron.runtime.interval_energy import BaselineEnergy, IntervalEnergy, JobEnergy
 from envpipe_megatron.runtime.memory import JobMemory, MemorySource, device_memory
 from envpipe_megatron.runtime.memory_limit import check_memory_is_known
-from envpipe_megatron.runtime.orders import IterationOrder, Phase, PhaseRun, constant_order
+from envpipe_megatron.runtime.orders import IterationOrder, Phase, PhaseRun
 from envpipe_megatron.runtime.phases import (
     Job,
     SessionConfig,
@@ -49,8 +47,8 @@ class Session:
     the framework's own order and no rank asks for a clock; energy is measured all the same.
 
     For each step of training, a framework calls `begin_step`, `run_iteration` and `end_step`; and
-    `pause` before anything that is not training, which `evaluate` does by itself. One that only
-    calls `run_iteration` is billed without what surrounds the units of a phase's last iteration.
+    `pause` before anything that is not training. One that only calls `run_iteration` is billed
+    without what surrounds the units of a phase's last iteration.
 
     Args:
         config: what the job wants.
@@ -213,8 +211,12 @@ class Session:
         self._step_begun = False
 
     def pause(self) -> None:
-        """Something that is not training follows: nothing is billed up to the next step's begin."""
+        """Something that is not training follows, at the highest clock.
+
+        An evaluation or a checkpoint: nothing is billed up to the next step's begin.
+        """
         self._energy.pause()
+        self._request(max(self._gpu.supported_frequencies_mhz), Done())
 
     def lap(self) -> IntervalEnergy:
         """What training took on this GPU since the last lap; costs no time worth mentioning."""
@@ -230,17 +232,6 @@ class Session:
             CollectivesError: a rank is gone or silent.
         """
         return self._energy.gather(interval)
-
-    def evaluate(
-        self, num_microbatches: int, spec: TensorSpec, make_work: Callable[[Schedule], StageWork]
-    ) -> StageRecord:
-        """Execute forwards alone at the maximum clock; not counted as training."""
-        schedule = _forward_only(
-            self._num_stages, num_microbatches, self._config.request.num_chunks
-        )
-        top = max(self._gpu.supported_frequencies_mhz)
-        self._energy.pause()
-        return self._execute(constant_order(self.state.phase, schedule, top, top), spec, make_work)
 
     def clock_summary(self) -> dict[str, Any]:
         """How this rank's clock was controlled and whether it followed; see `RankClock.summary`."""
@@ -403,9 +394,3 @@ def _without_control(config: SessionConfig) -> SessionConfig:
         num_chunks=chunks,
     )
     return replace(config, request=request, profile_file=None, plan_file=None)
-
-
-@lru_cache(maxsize=4)
-def _forward_only(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """Checked once, not at every evaluation."""
-    return builders.forward_only(num_stages, num_microbatches, num_chunks)

@@ -32,6 +32,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A job that has begun: arguments validated, training begun."""
     session = FakeSession()
     made = SimpleNamespace(
+        forward_backward=None,
         session=session,
         options=SimpleNamespace(profile_only=False),
         stand_in=lambda function: lambda **arguments: function(**arguments),
@@ -58,7 +59,7 @@ def steps(count: int, *, without: str = "") -> None:
         if without != "forward_backward":
             assert forward_backward(forward_only=False) == {"forward_only": False}
         if without != "end_step":
-            hooks.end_step()
+            hooks.end_step(0)
         if without != "log":
             hooks.log(iteration, None, None)
 
@@ -89,7 +90,7 @@ def test_a_checkpoint_pauses_and_one_after_training_does_not(job: Any) -> None:
     hooks.pause()
     assert job.session.told == ["pause", "close"]
     with pytest.raises(HookError, match="outside training"):
-        hooks.end_step()
+        hooks.end_step(0)
 
 
 def test_arguments_that_were_not_validated(monkeypatch: pytest.MonkeyPatch) -> None:

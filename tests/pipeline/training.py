@@ -323,9 +323,6 @@ class _RecordingSession(Session):
     def run_iteration(self, num_microbatches: int, spec: Any, make_work: Any) -> Any:
         return super().run_iteration(num_microbatches, spec, self._recording(make_work))
 
-    def evaluate(self, num_microbatches: int, spec: Any, make_work: Any) -> Any:
-        return super().evaluate(num_microbatches, spec, self._recording(make_work))
-
     def _recording(self, make_work: Any) -> Any:
         executed: list[str] = []
         self._result.executed.append(executed)

@@ -110,8 +110,11 @@ def begin_step(iteration: int) -> None:
     _running().session.begin_step(iteration)
 
 
-def end_step() -> None:
+def end_step(skipped: int) -> None:
     """The optimizer has stepped: the iteration ends here.
+
+    Args:
+        skipped: 1 where it did not step, since gradients overflowed.
 
     Raises:
         HookError: a hook was not reached by the third iteration.
@@ -120,6 +123,8 @@ def end_step() -> None:
     _state.reached["end_step"] += 1
     job = _running()
     job.session.end_step()
+    if skipped and job.forward_backward is not None:
+        job.forward_backward.stay_with_framework()
     if _state.reached["end_step"] >= _NEEDED_BY_ITERATION:
         _check_reached()
     if job.options.profile_only and job.session.state.phase is not Phase.WARMUP:
@@ -160,6 +165,7 @@ def end_training() -> None:
     """Give clocks back, and print the bill; Megatron gets its own function again."""
     job = _running()
     _hooked_schedules().envpipe_hook = None
+    job.session.gather(job.session.lap())  # what no log line told yet
     _close()
     if job.options.profile_only and job.session.state.profile is None:
         raise HookError(

@@ -120,15 +120,15 @@ class Job:
             print_grid=self._keep_grid,
             fingerprint=_fingerprint(args, options, self.device.gpu.name),
         )
-        self._forward_backward: ForwardBackward | None = None
+        self.forward_backward: ForwardBackward | None = None
 
     def stand_in(self, framework_function: Callable[..., Any]) -> ForwardBackward:
         """What runs in place of Megatron's own 1F1B function."""
-        if self._forward_backward is None:
-            self._forward_backward = ForwardBackward(
+        if self.forward_backward is None:
+            self.forward_backward = ForwardBackward(
                 self.session, framework_function=framework_function
             )
-        return self._forward_backward
+        return self.forward_backward
 
     @property
     def single_queue(self) -> bool:

@@ -11,14 +11,12 @@ from typing import Any
 
 from envpipe_megatron import __version__
 from envpipe_megatron.runtime.collectives import Collectives
-from envpipe_megatron.runtime.interval_energy import Comparison, JobEnergy, compare
+from envpipe_megatron.runtime.interval_energy import NORMAL_95, Comparison, JobEnergy, compare
 from envpipe_megatron.runtime.session import Session
 
 logger = logging.getLogger(__name__)
 
 SUMMARY_FORMAT = "envpipe-summary/1"
-#: Half of the 95 % interval of a normal distribution, in standard deviations.
-NORMAL_95 = 1.96
 
 
 @dataclass(frozen=True)
