@@ -18,6 +18,7 @@ import faulthandler
 import hashlib
 import importlib.machinery
 import importlib.util
+import multiprocessing.spawn
 import os
 import runpy
 import signal
@@ -224,6 +225,21 @@ def take_built_helpers(checkout: Path) -> None:
         return
 
 
+def spawn_without_the_script() -> None:
+    """Keep spawned processes from importing the entry script again, where these shims are not.
+
+    Saving a checkpoint starts one such process, which needs nothing of it.
+    """
+    prepare = multiprocessing.spawn.get_preparation_data
+
+    def prepare_without(name: str) -> dict[str, Any]:
+        data = prepare(name)
+        data.pop("init_main_from_path", None)
+        return data
+
+    multiprocessing.spawn.get_preparation_data = prepare_without
+
+
 def remember_model() -> list[torch.nn.Module]:
     """The chunks of this rank's model, once they are built."""
     from megatron.training import training
@@ -268,6 +284,7 @@ def main() -> None:
         allow_no_cuda()
         let_torch_norm_be_sequence_parallel()
         take_built_helpers(checkout)
+        spawn_without_the_script()
         chunks = remember_model()
         runpy.run_path(str(script), run_name="__main__")
         tell(chunks)

@@ -142,9 +142,9 @@ class Run:
 def missing_modules() -> list[str]:
     """What Megatron-LM's training scripts import unasked and is not installed.
 
-    Triton is not among them: `cpu_run` stands in for it.
+    Its checkpoints wait for ever without psutil. Triton is not among them: `cpu_run` stands in.
     """
-    needed = ("torch", "regex", "six", "yaml", "pydantic", "packaging")
+    needed = ("torch", "regex", "six", "yaml", "pydantic", "packaging", "psutil")
     return [name for name in needed if importlib.util.find_spec(name) is None]
 
 
