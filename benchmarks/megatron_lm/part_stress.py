@@ -24,12 +24,17 @@ PART = "stress"
 
 @dataclass(frozen=True)
 class Setting:
-    """A mapping with its number of hardware queues; None leaves the driver's own."""
+    """A mapping with its number of hardware queues; None leaves the driver's own.
+
+    With `loads_all`, CUDA loads all kernels when it starts, so that one may be used for the first
+    time beside a posted receive.
+    """
 
     name: str
     mapping: Mapping
     connections: str | None
     features: str = ""
+    loads_all: bool = False
 
 
 SETTINGS = (
@@ -37,6 +42,7 @@ SETTINGS = (
     Setting("pp4-1-connection", PP4, "1"),
     Setting("pp2tp2-1-connection", PP2TP2, "1"),
     Setting("pp2dp2-overlap", PP2DP2, None, PP2DP2.distributed_optimizer()),
+    Setting("pp4-all-kernels-loaded", PP4, None, loads_all=True),
 )
 
 
@@ -62,8 +68,11 @@ def jobs(site: Site, iterations: int, delay_s: float) -> list[Job]:
                 num_ranks=setting.mapping.num_ranks,
                 iterations=iterations,
                 patched=True,
-                environment={"CUDA_DEVICE_MAX_CONNECTIONS": setting.connections},
-                stress={"seed": 20, "delay_s": delay_s},
+                environment={
+                    "CUDA_DEVICE_MAX_CONNECTIONS": setting.connections,
+                    "CUDA_MODULE_LOADING": "EAGER" if setting.loads_all else None,
+                },
+                stress={"seed": 20, "delay_s": delay_s, "load_first": not setting.loads_all},
                 limit_s=3600.0,
             )
         )

@@ -48,15 +48,22 @@ def random_extra_forwards(
             continue
 
 
-def random_orders(seed: int, told: Callable[[Sequence[int]], None]) -> Callable[[Job], Any]:
+def random_orders(
+    seed: int, told: Callable[[Sequence[int]], None], *, load_first: bool
+) -> Callable[[Job], Any]:
     """Make what stands in for a session's phases: a new order each iteration, on all ranks.
 
     Args:
         seed: the same on all ranks.
         told: hears each iteration's extra forwards.
+        load_first: whether the kernel that delays is loaded before the first receive is posted.
+            Where kernels are loaded at first use, its loading beside a posted receive would hang.
     """
 
     def run_phases(job: Job) -> PhaseRun[None]:
+        if load_first and torch.cuda.is_available():
+            torch.cuda._sleep(1)  # type: ignore[no-untyped-call]  # torch's
+            torch.cuda.synchronize()
         source = random.Random(seed)
         clocks = sorted(job.gpu.supported_frequencies_mhz)
         while True:
@@ -133,7 +140,7 @@ def install(
     """Let sessions of this process run random orders with delays.
 
     Args:
-        settings: `seed` and `delay_s`.
+        settings: `seed`, `delay_s` and `load_first`.
         rank: this rank.
         at: told of iteration and unit.
         iteration: the present one.
@@ -154,5 +161,6 @@ def install(
         return inner(schedule, stage, delayed, *args)
 
     # Until the process ends.
-    mock.patch.object(session, "run_phases", random_orders(settings["seed"], told)).start()
+    orders = random_orders(settings["seed"], told, load_first=settings["load_first"])
+    mock.patch.object(session, "run_phases", orders).start()
     mock.patch.object(session, "execute", execute).start()
