@@ -115,7 +115,7 @@ def _bill(summary: Mapping[str, Any]) -> Iterator[str]:
     yield f"energy of {len(gpus)} GPUs in training: {total_j:.0f} J"
     steps = {"baseline": summary["baseline"], **summary["job"]["phases"]}
     for phase, step in steps.items():
-        if step is not None and step["energy_j"] is not None:
+        if step is not None and step["power_w"] is not None:
             yield (
                 f"{phase}: {step['iterations']} iterations, {step['time_s']:.4f} s and "
                 f"{step['energy_j']:.1f} J each on an average GPU ({step['power_w']:.1f} W)"
