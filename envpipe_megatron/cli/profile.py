@@ -13,6 +13,7 @@ import click
 from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.profile import read_profile
+from envpipe_megatron.schedule import Kind
 
 
 class ProfileRunError(EnvPipeError):
@@ -58,4 +59,5 @@ def profile(output: Path, command: tuple[str, ...]) -> None:
             return
         result = read_profile(measured)
         result.write(output)
-    click.echo(f"{output}: {result.num_stages} stages, {len(result.rows[0])} instructions each.")
+    num_clocks = len(result.rows[0][Kind.FORWARD])
+    click.echo(f"{output}: {result.num_stages} stages at {num_clocks} clocks.")

@@ -1,0 +1,63 @@
+"""`envpipe profile`: what it starts, and what becomes of what that leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from envpipe_megatron.cli import main
+from envpipe_megatron.profile import read_profile
+
+pytest.importorskip("torch")
+
+#: A training script as the command sees it: it is given a folder for the profile.
+SCRIPT = """
+import sys
+from pathlib import Path
+
+assert sys.argv[1:4] == ["--train-iters", "7", "--envpipe"], sys.argv
+assert "--envpipe-profile-only" in sys.argv
+folder = Path(sys.argv[sys.argv.index("--envpipe-output") + 1])
+{end}
+"""
+LEAVES = """
+rows = [f"{s},{k},{f},{f / 1e5},{f / 10}" for s in (0, 1) for k in ("forward", "backward")
+        for f in (1410, 1200)]
+header = "stage,instruction,frequency,time,energy"
+(folder / "profile.csv").write_text("\\n".join([header, *rows]) + "\\n")
+(folder / "profile.json").write_text('{"format": "envpipe-profile/1", "gpu": "H200"}')
+"""
+
+
+def profile(folder: Path, end: str) -> tuple[int, str]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT.format(end=end))
+    words = ["profile", "--output", str(folder / "out.csv"), "--", "--standalone"]
+    result = CliRunner().invoke(main, [*words, str(script), "--train-iters", "7"])
+    return result.exit_code, result.output
+
+
+def test_the_profile_is_left_where_it_was_asked_for(tmp_path: Path) -> None:
+    code, told = profile(tmp_path, LEAVES)
+    assert code == 0, told
+    assert "2 stages at 2 clocks" in told
+    made = read_profile(tmp_path / "out.csv")
+    assert made.num_stages == 2
+    assert made.sidecar.gpu == "H200"
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "out.csv", "out.json"}
+
+
+def test_training_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    code, told = profile(tmp_path, "sys.exit(3)")
+    assert code == 1
+    assert "failed" in told
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py"}
+
+
+def test_a_node_without_the_planner_has_no_profile(tmp_path: Path) -> None:
+    code, told = profile(tmp_path, "")
+    assert code == 0
+    assert "on the node of rank 0" in told
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py"}
