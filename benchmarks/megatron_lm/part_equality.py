@@ -61,7 +61,7 @@ def settings(num_gpus: int, llama: str) -> list[Setting]:
         gpt = f"gpt-{mapping.name}"
         made.append(Setting(gpt, mapping, arms=ARMS))
         flags = (_BF16, mapping.distributed_optimizer())
-        made.append(Setting(f"{gpt}-distopt", mapping, flags, arms=ARMS))
+        made.append(Setting(f"{gpt}-distopt", mapping, flags))
     untied = "--untie-embeddings-and-output-weights"
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     overlapped = PP2DP2.distributed_optimizer()
@@ -131,23 +131,26 @@ def _jobs_of(setting: Setting, arm: str, site: Site, iterations: int) -> list[Jo
     half = iterations // 2
     # 0.16.1 ends in a checkpoint where --log-energy is off.
     energy = "" if site.cpu else "--log-energy"
-    saving = (
-        f"--ckpt-format {setting.checkpoints} --save-interval {half} "
-        f"--save {{scratch}}/checkpoints/{setting.name}-{arm}"
-    )
-    evaluating = f"--eval-interval {max(1, half // 2)} --eval-iters 2 {energy} {saving}"
-    loading = f"--load {{scratch}}/checkpoints/{setting.name}-{arm}"
+    evaluating = f"--eval-interval {max(1, half // 2)} --eval-iters 2 {energy}"
+    saving = f"--ckpt-format {setting.checkpoints} --save {{folder}}/checkpoints"
+    ending = f"--save-interval {half} --exit-interval {half}"
     first = replace(
         job,
-        name=f"{job.name}/first half",
+        name=f"{job.name}/first-half",
         iterations=half,
-        arguments=(*job.arguments, *joined([evaluating, f"--exit-interval {half}"])),
+        arguments=(*job.arguments, *joined([evaluating, saving, ending])),
     )
+    # Where the first half left its checkpoint, and what EnvPipe goes on with.
+    left = f"{{scratch}}/{first.folder_name}"
+    loading = f"--ckpt-format {setting.checkpoints} --load {left}/checkpoints"
     second = replace(
         job,
-        name=f"{job.name}/second half",
+        name=f"{job.name}/second-half",
         iterations=iterations - half,
-        arguments=(*job.arguments, *joined([evaluating, loading])),
+        arguments=(
+            *(a.replace("{folder}/envpipe", f"{left}/envpipe") for a in job.arguments),
+            *joined([evaluating, loading]),
+        ),
         after=first.name,
     )
     return [first, second]
@@ -256,7 +259,7 @@ def repeats(state: State, jobs_made: Sequence[Job], site_is_cpu: bool) -> list[J
             job,
             name=job.name.replace(f"/{STOCK}", f"/{AGAIN}"),
             # Checkpoints of its own.
-            arguments=tuple(a.replace(f"-{STOCK}", f"-{STOCK}-again") for a in job.arguments),
+            arguments=tuple(a.replace(f".{STOCK}.", f".{AGAIN}.") for a in job.arguments),
             after=job.after and job.after.replace(f"/{STOCK}", f"/{AGAIN}"),
         )
         for job in jobs_made

@@ -20,7 +20,7 @@ from envpipe_megatron.schedule import Kind, Schedule
 STOCK, OFF, ONE_F_ONE_B, ENVPIPE = "stock", "off", "1f1b", "envpipe"
 ARMS = (STOCK, OFF, ONE_F_ONE_B, ENVPIPE)
 #: A second run of unmodified Megatron, made where an arm differs.
-AGAIN = "stock again"
+AGAIN = "stock-again"
 _PRESET = "h200"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -24,6 +25,9 @@ def prepare(checkout: Path) -> None:
         made = datasets / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
         if not made.exists():
             _compile(datasets / "helpers.cpp", made)
+        # Where Megatron's Makefile calls it by another name, that is made once, too.
+        if shutil.which("make"):
+            subprocess.run(["make", "-C", str(datasets)], capture_output=True, check=False)
     # A process of its own, with workers that inherit its deafness to warnings.
     modules = [sys.executable, "-W", "ignore", "-m", "compileall", "-qq", "-j", "0"]
     subprocess.run([*modules, str(checkout / "megatron")], check=False)

@@ -94,9 +94,14 @@ class Job:
         text = json.dumps(asdict(self), sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @property
+    def folder_name(self) -> str:
+        """Of the job's own folder, in the site's scratch."""
+        return self.name.replace("/", ".")
+
     def folder(self, site: Site) -> Path:
         """The job's own folder."""
-        return site.scratch / self.name.replace("/", ".")
+        return site.scratch / self.folder_name
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ class Limits:
         deadline_s: on the monotonic clock; nothing runs after it.
         start_s: until a job's first turn.
         hang_s: without a word of a job that has its turn.
+        most_failures: with so many, what is wrong is wrong for all, and no job is started.
         concurrency: jobs at the same time.
         least_s: with less than this left no job is started.
     """
@@ -38,6 +39,7 @@ class Limits:
     deadline_s: float
     start_s: float
     hang_s: float
+    most_failures: int
     concurrency: int
     least_s: float
 
@@ -75,6 +77,7 @@ class Pool:
         self._referee = referee
         self._limits = limits
         self._running: list[_Running] = []
+        self._failures = 0
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Run what is not done yet, until the deadline at most."""
@@ -94,7 +97,8 @@ class Pool:
     def _start_some(self, waiting: list[Job]) -> None:
         for job in list(waiting):
             full = len(self._running) >= self._limits.concurrency
-            if full or self._limits.left_s < self._limits.least_s:
+            late = self._limits.left_s < self._limits.least_s
+            if full or late or self._failures >= self._limits.most_failures:
                 return
             if job.after is None or self._state.runs.get(job.after, {}).get("status") == "ok":
                 waiting.remove(job)
@@ -161,6 +165,7 @@ class Pool:
             ],
         }
         if status != "ok":
+            self._failures += 1
             found |= {
                 "exit": code,
                 "stood_at": where,

@@ -21,7 +21,7 @@ from proof_state import State
 _MIB = 2**20
 _GIB = 2**30
 #: Of all packed logs; an archive that is too large does not come back from some machines.
-_MOST_LOG_BYTES = 60 * _MIB
+_MOST_LOG_BYTES = 40 * _MIB
 _MOST_OF_A_LOG = 2 * _MIB
 
 _ERROR = re.compile(r"^(?:\[rank\d+\]: *)?((?!.*ChildFailed)[\w.]*(?:Error|Exit): .*)", re.M)
@@ -175,11 +175,11 @@ def write(state: State, site: Site, output: Path) -> str:
 
 def pack_logs(site: Site, archive: Path) -> None:
     """Put logs, stacks and EnvPipe's small files of all jobs into one archive, newest first."""
-    patterns = ("*/log.txt", "*/stacks-*.txt", "*/envpipe/*.json", "*/envpipe/*.jsonl")
+    patterns = ("*/log.txt", "*/stacks-*.txt", "*/envpipe/*.json*")
     files = [f for pattern in patterns for f in site.scratch.glob(pattern) if f.stat().st_size]
     files.sort(key=lambda file: -file.stat().st_mtime)
     room = _MOST_LOG_BYTES
-    with tarfile.open(archive, "w:xz") as packed:
+    with tarfile.open(archive, "w:gz") as packed:
         for file in files:
             size = file.stat().st_size
             if size <= min(room, _MOST_OF_A_LOG):

@@ -52,10 +52,11 @@ _FOR_AN_END_S = 20.0
 @click.option("--gpus", type=int, help="Default: those of this machine; 4 on the CPU.")
 @click.option("--cpu", is_flag=True, help="gloo, emulated GPUs, and the smallest sizes.")
 @click.option("--budget-s", default=540.0, show_default=True, help="Ends in time by itself.")
-@click.option("--jobs", "concurrency", default=8, show_default=True, help="At the same time.")
+@click.option("--jobs", "concurrency", default=12, show_default=True, help="At the same time.")
 @click.option("--slots", default=2, show_default=True, help="Jobs of `equality` that compute.")
 @click.option("--start-s", default=240.0, show_default=True, help="Until a job's first turn.")
 @click.option("--hang-s", default=60.0, show_default=True, help="Without progress, a hang.")
+@click.option("--most-failures", default=8, show_default=True, help="Then it starts no more.")
 @click.option("--only", help="Names of runs, with wildcards; see --list.")
 @click.option("--list", "listed", is_flag=True, help="Runs of the parts, and what is done.")
 @click.option("--iterations", type=int, help="Of `equality`. [default: 50; 10 on the CPU]")
@@ -94,7 +95,7 @@ def main(**options: Any) -> None:
         state.save()
         click.echo(proof_report.write(state, site, output).split("\n## commands")[0])
         if site.scratch.exists():
-            proof_report.pack_logs(site, output / "logs.tar.xz")
+            proof_report.pack_logs(site, output / "logs.tar.gz")
 
 
 class _Proof:
@@ -171,6 +172,7 @@ class _Proof:
             self._deadline_s,
             self._options["start_s"],
             self._options["hang_s"],
+            self._options["most_failures"],
             concurrency or self._options["concurrency"],
             least_s=0.0 if self._site.cpu else 45.0,
         )

@@ -93,7 +93,7 @@ def state(tmp_path):
 
 
 def _limits():
-    return Limits(time.monotonic() + 200.0, 300.0, 300.0, concurrency=4, least_s=0.0)
+    return Limits(time.monotonic() + 200.0, 300.0, 300.0, 99, concurrency=4, least_s=0.0)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def test_a_hang_says_where_and_leaves_no_process(site, state):
     def waits_alone():
         return other.name in state.runs and len(_steps(site, hanging)) == 9 + 6
 
-    limits = LimitsOnceTrue(1.0, 300.0, 0.5, 4, 0.0, waits_alone)
+    limits = LimitsOnceTrue(1.0, 300.0, 0.5, 99, 4, 0.0, waits_alone)
     run_jobs(site, state, [hanging, other], limits, slots=2)
 
     run = state.runs[hanging.name]
@@ -210,7 +210,7 @@ def test_what_is_done_is_not_run_again_and_what_ran_out_of_time_is(site, state, 
     def hangs_alone():
         return quick.name in state.runs and len(_steps(site, slow)) == 9 + 5
 
-    limits = LimitsOnceTrue(0.0, 300.0, 300.0, 4, 0.0, hangs_alone)
+    limits = LimitsOnceTrue(0.0, 300.0, 300.0, 99, 4, 0.0, hangs_alone)
     run_jobs(site, state, [quick, slow], limits, slots=2)
     assert state.runs[quick.name]["status"] == "ok"
     assert state.runs[slow.name]["status"] == "out of time"
@@ -245,6 +245,10 @@ def test_a_job_waits_for_the_one_before_it_and_is_left_out_if_that_failed(site, 
     failed = state.runs[bad.name]
     assert failed["status"] == "exit 1"
     assert "ValueError" in failed["log"]
+
+    many = [replace(bad, name=f"part/bad {number}/stock") for number in range(4)]
+    run_jobs(site, state, many, replace(_limits(), most_failures=2, concurrency=1))
+    assert [job.name in state.runs for job in many] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -369,18 +373,17 @@ def test_stock_runs_again_where_an_arm_differs_in_a_bit(site, state):
     jobs = part_equality.jobs(machine, 50)
     planned = Planned(PP4, part_equality.TINY.microbatches, ENVPIPE)
     for setting in ("restart-pp4", "gpt-pp4"):
-        half = "/first half" if setting == "restart-pp4" else ""
+        half = "/first-half" if setting == "restart-pp4" else ""
         state.runs[f"equality/{setting}/stock{half}"] = _equality_run()
         state.runs[f"equality/{setting}/envpipe{half}"] = _equality_run(planned, imported=True)
     assert not part_equality.repeats(state, jobs, False)
     different = _equality_run(planned, exact="0x3p+0", imported=True)
-    state.runs["equality/restart-pp4/envpipe/first half"] = different
+    state.runs["equality/restart-pp4/envpipe/first-half"] = different
     first, second = part_equality.repeats(state, jobs, False)
-    assert first.name == "equality/restart-pp4/stock again/first half"
+    assert first.name == "equality/restart-pp4/stock-again/first-half"
     assert second.after == first.name
-    original = next(job for job in jobs if job.name == "equality/restart-pp4/stock/first half")
-    place = original.arguments.index("--save") + 1
-    assert first.arguments[place] != original.arguments[place]
+    place = second.arguments.index("--load") + 1
+    assert second.arguments[place].startswith("{scratch}/" + first.folder_name)
 
 
 def test_ratio_and_its_bound(state):
@@ -478,7 +481,7 @@ from proof_state import State
 checkout, scratch = Path(sys.argv[2]), Path(sys.argv[3])
 job = Job("part/hangs/stock", ("9", "5"), 2, 9, patched=False)
 site = Site(checkout, checkout, scratch, cpu=False, num_gpus=2)
-limits = Limits(time.monotonic() + 300.0, 300.0, 300.0, concurrency=1, least_s=0.0)
+limits = Limits(time.monotonic() + 300.0, 300.0, 300.0, 99, concurrency=1, least_s=0.0)
 run_jobs(site, State(scratch / "proof.json"), [job], limits)
 """
 
