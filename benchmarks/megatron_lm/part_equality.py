@@ -77,7 +77,6 @@ def settings(num_gpus: int, llama: str) -> list[Setting]:
         Setting("corpus-pp4", PP4, (_BF16,), corpus=True),
         Setting("restart-pp4", PP4, (_BF16,), checkpoints="torch"),
         Setting("fp32-pp2", PP2, ()),
-        # The format torch has no optimizer state that a distributed torch.optim can load.
         Setting("restart-pp2dp2-distopt", PP2DP2, (_BF16, overlapped), checkpoints="torch_dist"),
     ]
     return [setting for setting in made if setting.mapping.num_ranks <= num_gpus]
@@ -143,6 +142,9 @@ def _jobs_of(setting: Setting, arm: str, site: Site, iterations: int) -> list[Jo
     # Where the first half left its checkpoint, and what EnvPipe goes on with.
     left = f"{{scratch}}/{first.folder_name}"
     loading = f"--ckpt-format {setting.checkpoints} --load {left}/checkpoints"
+    if any("--use-distributed-optimizer" in feature for feature in setting.features):
+        # Without Apex and Transformer Engine, Megatron cannot load its state.
+        loading += " --no-load-optim"
     second = replace(
         job,
         name=f"{job.name}/second-half",
