@@ -24,7 +24,7 @@ _GIB = 2**30
 _MOST_LOG_BYTES = 40 * _MIB
 _MOST_OF_A_LOG = 2 * _MIB
 
-_ERROR = re.compile(r"^(?:\[rank\d+\]: *)?((?!.*ChildFailed)[\w.]*(?:Error|Exit): .*)", re.M)
+_ERROR = re.compile(r"^(?:\[rank\d+\]: *)?((?!.*ChildFailed)[\w.]*(?:Error|Exit)(?::.*)?)$", re.M)
 
 
 def report(state: State, site: Site) -> tuple[str, dict[str, Any]]:
