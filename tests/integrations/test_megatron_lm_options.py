@@ -144,3 +144,8 @@ def test_defaults_of_megatron_are_not_refused() -> None:
         fp8=None,
     )
     assert not [feature for feature, asked in REFUSED.items() if asked(defaults)]
+
+
+def test_the_user_guide_lists_what_is_refused() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "megatron_lm.md").read_text()
+    assert not [feature for feature in REFUSED if f"- {feature}\n" not in guide]
