@@ -16,9 +16,9 @@ NAME = f"{PART}/envpipe"
 _LOG_INTERVAL = 10
 
 
-def jobs(site: Site, iterations: int, free_iterations: int) -> list[Job]:
+def jobs(site: Site, iterations: int) -> list[Job]:
     """One job in EnvPipe's order, in one turn."""
-    total = free_iterations + iterations + 1
+    total = iterations + 1
     energy = () if site.cpu else ("--log-energy",)  # it asks NVML
     return [
         Job(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from proof_arms import AGAIN, ARMS, ENVPIPE, OFF, ONE_F_ONE_B, STOCK, Planned
-from proof_jobs import Job, Site, joined
+from proof_jobs import Job, Site, joined, results_alone
 from proof_models import (
     MAPPINGS,
     NO_EVALUATION,
@@ -85,13 +85,14 @@ def settings(num_gpus: int, llama: str) -> list[Setting]:
 def jobs(site: Site, iterations: int) -> list[Job]:
     """All jobs of all settings; a repeated stock run is made by `repeats`."""
     size = TINY_ON_CPU if site.cpu else TINY
-    return [
+    made = [
         job
         for setting in settings(site.num_gpus, size.llama)
         if site.corpus or not setting.corpus
         for arm in setting.arms
         for job in _jobs_of(setting, arm, site, iterations)
     ]
+    return sorted(made, key=lambda job: job.name.endswith(f"/{OFF}"))
 
 
 def plans(site: Site) -> list[Planned]:
@@ -216,7 +217,7 @@ def compare(state: State, site_is_cpu: bool) -> list[Comparison]:
 def _compare(
     setting: str, arm: str, run: dict[str, Any], stock: dict[str, Any], planned: Planned | None
 ) -> Comparison:
-    mine, theirs = run["printed"], stock["printed"]
+    mine, theirs = results_alone(run["printed"]), results_alone(stock["printed"])
     different = [
         f"{a.get('iteration', a.get('evaluated'))}: "
         + ", ".join(f"{k} {b.get(k)} -> {a.get(k)}" for k in {**a, **b} if a.get(k) != b.get(k))

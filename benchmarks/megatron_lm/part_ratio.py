@@ -1,7 +1,8 @@
 """Iteration time and peak memory of the patched checkout against those of the unmodified one.
 
-All arms are started together on the same GPUs and take turns of some iterations each. A round is
-one turn of every arm, in an order that is turned round from one round to the next.
+All arms are started together on the same GPUs and take short turns, in an order that is turned
+round each time, so that what drifts meets all of them alike. A round is a block of iterations of
+each arm, made of several turns.
 """
 
 from __future__ import annotations
@@ -45,11 +46,13 @@ class Rounds:
 
     Args:
         count: rounds that are wanted in all.
+        turns: of each arm in a round.
         iterations: of a turn.
         warmup: of each arm's first turn, which is not counted.
     """
 
     count: int
+    turns: int
     iterations: int
     warmup: int
 
@@ -88,15 +91,15 @@ def arguments(site: Site, arm: str, train_iterations: int, log_interval: int) ->
     return (*base_arguments(site.cpu), *joined(parts))
 
 
-def jobs(site: Site, state: State, rounds: Rounds, free_iterations: int) -> list[Job]:
+def jobs(site: Site, state: State, rounds: Rounds) -> list[Job]:
     """One job an arm for the rounds that are still missing; none where none is."""
-    missing = rounds.count - len(state.rounds)
+    missing = rounds.count - len(measured(state, str(size(site))))
     if missing <= 0:
         return []
     number = 1 + sum(name.split("/")[0] == PART for name in state.runs) // len(ARMS)
-    turns = (rounds.warmup, *[rounds.iterations] * missing)
+    turns = (rounds.warmup, *[rounds.iterations] * (rounds.turns * missing))
     # One more: a turn ends where the next iteration would begin.
-    iterations = free_iterations + sum(turns) + 1
+    iterations = sum(turns) + 1
     return [
         Job(
             name=f"{PART}/start {number}/{arm}",
@@ -116,40 +119,58 @@ def order(jobs_made: Sequence[Job]) -> list[str]:
     names = [job.name for job in jobs_made]
     if not names:
         return []
-    rounds = len(jobs_made[0].turns) - 1
-    return names + [name for r in range(rounds) for name in (names, names[::-1])[r % 2]]
+    timed = len(jobs_made[0].turns) - 1
+    return names + [name for turn in range(timed) for name in (names, names[::-1])[turn % 2]]
 
 
 class Keeper:
-    """Puts blocks together to rounds, and each round into the state as soon as it is whole."""
+    """Puts turns together to rounds, and each round into the state as soon as it is whole.
 
-    def __init__(self, state: State, iterations: int) -> None:
+    Args:
+        state: gets the rounds.
+        rounds: what a round is.
+        model: what is trained.
+    """
+
+    def __init__(self, state: State, rounds: Rounds, model: str) -> None:
         self._state = state
-        self._iterations = iterations
-        self._turns: dict[tuple[str, int], dict[str, Block]] = {}
+        self._rounds = rounds
+        self._model = model
+        self._turns: dict[tuple[str, int], dict[str, list[Block]]] = {}
 
     def __call__(self, run: str, block: Block) -> None:
-        """Take in a block; turn 0 is the warm-up."""
+        """Take in a turn; that of number 0 is the warm-up."""
         if not run.startswith(f"{PART}/") or block.turn == 0:
             return
         _, start, arm = run.split("/")
-        turn = self._turns.setdefault((start, block.turn), {})
-        turn[arm] = block
-        if len(turn) == len(ARMS):
-            times_s = {name: b.time_s / self._iterations for name, b in turn.items()}
-            memory = {name: b.memory for name, b in turn.items()}
-            self._state.rounds.append(
-                {
-                    "start": start,
-                    "iterations": self._iterations,
-                    "iteration_time_s": times_s,
-                    "memory": memory,
-                }
-            )
-            self._state.save()
-            for name in ARMS[1:]:
-                found = ratio(self._state, name)
-                click.echo(f"round {len(self._state.rounds)}: {found}")
+        number = (block.turn - 1) // self._rounds.turns
+        turns = self._turns.setdefault((start, number), {name: [] for name in ARMS})
+        turns[arm].append(block)
+        if all(len(blocks) == self._rounds.turns for blocks in turns.values()):
+            self._keep(start, turns)
+
+    def _keep(self, start: str, turns: dict[str, list[Block]]) -> None:
+        iterations = self._rounds.turns * self._rounds.iterations
+        self._state.rounds.append(
+            {
+                "start": start,
+                "model": self._model,
+                "iterations": iterations,
+                "turns_s": {arm: [b.time_s for b in blocks] for arm, blocks in turns.items()},
+                "iteration_time_s": {
+                    arm: sum(b.time_s for b in blocks) / iterations for arm, blocks in turns.items()
+                },
+            }
+        )
+        self._state.save()
+        rounds = measured(self._state, self._model)
+        for arm in ARMS[1:]:
+            click.echo(f"round {len(rounds)}: {ratio(rounds, arm)}")
+
+
+def measured(state: State, model: str) -> list[dict[str, Any]]:
+    """The rounds of a model so far."""
+    return [found for found in state.rounds if found.get("model") == model]
 
 
 @dataclass(frozen=True)
@@ -182,9 +203,9 @@ class Ratio:
         )
 
 
-def ratio(state: State, arm: str) -> Ratio:
-    """The ratio over all rounds so far, of which there is one at least."""
-    times = [r["iteration_time_s"] for r in state.rounds]
+def ratio(rounds: Sequence[dict[str, Any]], arm: str) -> Ratio:
+    """The ratio over rounds, of which there is one at least."""
+    times = [found["iteration_time_s"] for found in rounds]
     ratios = [t[arm] / t[STOCK] for t in times]
     logarithms = [math.log(value) for value in ratios]
     mean, error, freedom = statistics.fmean(logarithms), math.inf, len(ratios) - 1

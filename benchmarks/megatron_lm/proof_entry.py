@@ -27,9 +27,6 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
-#: Iterations before the first turn. What is compiled or made at first use is made here, while other
-#: jobs start too.
-FREE_ITERATIONS = 2
 
 
 class Turns:
@@ -37,7 +34,9 @@ class Turns:
 
     Turn k begins when the referee says so and ends at the beginning of the iteration after its
     last, when the device has done all of it: it holds whole iterations with their logging. While a
-    job waits, its ranks sleep in a read of a socket and nothing of theirs is on the GPU.
+    job waits, its ranks sleep in a read of a socket and nothing of theirs is on the GPU. The first
+    turn begins before the first iteration: jobs whose transfers wait on the same GPUs take two
+    minutes for what one alone does in three seconds.
 
     Args:
         path: the referee's Unix socket.
@@ -54,7 +53,7 @@ class Turns:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
         self._replies = self._socket.makefile("r")
-        self._boundaries = [FREE_ITERATIONS]
+        self._boundaries = [0]
         for length in lengths:
             self._boundaries.append(self._boundaries[-1] + length)
         self._ends = {*self._boundaries[1:], iterations}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,7 +93,10 @@ class Job:
     @property
     def identity(self) -> str:
         """Another for a job that does anything else; the same wherever it runs."""
-        text = json.dumps(asdict(self), sort_keys=True, default=str)
+        described = asdict(self)
+        if not self.mark_norms:  # as before there was the field
+            del described["mark_norms"]
+        text = json.dumps(described, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -203,12 +208,18 @@ def _environment(job: Job, site: Site) -> dict[str, str]:
     return {name: value for name, value in environment.items() if value is not None}
 
 
+#: Below those that the kernel hands out: between the choice and the use, one of these would go to a
+#: connection of another job.
+_PORTS = itertools.cycle(range(15000, 30000))
+
+
 def _free_port() -> int:
-    """A port that nobody has; the kernel hands out another each time."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """A port that nobody has, and another each time."""
+    for port in _PORTS:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("a cycle does not end")
 
 
 def printed_results(log: str) -> list[dict[str, str]]:
@@ -228,12 +239,23 @@ def printed_results(log: str) -> list[dict[str, str]]:
     return lines
 
 
-_NOT_A_RESULT = re.compile(r"elapsed time|throughput|energy|power|envpipe", re.IGNORECASE)
+#: The last are of lines of other ranks that may get in between where ranks share a log.
+_NOT_A_RESULT = re.compile(
+    r"elapsed time|throughput|energy|power|envpipe|footprint|parameters in|in-flight", re.IGNORECASE
+)
 
 
 def _numbers(text: str) -> dict[str, str]:
     pairs = [part.rsplit(":", 1) for part in text.split("|") if ":" in part]
     return {name.strip(): value.strip() for name, value in pairs if not _NOT_A_RESULT.search(name)}
+
+
+def results_alone(lines: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Printed results without what is none, whenever they were read."""
+    return [
+        {name: digits for name, digits in line.items() if not _NOT_A_RESULT.search(name)}
+        for line in lines
+    ]
 
 
 def printed_energies(log: str) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ def report(state: State, site: Site) -> tuple[str, dict[str, Any]]:
     """Markdown, and the same as data."""
     sections = {
         "equality": _equality(state, site),
-        "ratio": _ratio(state),
+        "ratio": _ratio(state, site),
         "memory": _memory(state),
         "stress": _stress(state),
         "energy": _energy(state),
@@ -49,7 +49,7 @@ def report(state: State, site: Site) -> tuple[str, dict[str, Any]]:
     data = {
         "machine": state.machine,
         "equality": [asdict(c) for c in part_equality.compare(state, site.cpu)],
-        "rounds": state.rounds,
+        "rounds": part_ratio.measured(state, str(part_ratio.size(site))),
         "memory": [asdict(stage) for stage in part_ratio.memories(state)],
         "commands": commands,
         **{
@@ -82,11 +82,12 @@ def _equality(state: State, site: Site) -> _Table:
     return heads, rows
 
 
-def _ratio(state: State) -> _Table:
+def _ratio(state: State, site: Site) -> _Table:
     heads = ("arm", "rounds", "ratio", "95 % interval", "upper 95 %", "s/iteration", "target")
     rows: list[Sequence[str]] = []
-    for arm in part_ratio.ARMS[1:] if state.rounds else ():
-        r = part_ratio.ratio(state, arm)
+    rounds = part_ratio.measured(state, str(part_ratio.size(site)))
+    for arm in part_ratio.ARMS[1:] if rounds else ():
+        r = part_ratio.ratio(rounds, arm)
         stock_s, own_s = r.iteration_time_s
         good = r.upper <= part_ratio.TARGET and stock_s >= part_ratio.LEAST_ITERATION_S
         rows.append(

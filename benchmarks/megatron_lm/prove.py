@@ -32,7 +32,6 @@ import part_stress
 import proof_checkouts
 import proof_report
 from part_ratio import Keeper, Rounds
-from proof_entry import FREE_ITERATIONS
 from proof_jobs import Job, Site
 from proof_pool import Limits, run_jobs
 from proof_state import State
@@ -48,12 +47,18 @@ _FOR_AN_END_S = 20.0
 @click.option("--stock", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--patched", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="State, report.")
+@click.option(
+    "--also",
+    type=click.Path(path_type=Path, exists=True),
+    multiple=True,
+    help="Another call's state.",
+)
 @click.option("--tag", default="core_v0.16.1", show_default=True, help="Of both checkouts.")
 @click.option("--gpus", type=int, help="Default: those of this machine; 4 on the CPU.")
 @click.option("--cpu", is_flag=True, help="gloo, emulated GPUs, and the smallest sizes.")
 @click.option("--budget-s", default=540.0, show_default=True, help="Ends in time by itself.")
-@click.option("--jobs", "concurrency", default=12, show_default=True, help="At the same time.")
-@click.option("--slots", default=2, show_default=True, help="Jobs of `equality` that compute.")
+@click.option("--jobs", "concurrency", default=6, show_default=True, help="At the same time.")
+@click.option("--slots", default=1, show_default=True, help="Jobs of `equality` that compute.")
 @click.option("--start-s", default=240.0, show_default=True, help="Until a job's first turn.")
 @click.option("--hang-s", default=60.0, show_default=True, help="Without progress, a hang.")
 @click.option("--most-failures", default=8, show_default=True, help="Then it starts no more.")
@@ -62,7 +67,8 @@ _FOR_AN_END_S = 20.0
 @click.option("--iterations", type=int, help="Of `equality`. [default: 50; 10 on the CPU]")
 @click.option("--corpus", type=click.Path(path_type=Path), help="Made if need be. [in scratch]")
 @click.option("--rounds", default=5, show_default=True, help="Of `ratio`, in all calls.")
-@click.option("--block-iterations", default=50, show_default=True, help="Of a turn of `ratio`.")
+@click.option("--round-turns", default=5, show_default=True, help="Of an arm in a round.")
+@click.option("--turn-iterations", default=10, show_default=True, help="Of a turn of `ratio`.")
 @click.option("--warmup-iterations", default=12, show_default=True, help="Of its first turns.")
 @click.option("--energy-iterations", default=60, show_default=True)
 @click.option("--stress-iterations", default=1000, show_default=True)
@@ -80,6 +86,8 @@ def main(**options: Any) -> None:
     site = Site(options["stock"], options["patched"], scratch.resolve(), cpu, gpus, corpus)
     output.mkdir(parents=True, exist_ok=True)
     state = State(output / f"proof-{tag}.json")
+    for other in options["also"]:
+        state.take_in(State(other))
     if options["listed"]:
         _Proof(site, state, options, begin_s).show()
         return
@@ -107,7 +115,10 @@ class _Proof:
         self._options = options
         self._parts = options["parts"]
         self._rounds = Rounds(
-            options["rounds"], options["block_iterations"], options["warmup_iterations"]
+            options["rounds"],
+            options["round_turns"],
+            options["turn_iterations"],
+            options["warmup_iterations"],
         )
         self._deadline_s = begin_s + options["budget_s"] - _FOR_THE_END_S
 
@@ -151,15 +162,17 @@ class _Proof:
 
         def on_block(run: str, block: Any) -> None:
             nonlocal longest_s
-            longest_s = max(longest_s, block.time_s)
+            if run.startswith(part_ratio.PART) and block.turn:
+                longest_s = max(longest_s, block.time_s)
             keeper(run, block)
 
         def goes_on(left: int) -> bool:
             # A round that is begun should end.
-            turns = len(part_ratio.ARMS) if left % len(part_ratio.ARMS) == 0 else 1
+            in_round = len(part_ratio.ARMS) * self._rounds.turns
+            turns = in_round if left % in_round == 0 else 1
             return self._limits().left_s > 1.05 * turns * longest_s + _FOR_AN_END_S
 
-        keeper = Keeper(self._state, self._rounds.iterations)
+        keeper = Keeper(self._state, self._rounds, str(part_ratio.size(self._site)))
         order = [job.name for job in jobs if job.name.startswith(part_energy.PART)]
         order += part_ratio.order([job for job in jobs if job.name.startswith(part_ratio.PART)])
         limits = self._limits(concurrency=len(jobs))
@@ -193,10 +206,10 @@ class _Proof:
         """Jobs that take turns by themselves; they aren't chosen by name, since all are needed."""
         jobs: list[Job] = []
         if "ratio" in self._parts:
-            jobs += part_ratio.jobs(self._site, self._state, self._rounds, FREE_ITERATIONS)
+            jobs += part_ratio.jobs(self._site, self._state, self._rounds)
         if "energy" in self._parts:
             iterations = self._options["energy_iterations"]
-            jobs += part_energy.jobs(self._site, iterations, FREE_ITERATIONS)
+            jobs += part_energy.jobs(self._site, iterations)
         return jobs
 
     def _chosen(self, jobs: list[Job]) -> list[Job]:

@@ -27,7 +27,6 @@ import part_stress
 import proof_report
 from proof_arms import ENVPIPE, ONE_F_ONE_B, STOCK, Planned
 from proof_checkouts import modified
-from proof_entry import FREE_ITERATIONS
 from proof_jobs import (
     HarmfulError,
     Job,
@@ -143,20 +142,17 @@ def _wait(reached):
 
 def test_jobs_take_turns_and_never_compute_together(site, state):
     turns = (2, 3, 3)
-    iterations = FREE_ITERATIONS + sum(turns) + 1
+    iterations = sum(turns) + 1
     jobs = [_job(f"ratio/start 1/{arm}", iterations, turns) for arm in part_ratio.ARMS]
-    keeper = part_ratio.Keeper(state, 3)
+    keeper = part_ratio.Keeper(state, part_ratio.Rounds(1, 2, 3, 2), "model")
     order = part_ratio.order(jobs)
     run_jobs(site, state, jobs, _limits(), order=order, on_block=keeper)
 
     assert [state.runs[job.name]["status"] for job in jobs] == ["ok"] * 3
-    assert len(state.rounds) == 2
+    assert len(state.rounds) == 1
     assert {len(_steps(site, job)) for job in jobs} == {2 * (iterations - 1)}
     in_turns = [
-        (begin_s, end_s, job.name)
-        for job in jobs
-        for number, begin_s, end_s in _steps(site, job)
-        if number >= FREE_ITERATIONS
+        (begin_s, end_s, job.name) for job in jobs for _, begin_s, end_s in _steps(site, job)
     ]
     spans = sorted(in_turns)
     for one, other in pairwise(spans):
@@ -172,7 +168,7 @@ def test_jobs_take_turns_and_never_compute_together(site, state):
 def test_turns_end_early_and_jobs_end_well_where_time_runs_out(site, state):
     jobs = [_job(f"ratio/start 1/{arm}", 100, (2, 3, 3)) for arm in part_ratio.ARMS]
     order = part_ratio.order(jobs)
-    keeper = part_ratio.Keeper(state, 3)
+    keeper = part_ratio.Keeper(state, part_ratio.Rounds(2, 1, 3, 2), "model")
     asked = []
 
     def goes_on(left):
@@ -183,8 +179,8 @@ def test_turns_end_early_and_jobs_end_well_where_time_runs_out(site, state):
     assert asked[:7] == [9, 8, 7, 6, 5, 4, 3]
     assert [state.runs[job.name]["status"] for job in jobs] == ["ok"] * 3
     assert len(state.rounds) == 1
-    assert {len(_steps(site, job)) for job in jobs} == {2 * (FREE_ITERATIONS + 2 + 3)}
-    assert len(state.runs[jobs[0].name]["ranks"][0]["losses"]) == FREE_ITERATIONS + 2 + 3
+    assert {len(_steps(site, job)) for job in jobs} == {2 * (2 + 3)}
+    assert len(state.runs[jobs[0].name]["ranks"][0]["losses"]) == 2 + 3
 
 
 def test_a_hang_says_where_and_leaves_no_process(site, state):
@@ -279,8 +275,8 @@ def test_every_run_there_is_changes_no_clock(num_gpus, site, state, monkeypatch)
     jobs = [
         *part_equality.jobs(machine, 50),
         *part_stress.jobs(machine, 1000, 0.002),
-        *part_ratio.jobs(machine, state, part_ratio.Rounds(5, 50, 12), FREE_ITERATIONS),
-        *part_energy.jobs(machine, 60, FREE_ITERATIONS),
+        *part_ratio.jobs(machine, state, part_ratio.Rounds(5, 5, 10, 12)),
+        *part_energy.jobs(machine, 60),
     ]
     assert len({job.name for job in jobs}) == len(jobs)
     for job in jobs:
@@ -386,38 +382,58 @@ def test_stock_runs_again_where_an_arm_differs_in_a_bit(site, state):
     assert second.arguments[place].startswith("{scratch}/" + first.folder_name)
 
 
-def test_ratio_and_its_bound(state):
-    keeper = part_ratio.Keeper(state, 50)
+def test_ratio_and_its_bound(site, state):
+    model = str(part_ratio.GPT_1_3B)
+    keeper = part_ratio.Keeper(state, part_ratio.Rounds(5, 2, 25, 12), model)
     times = [(30.0, 30.03), (31.0, 31.062), (30.5, 30.5), (30.2, 30.1698), (30.0, 30.06)]
-    for turn, (stock, own) in enumerate(times, 1):
+    for number, (stock, own) in enumerate(times):
         blocks = {STOCK: stock, ONE_F_ONE_B: own, ENVPIPE: own * 1.02}
-        for arm, time_s in blocks.items():
-            keeper(f"ratio/start 1/{arm}", Block(turn, time_s, ()))
+        for turn, share in ((2 * number + 1, 0.6), (2 * number + 2, 0.4)):
+            for arm, time_s in blocks.items():
+                keeper(f"ratio/start 1/{arm}", Block(turn, share * time_s, ()))
     keeper("ratio/start 1/stock", Block(0, 5.0, ()))
     keeper("energy/envpipe", Block(1, 5.0, ()))
-    found = part_ratio.ratio(State(state.path), ONE_F_ONE_B)
+    rounds = part_ratio.measured(State(state.path), model)
+    found = part_ratio.ratio(rounds, ONE_F_ONE_B)
     logs = [math.log(b / a) for a, b in times]
     mean = sum(logs) / 5
     error = math.sqrt(sum((x - mean) ** 2 for x in logs) / 4 / 5)
     assert found.mean == pytest.approx(math.exp(mean))
     assert found.upper == pytest.approx(math.exp(mean + 2.13185 * error), rel=1e-6)
     assert found.interval[1] == pytest.approx(math.exp(mean + 2.77645 * error), rel=1e-6)
-    assert found.iteration_time_s[0] == 30.2 / 50
-    _, rows = proof_report._ratio(state)
+    assert found.iteration_time_s[0] == pytest.approx(30.2 / 50)
+    _, rows = proof_report._ratio(state, site)
     assert [row[-1] for row in rows] == ["met", "MISSED"]
+    assert not part_ratio.measured(state, "another model")
 
 
 def test_rounds_that_are_missing_are_measured_later(site, state):
-    machine, rounds = replace(site, num_gpus=4), part_ratio.Rounds(5, 50, 12)
-    first = part_ratio.jobs(machine, state, rounds, FREE_ITERATIONS)
-    assert first[0].turns == (12, 50, 50, 50, 50, 50)
+    machine, rounds = replace(site, num_gpus=4), part_ratio.Rounds(5, 2, 25, 12)
+    first = part_ratio.jobs(machine, state, rounds)
+    assert first[0].turns == (12, *[25] * 10)
     state.runs.update({job.name: {"status": "out of time"} for job in first})
-    state.rounds.extend([{}] * 3)
-    second = part_ratio.jobs(machine, state, rounds, FREE_ITERATIONS)
-    assert second[0].turns == (12, 50, 50)
+    model = str(part_ratio.GPT_1_3B)
+    state.rounds.extend([{"model": model}] * 3 + [{"model": "another"}, {}])
+    second = part_ratio.jobs(machine, state, rounds)
+    assert second[0].turns == (12, *[25] * 4)
     assert not {job.name for job in first} & {job.name for job in second}
-    state.rounds.extend([{}] * 2)
-    assert not part_ratio.jobs(machine, state, rounds, FREE_ITERATIONS)
+    state.rounds.extend([{"model": model}] * 2)
+    assert not part_ratio.jobs(machine, state, rounds)
+
+
+def test_states_of_several_calls_come_together(state, tmp_path):
+    other = State(tmp_path / "other.json")
+    state.runs.update({"a": {"status": "ok", "n": 1}, "b": {"status": "out of time"}})
+    other.runs.update({"a": {"status": "ok", "n": 2}, "b": {"status": "ok"}, "c": {"status": "ok"}})
+    state.rounds.append({"start": "1"})
+    other.rounds.extend([{"start": "1"}, {"start": "2"}])
+    state.take_in(other)
+    assert state.runs == {
+        "a": {"status": "ok", "n": 1},
+        "b": {"status": "ok"},
+        "c": {"status": "ok"},
+    }
+    assert state.rounds == [{"start": "1"}, {"start": "2"}]
 
 
 def test_energies_of_whole_intervals_are_compared(state):
