@@ -20,6 +20,7 @@ from proof_jobs import Job, Launch, Site, make_launch, printed_energies, printed
 from proof_state import State
 from proof_turns import Block, Referee
 
+#: The thread that trains is the last in a dump.
 _KEPT_OF_A_LOG, _KEPT_OF_STACKS = 1500, 6000
 
 
@@ -171,7 +172,7 @@ class Pool:
                 "stood_at": where,
                 "log": _ends(logs),
                 "stacks": {
-                    path.stem: path.read_text(errors="replace")[:_KEPT_OF_STACKS]
+                    path.stem: path.read_text(errors="replace")[-_KEPT_OF_STACKS:]
                     for path in sorted(folder.glob("stacks-*.txt"))
                 },
             }

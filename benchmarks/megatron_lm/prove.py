@@ -91,8 +91,8 @@ def main(**options: Any) -> None:
     if options["listed"]:
         _Proof(site, state, options, begin_s).show()
         return
-    state.machine.update(_machine(site, tag, cpu))
     if set(options["parts"]) != {"report"}:
+        state.machine.update(_machine(site, tag, cpu))
         for checkout in (site.stock, site.patched):
             proof_checkouts.prepare(checkout)
     if "equality" in options["parts"] and not proof_checkouts.prepare_corpus(corpus, site.stock):
