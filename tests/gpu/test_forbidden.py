@@ -61,6 +61,10 @@ COMMANDS = {
     ("import-freqs",): [["--help"]],
     ("export-freqs",): [["--help"]],
     ("quickstart",): [["--help"]],  # emulated GPUs alone
+    ("patch", "apply"): [["--help"]],
+    ("patch", "check"): [["--help"]],
+    ("patch", "revert"): [["--help"]],
+    ("profile",): [["--help"]],  # the training that it starts goes the ways below
 }
 
 
