@@ -18,6 +18,7 @@ from lm_cases import (
     ITERATIONS,
     MICROBATCHES,
     ONE_F_ONE_B,
+    OVERLAPPED,
     WARMUP,
     Case,
     full,
@@ -135,19 +136,27 @@ def test_a_restarted_job_trains_the_same(name, tag, checkout, stock, patched, tm
     """Stopped at a checkpoint in the middle, and started again from it."""
     case = CASES[name]
     middle = ITERATIONS // 2
+    # Without Apex, Megatron-LM cannot load the distributed optimizer's state in any format.
+    loses_state = OVERLAPPED in case.features
+    without_state = "--no-load-optim" if loses_state else ""
 
     def saving(arm: str) -> str:
         return f"--save {tmp_path / arm} --save-interval {middle} --exit-interval {middle}"
 
-    first = run_case(checkout(tag), case, saving("stock"), tmp_path / "stock first")
-    second = run_case(checkout(tag), case, f"--load {tmp_path / 'stock'}", tmp_path / "stock then")
-    # Megatron-LM prints the second loss after a restart as its mean with the first.
-    assert second.weights == stock(name, tag).weights
+    def loading(arm: str) -> str:
+        return f"--load {tmp_path / arm} {without_state}"
 
-    how = f"{ENVPIPE} {saving('envpipe')}"
-    patched_first = run_envpipe(patched(tag), case, tmp_path / "first", how)
-    how = f"{ENVPIPE} --load {tmp_path / 'envpipe'}"
-    patched_second = run_envpipe(patched(tag), case, tmp_path / "then", how)
+    first = run_case(checkout(tag), case, saving("stock"), tmp_path / "stock first")
+    second = run_case(checkout(tag), case, loading("stock"), tmp_path / "stock then")
+    # Megatron-LM prints the second loss after a restart as its mean with the first.
+    assert (second.weights == stock(name, tag).weights) == (not loses_state)
+
+    patched_first = run_envpipe(
+        patched(tag), case, tmp_path / "first", f"{ENVPIPE} {saving('envpipe')}"
+    )
+    patched_second = run_envpipe(
+        patched(tag), case, tmp_path / "then", f"{ENVPIPE} {loading('envpipe')}"
+    )
     assert patched_first.digits == first.digits
     assert patched_second.digits == second.digits
     assert patched_second.weights == second.weights
