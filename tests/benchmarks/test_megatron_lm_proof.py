@@ -43,6 +43,10 @@ from proof_state import State
 from proof_stress import random_extra_forwards
 from proof_turns import Block
 
+pytestmark = pytest.mark.skipif(
+    os.environ.get("ENVPIPE_LM_FULL") != "1", reason="takes minutes: ENVPIPE_LM_FULL=1 runs it"
+)
+
 SCRIPT = """
 import sys
 from megatron.training import training
