@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -75,19 +74,18 @@ class Job:
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
         host_group = dist.new_group(backend="gloo", timeout=timeout, group_desc="envpipe-host")
         assert host_group is not None
-        self.stage: int = parallel_state.get_pipeline_model_parallel_rank()
-        self.num_stages: int = parallel_state.get_pipeline_model_parallel_world_size()
+        stage: int = parallel_state.get_pipeline_model_parallel_rank()
+        num_stages: int = parallel_state.get_pipeline_model_parallel_world_size()
         # Replicas meet in every iteration, so emulated time runs for all of them together.
-        self.collectives = Collectives(host_group, self.stage, self.num_stages, host_group)
+        self.collectives = Collectives(host_group, stage, num_stages, host_group)
         self.device = open_device(
             self.collectives,
-            self.stage,
-            self.num_stages,
+            stage,
+            num_stages,
             options.gpu_control,
             require=options.require_control
             or (options.profile_only and options.gpu_control != "dry_run"),
         )
-        self.num_microbatches: int = get_num_microbatches()
         self.channel = make_channel(
             parallel_state.get_pipeline_model_parallel_group(),
             stamped=self.device.emulated,
@@ -95,7 +93,7 @@ class Job:
         )
         self.session = Session(
             SessionConfig(
-                options.request(self.num_microbatches),
+                options.request(get_num_microbatches()),
                 warmup_iterations=options.baseline_steps,
                 profiler=ProfilerSettings(measured_iterations=options.profile_steps),
                 profile_file=options.profile_file,
@@ -112,8 +110,8 @@ class Job:
             self.device.make_executor,
             self.channel,
             self.collectives,
-            stage=self.stage,
-            num_stages=self.num_stages,
+            stage=stage,
+            num_stages=num_stages,
             rank=dist.get_rank(),
             labels={"emulated": True} if self.device.emulated else {},
             say=say,
@@ -146,17 +144,7 @@ class Job:
 
 
 def _fingerprint(args: argparse.Namespace, options: Options, gpu: str) -> dict[str, object]:
-    """What a profile and a plan are good for: the same mapping, the same job."""
+    """What a profile and a plan are good for, beside the session's own: the same, the same job."""
     job: dict[str, object] = {name: getattr(args, name, None) for name in _SAME_JOB}
     job["params_dtype"] = str(job["params_dtype"])
-    job |= {
-        "gpu": gpu,
-        "policy": options.policy,
-        "scheduling": options.scheduling,
-        "reconfigure": options.reconfigure,
-        "max_in_flight": options.max_in_flight,
-        "min_dwell_s": options.min_dwell_s,
-        "torch": torch.__version__,
-        "single_queue": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1",
-    }
-    return job
+    return job | {"gpu": gpu, "min_dwell_s": options.min_dwell_s, "torch": torch.__version__}
