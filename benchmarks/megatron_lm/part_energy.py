@@ -17,17 +17,15 @@ _LOG_INTERVAL = 10
 
 
 def jobs(site: Site, iterations: int) -> list[Job]:
-    """One job in EnvPipe's order, in one turn."""
-    total = iterations + 1
+    """One job in EnvPipe's order."""
     energy = () if site.cpu else ("--log-energy",)  # it asks NVML
     return [
         Job(
             name=NAME,
-            arguments=(*arguments(site, ENVPIPE, total, _LOG_INTERVAL), *energy),
+            arguments=(*arguments(site, ENVPIPE, iterations, _LOG_INTERVAL), *energy),
             num_ranks=site.num_gpus,
-            iterations=total,
+            iterations=iterations,
             patched=True,
-            turns=(iterations,),
             limit_s=3600.0,
         )
     ]
@@ -35,7 +33,7 @@ def jobs(site: Site, iterations: int) -> list[Job]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """J an iteration and GPU, over the log intervals of the turn.
+    """J an iteration and GPU, over the log intervals of the run but the first.
 
     Args:
         megatron_j: by Megatron's monitor.
@@ -60,7 +58,7 @@ def agreement(state: State) -> Agreement | None:
     run = state.runs.get(NAME, {})
     if run.get("status") != "ok":
         return None
-    # The first interval holds the start, and the wait for the turn.
+    # The first interval holds the start.
     lines = [line for line in run["energies"] if line["iteration"] > _LOG_INTERVAL]
     if not lines or any(line["envpipe_j"] is None for line in lines):
         return None

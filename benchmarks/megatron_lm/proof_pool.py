@@ -22,6 +22,8 @@ from proof_turns import Block, Referee
 
 #: The thread that trains is the last in a dump.
 _KEPT_OF_A_LOG, _KEPT_OF_STACKS = 1500, 6000
+#: A rank in a call of the driver does not hear signals until that returns.
+_FOR_STACKS_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class Pool:
         ranks = self._referee.ranks(job.name)
         where = {str(rank): [at.at, at.unit] for rank, at in sorted(ranks.items())}
         if why is not None:
-            self._kill(running, [at.pid for at in ranks.values()])
+            self._kill(running, {rank: at.pid for rank, at in ranks.items()})
         self._running.remove(running)
         self._referee.drop(job.name)
         folder = job.folder(self._site)
@@ -181,17 +183,29 @@ class Pool:
         self._state.keep(job, **found)
         click.echo(f"{job.name}: {status} ({running.age_s:.0f} s)")
 
-    @staticmethod
-    def _kill(running: _Running, ranks: Sequence[int]) -> None:
+    def _kill(self, running: _Running, pids: Mapping[int, int]) -> None:
         """Let the ranks tell their stacks, then end everything of the job."""
-        for pid in ranks:
+        folder = running.job.folder(self._site)
+        for pid in pids.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
-        time.sleep(1.0)
+        stacks = [folder / f"stacks-{rank}.txt" for rank, pid in pids.items() if _lives(pid)]
+        give_up_s = time.monotonic() + _FOR_STACKS_S
+        while time.monotonic() < give_up_s and not all(_told(path) for path in stacks):
+            time.sleep(0.1)
         # The ranks die with torchrun (`proof_entry`).
         with suppress(ProcessLookupError):
             os.killpg(running.process.pid, signal.SIGKILL)
         running.process.wait()
+
+
+def _lives(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def _told(stacks: Path) -> bool:
+    """Whether a dump is there to its end: the thread that trains is the last in it."""
+    return stacks.exists() and "in <module>" in stacks.read_text(errors="replace")[-200:]
 
 
 def _judge(job: Job, code: int, log: str) -> str:

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,14 +91,16 @@ def main(**options: Any) -> None:
     if options["listed"]:
         _Proof(site, state, options, begin_s).show()
         return
-    if set(options["parts"]) != {"report"}:
+    runs = set(options["parts"]) != {"report"}
+    if runs:
         state.machine.update(_machine(site, tag, cpu))
         for checkout in (site.stock, site.patched):
             proof_checkouts.prepare(checkout)
     if "equality" in options["parts"] and not proof_checkouts.prepare_corpus(corpus, site.stock):
         site = replace(site, corpus=None)
     try:
-        _Proof(site, state, options, begin_s).run()
+        if runs:
+            _Proof(site, state, options, begin_s).run()
     finally:
         state.save()
         click.echo(proof_report.write(state, site, output).split("\n## commands")[0])
@@ -123,46 +125,36 @@ class _Proof:
         self._deadline_s = begin_s + options["budget_s"] - _FOR_THE_END_S
 
     def run(self) -> None:
-        """Every part, one after the other; the timed ones start together."""
-        if "faults" in self._parts or "equality" in self._parts:
-            self._run_side_by_side()
-        if "stress" in self._parts:
-            run_jobs(self._site, self._state, self._stress(), self._limits())
-        if "ratio" in self._parts or "energy" in self._parts:
-            self._run_timed()
+        """Every part, one after the other."""
+        for plan in (*part_equality.plans(self._site), *part_ratio.plans(self._site)):
+            plan.write(self._site)
+        shared = self._jobs("faults", "equality")
+        self._share(shared)
+        self._share(part_equality.repeats(self._state, shared, self._site.cpu))
+        # Four jobs with contexts on the same GPUs hung in Megatron's own first iteration, though
+        # one alone computed; none did that had the GPUs for itself.
+        alone = self._limits(concurrency=1)
+        run_jobs(self._site, self._state, self._jobs("stress", "energy"), alone)
+        self._take_turns(self._jobs("ratio"))
 
     def show(self) -> None:
         """What there is, and how it ended."""
-        made = [*self._equality(), *self._faults(), *self._stress(), *self._timed()]
-        for job in made:
-            if job.name.split("/")[0] in self._parts:
-                run = self._state.runs.get(job.name, {})
-                status = run.get("status", "not run")
-                old = status == "ok" and not self._state.done(job)
-                click.echo(f"{job.name}: {'ok, of another job' if old else status}")
-
-    def _run_side_by_side(self) -> None:
-        jobs = self._faults() if "faults" in self._parts else []
-        if "equality" in self._parts:
-            for plan in part_equality.plans(self._site):
-                plan.write(self._site)
-            jobs += self._equality()
-        self._share(jobs)
-        self._share(part_equality.repeats(self._state, jobs, self._site.cpu))
+        for job in self._jobs(*PARTS):
+            run = self._state.runs.get(job.name, {})
+            status = run.get("status", "not run")
+            old = status == "ok" and not self._state.done(job)
+            click.echo(f"{job.name}: {'ok, of another job' if old else status}")
 
     def _share(self, jobs: Sequence[Job]) -> None:
         slots = self._options["slots"]
         run_jobs(self._site, self._state, jobs, self._limits(), slots=slots)
 
-    def _run_timed(self) -> None:
-        for plan in part_ratio.plans(self._site):
-            plan.write(self._site)
-        jobs = [job for job in self._timed() if not self._state.done(job)]
+    def _take_turns(self, jobs: Sequence[Job]) -> None:
         longest_s = 0.0
 
         def on_block(run: str, block: Any) -> None:
             nonlocal longest_s
-            if run.startswith(part_ratio.PART) and block.turn:
+            if block.turn:
                 longest_s = max(longest_s, block.time_s)
             keeper(run, block)
 
@@ -173,8 +165,7 @@ class _Proof:
             return self._limits().left_s > 1.05 * turns * longest_s + _FOR_AN_END_S
 
         keeper = Keeper(self._state, self._rounds, str(part_ratio.size(self._site)))
-        order = [job.name for job in jobs if job.name.startswith(part_energy.PART)]
-        order += part_ratio.order([job for job in jobs if job.name.startswith(part_ratio.PART)])
+        order = part_ratio.order(jobs)
         limits = self._limits(concurrency=len(jobs))
         run_jobs(
             self._site, self._state, jobs, limits, order=order, goes_on=goes_on, on_block=on_block
@@ -190,31 +181,26 @@ class _Proof:
             least_s=0.0 if self._site.cpu else 45.0,
         )
 
-    def _equality(self) -> list[Job]:
-        iterations = self._options["iterations"] or (10 if self._site.cpu else 50)
-        return self._chosen(part_equality.jobs(self._site, iterations))
-
-    def _faults(self) -> list[Job]:
-        return self._chosen(part_faults.jobs(self._site))
-
-    def _stress(self) -> list[Job]:
-        delay_s = self._options["stress_delay_ms"] / 1e3
-        iterations = self._options["stress_iterations"]
-        return self._chosen(part_stress.jobs(self._site, iterations, delay_s))
-
-    def _timed(self) -> list[Job]:
-        """Jobs that take turns by themselves; they aren't chosen by name, since all are needed."""
-        jobs: list[Job] = []
-        if "ratio" in self._parts:
-            jobs += part_ratio.jobs(self._site, self._state, self._rounds)
-        if "energy" in self._parts:
-            iterations = self._options["energy_iterations"]
-            jobs += part_energy.jobs(self._site, iterations)
-        return jobs
-
-    def _chosen(self, jobs: list[Job]) -> list[Job]:
-        only = self._options["only"]
-        return [job for job in jobs if only is None or fnmatch.fnmatch(job.name, only)]
+    def _jobs(self, *parts: str) -> list[Job]:
+        """Of these parts, those that are asked for."""
+        site, options, only = self._site, self._options, self._options["only"]
+        iterations = options["iterations"] or (10 if site.cpu else 50)
+        delay_s = options["stress_delay_ms"] / 1e3
+        makers: dict[str, Callable[[], list[Job]]] = {
+            "faults": lambda: part_faults.jobs(site),
+            "equality": lambda: part_equality.jobs(site, iterations),
+            "stress": lambda: part_stress.jobs(site, options["stress_iterations"], delay_s),
+            "energy": lambda: part_energy.jobs(site, options["energy_iterations"]),
+            "ratio": lambda: part_ratio.jobs(site, self._state, self._rounds),
+        }
+        asked = [part for part in makers if part in parts and part in self._parts]
+        # The arms of a ratio take turns: all of them are needed.
+        return [
+            job
+            for part in asked
+            for job in makers[part]()
+            if only is None or part == "ratio" or fnmatch.fnmatch(job.name, only)
+        ]
 
 
 def _num_gpus() -> int:

@@ -21,7 +21,7 @@ from envpipe_megatron.runtime.session import SessionConfig
 pytestmark = pytest.mark.xdist_group("pipeline")
 
 #: For a peer to be called silent, and for an error to get from it to a test on a busy machine.
-TIMEOUT_S, GRACE_S = 2.0, 4.0
+TIMEOUT_S, GRACE_S = 5.0, 5.0
 
 FAULTS = {
     "killed in its forward": ("kill", 1, "F2"),

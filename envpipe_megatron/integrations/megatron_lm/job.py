@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,8 @@ from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.profiler import ProfilerSettings
 from envpipe_megatron.runtime.session import Session, SessionConfig
 from envpipe_megatron.sidecar import Sidecar
+
+logger = logging.getLogger(__name__)
 
 #: What a stored profile and plan were made for; another value of one of these makes them useless.
 _SAME_JOB = (
@@ -138,9 +141,14 @@ class Job:
         self.session.close()
 
     def _keep_grid(self, text: str) -> None:
-        if self.options.output_dir is not None:
-            with (self.options.output_dir / "reconfigure.txt").open("a") as file:
+        if self.options.output_dir is None:
+            return
+        path = self.options.output_dir / "reconfigure.txt"
+        try:
+            with path.open("a") as file:
                 file.write(text + "\n\n")
+        except OSError as error:  # a full disk, say; training goes on
+            logger.error("%s could not be written: %s", path, error)
 
 
 def _fingerprint(args: argparse.Namespace, options: Options, gpu: str) -> dict[str, object]:
