@@ -17,14 +17,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Protocol
 
 import numpy as np
-import torch
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime.channel import TensorSpec
 from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.device_memory import MemorySource, Reading
 from envpipe_megatron.runtime.interpreter import StageWork
 from envpipe_megatron.schedule import Kind, Schedule, Unit
 from envpipe_megatron.timeline import RELATIVE_TOLERANCE
@@ -45,77 +44,8 @@ class MemoryUnknownError(EnvPipeError):
     """A limit by memory where memory cannot be measured."""
 
 
-@dataclass(frozen=True)
-class Reading:
-    """One look at an allocator.
-
-    Args:
-        allocated_bytes: of live tensors.
-        unusable_bytes: neither live nor to be had: holes between live blocks, and freed blocks that
-            another stream still uses.
-    """
-
-    allocated_bytes: int
-    unusable_bytes: int = 0
-
-
-class MemorySource(Protocol):
-    """The memory of one rank's device."""
-
-    def read(self) -> Reading:
-        """What is held now, in the order in which the host allocates and frees."""
-
-    def peak_bytes(self) -> int:
-        """The most that was allocated since `reset_peak`."""
-
-    def reset_peak(self) -> None:
-        """Forget the peak."""
-
-    def capacity_bytes(self) -> int:
-        """What this process could hold at most beside what others on the device hold now."""
-
-
-class CudaMemory:
-    """torch's caching allocator on the current device.
-
-    Resetting the peak is seen by everyone who asks torch for it: `torch.cuda.max_memory_allocated`
-    then counts from the last iteration that was watched.
-    """
-
-    def __init__(self) -> None:
-        self._device = torch.cuda.current_device()
-
-    def read(self) -> Reading:
-        """One call into the allocator; the flat `memory_stats` would take several times as long."""
-        stats = torch.cuda.memory.memory_stats_as_nested_dict(self._device)
-        allocated = stats["allocated_bytes"]["all"]["current"]
-        awaiting_streams = stats["active_bytes"]["all"]["current"] - allocated
-        return Reading(
-            allocated, awaiting_streams + stats["inactive_split_bytes"]["all"]["current"]
-        )
-
-    def peak_bytes(self) -> int:
-        """As `torch.cuda.max_memory_allocated`."""
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def reset_peak(self) -> None:
-        """As `torch.cuda.reset_peak_memory_stats`."""
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def capacity_bytes(self) -> int:
-        """What the driver has free and what the allocator has reserved.
-
-        Segments without a live block are given back before an allocation fails, so they count.
-        """
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return free + torch.cuda.memory_reserved(self._device)
-
-
-def device_memory() -> MemorySource | None:
-    """The memory of this rank's device; None where no CUDA device is in use."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
-        return None
-    return CudaMemory()
+class MemoryFullError(EnvPipeError):
+    """An order that needs more memory than there is."""
 
 
 class Watch(Enum):
@@ -211,6 +141,7 @@ class JobMemory:
         self._begun = False
         self._step_peak_bytes = 0
         self._units_peak_bytes: int | None = None
+        self._unusable_bytes = 0
 
     def watched(
         self, make_work: Callable[[Schedule], StageWork]
@@ -272,8 +203,16 @@ class JobMemory:
         )
 
     def predict(self, schedule: Schedule) -> None:
-        """Say what an order that is about to run will hold."""
-        if self.stages is None:
+        """Say what an order that is about to run will hold, and have it ready.
+
+        Ready before the order's first receive is posted: an allocator that finds no memory gives
+        back what it caches, which waits for all that the device does, and so for a receive whose
+        sender may be waiting for this stage. Both would hang where an error is due.
+
+        Raises:
+            MemoryFullError: it is not to be had, on all ranks alike.
+        """
+        if self.stages is None or self._source is None:  # on every rank alike
             return
         peaks = schedule.peak_in_flight
         self.stages = tuple(
@@ -291,6 +230,16 @@ class JobMemory:
                     f"Stage {number} may run out of memory: {stage.in_flight} microbatches in "
                     f"flight need {bytes_ / _GIB:.2f} GiB, and {most / _GIB:.2f} GiB may be used"
                 )
+        ready = self._source.reserve(math.ceil(predicted[self._stage]) + self._unusable_bytes)
+        everyone = self._collectives.gather_by_stage(ready)
+        full = [number for number, replicas in enumerate(everyone) if not all(replicas)]
+        if full:
+            raise MemoryFullError(
+                f"Stages {full} have no memory for the microbatches in flight of this order, "
+                f"{_gib(predicted)} GiB at its peak",
+                value=list(peaks),
+                remedy="Let fewer be in flight, or leave their number to what memory allows.",
+            )
 
     def peak_bytes(self) -> int | None:
         """The peak of the iteration that has just ended, if memory is known and it was watched."""
@@ -325,14 +274,14 @@ class JobMemory:
         if self._source is None or len(self._readings) <= schedule.units_per_stage:
             return None
         allocated = [reading.allocated_bytes for reading in self._readings]
-        unusable = self._readings[int(np.argmax(allocated))].unusable_bytes
+        self._unusable_bytes = self._readings[int(np.argmax(allocated))].unusable_bytes
         peak = self._peak_bytes(self._source)
         capacity = (1 - SAFETY_MARGIN) * self._source.capacity_bytes()
         return StageMemory(
             max(activation_bytes(self._kinds, allocated), _message_bytes(spec)),
             schedule.peak_in_flight[self._stage],
             peak,
-            max(0.0, capacity - peak - unusable),
+            max(0.0, capacity - peak - self._unusable_bytes),
             self._step_peak_bytes,
         )
 

@@ -14,7 +14,8 @@ from envpipe_megatron.policies.planner import (
     PlanRequest,
 )
 from envpipe_megatron.profile import Profile
-from envpipe_megatron.runtime.memory import MemorySource, MemoryUnknownError, StageMemory
+from envpipe_megatron.runtime.device_memory import MemorySource
+from envpipe_megatron.runtime.memory import MemoryUnknownError, StageMemory
 from envpipe_megatron.sidecar import Sidecar, read_sidecar, sidecar_path
 
 

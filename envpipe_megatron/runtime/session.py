@@ -15,12 +15,13 @@ from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.completion import Completion, Done
+from envpipe_megatron.runtime.device_memory import MemorySource, device_memory
 from envpipe_megatron.runtime.energy_log import EnergyLog
 from envpipe_megatron.runtime.energy_meter import EnergyMeter
 from envpipe_megatron.runtime.executor import Executor, StageRecord
 from envpipe_megatron.runtime.interpreter import StageWork, execute
 from envpipe_megatron.runtime.interval_energy import BaselineEnergy, IntervalEnergy, JobEnergy
-from envpipe_megatron.runtime.memory import JobMemory, MemorySource, device_memory
+from envpipe_megatron.runtime.memory import JobMemory
 from envpipe_megatron.runtime.memory_limit import check_memory_is_known
 from envpipe_megatron.runtime.orders import IterationOrder, Phase, PhaseRun
 from envpipe_megatron.runtime.phases import (

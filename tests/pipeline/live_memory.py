@@ -12,7 +12,8 @@ from jobs import Job, Ours
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from envpipe_megatron.runtime.memory import Reading, StageMemory
+from envpipe_megatron.runtime.device_memory import Reading
+from envpipe_megatron.runtime.memory import StageMemory
 
 #: Sequence x microbatch x hidden size, as in `training`, of four bytes each.
 MESSAGE_BYTES = 16 * 2 * 32 * 4
@@ -55,6 +56,9 @@ class LiveStorages(TorchDispatchMode):
 
     def capacity_bytes(self) -> int:
         return 10**9
+
+    def reserve(self, count: int) -> bool:
+        return count <= self.capacity_bytes()
 
 
 def train_and_watch(rank: int, job: Job, ours: Ours, root: Path) -> tuple[StageMemory, ...] | None:

@@ -6,7 +6,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from envpipe_megatron.runtime.memory import Reading
+from envpipe_megatron.runtime.device_memory import Reading
 from envpipe_megatron.schedule import Kind, Unit
 
 
@@ -16,6 +16,7 @@ class FakeMemory:
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity = capacity_bytes
         self.allocated = self.peak = self.unusable = self.resets = self.readings = 0
+        self.reserved = 0
 
     def take(self, count: int) -> None:
         self.allocated += count
@@ -43,6 +44,10 @@ class FakeMemory:
 
     def capacity_bytes(self) -> int:
         return self.capacity
+
+    def reserve(self, count: int) -> bool:
+        self.reserved = max(self.reserved, min(count, self.capacity))
+        return count <= self.capacity
 
 
 @dataclass(frozen=True)

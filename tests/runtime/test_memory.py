@@ -18,14 +18,15 @@ from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.policies.planner import BY_MEMORY, PlanRequest
 from envpipe_megatron.profile import ProfileRow, make_profile
 from envpipe_megatron.runtime.channel import TensorSpec
+from envpipe_megatron.runtime.device_memory import device_memory
 from envpipe_megatron.runtime.memory import (
     PREDICTION_ERROR,
     SAFETY_MARGIN,
     JobMemory,
+    MemoryFullError,
     StageMemory,
     Watch,
     activation_bytes,
-    device_memory,
 )
 from envpipe_megatron.runtime.memory_limit import in_flight_limit, knows_memory, with_memory
 from envpipe_megatron.schedule import Kind
@@ -295,7 +296,7 @@ def test_the_measured_peak_is_held_against_the_prediction(caplog):
     assert "more than was predicted" in record.getMessage()
 
 
-def test_an_order_that_was_given_and_does_not_fit_is_told(caplog):
+def test_an_order_that_was_given_and_takes_the_margin_is_told(caplog):
     job = FakeJob(2, 8, lambda rank: Sizes(), capacity=88_000)
     job.learn()
     with caplog.at_level(logging.WARNING):
@@ -304,6 +305,31 @@ def test_an_order_that_was_given_and_does_not_fit_is_told(caplog):
         "Stage 0 may run out of memo",
         "Stage 1 may run out of memo",
     ]
+
+
+def test_memory_is_ready_before_an_order_begins():
+    job = FakeJob(2, 6, lambda rank: Sizes(message=0, holes=2_000))
+    job.learn()
+    schedule = builders.envpipe(2, 6, (3, 0))
+    job.everywhere(lambda stage, work, memory: memory.predict(schedule))
+    ready = [device.reserved for device in job.devices]
+    holes = [memory._unusable_bytes for _, _, memory in job.ranks]
+    assert max(holes) > 0
+    peaks = job.iterate(schedule, Watch.PEAK)
+    assert [r - h for r, h in zip(ready, holes, strict=True)] == pytest.approx(peaks, rel=0.01)
+
+
+def test_an_order_without_memory_ends_the_job_on_all_ranks():
+    job = FakeJob(2, 8, lambda rank: Sizes(), replicas=2, capacity=10**6)
+    job.learn()
+    job.devices[2].capacity = job.devices[2].allocated + 10_000  # another job came, say
+
+    def run(stage, work, memory):
+        with pytest.raises(MemoryFullError, match=r"Stages \[0\] have no memory .*\[8, 8\]"):
+            memory.predict(builders.gpipe(2, 8))
+        return True
+
+    assert job.everywhere(run) == [True] * 4
 
 
 def test_nothing_is_looked_at_once_the_plan_runs():
@@ -397,6 +423,10 @@ def test_cuda_memory_is_that_of_torchs_allocator():
     pieces = [torch.empty(3 * mebibyte, dtype=torch.uint8, device="cuda") for _ in range(16)]
     del pieces[::2]
     assert memory.read().unusable_bytes >= 16 * mebibyte  # holes between live blocks
+    more = torch.cuda.memory_reserved() + 512 * mebibyte
+    assert memory.reserve(more)
+    assert torch.cuda.memory_reserved() == pytest.approx(more, abs=32 * mebibyte)
+    assert not memory.reserve(2 * memory.capacity_bytes())
 
 
 def test_cuda_memory_reads_the_allocators_counters(monkeypatch):
@@ -420,3 +450,33 @@ def test_cuda_memory_reads_the_allocators_counters(monkeypatch):
     assert (memory.read().allocated_bytes, memory.read().unusable_bytes) == (700, 80)
     assert memory.capacity_bytes() == 4_900  # others on the device hold the rest
     assert memory.peak_bytes() == 800
+
+
+def test_cuda_memory_that_is_cached_already_is_not_taken_again(monkeypatch):
+    """The allocator gives a piece that it holds before it asks the driver."""
+    pieces, asked, driver = [40, 300], [], 500
+    reserved = 1_000
+
+    def empty(count, **_):
+        nonlocal reserved, driver
+        asked.append(count)
+        for piece in pieces:
+            if piece >= count:
+                pieces.remove(piece)
+                return [0]
+        if count > driver:
+            raise torch.OutOfMemoryError
+        reserved, driver = reserved + count, driver - count
+        return [0]
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    monkeypatch.setattr(torch, "empty", empty)
+    memory = device_memory()
+    assert memory.reserve(900)
+    assert not asked
+    assert memory.reserve(1_200)
+    assert (asked, reserved, driver) == ([200, 200], 1_200, 300)
+    assert not memory.reserve(1_501)
+    assert memory.reserve(1_500)
