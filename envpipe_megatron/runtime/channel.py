@@ -29,10 +29,12 @@ _STAMP_TAG, _PAYLOAD_TAG = 0, 1
 #: megatron-core's, with four CTAs 1.06, with two 1.02; EnvPipe's order 1.03, 1.00 and 1.00. Fewer
 #: make each transfer slower, which 1F1B feels.
 MAX_CTAS = 2
+#: Hardware queues, where CUDA_DEVICE_MAX_CONNECTIONS does not say.
+_USUAL_QUEUES = 8
 
 
 class ChannelError(EnvPipeError):
-    """A neighbour that is gone or silent, or messages left over after a step."""
+    """A neighbour that is gone or silent, messages left over, or transfers that cannot work."""
 
 
 @dataclass(frozen=True)
@@ -273,14 +275,30 @@ def make_channel(
         timeout: after which a silent neighbour is an error.
         num_chunks: with more than one, the last stage and the first are neighbours too.
         max_ctas: thread blocks, and so SMs, that one NCCL transfer may hold.
+
+    Raises:
+        ChannelError: another backend than NCCL and gloo, or a host that waits for each transfer.
     """
     ranks = dist.get_process_group_ranks(pipeline_group)
     stage = dist.get_group_rank(pipeline_group, dist.get_rank())
-    if dist.get_backend(pipeline_group) == "nccl":
+    backend = dist.get_backend(pipeline_group)
+    if backend not in ("nccl", "gloo"):
+        raise ChannelError(
+            "EnvPipe sends between stages over NCCL and gloo alone",
+            value=backend,
+            remedy="Make the pipeline's process group with one of them.",
+        )
+    if backend == "nccl":
+        if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+            raise ChannelError(
+                "With CUDA_LAUNCH_BLOCKING a posted receive stops the host for ever",
+                remedy="Leave it out, or debug without EnvPipe.",
+            )
         links = _nccl_links(ranks, stage, timeout, wraps=num_chunks > 1, max_ctas=max_ctas)
-        # With one hardware queue an unmatched transfer stops all that is enqueued behind it.
-        single_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-        capacity = 1 if single_queue else None
+        # With one hardware queue an unmatched transfer stops all that is enqueued behind it; with
+        # fewer than CUDA's own number, a link and the units may share one.
+        queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+        capacity = 1 if queues.isdigit() and int(queues) < _USUAL_QUEUES else None
         return P2PChannel(ranks, stage, links, stamped=stamped, timeout=None, capacity=capacity)
     groups = {(kind, sender): pipeline_group for kind in Kind for sender in range(len(ranks))}
     return P2PChannel(ranks, stage, groups, stamped=stamped, timeout=timeout)

@@ -327,11 +327,13 @@ class Session:
             self._broken = True  # until the phases have taken it in
             if ended is not Phase.WARMUP:
                 self._energy.settle_baseline()
-            self._order = self._phases.send(record)
+            try:
+                self._order = self._phases.send(record)
+            finally:  # a profile outlives a planning that fails
+                self._resumed.keep(self.state, self._order.phase, self.baseline)
             self._broken = False
             if self._order.phase is not ended:
                 self._energy.add_between_phases(self.state.iteration, begin_s)
-            self._resumed.keep(self.state, self._order.phase, self.baseline)
         return self._order
 
     def _check_unbroken(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +11,10 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.models.gpt import GPTModel
+
 from envpipe_megatron.integrations.megatron_lm import hooks
 from envpipe_megatron.integrations.megatron_lm.hooks import HookError
-from envpipe_megatron.integrations.megatron_lm.job import Job
 from envpipe_megatron.runtime.orders import Phase
 
 
@@ -59,7 +59,8 @@ def steps(count: int, *, without: str = "") -> None:
         if without != "begin_step":
             hooks.begin_step(iteration)
         if without != "forward_backward":
-            assert forward_backward(forward_only=False) == {"forward_only": False}
+            arguments = {"model": [object.__new__(GPTModel)], "forward_only": False}
+            assert forward_backward(**arguments) == arguments
         if without != "end_step":
             hooks.end_step(0)
         if without != "log":
@@ -93,18 +94,6 @@ def test_a_checkpoint_pauses_and_one_after_training_does_not(job: Any) -> None:
     assert job.session.told == ["pause", "close"]
     with pytest.raises(HookError, match="outside training"):
         hooks.end_step(0)
-
-
-def test_a_grid_that_cannot_be_written_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    job = object.__new__(Job)
-    job.options = SimpleNamespace(output_dir=tmp_path)  # type: ignore[assignment]
-    job._keep_grid("a grid")
-    assert (tmp_path / "reconfigure.txt").read_text() == "a grid\n\n"
-    job.options.output_dir = tmp_path / "gone"  # type: ignore[misc]
-    job._keep_grid("another")
-    assert "reconfigure.txt could not be written" in caplog.text
 
 
 def test_arguments_that_were_not_validated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.megatron_lm.options import Options, add_arguments, read_options
 from envpipe_megatron.integrations.megatron_lm.refusals import REFUSED, check_supported
 
+PLANNED = ("--envpipe-profile", __file__, "--envpipe-plan", __file__)
+
 
 def parsed(*words: str, save: str | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -87,11 +89,29 @@ def test_output_lies_beside_the_checkpoints() -> None:
         (("--envpipe-profile-steps", "0"), "at least 1"),
         (("--envpipe-min-dwell-ms", "-1"), "at least 0"),
         (("--envpipe-min-dwell-ms", "nan"), "at least 0"),
+        (("--envpipe-min-dwell-ms", "inf"), "finite"),
+        (("--envpipe-type", "baseline", "--envpipe-profile", __file__), "measures alone"),
+        ((*PLANNED, "--envpipe-max-in-flight", "4"), "run as it stands"),
+        ((*PLANNED, "--envpipe-reconfigure", "greedy"), "run as it stands"),
+        (("--envpipe-gpu-control", "none", "--envpipe-profile", __file__), "only measures"),
+        (("--envpipe-gpu-control", "none", "--envpipe-require-control"), "only measures"),
+        (("--envpipe-gpu-control", "emulated"), "without GPUs"),
     ],
 )
 def test_wrong_combinations_are_refused_by_name(words: tuple[str, ...], told: str) -> None:
     with pytest.raises(EnvPipeError, match=told):
         read(*words)
+
+
+def test_a_plan_is_not_adjusted_and_has_no_other_limit() -> None:
+    options = read(*PLANNED)
+    assert (options.reconfigure, options.max_in_flight) == ("default", None)
+
+
+def test_files_are_looked_for_on_the_node_of_rank_0_alone() -> None:
+    assert read("--envpipe-profile", "there.csv", RANK="8").profile_file == Path("there.csv")
+    with pytest.raises(EnvPipeError, match=r"there\.csv"):
+        read("--envpipe-profile", "there.csv", RANK="0")
 
 
 def test_a_wrong_variable_is_named() -> None:
@@ -127,6 +147,11 @@ def test_a_pipeline_is_needed() -> None:
         ({"decoder_num_layers": 4}, "T5"),
         ({"cuda_graph_impl": "local"}, "CUDA graphs"),
         ({"fp8": "hybrid"}, "FP8"),
+        ({"te_precision_config_file": "recipe.yaml"}, "FP8"),
+        ({"timing_log_level": 2}, "--timing-log-level 2"),
+        ({"rerun_mode": "report_stats"}, "report_stats"),
+        ({"pipeline_model_parallel_comm_backend": "ucc"}, "comm-backend ucc"),
+        ({"save_dgrads_interval": 10}, "saving activations and gradients"),
     ],
 )
 def test_what_is_not_proven_is_refused_by_name(asked: dict[str, Any], feature: str) -> None:
@@ -142,6 +167,10 @@ def test_defaults_of_megatron_are_not_refused() -> None:
         num_distributed_optimizer_instances=1,
         cuda_graph_impl="none",
         fp8=None,
+        timing_log_level=0,
+        rerun_mode="validate_results",
+        pipeline_model_parallel_comm_backend=None,
+        iterations_to_skip=[],
     )
     assert not [feature for feature, asked in REFUSED.items() if asked(defaults)]
 

@@ -1,9 +1,15 @@
-"""The channel over gloo, between three ranks without a training framework."""
+"""The channel over gloo, between three ranks without a training framework; and its making."""
 
 from __future__ import annotations
 
+from datetime import timedelta
+from types import SimpleNamespace
+
 import channel_ranks
 import pytest
+import torch.distributed as dist
+
+from envpipe_megatron.runtime import channel
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -42,3 +48,42 @@ def test_message_left_over_is_an_error(three_ranks):
 
 def test_messages_of_several_tensors(three_ranks):
     assert three_ranks.run(channel_ranks.several_tensors)[1] == [([0, 0.5], 0), ([1, 1.5], 1)]
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """A pipeline's process group of any backend, whose links are made up."""
+    made = SimpleNamespace(name="nccl")
+    monkeypatch.setattr(dist, "get_backend", lambda group: made.name)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(dist, "get_group_rank", lambda group, rank: 0)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(channel, "_nccl_links", lambda *args, **kwargs: {})
+    return made
+
+
+def made_channel():
+    return channel.make_channel(None, stamped=False, timeout=timedelta(seconds=1))
+
+
+@pytest.mark.parametrize(
+    ("queues", "capacity"),
+    [(None, None), ("32", None), ("8", None), ("7", 1), ("1", 1), ("", None)],
+)
+def test_few_hardware_queues_hold_one_message(backend, monkeypatch, queues, capacity):
+    if queues is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    assert made_channel().capacity == capacity
+
+
+def test_transfers_that_cannot_work_are_refused(backend, monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
+    made_channel()
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    with pytest.raises(channel.ChannelError, match="CUDA_LAUNCH_BLOCKING"):
+        made_channel()
+    backend.name = "ucc"
+    with pytest.raises(channel.ChannelError, match="'ucc'"):
+        made_channel()

@@ -25,7 +25,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.megatron_lm import options as _options
 from envpipe_megatron.integrations.megatron_lm.job import Job
 from envpipe_megatron.integrations.megatron_lm.options import Options, read_options
-from envpipe_megatron.integrations.megatron_lm.refusals import check_supported
+from envpipe_megatron.integrations.megatron_lm.refusals import RefusedError, check_supported
 from envpipe_megatron.integrations.megatron_lm.reporting import IntervalReport, end_of_job
 from envpipe_megatron.runtime.orders import Phase
 
@@ -85,10 +85,14 @@ def begin_training(args: argparse.Namespace) -> None:
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _leave)
 
+    schedules = _hooked_schedules()
+
     def hook(framework_function: Callable[..., Any]) -> Callable[..., Any]:
+        if framework_function is not schedules.forward_backward_pipelining_without_interleaving:
+            return framework_function  # of another model, without a pipeline
         return _reaching(job.stand_in(framework_function))
 
-    _hooked_schedules().envpipe_hook = hook
+    schedules.envpipe_hook = hook
     training = sys.modules["megatron.training.training"]
     if not hasattr(training.get_forward_backward_func(), "is_envpipe"):
         raise HookError(
@@ -190,12 +194,33 @@ def _reaching(stand_in: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward_backward(**arguments: Any) -> Any:
         _state.reached["forward_backward"] += 1
+        if _state.reached["forward_backward"] == 1:
+            check_model(arguments["model"])
         if _state.reached["forward_backward"] > _NEEDED_BY_ITERATION:
             _check_reached()
         return stand_in(**arguments)
 
     forward_backward.is_envpipe = True  # type: ignore[attr-defined]  # what `begin_training` asks
     return forward_backward
+
+
+def check_model(model: Any) -> None:
+    """Refuse models that flags do not tell, such as those of other entry scripts.
+
+    Raises:
+        RefusedError: it is none of GPT's kind.
+    """
+    from megatron.core.models.gpt import GPTModel
+
+    inner = model[0] if isinstance(model, list) else model
+    while not isinstance(inner, GPTModel) and hasattr(inner, "module"):
+        inner = inner.module
+    if not isinstance(inner, GPTModel):
+        raise RefusedError(
+            "Under --envpipe, models other than GPTModel are refused until they are proven",
+            value=type(inner).__name__,
+            remedy="Train without --envpipe.",
+        )
 
 
 def _check_reached() -> None:
@@ -249,15 +274,17 @@ def _say(text: str) -> None:
 
 def _banner(job: Job) -> str:
     options, control = job.options, job.device.control
+    asked = f"type {options.policy}, order {options.scheduling}, reconfigure {options.reconfigure}"
+    if control.backend is None:
+        asked = f"measuring alone, in Megatron's order and at the clocks as they are, not {asked}"
     lines = [
-        f"EnvPipe {__version__} is active: type {options.policy}, order {options.scheduling}, "
-        f"reconfigure {options.reconfigure}",
+        f"EnvPipe {__version__} is active: {asked}",
         f"clocks of {job.device.gpu.name}: {control.backend or 'left alone'} ({control.why})",
         f"in flight: {options.max_in_flight or 'no limit'}; output: {options.output_dir or 'none'}",
     ]
     if job.single_queue:
         lines.append(
-            f"CUDA_DEVICE_MAX_CONNECTIONS=1: {job.channel.capacity} message(s) may wait between "
-            "neighbours, so their extra forwards are kept close"
+            f"CUDA_DEVICE_MAX_CONNECTIONS is below 8: {job.channel.capacity} message(s) may wait "
+            "between neighbours, so their extra forwards are kept close"
         )
     return "; ".join(lines)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+from envpipe_megatron import __version__
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.megatron_core import ForwardBackward
 from envpipe_megatron.integrations.megatron_lm.device import open_device
 from envpipe_megatron.integrations.megatron_lm.options import Options
@@ -48,11 +52,30 @@ _SAME_JOB = (
     "recompute_granularity",
     "recompute_method",
     "recompute_num_layers",
+    "recompute_modules",
+    "kv_channels",
+    "attention_backend",
+    "use_flash_attn",
+    "calculate_per_token_loss",
+    "cross_entropy_loss_fusion",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "optimizer",
+    "use_precision_aware_optimizer",
+    "main_params_dtype",
+    "main_grads_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "pipeline_model_parallel_layout",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
+
+
+class JobError(EnvPipeError):
+    """Ranks that were started differently, or a limit below what the pipeline needs."""
 
 
 class Job:
@@ -67,6 +90,7 @@ class Job:
         say: told of progress, on the planning rank alone.
 
     Raises:
+        JobError: ranks that were started differently, or too few microbatches in flight.
         EnvPipeError: no GPU, no control where it is required, or another rank raised one.
     """
 
@@ -81,6 +105,9 @@ class Job:
         num_stages: int = parallel_state.get_pipeline_model_parallel_world_size()
         # Replicas meet in every iteration, so emulated time runs for all of them together.
         self.collectives = Collectives(host_group, stage, num_stages, host_group)
+        num_microbatches: int = get_num_microbatches()
+        check_same_everywhere(self.collectives, _of_all_ranks(options, num_microbatches))
+        check_in_flight(options.max_in_flight, num_stages, num_microbatches)
         self.device = open_device(
             self.collectives,
             stage,
@@ -96,7 +123,7 @@ class Job:
         )
         self.session = Session(
             SessionConfig(
-                options.request(get_num_microbatches()),
+                options.request(num_microbatches),
                 warmup_iterations=options.baseline_steps,
                 profiler=ProfilerSettings(measured_iterations=options.profile_steps),
                 profile_file=options.profile_file,
@@ -119,7 +146,10 @@ class Job:
             labels={"emulated": True} if self.device.emulated else {},
             say=say,
             print_grid=self._keep_grid,
-            fingerprint=_fingerprint(args, options, self.device.gpu.name),
+            # A profile that is asked for is measured, whatever an earlier start left.
+            fingerprint=(
+                None if options.profile_only else _fingerprint(args, options, self.device.gpu.name)
+            ),
         )
         self.forward_backward: ForwardBackward | None = None
 
@@ -149,6 +179,59 @@ class Job:
                 file.write(text + "\n\n")
         except OSError as error:  # a full disk, say; training goes on
             logger.error("%s could not be written: %s", path, error)
+
+
+def check_same_everywhere(collectives: Collectives, facts: Mapping[str, object]) -> None:
+    """Refuse ranks that would go different ways, and wait for each other for ever.
+
+    Raises:
+        JobError: on every rank, with what differs.
+    """
+    everyone = [own for replicas in collectives.gather_by_stage(facts) for own in replicas]
+    different = {
+        name: sorted({str(own[name]) for own in everyone})
+        for name in facts
+        if any(own[name] != everyone[0][name] for own in everyone)
+    }
+    if different:
+        raise JobError(
+            "The ranks of this job were started differently",
+            value=different,
+            remedy="Give all nodes the same flags, the same ENVPIPE_TYPE, ENVPIPE_SCHEDULING, "
+            "ENVPIPE_RECONFIGURE and CUDA_DEVICE_MAX_CONNECTIONS, and one version of the package.",
+        )
+
+
+def _of_all_ranks(options: Options, num_microbatches: int) -> dict[str, object]:
+    # Paths may differ from node to node: the planner alone reads, and says where.
+    own = {k: v is not None if isinstance(v, Path) else v for k, v in vars(options).items()}
+    return {
+        **own,
+        "output_dir": options.output_dir is not None,
+        "microbatches": num_microbatches,
+        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+        "version": __version__,
+    }
+
+
+def check_in_flight(
+    limit: int | tuple[int, ...] | str | None, num_stages: int, num_microbatches: int
+) -> None:
+    """Refuse a number of microbatches in flight with which not even 1F1B runs.
+
+    Raises:
+        JobError: naming what each stage needs.
+    """
+    if limit is None or isinstance(limit, str):
+        return
+    limits = limit if isinstance(limit, tuple) else (limit,) * num_stages
+    needed = [min(num_stages - stage, num_microbatches) for stage in range(num_stages)]
+    if any(own < least for own, least in zip(limits, needed, strict=True)):
+        raise JobError(
+            f"--envpipe-max-in-flight is below what 1F1B holds, {needed}",
+            value=limit,
+            remedy=f"Give at least {needed[0]}, or one number for each stage.",
+        )
 
 
 def _fingerprint(args: argparse.Namespace, options: Options, gpu: str) -> dict[str, object]:

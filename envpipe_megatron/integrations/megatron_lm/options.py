@@ -7,6 +7,7 @@ the options of those names where these are not given.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -194,6 +195,15 @@ def read_options(
     usual_scheduling, usual_reconfigure = _GOES_WITH[policy]
     scheduling = scheduling or usual_scheduling
     reordered = scheduling != "1f1b"
+    if args.envpipe_plan is not None:
+        if reconfigure not in (None, "default") or args.envpipe_max_in_flight is not None:
+            raise OptionError(
+                "A plan is run as it stands: with its microbatches in flight and its clocks",
+                value=str(args.envpipe_plan),
+                remedy="Give --envpipe-plan without --envpipe-max-in-flight and "
+                "--envpipe-reconfigure, or let the job plan.",
+            )
+        usual_reconfigure, reordered = "default", False
     output_dir = args.envpipe_output
     if output_dir is None and args.save is not None:
         output_dir = Path(args.save) / "envpipe"
@@ -206,8 +216,8 @@ def read_options(
         ),
         baseline_steps=args.envpipe_baseline_steps,
         profile_steps=args.envpipe_profile_steps,
-        profile_file=_existing("--envpipe-profile", args.envpipe_profile),
-        plan_file=_existing("--envpipe-plan", args.envpipe_plan),
+        profile_file=_existing("--envpipe-profile", args.envpipe_profile, variables),
+        plan_file=_existing("--envpipe-plan", args.envpipe_plan, variables),
         profile_only=args.envpipe_profile_only,
         gpu_control=args.envpipe_gpu_control,
         require_control=args.envpipe_require_control,
@@ -241,18 +251,31 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool) -> None:
             "--envpipe-profile-only measures a profile and writes it",
             remedy="Give --envpipe-output, and no --envpipe-profile.",
         )
-    if options.profile_only and options.policy == "baseline":
+    if options.policy == "baseline" and (options.profile_only or options.profile_file):
         raise OptionError(
-            "--envpipe-type baseline never profiles",
-            remedy="Use another type with --envpipe-profile-only.",
+            "--envpipe-type baseline measures alone: it makes no profile, and runs no plan",
+            remedy="Use another type with --envpipe-profile, -profile-only and -plan.",
+        )
+    if options.gpu_control == "none" and (
+        options.profile_only or options.profile_file or options.require_control
+    ):
+        raise OptionError(
+            "--envpipe-gpu-control none only measures, in Megatron's own order",
+            remedy="Leave it out with --envpipe-profile, -profile-only, -plan and "
+            "-require-control; dry_run runs a plan and changes no clock.",
+        )
+    if options.gpu_control == "emulated" and on_gpu:
+        raise OptionError(
+            "--envpipe-gpu-control emulated is for jobs without GPUs",
+            remedy="Use dry_run, which logs what would be done.",
         )
     for name, value, least in (
         ("--envpipe-baseline-steps", options.baseline_steps, 2),
         ("--envpipe-profile-steps", options.profile_steps, 1),
         ("--envpipe-min-dwell-ms", options.min_dwell_s * 1e3, 0),
     ):
-        if not value >= least:
-            raise OptionError(f"{name} is at least {least}", value=value)
+        if not least <= value < math.inf:
+            raise OptionError(f"{name} is at least {least}, and finite", value=value)
 
 
 def _chosen(
@@ -285,7 +308,8 @@ def _max_in_flight(
     return numbers if len(numbers) > 1 else numbers[0]
 
 
-def _existing(name: str, path: Path | None) -> Path | None:
-    if path is not None and not path.is_file():
+def _existing(name: str, path: Path | None, variables: Mapping[str, str]) -> Path | None:
+    """A file that is there on the node of rank 0, which alone reads it."""
+    if path is not None and variables.get("RANK", "0") == "0" and not path.is_file():
         raise OptionError(f"The file of {name} is not there", value=str(path))
     return path

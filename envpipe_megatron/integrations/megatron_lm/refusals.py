@@ -38,7 +38,7 @@ REFUSED: Mapping[str, Callable[[argparse.Namespace], bool]] = {
         "rampup_batch_size", "step_batch_size_schedule"
     ),
     "--decrease-batch-size-if-needed": _on("decrease_batch_size_if_needed"),
-    "T5 and other models of encoder and decoder": _on("decoder_num_layers"),
+    "T5 and other models of encoder and decoder": _on("decoder_num_layers", "decoder_seq_length"),
     "hybrid (Mamba) models": _on(
         "is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"
     ),
@@ -50,8 +50,23 @@ REFUSED: Mapping[str, Callable[[argparse.Namespace], bool]] = {
     "legacy models": _on("use_legacy_models"),
     "reinforcement learning": _on("perform_rl_step"),
     "fine-tuning on packed sequences (--sft)": _on("sft"),
-    "distillation and ModelOpt": _on("export_kd_teacher_load", "modelopt_enabled"),
-    "FP8 and FP4": _on("fp8", "fp4"),
+    "documents packed by the data loader (--dataloader-inter-document-masking)": _on(
+        "dataloader_inter_document_masking"
+    ),
+    "distillation and ModelOpt": _on(
+        "export_kd_teacher_load", "modelopt_enabled", "logits_load_dir", "logits_save_dir"
+    ),
+    "FP8 and FP4": _on(
+        "fp8",
+        "fp4",
+        "te_precision_config_file",
+        "kitchen_config_file",
+        "kitchen_recipe_number",
+    ),
+    "experimental kinds of attention": _on(
+        "experimental_attention_variant", "linear_attention_freq"
+    ),
+    "--freeze-all-layers": _on("freeze_all_layers"),
     "CUDA graphs": lambda args: (
         _on("enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph")(args)
         or (getattr(args, "cuda_graph_impl", None) or "none") != "none"
@@ -69,6 +84,24 @@ REFUSED: Mapping[str, Callable[[argparse.Namespace], bool]] = {
     ),
     "rematerialised weights (--gtp-weight-remat-size)": _above_one("gtp_weight_remat_size"),
     "in-process restart": _on("inprocess_restart"),
+    "the fault tolerance package (--enable-ft-package)": _on("enable_ft_package"),
+    "--iterations-to-skip": _on("iterations_to_skip"),
+    "--skip-train": _on("skip_train"),
+    "--rerun-mode report_stats": lambda args: getattr(args, "rerun_mode", "") == "report_stats",
+    # A timer of this level waits for the device in each unit, and so for a posted receive.
+    "timers inside of forwards and backwards (--timing-log-level 2)": lambda args: (
+        (getattr(args, "timing_log_level", None) or 0) > 1
+    ),
+    # Their kernels are used for the first time in mid-training, beside a posted receive.
+    "saving activations and gradients while training (--save-dgrads-interval and the like)": _on(
+        "save_activations_interval", "save_dgrads_interval", "save_wgrads_interval"
+    ),
+    "other transfers in the pipeline (--pipeline-model-parallel-comm-backend ucc, "
+    "--use-ring-exchange-p2p)": lambda args: (
+        _on("use_ring_exchange_p2p")(args)
+        or (getattr(args, "pipeline_model_parallel_comm_backend", None) or "nccl") != "nccl"
+    ),
+    "--fake-process-group": _on("fake_process_group"),
     "--yaml-cfg": _on("yaml_cfg"),
 }
 

@@ -1,0 +1,76 @@
+"""What a job refuses before it begins, and what it survives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from envpipe_megatron.integrations.megatron_lm.hooks import check_model
+from envpipe_megatron.integrations.megatron_lm.job import (
+    Job,
+    JobError,
+    check_in_flight,
+    check_same_everywhere,
+)
+from envpipe_megatron.integrations.megatron_lm.refusals import RefusedError
+
+
+def ranks(*facts: dict[str, object]) -> Any:
+    """Collectives through which every rank of the only stage tells its facts."""
+    return SimpleNamespace(gather_by_stage=lambda own: [list(facts)])
+
+
+def test_ranks_that_were_started_differently_are_refused_with_what_differs() -> None:
+    here = {"policy": "envelope", "CUDA_DEVICE_MAX_CONNECTIONS": None, "microbatches": 8}
+    check_same_everywhere(ranks(here, here), here)
+    there = {**here, "policy": "baseline", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    for own in (here, there):
+        with pytest.raises(JobError, match="started differently") as error:
+            check_same_everywhere(ranks(here, there, here), own)
+        assert "{'policy': ['baseline', 'envelope'], 'CUDA_DEVICE" in str(error.value)
+        assert "microbatches" not in str(error.value)
+
+
+@pytest.mark.parametrize("limit", [None, "memory", 4, 9, (4, 3, 2, 1), (5, 3, 3, 1)])
+def test_a_limit_that_1f1b_keeps(limit: Any) -> None:
+    check_in_flight(limit, 4, 8)
+
+
+@pytest.mark.parametrize("limit", [3, (4, 3, 1, 1), (3, 3, 2, 1)])
+def test_a_limit_below_what_1f1b_holds(limit: Any) -> None:
+    with pytest.raises(JobError, match=r"1F1B holds, \[4, 3, 2, 1\].*at least 4"):
+        check_in_flight(limit, 4, 8)
+
+
+def test_few_microbatches_need_no_more() -> None:
+    check_in_flight(2, 4, 2)
+
+
+def test_models_of_another_kind_are_named() -> None:
+    gpt = object.__new__(GPTModel)
+    wrapped = SimpleNamespace(module=SimpleNamespace(module=gpt))
+    check_model([wrapped])
+    check_model(gpt)
+    for model in (torch.nn.Linear(1, 1), [SimpleNamespace(module=torch.nn.Linear(1, 1))]):
+        with pytest.raises(RefusedError, match="Linear"):
+            check_model(model)
+
+
+def test_a_grid_that_cannot_be_written_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = object.__new__(Job)
+    job.options = SimpleNamespace(output_dir=tmp_path)  # type: ignore[assignment]
+    job._keep_grid("a grid")
+    assert (tmp_path / "reconfigure.txt").read_text() == "a grid\n\n"
+    job.options.output_dir = tmp_path / "gone"  # type: ignore[misc]
+    job._keep_grid("another")
+    assert "reconfigure.txt could not be written" in caplog.text
