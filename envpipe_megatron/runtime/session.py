@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from envpipe_megatron.energy_file import append_line
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec
@@ -23,6 +21,7 @@ from envpipe_megatron.runtime.interpreter import StageWork, execute
 from envpipe_megatron.runtime.interval_energy import BaselineEnergy, IntervalEnergy, JobEnergy
 from envpipe_megatron.runtime.memory import JobMemory
 from envpipe_megatron.runtime.memory_limit import check_memory_is_known
+from envpipe_megatron.runtime.node_files import NodeFiles
 from envpipe_megatron.runtime.orders import IterationOrder, Phase, PhaseRun
 from envpipe_megatron.runtime.phases import (
     Job,
@@ -109,6 +108,7 @@ class Session:
         controllable = collectives.everywhere(
             lambda: _prepared(config, gpu, memory, reads_files=collectives.is_planner)
         )
+        self._files = NodeFiles(config.output_dir, collectives)
         everyone = collectives.gather_by_stage(controllable)
         self._controlled = all(all(stage) for stage in everyone)
         self._config = config if self._controlled else _without_control(config)
@@ -132,16 +132,15 @@ class Session:
         except BaseException:
             self._rank_clock.close()
             raise
-        log = config.output_dir / "energy.jsonl" if config.output_dir else None
         own_labels: dict[str, object] = {
-            "node": socket.gethostname(),
+            "node": self._files.node,
             "gpu": gpu.name,
             "gpu_uid": gpu.address.uid,
             "rank": rank,
             "stage": stage,
         }
         self._labels = {**self._resumed.labels(labels or {}), **own_labels}
-        self.energy_log = EnergyLog(self.meter, log, self._labels)
+        self.energy_log = EnergyLog(self.meter, self._files.path("energy"), self._labels)
         self._energy = TrainingEnergy(
             self.meter, self.energy_log, self.executor.now_s, collectives, self._resumed.baseline
         )
@@ -266,7 +265,7 @@ class Session:
     def close(self) -> None:
         """Give the clock back, then finish the energy log; safe to call twice.
 
-        The output folder gets a line a rank in `clocks.jsonl`: `clock_summary`.
+        The output folder gets a line a rank in the node's `clocks.jsonl`: `clock_summary`.
         """
         if self._closed:
             return
@@ -283,12 +282,7 @@ class Session:
         followed = summary["followed"]
         if followed and followed["warning"]:
             logger.warning("%s", followed["warning"])
-        if self._config.output_dir:
-            path = self._config.output_dir / "clocks.jsonl"
-            try:
-                append_line(path, {**self._labels, **summary})
-            except OSError as error:
-                logger.error("%s could not be written: %s", path, error)
+        self._files.append("clocks", {**self._labels, **summary})
 
     def _next_order(self, num_microbatches: int, spec: TensorSpec) -> IterationOrder:
         """What the next iteration runs, once the phases know of the last one."""

@@ -1,0 +1,47 @@
+"""JSON Lines that the ranks of a job append to, in its output folder."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+from envpipe_megatron.energy_file import append_line
+from envpipe_megatron.runtime.collectives import Collectives
+
+logger = logging.getLogger(__name__)
+
+
+class NodeFiles:
+    """The files of this rank's node: `energy.jsonl`, or `energy-<node>.jsonl` of several nodes.
+
+    Ranks of one node may append to one file; nodes that do lose each other's lines on NFS. Every
+    rank of the job makes one, together.
+
+    Args:
+        folder: the job's output folder, None where it has none.
+        collectives: to all ranks.
+    """
+
+    def __init__(self, folder: Path | None, collectives: Collectives) -> None:
+        self.node = socket.gethostname()
+        nodes = {node for replicas in collectives.gather_by_stage(self.node) for node in replicas}
+        name = re.sub(r"[^\w.-]", "_", self.node)
+        self._of_node = f"-{name}" if len(nodes) > 1 else ""
+        self._folder = folder
+
+    def path(self, name: str) -> Path | None:
+        """Of the file that is called so."""
+        return self._folder / f"{name}{self._of_node}.jsonl" if self._folder else None
+
+    def append(self, name: str, entry: dict[str, Any]) -> None:
+        """Append an object; a full disk ends no training."""
+        path = self.path(name)
+        if path is None:
+            return
+        try:
+            append_line(path, entry)
+        except OSError as error:
+            logger.error("%s could not be written: %s", path, error)
