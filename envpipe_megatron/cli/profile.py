@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -41,23 +42,46 @@ def profile(output: Path, command: tuple[str, ...]) -> None:
     output = output.resolve()
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
         flags = ["--envpipe", "--envpipe-profile-only", "--envpipe-output", folder]
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        ended = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", *command, *flags],
-            env=environment,
-            check=False,
-        )
-        if ended.returncode:
+        code = _train([sys.executable, "-m", "torch.distributed.run", *command, *flags])
+        if code:
             raise ProfileRunError(
                 "The training that was to be profiled failed",
-                value=ended.returncode,
+                value=code,
                 remedy="Its own message is above.",
             )
         measured = Path(folder) / "profile.csv"
         if not measured.is_file():
+            if not _of_several_nodes(command):
+                raise ProfileRunError(
+                    "The training ended and left no profile",
+                    remedy="Its own messages are above; it must be the training script of a "
+                    "patched checkout.",
+                )
             click.echo("No profile on this node: it is on the node of rank 0.")
             return
         result = read_profile(measured)
         result.write(output)
     num_clocks = len(result.rows[0][Kind.FORWARD])
     click.echo(f"{output}: {result.num_stages} stages at {num_clocks} clocks.")
+
+
+def _train(command: list[str]) -> int:
+    """Run torchrun to its end; what would end this process ends torchrun, which ends its ranks."""
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    handlers = {
+        signal.SIGTERM: lambda signum, frame: process.terminate(),
+        # A terminal sends it to torchrun, too.
+        signal.SIGINT: lambda signum, frame: None,
+    }
+    before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
+    try:
+        return process.wait()
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _of_several_nodes(command: tuple[str, ...]) -> bool:
+    """Whether torchrun was told of more nodes than this one."""
+    names = {word.split("=")[0].replace("_", "-") for word in command}
+    return bool(names & {"--nnodes", "--node-rank", "--rdzv-endpoint"})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,11 +34,15 @@ header = "stage,instruction,frequency,time,energy"
 """
 
 
-def profile(folder: Path, end: str) -> tuple[int, str]:
+def words(folder: Path, end: str, *torchrun: str) -> list[str]:
     script = folder / "train.py"
     script.write_text(SCRIPT.format(end=end))
-    words = ["profile", "--output", str(folder / "out.csv"), "--", "--standalone"]
-    result = CliRunner().invoke(main, [*words, str(script), "--train-iters", "7"])
+    begin = ["profile", "--output", str(folder / "out.csv"), "--", *torchrun]
+    return [*begin, str(script), "--train-iters", "7"]
+
+
+def profile(folder: Path, end: str, *torchrun: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, words(folder, end, *(torchrun or ("--standalone",))))
     return result.exit_code, result.output
 
 
@@ -57,7 +64,38 @@ def test_training_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_node_without_the_planner_has_no_profile(tmp_path: Path) -> None:
-    code, told = profile(tmp_path, "")
+    code, told = profile(tmp_path, "", "--standalone", "--node-rank=0")
     assert code == 0
     assert "on the node of rank 0" in told
     assert {path.name for path in tmp_path.iterdir()} == {"train.py"}
+
+
+def test_training_that_leaves_none_is_an_error(tmp_path: Path) -> None:
+    code, told = profile(tmp_path, "")
+    assert code == 1
+    assert "left no profile" in told
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py"}
+
+
+def test_what_ends_it_ends_the_training(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    os.mkfifo(told)
+    trains_for_ever = f"""
+import os, signal
+Path({str(told)!r}).write_text(str(os.getpid()))
+signal.pause()
+"""
+    command = [sys.executable, "-m", "envpipe_megatron.cli"]
+    process = subprocess.Popen(
+        [*command, *words(tmp_path, trains_for_ever, "--standalone")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    rank = int(told.read_text())  # it is there once the rank trains
+    process.terminate()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert b"failed" in output
+    with pytest.raises(ProcessLookupError):
+        os.kill(rank, 0)
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "pid"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -115,3 +116,34 @@ def test_a_job_for_the_profile_alone_that_gets_none(job: Any) -> None:
     job.session.state.phase = Phase.STEADY
     with pytest.raises(HookError, match="no profile to write: no meter"):
         steps(1)
+
+
+def test_what_is_wrong_is_told_once_a_node_and_without_a_stack(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hooks, "_state", hooks._State())
+    monkeypatch.setattr("sys.argv", ["/somewhere/pretrain_gpt.py"])
+    for local_rank, told in (
+        ("0", "pretrain_gpt.py: error: --envpipe needs a pipeline"),
+        ("1", ""),
+    ):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(SystemExit) as ended:
+            hooks.validate(SimpleNamespace(pipeline_model_parallel_size=1))  # type: ignore[arg-type]
+        assert ended.value.code == 2
+        assert capsys.readouterr().err[: len(told) or None] == told
+
+
+def test_megatrons_energy_monitor_asks_for_no_device_that_it_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ask() -> None:
+        raise AssertionError("a null handle")
+
+    monitor = SimpleNamespace(pause=ask, resume=ask)
+    variables = SimpleNamespace(get_energy_monitor=lambda: monitor)
+    monkeypatch.setitem(sys.modules, "megatron.training", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", variables)
+    hooks._quiet_energy_monitor()
+    monitor.pause()
+    monitor.resume()

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.megatron_lm.options import Options, add_arguments, read_options
+from envpipe_megatron.integrations.megatron_lm.options import (
+    Options,
+    add_arguments,
+    check_files,
+    make_output_folder,
+    read_options,
+)
 from envpipe_megatron.integrations.megatron_lm.refusals import REFUSED, check_supported
+from envpipe_megatron.profile import ProfileRow, make_profile
+from envpipe_megatron.schedule import Kind
 
 PLANNED = ("--envpipe-profile", __file__, "--envpipe-plan", __file__)
 
@@ -64,6 +73,49 @@ def test_environment_stands_for_flags_and_flags_win() -> None:
     assert (options.scheduling, options.reconfigure) == ("1f1b", "greedy")
     assert read("--envpipe-reconfigure", "default", **environment).reconfigure == "default"
     assert read(ENVPIPE_TYPE="").policy == "envelope"
+
+
+def test_variables_that_do_not_go_with_the_flags_give_way() -> None:
+    environment = {"ENVPIPE_SCHEDULING": "auto", "ENVPIPE_RECONFIGURE": "balanced"}
+    options = read("--envpipe-type", "baseline", **environment)
+    assert (options.scheduling, options.reconfigure) == ("1f1b", "default")
+    assert read("--envpipe-type", "optimal", **environment).scheduling == "auto"
+    assert read(*PLANNED, **environment).reconfigure == "default"
+
+
+def test_refusals_name_the_options_of_megatron() -> None:
+    for words in (
+        ("--envpipe-type", "uniform", "--envpipe-reconfigure", "greedy"),
+        ("--envpipe-scheduling", "auto"),
+        ("--envpipe-scheduling", "1f1b", "--envpipe-max-in-flight", "4"),
+    ):
+        with pytest.raises(EnvPipeError) as error:
+            read(*words)
+        named = set(re.findall(r"--[\w-]+", str(error.value)))
+        assert named
+        assert all(name.startswith("--envpipe-") for name in named)
+
+
+def test_files_are_read_before_anything_is_built(tmp_path: Path) -> None:
+    rows = [(stage, kind, ProfileRow(1000, 0.1, 10.0)) for stage in range(4) for kind in Kind]
+    profile, plan = tmp_path / "profile.csv", tmp_path / "plan.json"
+    make_profile(rows, source="a test's").write(profile)
+    check_files(read("--envpipe-profile", str(profile)), 4)
+    with pytest.raises(EnvPipeError, match="4 stages and this job 2"):
+        check_files(read("--envpipe-profile", str(profile)), 2)
+    plan.write_text("{}")
+    with pytest.raises(EnvPipeError, match=r"plan\.json"):
+        check_files(read("--envpipe-profile", str(profile), "--envpipe-plan", str(plan)), 4)
+    with pytest.raises(EnvPipeError, match="header"):
+        check_files(read("--envpipe-profile", __file__), 4)
+
+
+def test_an_output_folder_that_cannot_be(tmp_path: Path) -> None:
+    make_output_folder(read())
+    make_output_folder(read("--envpipe-output", str(tmp_path / "a" / "b")))
+    assert (tmp_path / "a" / "b").is_dir()
+    with pytest.raises(EnvPipeError, match=r"no output folder: .*--envpipe-output"):
+        make_output_folder(read("--envpipe-output", __file__))
 
 
 def test_output_lies_beside_the_checkpoints() -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import os
 import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -24,7 +26,12 @@ from envpipe_megatron import __version__
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.megatron_lm import options as _options
 from envpipe_megatron.integrations.megatron_lm.job import Job
-from envpipe_megatron.integrations.megatron_lm.options import Options, read_options
+from envpipe_megatron.integrations.megatron_lm.options import (
+    Options,
+    check_files,
+    make_output_folder,
+    read_options,
+)
 from envpipe_megatron.integrations.megatron_lm.refusals import RefusedError, check_supported
 from envpipe_megatron.integrations.megatron_lm.reporting import IntervalReport, end_of_job
 from envpipe_megatron.runtime.orders import Phase
@@ -58,12 +65,21 @@ def validate(args: argparse.Namespace) -> None:
     """Refuse what EnvPipe does not run, before anything is built.
 
     Raises:
-        EnvPipeError: an unsupported feature, a wrong option, or a checkout that is half patched.
+        SystemExit: an unsupported feature, a wrong option or file, or a checkout that is half
+            patched; told as argparse tells what is wrong, and once on each node.
     """
     _state.reached["validate"] += 1
-    check_supported(args)
-    _state.options = read_options(args, on_gpu=torch.cuda.is_available())
-    _hooked_schedules()
+    try:
+        check_supported(args)
+        _state.options = read_options(args, on_gpu=torch.cuda.is_available())
+        make_output_folder(_state.options)
+        if os.environ.get("RANK", "0") == "0":
+            check_files(_state.options, args.pipeline_model_parallel_size)
+        _hooked_schedules()
+    except EnvPipeError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
 
 
 def begin_training(args: argparse.Namespace) -> None:
@@ -80,6 +96,8 @@ def begin_training(args: argparse.Namespace) -> None:
             "megatron/training/arguments.py is missing",
             remedy="Give all options on the command line; `envpipe patch check` looks at hooks.",
         )
+    if not args.log_energy:
+        _quiet_energy_monitor()
     job = _state.job = Job(args, _state.options, _say)
     atexit.register(_close)
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -179,6 +197,18 @@ def end_training() -> None:
         _say(line)
 
 
+def _quiet_energy_monitor() -> None:
+    """Keep Megatron's monitor from asking NVML of no device at each checkpoint.
+
+    Without --log-energy it has none, which does no harm until somebody loads NVML, as EnvPipe does:
+    then 0.16.1 passes a null handle to the driver (0.19 looks before it does).
+    """
+    from megatron.training.global_vars import get_energy_monitor
+
+    monitor = get_energy_monitor()
+    monitor.pause = monitor.resume = lambda: None
+
+
 def _end_after_profile(job: Job) -> None:
     state = job.session.state
     if state.profile is not None:
@@ -275,6 +305,8 @@ def _say(text: str) -> None:
 def _banner(job: Job) -> str:
     options, control = job.options, job.device.control
     asked = f"type {options.policy}, order {options.scheduling}, reconfigure {options.reconfigure}"
+    if options.plan_file is not None:
+        asked = f"the plan {options.plan_file}"
     if control.backend is None:
         asked = f"measuring alone, in Megatron's order and at the clocks as they are, not {asked}"
     lines = [

@@ -15,7 +15,9 @@ from pathlib import Path
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
-from envpipe_megatron.policies.planner import BY_MEMORY, PlanRequest, check_request
+from envpipe_megatron.plan import read_plan
+from envpipe_megatron.policies.planner import BY_MEMORY, PlannerError, PlanRequest, check_request
+from envpipe_megatron.profile import read_profile
 
 TYPES = ("baseline", "uniform", "envelope", "optimal")
 SCHEDULINGS = ("1f1b", "ours", "envpipe", "auto")
@@ -88,20 +90,22 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         "--envpipe-type",
         choices=TYPES,
         help="baseline: measure, at the highest clock; uniform: each stage at its optimal clock; "
-        "envelope (default): highest on the outer envelope, optimal inside; optimal: least energy "
-        "by a linear program.",
+        "envelope: highest on the outer envelope, optimal inside; optimal: least energy by a "
+        "linear program. Default: $ENVPIPE_TYPE, else envelope.",
     )
     group.add_argument(
         "--envpipe-scheduling",
         choices=SCHEDULINGS,
         help="Order of forwards and backwards: 1f1b; ours or envpipe: EnvPipe's; auto: planned "
-        "together with the clocks, with type optimal. Default: what the type goes with.",
+        "together with the clocks, with type optimal. Default: $ENVPIPE_SCHEDULING, else ours with "
+        "type envelope, auto with optimal, 1f1b with the others.",
     )
     group.add_argument(
         "--envpipe-reconfigure",
         choices=RECONFIGURES,
         help="With type envelope, adjust clocks from measured iterations: greedy, balanced; "
-        "default: do not; optimal: the same as type optimal.",
+        "default: do not; optimal: the same as type optimal. Default: $ENVPIPE_RECONFIGURE, else "
+        "balanced with type envelope.",
     )
     group.add_argument(
         "--envpipe-max-in-flight",
@@ -132,7 +136,8 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         "--envpipe-plan",
         type=Path,
         metavar="FILE",
-        help="A plan JSON to run as it stands; needs the profile that prices it.",
+        help="A plan JSON to run as it stands, whatever type and order; needs the profile that "
+        "prices it.",
     )
     group.add_argument(
         "--envpipe-profile-only",
@@ -179,12 +184,17 @@ def read_options(
 
     Raises:
         OptionError: an option that is wrong, or does not go with another.
-        PlannerError: type, order and limits that contradict each other.
     """
     variables = os.environ if environment is None else environment
     policy = _chosen(args.envpipe_type, variables, "ENVPIPE_TYPE", TYPES) or "envelope"
-    scheduling = _chosen(args.envpipe_scheduling, variables, "ENVPIPE_SCHEDULING", SCHEDULINGS)
-    reconfigure = _chosen(args.envpipe_reconfigure, variables, "ENVPIPE_RECONFIGURE", RECONFIGURES)
+    # Of a variable that does not go with the flags, the flags win.
+    fits = variables if args.envpipe_plan is None else {}
+    scheduling = _chosen(args.envpipe_scheduling, fits, "ENVPIPE_SCHEDULING", SCHEDULINGS)
+    if args.envpipe_scheduling is None and scheduling == "auto" and policy != "optimal":
+        scheduling = None
+    reconfigure = _chosen(args.envpipe_reconfigure, fits, "ENVPIPE_RECONFIGURE", RECONFIGURES)
+    if args.envpipe_reconfigure is None and policy != "envelope":
+        reconfigure = None
     if reconfigure == "optimal":
         if policy not in ("envelope", "optimal"):
             raise OptionError(
@@ -228,8 +238,52 @@ def read_options(
     return options
 
 
+def make_output_folder(options: Options) -> None:
+    """Make it before anything is built.
+
+    Raises:
+        OptionError: there can be none.
+    """
+    if options.output_dir is None:
+        return
+    try:
+        options.output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(
+            f"There can be no output folder: {error.strerror}",
+            value=str(options.output_dir),
+            remedy="Give another one by --envpipe-output.",
+        ) from error
+
+
+def check_files(options: Options, num_stages: int) -> None:
+    """Read the files that the job is given before anything is built.
+
+    Raises:
+        EnvPipeError: one is damaged, or of another number of stages.
+    """
+    if options.profile_file is None:
+        return
+    profile = read_profile(options.profile_file)
+    if profile.num_stages != num_stages:
+        raise OptionError(
+            f"The profile has {profile.num_stages} stages and this job {num_stages}",
+            value=str(options.profile_file),
+            remedy="Give the profile of this model on as many stages.",
+        )
+    if options.plan_file is not None:
+        read_plan(options.plan_file, profile)
+
+
 def _check(options: Options, num_stages: int, *, on_gpu: bool) -> None:
-    check_request(options.request(num_microbatches=1))
+    try:
+        check_request(options.request(num_microbatches=1))
+    except PlannerError as error:  # it names the options of `envpipe plan`
+        own = {"--policy": "--envpipe-type", "--schedule": "--envpipe-scheduling"}
+        text = str(error).replace("--reconfigure", "--envpipe-reconfigure")
+        for option, name in own.items():
+            text = text.replace(option, name)
+        raise OptionError(text) from None
     if isinstance(options.max_in_flight, tuple) and len(options.max_in_flight) != num_stages:
         raise OptionError(
             f"--envpipe-max-in-flight is one number, or one for each of {num_stages} stages",
