@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from envpipe_megatron import __version__
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.megatron_lm import options as _options
-from envpipe_megatron.integrations.megatron_lm.job import Job
+from envpipe_megatron.integrations.megatron_lm.job import Job, JobError
 from envpipe_megatron.integrations.megatron_lm.options import (
     Options,
     check_files,
@@ -77,9 +77,7 @@ def validate(args: argparse.Namespace) -> None:
             check_files(_state.options, args.pipeline_model_parallel_size)
         _hooked_schedules()
     except EnvPipeError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+        _refuse(error)
 
 
 def begin_training(args: argparse.Namespace) -> None:
@@ -87,6 +85,7 @@ def begin_training(args: argparse.Namespace) -> None:
 
     Raises:
         HookError: the arguments were not validated, or Megatron does not get that function.
+        SystemExit: ranks that were started differently, or a limit that cannot be kept.
         EnvPipeError: no GPU, no control where it is required, or another rank raised one.
     """
     _state.reached["begin_training"] += 1
@@ -98,7 +97,10 @@ def begin_training(args: argparse.Namespace) -> None:
         )
     if not args.log_energy:
         _quiet_energy_monitor()
-    job = _state.job = Job(args, _state.options, _say)
+    try:
+        job = _state.job = Job(args, _state.options, _say)
+    except JobError as error:
+        _refuse(error)
     atexit.register(_close)
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _leave)
@@ -217,6 +219,13 @@ def _end_after_profile(job: Job) -> None:
         raise SystemExit(0)
     if state.phase is Phase.STEADY:
         raise HookError(f"There is no profile to write: {' '.join(state.notes)}")
+
+
+def _refuse(error: EnvPipeError) -> NoReturn:
+    """End as argparse does, which tells what is wrong and no stack; once on each node."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(2) from None
 
 
 def _reaching(stand_in: Callable[..., Any]) -> Callable[..., Any]:
