@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import click
 from rich.console import Console
 
 from envpipe_megatron.cli.common import say
+from envpipe_megatron.patching.catalog import patch_file
 from envpipe_megatron.patching.checkout import TreeState
 from envpipe_megatron.patching.liveness import Answer, Outcome, ask_hooks
 from envpipe_megatron.patching.operations import Status, apply_patch, revert_patch, status
@@ -21,13 +23,13 @@ _CHECKOUT = click.argument(
 #: The patch is in, but a dependency of the framework is missing, so its hooks could not be asked.
 _NOT_PROVEN = 3
 _MEANING = {
-    TreeState.STOCK: "stock: the patch is not applied. `envpipe patch apply` does",
+    TreeState.STOCK: "stock: the patch is not applied; run `envpipe patch apply {directory}`",
     TreeState.PATCHED: "patched",
     TreeState.HALF_PATCHED: (
         "half-patched: some files are stock, others patched. "
-        "`envpipe patch apply` or `revert` completes it"
+        "`envpipe patch apply {directory}` or `revert` completes it"
     ),
-    TreeState.CHANGED_AFTER: "changed-after: files were changed after the patch",
+    TreeState.CHANGED_AFTER: "changed-after: the patch is in, and files differ from what it makes",
     TreeState.DIRTY: "dirty: not patched, and files differ from the released ones",
 }
 
@@ -73,7 +75,7 @@ def apply(directory: Path) -> None:
     verb = "Completed the patch for" if completed else "Patched"
     say(console, f"{verb} {outcome.patch.name} in {directory}:")
     _list(console, outcome.files)
-    say(console, f"Now prove that it is live: envpipe patch check {directory}")
+    say(console, f"Now prove that it is live: envpipe patch check {shlex.quote(str(directory))}")
 
 
 @patch.command()
@@ -118,7 +120,7 @@ def check(ctx: click.Context, directory: Path, as_json: bool) -> None:
     """
     found = status(directory)
     patched = found.seen.tree in (TreeState.PATCHED, TreeState.CHANGED_AFTER)
-    answers = ask_hooks(directory, found.seen.patch.hooks) if patched else ()
+    answers = ask_hooks(directory, found.seen.patch.hooks, found.seen.patch.tag) if patched else ()
     if as_json:
         click.echo(json.dumps(_facts(found, answers), indent=1))
     else:
@@ -139,8 +141,11 @@ def _list(console: Console, files: tuple[str, ...]) -> None:
 
 
 def _report(console: Console, directory: Path, found: Status, answers: tuple[Answer, ...]) -> None:
-    say(console, f"{directory}: {found.seen.patch.name}, {_MEANING[found.seen.tree]}")
+    meaning = _MEANING[found.seen.tree].format(directory=shlex.quote(str(directory)))
+    say(console, f"{directory}: {found.seen.patch.name}, {meaning}")
     _list(console, found.seen.foreign)
+    if file := patch_file(found.seen.patch):
+        say(console, f"The patch, for `git apply` too: {file}")
     if found.superseded:
         say(
             console,
@@ -170,6 +175,7 @@ def _facts(found: Status, answers: tuple[Answer, ...]) -> dict[str, Any]:
         "tag": patch.tag,
         "commit": patch.commit,
         "patch_sha256": patch.sha256,
+        "patch_file": None if (file := patch_file(patch)) is None else str(file),
         "state": found.seen.tree,
         "recorded": found.recorded,
         "interrupted": found.interrupted,

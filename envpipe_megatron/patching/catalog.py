@@ -133,6 +133,15 @@ def patches_folder() -> Path:
     )
 
 
+def patch_file(patch: Patch) -> Path | None:
+    """Return where a patch lies in this installation; None for one of another version's."""
+    try:
+        file = patches_folder() / patch.project / patch.tag / PATCH_NAME
+        return file if sha256(file.read_bytes()) == patch.sha256 else None
+    except (OSError, PatchError):
+        return None
+
+
 def load_catalog(folder: Path | None = None) -> tuple[Patch, ...]:
     """Return all patches of a folder, the package's own where none is given, by project and tag.
 

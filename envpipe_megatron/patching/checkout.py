@@ -43,12 +43,14 @@ class Survey:
         contents: of each touched file, None where there is none.
         files: the state of each touched file.
         tree: the state of the checkout.
+        recorded: a record in the checkout says that the patch was applied.
     """
 
     patch: Patch
     contents: dict[str, bytes | None]
     files: dict[str, FileState]
     tree: TreeState
+    recorded: bool
 
     @property
     def foreign(self) -> tuple[str, ...]:
@@ -73,17 +75,20 @@ def survey(root: Path, patch: Patch, recorded: bool) -> Survey:
     contents = {file.path: _content(root, file.path) for file in patch.files}
     files = {file.path: _state(file, contents[file.path]) for file in patch.files}
     states = set(files.values())
+    # A record outlives a patch that is taken out by other means, and new files then go.
+    new = [contents[file.path] for file in patch.files if not file.before]
+    taken_out = bool(new) and set(new) == {None}
     if states == {FileState.STOCK}:
         tree = TreeState.STOCK
     elif states == {FileState.PATCHED}:
         tree = TreeState.PATCHED
     elif states == {FileState.STOCK, FileState.PATCHED}:
         tree = TreeState.HALF_PATCHED
-    elif recorded or FileState.PATCHED in states:
+    elif FileState.PATCHED in states or (recorded and not taken_out):
         tree = TreeState.CHANGED_AFTER
     else:
         tree = TreeState.DIRTY
-    return Survey(patch, contents, files, tree)
+    return Survey(patch, contents, files, tree, recorded)
 
 
 def recognised(root: Path, catalog: Sequence[Patch]) -> Survey:
@@ -113,7 +118,12 @@ def changed_in_git(root: Path, patch: Patch) -> tuple[str, ...]:
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():
         return ()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    # Another repository's place goes; settings stay, as a safe.directory may be among them.
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("GIT_") or name.startswith("GIT_CONFIG")
+    }
     said = subprocess.run(
         [git, "-C", str(root), "status", "--porcelain", "-z", "--untracked-files=no"],
         capture_output=True,
@@ -121,10 +131,11 @@ def changed_in_git(root: Path, patch: Patch) -> tuple[str, ...]:
         check=False,
     )
     if said.returncode:
+        lines = os.fsdecode(said.stderr).splitlines()
         raise PatchError(
             "git can't say whether the checkout is clean",
-            value=os.fsdecode(said.stderr).strip(),
-            remedy="Do what git says there",
+            value=str(root),
+            remedy=f"Do what git says: {' '.join(line.strip() for line in lines if line.strip())}",
         )
     touched = {file.path for file in patch.files}
     changed = []

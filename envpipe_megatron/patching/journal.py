@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from envpipe_megatron.patching.unified_diff import PatchError
 FORMAT = "envpipe-patch-record/1"
 RECORD_NAME = ".envpipe-patch.json"
 JOURNAL_NAME = ".envpipe-patch.journal"
+
+logger = logging.getLogger(__name__)
 
 
 def read_record(file: Path) -> Patch | None:
@@ -106,8 +109,12 @@ class Journal:
 
 
 @contextmanager
-def open_journal(root: Path) -> Iterator[Journal]:
+def open_journal(root: Path, by_hand: str) -> Iterator[Journal]:
     """Yield the journal of a checkout, after whoever else is changing it.
+
+    Args:
+        root: the checkout, resolved.
+        by_hand: a command that makes the same change where this can't.
 
     Raises:
         PatchError: the file system has no locks.
@@ -117,7 +124,7 @@ def open_journal(root: Path) -> Iterator[Journal]:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
-            _lock(descriptor, path)
+            _lock(descriptor, path, by_hand)
             # Whoever held the lock has renamed or removed the file that was waited for.
             if _is_at(descriptor, path):
                 break
@@ -155,9 +162,13 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _lock(descriptor: int, path: Path) -> None:
+def _lock(descriptor: int, path: Path, by_hand: str) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning("Waiting for another envpipe patch in %s", path.parent)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
@@ -166,7 +177,7 @@ def _lock(descriptor: int, path: Path) -> None:
         raise PatchError(
             "The file system has no locks, so the checkout can't be changed safely",
             value=str(path.parent),
-            remedy="Use `git apply` with the patch, or a checkout on another file system",
+            remedy=f"Run `{by_hand}`, or use a checkout on another file system",
         ) from error
 
 

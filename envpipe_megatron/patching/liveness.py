@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -37,11 +39,13 @@ class Answer:
         hook: the hook.
         outcome: whether it is live, or why that is not known.
         detail: the file that the module came from, the dependency, or the error.
+        needs: end of a remedy: which Python the checkout asks for, where this one is too old.
     """
 
     hook: Hook
     outcome: Outcome
     detail: str
+    needs: str = ""
 
     @property
     def remedy(self) -> str:
@@ -56,14 +60,19 @@ class Answer:
                 "do nothing: uninstall it, or take it out of PYTHONPATH"
             ),
             Outcome.DEPENDENCY: "Install it in this Python environment, then check again",
-            Outcome.IMPORT_FAILED: "Make this import work first",
+            Outcome.IMPORT_FAILED: "Make this import work first" + self.needs,
         }[self.outcome]
 
 
-def ask_hooks(root: Path, hooks: Sequence[Hook]) -> tuple[Answer, ...]:
+def ask_hooks(root: Path, hooks: Sequence[Hook], name: str = "the checkout") -> tuple[Answer, ...]:
     """Ask hooks in a fresh interpreter that has the checkout first on its path.
 
     Nothing is written to the checkout.
+
+    Args:
+        root: the checkout.
+        hooks: what to ask.
+        name: the checkout's, for messages.
 
     Returns:
         An answer for each hook, in order.
@@ -92,14 +101,27 @@ def ask_hooks(root: Path, hooks: Sequence[Hook]) -> tuple[Answer, ...]:
             how = f"Python ended with {_exit(done.returncode)}"
             return _none(hooks, f"{how}: {done.stdout[-_SHOWN_CHARACTERS:].strip()}")
         found = json.loads(answers.read_text())
+    needs = _newer_python(root, name)
     return tuple(
-        Answer(hook, Outcome(answer["outcome"]), answer["detail"])
+        Answer(hook, Outcome(answer["outcome"]), answer["detail"], needs)
         for hook, answer in zip(hooks, found, strict=True)
     )
 
 
 def _none(hooks: Sequence[Hook], reason: str) -> tuple[Answer, ...]:
     return tuple(Answer(hook, Outcome.IMPORT_FAILED, reason) for hook in hooks)
+
+
+def _newer_python(root: Path, name: str) -> str:
+    """Say which Python the checkout's own pyproject.toml asks for; empty where this one will do."""
+    try:
+        project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        least = re.search(r">=\s*(\d+)\.(\d+)", project["requires-python"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    if least is None or (wanted := (int(least[1]), int(least[2]))) <= sys.version_info[:2]:
+        return ""
+    return f": {name} needs Python {wanted[0]}.{wanted[1]} or newer, as its pyproject.toml says"
 
 
 def _exit(status: int) -> str:

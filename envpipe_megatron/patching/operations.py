@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from envpipe_megatron.patching.journal import (
     sync_folder,
     write_all,
 )
+from envpipe_megatron.patching.refusals import foreign_files, git_command
 from envpipe_megatron.patching.unified_diff import PatchError
 
 
@@ -85,17 +86,13 @@ def apply_patch(directory: Path, catalog: Sequence[Patch] | None = None) -> Outc
     """
     catalog = load_catalog() if catalog is None else catalog
     root = directory.resolve()
-    recognised(root, catalog)
-    with open_journal(root) as journal:
-        seen = _seen(root, catalog)
-        if seen.patch.sha256 not in {patch.sha256 for patch in catalog}:
-            raise PatchError(
-                f"Another version of the patch for {seen.patch.name} is in this checkout",
-                value=str(root),
-                remedy="Run `envpipe patch revert` first, then apply again",
-            )
+    seen = _seen_by_current(root, catalog)
+    if seen.tree is TreeState.PATCHED and _unchanging(root):
+        return Outcome(seen.patch, seen.tree, ())
+    with open_journal(root, git_command(root, seen.patch)) as journal:
+        seen = _seen_by_current(root, catalog)
         if seen.foreign:
-            raise _foreign(seen)
+            raise foreign_files(root, seen, reverting=False)
         if seen.tree is TreeState.PATCHED and journal.interrupted is None:
             return Outcome(seen.patch, seen.tree, ())
         # A change that was stopped halfway is completed whatever else was edited since.
@@ -133,11 +130,13 @@ def revert_patch(directory: Path, catalog: Sequence[Patch] | None = None) -> Out
         OSError: the checkout can't be written; it is then as it was, or can be completed.
     """
     root = directory.resolve()
-    _seen(root, catalog)
-    with open_journal(root) as journal:
+    seen = _seen(root, catalog)
+    if seen.tree is TreeState.STOCK and _unchanging(root) and not (root / RECORD_NAME).exists():
+        return Outcome(seen.patch, seen.tree, ())
+    with open_journal(root, git_command(root, seen.patch, reverse=True)) as journal:
         seen = _seen(root, catalog)
         if seen.foreign:
-            raise _foreign(seen)
+            raise foreign_files(root, seen, reverting=True)
         if seen.tree is TreeState.STOCK:
             _clean_up(root, journal.interrupted or seen.patch)
             journal.end_without_record()
@@ -178,17 +177,48 @@ def status(directory: Path, catalog: Sequence[Patch] | None = None) -> Status:
 
 
 def _seen(root: Path, catalog: Sequence[Patch] | None) -> Survey:
-    held = _held(root)
-    if held is not None:
-        return held
-    return recognised(root, load_catalog() if catalog is None else catalog)
+    """Return the checkout as the patch sees it that it holds, or else the one for its version."""
+    kept = None
+    for held in _held(root):
+        if held.patch.recognition.fits(root):
+            return held
+        # Only the version's file was edited: what was patched is there, and nothing else.
+        if not held.foreign and any(
+            file.before and held.files[file.path] is FileState.PATCHED for file in held.patch.files
+        ):
+            kept = kept or held
+    try:
+        found = recognised(root, load_catalog() if catalog is None else catalog)
+    except PatchError:
+        if kept is None:
+            raise
+        return kept
+    return kept if kept is not None and found.foreign else found
 
 
-def _held(root: Path) -> Survey | None:
-    """Return the checkout as the patch sees it that a journal or record tells of.
+def _seen_by_current(root: Path, catalog: Sequence[Patch]) -> Survey:
+    seen = _seen(root, catalog)
+    if seen.patch.sha256 not in {patch.sha256 for patch in catalog}:
+        raise PatchError(
+            f"Another version of the patch for {seen.patch.name} is in this checkout",
+            value=str(root),
+            remedy="Run `envpipe patch revert` first, then apply again",
+        )
+    return seen
 
-    None where there is neither, or where the checkout was since brought back to stock or to another
-    version by other means.
+
+def _unchanging(root: Path) -> bool:
+    """Say that nobody changes the checkout and nobody was stopped: it need not be locked.
+
+    Asked after the files were read, so that a change that began meanwhile is seen.
+    """
+    return not (root / JOURNAL_NAME).exists()
+
+
+def _held(root: Path) -> Iterator[Survey]:
+    """Yield the checkout as the patches see it that its journal and its record tell of.
+
+    A patch that was taken out by other means is passed over.
     """
     for name in (JOURNAL_NAME, RECORD_NAME):
         try:
@@ -197,11 +227,10 @@ def _held(root: Path) -> Survey | None:
             if name == RECORD_NAME:
                 raise
             continue  # torn: nothing was changed yet
-        if patch is not None and patch.recognition.fits(root):
+        if patch is not None:
             seen = survey(root, patch, recorded=True)
-            if seen.tree is not TreeState.STOCK:
-                return seen
-    return None
+            if seen.tree not in (TreeState.STOCK, TreeState.DIRTY):
+                yield seen
 
 
 def _replace(
@@ -296,18 +325,3 @@ def _remove_empty_folders(root: Path, patch: Patch) -> None:
             with suppress(OSError):  # holds something, or is gone
                 folder.rmdir()
             folder = folder.parent
-
-
-def _foreign(seen: Survey) -> PatchError:
-    if seen.tree is TreeState.DIRTY:
-        what = f"Files differ from those of {seen.patch.name}"
-        remedy = f"Put the files of commit {seen.patch.commit[:12]} back, then apply again"
-    else:
-        what = f"Files were changed after the patch for {seen.patch.name}"
-        remedy = (
-            "Take your changes out of them and revert, or put the files of commit "
-            f"{seen.patch.commit[:12]} back by hand"
-        )
-    if FileState.LINE_ENDS in seen.files.values():
-        remedy += ". Git turned line ends into CRLF: set core.autocrlf to false and check out again"
-    return PatchError(what, value=list(seen.foreign), remedy=remedy)

@@ -4,12 +4,27 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from patch_project import copy_tree, make_catalog, stock_files, write_tree
+from patch_project import copy_tree, edited_files, make_catalog, stock_files, write_tree
+
+import envpipe_megatron.patching.catalog
 
 
 @pytest.fixture(scope="session")
-def catalog(tmp_path_factory):
-    return make_catalog(tmp_path_factory.mktemp("project"))
+def project(tmp_path_factory):
+    return tmp_path_factory.mktemp("project")
+
+
+@pytest.fixture(scope="session")
+def catalog(project):
+    return make_catalog(project)
+
+
+@pytest.fixture
+def patch_files(catalog, project, monkeypatch):
+    """The catalog as the one that is installed; returns the patch file of each tag."""
+    folder = project / "patches"
+    monkeypatch.setattr(envpipe_megatron.patching.catalog, "patches_folder", lambda: folder)
+    return {patch.tag: str(folder / "toy" / patch.tag / "envpipe.patch") for patch in catalog}
 
 
 @pytest.fixture
@@ -35,3 +50,15 @@ def copies(tmp_path):
     """Makes one copy after the other of a folder."""
     made = iter(range(10**6))
     return lambda source: copy_tree(source, tmp_path / f"copy{next(made)}")
+
+
+@pytest.fixture
+def newer_catalog(tmp_path, monkeypatch):
+    """A later release's patches for the same tags."""
+    edited = edited_files
+    monkeypatch.setattr(
+        "patch_project.edited_files",
+        lambda minor: edited(minor) | {"run.sh": stock_files(minor)["run.sh"]},
+    )
+    (tmp_path / "newer").mkdir()
+    return make_catalog(tmp_path / "newer")

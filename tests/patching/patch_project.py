@@ -6,12 +6,16 @@ import os
 import pickle
 import shutil
 import stat
+import subprocess
 import sys
 import traceback
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from envpipe_megatron.patching.catalog import load_catalog
+from envpipe_megatron.patching.unified_diff import PatchError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOBODY = 65534
@@ -167,3 +171,35 @@ def in_child(do, *, as_nobody=False):
 
 def copy_tree(source, target):
     return Path(shutil.copytree(source, target, symlinks=True))
+
+
+def git(root, *command):
+    settings = ["-c", "user.name=x", "-c", "user.email=x@example"]
+    subprocess.run(["git", *settings, *command], cwd=root, check=True, capture_output=True)
+
+
+def cloned(root):
+    git(root, "init", "-q")
+    git(root, "add", "-A")
+    git(root, "commit", "-q", "-m", "all")
+    return root
+
+
+def by_hand(root, patch, *flags):
+    subprocess.run(["git", "apply", *flags], input=patch.text, cwd=root, check=True)
+
+
+def refused(do, root, catalog, *said):
+    before = snapshot(root)
+    with pytest.raises(PatchError) as told:
+        do(root, catalog)
+    for words in said:
+        assert words in str(told.value)
+    assert snapshot(root) == before
+    return str(told.value)
+
+
+def give_to_nobody(root):
+    if os.getuid() == 0:
+        for path in (root, *root.rglob("*")):
+            os.chown(path, NOBODY, NOBODY)

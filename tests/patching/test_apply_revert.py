@@ -1,14 +1,16 @@
 import json
 import os
-import subprocess
 
 import pytest
 from patch_project import (
     NOBODY,
+    by_hand,
+    cloned,
     contents,
     edited_files,
+    give_to_nobody,
     in_child,
-    make_catalog,
+    refused,
     snapshot,
     stock_files,
     write_tree,
@@ -16,26 +18,11 @@ from patch_project import (
 
 from envpipe_megatron.patching import operations
 from envpipe_megatron.patching.checkout import TreeState
+from envpipe_megatron.patching.journal import JOURNAL_NAME
 from envpipe_megatron.patching.operations import apply_patch, revert_patch, status
 from envpipe_megatron.patching.unified_diff import PatchError
 
 RECORD = ".envpipe-patch.json"
-
-
-def git(root, *command):
-    settings = ["-c", "user.name=x", "-c", "user.email=x@example"]
-    subprocess.run(["git", *settings, *command], cwd=root, check=True, capture_output=True)
-
-
-def cloned(root):
-    git(root, "init", "-q")
-    git(root, "add", "-A")
-    git(root, "commit", "-q", "-m", "all")
-    return root
-
-
-def by_hand(root, patch, *flags):
-    subprocess.run(["git", "apply", *flags], input=patch.text, cwd=root, check=True)
 
 
 @pytest.mark.parametrize("minor", [0, 1])
@@ -128,15 +115,6 @@ def test_a_new_file_gets_the_users_own_mode(checkout, catalog):
 # --- refusals change nothing ---------------------------------------------------------------------
 
 
-def refused(do, root, catalog, *said):
-    before = snapshot(root)
-    with pytest.raises(PatchError) as told:
-        do(root, catalog)
-    for words in said:
-        assert words in str(told.value)
-    assert snapshot(root) == before
-
-
 @pytest.mark.parametrize("do", [apply_patch, revert_patch, status])
 def test_an_unknown_version_is_refused_with_what_is_supported(checkout, catalog, do):
     supported = ("Toy v1.0 (commit 1111111)", "Toy v1.1 (commit 2222222)")
@@ -155,41 +133,29 @@ def test_changed_files_are_named(checkout, catalog):
     assert status(checkout, catalog).seen.tree is TreeState.DIRTY
 
 
-def test_a_file_in_the_way_of_a_new_one_is_named(checkout, catalog):
+def test_a_file_in_the_way_of_a_new_one_is_to_be_moved(checkout, catalog):
     write_tree(checkout, {"toy/new/parts/envpipe.py": "mine = True\n"})
-    refused(apply_patch, checkout, catalog, "toy/new/parts/envpipe.py (changed)")
+    move = "ove toy/new/parts/envpipe.py away, which commit 111111111111 does not have"
+    told = refused(
+        apply_patch, checkout, catalog, "envpipe.py (changed)", f"M{move}, then apply again"
+    )
+    assert "back" not in told
+    (checkout / "run.sh").write_text("mine\n")
+    put = "ut the files of commit 111111111111 back"
+    refused(apply_patch, checkout, catalog, f"P{put} and m{move}, then apply again")
+
+
+def test_revert_of_what_holds_no_patch_does_not_say_apply(checkout, catalog):
+    (checkout / "run.sh").write_text("mine\n")
+    put = "put the files of commit 111111111111 back"
+    told = refused(revert_patch, checkout, catalog, "The patch is not in", put)
+    assert "again" not in told
 
 
 def test_line_ends_that_git_turned_are_told_from_edits(checkout, catalog):
     file = checkout / "toy/schedules.py"
     file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))
     refused(apply_patch, checkout, catalog, "every line ends in CRLF", "core.autocrlf")
-
-
-def test_a_clone_with_uncommitted_changes_is_refused(checkout, catalog):
-    cloned(checkout)
-    (checkout / "untracked").write_text("is no change")
-    git(checkout, "mv", "untouched.txt", "moved name.txt")
-    (checkout / "toy/training/__init__.py").write_text("edited = True\n")
-    named = ("'moved name.txt'", "'toy/training/__init__.py'", "Commit or stash")
-    refused(apply_patch, checkout, catalog, *named)
-    git(checkout, "commit", "-a", "-q", "-m", "own work")
-    apply_patch(checkout, catalog)
-    assert status(checkout, catalog).seen.tree is TreeState.PATCHED
-
-
-def test_git_that_cannot_say_is_no_clean_checkout(checkout, catalog):
-    (checkout / ".git").write_text("gitdir: /nowhere\n")
-    refused(apply_patch, checkout, catalog, "git can't say", "/nowhere")
-
-
-def test_another_repositorys_settings_do_not_count(checkout, catalog, tmp_path, monkeypatch):
-    cloned(checkout)
-    other = cloned(write_tree(tmp_path / "other", {"file": "x\n"}))
-    (other / "file").write_text("changed\n")
-    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
-    monkeypatch.setenv("GIT_WORK_TREE", str(other))
-    assert apply_patch(checkout, catalog).files
 
 
 def test_revert_refuses_what_was_changed_afterwards(checkout, catalog):
@@ -227,18 +193,6 @@ def test_half_patched_is_completed(checkout, catalog, do, record):
     outcome = do(checkout, catalog)
     assert outcome.before is TreeState.HALF_PATCHED
     assert snapshot(checkout) == (patched if do is apply_patch else stock)
-
-
-@pytest.fixture
-def newer_catalog(tmp_path, monkeypatch):
-    """A later release's patches for the same tags."""
-    edited = edited_files
-    monkeypatch.setattr(
-        "patch_project.edited_files",
-        lambda minor: edited(minor) | {"run.sh": stock_files(minor)["run.sh"]},
-    )
-    (tmp_path / "newer").mkdir()
-    return make_catalog(tmp_path / "newer")
 
 
 def test_what_an_older_release_patched_is_reverted_from_its_record(
@@ -312,7 +266,7 @@ def test_hard_linked_copies_are_left_alone(checkout, catalog, tmp_path):
 @pytest.mark.parametrize("closed", [".", "toy/training", "toy"])
 def test_a_read_only_folder_stays_as_it_is(open_folder, catalog, closed):
     root = write_tree(open_folder / "checkout", stock_files(0))
-    _give_to_nobody(root)
+    give_to_nobody(root)
     (root / closed).chmod(0o555)
     before = snapshot(root)
     with pytest.raises(RuntimeError, match="PermissionError"):
@@ -321,9 +275,28 @@ def test_a_read_only_folder_stays_as_it_is(open_folder, catalog, closed):
     assert in_child(lambda: status(root, catalog).seen.tree, as_nobody=True) is TreeState.STOCK
 
 
+def test_nothing_to_do_needs_no_rights(open_folder, catalog):
+    root = write_tree(open_folder / "checkout", stock_files(0))
+    give_to_nobody(root)
+    for do, other in ((revert_patch, apply_patch), (apply_patch, revert_patch)):
+        root.chmod(0o555)
+        before = snapshot(root)
+        assert in_child(lambda do=do: do(root, catalog).files, as_nobody=True) == ()
+        assert snapshot(root) == before
+        root.chmod(0o755)
+        (root / JOURNAL_NAME).touch()  # of a change that goes on or was stopped
+        root.chmod(0o555)
+        if os.getuid() == 0:
+            with pytest.raises(RuntimeError, match="PermissionError"):
+                in_child(lambda do=do: do(root, catalog).files, as_nobody=True)
+        root.chmod(0o755)
+        (root / JOURNAL_NAME).unlink()
+        other(root, catalog)
+
+
 def test_an_ordinary_user_patches_their_own(open_folder, catalog):
     root = write_tree(open_folder / "checkout", stock_files(0))
-    _give_to_nobody(root)
+    give_to_nobody(root)
     before = snapshot(root)
     in_child(lambda: bool(apply_patch(root, catalog)), as_nobody=True)
     assert status(root, catalog).seen.tree is TreeState.PATCHED
@@ -333,23 +306,20 @@ def test_an_ordinary_user_patches_their_own(open_folder, catalog):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may give files away")
 def test_root_leaves_files_to_their_owner(checkout, catalog):
-    _give_to_nobody(checkout)
+    give_to_nobody(checkout)
     apply_patch(checkout, catalog)
     assert (checkout / "run.sh").stat().st_uid == NOBODY
 
 
-def _give_to_nobody(root):
-    if os.getuid() == 0:
-        for path in (root, *root.rglob("*")):
-            os.chown(path, NOBODY, NOBODY)
-
-
-def test_a_file_system_without_locks_is_told(checkout, catalog, monkeypatch):
+def test_a_file_system_without_locks_is_told(checkout, catalog, patch_files, monkeypatch):
     def flock(*_):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    refused(apply_patch, checkout, catalog, "no locks", "git apply")
+    command = f"git -C {checkout} apply {patch_files['v1.0']}`"
+    refused(apply_patch, checkout, catalog, "no locks", command)
+    by_hand(checkout, catalog[0])
+    refused(revert_patch, checkout, catalog, "no locks", command.replace("apply", "apply -R"))
 
 
 def test_the_catalog_of_the_package_is_the_default(checkout):

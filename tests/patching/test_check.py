@@ -187,6 +187,33 @@ def test_a_checkout_goes_there_and_back(run, checkout):
     assert (said.exit_code, "Nothing was done" in said.output) == (0, True)
 
 
+def test_commands_to_run_next_can_be_pasted(run, checkout):
+    root = checkout.rename(checkout.with_name("check out"))
+    assert f"is not applied; run `envpipe patch apply '{root}'`\n" in run("check", root).output
+    assert f"envpipe patch check '{root}'\n" in run("apply", root).output
+
+
+def test_check_says_where_the_patch_file_lies(run, checkout, patch_files):
+    for command in ("apply", "revert"):
+        assert f": {patch_files['v1.0']}\n" in run("check", checkout).output
+        facts = json.loads(run("check", "--json", checkout).output)
+        assert facts["patch_file"] == patch_files["v1.0"]
+        run(command, checkout)
+
+
+def test_a_python_that_is_too_old_for_the_checkout_is_told(run, patched):
+    write_tree(patched, {"toy/training/loop.py": "from typing import NoSuchName\n"})
+    for asked_for, told in ((">=3.99,<4", True), (">= 3.8", False), ("==3.*", False)):
+        text = f"[project]\nrequires-python = '{asked_for}'\n"
+        write_tree(patched, {"pyproject.toml": text})
+        said = run("check", patched).output
+        assert "Make this import work first" in said
+        assert (": v1.0 needs Python 3.99 or newer" in said) is told
+    for text in ("[project]\n", "project = 1\n", "[project]\nrequires-python = 3\n", "["):
+        write_tree(patched, {"pyproject.toml": text})
+        assert "Make this import work first\n" in run("check", patched).output
+
+
 def test_check_as_json(run, checkout):
     run("apply", checkout)
     said = run("check", "--json", checkout)

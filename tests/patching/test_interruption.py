@@ -231,11 +231,31 @@ def test_concurrent_changes_come_one_after_the_other(trees, catalog, others, rou
         assert snapshot(root) in list(wanted.values())
 
 
+def test_waiting_is_told(checkout, catalog, caplog):
+    apply_patch(checkout, catalog)
+    assert "Waiting" not in caplog.text
+    locked, go = os.pipe(), os.pipe()
+    if os.fork() == 0:
+        try:
+            with open_journal(checkout.resolve(), "git apply"):
+                os.write(locked[1], b"x")
+                os.close(go[1])
+                os.read(go[0], 1)
+        finally:
+            os._exit(0)
+    os.read(locked[0], 1)
+    # The wait ends only because of what is said.
+    caplog.handler.addFilter(lambda record: "Waiting" not in record.msg or not os.close(go[1]))
+    assert revert_patch(checkout, catalog).files
+    os.wait()
+    assert f"Waiting for another envpipe patch in {checkout}" in caplog.text
+
+
 def test_who_comes_second_waits_and_finds_it_done(checkout, catalog):
     go = os.pipe()
     # Forked before the lock is taken, which a child would hold too.
     waiting = started(apply_patch, checkout, catalog, go)
-    with open_journal(checkout.resolve()) as journal:
+    with open_journal(checkout.resolve(), "git apply") as journal:
         os.close(go[1])
         os.close(go[0])
         seen = status(checkout, catalog)
