@@ -1,6 +1,7 @@
 """A script that a user starts on each of two nodes by torchrun: one rank a node, a plain pipeline.
 
-Args: the folder of this node, where its emulated GPU, its energy log and its bill are.
+Args: the folder of this node, where its emulated GPU and its bill are. The job's output folder,
+beside it, is one that nodes share.
 """
 
 import json
@@ -13,15 +14,15 @@ import plain_stages
 import torch.distributed as dist
 
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.runtime import session as session_module
+from envpipe_megatron.runtime import node_files
 from envpipe_megatron.runtime.session import SessionConfig
 
 node = Path(sys.argv[1])
 # Both are on this machine, whose name they would write.
-session_module.socket.gethostname = lambda: node.name
+node_files.socket.gethostname = lambda: node.name
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-config = SessionConfig(PlanRequest(4), warmup_iterations=1, output_dir=node)
+config = SessionConfig(PlanRequest(4), warmup_iterations=1, output_dir=node.parent / "output")
 session, gpu = plain_stages.session(rank, config, node, fast=False, guarded=True)
 begin_j = gpu.committed_energy_j()
 try:

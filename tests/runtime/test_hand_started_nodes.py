@@ -58,7 +58,7 @@ def test_two_hand_started_nodes_add_up(tmp_path):
     assert [bill["locked"] for bill in bills] == [None, None]
     assert not list((tmp_path / "leases").glob("*.json"))
 
-    logs = [str(node / "energy.jsonl") for node in nodes]
+    logs = [str(tmp_path / "output" / f"energy-{node.name}.jsonl") for node in nodes]
     result = CliRunner().invoke(main, ["energy", "sum", "--json", *logs])
     assert result.exit_code == 0, result.output
     total = json.loads(result.stdout)
