@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +20,7 @@ from envpipe_megatron.integrations.megatron_lm.hooks import check_model
 from envpipe_megatron.integrations.megatron_lm.job import (
     Job,
     JobError,
+    _fingerprint,
     check_in_flight,
     check_same_everywhere,
 )
@@ -52,6 +56,18 @@ def test_a_limit_below_what_1f1b_holds(limit: Any) -> None:
 
 def test_few_microbatches_need_no_more() -> None:
     check_in_flight(2, 4, 2)
+
+
+def test_what_tells_jobs_apart_is_json_and_the_same_each_time() -> None:
+    kinds = Enum("kinds", "flash auto")
+    args = argparse.Namespace(
+        attention_backend=kinds.flash, params_dtype=torch.bfloat16, num_layers=4, optimizer="adam"
+    )
+    options = SimpleNamespace(min_dwell_s=0.0)
+    first, again = (_fingerprint(args, options, "H200") for _ in range(2))  # type: ignore[arg-type]
+    assert json.loads(json.dumps(first)) == again
+    args.attention_backend = kinds.auto
+    assert _fingerprint(args, options, "H200") != first  # type: ignore[arg-type]
 
 
 def test_models_of_another_kind_are_named() -> None:

@@ -237,5 +237,7 @@ def check_in_flight(
 def _fingerprint(args: argparse.Namespace, options: Options, gpu: str) -> dict[str, object]:
     """What a profile and a plan are good for, beside the session's own: the same, the same job."""
     job: dict[str, object] = {name: getattr(args, name, None) for name in _SAME_JOB}
-    job["params_dtype"] = str(job["params_dtype"])
+    for name, value in job.items():
+        if not isinstance(value, (str, int, float, list, type(None))):
+            job[name] = str(value)  # types of torch's, and enumerations: it becomes JSON
     return job | {"gpu": gpu, "min_dwell_s": options.min_dwell_s, "torch": torch.__version__}
