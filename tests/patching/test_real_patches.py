@@ -1,5 +1,6 @@
 """The patches that are shipped, on real checkouts where there are any, and on megatron-core."""
 
+import argparse
 import importlib.util
 import py_compile
 import shutil
@@ -126,6 +127,34 @@ def test_little_of_the_stock_text_is_in_the_patch(patch):
     for hunk in hunks:
         assert len(set(hunk.old_lines) - set(hunk.new_lines)) <= 1  # hooks are added
         assert len(hunk.old_lines) <= 6
+
+
+@pytest.fixture
+def own_file(patch, monkeypatch):
+    """Megatron's arguments of --envpipe as the patch adds them, for a command line."""
+
+    def parse(*words):
+        (added,) = [file for file in patch.files if not file.before]
+        found = {}
+        exec(added.change.apply(b""), found)
+        monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
+        parser = found["add_arguments"](argparse.ArgumentParser(allow_abbrev=False))
+        return parser.parse_args(words), found["hooks"]
+
+    return parse
+
+
+@each_patch
+def test_without_the_flag_nothing_is_imported(own_file):
+    args, hooks = own_file()
+    assert (args.envpipe, hooks) == (False, None)
+
+
+@each_patch
+def test_options_without_the_flag_are_an_error_that_names_it(own_file, capsys):
+    with pytest.raises(SystemExit):
+        own_file("--envpipe-type", "optimal")
+    assert "need --envpipe" in capsys.readouterr().err
 
 
 @each_patch

@@ -122,6 +122,8 @@ def begin_training(args: argparse.Namespace) -> None:
         )
     if job.collectives.is_planner:
         _say(_banner(job))
+        if args.train_iters is not None and args.train_iters <= job.options.baseline_steps:
+            _say("training ends within its baseline steps, so nothing will be planned")
 
 
 def begin_step(iteration: int) -> None:
