@@ -37,7 +37,7 @@ with credits flowing back). `stopping_points` searches all interleavings and so 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -47,14 +47,27 @@ from envpipe_megatron.builders import envpipe, one_f_one_b
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.schedule import Schedule, Unit
 
+#: Says how many hardware queues a process has on a GPU.
+QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+_USUAL_QUEUES = 8
 _REMEDY = (
-    "Set CUDA_DEVICE_MAX_CONNECTIONS=8, with which sends are asynchronous (capacity None), or "
+    f"Set {QUEUES_VARIABLE}={_USUAL_QUEUES}, with which sends are asynchronous (capacity None), or "
     "allow a larger capacity."
 )
 
 
 class ChannelModelError(EnvPipeError):
     """An order that the channels between stages cannot carry."""
+
+
+def hardware_capacity(environment: Mapping[str, str]) -> int | None:
+    """The capacity of a channel over NCCL, by a process' environment variables.
+
+    With one hardware queue an unmatched transfer stops all that is enqueued behind it; with fewer
+    than CUDA's own number, a link and the units may share one.
+    """
+    queues = environment.get(QUEUES_VARIABLE, "")
+    return 1 if queues.isdigit() and int(queues) < _USUAL_QUEUES else None
 
 
 class Action(StrEnum):

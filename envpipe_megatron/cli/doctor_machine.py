@@ -9,6 +9,7 @@ from functools import partial
 
 import pynvml
 
+from envpipe_megatron.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.cli.doctor_checks import Check, looked
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, GpuError, clock_control_forbidden
 from envpipe_megatron.gpu.control import check_controls, first_allowed
@@ -18,8 +19,6 @@ from envpipe_megatron.gpu.nvml_errors import MigModeError, VirtualGpuError
 from envpipe_megatron.gpu.nvml_library import NvmlHandle, call_library
 from envpipe_megatron.gpu.site import DEFAULT_SITE_PATH, SITE_VARIABLE, SiteConfig, read_site
 from envpipe_megatron.gpu.visible_devices import ORDER_VARIABLE, VISIBLE_VARIABLE, visible_gpus
-
-CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def driver_cuda() -> tuple[int, int] | None:
@@ -201,7 +200,7 @@ def environment_checks() -> list[Check]:
         {
             VISIBLE_VARIABLE: _visible,
             ORDER_VARIABLE: _order,
-            CONNECTIONS_VARIABLE: _connections,
+            QUEUES_VARIABLE: _connections,
         },
     )
 
@@ -230,13 +229,15 @@ def _order(name: str) -> Check:
 
 
 def _connections(name: str) -> Check:
-    value = os.environ.get(CONNECTIONS_VARIABLE)
+    value = os.environ.get(QUEUES_VARIABLE)
+    few = hardware_capacity(os.environ) is not None
     return _answer(
         "environment",
         name,
-        value != "1",
-        "1: a single hardware queue, in which a transfer that waits holds up every kernel behind it"
-        if value == "1"
+        not few,
+        f"{value}: counts as a single hardware queue, in which a transfer that waits holds up "
+        "every kernel behind it"
+        if few
         else value or "not set (8)",
         "Orders are lowered to what one queue holds; set 8 unless Megatron asks for 1 (tensor or "
         "context parallelism before Blackwell)",

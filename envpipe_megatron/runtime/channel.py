@@ -20,6 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from envpipe_megatron.channel_model import hardware_capacity
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.schedule import Kind, Schedule, Unit
 
@@ -29,8 +30,6 @@ _STAMP_TAG, _PAYLOAD_TAG = 0, 1
 #: megatron-core's, with four CTAs 1.06, with two 1.02; EnvPipe's order 1.03, 1.00 and 1.00. Fewer
 #: make each transfer slower, which 1F1B feels.
 MAX_CTAS = 2
-#: Hardware queues, where CUDA_DEVICE_MAX_CONNECTIONS does not say.
-_USUAL_QUEUES = 8
 
 
 class ChannelError(EnvPipeError):
@@ -295,10 +294,7 @@ def make_channel(
                 remedy="Leave it out, or debug without EnvPipe.",
             )
         links = _nccl_links(ranks, stage, timeout, wraps=num_chunks > 1, max_ctas=max_ctas)
-        # With one hardware queue an unmatched transfer stops all that is enqueued behind it; with
-        # fewer than CUDA's own number, a link and the units may share one.
-        queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-        capacity = 1 if queues.isdigit() and int(queues) < _USUAL_QUEUES else None
+        capacity = hardware_capacity(os.environ)
         return P2PChannel(ranks, stage, links, stamped=stamped, timeout=None, capacity=capacity)
     groups = {(kind, sender): pipeline_group for kind in Kind for sender in range(len(ranks))}
     return P2PChannel(ranks, stage, groups, stamped=stamped, timeout=timeout)

@@ -165,6 +165,8 @@ def test_visible_devices(node, monkeypatch, value, ok, said):
 def test_a_single_hardware_queue(node, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert_check(look()["CUDA_DEVICE_MAX_CONNECTIONS"], False, "single hardware queue", "set 8")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")  # as the channel takes it
+    assert_check(look()["CUDA_DEVICE_MAX_CONNECTIONS"], False, "4: counts as a single", "set 8")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     assert_check(look()["CUDA_DEVICE_MAX_CONNECTIONS"], True, "32")
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-from envpipe_megatron import __version__
+from envpipe_megatron import __version__, builders
+from envpipe_megatron.channel_model import QUEUES_VARIABLE
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.megatron_core import ForwardBackward
 from envpipe_megatron.integrations.megatron_lm.device import open_device
@@ -198,7 +199,7 @@ def check_same_everywhere(collectives: Collectives, facts: Mapping[str, object])
             "The ranks of this job were started differently",
             value=different,
             remedy="Give all nodes the same flags, the same ENVPIPE_TYPE, ENVPIPE_SCHEDULING, "
-            "ENVPIPE_RECONFIGURE and CUDA_DEVICE_MAX_CONNECTIONS, and one version of the package.",
+            f"ENVPIPE_RECONFIGURE and {QUEUES_VARIABLE}, and one version of the package.",
         )
 
 
@@ -207,9 +208,8 @@ def _of_all_ranks(options: Options, num_microbatches: int) -> dict[str, object]:
     own = {k: v is not None if isinstance(v, Path) else v for k, v in vars(options).items()}
     return {
         **own,
-        "output_dir": options.output_dir is not None,
         "microbatches": num_microbatches,
-        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+        QUEUES_VARIABLE: os.environ.get(QUEUES_VARIABLE),
         "version": __version__,
     }
 
@@ -225,7 +225,7 @@ def check_in_flight(
     if limit is None or isinstance(limit, str):
         return
     limits = limit if isinstance(limit, tuple) else (limit,) * num_stages
-    needed = [min(num_stages - stage, num_microbatches) for stage in range(num_stages)]
+    needed = list(builders.one_f_one_b(num_stages, num_microbatches).peak_in_flight)
     if any(own < least for own, least in zip(limits, needed, strict=True)):
         raise JobError(
             f"--envpipe-max-in-flight is below what 1F1B holds, {needed}",

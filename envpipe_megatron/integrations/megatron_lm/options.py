@@ -279,9 +279,12 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool) -> None:
     try:
         check_request(options.request(num_microbatches=1))
     except PlannerError as error:  # it names the options of `envpipe plan`
-        own = {"--policy": "--envpipe-type", "--schedule": "--envpipe-scheduling"}
-        text = str(error).replace("--reconfigure", "--envpipe-reconfigure")
-        for option, name in own.items():
+        text = str(error)
+        for option, name in (
+            ("--policy", "--envpipe-type"),
+            ("--schedule", "--envpipe-scheduling"),
+            ("--reconfigure", "--envpipe-reconfigure"),
+        ):
             text = text.replace(option, name)
         raise OptionError(text) from None
     if isinstance(options.max_in_flight, tuple) and len(options.max_in_flight) != num_stages:
