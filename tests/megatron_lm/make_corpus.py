@@ -49,10 +49,12 @@ def make_corpus(folder: Path, checkout: Path) -> None:
     script = checkout.resolve() / "tools" / "preprocess_data.py"
     files = ["--input", str(lines), "--output-prefix", str(folder / "corpus")]
     options = f"--append-eod --workers 1 {_tokenizer_args(folder)}".split()
+    # The checkout's Megatron first; what Megatron needs may be on the path already.
+    path = os.pathsep.join([str(checkout.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])])
     subprocess.run(
         [sys.executable, *on_cpu, str(script), *files, *options],
         check=True,
-        env={**os.environ, "PYTHONPATH": str(checkout.resolve()), "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
     )
     lines.unlink()
 
