@@ -182,8 +182,8 @@ def append_line(path: Path, entry: dict[str, Any]) -> None:
     """Append one object to JSON Lines; a single write, so that many ranks may share the file.
 
     A writer that is killed while it writes leaves the start of a line at most (where it crosses a
-    page), and the next writer ends that line: it spoils no other. One that is still writing looks
-    the same, and then an empty line follows its own.
+    page), and the next writer ends that line: it spoils no other. One that began to write before
+    that could be seen finds its own line joined to the torn one, and writes it again.
 
     Raises:
         OSError: the disk is full, or the file cannot be written.
@@ -191,13 +191,20 @@ def append_line(path: Path, entry: dict[str, Any]) -> None:
     line = (json.dumps(entry) + "\n").encode()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        size = os.fstat(descriptor).st_size
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        whole = b"\n" + line if torn else line
-        if os.write(descriptor, whole) < len(whole):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        while True:
+            whole = line if _ends_a_line(descriptor, os.fstat(descriptor).st_size) else b"\n" + line
+            if os.write(descriptor, whole) < len(whole):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            begin = os.lseek(descriptor, 0, os.SEEK_CUR) - len(line)
+            if _ends_a_line(descriptor, begin):
+                return
     finally:
         os.close(descriptor)
+
+
+def _ends_a_line(descriptor: int, place: int) -> bool:
+    """Whether a line can begin at a place of a file."""
+    return place == 0 or os.pread(descriptor, 1, place - 1) == b"\n"
 
 
 def _parse(data: Any) -> EnergyWindow:

@@ -519,6 +519,13 @@ def _write_forever(path: Path, rank: int) -> None:
         append_line(path, {"rank": rank, "padding": "x" * 5000})
 
 
+def _whole(line: str) -> dict[str, object] | None:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
 def test_file_is_usable_after_its_writers_were_killed(tmp_path):
     path = tmp_path / "log"
     context = mp.get_context("fork")
@@ -536,9 +543,27 @@ def test_file_is_usable_after_its_writers_were_killed(tmp_path):
         writer.join()
     append_line(path, {"rank": 2})
     lines = [line for line in path.read_text().splitlines() if line]
-    whole = [json.loads(line) for line in lines if line.endswith("}")]
+    whole = [entry for entry in map(_whole, lines) if entry]
     assert len(whole) >= len(lines) - 2  # each writer may have been in the middle of one
     assert {line["rank"] for line in whole} == {0, 1, 2}
+
+
+def test_line_that_was_joined_to_a_torn_one_is_written_again(tmp_path, monkeypatch):
+    """The other writer is killed between this one's look at the file and its write."""
+    path = tmp_path / "log"
+    append_line(path, {"rank": 0})
+    write, torn = os.write, [b'{"rank": 1, "ener']
+
+    def write_after_a_torn_one(descriptor: int, data: bytes) -> int:
+        if torn:
+            write(descriptor, torn.pop())
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write_after_a_torn_one)
+    append_line(path, {"rank": 2})
+    first, joined, last = path.read_text().splitlines()
+    assert (first, last) == ('{"rank": 0}', '{"rank": 2}')
+    assert joined == '{"rank": 1, "ener{"rank": 2}'
 
 
 def test_line_that_a_killed_writer_left_spoils_no_other(tmp_path):
