@@ -10,9 +10,18 @@
 Instants are on the GPU's time base, which for real GPUs is the node's monotonic clock: they compare
 within a node alone. The three times add up to the duration: units, waits in receives, and the rest
 (optimizer, data, the wait for the slowest stage; all of phase `framework`, which is steps that the
-framework ran by itself, and of `plan`, which is what lies between other phases). A writer may add
-fields, such as the name of a run. What many ranks wrote and some were killed while writing may hold
-torn lines; readers pass over them and count them.
+framework ran by itself, of `plan`, which is what lies between other phases, and of `between`, which
+is what a node's agent metered outside all training: evaluations, checkpoints, restarts). A writer
+may add fields, such as the name of a run. What many ranks wrote and some were killed while writing
+may hold torn lines; readers pass over them and count them.
+
+A node's agent adds notes, which carry no energy. A node whose last `begun` has no `ended` was lost:
+
+```json
+{"format": "envpipe-note/1", "node": "n1", "note": "begun", "time": "2026-01-31T12:00:00+00:00"}
+{"format": "envpipe-note/1", "node": "n1", "note": "job", "facts": {"tokens_per_iteration": 32768}}
+{"format": "envpipe-note/1", "node": "n1", "note": "ended", "exit_code": 0}
+```
 """
 
 from __future__ import annotations
@@ -22,16 +31,35 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from envpipe_megatron.errors import EnvPipeError
 
 ENERGY_FORMAT = "envpipe-energy/1"
+NOTE_FORMAT = "envpipe-note/1"
+#: What a node's agent notes: it has begun to write, facts of the job, it has ended in order.
+BEGUN, JOB, ENDED = "begun", "job", "ended"
+#: The phase of steps that the framework runs by itself, before it hands the first one over.
+FRAMEWORK = "framework"
+#: The phase of what prepares other phases, outside all steps: measuring waits and hops, planning.
+PLAN = "plan"
+#: The phase of what is metered outside all training: evaluations, checkpoints, restarts.
+BETWEEN = "between"
 #: Where the time of a window went.
 SHARES = ("compute_s", "blocking_s", "idle_s")
+
+
+class Phase(StrEnum):
+    """What an iteration is for; training goes on in all of them."""
+
+    WARMUP = "warm-up"
+    PROFILE = "profile"
+    RECONFIGURE = "reconfigure"
+    STEADY = "steady"
 
 
 class EnergyFileError(EnvPipeError):
@@ -49,6 +77,7 @@ class EnergyWindow:
         rank: of the job, None where the line does not say.
         stage: of the pipeline, None where the line does not say.
         run: the run of the job, empty where the job has one.
+        first_iteration: of the job, None where the line does not say; the others likewise.
         energy_uncertainty_j: None where it is not known.
         shares_s: seconds of `SHARES`, None where they are not known.
     """
@@ -60,6 +89,8 @@ class EnergyWindow:
     stage: int | None
     run: str
     phase: str
+    first_iteration: int | None
+    last_iteration: int | None
     energy_j: float
     duration_s: float
     energy_uncertainty_j: float | None
@@ -71,31 +102,19 @@ class EnergyWindow:
         return self.node, self.gpu_uid or f"rank {self.rank}"
 
 
-@dataclass(frozen=True)
-class EnergyTotal:
-    """The sum of windows.
+@dataclass(frozen=True, slots=True)
+class EnergyNote:
+    """What a node's agent noted.
 
     Args:
-        windows: how many.
-        num_gpus: how many different GPUs.
-        energy_j: J.
-        energy_uncertainty_j: J, as if the ends of all windows were read independently: more than
-            the truth where windows meet, whose common end cancels. None if one is not known.
-        duration_s: GPU-seconds.
-        shares_s: GPU-seconds of `SHARES`; None if one window's are not known.
+        node: the node's name.
+        note: `BEGUN`, `JOB` or `ENDED`.
+        fields: the whole object.
     """
 
-    windows: int
-    num_gpus: int
-    energy_j: float
-    energy_uncertainty_j: float | None
-    duration_s: float
-    shares_s: tuple[float, ...] | None
-
-    @property
-    def average_power_w(self) -> float:
-        """Of one GPU while it was metered."""
-        return self.energy_j / self.duration_s if self.duration_s else 0.0
+    node: str
+    note: str
+    fields: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -103,45 +122,19 @@ class EnergyLogs:
     """What was read from energy logs.
 
     Args:
-        windows: each once.
+        lines: windows and notes in the order in which they were read, each once.
         repeated: lines that were given before.
         unreadable: lines that are torn or not of an energy log, as `file:line`.
     """
 
-    windows: tuple[EnergyWindow, ...]
+    lines: tuple[EnergyWindow | EnergyNote, ...]
     repeated: int
     unreadable: tuple[str, ...]
 
-    def total(self) -> EnergyTotal:
-        """All windows together: the job."""
-        return sum_windows(self.windows)
-
-    def total_by(self, key: Callable[[EnergyWindow], Hashable]) -> dict[Any, EnergyTotal]:
-        """Totals of the windows that share a key, in the order in which keys turn up."""
-        grouped: dict[Hashable, list[EnergyWindow]] = {}
-        for window in self.windows:
-            grouped.setdefault(key(window), []).append(window)
-        return {value: sum_windows(windows) for value, windows in grouped.items()}
-
-
-def sum_windows(windows: Sequence[EnergyWindow]) -> EnergyTotal:
-    """Add windows up; exactly, so that the order of files does not matter."""
-    uncertainties = [w.energy_uncertainty_j for w in windows if w.energy_uncertainty_j is not None]
-    shares = [w.shares_s for w in windows if w.shares_s is not None]
-    return EnergyTotal(
-        windows=len(windows),
-        num_gpus=len({w.gpu_key for w in windows}),
-        energy_j=math.fsum(w.energy_j for w in windows),
-        energy_uncertainty_j=(
-            math.hypot(*uncertainties) if len(uncertainties) == len(windows) else None
-        ),
-        duration_s=math.fsum(w.duration_s for w in windows),
-        shares_s=(
-            tuple(math.fsum(column) for column in zip(*shares, strict=True))
-            if shares and len(shares) == len(windows)
-            else None
-        ),
-    )
+    @property
+    def windows(self) -> tuple[EnergyWindow, ...]:
+        """The lines that carry energy."""
+        return tuple(line for line in self.lines if isinstance(line, EnergyWindow))
 
 
 def read_energy_logs(paths: Iterable[Path]) -> EnergyLogs:
@@ -151,7 +144,7 @@ def read_energy_logs(paths: Iterable[Path]) -> EnergyLogs:
         EnergyFileError: a file without a single readable line.
         OSError: a file that cannot be read.
     """
-    windows: dict[bytes, EnergyWindow] = {}
+    kept: dict[bytes, EnergyWindow | EnergyNote] = {}
     unreadable: list[str] = []
     repeated = 0
     for path in paths:
@@ -161,21 +154,35 @@ def read_energy_logs(paths: Iterable[Path]) -> EnergyLogs:
                 if not line.strip():
                     continue
                 try:
-                    data = json.loads(line)
-                    window = _parse(data)
-                except (ValueError, TypeError, KeyError, RecursionError):
+                    read = parse_line(line)
+                except ValueError:
                     unreadable.append(f"{path}:{number}")
                     continue
                 found += 1
-                identity = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).digest()
-                repeated += identity in windows
-                windows.setdefault(identity, window)
+                identity = hashlib.sha256(json.dumps(json.loads(line), sort_keys=True).encode())
+                repeated += identity.digest() in kept
+                kept.setdefault(identity.digest(), read)
         if not found:
             raise EnergyFileError(
                 f"{path} holds no line of an energy log",
                 remedy="Give the energy.jsonl files that training under EnvPipe leaves.",
             )
-    return EnergyLogs(tuple(windows.values()), repeated, tuple(unreadable))
+    return EnergyLogs(tuple(kept.values()), repeated, tuple(unreadable))
+
+
+def parse_line(line: bytes) -> EnergyWindow | EnergyNote:
+    """Read one line of an energy log.
+
+    Raises:
+        ValueError: it is torn, or none of an energy log.
+    """
+    try:
+        data = json.loads(line)
+        if isinstance(data, dict) and data.get("format") == NOTE_FORMAT:
+            return EnergyNote(data["node"], data["note"], data)
+        return _parse(data)
+    except (TypeError, KeyError, RecursionError) as error:
+        raise ValueError("Not a line of an energy log") from error
 
 
 def append_line(path: Path, entry: dict[str, Any]) -> None:
@@ -194,10 +201,13 @@ def append_line(path: Path, entry: dict[str, Any]) -> None:
         while True:
             whole = line if _ends_a_line(descriptor, os.fstat(descriptor).st_size) else b"\n" + line
             if os.write(descriptor, whole) < len(whole):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             begin = os.lseek(descriptor, 0, os.SEEK_CUR) - len(line)
             if _ends_a_line(descriptor, begin):
                 return
+    except OSError as error:
+        error.filename = str(path)  # a failed write does not name it
+        raise
     finally:
         os.close(descriptor)
 
@@ -225,6 +235,8 @@ def _parse(data: Any) -> EnergyWindow:
         stage=_index(data, "stage"),
         run=_text(data, "run"),
         phase=_text(data, "phase"),
+        first_iteration=_index(data, "first_iteration"),
+        last_iteration=_index(data, "last_iteration"),
         energy_j=_amount(data["energy_j"]),
         duration_s=_amount(data["duration_s"]),
         energy_uncertainty_j=None if uncertainty_j is None else _amount(uncertainty_j),

@@ -16,8 +16,9 @@ import torch
 
 from envpipe_megatron import builders
 from envpipe_megatron.channel_model import fit_to_channel
+from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.runtime import interpreter, session
-from envpipe_megatron.runtime.orders import Phase, PhaseRun, constant_order
+from envpipe_megatron.runtime.orders import PhaseRun, constant_order
 from envpipe_megatron.runtime.phases import Job
 from envpipe_megatron.schedule import Schedule, ScheduleError, Unit
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.gpu.emulated import EmulatedGpu
 from envpipe_megatron.integrations.megatron_core import ForwardBackward
 from envpipe_megatron.integrations.megatron_cpu import use_cpu
@@ -27,7 +28,6 @@ from envpipe_megatron.quickstart.settings import EVENT_MARK, RUNS, Settings
 from envpipe_megatron.runtime.channel import make_channel
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor, Fidelity
-from envpipe_megatron.runtime.orders import Phase
 from envpipe_megatron.runtime.profiler import ProfilerSettings
 from envpipe_megatron.runtime.session import Session, SessionConfig
 from envpipe_megatron.schedule import Kind
@@ -68,6 +68,17 @@ class QuickstartRank:
         model = quickstart_model.build_model(settings)
         optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
         session, executor = self._session(run, policy, schedule, reconfigure)
+        session.describe_job(
+            {
+                "model": settings.model_name,
+                "tokens_per_iteration": settings.minibatch_size * settings.sequence_length,
+                "samples_per_iteration": settings.minibatch_size,
+                "microbatch_size": settings.microbatch_size,
+                "type": policy,
+                "scheduling": schedule,
+                "reconfigure": reconfigure,
+            }
+        )
         forward_backward = ForwardBackward(session)
         losses = self.losses[run] = []
         digest = ""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from envpipe_megatron.energy_file import ENERGY_FORMAT, append_line
+from envpipe_megatron.energy_file import ENERGY_FORMAT, FRAMEWORK, PLAN
 from envpipe_megatron.runtime.energy_meter import EnergyMeter, MeterError, WindowEnergy
 from envpipe_megatron.runtime.executor import StageRecord
 
@@ -20,10 +20,6 @@ logger = logging.getLogger(__name__)
 
 #: Windows that wait for a counter that stands still; with more, it is not coming back for them.
 _MOST_WAITING = 64
-#: The phase of steps that the framework runs by itself, before it hands the first one over.
-FRAMEWORK = "framework"
-#: The phase of what prepares other phases, outside all steps: measuring waits and hops, planning.
-PLAN = "plan"
 
 
 @dataclass
@@ -69,13 +65,19 @@ class EnergyLog:
 
     Args:
         meter: of this rank's GPU.
-        path: the JSON Lines file, which all ranks of a node may share; None counts alone.
+        append: takes each line: into the JSON Lines file that all ranks of a node may share, or to
+            the node's agent. It may raise OSError. None counts alone.
         labels: what every line says of this GPU; see `envpipe_megatron.energy_file`.
     """
 
-    def __init__(self, meter: EnergyMeter, path: Path | None, labels: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        meter: EnergyMeter,
+        append: Callable[[dict[str, Any]], None] | None,
+        labels: Mapping[str, object],
+    ) -> None:
         self._meter = meter
-        self._path = path
+        self._append = append
         self._labels = dict(labels)
         self._open: _Window | None = None
         self._waiting: deque[_Window] = deque()
@@ -202,7 +204,7 @@ class EnergyLog:
                 self._write(window.metered)
             return
         self._count(window, energy)
-        if self._path is None:
+        if self._append is None:
             return
         # Rounding can make the two a hair longer than the window they are parts of.
         idle_s = max(0.0, window.duration_s - window.compute_s - window.blocking_s)
@@ -221,10 +223,10 @@ class EnergyLog:
             "idle_s": idle_s,
         }
         try:
-            append_line(self._path, entry)
+            self._append(entry)
         except OSError as error:
-            logger.error("The energy log %s ends, training goes on: %s", self._path, error)
-            self._path = None
+            logger.error("The energy log ends, training goes on: %s", error)
+            self._append = None
 
     def _tell(self, reason: str) -> None:
         """Say once why nothing is metered, until something is again."""

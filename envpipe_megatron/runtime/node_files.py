@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import socket
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +34,20 @@ class NodeFiles:
         self._of_node = f"-{name}" if len(nodes) > 1 else ""
         self._folder = folder
 
-    def path(self, name: str) -> Path | None:
-        """Of the file that is called so."""
-        return self._folder / f"{name}{self._of_node}.jsonl" if self._folder else None
+    def appender(self, name: str) -> Callable[[dict[str, Any]], None] | None:
+        """What appends an object to the file that is called so; None where there is no folder."""
+        return partial(append_line, self._path(name)) if self._folder else None
 
     def append(self, name: str, entry: dict[str, Any]) -> None:
         """Append an object; a full disk ends no training."""
-        path = self.path(name)
-        if path is None:
+        append = self.appender(name)
+        if append is None:
             return
         try:
-            append_line(path, entry)
+            append(entry)
         except OSError as error:
-            logger.error("%s could not be written: %s", path, error)
+            logger.error("%s could not be written: %s", error.filename, error)
+
+    def _path(self, name: str) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{name}{self._of_node}.jsonl"

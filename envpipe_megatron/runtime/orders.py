@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.runtime.executor import StageRecord
 from envpipe_megatron.schedule import Schedule
 
 T = TypeVar("T")
-
-
-class Phase(StrEnum):
-    """What an iteration is for; training goes on in all of them."""
-
-    WARMUP = "warm-up"
-    PROFILE = "profile"
-    RECONFIGURE = "reconfigure"
-    STEADY = "steady"
 
 
 @dataclass(frozen=True)

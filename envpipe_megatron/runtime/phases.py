@@ -12,6 +12,7 @@ import numpy as np
 
 from envpipe_megatron import builders
 from envpipe_megatron.channel_model import find_stall
+from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.overrides import override_for, sweep_range
@@ -26,7 +27,7 @@ from envpipe_megatron.runtime.energy_meter import EnergyMeter
 from envpipe_megatron.runtime.executor import Executor, FloatArray, StageRecord
 from envpipe_megatron.runtime.memory import JobMemory, StageMemory, Watch
 from envpipe_megatron.runtime.memory_limit import in_flight_limit, knows_memory, with_memory
-from envpipe_megatron.runtime.orders import IterationOrder, Phase, PhaseRun, constant_order
+from envpipe_megatron.runtime.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.p2p_latency import measure_p2p_latency_s
 from envpipe_megatron.runtime.profiler import (
     OnlineProfiler,

@@ -21,6 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.profile import Profile, ProfileRow, make_profile
 from envpipe_megatron.runtime.clock_controller import ClockController
@@ -33,7 +34,7 @@ from envpipe_megatron.runtime.energy_split import (
     split_energies,
 )
 from envpipe_megatron.runtime.executor import FloatArray, StageRecord
-from envpipe_megatron.runtime.orders import IterationOrder, Phase, PhaseRun, constant_order
+from envpipe_megatron.runtime.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.tail import ends_and_gaps_s, tail_times_s
 from envpipe_megatron.runtime.wait_power import WaitPower
 from envpipe_megatron.schedule import Kind, Schedule

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
 from envpipe_megatron.gpu.base import Gpu, GpuError
 from envpipe_megatron.gpu.guard_client import GuardEvent, Hold, hold_gpu
-from envpipe_megatron.gpu.guard_protocol import GuardError
+from envpipe_megatron.gpu.guard_protocol import SOCKET_VARIABLE, GuardError
 from envpipe_megatron.runtime.clock_controller import ClockController
 from envpipe_megatron.runtime.clock_watch import ClockWatch
 from envpipe_megatron.runtime.collectives import Collectives
@@ -27,7 +28,8 @@ class RankClock:
         gpu: whose clock it is. One that is opened for reading alone is never asked for a clock.
         min_dwell_s: least time between two changes.
         relock: lock the clock that is set already, too; see `ClockController`.
-        guarded: whether the guard holds the GPU; by default where it is real.
+        guarded: whether the guard holds the GPU; by default where it is real, and where it is
+            emulated if the node's agent has started a guard.
 
     Raises:
         GpuError: another job holds the GPU, or no guard could be had.
@@ -46,7 +48,11 @@ class RankClock:
         self._hold: Hold | None = None
         self._watch: ClockWatch | None = None
         try:
-            if gpu.drives_hardware if guarded is None else guarded:
+            if guarded is None:
+                on_agents_node = SOCKET_VARIABLE in os.environ
+                emulated = gpu.address.backend == "emulated"
+                guarded = gpu.drives_hardware or (emulated and on_agents_node)
+            if guarded:
                 self._hold = hold_gpu(gpu.address, on_event=self._hear)
             if gpu.drives_hardware or gpu.address.backend == "none":
                 self._watch = ClockWatch(gpu, lambda: self.controller.last_change_s)

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.reconfigure import Ended, Ladders, ReconfigurePolicy, Step, step
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.executor import FloatArray
-from envpipe_megatron.runtime.orders import IterationOrder, Phase, PhaseRun
+from envpipe_megatron.runtime.orders import IterationOrder, PhaseRun
 from envpipe_megatron.schedule import Schedule
 
 #: The end must be seen in this many iterations in a row: one iteration's waits are noisy.

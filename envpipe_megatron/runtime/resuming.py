@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.runtime.channel import P2PChannel
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.interval_energy import BaselineEnergy
 from envpipe_megatron.runtime.job_file import PLAN_FILE, PROFILE_FILE, JobKeeper, StoredJob
-from envpipe_megatron.runtime.orders import Phase
 from envpipe_megatron.runtime.phases import SessionConfig, SessionState, least_warmup
 
 #: Of a plan's request, what is the job's own or follows from what the fingerprint holds.

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.runtime.agent_link import connect_to_agent
 from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.completion import Completion, Done
@@ -22,7 +24,7 @@ from envpipe_megatron.runtime.interval_energy import BaselineEnergy, IntervalEne
 from envpipe_megatron.runtime.memory import JobMemory
 from envpipe_megatron.runtime.memory_limit import check_memory_is_known
 from envpipe_megatron.runtime.node_files import NodeFiles
-from envpipe_megatron.runtime.orders import IterationOrder, Phase, PhaseRun
+from envpipe_megatron.runtime.orders import IterationOrder, PhaseRun
 from envpipe_megatron.runtime.phases import (
     Job,
     SessionConfig,
@@ -140,9 +142,16 @@ class Session:
             "stage": stage,
         }
         self._labels = {**self._resumed.labels(labels or {}), **own_labels}
-        self.energy_log = EnergyLog(self.meter, self._files.path("energy"), self._labels)
+        self._agent = connect_to_agent(gpu, self._labels, collectives)
+        append = self._files.appender("energy") if self._agent is None else self._agent.window
+        self.energy_log = EnergyLog(self.meter, append, self._labels)
         self._energy = TrainingEnergy(
-            self.meter, self.energy_log, self.executor.now_s, collectives, self._resumed.baseline
+            self.meter,
+            self.energy_log,
+            self.executor.now_s,
+            collectives,
+            self._resumed.baseline,
+            self.describe_job,
         )
         self._phases: PhaseRun[None] | None = None
         self._order: IterationOrder | None = None
@@ -200,6 +209,16 @@ class Session:
         )
         self.state.iterations.append((order.phase, record.iteration_time_s, record.wall_time_s))
         return record
+
+    def describe_job(self, facts: Mapping[str, Any]) -> None:
+        """Tell the bill of the node's agent what the job is; without an agent nothing happens.
+
+        Args:
+            facts: of JSON's types: `tokens_per_iteration`, `samples_per_iteration`, `model`,
+                `microbatch_size`, `type`, `scheduling`, `reconfigure`; those that are known.
+        """
+        if self._agent is not None and self._collectives.is_planner:
+            self._agent.job(facts)
 
     def end_step(self) -> None:
         """The step of the last iteration ends here, behind the optimizer, whose energy is its own.
@@ -272,6 +291,8 @@ class Session:
         self._closed = True
         with contextlib.ExitStack() as last:  # each of these, whatever fails before
             last.callback(self.meter.close)
+            if self._agent is not None:
+                last.callback(self._agent.close)
             last.callback(self.energy_log.close)
             last.callback(self.executor.let_counter_refresh)
             last.callback(self._tell_of_clocks)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from envpipe_megatron.energy_file import FRAMEWORK, PLAN, Phase
 from envpipe_megatron.runtime.collectives import Collectives
-from envpipe_megatron.runtime.energy_log import FRAMEWORK, PLAN, EnergyLog
+from envpipe_megatron.runtime.energy_log import EnergyLog
 from envpipe_megatron.runtime.energy_meter import EnergyMeter
 from envpipe_megatron.runtime.executor import StageRecord
 from envpipe_megatron.runtime.interval_energy import (
@@ -26,7 +27,6 @@ from envpipe_megatron.runtime.interval_energy import (
     gather_intervals,
     mean_over_gpus,
 )
-from envpipe_megatron.runtime.orders import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class TrainingEnergy:
         now_s: the present instant on the meter's time base.
         collectives: to all ranks.
         baseline: what an earlier start of the job measured; this one measures none then.
+        describe: told of the baseline's mean step as soon as it is known.
     """
 
     def __init__(
@@ -52,9 +53,10 @@ class TrainingEnergy:
         now_s: Callable[[], float],
         collectives: Collectives,
         baseline: BaselineEnergy | None = None,
+        describe: Callable[[Mapping[str, Any]], None] = lambda facts: None,
     ) -> None:
         self.log = log
-        self.baseline = baseline
+        self._describe = describe
         self._meter = meter
         self._now_s = now_s
         self._collectives = collectives
@@ -65,6 +67,9 @@ class TrainingEnergy:
         self._begun_s: float | None = None
         #: The iteration whose step has not ended yet.
         self._phase: str | None = None
+        self.baseline: BaselineEnergy | None = None
+        if baseline is not None:
+            self._know_baseline(baseline)
 
     def begin_step(self) -> None:
         """The next step begins now."""
@@ -116,13 +121,17 @@ class TrainingEnergy:
         known = [[step for step in stage if step is not None] for stage in by_stage]
         if own is not None and [len(stage) for stage in known] == [len(s) for s in by_stage]:
             stages = tuple(mean_over_gpus([stage]) for stage in known)
-            self.baseline = BaselineEnergy(mean_over_gpus(known), stages, own)
+            self._know_baseline(BaselineEnergy(mean_over_gpus(known), stages, own))
         elif self._collectives.is_planner:
             logger.info(
                 "The warm-up is no baseline, so no saving is told: without its first step it must "
                 "have at least two, and last %.1f s",
                 self._meter.min_window_s,
             )
+
+    def _know_baseline(self, baseline: BaselineEnergy) -> None:
+        self.baseline = baseline
+        self._describe({"baseline": asdict(baseline.mean)})
 
     def lap(self) -> IntervalEnergy:
         """What training took on this GPU since the last lap; neither reads nor waits."""

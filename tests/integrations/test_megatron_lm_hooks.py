@@ -14,9 +14,9 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.models.gpt import GPTModel
 
+from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.integrations.megatron_lm import hooks
 from envpipe_megatron.integrations.megatron_lm.hooks import HookError
-from envpipe_megatron.runtime.orders import Phase
 
 
 class FakeSession:

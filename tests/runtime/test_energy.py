@@ -10,6 +10,7 @@ import resource
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -120,7 +121,7 @@ def test_only_its_own_thread_reads(gpu, tmp_path, monkeypatch):
         gpu, "read_energy", lambda: (readers.add(threading.current_thread().name), read_energy())[1]
     )
     meter = EnergyMeter(gpu, poll_s=0.001)
-    log = EnergyLog(meter, tmp_path / "log", {})
+    log = EnergyLog(meter, partial(append_line, tmp_path / "log"), {})
     for iteration in range(30):
         gpu.now_s = 0.3 * (iteration + 1)
         log.add("steady", iteration, record(0.3 * iteration, 0.3), RECEIVES)
@@ -309,7 +310,7 @@ def run_log(
     """Iterations of these phases and lengths one after the other, `gap_s` between them."""
     gpu.now_s = start_s
     meter = EnergyMeter(gpu, poll_s=3600)
-    log = EnergyLog(meter, path, {"rank": 3})
+    log = EnergyLog(meter, partial(append_line, path) if path else None, {"rank": 3})
     for iteration, (phase, duration_s) in enumerate(iterations):
         begin_s = gpu.now_s
         end_s = begin_s + duration_s
@@ -380,7 +381,7 @@ def test_windows_add_up_to_the_bit_of_one_meter(gpu, tmp_path):
 
 def test_what_is_not_training_is_not_billed(gpu, tmp_path):
     meter = EnergyMeter(gpu, poll_s=3600)
-    log = EnergyLog(meter, tmp_path / "log", {})
+    log = EnergyLog(meter, partial(append_line, tmp_path / "log"), {})
     log.add("steady", 0, record(0.0, 0.5), RECEIVES)
     log.interrupt()  # an evaluation of one second
     at(meter, gpu, 0.5, 1.5)
@@ -393,7 +394,7 @@ def test_what_is_not_training_is_not_billed(gpu, tmp_path):
 
 def test_failing_counter_stops_the_log_and_not_training(gpu, tmp_path, caplog):
     meter = EnergyMeter(gpu, poll_s=3600)
-    log = EnergyLog(meter, tmp_path / "log", {})
+    log = EnergyLog(meter, partial(append_line, tmp_path / "log"), {})
     for iteration in range(5):
         at(meter, gpu, *np.arange(iteration, iteration + 1.05, 0.1))
         log.add("steady", iteration, record(iteration * 1.0, 1.0), RECEIVES)
@@ -434,7 +435,7 @@ def stall(gpu: FakeGpu, monkeypatch) -> None:
 
 def test_a_window_grows_while_the_counter_stands_still(gpu, tmp_path, monkeypatch, caplog):
     meter = EnergyMeter(gpu, poll_s=3600)
-    log = EnergyLog(meter, tmp_path / "log", {})
+    log = EnergyLog(meter, partial(append_line, tmp_path / "log"), {})
     for iteration in range(40):
         if iteration == 10:
             stall(gpu, monkeypatch)
@@ -457,7 +458,7 @@ def test_a_counter_that_never_comes_back_ends_the_log_at_its_last_refresh(
     gpu, tmp_path, monkeypatch
 ):
     meter = EnergyMeter(gpu, poll_s=3600)
-    log = EnergyLog(meter, tmp_path / "log", {})
+    log = EnergyLog(meter, partial(append_line, tmp_path / "log"), {})
     for iteration in range(40):
         if iteration == 13:
             stall(gpu, monkeypatch)
@@ -488,8 +489,8 @@ def test_a_full_disk_ends_the_log_and_not_training(gpu, tmp_path, caplog):
         pytest.skip("no /dev/full here")
     log = run_log(gpu, Path("/dev/full"), [("steady", 0.5)] * 20)
     assert log.totals["steady"].energy_j == pytest.approx(1000)  # counted to the end
-    assert caplog.text.count("/dev/full ends, training goes on") == 1
-    assert "No space left" in caplog.text
+    assert caplog.text.count("The energy log ends, training goes on") == 1
+    assert "No space left on device: '/dev/full'" in caplog.text
 
 
 def _train_with_room_for(path: Path, most_bytes: int) -> None:

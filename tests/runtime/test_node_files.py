@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from envpipe_megatron.energy_file import read_energy_logs
+from envpipe_megatron.launch.bill import bill_of
 from envpipe_megatron.runtime.node_files import NodeFiles
 
 
@@ -27,9 +28,8 @@ def files(monkeypatch, folder, node, *nodes):
 
 
 def test_one_node_has_plain_names(monkeypatch, tmp_path):
-    assert (
-        files(monkeypatch, tmp_path, "n1", "n1", "n1").path("energy") == tmp_path / "energy.jsonl"
-    )
+    files(monkeypatch, tmp_path, "n1", "n1", "n1").append("energy", {})
+    assert [path.name for path in tmp_path.iterdir()] == ["energy.jsonl"]
 
 
 def test_several_nodes_have_a_file_each_and_one_bill(monkeypatch, tmp_path):
@@ -41,7 +41,7 @@ def test_several_nodes_have_a_file_each_and_one_bill(monkeypatch, tmp_path):
     logs = sorted(tmp_path.glob("energy*.jsonl"))
     assert [path.name for path in logs] == ["energy-n1.jsonl", "energy-n2.jsonl"]
     assert [len(path.read_text().splitlines()) for path in logs] == [2, 1]
-    assert read_energy_logs(logs).total().energy_j == 15.0
+    assert bill_of(read_energy_logs(logs).lines).total().energy_j == 15.0
 
 
 def test_a_folder_that_cannot_be_written_is_logged(monkeypatch, tmp_path, caplog):
@@ -49,10 +49,11 @@ def test_a_folder_that_cannot_be_written_is_logged(monkeypatch, tmp_path, caplog
     assert "clocks.jsonl could not be written" in caplog.text
     nowhere = files(monkeypatch, None, "n1", "n1")
     nowhere.append("clocks", {})
-    assert nowhere.path("energy") is None
+    assert nowhere.appender("energy") is None
 
 
 @pytest.mark.parametrize("odd", ["a/b", ""])
 def test_what_a_host_may_call_itself(monkeypatch, tmp_path, odd):
-    path = files(monkeypatch, tmp_path, odd, odd, "n2").path("energy")
-    assert path.parent == tmp_path
+    files(monkeypatch, tmp_path, odd, odd, "n2").append("energy", {})
+    (path,) = tmp_path.iterdir()
+    assert path.is_file()

@@ -12,6 +12,7 @@ import step_ranks
 from rank_pool import RankPool
 
 from envpipe_megatron.energy_file import read_energy_logs
+from envpipe_megatron.launch.bill import bill_of
 from envpipe_megatron.policies.reconfigure import Ended
 
 pytestmark = pytest.mark.xdist_group("pipeline")
@@ -50,7 +51,7 @@ def test_a_finished_job_goes_on_in_its_steady_phase(three_ranks, tmp_path):
     assert logs.repeated == 0
     assert len({window.run for window in logs.windows}) == 2
     total_j = sum(rank["logged_j"] for start in (first, again) for rank in start)
-    assert logs.total().energy_j == pytest.approx(total_j)
+    assert bill_of(logs.lines).total().energy_j == pytest.approx(total_j)
     runs = {line["run"]: [] for line in lines(tmp_path)}
     for line in lines(tmp_path):
         runs[line["run"]].append((line["first_iteration"], line["last_iteration"]))

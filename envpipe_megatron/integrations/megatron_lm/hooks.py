@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from envpipe_megatron import __version__
+from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.megatron_lm import options as _options
 from envpipe_megatron.integrations.megatron_lm.job import Job, JobError
@@ -34,7 +35,6 @@ from envpipe_megatron.integrations.megatron_lm.options import (
 )
 from envpipe_megatron.integrations.megatron_lm.refusals import RefusedError, check_supported
 from envpipe_megatron.integrations.megatron_lm.reporting import IntervalReport, end_of_job
-from envpipe_megatron.runtime.orders import Phase
 
 _NEEDED_BY_ITERATION = 3
 _NEEDED = ("validate", "begin_training", "begin_step", "forward_backward", "end_step", "log")

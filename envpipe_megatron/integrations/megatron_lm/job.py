@@ -152,6 +152,17 @@ class Job:
                 None if options.profile_only else _fingerprint(args, options, self.device.gpu.name)
             ),
         )
+        self.session.describe_job(
+            {
+                "model": f"GPT, {args.num_layers} layers, width {args.hidden_size}",
+                "tokens_per_iteration": args.global_batch_size * args.seq_length,
+                "samples_per_iteration": args.global_batch_size,
+                "microbatch_size": args.micro_batch_size,
+                "type": options.policy,
+                "scheduling": options.scheduling,
+                "reconfigure": options.reconfigure,
+            }
+        )
         self.forward_backward: ForwardBackward | None = None
 
     def stand_in(self, framework_function: Callable[..., Any]) -> ForwardBackward:

@@ -1,0 +1,272 @@
+"""The node's agent: bills every GPU that the job's ranks on this node use.
+
+It lives in the process that runs torchrun, on a thread with an event loop of its own. Ranks tell it
+what they train (`runtime.agent_link`), it meters their GPUs, writes the node's energy log and sends
+it to the job's collector, which is the agent of rank 0. It opens GPUs for reading alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from envpipe_megatron.energy_file import JOB
+from envpipe_megatron.gpu.base import Gpu, GpuAddress
+from envpipe_megatron.gpu.guard_protocol import GuardProtocolError, receive, send
+from envpipe_megatron.gpu.opening import open_gpu
+from envpipe_megatron.gpu.process_identity import peer_uid_and_pid
+from envpipe_megatron.launch.bill import Bill
+from envpipe_megatron.launch.collector import Collector
+from envpipe_megatron.launch.ledger import GpuLedger
+from envpipe_megatron.launch.node_log import NodeLog
+from envpipe_megatron.launch.uplink import Uplink
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_TICK_S = 0.2
+_BACKLOG = 256
+
+
+@dataclass(frozen=True)
+class Connected:
+    """A rank of this node.
+
+    Args:
+        pid: its process; 0 where it lives in another PID namespace.
+        label: its rank, for messages.
+    """
+
+    pid: int
+    label: str
+
+
+class NodeAgent:
+    """Bills this node from `start` to `finish`.
+
+    Args:
+        output_dir: where the node's energy log goes.
+        node: this node's name.
+        socket_path: where ranks find the agent, in a folder of this user's alone.
+        on_lines: called with the job's bill after lines were added to it, on the agent of rank 0.
+
+    Raises:
+        NodeLogError: another agent writes this node's log.
+        OSError: the log or the socket cannot be made.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        node: str,
+        socket_path: Path,
+        on_lines: Callable[[Bill], None] = lambda bill: None,
+    ) -> None:
+        self.socket_path = socket_path
+        self.log = NodeLog(output_dir, node)
+        self._uplink = Uplink(self.log)
+        self.log.grown = self._uplink.grown
+        bill = Bill()
+        self._collector = Collector(bill, lambda: on_lines(bill))
+        self._collects = False
+        self._ledgers: dict[str, GpuLedger] = {}
+        self._ranks: dict[socket.socket, Connected] = {}
+        self._changed = asyncio.Event()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(socket_path))
+        self._listener.listen(_BACKLOG)
+        self._listener.setblocking(False)
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._run, name="envpipe-agent", daemon=True)
+        self._thread.start()
+
+    @property
+    def bill(self) -> Bill | None:
+        """The job's, on the agent of rank 0; None on others."""
+        return self._collector.bill if self._collects else None
+
+    @property
+    def trouble(self) -> str:
+        """Why the job's bill does not get what this node meters; empty where it does."""
+        return self._uplink.trouble
+
+    def ledgers(self) -> list[GpuLedger]:
+        """Of all GPUs that ranks have used so far."""
+        return list(self._ledgers.values())
+
+    def connected(self) -> list[Connected]:
+        """Ranks that have not ended yet."""
+        return list(self._ranks.values())
+
+    def wait_until_none_is_connected(self, timeout_s: float) -> bool:
+        """Whether all ranks of this node end within a time."""
+        return self._call(self._none_connected(timeout_s))
+
+    def finish(self, exit_code: int, wait_s: float) -> list[str]:
+        """End the bill of this node, and on the agent of rank 0 that of the job.
+
+        Args:
+            exit_code: of what ran here.
+            wait_s: how long to wait for the collector to know all, and for other nodes to end.
+
+        Returns:
+            nodes that have not ended in time; always none on agents other than rank 0's.
+        """
+        return self._call(self._finish(exit_code, wait_s))
+
+    def close(self) -> None:
+        """Stop; safe to call twice."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        for ledger in self._ledgers.values():
+            ledger.close()
+        self._listener.close()
+        self.socket_path.unlink(missing_ok=True)
+        self.log.close()
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._start(self._accept())
+        self._start(self._tick())
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._end())
+        self._loop.close()
+
+    async def _end(self) -> None:
+        await self._uplink.close()
+        await self._collector.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- on the loop ----------------------------------------------------------------------------
+
+    async def _accept(self) -> None:
+        while True:
+            connection, _ = await self._loop.sock_accept(self._listener)
+            uid, pid = peer_uid_and_pid(connection)
+            if uid not in (os.geteuid(), 0):
+                logger.warning("refused uid %d, pid %d", uid, pid)
+                connection.close()
+                continue
+            connection.setblocking(False)
+            self._ranks[connection] = Connected(pid, f"process {pid}")
+            self._start(self._serve(connection, pid))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            for ledger in self._ledgers.values():
+                self._guarded(ledger.settle)
+
+    async def _serve(self, connection: socket.socket, pid: int) -> None:
+        """Take what a rank says, until it ends."""
+        ledger: GpuLedger | None = None
+        try:
+            while (message := await self._received(connection)) is not None:
+                match message.get("op"):
+                    case "hello":
+                        ledger = await self._welcome(message)
+                        self._ranks[connection] = Connected(pid, f"rank {message.get('rank')}")
+                        send(connection, {"event": "welcome"})
+                    case "collect":
+                        self._collects = True
+                        endpoint = await self._collector.start(str(message["host"]))
+                        send(connection, {"event": "collecting", "endpoint": endpoint})
+                    case "send_to":
+                        self._uplink.send_to(message["endpoint"])
+                    case "window" if ledger is not None:
+                        self._guarded(ledger.take, message["line"])
+                    case "job":
+                        self._guarded(
+                            lambda facts=message["facts"]: self.log.note(JOB, facts=facts)
+                        )
+                    case "bye":
+                        break
+                    case other:
+                        raise GuardProtocolError("Nothing that can be done", value=other)
+        except (OSError, KeyError, TypeError, ValueError, GuardProtocolError) as error:
+            logger.error("%s: %s", self._ranks[connection].label, error)
+        finally:
+            connection.close()
+            if ledger is not None:
+                await asyncio.to_thread(ledger.look)
+                self._guarded(ledger.finish)
+            del self._ranks[connection]
+            self._changed.set()
+
+    async def _received(self, connection: socket.socket) -> dict[str, Any] | None:
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                return receive(connection)
+            readable = asyncio.Event()
+            self._loop.add_reader(connection, readable.set)
+            try:
+                await readable.wait()
+            finally:
+                self._loop.remove_reader(connection)
+
+    async def _welcome(self, hello: Mapping[str, Any]) -> GpuLedger:
+        labels = {k: v for k, v in hello.items() if k not in ("op", "backend", "node")}
+        uid = str(hello["gpu_uid"])
+        if uid not in self._ledgers:
+            gpu = await asyncio.to_thread(_open_for_reading, str(hello["backend"]), uid)
+            self._ledgers[uid] = await asyncio.to_thread(GpuLedger, gpu, labels, self.log.append)
+        self._ledgers[uid].labels = labels
+        return self._ledgers[uid]
+
+    @staticmethod
+    def _guarded(action: Callable[..., None], *arguments: Any, **named: Any) -> None:
+        """Whatever fails here ends neither the agent nor training."""
+        try:
+            action(*arguments, **named)
+        except Exception:
+            logger.exception("The node's energy log has a gap")
+
+    async def _none_connected(self, timeout_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._ranks:
+                    self._changed.clear()
+                    await self._changed.wait()
+        return not self._ranks
+
+    async def _finish(self, exit_code: int, wait_s: float) -> list[str]:
+        for ledger in self._ledgers.values():  # of ranks that no signal could end
+            await asyncio.to_thread(ledger.look)
+            self._guarded(ledger.finish)
+        self._guarded(self.log.end, exit_code)
+        await self._uplink.all_known(wait_s)
+        if self._collects:
+            await self._collector.all_ended(wait_s)
+            return self._collector.running()
+        return []
+
+
+def _open_for_reading(backend: str, uid: str) -> Gpu:
+    """Nothing but reading: the agent never changes a clock."""
+    return open_gpu(GpuAddress("emulated" if backend == "emulated" else "none", uid))

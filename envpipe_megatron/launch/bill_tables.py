@@ -1,0 +1,204 @@
+"""A bill for people and for machines."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+
+from envpipe_megatron.energy_file import SHARES, EnergyWindow, Phase
+from envpipe_megatron.launch.bill import JOULES_PER_KWH, Bill, EnergyTotal, per_unit
+from envpipe_megatron.runtime.interval_energy import NORMAL_95
+
+_LONGEST_NAME = 16
+
+#: EnvPipe's columns, then ours.
+CSV_COLUMNS = (
+    "Model", "Microbatch size", "Minibatch size", "Type", "Scheduling", "Reconfig",
+    "Throughput (sample/s)", "Energy (mJ)",
+    "Phase", "GPUs", "Iterations", "Iteration time (s)", "Energy per iteration (J)",
+    "Average power (W)",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tariff:
+    """What a kWh costs.
+
+    Args:
+        price_per_kwh: in whatever currency; None where it is not known.
+        grid_g_per_kwh: g of CO2; likewise.
+    """
+
+    price_per_kwh: float | None = None
+    grid_g_per_kwh: float | None = None
+
+    def facts(self, energy_j: float) -> dict[str, float]:
+        """Cost and CO2 of an energy; those that are known."""
+        kwh = energy_j / JOULES_PER_KWH
+        known = {"cost": self.price_per_kwh, "co2_g": self.grid_g_per_kwh}
+        return {name: kwh * per_kwh for name, per_kwh in known.items() if per_kwh is not None}
+
+
+def bill_facts(bill: Bill, tariff: Tariff) -> dict[str, Any]:
+    """A bill as JSON."""
+
+    def entries(
+        names: tuple[str, ...], key: Callable[[EnergyWindow], tuple[Any, ...]]
+    ) -> list[dict[str, Any]]:
+        return [
+            {**dict(zip(names, values, strict=True)), **total_facts(total)}
+            for values, total in bill.total_by(key).items()
+        ]
+
+    gpus: dict[tuple[str, str], dict[str, Any]] = {}
+    for gpu_key, total in bill.total_by(lambda w: w.gpu_key).items():
+        own = [phase for (key, _, _), phase in bill.phases.items() if key == gpu_key]
+        parts: dict[str, EnergyTotal] = {}
+        for part in own:
+            parts.setdefault(part.window.phase, EnergyTotal()).merge(part.total)
+        gpus[gpu_key] = {
+            name: getattr(own[0].window, name)
+            for name in ("node", "gpu_uid", "gpu", "rank", "stage")
+        }
+        gpus[gpu_key] |= total_facts(total)
+        gpus[gpu_key]["phases"] = {name: total_facts(part) for name, part in parts.items()}
+    job, comparison = bill.total(), bill.comparison()
+    return {
+        "job": {
+            **total_facts(job),
+            "iterations": len(bill.iterations),
+            **{f"energy_per_{unit}_j": value for unit, value in per_unit(bill).items()},
+            **tariff.facts(job.energy_j),
+        },
+        "complete": not bill.missing(),
+        "missing": bill.missing(),
+        "comparison": None if comparison is None else asdict(comparison),
+        "facts": bill.facts,
+        "nodes": [
+            {**entry, **asdict(bill.nodes[entry["node"]])}
+            for entry in entries(("node",), lambda w: (w.node,))
+        ],
+        "stages": entries(("stage",), lambda w: (w.stage,)),
+        "gpus": list(gpus.values()),
+        "phases": entries(("run", "phase"), lambda w: (w.run, w.phase)),
+    }
+
+
+def total_facts(total: EnergyTotal) -> dict[str, Any]:
+    """A sum as JSON."""
+    shares = total.shares_s
+    return {
+        "energy_j": total.energy_j,
+        "energy_uncertainty_j": total.energy_uncertainty_j,
+        "gpu_seconds": total.duration_s,
+        "average_power_w": total.average_power_w,
+        "num_gpus": total.num_gpus,
+        "windows": total.windows,
+        **(dict(zip(SHARES, shares, strict=True)) if shares else dict.fromkeys(SHARES)),
+    }
+
+
+def show_bill(bill: Bill, tariff: Tariff, console: Console) -> None:
+    """Print a bill as tables, and what there is to say of it."""
+    groups: list[tuple[tuple[str, ...], Mapping[tuple[Any, ...], EnergyTotal]]] = [
+        (("run", "phase"), bill.total_by(lambda w: (w.run, w.phase))),
+        (("node", "GPU"), bill.total_by(lambda w: w.gpu_key)),
+        (("stage",), bill.total_by(lambda w: (w.stage,))),
+        (("node",), bill.total_by(lambda w: (w.node,))),
+        (("job",), {("all",): bill.total()}),
+    ]
+    if not any(run for _, run, _ in bill.phases):
+        groups[0] = ("phase",), bill.total_by(lambda w: (w.phase,))
+    console.print(Group(*(_table(names, totals) for names, totals in groups)))
+    for line in bill_lines(bill, tariff):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
+    """The bill in sentences."""
+    job, known = bill.total(), per_unit(bill)
+    lines = [
+        f"{job.energy_j:.1f} J on {job.num_gpus} GPUs, {job.average_power_w:.1f} W each on average"
+    ]
+    if known:
+        each = ", ".join(f"{value:.4g} J per {unit}" for unit, value in known.items())
+        lines.append(f"{len(bill.iterations)} iterations: {each}")
+    compared = bill.comparison()
+    if compared is not None and compared.saving_percent is not None:
+        saved = percent(compared.saving_percent, compared.saving_uncertainty_percent)
+        slower = percent(compared.slowdown_percent, compared.slowdown_uncertainty_percent)
+        lines.append(f"steady steps against the job's own baseline: saved {saved}, slower {slower}")
+    facts = tariff.facts(job.energy_j)
+    if "cost" in facts:
+        lines.append(f"cost: {facts['cost']:.4g} at {tariff.price_per_kwh:g} a kWh")
+    if "co2_g" in facts:
+        lines.append(f"CO2: {facts['co2_g']:.4g} g at {tariff.grid_g_per_kwh:g} g a kWh")
+    lines += [f"INCOMPLETE: {reason}" for reason in bill.missing()]
+    return lines
+
+
+def write_csv(bill: Bill, path: Path) -> None:
+    """Write a row for the baseline's steps and one for the steady ones, summed over nodes."""
+    facts = bill.facts
+    samples = facts.get("samples_per_iteration")
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(CSV_COLUMNS)
+        for phase in (Phase.WARMUP.value, Phase.STEADY.value):
+            step = bill.steps(phase)
+            total = bill.total_by(lambda w: w.phase).get(phase)
+            if step is None or step.energy_j is None or total is None:
+                continue
+            own = ("baseline", "1f1b", "default")
+            if phase == Phase.STEADY:
+                own = tuple(facts.get(name, "") for name in ("type", "scheduling", "reconfigure"))
+            rows.writerow(
+                (
+                    facts.get("model", ""), facts.get("microbatch_size", ""), samples or "", *own,
+                    samples / step.time_s if samples else "", total.energy_j * 1e3,
+                    phase, total.num_gpus, step.iterations, step.time_s,
+                    step.energy_j * total.num_gpus, total.average_power_w,
+                )
+            )  # fmt: skip
+
+
+def percent(value: float, standard_uncertainty: float | None) -> str:
+    """A number of percent, with its 95 % interval where that is known."""
+    if standard_uncertainty is None:
+        return f"{value:.2f} %"
+    return f"{value:.2f} +- {NORMAL_95 * standard_uncertainty:.2f} %"
+
+
+def _table(names: tuple[str, ...], totals: Mapping[tuple[Any, ...], EnergyTotal]) -> Table:
+    table = Table(title=f"By {' and '.join(names)}" if names != ("job",) else "The job")
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for name in ("energy (J)", "+- (J)", "GPU time (s)", "power (W)", "units/receives/ rest (%)"):
+        table.add_column(name, justify="right")
+    for values, total in totals.items():
+        known = total.energy_uncertainty_j
+        shares = [
+            f"{100 * share_s / total.duration_s:.0f}"
+            for share_s in total.shares_s or ()
+            if total.duration_s
+        ]
+        table.add_row(
+            *(_short("" if value is None else str(value)) for value in values),
+            f"{total.energy_j:.1f}",
+            "" if known is None else f"{known:.1f}",
+            f"{total.duration_s:.1f}",
+            f"{total.average_power_w:.1f}",
+            "/".join(shares),
+        )
+    return table
+
+
+def _short(name: str) -> str:
+    """A UUID or folder that leaves room for figures; the JSON has the whole."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[:9]}…{name[-6:]}"

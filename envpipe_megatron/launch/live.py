@@ -1,0 +1,52 @@
+"""A line of the job's bill each so many iterations, while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from envpipe_megatron.energy_file import BETWEEN
+from envpipe_megatron.launch.bill import Bill
+from envpipe_megatron.launch.bill_tables import percent
+
+
+class LiveLine:
+    """Says where the bill stands whenever training has come so much further.
+
+    Args:
+        interval: iterations between lines.
+        say: gets each line.
+    """
+
+    def __init__(self, interval: int, say: Callable[[str], None]) -> None:
+        self._interval = interval
+        self._say = say
+        self._told = 0
+        #: For each GPU, its steps and J in training when the last line was told.
+        self._before: dict[tuple[str, str], tuple[int, float]] = {}
+
+    def look(self, bill: Bill) -> None:
+        """The bill has grown."""
+        now: dict[tuple[str, str], tuple[int, float]] = {}
+        for (gpu, _, name), phase in bill.phases.items():
+            if name != BETWEEN:
+                steps, energy_j = now.get(gpu, (0, 0.0))
+                now[gpu] = steps + phase.steps, energy_j + phase.total.energy_j
+        counts = [steps for steps, _ in now.values()]
+        # All GPUs together; but one that is cut off ends no lines.
+        done = max(min(counts, default=0), max(counts, default=0) - 2 * self._interval)
+        if done - self._told < self._interval:
+            return
+        each_j = 0.0
+        for gpu, (steps, energy_j) in now.items():
+            steps_before, energy_before_j = self._before.get(gpu, (0, 0.0))
+            if steps > steps_before:
+                each_j += (energy_j - energy_before_j) / (steps - steps_before)
+        job = bill.total()
+        line = f"{done} iterations: {each_j:.1f} J each since the last line, {job.energy_j:.0f} J "
+        line += f"in all on {job.num_gpus} GPUs, {job.average_power_w:.1f} W each"
+        compared = bill.comparison()
+        if compared is not None and compared.saving_percent is not None:
+            line += f"; saved {percent(compared.saving_percent, None)}"
+            line += f", slower {percent(compared.slowdown_percent, None)}"
+        self._say(line)
+        self._told, self._before = done, now

@@ -1,0 +1,243 @@
+"""Runs torchrun on one node, with a guard of its clocks and an agent that bills its GPUs.
+
+Whatever ends the one ends the other: a signal to this process ends torchrun, which ends its ranks;
+its death does the same; and ranks that outlive a torchrun that was killed are ended here. The guard
+outlives them all and brings the clocks back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from envpipe_megatron.gpu.guard_protocol import (
+    SOCKET_VARIABLE,
+    GuardSettings,
+    runtime_folder,
+    socket_path,
+)
+from envpipe_megatron.gpu.guard_starting import connect_to_guard
+from envpipe_megatron.gpu.process_identity import wait_readable
+from envpipe_megatron.launch import child
+from envpipe_megatron.launch.agent import NodeAgent
+from envpipe_megatron.launch.bill import Bill
+from envpipe_megatron.launch.bill_tables import Tariff, bill_facts, show_bill, write_csv
+from envpipe_megatron.launch.live import LiveLine
+from envpipe_megatron.runtime.agent_link import AGENT_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+#: How long ranks may take to end after a torchrun that was killed, before they are killed.
+_RANKS_END_S = 15.0
+#: How long the bill waits for other nodes, which may hang in collectives until these time out.
+_OTHERS_END_S = 30.0
+_GUARD_S = 60.0
+_LONG_S = 3600.0
+
+
+@dataclass(frozen=True)
+class NodeSettings:
+    """How a node is run.
+
+    Args:
+        output_dir: for the node's energy log and, on the node of rank 0, the job's bill.
+        node_name: what the bill calls this node.
+        bill_interval: iterations between live lines of the bill; 0 for none.
+        price_per_kwh: for a line of cost.
+        grid_g_per_kwh: g of CO2, for a line of CO2.
+        prometheus_port: where to tell live figures; None does not.
+        prometheus_address: of this machine, to tell them at.
+        until_stdin_ends: end the job when standard input ends, as for a node started over ssh.
+    """
+
+    output_dir: Path
+    node_name: str
+    bill_interval: int = 100
+    price_per_kwh: float | None = None
+    grid_g_per_kwh: float | None = None
+    prometheus_port: int | None = None
+    prometheus_address: str = "127.0.0.1"
+    until_stdin_ends: bool = False
+
+
+def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
+    """Run torchrun to its end, and bill what it took.
+
+    Args:
+        torchrun_arguments: torchrun's options, the script and its arguments.
+        settings: of the node.
+
+    Returns:
+        torchrun's exit status, 128 and the signal where it was killed.
+
+    Raises:
+        NodeLogError: another agent writes this node's energy log.
+        GuardError: the guard of this node's clocks cannot be started.
+        OSError: the output folder cannot be written.
+    """
+    live = LiveLine(settings.bill_interval, _say) if settings.bill_interval else None
+    with contextlib.ExitStack() as last:
+        folder = last.enter_context(
+            tempfile.TemporaryDirectory(prefix="agent-", dir=runtime_folder())
+        )
+        agent = NodeAgent(
+            settings.output_dir,
+            settings.node_name,
+            Path(folder) / "socket",
+            live.look if live else lambda bill: None,
+        )
+        last.callback(agent.close)
+        if settings.prometheus_port is not None:
+            from envpipe_megatron.launch.prometheus import serve_metrics
+
+            last.callback(
+                serve_metrics(agent, settings.prometheus_address, settings.prometheus_port)
+            )
+        environment = {AGENT_VARIABLE: str(agent.socket_path)}
+        if SOCKET_VARIABLE not in os.environ:
+            environment[SOCKET_VARIABLE] = last.enter_context(_guarded(settings.node_name))
+        code = _run(torchrun_arguments, environment, settings.until_stdin_ends)
+        _end_ranks(agent)
+        _bill(agent, code, settings)
+    return code
+
+
+def _run(arguments: Sequence[str], environment: Mapping[str, str], until_stdin_ends: bool) -> int:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *arguments]
+    command = [sys.executable, child.__file__, str(os.getpid()), *torchrun]
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL if until_stdin_ends else None,
+        start_new_session=True,  # a terminal's Ctrl-C comes here alone, and is passed on once
+    )
+    signals_taken = 0
+
+    def pass_on(signum: int, frame: object) -> None:
+        nonlocal signals_taken
+        signals_taken += 1
+        if signals_taken == 1:
+            _say("ending the ranks (once more: kill them)")
+            process.terminate()
+        else:
+            process.kill()
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {
+        number: signal.signal(number, pass_on)
+        for number in numbers
+        if signal.getsignal(number) is not signal.SIG_IGN  # nohup
+    }
+    if until_stdin_ends:
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+def _end_with_stdin() -> None:
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _end_ranks(agent: NodeAgent) -> None:
+    """End ranks that are left, as of a torchrun that was killed."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        left = [rank for rank in agent.connected() if rank.pid]
+        if not left:
+            return
+        for rank in left:
+            logger.warning("%s has outlived torchrun: %s", rank.label, number.name)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, number)
+        agent.wait_until_none_is_connected(_RANKS_END_S)
+
+
+@contextlib.contextmanager
+def _guarded(node: str) -> Iterator[str]:
+    """Keep a guard of this node's clocks; its socket, for ranks.
+
+    The guard stays as long as somebody is connected to it, and so does this process. Should it die,
+    another is started for ranks to come; those that it had bring their clocks back themselves.
+    """
+    job = f"launch {os.getpid()} on {node}"
+
+    def connect() -> socket.socket:
+        return connect_to_guard(job, GuardSettings(), None, time.monotonic() + _GUARD_S)
+
+    def watch(connection: socket.socket) -> None:
+        while True:
+            while not wait_readable([connection.fileno(), over.fileno()], _LONG_S):
+                pass
+            connection.close()
+            if closing:
+                return
+            logger.error("The guard of this node's clocks has died; another one is started")
+            try:
+                connection = connect()
+            except Exception:
+                logger.exception("There is no guard: ranks that start from here on lock no clock")
+                return
+
+    closing: list[bool] = []
+    over, end = socket.socketpair()
+    thread = threading.Thread(target=watch, args=(connect(),), daemon=True)
+    thread.start()
+    try:
+        yield str(socket_path(job))
+    finally:
+        closing.append(True)
+        end.close()
+        thread.join()
+        over.close()
+
+
+def _bill(agent: NodeAgent, code: int, settings: NodeSettings) -> None:
+    if not agent.ledgers():
+        agent.finish(code, 0.0)
+        _say("no rank of this node told of its training, so there is no bill: is EnvPipe on?")
+        return
+    try:
+        late = agent.finish(code, _OTHERS_END_S)
+    except KeyboardInterrupt:
+        late = []
+    bill = agent.bill
+    if bill is None:
+        own_j = sum(ledger.energy_j for ledger in agent.ledgers())
+        _say(f"{own_j:.1f} J on this node, in {agent.log.path}")
+        if agent.trouble:
+            _say(f"the job's bill may lack them: {agent.trouble}")
+        return
+    for name in late:
+        logger.warning("%s did not end in time; `envpipe energy sum` adds its log up later", name)
+    _show(bill, Tariff(settings.price_per_kwh, settings.grid_g_per_kwh), settings.output_dir)
+
+
+def _show(bill: Bill, tariff: Tariff, folder: Path) -> None:
+    show_bill(bill, tariff, Console())
+    (folder / "bill.json").write_text(json.dumps(bill_facts(bill, tariff), indent=1) + "\n")
+    write_csv(bill, folder / "bill.csv")
+    _say(f"the bill is in {folder / 'bill.json'} and {folder / 'bill.csv'}")
+
+
+def _say(text: str) -> None:
+    click.echo(f"[envpipe] {text}", err=True)

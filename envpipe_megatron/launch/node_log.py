@@ -1,0 +1,101 @@
+"""The energy log of one node, which its agent alone writes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import uuid
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from envpipe_megatron.energy_file import BEGUN, ENDED, NOTE_FORMAT, append_line
+from envpipe_megatron.errors import EnvPipeError
+
+
+class NodeLogError(EnvPipeError):
+    """An energy log that cannot be this node's."""
+
+
+class NodeLog:
+    """`energy-<node>.jsonl`, appended to; an earlier start's lines stay, and its bill goes on.
+
+    Args:
+        folder: made if need be.
+        node: the node's name.
+
+    Attributes:
+        path: the file.
+        grown: called after each line.
+        identity: tells this file from another of a node of the same name; its first line keeps it.
+
+    Raises:
+        NodeLogError: another agent writes it.
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, folder: Path, node: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.node = node
+        self.grown: Callable[[], None] = lambda: None
+        name = re.sub(r"[^\w.-]", "_", node)
+        self.path = folder / f"energy-{name}.jsonl"
+        self._lock = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock)
+            raise NodeLogError(
+                "Another agent writes this energy log",
+                value=str(self.path),
+                remedy="Give each job an --output of its own, and each agent of one machine a "
+                "--node-name of its own.",
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+        self.identity = self._earlier_identity() or uuid.uuid4().hex
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        self.note(BEGUN, time=now, log=self.identity)
+
+    @property
+    def size(self) -> int:
+        """Bytes that are written."""
+        return self.path.stat().st_size
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Append a line; the node's name is added.
+
+        Raises:
+            OSError: the disk is full, say.
+        """
+        append_line(self.path, {**line, "node": self.node})
+        self.grown()
+
+    def note(self, note: str, **fields: Any) -> None:
+        """Append a note; see `energy_file`."""
+        self.append({"format": NOTE_FORMAT, "node": self.node, "note": note, **fields})
+
+    def end(self, exit_code: int) -> None:
+        """The last line: the bill of this node is complete."""
+        self.note(ENDED, exit_code=exit_code)
+
+    def read(self, offset: int, most_bytes: int) -> bytes:
+        """Whole lines from an offset on; none where there are none yet."""
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(most_bytes)
+        return data[: data.rfind(b"\n") + 1]
+
+    def _earlier_identity(self) -> str | None:
+        with self.path.open("rb") as file, contextlib.suppress(ValueError, KeyError, TypeError):
+            return str(json.loads(file.readline())["log"])
+        return None
+
+    def close(self) -> None:
+        """Let others write it."""
+        with contextlib.suppress(OSError):
+            os.close(self._lock)

@@ -1,0 +1,121 @@
+"""Sends a node's energy log to the job's collector, through whatever happens to the network."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from typing import Any
+
+from envpipe_megatron.launch.collector import MAX_BYTES
+from envpipe_megatron.launch.node_log import NodeLog
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+
+
+class Uplink:
+    """One task that sends what the log has and the collector has not, until it is stopped.
+
+    Args:
+        log: this node's.
+    """
+
+    def __init__(self, log: NodeLog) -> None:
+        self._log = log
+        self._endpoint: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._grown = asyncio.Event()
+        self._known = asyncio.Event()
+        #: Bytes that the collector is known to have.
+        self.known_bytes = 0
+        #: Why nothing is sent; empty where it is.
+        self.trouble = ""
+
+    def send_to(self, endpoint: Any) -> None:
+        """Send to a collector from here on; the same one twice changes nothing."""
+        if endpoint == self._endpoint:
+            return
+        self._endpoint = endpoint
+        self.known_bytes = 0
+        if self._task is not None:
+            self._task.cancel()
+        self._task = asyncio.create_task(self._run())
+
+    def grown(self) -> None:
+        """The log has more."""
+        self._grown.set()
+
+    async def all_known(self, timeout_s: float) -> bool:
+        """Whether the collector gets to know the whole log, within a time."""
+        if self._task is None:
+            return False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.known_bytes < self._log.size:
+                    self._known.clear()
+                    await self._known.wait()
+        return self.known_bytes >= self._log.size
+
+    async def close(self) -> None:
+        """Stop sending."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                await self._connected()
+                pause_s = _FIRST_PAUSE_S
+            except (OSError, ValueError, KeyError, TypeError, TimeoutError) as error:
+                reason = str(error) or type(error).__name__
+                if reason != self.trouble:
+                    logger.warning("The job's bill is not reached, and tried again: %s", reason)
+                self.trouble = reason
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _connected(self) -> None:
+        """Send until the connection ends."""
+        async with asyncio.timeout(_ANSWER_S):
+            reader, writer = await asyncio.open_connection(
+                self._endpoint["host"], self._endpoint["port"]
+            )
+        try:
+            hello = {
+                "token": self._endpoint["token"],
+                "node": self._log.node,
+                "log": self._log.identity,
+            }
+            writer.write(json.dumps(hello).encode() + b"\n")
+            await self._answered(reader)
+            self.trouble = ""
+            while True:
+                self._grown.clear()
+                data = self._log.read(self.known_bytes, MAX_BYTES)
+                if not data:
+                    await self._grown.wait()
+                    continue
+                wanted = self.known_bytes + len(data)
+                writer.write(data)
+                while self.known_bytes < wanted:
+                    await self._answered(reader)
+        finally:
+            writer.close()
+
+    async def _answered(self, reader: asyncio.StreamReader) -> None:
+        async with asyncio.timeout(_ANSWER_S):
+            line = await reader.readline()
+        if not line:
+            raise ConnectionError("the collector hung up")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise ConnectionError(answer["error"])
+        self.known_bytes = answer["have"]
+        self._known.set()
