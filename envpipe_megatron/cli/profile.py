@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -13,6 +9,7 @@ import click
 
 from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.launch.torchrun import run_torchrun
 from envpipe_megatron.profile import read_profile
 from envpipe_megatron.schedule import Kind
 
@@ -42,7 +39,7 @@ def profile(output: Path, command: tuple[str, ...]) -> None:
     output = output.resolve()
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
         flags = ["--envpipe", "--envpipe-profile-only", "--envpipe-output", folder]
-        code = _train([sys.executable, "-m", "torch.distributed.run", *command, *flags])
+        code = run_torchrun([*command, *flags], {"PYTHONUNBUFFERED": "1"})
         if code:
             raise ProfileRunError(
                 "The training that was to be profiled failed",
@@ -63,22 +60,6 @@ def profile(output: Path, command: tuple[str, ...]) -> None:
         result.write(output)
     num_clocks = len(result.rows[0][Kind.FORWARD])
     click.echo(f"{output}: {result.num_stages} stages at {num_clocks} clocks.")
-
-
-def _train(command: list[str]) -> int:
-    """Run torchrun to its end; what would end this process ends torchrun, which ends its ranks."""
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    handlers = {
-        signal.SIGTERM: lambda signum, frame: process.terminate(),
-        # A terminal sends it to torchrun, too.
-        signal.SIGINT: lambda signum, frame: None,
-    }
-    before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
-    try:
-        return process.wait()
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def _of_several_nodes(command: tuple[str, ...]) -> bool:

@@ -13,12 +13,10 @@ import logging
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,11 +31,11 @@ from envpipe_megatron.gpu.guard_protocol import (
 )
 from envpipe_megatron.gpu.guard_starting import connect_to_guard
 from envpipe_megatron.gpu.process_identity import wait_readable
-from envpipe_megatron.launch import child
 from envpipe_megatron.launch.agent import NodeAgent
 from envpipe_megatron.launch.bill import Bill
 from envpipe_megatron.launch.bill_tables import Tariff, bill_facts, show_bill, write_csv
 from envpipe_megatron.launch.live import LiveLine
+from envpipe_megatron.launch.torchrun import run_torchrun
 from envpipe_megatron.runtime.agent_link import AGENT_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -111,52 +109,12 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         environment = {AGENT_VARIABLE: str(agent.socket_path)}
         if SOCKET_VARIABLE not in os.environ:
             environment[SOCKET_VARIABLE] = last.enter_context(_guarded(settings.node_name))
-        code = _run(torchrun_arguments, environment, settings.until_stdin_ends)
+        code = run_torchrun(
+            torchrun_arguments, environment, until_stdin_ends=settings.until_stdin_ends
+        )
         _end_ranks(agent)
         _bill(agent, code, settings)
     return code
-
-
-def _run(arguments: Sequence[str], environment: Mapping[str, str], until_stdin_ends: bool) -> int:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    command = [sys.executable, child.__file__, str(os.getpid()), *torchrun]
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL if until_stdin_ends else None,
-        start_new_session=True,  # a terminal's Ctrl-C comes here alone, and is passed on once
-    )
-    signals_taken = 0
-
-    def pass_on(signum: int, frame: object) -> None:
-        nonlocal signals_taken
-        signals_taken += 1
-        if signals_taken == 1:
-            _say("ending the ranks (once more: kill them)")
-            process.terminate()
-        else:
-            process.kill()
-
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {
-        number: signal.signal(number, pass_on)
-        for number in numbers
-        if signal.getsignal(number) is not signal.SIG_IGN  # nohup
-    }
-    if until_stdin_ends:
-        threading.Thread(target=_end_with_stdin, daemon=True).start()
-    try:
-        code = process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return code if code >= 0 else 128 - code
-
-
-def _end_with_stdin() -> None:
-    while os.read(0, 4096):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _end_ranks(agent: NodeAgent) -> None:
