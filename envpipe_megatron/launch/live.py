@@ -14,12 +14,12 @@ class LiveLine:
 
     Args:
         interval: iterations between lines.
-        say: gets each line.
+        tell: gets each line, and the bill.
     """
 
-    def __init__(self, interval: int, say: Callable[[str], None]) -> None:
+    def __init__(self, interval: int, tell: Callable[[str, Bill], None]) -> None:
         self._interval = interval
-        self._say = say
+        self._tell = tell
         self._told = 0
         #: For each GPU, its steps and J in training when the last line was told.
         self._before: dict[tuple[str, str], tuple[int, float]] = {}
@@ -48,5 +48,5 @@ class LiveLine:
         if compared is not None and compared.saving_percent is not None:
             line += f"; saved {percent(compared.saving_percent, None)}"
             line += f", slower {percent(compared.slowdown_percent, None)}"
-        self._say(line)
+        self._tell(line, bill)
         self._told, self._before = done, now

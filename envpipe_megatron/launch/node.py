@@ -23,6 +23,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from envpipe_megatron.energy_file import append_line
 from envpipe_megatron.gpu.guard_protocol import (
     SOCKET_VARIABLE,
     GuardSettings,
@@ -88,7 +89,8 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         GuardError: the guard of this node's clocks cannot be started.
         OSError: the output folder cannot be written.
     """
-    live = LiveLine(settings.bill_interval, _say) if settings.bill_interval else None
+    report = _Report(settings)
+    live = LiveLine(settings.bill_interval, report.tell) if settings.bill_interval else None
     with contextlib.ExitStack() as last:
         folder = last.enter_context(
             tempfile.TemporaryDirectory(prefix="agent-", dir=runtime_folder())
@@ -113,7 +115,7 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
             torchrun_arguments, environment, until_stdin_ends=settings.until_stdin_ends
         )
         _end_ranks(agent)
-        _bill(agent, code, settings)
+        _bill(agent, code, report)
     return code
 
 
@@ -169,7 +171,7 @@ def _guarded(node: str) -> Iterator[str]:
         over.close()
 
 
-def _bill(agent: NodeAgent, code: int, settings: NodeSettings) -> None:
+def _bill(agent: NodeAgent, code: int, report: _Report) -> None:
     if not agent.ledgers():
         agent.finish(code, 0.0)
         _say("no rank of this node told of its training, so there is no bill: is EnvPipe on?")
@@ -187,14 +189,33 @@ def _bill(agent: NodeAgent, code: int, settings: NodeSettings) -> None:
         return
     for name in late:
         logger.warning("%s did not end in time; `envpipe energy sum` adds its log up later", name)
-    _show(bill, Tariff(settings.price_per_kwh, settings.grid_g_per_kwh), settings.output_dir)
+    report.end(bill)
 
 
-def _show(bill: Bill, tariff: Tariff, folder: Path) -> None:
-    show_bill(bill, tariff, Console())
-    (folder / "bill.json").write_text(json.dumps(bill_facts(bill, tariff), indent=1) + "\n")
-    write_csv(bill, folder / "bill.csv")
-    _say(f"the bill is in {folder / 'bill.json'} and {folder / 'bill.csv'}")
+class _Report:
+    """The job's bill on the node of rank 0: `bill.jsonl` as it grows, `bill.json` and `bill.csv`.
+
+    Args:
+        settings: of the node.
+    """
+
+    def __init__(self, settings: NodeSettings) -> None:
+        self._tariff = Tariff(settings.price_per_kwh, settings.grid_g_per_kwh)
+        self._folder = settings.output_dir
+
+    def tell(self, line: str, bill: Bill) -> None:
+        """Training has come so much further."""
+        _say(line)
+        append_line(self._folder / "bill.jsonl", bill_facts(bill, self._tariff))
+
+    def end(self, bill: Bill) -> None:
+        """The job is over."""
+        show_bill(bill, self._tariff, Console())
+        facts = bill_facts(bill, self._tariff)
+        append_line(self._folder / "bill.jsonl", facts)
+        (self._folder / "bill.json").write_text(json.dumps(facts, indent=1) + "\n")
+        write_csv(bill, self._folder / "bill.csv")
+        _say(f"the bill is in {self._folder}: bill.json, bill.csv, and as it grew bill.jsonl")
 
 
 def _say(text: str) -> None:
