@@ -14,6 +14,7 @@ from envpipe_megatron.cli.common import ErrorsAsMessages
 from envpipe_megatron.cli.doctor import doctor
 from envpipe_megatron.cli.energy import energy
 from envpipe_megatron.cli.interchange import export_freqs, import_freqs
+from envpipe_megatron.cli.launch import launch
 from envpipe_megatron.cli.partition import partition
 from envpipe_megatron.cli.patch import patch
 from envpipe_megatron.cli.plan import plan
@@ -40,6 +41,7 @@ for command in (
     import_freqs,
     export_freqs,
     quickstart,
+    launch,
     energy,
     clocks,
     doctor,

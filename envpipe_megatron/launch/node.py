@@ -206,7 +206,10 @@ class _Report:
     def tell(self, line: str, bill: Bill) -> None:
         """Training has come so much further."""
         _say(line)
-        append_line(self._folder / "bill.jsonl", bill_facts(bill, self._tariff))
+        try:
+            append_line(self._folder / "bill.jsonl", bill_facts(bill, self._tariff))
+        except OSError as error:  # a full disk stops neither training nor the sums
+            logger.error("The bill is not written: %s", error)
 
     def end(self, bill: Bill) -> None:
         """The job is over."""

@@ -123,17 +123,6 @@ class Session:
             self._resumed = resume(config, fingerprint, num_stages, channel, gpu, collectives)
             self._config = self._resumed.config
             self._resumed.tell(self.state, self._say)
-        self._rank_clock = make_everywhere(
-            collectives,
-            lambda: RankClock(gpu, config.min_dwell_s, relock=config.relock, guarded=guarded),
-        )
-        self.clock = self._rank_clock.controller
-        try:
-            self.executor = make_executor(self.clock.wait_idle)
-            self.meter = EnergyMeter(gpu)
-        except BaseException:
-            self._rank_clock.close()
-            raise
         own_labels: dict[str, object] = {
             "node": self._files.node,
             "gpu": gpu.name,
@@ -143,6 +132,18 @@ class Session:
         }
         self._labels = {**self._resumed.labels(labels or {}), **own_labels}
         self._agent = connect_to_agent(gpu, self._labels, collectives)
+        with contextlib.ExitStack() as half_made:
+            if self._agent is not None:
+                half_made.callback(self._agent.close)
+            self._rank_clock = make_everywhere(
+                collectives,
+                lambda: RankClock(gpu, config.min_dwell_s, relock=config.relock, guarded=guarded),
+            )
+            half_made.callback(self._rank_clock.close)
+            self.clock = self._rank_clock.controller
+            self.executor = make_executor(self.clock.wait_idle)
+            self.meter = EnergyMeter(gpu)
+            half_made.pop_all()
         append = self._files.appender("energy") if self._agent is None else self._agent.window
         self.energy_log = EnergyLog(self.meter, append, self._labels)
         self._energy = TrainingEnergy(

@@ -64,6 +64,7 @@ COMMANDS = {
     ("patch", "apply"): [["--help"]],
     ("patch", "check"): [["--help"]],
     ("patch", "revert"): [["--help"]],
+    ("launch",): [["--help"]],  # likewise
     ("profile",): [["--help"]],  # the training that it starts goes the ways below
 }
 

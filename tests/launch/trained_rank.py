@@ -2,26 +2,30 @@
 
 Args: a folder that all nodes share, and the iterations to train. Each rank leaves its pid there,
 and what it trained as lines of `iterations-<rank>`; a rank that is started again goes on from the
-iteration that all ranks had finished.
+iteration that all ranks had finished. A `profile.csv` and `plan.json` there are the plan that it
+runs after the warm-up. Whoever listens at the datagram socket `events` there hears each rank's
+start and every iteration, with the clock that is locked.
 """
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import plain_stages
 import torch.distributed as dist
+from plain_job import MICROBATCHES, PRESET, TIMES_S, WARMUP_ITERATIONS
 
 from envpipe_megatron.gpu.emulated_store import default_root
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.runtime.session import SessionConfig
-from envpipe_megatron.schedule import Kind
 
-MICROBATCHES = 4
-TIMES_S = {Kind.FORWARD: 0.01, Kind.BACKWARD: 0.02}
+#: Of every wait for another rank.
+TIMEOUT_S = 20.0
 
 
 def leave(signum: int, frame: object) -> None:
@@ -36,20 +40,47 @@ def done_by_all(folder: Path, ranks: int) -> int:
     return min(counts)
 
 
+def configured(folder: Path) -> SessionConfig:
+    plan = folder / "plan.json"
+    given = {"plan_file": plan, "profile_file": folder / "profile.csv"} if plan.exists() else {}
+    return SessionConfig(PlanRequest(MICROBATCHES), warmup_iterations=WARMUP_ITERATIONS, **given)
+
+
+class Teller:
+    """Tells the test, if one listens, and waits for nobody."""
+
+    def __init__(self, folder: Path, **common: object) -> None:
+        self._common = common
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        with contextlib.suppress(OSError):
+            self._socket.connect(str(folder / "events"))
+
+    def tell(self, **event: object) -> None:
+        with contextlib.suppress(OSError):  # its queue is full: later events say the same
+            self._socket.send(json.dumps({**self._common, **event}).encode())
+
+
 def main() -> None:
     signal.signal(signal.SIGTERM, leave)
     folder, iterations = Path(sys.argv[1]), int(sys.argv[2])
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    dist.init_process_group("gloo", timeout=plain_stages.timedelta(seconds=20))
+    teller = Teller(folder, rank=rank, start=start, pid=os.getpid())
+    teller.tell(event="started")
+    dist.init_process_group("gloo", timeout=plain_stages.timedelta(seconds=TIMEOUT_S))
     first = done_by_all(folder, ranks)
     dist.barrier()
     lines = folder / f"iterations-{rank}"
     kept = lines.read_text().splitlines(keepends=True)[:first] if lines.exists() else []
     lines.write_text("".join(kept))
-    config = SessionConfig(PlanRequest(MICROBATCHES), warmup_iterations=3)
     session, gpu = plain_stages.session(
-        rank, config, default_root(), fast=False, time_at_max_s=TIMES_S
+        rank,
+        configured(folder),
+        default_root(),
+        preset=PRESET,
+        fast=False,
+        time_at_max_s=TIMES_S,
+        timeout_s=TIMEOUT_S,
     )
     session.describe_job({"tokens_per_iteration": 1000, "model": "plain"})
     (folder / f"pid-{rank}-{start}").write_text(str(os.getpid()))
@@ -64,6 +95,9 @@ def main() -> None:
             session.end_step()
             with lines.open("a") as file:
                 file.write(json.dumps({"iteration": iteration, "start": start}) + "\n")
+            teller.tell(
+                event="trained", iteration=iteration, locked_mhz=gpu.requested_frequency_mhz
+            )
     finally:
         session.close()
     dist.destroy_process_group()
