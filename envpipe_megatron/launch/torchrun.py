@@ -13,6 +13,10 @@ import click
 
 from envpipe_megatron.launch import child
 
+#: torchrun gives its ranks 30 s. Where it waits for other nodes that have ended otherwise than it,
+#: at the end, it hears no signal for minutes.
+_PATIENCE_S = 40.0
+
 
 def run_torchrun(
     arguments: Sequence[str],
@@ -22,8 +26,8 @@ def run_torchrun(
 ) -> int:
     """Run torchrun to its end.
 
-    SIGTERM, SIGINT and SIGHUP end it, which ends its ranks; a second one kills it. So does the
-    death of this process, on Linux.
+    SIGTERM, SIGINT and SIGHUP end it, which ends its ranks; a second one, or 40 s, kills it. On
+    Linux the death of this process ends it, too.
 
     Args:
         arguments: torchrun's options, the script and its arguments.
@@ -41,6 +45,8 @@ def run_torchrun(
         start_new_session=True,  # a terminal's Ctrl-C comes here alone, and is passed on once
     )
     signals_taken = 0
+    patience = threading.Timer(_PATIENCE_S, process.kill)
+    patience.daemon = True
 
     def pass_on(signum: int, frame: object) -> None:
         nonlocal signals_taken
@@ -48,6 +54,7 @@ def run_torchrun(
         if signals_taken == 1:
             click.echo("[envpipe] ending the ranks (once more: kill them)", err=True)
             process.terminate()
+            patience.start()
         else:
             process.kill()
 
@@ -62,6 +69,7 @@ def run_torchrun(
     try:
         code = process.wait()
     finally:
+        patience.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
     return code if code >= 0 else 128 - code

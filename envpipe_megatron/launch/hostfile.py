@@ -1,0 +1,90 @@
+"""The list of hosts that DeepSpeed and MPI use: `[user@]host slots=N` on each line."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from envpipe_megatron.errors import EnvPipeError
+
+# No leading dash: ssh would take such a host for an option.
+_HOST = re.compile(r"(?:\w[\w.-]*@)?[\w:][\w.:-]*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Host:
+    """One line of a hostfile.
+
+    Attributes:
+        target: what ssh is told, `host` or `user@host`.
+        slots: processes to start there; None where the line does not say.
+        where: file and line, for messages.
+    """
+
+    target: str
+    slots: int | None
+    where: str
+
+    @property
+    def name(self) -> str:
+        """The host without a user."""
+        return self.target.rpartition("@")[2]
+
+
+def read_hostfile(path: Path) -> tuple[Host, ...]:
+    """Read the hosts, in the order of their node ranks.
+
+    Blank lines and what follows `#` are passed over, and so is MPI's `max_slots=N`.
+
+    Raises:
+        EnvPipeError: a line is not of that form, a host stands there twice, or there is none.
+        OSError: the file cannot be read.
+    """
+    hosts: dict[str, Host] = {}
+    # A byte that is no text ends up in a host name, which is refused with its line.
+    for number, line in enumerate(path.read_text("utf-8", "replace").splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        host = _host(words, f"{path}:{number}")
+        before = hosts.setdefault(host.name.lower(), host)
+        if before is not host:
+            raise EnvPipeError(
+                f"{host.where}: the host was named before, at {before.where}",
+                value=host.name,
+                remedy="Name each host once, with all of its slots.",
+            )
+    if not hosts:
+        raise EnvPipeError(
+            f"{path} names no host", remedy="Write one on each line, such as: node1 slots=8"
+        )
+    return tuple(hosts.values())
+
+
+def _host(words: list[str], where: str) -> Host:
+    target, *fields = words
+    if not _HOST.fullmatch(target):
+        raise EnvPipeError(
+            f"{where}: this is not the name of a host",
+            value=target,
+            remedy="Write host slots=N or user@host slots=N.",
+        )
+    slots: int | None = None
+    for field in fields:
+        name, assigns, value = field.partition("=")
+        if name not in ("slots", "max_slots", "max-slots") or not assigns:
+            raise EnvPipeError(
+                f"{where}: there is an unknown word after the host",
+                value=field,
+                remedy="Write host slots=N.",
+            )
+        if not value.isdecimal() or int(value) < 1:
+            raise EnvPipeError(
+                f"{where}: {name} is not a whole number of at least 1",
+                value=value,
+                remedy="Leave hosts that should run nothing out.",
+            )
+        if name == "slots":
+            slots = int(value)
+    return Host(target, slots, where)

@@ -1,0 +1,153 @@
+"""Reads a command line as torchrun does: torchrun's options with EnvPipe's among them, a script."""
+
+from __future__ import annotations
+
+import argparse
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn
+
+from envpipe_megatron.errors import EnvPipeError
+
+#: Stands for the script where options are read alone.
+_SCRIPT = "SCRIPT"
+_SEE_HELP = "See `envpipe launch --help` and `torchrun --help`."
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The parts of `[options] SCRIPT ARGS`.
+
+    Attributes:
+        own: EnvPipe's options; one with a value is a single word, `--name=value`.
+        options: torchrun's options and their values, as they were given.
+        script: the script and its arguments, untouched.
+    """
+
+    own: tuple[str, ...]
+    options: tuple[str, ...]
+    script: tuple[str, ...]
+
+
+class TorchrunParser:
+    """torchrun's own parser of the installed torch, so that options are exactly torchrun's.
+
+    Raises:
+        EnvPipeError: torch is missing, or a PET_ variable of a flag is no number.
+    """
+
+    def __init__(self) -> None:
+        self._parser = _Parser(prog="torchrun", parents=[_torchs_parser()], add_help=False)
+        defaults = vars(self._parser.parse_args([_SCRIPT]))
+        #: Whether torchrun takes a free port by itself where one node is all. torch 2.11 does not.
+        self.picks_free_port = defaults["master_port"] is None
+        # PET_ variables are defaults to torchrun; here they must not look as if they were given.
+        self._parser.set_defaults(**dict.fromkeys(defaults))
+
+    def takes_value(self, option: str) -> bool:
+        """Whether the word after an option is its value.
+
+        Raises:
+            EnvPipeError: torchrun does not know the option.
+        """
+        try:
+            _, unknown = self._parser.parse_known_args([option, _SCRIPT])
+        except EnvPipeError:  # it took the script for its value, and none was left
+            return True
+        if unknown:
+            raise EnvPipeError(
+                "Neither envpipe launch nor torchrun knows the option",
+                value=option,
+                remedy=_SEE_HELP,
+            )
+        return False
+
+    def given(self, options: Sequence[str]) -> dict[str, Any]:
+        """Return the values of options that were given, under names like `nproc_per_node`.
+
+        Raises:
+            EnvPipeError: torchrun would refuse them.
+        """
+        read = vars(self._parser.parse_args([*options, _SCRIPT]))
+        script = ("training_script", "training_script_args")
+        return {
+            name: value for name, value in read.items() if value is not None and name not in script
+        }
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise EnvPipeError(f"torchrun refuses its options: {message}", remedy=_SEE_HELP)
+
+
+def _torchs_parser() -> argparse.ArgumentParser:
+    try:
+        from torch.distributed.run import get_args_parser
+    except ImportError as error:
+        raise EnvPipeError(
+            "torch, whose torchrun is started, cannot be imported",
+            value=str(error),
+            remedy="Install it into this Python: pip install 'envpipe-megatron[megatron]'.",
+        ) from error
+    try:
+        return get_args_parser()
+    except ValueError as error:
+        raise EnvPipeError(
+            "A PET_ variable of one of torchrun's flags, such as PET_STANDALONE, is not 0 or 1",
+            value=str(error),
+            remedy="Unset it, or make it 0 or 1.",
+        ) from error
+
+
+class Splitter:
+    """Takes a command line apart.
+
+    argparse alone cannot: it also looks among the script's arguments for options, and finds
+    abbreviated or ambiguous ones there.
+
+    Args:
+        own: EnvPipe's options, and whether each takes a value. They are never abbreviated, so
+            torchrun's abbreviations stay what they were.
+    """
+
+    def __init__(self, own: Mapping[str, bool]) -> None:
+        self._own = own
+
+    @cached_property
+    def parser(self) -> TorchrunParser:
+        """torchrun's, made only where it is needed: torch takes a second to import."""
+        return TorchrunParser()
+
+    def split(self, words: Sequence[str]) -> CommandLine:
+        """Split `[options] [--] SCRIPT ARGS`; the script is the first word that is no option.
+
+        Raises:
+            EnvPipeError: an option lacks its value, or is refused by torchrun.
+        """
+        rest = deque(words)
+        own: list[str] = []
+        options: list[str] = []
+        while rest and rest[0].startswith("-") and rest[0] != "-":
+            word = rest.popleft()
+            if word == "--":
+                break
+            name, assigns, _ = word.partition("=")
+            if name in self._own:
+                own.append(word)
+                if self._own[name] and not assigns:
+                    own[-1] += f"={self._value(name, rest)}"
+                continue
+            options.append(word)
+            if self.parser.takes_value(word):
+                options.append(self._value(word, rest))
+        if options:
+            self.parser.given(options)
+        return CommandLine(tuple(own), tuple(options), tuple(rest))
+
+    @staticmethod
+    def _value(name: str, rest: deque[str]) -> str:
+        if not rest or rest[0].startswith("--"):
+            raise EnvPipeError(f"{name} needs a value", remedy=f"Write {name}=VALUE. {_SEE_HELP}")
+        return rest.popleft()

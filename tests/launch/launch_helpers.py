@@ -1,0 +1,100 @@
+"""Running `envpipe launch` and its parts."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+
+from click.testing import CliRunner
+
+from envpipe_megatron.cli import main
+
+LONG_S = 30
+
+
+def run(*words):
+    return CliRunner().invoke(main, ["launch", *map(str, words)])
+
+
+def run_well(*words):
+    result = run(*words)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result
+
+
+def run_badly(*words):
+    """Run what must fail, and give its message with single spaces."""
+    result = run(*words)
+    assert result.exit_code not in (0, None)
+    # An error that nobody caught would be here as itself, and a traceback for the user.
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    message = " ".join(result.stderr.split())
+    assert "Error: " in message
+    return message
+
+
+_RUN_NODES = """
+import json, sys
+from envpipe_megatron.launch import node_processes
+from envpipe_megatron.launch.node_processes import NodeProcess, run_nodes
+nodes = [NodeProcess(host, tuple(command)) for host, command in json.loads(sys.argv[1])]
+grace_s, node_processes._LAST_GRACE_S = float(sys.argv[2]), float(sys.argv[3])
+sys.exit(run_nodes(nodes, grace_s))
+"""
+
+
+class Launcher:
+    """A process that runs nodes, given as {host: command}, whose output a test waits for."""
+
+    def __init__(self, nodes, grace_s=LONG_S, last_grace_s=LONG_S, before_exec=None):
+        arguments = [json.dumps(list(nodes.items())), str(grace_s), str(last_grace_s)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _RUN_NODES, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=before_exec,
+        )
+        self.read = {self.process.stdout: b"", self.process.stderr: b""}
+        self._open = list(self.read)
+
+    @property
+    def output(self):
+        return self.read[self.process.stdout].decode(errors="surrogateescape")
+
+    @property
+    def messages(self):
+        return self.read[self.process.stderr].decode(errors="surrogateescape")
+
+    def wait_for(self, *texts):
+        """Read until all of these were printed."""
+        self._read_until(lambda: all(text in self.output + self.messages for text in texts))
+
+    def end(self):
+        """Read to the end; the exit status."""
+        self._read_until(lambda: not self._open)
+        return self.process.wait(LONG_S)
+
+    def close_output(self):
+        self.process.stdout.close()
+        self._open.remove(self.process.stdout)
+
+    def _read_until(self, done):
+        give_up_s = time.monotonic() + LONG_S
+        while not done():
+            left_s = max(0, give_up_s - time.monotonic())
+            ready, _, _ = select.select(self._open, [], [], left_s)
+            assert ready, (self.output, self.messages)
+            for pipe in ready:
+                chunk = os.read(pipe.fileno(), 1 << 16)
+                self.read[pipe] += chunk
+                if not chunk:
+                    self._open.remove(pipe)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.process.kill()
+        self.process.communicate()

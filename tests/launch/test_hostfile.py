@@ -1,0 +1,65 @@
+import pytest
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.launch.hostfile import Host, read_hostfile
+
+
+def read(tmp_path, text):
+    path = tmp_path / "hosts"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    return read_hostfile(path)
+
+
+def test_what_deepspeed_and_mpi_write(tmp_path):
+    text = """# two racks
+    node-1 slots=8 max_slots=16
+
+    me@node2.example.org  slots=4   # the old one
+    10.0.0.3 max-slots=2
+    fe80::1 slots=1
+    """
+    hosts = read(tmp_path, text)
+    path = tmp_path / "hosts"
+    assert hosts == (
+        Host("node-1", 8, f"{path}:2"),
+        Host("me@node2.example.org", 4, f"{path}:4"),
+        Host("10.0.0.3", None, f"{path}:5"),
+        Host("fe80::1", 1, f"{path}:6"),
+    )
+    assert [host.name for host in hosts] == ["node-1", "node2.example.org", "10.0.0.3", "fe80::1"]
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# node1 slots=8\n"])
+def test_no_host(tmp_path, text):
+    with pytest.raises(EnvPipeError, match=r"hosts names no host.*slots=8"):
+        read(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("node slots=0", "slots is not a whole number of at least 1 (got '0')"),
+        ("node slots=-1", "slots is not a whole number of at least 1 (got '-1')"),
+        ("node slots=", "slots is not a whole number of at least 1 (got '')"),
+        ("node slots=eight", "(got 'eight')"),
+        ("node max_slots=x", "max_slots is not a whole number of at least 1 (got 'x')"),
+        ("node slots = 8", "unknown word after the host (got 'slots')"),
+        ("node 8", "unknown word after the host (got '8')"),
+        ("node gpus=8", "unknown word after the host (got 'gpus=8')"),
+        ("slots=8", "not the name of a host (got 'slots=8')"),
+        # ssh would take it for an option, and run the command.
+        ("-oProxyCommand=reboot slots=8", "not the name of a host"),
+        ("me@-oProxyCommand=reboot slots=8", "not the name of a host"),
+        ("node;reboot slots=8", "not the name of a host"),
+        ("@node slots=8", "not the name of a host"),
+        ("n\udcffde slots=8", "not the name of a host"),
+        ("first slots=1", "named before, at {path}:1"),
+        ("me@FIRST slots=1", "named before, at {path}:1"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path, line, message):
+    with pytest.raises(EnvPipeError) as error:
+        read(tmp_path, f"first slots=2\n\n{line}\n")
+    path = tmp_path / "hosts"
+    assert str(error.value).startswith(f"{path}:3: ")
+    assert message.format(path=path) in str(error.value)

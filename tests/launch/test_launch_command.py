@@ -1,0 +1,263 @@
+"""`envpipe launch` up to what it starts."""
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch_helpers import LONG_S, run, run_badly, run_well
+from torch.distributed.run import get_args_parser
+
+import envpipe_megatron.launch.node as node
+from envpipe_megatron.cli.launch import launch
+from envpipe_megatron.launch.node import NodeSettings
+from envpipe_megatron.launch.ssh import CARRIED_NAMES, CARRIED_PREFIXES
+
+# `envpipe_megatron.cli` has the command under the name of its module.
+launch_module = sys.modules["envpipe_megatron.cli.launch"]
+OWN = [name for option in launch.params for name in option.opts]
+
+
+@pytest.fixture(autouse=True)
+def started(monkeypatch):
+    """What would have been run; nothing is."""
+    calls = []
+
+    def run_node(arguments, settings):
+        calls.append((list(arguments), settings))
+        return 0
+
+    def run_nodes(nodes):
+        calls.append(list(nodes))
+        return 0
+
+    monkeypatch.setattr(node, "run_node", run_node)
+    monkeypatch.setattr(launch_module, "run_nodes", run_nodes)
+    return calls
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("one slots=2\nme@two slots=3\n")
+    return path
+
+
+def test_a_node_gets_its_settings_and_torchrun_its_arguments(started):
+    run_well(
+        "--nnodes", 1, "--output", "out", "--nproc-per-node=2", "--node-name", "a",
+        "--bill-interval=0", "--price", "0.25", "--grid-intensity", 400,
+        "--prometheus-port", 9000, "--prometheus-address", "0.0.0.0", "--until-stdin-ends",
+        "-m", "train", "--output", "mine", "--price", "high", "--dry-run", "--help",
+    )  # fmt: skip
+    settings = NodeSettings(Path("out"), "a", 0, 0.25, 400.0, 9000, "0.0.0.0", True)
+    script = ["--", "train", "--output", "mine", "--price", "high", "--dry-run", "--help"]
+    assert started == [(["--nnodes", "1", "--nproc-per-node=2", "-m", *script], settings)]
+
+
+def test_settings_by_default(started, monkeypatch):
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    run_well("train.py")
+    settings = NodeSettings(Path("runs/launch"), socket.gethostname())
+    assert started == [(["--nproc-per-node=2", "--", "train.py"], settings)]
+
+
+def test_the_exit_status_is_the_nodes(monkeypatch):
+    monkeypatch.setattr(node, "run_node", lambda arguments, settings: 17)
+    assert run("train.py").exit_code == 17
+
+
+def test_the_exit_status_is_that_of_the_hosts(monkeypatch, hosts):
+    monkeypatch.setattr(launch_module, "run_nodes", lambda nodes: 18)
+    assert run("--hostfile", hosts, "train.py").exit_code == 18
+
+
+def test_torchruns_empty_variables_do_not_reach_it(monkeypatch):
+    # Kubeflow's operator sets PET_STANDALONE so, and torchrun alone would not start.
+    for name, value in {"STANDALONE": "", "NNODES": "", "MAX_RESTARTS": "3"}.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    reached = []
+
+    def run_node(arguments, settings):
+        reached.extend(name for name in os.environ if name.startswith("PET_"))
+        return 0
+
+    monkeypatch.setattr(node, "run_node", run_node)
+    run_well("train.py")
+    assert reached == ["PET_MAX_RESTARTS"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no SCRIPT"),
+        (["--nnodes", "2", "--output", "out"], "no SCRIPT"),
+        (["--nnodes", "2", "--"], "no SCRIPT"),
+        (["--price", "-1", "train.py"], "--price"),
+        (["--price", "nan", "train.py"], "--price"),
+        (["--bill-interval", "-1", "train.py"], "--bill-interval"),
+        (["--prometheus-port", "0", "train.py"], "--prometheus-port"),
+        (["--node-name", "a/b", "train.py"], "--node-name"),
+        (["--node-name=", "train.py"], "--node-name"),
+        (["--hostfile", "missing", "train.py"], "--hostfile"),
+        (["--dry-run=yes", "train.py"], "--dry-run"),
+        (["--nodes", "2", "train.py"], "'--nodes'"),
+    ],
+)
+def test_bad_options_start_nothing(started, words, message):
+    assert message in run_badly(*words)
+    assert started == []
+
+
+def test_help_needs_no_torch():
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from envpipe_megatron.cli.launch import launch\n"
+        "launch(['--help'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LONG_S, check=True
+    )
+    for name in [*OWN, "--nnodes", "--rdzv-backend", "NPROC_PER_NODE", "SLURM", "Example"]:
+        assert (name in done.stdout) == (name != "--until-stdin-ends"), name
+    # What nodes get of the environment is told, because it can be read by others.
+    for prefix in (*CARRIED_PREFIXES, *CARRIED_NAMES):
+        assert prefix in done.stdout
+
+
+def test_a_missing_torch_is_a_message(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed.run", None)
+    assert "pip install" in run_badly("train.py")
+
+
+def test_no_option_is_one_of_torchruns_or_an_abbreviation_of_one():
+    torchruns = [name for action in get_args_parser()._actions for name in action.option_strings]
+    torchruns.remove("--help")
+    assert len(torchruns) > 40
+    for own in OWN:
+        assert not [name for name in torchruns if name.startswith(own) or own.startswith(name)]
+
+
+# --dry-run
+
+
+def test_a_dry_run_tells_the_command_and_where_values_come_from(started, monkeypatch):
+    for name, value in {"NNODES": "2", "NODE_RANK": "1", "PET_MASTER_ADDR": "first"}.items():
+        monkeypatch.setenv(name, value)
+    told = run_well("--dry-run", "--nproc-per-node", 4, "train.py", "--name", "it's a b").stdout
+    assert started == []
+    where, command, *settings = told.splitlines()
+    assert where == "this node:"
+    assert shlex.split(command) == [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--nnodes=2",
+        "--node-rank=1", "--", "train.py", "--name", "it's a b",
+    ]  # fmt: skip
+    assert [line.strip() for line in settings] == [
+        "--nnodes 2: NNODES",
+        "--nproc-per-node 4: command line",
+        "--node-rank 1: NODE_RANK",
+        "--master-addr first: PET_MASTER_ADDR",
+    ]
+
+
+def test_a_dry_run_of_hosts_tells_the_ssh_commands(started, monkeypatch, tmp_path, hosts):
+    monkeypatch.chdir(tmp_path)
+    told = run_well("--dry-run", "--hostfile", hosts, "train.py").stdout
+    assert started == []
+    run_well("--hostfile", hosts, "train.py")
+    (nodes,) = started
+    lines = told.splitlines()
+    for node_process in nodes:
+        command = lines[lines.index(f"{node_process.host}:") + 1]
+        assert shlex.split(command) == list(node_process.command)
+    assert lines.count("  --nproc-per-node 3: hostfile") == 1
+
+
+# --hostfile
+
+
+def test_hosts_are_started_with_the_same_options(started, monkeypatch, tmp_path, hosts):
+    monkeypatch.chdir(tmp_path)
+    run_well(
+        "--hostfile", hosts, "--output", "out", "--max-restarts", 1, "--ssh", "ssh -p 22",
+        "--python", "py", "--price", 2, "--master-port", 7, "train.py", "--output", "a b",
+    )  # fmt: skip
+    (nodes,) = started
+    assert [node.host for node in nodes] == ["one", "two"]
+    for rank, (node_process, target) in enumerate(zip(nodes, ["one", "me@two"], strict=True)):
+        *ssh, given_target, there = node_process.command
+        assert ssh[:3] == ["ssh", "-p", "22"]
+        assert "BatchMode=yes" in ssh
+        assert given_target == target
+        cd, folder, then, *rest = shlex.split(there)
+        assert (cd, folder, then) == ("cd", str(tmp_path), "&&")
+        words = rest[rest.index("py") :]
+        assert words == [
+            "py", "-m", "envpipe_megatron.cli", "launch", "--until-stdin-ends",
+            f"--node-name={node_process.host}", "--output=out", "--price=2",
+            "--max-restarts", "1", "--master-port", "7", "--nnodes=2",
+            f"--nproc-per-node={rank + 2}", f"--node-rank={rank}", "--master-addr=one",
+            "--", "train.py", "--output", "a b",
+        ]  # fmt: skip
+
+
+def test_a_node_understands_what_it_is_started_with(started, monkeypatch, hosts):
+    run_well("--hostfile", hosts, "--bill-interval", 7, "--", "train.py", "--max", 3)
+    (nodes,) = started
+    words = shlex.split(nodes[1].command[-1])
+    started.clear()
+    run_well(*words[words.index("launch") + 1 :])
+    ((arguments, settings),) = started
+    assert settings == NodeSettings(Path("runs/launch"), "two", 7, until_stdin_ends=True)
+    assert arguments[-4:] == ["--", "train.py", "--max", "3"]
+    assert "--node-rank=1" in arguments
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--node-name", "a"], "--node-name names one node"),
+        (["--node-rank", "0"], "--node-rank does not go with --hostfile"),
+        (["--nnodes", "3"], "another number than that of the hostfile's hosts, 2"),
+        (["--ssh", ""], "--ssh is empty"),
+        (["--ssh", "ssh 'a"], "--ssh is not a command"),
+        (["--export", "NOT_SET_ANYWHERE"], "'NOT_SET_ANYWHERE'"),
+    ],
+)
+def test_what_does_not_go_with_a_hostfile(started, hosts, words, message):
+    assert message in run_badly("--hostfile", hosts, *words, "train.py")
+    assert started == []
+
+
+# One real torchrun
+
+
+def test_torchrun_gets_the_scripts_arguments_untouched(monkeypatch, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "from pathlib import Path\n"
+        "names = ('RANK', 'WORLD_SIZE', 'GROUP_RANK')\n"
+        "facts = [sys.argv[1:], [os.environ[name] for name in names]]\n"
+        "Path(__file__).with_name(os.environ['RANK']).write_text(json.dumps(facts))\n"
+    )
+    monkeypatch.setattr(
+        node,
+        "run_node",
+        lambda arguments, settings: (
+            subprocess.run(
+                [sys.executable, "-m", "torch.distributed.run", *arguments],
+                timeout=120,
+                check=False,
+            ).returncode
+        ),
+    )
+    arguments = ["--output", "mine", "--max", "3", "--", "--nnodes", "it's"]
+    run_well("--standalone", "--output", "out", "--nproc_per_node", 2, script, *arguments)
+    for rank in ("0", "1"):
+        facts = json.loads((tmp_path / rank).read_text())
+        assert facts == [arguments, [rank, "2", "0"]]

@@ -1,0 +1,469 @@
+"""Nodes that are started over ssh: what they get, how they end, and that they end together."""
+
+import json
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch_helpers import LONG_S, Launcher, run
+from sshd import ssh_server
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.launch.hostfile import Host
+from envpipe_megatron.launch.node_processes import NodeProcess, run_nodes
+from envpipe_megatron.launch.ssh import carried_environment, ssh_command
+
+#: A node as the launcher knows it: it ends, with a last word, when its standard input does.
+WAITS = "echo ready; cat; echo bye"
+AWKWARD = ["a b", "it's", '"', "$HOME `id` \\", "two\nlines", "", "*", "é", "--max", ";reboot"]
+
+
+def sh(script):
+    return ["sh", "-c", script]
+
+
+class Witness:
+    """A pipe with a name that nodes keep open; it ends when the last of their processes has."""
+
+    def __init__(self, folder):
+        self.path = folder / "witness"
+        os.mkfifo(self.path)
+        self._pipe = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+
+    def holding(self, script):
+        """A script whose processes all hold it; none can be missed once the node said `ready`."""
+        return sh(f"exec 9>{shlex.quote(str(self.path))}; {script}")
+
+    def wait_until_none_is_left(self):
+        ready, _, _ = select.select([self._pipe], [], [], LONG_S)
+        assert ready, "a process is left"
+        assert os.read(self._pipe, 1) == b""
+        os.close(self._pipe)
+
+
+@pytest.fixture
+def witness(tmp_path):
+    return Witness(tmp_path)
+
+
+class Go:
+    """Something that nodes wait for."""
+
+    def __init__(self, folder):
+        self._path = folder / "go"
+        os.mkfifo(self._path)
+        self.waits = f"read go < {shlex.quote(str(self._path))}"
+
+    def now(self):
+        self._path.write_text("go\n")
+
+
+@pytest.fixture
+def go(tmp_path):
+    return Go(tmp_path)
+
+
+# Output
+
+
+def test_lines_are_marked_with_their_host(capfdbinary):
+    nodes = [
+        NodeProcess("one", tuple(sh(r"printf 'a\n\nno text: \377\nlast'"))),
+        NodeProcess("two", tuple(sh("echo b; echo c >&2"))),
+    ]
+    assert run_nodes(nodes) == 0
+    out, err = capfdbinary.readouterr()
+    assert sorted(out.splitlines(keepends=True)) == sorted(
+        [b"[one] a\n", b"[one] \n", b"[one] no text: \xff\n", b"[one] last\n", b"[two] b\n"]
+    )
+    assert err == b"[two] c\n"
+
+
+def test_lines_of_nodes_do_not_mix(capfdbinary):
+    # Each line comes in pieces, the longer ones in more than one read.
+    program = (
+        "import sys\n"
+        "for size in [10, 100_000] * 20:\n"
+        "    for piece in (sys.argv[1] * size, sys.argv[1] * size, '\\n'):\n"
+        "        sys.stdout.write(piece)\n"
+        "        sys.stdout.flush()\n"
+    )
+    command = (sys.executable, "-c", program)
+    assert run_nodes([NodeProcess(host, (*command, host)) for host in "abc"]) == 0
+    lines = capfdbinary.readouterr().out.splitlines()
+    for host in (b"a", b"b", b"c"):
+        own = [line for line in lines if line.startswith(b"[%s] " % host)]
+        assert own == [b"[%s] " % host + 2 * size * host for size in [10, 100_000] * 20]
+    assert len(lines) == 3 * 40
+
+
+# The end
+
+
+def test_the_first_failure_stops_the_others_and_is_the_exit_status(witness, go):
+    nodes = {
+        "one": witness.holding(WAITS),
+        "two": sh(f"{go.waits}; exit 3"),
+        "three": witness.holding(f"{WAITS}; exit 4"),
+    }
+    with Launcher(nodes) as launcher:
+        launcher.wait_for("[one] ready", "[three] ready")
+        go.now()
+        assert launcher.end() == 3
+        assert "two failed, exit status 3. Stopping one, three.\n" in launcher.messages
+        # They ended in order, and the later status changes nothing.
+        assert launcher.output.count("bye") == 2
+        assert "three failed" not in launcher.messages
+    witness.wait_until_none_is_left()
+
+
+def test_a_failure_while_others_are_started_stops_them(witness):
+    nodes = {"one": sh("exit 3")} | {f"n{i}": witness.holding(WAITS) for i in range(5)}
+    with Launcher(nodes) as launcher:
+        assert launcher.end() == 3
+        assert launcher.output.count("ready") == launcher.output.count("bye") == 5
+    witness.wait_until_none_is_left()
+
+
+def test_ssh_s_own_status_is_told():
+    with Launcher({"one": sh("echo no route >&2; exit 255")}) as launcher:
+        assert launcher.end() == 255
+        assert "[one] no route\n" in launcher.messages
+        assert "one failed, exit status 255, which is ssh's own" in launcher.messages
+
+
+def test_a_client_that_was_killed_is_told():
+    with Launcher({"one": sh("kill -9 $$")}) as launcher:
+        assert launcher.end() == 128 + signal.SIGKILL
+        assert "its client was ended by SIGKILL" in launcher.messages
+
+
+def test_nodes_that_end_well_do_not_stop_others(go):
+    with Launcher({"one": sh("echo done"), "two": sh(f"{go.waits}; echo went")}) as launcher:
+        launcher.wait_for("[one] done")
+        go.now()
+        assert launcher.end() == 0
+        assert "[two] went\n" in launcher.output
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_all_nodes_in_order(signum, witness):
+    with Launcher({host: witness.holding(WAITS) for host in ("one", "two")}) as launcher:
+        launcher.wait_for("[one] ready", "[two] ready")
+        launcher.process.send_signal(signum)
+        assert launcher.end() == 128 + signum
+        assert f"{signum.name} arrived" in launcher.messages
+        assert "[one] bye\n" in launcher.output
+        assert "[two] bye\n" in launcher.output
+    witness.wait_until_none_is_left()
+
+
+def test_a_terminals_interrupt_reaches_nodes_through_the_launcher_alone(witness):
+    # Ctrl-C goes to the whole group of processes; a client that died of it would lose its node.
+    nodes = {host: witness.holding(WAITS) for host in ("one", "two")}
+    with Launcher(nodes, before_exec=os.setsid) as launcher:
+        launcher.wait_for("[one] ready", "[two] ready")
+        os.killpg(launcher.process.pid, signal.SIGINT)
+        assert launcher.end() == 128 + signal.SIGINT
+        assert launcher.output.count("bye") == 2
+    witness.wait_until_none_is_left()
+
+
+def test_what_is_ignored_stays_ignored():
+    def ignore():  # as nohup does
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    with Launcher({"one": sh(WAITS)}, before_exec=ignore) as launcher:
+        launcher.wait_for("[one] ready")
+        launcher.process.send_signal(signal.SIGHUP)
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.end() == 128 + signal.SIGTERM
+
+
+#: Goes on when its standard input ends, in a process that another has started.
+STAYS = "echo ready; cat; echo stays; tail -f /dev/null; true"
+DEAF = f"trap '' TERM; {STAYS}"
+
+
+def test_a_second_interrupt_kills_at_once(witness):
+    with Launcher({host: witness.holding(DEAF) for host in ("one", "two")}) as launcher:
+        launcher.wait_for("[one] ready", "[two] ready")
+        launcher.process.send_signal(signal.SIGINT)
+        launcher.wait_for("[one] stays", "[two] stays")
+        launcher.process.send_signal(signal.SIGINT)
+        assert launcher.end() == 128 + signal.SIGINT
+        assert "Killing the connections to one, two." in launcher.messages
+    witness.wait_until_none_is_left()
+
+
+@pytest.mark.parametrize(
+    ("script", "last_grace_s"),
+    [
+        (STAYS, LONG_S),  # terminated after the first grace
+        (DEAF, 0.05),  # and killed after the second
+    ],
+)
+def test_a_node_that_does_not_end_is_ended_after_the_grace(witness, script, last_grace_s):
+    nodes = {"good": witness.holding(WAITS), "stays": witness.holding(script)}
+    with Launcher(nodes, grace_s=0.2, last_grace_s=last_grace_s) as launcher:
+        launcher.wait_for("[good] ready", "[stays] ready")
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.end() == 128 + signal.SIGTERM
+        assert "stays did not end within 0.2 s" in launcher.messages
+        assert "good did not" not in launcher.messages
+        assert "[good] bye\n" in launcher.output
+    witness.wait_until_none_is_left()
+
+
+def test_a_node_is_over_although_something_it_left_keeps_its_pipes(go):
+    with Launcher({"one": sh(f"({go.waits}) & echo end")}, last_grace_s=0.05) as launcher:
+        assert launcher.end() == 0
+        assert launcher.output == "[one] end\n"
+        go.now()
+
+
+def test_nodes_end_with_a_launcher_that_is_killed(witness):
+    with Launcher({host: witness.holding(WAITS) for host in ("one", "two")}) as launcher:
+        launcher.wait_for("[one] ready", "[two] ready")
+        launcher.process.kill()
+        witness.wait_until_none_is_left()
+
+
+def test_nodes_end_when_nobody_reads_their_output(witness):
+    # One never looks at its standard input, and has to be killed.
+    talks = witness.holding("while echo more; do :; done")
+    with Launcher({"one": talks, "two": witness.holding(WAITS)}) as launcher:
+        launcher.wait_for("[one] more", "[two] ready")
+        launcher.close_output()
+        launcher.wait_for("The output cannot be written: Broken pipe. Stopping one, two.")
+        launcher.process.send_signal(signal.SIGINT)
+        launcher.wait_for("another Ctrl-C kills")
+        launcher.process.send_signal(signal.SIGINT)
+        assert launcher.end() == 1
+    witness.wait_until_none_is_left()
+
+
+def test_without_an_ssh_client_nothing_starts(tmp_path):
+    nodes = [
+        NodeProcess("one", tuple(sh(f"touch {tmp_path}/started"))),
+        NodeProcess("two", ("no-such-ssh", "two", "true")),
+    ]
+    with pytest.raises(EnvPipeError, match=r"'no-such-ssh'.*--ssh"):
+        run_nodes(nodes)
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_client_that_cannot_be_started_stops_the_others(tmp_path, witness):
+    broken = tmp_path / "broken"
+    broken.write_text("")
+    broken.chmod(0o755)
+    with Launcher({"one": witness.holding(WAITS), "two": [str(broken)]}) as launcher:
+        assert launcher.end() == 1
+        assert "two could not be started: " in launcher.messages
+    witness.wait_until_none_is_left()
+
+
+# The command
+
+
+def test_what_is_carried_of_the_environment():
+    carried = {
+        "ENVPIPE_TYPE": "a", "NCCL_DEBUG": "b", "GLOO_X": "c", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TORCH_LOGS": "d", "OMP_NUM_THREADS": "2", "MKL_X": "e", "PET_MAX_RESTARTS": "3",
+        "PYTHONPATH": "f", "LD_LIBRARY_PATH": "g",
+    }  # fmt: skip
+    of_this_machine = {
+        "ENVPIPE_GUARD_SOCKET": "x", "ENVPIPE_AGENT_SOCKET": "x", "CUDA_VISIBLE_DEVICES": "0",
+        "PATH": "x", "HOME": "x", "WANDB_API_KEY": "x", "MY_NCCL_X": "x", "PYTHONPATHS": "x",
+    }  # fmt: skip
+    environ = carried | of_this_machine
+    assert carried_environment(environ, []) == carried
+    for name in of_this_machine:
+        assert carried_environment(environ, [name]) == carried | {name: of_this_machine[name]}
+    with pytest.raises(EnvPipeError, match="'WANDB'"):
+        carried_environment(environ, ["WANDB"])
+
+
+#: Stands for the Python of a node. Says what it got, and ends when its standard input does.
+STUB = """#!{python}
+import json, os, sys
+facts = [sys.argv[1:], os.getcwd(), {{n: os.environ.get(n) for n in ("NCCL_X", "OWN", "NOT")}}]
+print(json.dumps(facts), flush=True)
+while os.read(0, 1024):
+    pass
+print("bye", flush=True)
+"""
+
+
+@pytest.fixture
+def stub(tmp_path):
+    path = tmp_path / "it's a stub"
+    path.write_text(STUB.format(python=sys.executable))
+    path.chmod(0o755)
+    return str(path)
+
+
+def folder_with_spaces(tmp_path):
+    folder = tmp_path / "a folder's name"
+    folder.mkdir()
+    return folder
+
+
+def test_a_remote_shell_reads_the_command_as_it_was_meant(tmp_path, stub):
+    folder = folder_with_spaces(tmp_path)
+    environ = {"NCCL_X": "a 'b'\n$c", "OWN": "\\", "PATH": os.environ["PATH"]}
+    command = ssh_command(
+        "ssh", Host("one", 1, "hosts:1"), AWKWARD, python=stub, folder=folder, environ=environ
+    )
+    done = subprocess.run(
+        ["sh", "-c", command[-1]], env={}, stdin=subprocess.DEVNULL, capture_output=True, check=True
+    )
+    arguments, cwd, variables = json.loads(done.stdout.splitlines()[0])
+    assert arguments == ["-m", "envpipe_megatron.cli", "launch", *AWKWARD]
+    assert cwd == str(folder)
+    assert variables == {"NCCL_X": "a 'b'\n$c", "OWN": "\\", "NOT": None}
+
+
+#: Stands for ssh where there is none: runs the command on this machine, in no environment.
+FAKE_SSH = """#!/bin/sh
+for word; do host=$target; target=$word; done
+echo "to $host" >&2
+exec env -i PATH="$PATH" sh -c "$target"
+"""
+
+
+def launch_on(hosts, tmp_path, *words):
+    path = tmp_path / "hosts"
+    path.write_text("".join(f"{host} slots=2\n" for host in hosts))
+    return run("--hostfile", path, *words, "train.py", *AWKWARD)
+
+
+def check_two_hosts(result, tmp_path):
+    """Both hosts got their arguments, the folder and the environment; the second failed."""
+    lines = result.stdout.splitlines()
+    for rank, host in enumerate(("127.0.0.1", "localhost")):
+        mark = f"[{host}] ["
+        told = [line[len(mark) - 1 :] for line in lines if line.startswith(mark)]
+        arguments, cwd, variables = json.loads(told[0])
+        assert arguments[:5] == [
+            "-m", "envpipe_megatron.cli", "launch", "--until-stdin-ends", f"--node-name={host}",
+        ]  # fmt: skip
+        assert f"--node-rank={rank}" in arguments
+        assert arguments[arguments.index("--") :] == ["--", "train.py", *AWKWARD]
+        assert cwd == str(tmp_path / "a folder's name")
+        assert variables == {"NCCL_X": "a 'b'\n$c", "OWN": "exported", "NOT": None}
+
+
+def test_two_hosts_from_the_command_line_to_the_end(tmp_path, stub, monkeypatch):
+    fake = tmp_path / "ssh"
+    fake.write_text(FAKE_SSH)
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    result = on_two_hosts(tmp_path, stub, monkeypatch)
+    assert "[127.0.0.1] to 127.0.0.1" in result.stderr
+    assert "[localhost] to localhost" in result.stderr
+
+
+def on_two_hosts(tmp_path, stub, monkeypatch, *words):
+    """Run two nodes that end by themselves, through the command."""
+    monkeypatch.chdir(folder_with_spaces(tmp_path))
+    for name, value in {"NCCL_X": "a 'b'\n$c", "OWN": "exported", "NOT": "carried"}.items():
+        monkeypatch.setenv(name, value)
+    ends = Path(stub)
+    ends.write_text(ends.read_text().partition("while os.read")[0])
+    result = launch_on(
+        ("127.0.0.1", "localhost"), tmp_path, "--python", stub, "--export", "OWN", *words
+    )
+    assert result.exit_code == 0, (result.output, result.exception)
+    check_two_hosts(result, tmp_path)
+    return result
+
+
+# A real ssh server
+
+
+@pytest.fixture(scope="module")
+def ssh(tmp_path_factory):
+    with ssh_server(tmp_path_factory.mktemp("sshd")) as command:
+        yield command
+
+
+def over_ssh(ssh, host, script_or_python, **environ):
+    command = ssh_command(
+        ssh, Host(host, 1, "hosts:1"), [], python=script_or_python, folder=Path("/"),
+        environ=environ,
+    )  # fmt: skip
+    return list(command)
+
+
+@pytest.fixture
+def held_stub(tmp_path, witness):
+    """The stub, with its processes held by the witness."""
+    path = tmp_path / "held"
+    path.write_text(f"#!/bin/sh\nexec 9>{witness.path}\n{WAITS}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_two_hosts_over_ssh(ssh, tmp_path, stub, monkeypatch):
+    on_two_hosts(tmp_path, stub, monkeypatch, "--ssh", ssh)
+
+
+def test_a_failure_over_ssh_stops_the_other(ssh, tmp_path, witness, held_stub, go):
+    fails = tmp_path / "fails"
+    fails.write_text(f"#!/bin/sh\n{go.waits}\nexit 5\n")
+    fails.chmod(0o755)
+    nodes = {
+        "127.0.0.1": over_ssh(ssh, "127.0.0.1", held_stub),
+        "localhost": over_ssh(ssh, "localhost", str(fails)),
+    }
+    with Launcher(nodes) as launcher:
+        launcher.wait_for("[127.0.0.1] ready")
+        go.now()
+        assert launcher.end() == 5
+        assert "localhost failed, exit status 5." in launcher.messages
+        assert "[127.0.0.1] bye\n" in launcher.output
+    witness.wait_until_none_is_left()
+
+
+def test_an_interrupt_leaves_nothing_over_ssh(ssh, witness, held_stub):
+    nodes = {host: over_ssh(ssh, host, held_stub) for host in ("127.0.0.1", "localhost")}
+    with Launcher(nodes) as launcher:
+        launcher.wait_for("[127.0.0.1] ready", "[localhost] ready")
+        launcher.process.send_signal(signal.SIGINT)
+        assert launcher.end() == 128 + signal.SIGINT
+        assert launcher.output.count("bye") == 2
+    witness.wait_until_none_is_left()
+
+
+def test_a_killed_launcher_leaves_nothing_over_ssh(ssh, witness, held_stub):
+    with Launcher({"localhost": over_ssh(ssh, "localhost", held_stub)}) as launcher:
+        launcher.wait_for("[localhost] ready")
+        launcher.process.kill()
+        witness.wait_until_none_is_left()
+
+
+def test_a_host_that_is_not_reached(ssh, witness, held_stub):
+    # Nobody listens at that port.
+    refused = ssh.replace(" -p ", " -p 1 -p ")
+    nodes = {
+        "localhost": over_ssh(ssh, "localhost", held_stub),
+        "127.0.0.1": over_ssh(refused, "127.0.0.1", held_stub),
+    }
+    with Launcher(nodes) as launcher:
+        assert launcher.end() == 255
+        assert "Connection refused" in launcher.messages
+        assert "127.0.0.1 failed, exit status 255, which is ssh's own" in launcher.messages
+    witness.wait_until_none_is_left()
+
+
+def test_nobody_is_asked_for_a_password(ssh, tmp_path, held_stub):
+    unknown = ssh.replace("user_key", "no_key")
+    with Launcher({"localhost": over_ssh(unknown, "localhost", held_stub)}) as launcher:
+        assert launcher.end() == 255
+        assert "Permission denied" in launcher.messages

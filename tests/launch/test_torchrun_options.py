@@ -1,0 +1,451 @@
+"""What torchrun is told: what was given, and what variables and SLURM say of the rest."""
+
+import sys
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.run import get_args_parser, parse_args
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.launch.hostfile import Host
+from envpipe_megatron.launch.torchrun_options import (
+    VARIABLES,
+    TorchrunOptions,
+    options_here,
+    options_of_hosts,
+)
+from envpipe_megatron.launch.torchrun_parser import Splitter, TorchrunParser
+
+SPLITTER = Splitter({"--output": True, "--dry-run": False})
+SLURM = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NNODES": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "rack1node[03,07-09]",
+    "SLURM_JOB_NODELIST": "rack1node[01-09]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_GPUS_ON_NODE": "8",
+}
+TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first"}
+
+
+def here(*words, gpus=0, splitter=SPLITTER, **environ):
+    line = splitter.split(words)
+    return options_here(line.options, line.script, environ, splitter.parser, lambda: gpus)
+
+
+def values(plan):
+    return {setting.option: setting.value for setting in plan.settings}
+
+
+def refused(*words, **environ):
+    with pytest.raises(EnvPipeError) as error:
+        here(*words, **environ)
+    return str(error.value)
+
+
+# The split
+
+
+def every_option():
+    """Each of torchrun's options by each of its names, with a value where it takes one."""
+    parser = get_args_parser()
+    for action in parser._actions:
+        for name in action.option_strings:
+            # These two print and exit.
+            if action.dest not in ("help", "print_completion"):
+                value = str(next(iter(action.choices))) if action.choices else "1"
+                yield [name] if action.nargs == 0 else [name, value]
+
+
+@pytest.mark.parametrize("option", list(every_option()), ids="".join)
+def test_the_script_is_found_behind_each_option_of_torchrun(option):
+    line = SPLITTER.split([*option, "train.py", *option, "--output", "mine"])
+    assert line.own == ()
+    assert line.options == tuple(option)
+    assert line.script == ("train.py", *option, "--output", "mine")
+
+
+OWN = st.sampled_from([["--output", "out"], ["--output=x=y"], ["--dry-run"], ["--output", "-1"]])
+TORCHRUNS = st.sampled_from([*every_option(), ["--nnodes=2"], ["-r3"], ["--max_restarts=3"]])
+ANYTHING = st.sampled_from(["--output", "out", "--nnodes", "--", "-m", "--max", "--no", "", "a b"])
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), OWN, TORCHRUNS)),
+    st.booleans(),
+    st.lists(ANYTHING),
+)
+def test_options_of_both_may_be_mixed_and_the_scripts_are_its_own(mixed, dashes, arguments):
+    words = [own if is_own else torchruns for is_own, own, torchruns in mixed]
+    line = SPLITTER.split([*chain(*words), *["--"] * dashes, "train.py", *arguments])
+    assert line.script == ("train.py", *arguments)
+    assert list(line.options) == list(chain(*(t for is_own, _, t in mixed if not is_own)))
+    own = ["=".join(own) for is_own, own, _ in mixed if is_own]
+    assert list(line.own) == own
+
+
+@pytest.mark.parametrize("word", ["--nn", "--stand", "--rdzv-b"])
+def test_torchruns_abbreviations_stay(word):
+    value = [] if word == "--stand" else ["2"]
+    assert SPLITTER.split([word, *value, "train.py", "x"]).script == ("train.py", "x")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ouput", "x", "train.py"], "'--ouput'"),
+        (["--ouput=x", "train.py"], "'--ouput=x'"),
+        # Ours are not abbreviated, so that no abbreviation of torchrun's changes its meaning.
+        (["--out", "x", "train.py"], "'--out'"),
+        (["--output"], "--output needs a value"),
+        (["--output", "--nnodes", "2", "train.py"], "--output needs a value"),
+        (["--nnodes"], "--nnodes needs a value"),
+        (["--nnodes", "--", "train.py"], "--nnodes needs a value"),
+        (["--max-restarts", "few", "train.py"], "--max-restarts"),
+        (["--start-method=none", "train.py"], "--start-method"),
+    ],
+)
+def test_bad_options_are_named(words, message):
+    with pytest.raises(EnvPipeError, match=message):
+        SPLITTER.split(words)
+
+
+def test_torch_is_needed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed.run", None)
+    with pytest.raises(EnvPipeError, match=r"torch.*pip install"):
+        TorchrunParser()
+
+
+def test_a_bad_flag_among_torchruns_variables_is_no_traceback(monkeypatch):
+    monkeypatch.setenv("PET_STANDALONE", "yes")
+    with pytest.raises(EnvPipeError, match="PET_STANDALONE"):
+        TorchrunParser()
+
+
+# Where values come from
+
+
+@pytest.mark.parametrize("option", VARIABLES)
+def test_the_order_in_which_values_count(option):
+    variable = VARIABLES[option]
+    pet = "PET_" + variable
+    value = {"--nnodes": "3", "--node-rank": "2"}
+    at_least = {"NNODES": "9", "NODE_RANK": "1", "MASTER_ADDR": "n", "MASTER_PORT": "7"}
+    environ = SLURM | at_least | {variable: value.get(option, "5"), pet: value.get(option, "6")}
+    on_command_line = value.get(option, "4")
+
+    plan = here(f"{option}={on_command_line}", "train.py", **environ)
+    assert values(plan)[option] == on_command_line
+    assert plan.origins[option] == "command line"
+    assert [word for word in plan.options if word.startswith(option)] == [
+        f"{option}={on_command_line}"
+    ]
+
+    plan = here("train.py", **environ)
+    assert values(plan)[option] == environ[pet]
+    assert plan.origins[option] == pet
+    assert not [word for word in plan.options if word.startswith(option)]  # torchrun reads it
+
+    del environ[pet]
+    plan = here("train.py", **environ)
+    assert plan.origins[option] == variable
+    assert f"{option}={environ[variable]}" in plan.options
+
+    del environ[variable]
+    plan = here("train.py", **environ)
+    assert plan.origins[option].startswith("SLURM_")
+    assert f"{option}={values(plan)[option]}" in plan.options
+
+
+@pytest.mark.parametrize("name", ["nproc-per-node", "nproc_per_node"])
+def test_both_spellings_count_as_given(name):
+    plan = here(f"--{name}", "4", "train.py", NPROC_PER_NODE="2")
+    assert plan.origins == {"--nproc-per-node": "command line"}
+    assert plan.options == (f"--{name}", "4")
+
+
+def test_empty_variables_are_unset():
+    empty = dict.fromkeys([*VARIABLES.values(), *(f"PET_{n}" for n in VARIABLES.values())], "")
+    plan = here("train.py", SLURM_JOB_ID="", PET_STANDALONE="", PET_RDZV_BACKEND="", **empty)
+    assert plan.origins == {"--nproc-per-node": "default"}
+
+
+@pytest.mark.parametrize(("gpus", "processes"), [(0, "1"), (8, "gpu")])
+def test_processes_by_default(gpus, processes):
+    plan = here("train.py", gpus=gpus)
+    assert plan.options == (f"--nproc-per-node={processes}",)
+    assert plan.num_nodes == "1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("NNODES", "two"),
+        ("NNODES", "0"),
+        ("NNODES", "3:2"),
+        ("NNODES", "1:2:3"),
+        ("NODE_RANK", "2"),
+        ("NODE_RANK", "-1"),
+        ("MASTER_ADDR", "two hosts"),
+        ("MASTER_PORT", "65536"),
+        ("MASTER_PORT", "0"),
+        ("MASTER_PORT", "http"),
+        ("NPROC_PER_NODE", "0"),
+        ("NPROC_PER_NODE", "8 GPUs"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "PET_"])
+def test_a_bad_variable_is_named(prefix, name, value):
+    message = refused("train.py", **TWO_NODES | {prefix + name: value})
+    assert f"{prefix}{name} is not" in message
+    assert repr(value) in message
+
+
+def test_a_bad_option_is_named():
+    assert "--nnodes is not a number of nodes" in refused("--nnodes", "two", "train.py")
+
+
+@pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR"])
+def test_several_nodes_must_know_each_other(missing):
+    environ = {name: value for name, value in TWO_NODES.items() if name != missing}
+    message = refused("train.py", **environ)
+    assert missing in message
+    assert "NNODES: 2" in message
+
+
+def test_ranges_of_nodes():
+    plan = here("train.py", **TWO_NODES | {"NNODES": "1:2"})
+    assert plan.num_nodes == "1:2"
+    assert "--node-rank=1" in plan.options
+
+
+# The rendezvous
+
+
+def test_standalone_is_left_alone():
+    plan = here("--standalone", "train.py", NPROC_PER_NODE="3", **TWO_NODES, **SLURM)
+    assert plan.options == ("--standalone", "--nproc-per-node=3")
+    assert plan.num_nodes == "1"
+    assert here("train.py", PET_STANDALONE="1", **TWO_NODES).options == ("--nproc-per-node=1",)
+    assert "--node-rank=1" in here("train.py", PET_STANDALONE="0", **TWO_NODES).options
+
+
+def test_a_rendezvous_of_the_users_is_left_alone():
+    given = ("--rdzv-backend", "c10d", "--rdzv_endpoint=first:29400")
+    plan = here(*given, "train.py", NPROC_PER_NODE="3", **TWO_NODES)
+    assert plan.options == (*given, "--nnodes=2", "--nproc-per-node=3")
+    plan = here("train.py", PET_RDZV_BACKEND="c10d", PET_RDZV_ENDPOINT="a:1", **TWO_NODES)
+    assert plan.options == ("--nnodes=2", "--nproc-per-node=1")
+
+
+def test_an_endpoint_takes_the_masters_place_and_no_ranks():
+    plan = here("--rdzv-endpoint=first:29400", "train.py", **TWO_NODES)
+    assert plan.options[1:] == ("--nnodes=2", "--nproc-per-node=1", "--node-rank=1")
+    plan = here("--rdzv-conf=timeout=900", "train.py", **TWO_NODES)
+    assert "--master-addr=first" in plan.options
+
+
+# SLURM
+
+
+def test_slurms_step_fills_everything_in():
+    plan = here("train.py", **SLURM)
+    assert values(plan) == {
+        "--nnodes": "2",
+        "--nproc-per-node": "8",
+        "--node-rank": "1",
+        "--master-addr": "rack1node03",
+        "--master-port": "24340",
+    }
+    assert set(plan.origins.values()) == {
+        "SLURM_STEP_NUM_NODES",
+        "SLURM_GPUS_ON_NODE",
+        "SLURM_NODEID",
+        "SLURM_STEP_NODELIST",
+        "SLURM_JOB_ID",
+    }
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("node7", "node7"),
+        ("a-1,b-2", "a-1"),
+        ("node[001-016,020]", "node001"),
+        ("node[7,9],gpu1", "node7"),
+        ("rack[2-3]node[10-11]-ib,x", "rack2node10-ib"),
+    ],
+)
+def test_slurms_first_host(hosts, first):
+    plan = here("train.py", **SLURM | {"SLURM_STEP_NODELIST": hosts})
+    assert values(plan)["--master-addr"] == first
+
+
+@pytest.mark.parametrize("hosts", ["node[", "node[a]", ",a", "[]", "node]"])
+def test_a_list_that_is_none_of_slurms(hosts):
+    message = refused("train.py", **SLURM | {"SLURM_STEP_NODELIST": hosts})
+    assert "SLURM_STEP_NODELIST" in message
+    assert "--master-addr" in message
+
+
+@pytest.mark.parametrize("step", [None, "", "4294967290", "4294967291"])
+def test_the_batch_script_of_several_nodes_is_refused(step):
+    environ = {name: value for name, value in SLURM.items() if "STEP" not in name}
+    if step is not None:
+        environ["SLURM_STEP_ID"] = step
+    message = refused("train.py", **environ)
+    assert "4 nodes" in message
+    assert "srun --ntasks-per-node=1" in message
+    assert here("--nnodes=1", "train.py", **environ).num_nodes == "1"
+    assert here("--standalone", "train.py", **environ).num_nodes == "1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SLURM_LOCALID", "1"),
+        ("SLURM_STEP_TASKS_PER_NODE", "2(x2)"),
+        ("SLURM_STEP_TASKS_PER_NODE", "1,8"),
+    ],
+)
+def test_several_tasks_on_a_node_are_refused(name, value):
+    message = refused("train.py", **SLURM | {name: value})
+    assert f"({name})" in message
+    assert repr(value) in message
+
+
+@pytest.mark.parametrize(
+    "name", ["SLURM_STEP_NUM_NODES", "SLURM_NODEID", "SLURM_GPUS_ON_NODE", "SLURM_JOB_ID"]
+)
+def test_a_bad_variable_of_slurms_is_named(name):
+    assert f"{name} is not a whole number" in refused("train.py", **SLURM | {name: "x"})
+
+
+def test_jobs_and_steps_of_a_node_get_ports_of_their_own():
+    def port(job, step):
+        environ = SLURM | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+        return int(values(here("train.py", **environ))["--master-port"])
+
+    ports = [port(job, step) for job in range(19_999_000, 19_999_500) for step in (0, 3, 9)]
+    assert len(set(ports)) == len(ports)
+    assert min(ports) > 1023
+    assert max(ports) < 32768  # from here on, Linux gives ports to outgoing connections
+
+
+@pytest.mark.parametrize("picks_free_port", [True, False])
+def test_one_node_of_slurm_meets_at_a_free_port(parser, monkeypatch, picks_free_port):
+    # torch 2.11 takes port 29500, where two jobs of a node would meet.
+    monkeypatch.setattr(parser, "picks_free_port", picks_free_port)
+    splitter = Splitter({})
+    splitter.parser = parser
+    alone = {name: value for name, value in SLURM.items() if "STEP" not in name}
+    plan = here("train.py", splitter=splitter, **alone | {"SLURM_NNODES": "1"})
+    expected = ["--nnodes=1", "--nproc-per-node=8"]
+    assert plan.options == (*expected, *([] if picks_free_port else ["--master-port=24340"]))
+
+
+def test_no_gpus_of_slurm():
+    plan = here("train.py", **SLURM | {"SLURM_GPUS_ON_NODE": "0"})
+    assert plan.origins["--nproc-per-node"] == "default"
+
+
+def test_without_a_job_slurms_other_variables_say_nothing():
+    plan = here("train.py", SLURM_NNODES="4", SLURM_GPUS_ON_NODE="8")
+    assert plan.origins == {"--nproc-per-node": "default"}
+
+
+# Hosts
+
+HOSTS = (Host("me@one", 2, "hosts:1"), Host("two", 3, "hosts:2"))
+
+
+def on_hosts(*words, hosts=HOSTS, **environ):
+    line = SPLITTER.split(words)
+    return options_of_hosts(line.options, line.script, environ, SPLITTER.parser, hosts)
+
+
+def test_hosts_are_numbered_in_their_order():
+    one, two = on_hosts("train.py", "--lr", "1", NNODES="7", NODE_RANK="5", NPROC_PER_NODE="9")
+    assert one.options == (
+        "--nnodes=2", "--nproc-per-node=2", "--node-rank=0", "--master-addr=one",
+        "--master-port=29500",
+    )  # fmt: skip
+    assert two.options == (
+        "--nnodes=2", "--nproc-per-node=3", "--node-rank=1", "--master-addr=one",
+        "--master-port=29500",
+    )  # fmt: skip
+    assert two.script == ("train.py", "--lr", "1")
+    assert two.origins["--nproc-per-node"] == "hostfile"
+
+
+def test_the_command_line_is_stronger_than_slots():
+    plans = on_hosts(
+        "--nproc_per_node", "4", "--master-addr=ib", "train.py", MASTER_ADDR="x", MASTER_PORT="7"
+    )
+    for rank, plan in enumerate(plans):
+        assert plan.options == (
+            "--nproc_per_node", "4", "--master-addr=ib", "--nnodes=2", f"--node-rank={rank}",
+            "--master-port=7",
+        )  # fmt: skip
+
+
+def test_hosts_without_slots():
+    hosts = (Host("one", None, "hosts:1"),)
+    with pytest.raises(EnvPipeError, match=r"hosts:1: the host has no slots.*--nproc-per-node"):
+        on_hosts("train.py", hosts=hosts)
+    assert "--nproc-per-node=4" in on_hosts("train.py", hosts=hosts, NPROC_PER_NODE="4")[0].options
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "named"),
+    [
+        (["--node-rank=0"], {}, "--node-rank"),
+        (["--standalone"], {}, "--standalone"),
+        ([], {"PET_STANDALONE": "1"}, "--standalone"),
+        (["--nnodes=3"], {}, "--nnodes"),
+        ([], {"MASTER_PORT": "x"}, "MASTER_PORT"),
+    ],
+)
+def test_what_does_not_go_with_hosts(words, environ, named):
+    with pytest.raises(EnvPipeError, match=named):
+        on_hosts(*words, "train.py", **environ)
+
+
+def test_hosts_with_a_rendezvous_of_the_users():
+    given = ("--rdzv-backend=c10d", "--rdzv-endpoint=one:29400")
+    for plan, slots in zip(on_hosts(*given, "train.py"), (2, 3), strict=True):
+        assert plan.options == (*given, "--nnodes=2", f"--nproc-per-node={slots}")
+
+
+# What torchrun makes of it
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--output", "mine", "--nnodes", "3"],
+        ["--max", "3"],  # torchrun alone would call it ambiguous
+        ["--", "x", "--"],
+        ["--lr=1", "a b", ""],
+    ],
+)
+def test_torchrun_reads_what_is_meant(arguments):
+    plan = here("--standalone", "--nproc-per-node", "2", "-m", "train", *arguments)
+    assert isinstance(plan, TorchrunOptions)
+    read = parse_args(list(plan.arguments))
+    assert (read.training_script, read.training_script_args) == ("train", arguments)
+    assert (read.standalone, read.nproc_per_node, read.module, read.nnodes) == (
+        True, "2", True, "1:1",
+    )  # fmt: skip
+
+
+def test_torchrun_reads_what_was_filled_in():
+    read = parse_args(list(here("train.py", **SLURM).arguments))
+    assert (read.nnodes, read.nproc_per_node, read.node_rank) == ("2", "8", 1)
+    assert (read.master_addr, read.master_port) == ("rack1node03", 24340)
