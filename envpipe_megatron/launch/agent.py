@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from envpipe_megatron.energy_file import JOB
+from envpipe_megatron.energy_file import JOB, parse_line
 from envpipe_megatron.gpu.base import Gpu, GpuAddress
 from envpipe_megatron.gpu.guard_protocol import GuardProtocolError, receive, send
 from envpipe_megatron.gpu.opening import open_gpu
@@ -72,19 +73,25 @@ class NodeAgent:
         on_lines: Callable[[Bill], None] = lambda bill: None,
     ) -> None:
         self.socket_path = socket_path
-        self.log = NodeLog(output_dir, node)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with contextlib.ExitStack() as half_made:
+            half_made.callback(self._listener.close)
+            self._listener.bind(str(socket_path))
+            half_made.callback(socket_path.unlink)
+            self._listener.listen(_BACKLOG)
+            self._listener.setblocking(False)
+            self.log = NodeLog(output_dir, node)
+            half_made.pop_all()
         self._uplink = Uplink(self.log)
-        self.log.grown = self._uplink.grown
+        self.log.grown = self._log_has_grown
+        self._failure: str | None = None
         bill = Bill()
         self._collector = Collector(bill, lambda: on_lines(bill))
         self._collects = False
         self._ledgers: dict[str, GpuLedger] = {}
+        self._opening: dict[str, asyncio.Lock] = {}
         self._ranks: dict[socket.socket, Connected] = {}
         self._changed = asyncio.Event()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(socket_path))
-        self._listener.listen(_BACKLOG)
-        self._listener.setblocking(False)
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="envpipe-agent", daemon=True)
@@ -92,7 +99,7 @@ class NodeAgent:
 
     @property
     def bill(self) -> Bill | None:
-        """The job's, on the agent of rank 0; None on others."""
+        """The job's, on the agent of rank 0; None on others. It grows until `finish`."""
         return self._collector.bill if self._collects else None
 
     @property
@@ -114,6 +121,8 @@ class NodeAgent:
 
     def finish(self, exit_code: int, wait_s: float) -> list[str]:
         """End the bill of this node, and on the agent of rank 0 that of the job.
+
+        The agent hangs up on ranks that are still connected, and takes no others.
 
         Args:
             exit_code: of what ran here.
@@ -154,6 +163,9 @@ class NodeAgent:
     async def _end(self) -> None:
         await self._uplink.close()
         await self._collector.close()
+        await self._hang_up()
+
+    async def _hang_up(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -167,7 +179,12 @@ class NodeAgent:
 
     async def _accept(self) -> None:
         while True:
-            connection, _ = await self._loop.sock_accept(self._listener)
+            try:
+                connection, _ = await self._loop.sock_accept(self._listener)
+            except OSError as error:  # too many open files, say
+                logger.error("A rank cannot be billed by its node's agent yet: %s", error)
+                await asyncio.sleep(_TICK_S)
+                continue
             uid, pid = peer_uid_and_pid(connection)
             if uid not in (os.geteuid(), 0):
                 logger.warning("refused uid %d, pid %d", uid, pid)
@@ -188,6 +205,7 @@ class NodeAgent:
         ledger: GpuLedger | None = None
         try:
             while (message := await self._received(connection)) is not None:
+                await asyncio.sleep(0)  # a rank that talks without end holds up no other
                 match message.get("op"):
                     case "hello":
                         ledger = await self._welcome(message)
@@ -198,26 +216,29 @@ class NodeAgent:
                         endpoint = await self._collector.start(str(message["host"]))
                         send(connection, {"event": "collecting", "endpoint": endpoint})
                     case "send_to":
-                        self._uplink.send_to(message["endpoint"])
+                        endpoint = message["endpoint"]
+                        # Another agent collects where torchrun goes on with another rank 0.
+                        self._collects = endpoint["token"] == self._collector.token
+                        self._uplink.send_to(endpoint)
                     case "window" if ledger is not None:
                         self._guarded(ledger.take, message["line"])
                     case "job":
-                        self._guarded(
-                            lambda facts=message["facts"]: self.log.note(JOB, facts=facts)
-                        )
+                        self._guarded(self.log.note, JOB, facts=message["facts"])
                     case "bye":
                         break
                     case other:
                         raise GuardProtocolError("Nothing that can be done", value=other)
-        except (OSError, KeyError, TypeError, ValueError, GuardProtocolError) as error:
-            logger.error("%s: %s", self._ranks[connection].label, error)
+        except Exception as error:  # whatever a rank says ends its own connection alone
+            logger.error("%s: %r", self._ranks[connection].label, error)
         finally:
             connection.close()
-            if ledger is not None:
-                await asyncio.to_thread(ledger.look)
-                self._guarded(ledger.finish)
-            del self._ranks[connection]
-            self._changed.set()
+            try:
+                if ledger is not None:
+                    await asyncio.to_thread(ledger.look)
+                    self._guarded(ledger.finish)
+            finally:  # also where the agent is told to end just now
+                del self._ranks[connection]
+                self._changed.set()
 
     async def _received(self, connection: socket.socket) -> dict[str, Any] | None:
         while True:
@@ -232,20 +253,31 @@ class NodeAgent:
 
     async def _welcome(self, hello: Mapping[str, Any]) -> GpuLedger:
         labels = {k: v for k, v in hello.items() if k not in ("op", "backend", "node")}
+        parse_line(json.dumps({**labels, "energy_j": 0, "duration_s": 0}).encode())  # or ValueError
         uid = str(hello["gpu_uid"])
-        if uid not in self._ledgers:
-            gpu = await asyncio.to_thread(_open_for_reading, str(hello["backend"]), uid)
-            self._ledgers[uid] = await asyncio.to_thread(GpuLedger, gpu, labels, self.log.append)
+        async with self._opening.setdefault(uid, asyncio.Lock()):  # ranks may share a GPU
+            if uid not in self._ledgers:
+                gpu = await asyncio.to_thread(_open_for_reading, str(hello["backend"]), uid)
+                ledger = await asyncio.to_thread(GpuLedger, gpu, labels, self.log.append)
+                self._ledgers[uid] = ledger
         self._ledgers[uid].labels = labels
         return self._ledgers[uid]
 
-    @staticmethod
-    def _guarded(action: Callable[..., None], *arguments: Any, **named: Any) -> None:
-        """Whatever fails here ends neither the agent nor training."""
+    def _guarded(self, action: Callable[..., None], *arguments: Any, **named: Any) -> None:
+        """Whatever fails here ends neither the agent nor training; it is told once while it lasts.
+
+        Where the log cannot be written, the next line that can be has the energy.
+        """
         try:
             action(*arguments, **named)
-        except Exception:
-            logger.exception("The node's energy log has a gap")
+        except Exception as error:
+            if repr(error) != self._failure:
+                logger.exception("The node's energy log cannot take a line")
+            self._failure = repr(error)
+
+    def _log_has_grown(self) -> None:
+        self._failure = None
+        self._uplink.grown()
 
     async def _none_connected(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -256,15 +288,17 @@ class NodeAgent:
         return not self._ranks
 
     async def _finish(self, exit_code: int, wait_s: float) -> list[str]:
-        for ledger in self._ledgers.values():  # of ranks that no signal could end
+        await self._hang_up()  # on ranks that no signal could end: nothing follows the last note
+        for ledger in self._ledgers.values():
             await asyncio.to_thread(ledger.look)
             self._guarded(ledger.finish)
         self._guarded(self.log.end, exit_code)
         await self._uplink.all_known(wait_s)
-        if self._collects:
-            await self._collector.all_ended(wait_s)
-            return self._collector.running()
-        return []
+        if not self._collects:
+            return []
+        await self._collector.all_ended(wait_s)
+        await self._collector.close()  # whoever shows the bill now shows one that stays as it is
+        return self._collector.running()
 
 
 def _open_for_reading(backend: str, uid: str) -> Gpu:

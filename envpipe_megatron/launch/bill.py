@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, TypeVar
 
+from scipy.special import stdtrit
+
 from envpipe_megatron.energy_file import (
     BEGUN,
     BETWEEN,
@@ -24,7 +26,7 @@ from envpipe_megatron.energy_file import (
     EnergyWindow,
     Phase,
 )
-from envpipe_megatron.runtime.interval_energy import Comparison, StepEnergy, compare
+from envpipe_megatron.runtime.interval_energy import NORMAL_95, Comparison, StepEnergy, compare
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -128,7 +130,9 @@ class Ranges:
         self._ranges: list[tuple[int, int]] = []
 
     def add(self, first: int, last: int) -> None:
-        """Add the numbers from first to last."""
+        """Add the numbers from first to last; none where these are the wrong way round."""
+        if last < first:
+            return
         kept = []
         for low, high in self._ranges:
             if high + 1 < first or last + 1 < low:
@@ -143,7 +147,7 @@ class Ranges:
 
 @dataclass
 class PhaseBill:
-    """One phase of one GPU.
+    """One phase of one GPU on one stage.
 
     Args:
         window: the last one, for the names in it.
@@ -183,10 +187,15 @@ class PhaseBill:
         return StepEnergy(
             self.steps,
             self.total.duration_s / self.steps,
-            math.sqrt(self.scatter_s2 / (n * (n - 1))) if n > 1 else None,
+            _widened(math.sqrt(self.scatter_s2 / (n * (n - 1))), n) if n > 1 else None,
             self.total.energy_j / self.steps,
             None if uncertainty_j is None else uncertainty_j / self.steps,
         )
+
+
+def _widened(error: float, count: int) -> float:
+    """A standard error by Student's t, as `interval_energy.error_of_mean` has it."""
+    return error * float(stdtrit(count - 1, 0.975)) / NORMAL_95
 
 
 @dataclass
@@ -197,18 +206,21 @@ class NodeBill:
         agent: whether an agent wrote of it.
         running: whether its agent has begun and not ended: so far, or for ever.
         exit_code: of its launcher, once it has ended.
+        lost: how many of its earlier starts have not ended, before another one began.
     """
 
     agent: bool = False
     running: bool = False
     exit_code: int | None = None
+    lost: int = 0
 
 
 class Bill:
     """The sums of a job; see the module.
 
     Attributes:
-        phases: by GPU, run and phase, in the order in which they turned up.
+        phases: by GPU, run, phase and stage, in the order in which they turned up. A GPU may serve
+            another stage after a restart.
         nodes: by name.
         facts: what the job told of itself.
         iterations: of training; one that was repeated after a restart is there once.
@@ -216,7 +228,7 @@ class Bill:
     """
 
     def __init__(self) -> None:
-        self.phases: dict[tuple[tuple[str, str], str, str], PhaseBill] = {}
+        self.phases: dict[tuple[tuple[str, str], str, str, int | None], PhaseBill] = {}
         self.nodes: dict[str, NodeBill] = {}
         self.facts: dict[str, Any] = {}
         self.iterations = Ranges()
@@ -228,12 +240,14 @@ class Bill:
         if isinstance(line, EnergyNote):
             node.agent = True
             if line.note == JOB:
-                self.facts.update(line.fields["facts"])
+                facts = line.fields.get("facts")
+                self.facts.update(facts if isinstance(facts, dict) else {})
             elif line.note in (BEGUN, ENDED):
+                node.lost += node.running and line.note == BEGUN
                 node.running = line.note == BEGUN
                 node.exit_code = line.fields.get("exit_code")
             return
-        key = line.gpu_key, line.run, line.phase
+        key = line.gpu_key, line.run, line.phase, line.stage
         if key not in self.phases:
             self.phases[key] = PhaseBill(line)
         self.phases[key].add(line)
@@ -247,7 +261,7 @@ class Bill:
         return self.total_by(lambda window: None).get(None, EnergyTotal())
 
     def total_by(self, key: Callable[[EnergyWindow], Key]) -> dict[Key, EnergyTotal]:
-        """Totals of what shares a key of node, GPU, rank, stage, run and phase."""
+        """Totals of what shares a key of node, GPU, stage, run and phase."""
         totals: dict[Key, EnergyTotal] = {}
         for phase in self.phases.values():
             totals.setdefault(key(phase.window), EnergyTotal()).merge(phase.total)
@@ -260,24 +274,35 @@ class Bill:
             for name, node in self.nodes.items()
             if node.running
         ]
-        expected, found = self.facts.get("num_ranks"), self.total().num_gpus
+        reasons += [
+            f"{name} was lost and started again: its energy between them is not in the bill"
+            for name, node in self.nodes.items()
+            if node.lost
+        ]
+        expected, found = self.fact("num_ranks"), self.total().num_gpus
         if expected is not None and found < expected:
             reasons.append(f"{expected - found} of {expected} GPUs sent nothing")
         return reasons
 
+    def fact(self, name: str) -> float | None:
+        """A number above 0 that the job told of itself; None where it told none."""
+        value = self.facts.get(name, 0)
+        return value if type(value) in (int, float) and 0 < value < math.inf else None
+
     def steps(self, phase: str) -> StepEnergy | None:
         """A step of a phase on an average GPU; None where a GPU tells none."""
-        told = [bill.step for (_, _, name), bill in self.phases.items() if name == phase]
+        told = [bill.step for bill in self.phases.values() if bill.window.phase == phase]
         known = [step for step in told if step is not None and step.energy_j is not None]
         if not known or len(known) < len(told):
             return None
         count = len(known)
         metering_j = [step.metering_uncertainty_j for step in known]
+        errors_s = [s.time_uncertainty_s for s in known if s.time_uncertainty_s is not None]
         return StepEnergy(
             max(step.iterations for step in known),
             math.fsum(step.time_s for step in known) / count,
             # GPUs of a job step together: their times scatter together, too.
-            max((s.time_uncertainty_s for s in known if s.time_uncertainty_s), default=None),
+            max(errors_s, default=None),
             math.fsum(step.energy_j or 0.0 for step in known) / count,
             None if None in metering_j else math.hypot(*(m or 0.0 for m in metering_j)) / count,
         )
@@ -287,7 +312,10 @@ class Bill:
         steady, baseline = self.steps(Phase.STEADY.value), self.facts.get("baseline")
         if steady is None or not baseline:
             return None
-        return compare(steady, StepEnergy(**baseline))
+        try:
+            return compare(steady, StepEnergy(**baseline))
+        except (TypeError, ZeroDivisionError):  # it is none that this version knows
+            return None
 
 
 def bill_of(lines: Iterable[EnergyWindow | EnergyNote]) -> Bill:
@@ -303,6 +331,9 @@ def per_unit(bill: Bill) -> Mapping[str, float]:
     energy_j, iterations = bill.total().energy_j, len(bill.iterations)
     if not iterations:
         return {}
-    units = {"iteration": 1, "token": bill.facts.get("tokens_per_iteration")}
-    units["sample"] = bill.facts.get("samples_per_iteration")
+    units = {
+        "iteration": 1,
+        "token": bill.fact("tokens_per_iteration"),
+        "sample": bill.fact("samples_per_iteration"),
+    }
     return {name: energy_j / iterations / count for name, count in units.items() if count}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.table import Table
 
 from envpipe_megatron.energy_file import SHARES, EnergyWindow, Phase
@@ -58,7 +59,7 @@ def bill_facts(bill: Bill, tariff: Tariff) -> dict[str, Any]:
 
     gpus: dict[tuple[str, str], dict[str, Any]] = {}
     for gpu_key, total in bill.total_by(lambda w: w.gpu_key).items():
-        own = [phase for (key, _, _), phase in bill.phases.items() if key == gpu_key]
+        own = [phase for phase in bill.phases.values() if phase.window.gpu_key == gpu_key]
         parts: dict[str, EnergyTotal] = {}
         for part in own:
             parts.setdefault(part.window.phase, EnergyTotal()).merge(part.total)
@@ -113,7 +114,7 @@ def show_bill(bill: Bill, tariff: Tariff, console: Console) -> None:
         (("node",), bill.total_by(lambda w: (w.node,))),
         (("job",), {("all",): bill.total()}),
     ]
-    if not any(run for _, run, _ in bill.phases):
+    if not any(phase.window.run for phase in bill.phases.values()):
         groups[0] = ("phase",), bill.total_by(lambda w: (w.phase,))
     console.print(Group(*(_table(names, totals) for names, totals in groups)))
     for line in bill_lines(bill, tariff):
@@ -146,7 +147,7 @@ def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
 def write_csv(bill: Bill, path: Path) -> None:
     """Write a row for the baseline's steps and one for the steady ones, summed over nodes."""
     facts = bill.facts
-    samples = facts.get("samples_per_iteration")
+    samples = bill.fact("samples_per_iteration")
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(CSV_COLUMNS)
@@ -201,4 +202,4 @@ def _table(names: tuple[str, ...], totals: Mapping[tuple[Any, ...], EnergyTotal]
 
 def _short(name: str) -> str:
     """A UUID or folder that leaves room for figures; the JSON has the whole."""
-    return name if len(name) <= _LONGEST_NAME else f"{name[:9]}…{name[-6:]}"
+    return escape(name if len(name) <= _LONGEST_NAME else f"{name[:9]}…{name[-6:]}")

@@ -60,7 +60,7 @@ class Collector:
         self._on_lines = on_lines
         self._sources: dict[tuple[str, str], _Source] = {}
         self._server: asyncio.Server | None = None
-        self._connections: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
+        self._connections: set[asyncio.Task[Any]] = set()
         self._complete = asyncio.Event()
 
     async def start(self, host: str) -> dict[str, Any]:
@@ -87,9 +87,9 @@ class Collector:
         """Listen no more, and hang up."""
         if self._server is not None:
             self._server.close()
-        for writer in self._connections.values():
-            writer.close()
-        await asyncio.gather(*self._connections)
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def all_ended(self, timeout_s: float) -> bool:
         """Whether every node that ever sent something ends its bill, within a time."""
@@ -111,22 +111,26 @@ class Collector:
         source = None
         task = asyncio.current_task()
         assert task is not None
-        self._connections[task] = writer
+        self._connections.add(task)
         try:
             async with asyncio.timeout(_HELLO_S):
                 source = self._hello(json.loads(await reader.readline()), writer)
                 await writer.drain()
             while source is not None and (data := await reader.read(MAX_BYTES)):
+                if source.connection is not writer:
+                    break  # what came late over a cut connection is sent again over the new one
                 self._take(source, data)
                 writer.write(json.dumps({"have": source.known_bytes}).encode() + b"\n")
                 await writer.drain()
-        except (OSError, ValueError, KeyError, TypeError, TimeoutError) as error:
-            logger.info("An agent's connection ended: %s", error)
+        except asyncio.CancelledError:
+            pass  # by `close`; asyncio takes a handler that ends as cancelled for a failed one
+        except Exception as error:  # whatever it was that connected
+            logger.info("An agent's connection ended: %r", error)
         finally:
             if source is not None and source.connection is writer:
                 source.connection = None
             writer.close()
-            del self._connections[task]
+            self._connections.discard(task)
 
     def _hello(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> _Source | None:
         answer: dict[str, Any]
@@ -164,6 +168,10 @@ class Collector:
                 self.bill.add(parse_line(line))
             except ValueError:
                 self.bill.unreadable += 1
-        self._on_lines()
         if self._all_ended():
             self._complete.set()
+        try:
+            self._on_lines()
+        except Exception:  # a closed terminal, say
+            logger.exception("The bill is added up, but no longer told of while it grows")
+            self._on_lines = lambda: None

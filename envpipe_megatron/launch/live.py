@@ -27,11 +27,14 @@ class LiveLine:
     def look(self, bill: Bill) -> None:
         """The bill has grown."""
         now: dict[tuple[str, str], tuple[int, float]] = {}
-        for (gpu, _, name), phase in bill.phases.items():
-            if name != BETWEEN:
+        for phase in bill.phases.values():
+            gpu = phase.window.gpu_key
+            if phase.window.phase != BETWEEN:
                 steps, energy_j = now.get(gpu, (0, 0.0))
                 now[gpu] = steps + phase.steps, energy_j + phase.total.energy_j
         counts = [steps for steps, _ in now.values()]
+        if len(counts) < (bill.fact("num_ranks") or 0):
+            counts.append(0)  # of GPUs that have sent nothing yet
         # All GPUs together; but one that is cut off ends no lines.
         done = max(min(counts, default=0), max(counts, default=0) - 2 * self._interval)
         if done - self._told < self._interval:

@@ -31,7 +31,7 @@ class NodeLog:
     Attributes:
         path: the file.
         grown: called after each line.
-        identity: tells this file from another of a node of the same name; its first line keeps it.
+        identity: tells this file from another of a node of the same name; its first note keeps it.
 
     Raises:
         NodeLogError: another agent writes it.
@@ -57,9 +57,12 @@ class NodeLog:
             ) from error
         except OSError:  # a file system without locks
             pass
-        self.identity = self._earlier_identity() or uuid.uuid4().hex
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        self.note(BEGUN, time=now, log=self.identity)
+        try:
+            self.identity = self._earlier_identity() or uuid.uuid4().hex
+            self.note(BEGUN, log=self.identity)
+        except OSError:
+            os.close(self._lock)
+            raise
 
     @property
     def size(self) -> int:
@@ -76,8 +79,12 @@ class NodeLog:
         self.grown()
 
     def note(self, note: str, **fields: Any) -> None:
-        """Append a note; see `energy_file`."""
-        self.append({"format": NOTE_FORMAT, "node": self.node, "note": note, **fields})
+        """Append a note; see `energy_file`.
+
+        Each has the time, so that none is one of an earlier start given twice.
+        """
+        now = datetime.now(UTC).isoformat()
+        self.append({"format": NOTE_FORMAT, "note": note, "time": now, **fields})
 
     def end(self, exit_code: int) -> None:
         """The last line: the bill of this node is complete."""
@@ -91,8 +98,10 @@ class NodeLog:
         return data[: data.rfind(b"\n") + 1]
 
     def _earlier_identity(self) -> str | None:
-        with self.path.open("rb") as file, contextlib.suppress(ValueError, KeyError, TypeError):
-            return str(json.loads(file.readline())["log"])
+        with self.path.open("rb") as file:
+            for line in file:  # the first may be torn
+                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                    return str(json.loads(line)["log"])
         return None
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from typing import Any
+from typing import Any, NoReturn
 
 from envpipe_megatron.launch.collector import MAX_BYTES
 from envpipe_megatron.launch.node_log import NodeLog
@@ -72,17 +72,19 @@ class Uplink:
         while True:
             try:
                 await self._connected()
-                pause_s = _FIRST_PAUSE_S
-            except (OSError, ValueError, KeyError, TypeError, TimeoutError) as error:
-                reason = str(error) or type(error).__name__
+            except Exception as error:  # whatever is at the other end of the network
+                unanswered = isinstance(error, TimeoutError) and not str(error)
+                reason = f"no answer within {_ANSWER_S:g} s" if unanswered else str(error)
+                if not self.trouble:  # it was connected
+                    pause_s = _FIRST_PAUSE_S
                 if reason != self.trouble:
                     logger.warning("The job's bill is not reached, and tried again: %s", reason)
                 self.trouble = reason
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _connected(self) -> None:
-        """Send until the connection ends."""
+    async def _connected(self) -> NoReturn:
+        """Send until the connection ends, which is an error."""
         async with asyncio.timeout(_ANSWER_S):
             reader, writer = await asyncio.open_connection(
                 self._endpoint["host"], self._endpoint["port"]

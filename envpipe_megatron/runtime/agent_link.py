@@ -23,11 +23,13 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.guard_protocol import GuardError, receive, send
-from envpipe_megatron.runtime.collectives import Collectives
+
+if TYPE_CHECKING:  # agents import this module, and do without torch
+    from envpipe_megatron.runtime.collectives import Collectives
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class AgentLink:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._failing = False
 
     def collector(self, host: str) -> Any:
         """Have the agent add the job's energy up; return where others send theirs.
@@ -75,11 +78,14 @@ class AgentLink:
             self._connection.close()
 
     def _tell(self, message: Mapping[str, Any]) -> None:
-        self._connection.setblocking(False)
         try:
+            self._connection.setblocking(False)
             send(self._connection, message)
-        except OSError as error:
-            logger.error("The node's agent does not take %s: %s", message["op"], error)
+            self._failing = False
+        except (OSError, TypeError, ValueError) as error:  # facts may be none of JSON's
+            if not self._failing:  # told once while it lasts
+                logger.error("The node's agent does not take %s: %s", message["op"], error)
+            self._failing = True
 
 
 def connect_to_agent(

@@ -178,3 +178,115 @@ def test_lines_that_say_little_are_summed_by_rank(tmp_path):
     assert facts["job"]["compute_s"] is None
     write(path, window())  # beside one that says all
     assert summed(path)["job"]["compute_s"] is None
+
+
+# Agents' logs --------------------------------------------------------------------------------
+
+
+def note(name, node="n0", **fields):
+    return {"format": "envpipe-note/1", "node": node, "note": name, **fields}
+
+
+def job(**facts):
+    return note("job", facts=facts)
+
+
+def test_stages_and_nodes_are_summed(tmp_path):
+    one = write(tmp_path / "0.jsonl", window("n0", 0, 0, 1.0), window("n0", 1, 0, 2.0))
+    other = write(tmp_path / "1.jsonl", window("n1", 0, 0, 4.0), window("n1", 1, 0, 8.0))
+    facts = summed(one, other)
+    assert [(entry["stage"], entry["energy_j"]) for entry in facts["stages"]] == [(0, 5), (1, 10)]
+    assert [(entry["node"], entry["energy_j"]) for entry in facts["nodes"]] == [
+        ("n0", 3),
+        ("n1", 12),
+    ]
+    assert [entry["num_gpus"] for entry in facts["stages"]] == [2, 2]
+    shown = run_well("energy", "sum", one, other).stdout
+    for text in ("By stage", "By node", "The job", "15.0 J on 4 GPUs"):
+        assert text in shown
+
+
+def test_cost_and_co2_are_told_where_a_kwh_has_a_price(tmp_path):
+    path = write(
+        tmp_path / "log.jsonl", window(energy_j=1.8e6), window(iteration=1, energy_j=1.8e6)
+    )
+    options = ("--price", "0.2", "--grid-intensity", "350")
+    facts = json.loads(run_well("energy", "sum", path, *options, "--json").stdout)
+    assert facts["job"]["cost"] == pytest.approx(0.2)
+    assert facts["job"]["co2_g"] == pytest.approx(350)
+    shown = run_well("energy", "sum", path, *options).stdout
+    assert "cost: 0.2 at 0.2 a kWh" in shown
+    assert "CO2: 350 g at 350 g a kWh" in shown
+    free = json.loads(run_well("energy", "sum", path, "--price", "0", "--json").stdout)
+    assert free["job"]["cost"] == 0
+    assert "co2_g" not in free["job"]
+    assert "cost" not in summed(path)["job"]
+
+
+@pytest.mark.parametrize("option", ["--price", "--grid-intensity"])
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "much"])
+def test_a_price_that_is_none_is_refused(tmp_path, option, value):
+    path = write(tmp_path / "log.jsonl", window())
+    assert option in run_badly("energy", "sum", path, option, value)
+
+
+def test_a_whole_job_is_complete(tmp_path):
+    path = write(
+        tmp_path / "log.jsonl",
+        note("begun", time="2026-01-31T12:00:00", log="1"),
+        job(num_ranks=1, tokens_per_iteration=500),
+        *(window(iteration=i) for i in range(4)),
+        window(iteration=3, energy_j=50.0, phase="between"),
+        note("ended", exit_code=0),
+    )
+    facts = summed(path)
+    assert (facts["complete"], facts["missing"]) == (True, [])
+    assert facts["facts"] == {"num_ranks": 1, "tokens_per_iteration": 500}
+    assert facts["job"]["iterations"] == 4
+    assert facts["job"]["energy_per_iteration_j"] == 112.5
+    assert facts["job"]["energy_per_token_j"] == 0.225
+    assert facts["job"]["windows"] == 5  # a note is no window
+    (node,) = facts["nodes"]
+    assert (node["agent"], node["running"], node["exit_code"]) == (True, False, 0)
+    shown = run_well("energy", "sum", path).stdout
+    assert "4 iterations: 112.5 J per iteration, 0.225 J per token" in shown
+    assert "INCOMPLETE" not in shown
+
+
+def test_what_is_missing_is_told(tmp_path):
+    whole = write(tmp_path / "0.jsonl", note("begun"), job(num_ranks=3), window(), note("ended"))
+    lost = write(tmp_path / "1.jsonl", note("begun", "n1"), window("n1"))
+    facts = summed(whole, lost)
+    assert not facts["complete"]
+    assert facts["missing"] == [
+        "n1 was lost: its energy up to its last line is in the bill",
+        "1 of 3 GPUs sent nothing",
+    ]
+    shown = run_well("energy", "sum", whole, lost).stdout
+    assert "INCOMPLETE: n1 was lost: its energy up to its last line is in the bill\n" in shown
+    assert "INCOMPLETE: 1 of 3 GPUs sent nothing\n" in shown
+
+
+def test_notes_alone_are_a_log(tmp_path):
+    """Of a node that was lost before it had trained."""
+    facts = summed(write(tmp_path / "log.jsonl", note("begun")))
+    assert facts["job"]["energy_j"] == 0
+    assert facts["missing"] == ["n0 was lost: its energy up to its last line is in the bill"]
+    run_well("energy", "sum", tmp_path / "log.jsonl")
+
+
+def test_the_saving_is_told_against_the_jobs_own_baseline(tmp_path):
+    baseline = {
+        "iterations": 9, "time_s": 2.0, "time_uncertainty_s": 0.01,
+        "energy_j": 125.0, "metering_uncertainty_j": 0.3,
+    }  # fmt: skip
+    steady = [window(iteration=i, duration_s=2.0 + 0.01 * (-1) ** i) for i in range(10)]
+    path = write(tmp_path / "log.jsonl", job(baseline=baseline), *steady)
+    comparison = summed(path)["comparison"]
+    assert comparison["saving_percent"] == pytest.approx(20)
+    assert comparison["slowdown_percent"] == pytest.approx(0, abs=1e-9)
+    assert 0 < comparison["saving_uncertainty_percent"] < 1
+    assert "saved 20.00 +- " in run_well("energy", "sum", path).stdout
+    without = write(tmp_path / "without.jsonl", *steady)
+    assert summed(without)["comparison"] is None
+    assert "baseline" not in run_well("energy", "sum", without).stdout

@@ -1,0 +1,603 @@
+"""A node's agent at its Unix socket: what ranks say, do not say, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envpipe_megatron.energy_file import read_energy_logs
+from envpipe_megatron.gpu.emulated import EmulatedGpu
+from envpipe_megatron.gpu.guard_protocol import receive, send
+from envpipe_megatron.launch import agent as agent_module
+from envpipe_megatron.launch import ledger as ledger_module
+from envpipe_megatron.launch import node_log
+from envpipe_megatron.launch.agent import NodeAgent
+from envpipe_megatron.launch.bill import Bill, bill_of
+from envpipe_megatron.launch.node_log import NodeLogError
+
+LONG_S = 20.0
+
+
+class Rank:
+    """A rank of the test's, and the GPU that it uses."""
+
+    def __init__(self, agent: NodeAgent, gpu: EmulatedGpu, rank: int = 0) -> None:
+        self.gpu = gpu
+        self.rank = rank
+        self.connection = connect(agent)
+
+    def hello(self, **fields: Any) -> dict[str, Any]:
+        return {
+            "op": "hello",
+            "backend": "emulated",
+            "node": "of the job file",
+            "gpu": self.gpu.name,
+            "gpu_uid": self.gpu.address.uid,
+            "rank": self.rank,
+            "stage": self.rank,
+            **fields,
+        }
+
+    def say_hello(self) -> Rank:
+        send(self.connection, self.hello())
+        assert receive(self.connection) == {"event": "welcome"}
+        return self
+
+    def train(self, iteration: int, work_s: float = 0.5) -> None:
+        """Run a unit, and tell of the window that it is."""
+        run = self.gpu.run_unit("forward", work_s, 0.0)
+        send(
+            self.connection, {"op": "window", "line": self.line(iteration, run.start_s, run.end_s)}
+        )
+
+    def line(self, iteration: int, begin_s: float, end_s: float) -> dict[str, Any]:
+        length_s = end_s - begin_s
+        return {
+            "format": "envpipe-energy/1",
+            "rank": self.rank,
+            "stage": self.rank,
+            "gpu_uid": self.gpu.address.uid,
+            "phase": "steady",
+            "first_iteration": iteration,
+            "last_iteration": iteration,
+            "begin_s": begin_s,
+            "duration_s": length_s,
+            "energy_j": 1.0,
+            "compute_s": length_s,
+            "blocking_s": 0.0,
+            "idle_s": 0.0,
+        }
+
+    def bye(self) -> None:
+        send(self.connection, {"op": "bye"})
+        assert self.is_hung_up()
+
+    def is_hung_up(self) -> bool:
+        return receive(self.connection) is None
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+def connect(agent: NodeAgent) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(LONG_S)
+    connection.connect(str(agent.socket_path))
+    return connection
+
+
+class Nodes:
+    """Makes agents, GPUs and ranks, and ends them."""
+
+    def __init__(self, folder: Path, last: ExitStack) -> None:
+        self.folder = folder
+        self._last = last
+        self._before_j: dict[str, float] = {}
+
+    def agent(self, node: str = "n0", **options: Any) -> NodeAgent:
+        agent = NodeAgent(self.folder / "out", node, self.folder / node, **options)
+        self._last.callback(agent.close)
+        return agent
+
+    def gpu(self, index: int = 0) -> EmulatedGpu:
+        """A GPU that has worked before, so that its counter does not begin at 0."""
+        gpu = EmulatedGpu.create("a100-sxm", index, self.folder / "gpus")
+        gpu.run_unit("backward", 1.0 + index, 0.0)
+        self._before_j[gpu.address.uid] = gpu.read_energy().energy_j
+        return gpu
+
+    def rank(self, agent: NodeAgent, gpu: EmulatedGpu, rank: int = 0) -> Rank:
+        made = Rank(agent, gpu, rank)
+        self._last.callback(made.close)
+        return made
+
+    def counted_j(self, *gpus: EmulatedGpu) -> float:
+        return math.fsum(
+            gpu.read_energy().energy_j - self._before_j[gpu.address.uid] for gpu in gpus
+        )
+
+
+@pytest.fixture
+def nodes(monkeypatch) -> Iterator[Nodes]:
+    """In a folder whose path leaves room for a socket's."""
+    monkeypatch.setattr(agent_module, "_TICK_S", 0.01)
+    monkeypatch.setattr(ledger_module, "_POLL_S", 0.01)
+    folder = Path(tempfile.mkdtemp(prefix="agent-", dir="/tmp"))
+    with ExitStack() as last:
+        last.callback(shutil.rmtree, folder, ignore_errors=True)
+        yield Nodes(folder, last)
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """For what happens on the agent's thread and tells nobody."""
+    give_up_s = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.002)
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def lines(agent: NodeAgent) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in agent.log.path.read_text().splitlines()]
+
+
+def kinds(agent: NodeAgent) -> list[str]:
+    return [line.get("phase", line.get("note")) for line in lines(agent)]
+
+
+def bill(*agents: NodeAgent) -> Bill:
+    return bill_of(read_energy_logs([agent.log.path for agent in agents]).lines)
+
+
+# Ranks ---------------------------------------------------------------------------------------
+
+
+def test_a_rank_from_hello_to_bye(nodes):
+    agent, gpu = nodes.agent(), nodes.gpu()
+    rank = nodes.rank(agent, gpu).say_hello()
+    assert [(r.pid, r.label) for r in agent.connected()] == [(os.getpid(), "rank 0")]
+    send(rank.connection, {"op": "job", "facts": {"num_ranks": 1}})
+    gpu.advance_to(gpu.time_s() + 0.35)
+    for iteration in range(3):
+        rank.train(iteration)
+    rank.bye()
+    assert agent.wait_until_none_is_connected(LONG_S)
+    assert agent.finish(0, 0.0) == []
+    assert kinds(agent) == ["begun", "job", "between", *["steady"] * 3, "ended"]
+    made = bill(agent)
+    assert made.total().energy_j == pytest.approx(nodes.counted_j(gpu), rel=1e-12)
+    assert made.missing() == []
+    assert len(made.iterations) == 3
+    (line,) = [line for line in lines(agent) if line.get("phase") == "between"]
+    assert {key: line[key] for key in ("node", "gpu", "gpu_uid", "rank", "stage")} == {
+        "node": "n0", "gpu": gpu.name, "gpu_uid": gpu.address.uid, "rank": 0, "stage": 0
+    }  # fmt: skip
+    assert agent.bill is None
+
+
+def test_windows_are_billed_while_the_rank_goes_on(nodes):
+    agent, gpu = nodes.agent(), nodes.gpu()
+    rank = nodes.rank(agent, gpu).say_hello()
+    for iteration in range(3):
+        rank.train(iteration)
+    gpu.advance_to(gpu.time_s() + 0.2)  # its counter passes the last window's end
+    until(lambda: kinds(agent).count("steady") == 3)
+    assert agent.connected()
+    assert agent.ledgers()[0].energy_j == pytest.approx(bill(agent).total().energy_j)
+
+
+def test_a_rank_that_is_killed_is_billed_up_to_the_last_refresh(nodes):
+    """The kernel closes its socket."""
+    agent, gpu = nodes.agent(), nodes.gpu()
+    rank = nodes.rank(agent, gpu).say_hello()
+    rank.train(0)
+    gpu.run_unit("forward", 0.7, 0.0)  # of which nobody tells
+    rank.connection.close()
+    assert agent.wait_until_none_is_connected(LONG_S)
+    assert kinds(agent) == ["begun", "steady", "between"]
+    assert bill(agent).total().energy_j == pytest.approx(nodes.counted_j(gpu), rel=1e-12)
+
+
+def test_a_rank_that_starts_again_goes_on_where_the_bill_ended(nodes):
+    agent, gpu = nodes.agent(), nodes.gpu()
+    for start in range(3):
+        rank = nodes.rank(agent, gpu, start).say_hello()
+        rank.train(start)
+        rank.connection.close()
+        assert agent.wait_until_none_is_connected(LONG_S)
+        gpu.advance_to(gpu.time_s() + 1.0)
+    agent.finish(0, 0.0)
+    assert len(agent.ledgers()) == 1
+    assert bill(agent).total().energy_j == pytest.approx(nodes.counted_j(gpu), rel=1e-12)
+    ranks = [line["rank"] for line in lines(agent) if line.get("phase") == "steady"]
+    assert ranks == [0, 1, 2]
+
+
+NONSENSE = [
+    b"garbage",
+    b"\xff\xfe",
+    b"[]",
+    b"{}",
+    b"[" * 10_000,
+    b'{"op": "lock", "mhz": 1000}',
+    b'{"op": ["hello"]}',
+    b'{"op": "send_to"}',
+    b'{"op": "send_to", "endpoint": 5}',
+    b'{"op": "send_to", "endpoint": {}}',
+    b'{"op": "job"}',
+    b'{"op": "collect"}',
+    b"x" * 20_000,
+]
+
+
+@pytest.mark.parametrize("data", NONSENSE)
+def test_a_rank_that_talks_nonsense_is_hung_up_on_and_billed(nodes, data, caplog):
+    agent, gpus = nodes.agent(), [nodes.gpu(0), nodes.gpu(1)]
+    mad, sane = (nodes.rank(agent, gpu, index).say_hello() for index, gpu in enumerate(gpus))
+    mad.train(0)
+    mad.connection.send(data)
+    assert mad.is_hung_up()
+    sane.train(0)
+    sane.bye()
+    assert agent.wait_until_none_is_connected(LONG_S)
+    assert caplog.text.count("rank 0: ") == 1
+    assert bill(agent).total().energy_j == pytest.approx(nodes.counted_j(*gpus), rel=1e-12)
+    assert "never retrieved" not in caplog.text
+
+
+@pytest.mark.parametrize("line", [None, 5, {}, {"energy_j": math.nan}, {"begin_s": 1e9}])
+def test_a_window_that_is_none_ends_nothing(nodes, line, caplog):
+    agent, gpu = nodes.agent(), nodes.gpu()
+    rank = nodes.rank(agent, gpu).say_hello()
+    if isinstance(line, dict):
+        line = {**rank.line(0, gpu.time_s(), gpu.time_s()), **line} if line else {}
+    send(rank.connection, {"op": "window", "line": line})
+    rank.train(1)
+    rank.bye()
+    assert agent.wait_until_none_is_connected(LONG_S)
+    assert kinds(agent) == ["begun", "steady"]
+    assert bill(agent).total().energy_j == pytest.approx(nodes.counted_j(gpu), rel=1e-12)
+    assert caplog.text.count("cannot take a line") == 1
+
+
+def test_what_a_rank_says_before_hello_is_not_taken(nodes, caplog):
+    agent, gpu = nodes.agent(), nodes.gpu()
+    rank = nodes.rank(agent, gpu)
+    rank.train(0)
+    assert rank.is_hung_up()
+    assert agent.wait_until_none_is_connected(LONG_S)
+    assert kinds(agent) == ["begun"]
+    assert agent.ledgers() == []
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"gpu_uid": "/nowhere#0"},
+        {"gpu_uid": "nothing"},
+        {"backend": None},
+        {"rank": [1]},
+        {"stage": -1},
+        {"gpu": 5},
+    ],
+)
+def test_a_rank_whose_gpu_cannot_be_billed_is_told_so(nodes, bad, caplog):
+    """It writes an energy log of its own then."""
+    agent, gpu = nodes.agent(), nodes.gpu()
+    rank = nodes.rank(agent, gpu)
+    send(rank.connection, rank.hello(**bad))
+    assert rank.is_hung_up()
+    assert agent.wait_until_none_is_connected(LONG_S)
+    assert "Error" in caplog.text
+    nodes.rank(agent, gpu).say_hello().bye()
+
+
+def test_a_hello_without_a_gpu_is_hung_up_on(nodes):
+    agent, gpu = nodes.agent(), nodes.gpu()
+    rank = nodes.rank(agent, gpu)
+    send(rank.connection, {"op": "hello", "backend": "emulated"})
+    assert rank.is_hung_up()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
+def test_another_user_is_not_served(nodes):
+    """Though file permissions would let it in."""
+    agent, gpu = nodes.agent(), nodes.gpu()
+    nodes.folder.chmod(0o755)
+    agent.socket_path.chmod(0o777)
+    program = (
+        "import os, socket, sys\n"
+        "connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+        "connection.settimeout(20)\n"
+        "os.seteuid(65534)\n"
+        "connection.connect(sys.argv[1])\n"
+        "try:\n"
+        "    connection.send(sys.argv[2].encode())\n"
+        "    print(connection.recv(100))\n"
+        "except ConnectionError:\n"
+        "    print(b'')\n"
+    )
+    hello = json.dumps(nodes.rank(agent, gpu).hello())
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", program, str(agent.socket_path), hello],
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+        check=True,
+    )
+    assert done.stdout == "b''\n"
+    assert agent.ledgers() == []
+
+
+def test_hundreds_of_connections(nodes):
+    """As many ranks say hello at once, on four GPUs; each GPU is opened and billed once."""
+    agent, gpus = nodes.agent(), [nodes.gpu(index) for index in range(4)]
+    ranks = [nodes.rank(agent, gpus[index % 4], index) for index in range(200)]
+    for rank in ranks:
+        send(rank.connection, rank.hello())
+    for rank in ranks:
+        assert receive(rank.connection) == {"event": "welcome"}
+    assert len(agent.connected()) == 200
+    assert len(agent.ledgers()) == 4
+    assert sum(thread.name == "envpipe-meter" for thread in threading.enumerate()) == 4
+    for rank in ranks:
+        rank.train(rank.rank, 0.01)
+    for index, rank in enumerate(ranks):
+        if index % 2:
+            send(rank.connection, {"op": "bye"})
+        rank.connection.close()
+    assert agent.wait_until_none_is_connected(LONG_S)
+    assert bill(agent).total().energy_j == pytest.approx(nodes.counted_j(*gpus), rel=1e-12)
+
+
+def test_a_rank_that_talks_without_end_holds_up_no_other(nodes):
+    agent, gpus = nodes.agent(), [nodes.gpu(0), nodes.gpu(1)]
+    talker = nodes.rank(agent, gpus[0]).say_hello()
+    enough = threading.Event()
+
+    def talk() -> None:
+        while not enough.is_set():
+            send(talker.connection, {"op": "job", "facts": {}})
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    try:
+        nodes.rank(agent, gpus[1], 1).say_hello().bye()
+    finally:
+        enough.set()
+        thread.join()
+
+
+def test_an_agent_without_room_for_files_takes_ranks_when_there_is_some(nodes, monkeypatch):
+    loop_type = asyncio.selector_events.BaseSelectorEventLoop
+    accept, failures = loop_type.sock_accept, [errno.EMFILE] * 3
+
+    async def crowded(loop, listener):
+        accepted = await accept(loop, listener)
+        if failures:
+            accepted[0].close()
+            raise OSError(failures.pop(), "Too many open files")
+        return accepted
+
+    monkeypatch.setattr(loop_type, "sock_accept", crowded)
+    agent, gpu = nodes.agent(), nodes.gpu()
+    for _ in range(3):
+        assert nodes.rank(agent, gpu).is_hung_up()
+    nodes.rank(agent, gpu).say_hello().bye()
+
+
+def test_a_full_disk_is_told_once_and_its_energy_is_billed_later(nodes, monkeypatch, caplog):
+    agent, gpu = nodes.agent(), nodes.gpu()
+    rank = nodes.rank(agent, gpu).say_hello()
+    tried = threading.Semaphore(0)
+
+    def full(path: Path, entry: object) -> None:
+        tried.release()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as filled:
+        filled.setattr(node_log, "append_line", full)
+        for iteration in range(3):
+            rank.train(iteration)
+            gpu.advance_to(gpu.time_s() + 0.2)
+            assert tried.acquire(timeout=LONG_S)
+    rank.train(3)
+    rank.bye()
+    assert agent.wait_until_none_is_connected(LONG_S)
+    assert caplog.text.count("cannot take a line") == 1
+    assert bill(agent).total().energy_j == pytest.approx(nodes.counted_j(gpu), rel=1e-12)
+
+
+# The end -------------------------------------------------------------------------------------
+
+
+def test_nothing_follows_the_end_of_a_bill(nodes):
+    """Neither of a rank that no signal could end."""
+    agent, gpus = nodes.agent(), [nodes.gpu(0), nodes.gpu(1)]
+    left = [nodes.rank(agent, gpu, index).say_hello() for index, gpu in enumerate(gpus)]
+    for rank in left:
+        rank.train(0)
+    agent.finish(137, 0.0)
+    assert agent.connected() == []
+    for rank in left:
+        assert rank.is_hung_up()
+    total_j = nodes.counted_j(*gpus)
+    gpus[0].run_unit("forward", 1.0, 0.0)
+    agent.close()
+    assert kinds(agent)[-1] == "ended"
+    assert lines(agent)[-1]["exit_code"] == 137
+    assert bill(agent).total().energy_j == pytest.approx(total_j, rel=1e-12)
+
+
+def test_waiting_for_ranks_ends_in_time(nodes):
+    agent = nodes.agent()
+    assert agent.wait_until_none_is_connected(0.0)
+    rank = nodes.rank(agent, nodes.gpu()).say_hello()
+    assert not agent.wait_until_none_is_connected(0.05)
+    rank.connection.close()
+    assert agent.wait_until_none_is_connected(LONG_S)
+
+
+def test_nothing_is_left_behind(nodes):
+    def left() -> tuple[int, set[str]]:
+        for thread in threading.enumerate():
+            if thread.name.startswith("asyncio"):  # told to end, and not waited for
+                thread.join(LONG_S)
+        return open_files(), {t.name for t in threading.enumerate()}
+
+    gpus = [nodes.gpu(0), nodes.gpu(1)]
+    before = left()
+    for _ in range(3):
+        agent = nodes.agent()
+        ranks = [nodes.rank(agent, gpu, index).say_hello() for index, gpu in enumerate(gpus)]
+        stranger = connect(agent)
+        ranks[0].train(0)
+        agent.close()
+        agent.close()
+        assert not agent.socket_path.exists()
+        assert all(rank.is_hung_up() for rank in ranks)
+        for rank in ranks:
+            rank.close()
+        stranger.close()
+        assert left() == before
+    assert "ended" not in kinds(agent)
+    assert bill(agent).missing()[0].startswith("n0 was lost")
+
+
+def test_an_agent_that_cannot_be_made_leaves_nothing_behind(nodes):
+    agent = nodes.agent()
+    files = open_files()
+    with pytest.raises(NodeLogError, match="Another agent"):
+        NodeAgent(nodes.folder / "out", "n0", nodes.folder / "other")
+    with pytest.raises(OSError, match="in use"):
+        NodeAgent(nodes.folder / "out", "n1", agent.socket_path)
+    with pytest.raises(OSError, match="too long"):
+        NodeAgent(nodes.folder / "out", "n1", nodes.folder / ("x" * 200))
+    assert not (nodes.folder / "out" / "energy-n1.jsonl").exists()
+    assert not (nodes.folder / "other").exists()
+    assert agent.socket_path.exists()
+    assert open_files() == files
+
+
+# The job's bill ------------------------------------------------------------------------------
+
+
+def collect(rank: Rank) -> dict[str, Any]:
+    send(rank.connection, {"op": "collect", "host": "localhost"})
+    answer = receive(rank.connection)
+    assert answer is not None
+    assert answer["event"] == "collecting"
+    return answer["endpoint"]
+
+
+def test_the_agent_of_rank_0_gets_the_jobs_bill(nodes):
+    told: list[float] = []
+    a = nodes.agent("a", on_lines=lambda bill: told.append(bill.total().energy_j))
+    b, gpus = nodes.agent("b"), [nodes.gpu(0), nodes.gpu(1)]
+    ranks = [nodes.rank(agent, gpus[i], i).say_hello() for i, agent in enumerate((a, b))]
+    endpoint = collect(ranks[0])
+    for rank in ranks:
+        send(rank.connection, {"op": "send_to", "endpoint": endpoint})
+        for iteration in range(3):
+            rank.train(iteration)
+        rank.bye()
+    for agent in (a, b):
+        assert agent.wait_until_none_is_connected(LONG_S)
+    assert b.finish(0, LONG_S) == []
+    assert a.finish(0, LONG_S) == []
+    assert (b.bill, b.trouble, a.trouble) == (None, "", "")
+    assert a.bill is not None
+    assert a.bill.total() == bill(a, b).total()
+    assert a.bill.total().energy_j == pytest.approx(nodes.counted_j(*gpus), rel=1e-12)
+    assert a.bill.missing() == []
+    assert told[-1] == a.bill.total().energy_j
+
+
+def test_a_node_that_does_not_end_is_named(nodes):
+    a, b, gpus = nodes.agent("a"), nodes.agent("b"), [nodes.gpu(0), nodes.gpu(1)]
+    ranks = [nodes.rank(agent, gpus[i], i).say_hello() for i, agent in enumerate((a, b))]
+    endpoint = collect(ranks[0])
+    for rank in ranks:
+        send(rank.connection, {"op": "send_to", "endpoint": endpoint})
+    until(lambda: a.bill is not None and "b" in a.bill.nodes)
+    b.close()  # as by a kill, but for its ranks' lines
+    assert a.finish(0, 0.05) == ["b"]
+    assert a.bill is not None
+    assert [reason.split(" was lost")[0] for reason in a.bill.missing()] == ["b"]
+
+
+def test_a_bill_that_is_shown_stays_as_it_is(nodes):
+    """Though a node that was late goes on."""
+    a, b, gpus = nodes.agent("a"), nodes.agent("b"), [nodes.gpu(0), nodes.gpu(1)]
+    ranks = [nodes.rank(agent, gpus[i], i).say_hello() for i, agent in enumerate((a, b))]
+    endpoint = collect(ranks[0])
+    for rank in ranks:
+        send(rank.connection, {"op": "send_to", "endpoint": endpoint})
+    until(lambda: a.bill is not None and "b" in a.bill.nodes)
+    assert a.finish(0, 0.05) == ["b"]
+    assert a.bill is not None
+    shown = a.bill.total()
+    ranks[1].train(0)
+    ranks[1].bye()
+    b.finish(0, 0.05)
+    assert b.trouble
+    assert a.bill.total() == shown
+
+
+def test_where_the_job_goes_on_with_another_rank_0_one_agent_has_the_bill(nodes):
+    """The former one neither waits for others nor writes a bill of its own."""
+    a, b, gpus = nodes.agent("a"), nodes.agent("b"), [nodes.gpu(0), nodes.gpu(1)]
+    for first, second in ((a, b), (b, a)):
+        ranks = [
+            nodes.rank(first, gpus[first is b], 0).say_hello(),
+            nodes.rank(second, gpus[second is b], 1).say_hello(),
+        ]
+        endpoint = collect(ranks[0])
+        for rank in ranks:
+            send(rank.connection, {"op": "send_to", "endpoint": endpoint})
+            rank.train(0)
+            rank.bye()
+        for agent in (a, b):
+            assert agent.wait_until_none_is_connected(LONG_S)
+        assert first.bill is not None
+        assert second.bill is None
+    begin_s = time.monotonic()
+    assert a.finish(0, 3 * LONG_S) == []
+    assert b.finish(0, 3 * LONG_S) == []
+    assert time.monotonic() - begin_s < LONG_S
+    assert b.bill is not None
+    assert b.bill.total() == bill(a, b).total()
+    assert b.bill.missing() == []
+
+
+def test_a_collector_that_is_gone_is_told_of(nodes):
+    a, b, gpus = nodes.agent("a"), nodes.agent("b"), [nodes.gpu(0), nodes.gpu(1)]
+    ranks = [nodes.rank(agent, gpus[i], i).say_hello() for i, agent in enumerate((a, b))]
+    endpoint = collect(ranks[0])
+    a.close()
+    send(ranks[1].connection, {"op": "send_to", "endpoint": endpoint})
+    ranks[1].train(0)
+    ranks[1].bye()
+    b.finish(0, 0.1)
+    assert b.trouble
+    assert kinds(b)[-1] == "ended"
+    assert b.ledgers()[0].energy_j == pytest.approx(nodes.counted_j(gpus[1]), rel=1e-12)

@@ -1,0 +1,417 @@
+"""The sums of a job's energy logs: exact, in any order, and of bounded size."""
+
+from __future__ import annotations
+
+import csv
+import gc
+import io
+import json
+import math
+from dataclasses import astuple
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from energy_lines import bill, job, note, parsed, window
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from envpipe_megatron.launch.bill import Bill, EnergyTotal, Ranges, bill_of, per_unit
+from envpipe_megatron.launch.bill_tables import (
+    Tariff,
+    bill_facts,
+    bill_lines,
+    show_bill,
+    write_csv,
+)
+from envpipe_megatron.runtime.interval_energy import StepEnergy, compare, error_of_mean
+
+# Sums ----------------------------------------------------------------------------------------
+
+amounts = st.floats(0, 1e12)
+windows = st.builds(
+    window,
+    gpu=st.integers(0, 2),
+    iteration=st.none() | st.integers(0, 9),
+    energy_j=amounts,
+    node=st.sampled_from(["n0", "n1"]),
+    stage=st.none() | st.integers(0, 1),
+    run=st.sampled_from(["", "a"]),
+    phase=st.sampled_from(["steady", "warm-up", "between", "plan"]),
+    duration_s=amounts,
+    energy_uncertainty_j=st.none() | amounts,
+    compute_s=st.none() | amounts,
+)
+KEYS = {
+    "job": lambda w: None,
+    "node": lambda w: w.node,
+    "gpu": lambda w: w.gpu_key,
+    "stage": lambda w: w.stage,
+    "phase": lambda w: (w.run, w.phase),
+}
+
+
+@settings(deadline=None)
+@given(st.lists(windows, max_size=30), st.randoms())
+def test_sums_are_exact_in_any_order(entries, random):
+    lines = parsed(entries)
+    one = bill_of(lines)
+    exact_j = sum((Fraction(line.energy_j) for line in lines), Fraction())
+    assert one.total().exact_j == exact_j
+    assert one.total().energy_j == float(exact_j)
+    random.shuffle(lines)
+    other = bill_of(lines)
+    for key in KEYS.values():
+        assert other.total_by(key) == one.total_by(key)
+        total_j = sum((total.exact_j for total in one.total_by(key).values()), Fraction())
+        assert total_j == exact_j
+    for key, of_stage in one.total_by(KEYS["stage"]).items():
+        own_j = sum((Fraction(w.energy_j) for w in lines if w.stage == key), Fraction())
+        assert of_stage.exact_j == own_j
+    assert len(other.iterations) == len(one.iterations)
+    assert {key: part.steps for key, part in other.phases.items()} == {
+        key: part.steps for key, part in one.phases.items()
+    }
+
+
+@settings(deadline=None)
+@given(st.lists(windows, max_size=20), st.integers(0, 20))
+def test_a_sum_of_sums_is_the_sum_of_all(entries, cut):
+    whole, left, right = EnergyTotal(), EnergyTotal(), EnergyTotal()
+    for index, line in enumerate(parsed(entries)):
+        whole.add(line)
+        (left if index < cut else right).add(line)
+    left.merge(right)
+    assert left == whole
+
+
+def test_what_one_window_does_not_say_is_not_known_of_the_sum():
+    knows, knows_not = window(), window(energy_uncertainty_j=None, idle_s=None)
+    total = bill(knows, knows).total()
+    assert total.energy_uncertainty_j == pytest.approx(math.hypot(0.5, 0.5))
+    assert total.shares_s == (2.0, 1.0, 1.0)
+    total = bill(knows, knows_not).total()
+    assert total.energy_uncertainty_j is None
+    assert total.shares_s is None
+    assert Bill().total().shares_s is None
+    assert Bill().total().average_power_w == 0
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(-2, 8))))
+def test_ranges_are_a_set(pieces):
+    ranges, numbers = Ranges(), set()
+    for first, more in pieces:
+        ranges.add(first, first + more)
+        numbers.update(range(first, first + more + 1))
+        assert len(ranges) == len(numbers)
+
+
+def reachable(thing: object) -> int:
+    """How many objects hang on one."""
+    seen, todo = {id(thing)}, [thing]
+    while todo:
+        for other in gc.get_referents(todo.pop()):
+            if id(other) not in seen and not isinstance(other, type):
+                seen.add(id(other))
+                todo.append(other)
+    return len(seen)
+
+
+def test_a_bill_does_not_grow_with_its_lines():
+    grows = Bill()
+    sizes = []
+    for iteration in range(1024):
+        for gpu in range(2):
+            for phase in ("steady", "between") if iteration % 10 == 9 else ("steady",):
+                grows.add(*parsed([window(gpu, iteration, 0.1 * iteration, phase=phase)]))
+        if iteration in (31, 1023):
+            sizes.append(reachable(grows))
+    assert sizes[1] < sizes[0] + 100  # of 2000 lines; a large number is an object of its own
+
+
+# Steps ---------------------------------------------------------------------------------------
+
+
+def test_an_iteration_that_is_repeated_counts_once_and_its_energy_twice():
+    """After a restart iterations 3 and 4 run again."""
+    made = bill(*(window(0, i) for i in (0, 1, 2, 3, 4, 3, 4, 5)))
+    assert len(made.iterations) == 6
+    assert made.total().energy_j == 800
+    assert per_unit(made) == {"iteration": pytest.approx(800 / 6)}
+    assert made.steps("steady").iterations == 8
+    assert made.steps("steady").energy_j == 100
+
+
+def test_time_between_steps_is_billed_and_is_no_step():
+    made = bill(
+        *(window(0, i) for i in range(4)),
+        window(0, 4, 50.0, phase="between"),
+        window(0, 7, 50.0, phase="plan"),
+    )
+    assert made.steps("between") is None
+    assert made.steps("plan") is None
+    assert len(made.iterations) == 4
+    assert per_unit(made)["iteration"] == 125
+
+
+def test_windows_of_many_iterations():
+    made = bill(
+        window(0, 0, 300.0, last_iteration=2, duration_s=6.0),
+        window(0, 3, 100.0),
+        window(0, 5, 1.0, last_iteration=4),  # the wrong way round: no iteration
+    )
+    assert len(made.iterations) == 4
+    assert made.steps("steady").iterations == 4
+
+
+def test_energy_per_token_and_sample():
+    made = bill(window(), job(tokens_per_iteration=1000, samples_per_iteration=8))
+    assert per_unit(made) == {"iteration": 100, "token": 0.1, "sample": 12.5}
+    assert per_unit(bill(job(tokens_per_iteration=1000))) == {}
+    lines = bill_lines(made, Tariff())
+    assert "1 iterations: 100 J per iteration, 0.1 J per token, 12.5 J per sample" in lines
+
+
+TIMES_S = (2.0, 2.1, 1.9, 2.05)
+BASELINE = {
+    "iterations": 5,
+    "time_s": 1.9,
+    "time_uncertainty_s": 0.01,
+    "energy_j": 125.0,
+    "metering_uncertainty_j": 0.4,
+}
+
+
+def steady(gpu: int, energy_j: float, times_s=TIMES_S):
+    return [window(gpu, i, energy_j, duration_s=time_s) for i, time_s in enumerate(times_s)]
+
+
+def test_saving_against_the_jobs_own_baseline():
+    made = bill(job(baseline=BASELINE), *steady(0, 90.0), *steady(1, 110.0))
+    # Two GPUs that read four windows each, and step together.
+    metering_j = math.sqrt(8 * 0.5**2) / 4 / 2
+    mean = StepEnergy(4, sum(TIMES_S) / 4, error_of_mean(TIMES_S), 100.0, metering_j)
+    assert astuple(made.steps("steady")) == pytest.approx(astuple(mean))
+    expected = compare(mean, StepEnergy(**BASELINE))
+    got = made.comparison()
+    assert got.saving_percent == pytest.approx(20.0)
+    assert got.slowdown_percent == pytest.approx(100 * (2.0125 / 1.9 - 1))
+    assert got.saving_uncertainty_percent == pytest.approx(expected.saving_uncertainty_percent)
+    assert got.slowdown_uncertainty_percent == pytest.approx(expected.slowdown_uncertainty_percent)
+    (line,) = [text for text in bill_lines(made, Tariff()) if "baseline" in text]
+    assert "saved 20.00 +- " in line
+    assert "slower 5.92 +- " in line
+
+
+def test_steps_that_take_the_same_time_have_a_known_uncertainty():
+    got = bill(job(baseline=BASELINE), *steady(0, 90.0, (2.0, 2.0, 2.0))).comparison()
+    assert got.slowdown_uncertainty_percent is not None
+    assert got.saving_uncertainty_percent is not None
+
+
+def test_a_single_step_tells_a_saving_and_not_how_sure_it_is():
+    got = bill(job(baseline=BASELINE), window(0, 0, 100.0)).comparison()
+    assert got.saving_percent == pytest.approx(20.0)
+    assert got.saving_uncertainty_percent is None
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [window()],
+        [window(), job(baseline=None)],
+        [window(), job(baseline={"step_s": 1.0})],  # of another version
+        [window(), job(baseline={**BASELINE, "time_s": 0.0})],
+        [window(), job(baseline=[1, 2])],
+        [window(phase="warm-up"), job(baseline=BASELINE)],
+        [window(0), window(1, None), job(baseline=BASELINE)],  # one GPU does not tell its steps
+    ],
+)
+def test_no_saving_is_told_where_one_side_is_not_known(entries):
+    made = bill(*entries)
+    assert made.comparison() is None
+    assert bill_facts(made, Tariff())["comparison"] is None
+    assert not any("baseline" in line for line in bill_lines(made, Tariff()))
+
+
+# Nodes ---------------------------------------------------------------------------------------
+
+
+def test_a_node_that_begun_and_did_not_end_was_lost():
+    entries = [note("begun"), window(), note("begun", "n1"), window(1, node="n1")]
+    made = bill(*entries, note("ended", "n1", exit_code=0))
+    assert made.missing() == ["n0 was lost: its energy up to its last line is in the bill"]
+    assert made.nodes["n1"].exit_code == 0
+    made = bill(*entries, note("ended", "n1", exit_code=0), note("ended", exit_code=137))
+    assert made.missing() == []
+    assert made.nodes["n0"].exit_code == 137
+
+
+def test_a_node_that_begins_again_runs_again():
+    entries = [note("begun"), window(), note("ended", exit_code=1), note("begun")]
+    made = bill(*entries)
+    assert made.nodes["n0"].running
+    assert made.nodes["n0"].exit_code is None
+    assert len(made.missing()) == 1
+    assert bill(*entries, note("ended", exit_code=0)).missing() == []
+
+
+def test_logs_without_an_agent_miss_nothing():
+    made = bill(window(), window(1, node="n1"))
+    assert made.missing() == []
+    assert not made.nodes["n0"].agent
+
+
+def test_gpus_that_sent_nothing_are_counted():
+    entries = [job(num_ranks=4), window(0), window(1)]
+    assert bill(*entries).missing() == ["2 of 4 GPUs sent nothing"]
+    assert bill(*entries, window(2), window(3)).missing() == []
+    assert bill(job(num_ranks=4)).missing() == ["4 of 4 GPUs sent nothing"]
+
+
+def test_a_lost_node_makes_the_bill_incomplete_everywhere(tmp_path):
+    made = bill(note("begun"), job(num_ranks=2), window())
+    facts = bill_facts(made, Tariff())
+    assert not facts["complete"]
+    assert len(facts["missing"]) == 2
+    lines = bill_lines(made, Tariff())
+    assert lines[-2:] == [f"INCOMPLETE: {reason}" for reason in facts["missing"]]
+
+
+def test_the_last_of_two_facts_counts():
+    made = bill(job(num_ranks=4, model="a"), window(), job(num_ranks=1))
+    assert made.facts == {"num_ranks": 1, "model": "a"}
+    assert made.missing() == []
+
+
+@pytest.mark.parametrize("bad", ["x", [1], {"a": 1}, None, -5, 0, True, math.nan, math.inf])
+def test_facts_that_make_no_sense_spoil_no_bill(bad, tmp_path):
+    names = ("num_ranks", "tokens_per_iteration", "samples_per_iteration", "baseline")
+    names += ("model", "type", "microbatch_size")
+    made = bill(window(), window(0, 0, phase="warm-up"), job(**dict.fromkeys(names, bad)))
+    assert per_unit(made) == {"iteration": 200}
+    assert made.missing() == []
+    show_bill(made, Tariff(), Console(file=io.StringIO()))
+    bill_facts(made, Tariff())
+    write_csv(made, tmp_path / "bill.csv")
+    assert bill(window(), note("job", facts=bad), note("job"), note("unheard-of")).facts in (
+        {},
+        bad,
+    )
+
+
+# For people and machines ---------------------------------------------------------------------
+
+
+def test_cost_and_co2():
+    """A kWh is 3.6 MJ."""
+    tariff = Tariff(price_per_kwh=0.25, grid_g_per_kwh=400.0)
+    assert tariff.facts(7.2e6) == {"cost": 0.5, "co2_g": 800.0}
+    assert Tariff(price_per_kwh=0.0).facts(1e6) == {"cost": 0.0}
+    assert Tariff().facts(1e6) == {}
+    made = bill(window(energy_j=7.2e6))
+    assert bill_facts(made, tariff)["job"]["cost"] == 0.5
+    lines = bill_lines(made, tariff)
+    assert "cost: 0.5 at 0.25 a kWh" in lines
+    assert "CO2: 800 g at 400 g a kWh" in lines
+    assert not any(line.startswith(("cost", "CO2")) for line in bill_lines(made, Tariff()))
+
+
+def test_json_adds_up_in_every_direction():
+    made = bill(
+        *(window(gpu, i, 1.0 + i, node=f"n{gpu % 2}") for gpu in range(4) for i in range(3)),
+        window(3, 3, 7.0, node="n1", phase="between"),
+    )
+    facts = json.loads(json.dumps(bill_facts(made, Tariff())))
+    job_j = facts["job"]["energy_j"]
+    assert job_j == 31
+    for part in ("nodes", "stages", "gpus", "phases"):
+        assert sum(entry["energy_j"] for entry in facts[part]) == job_j
+    for gpu in facts["gpus"]:
+        assert sum(phase["energy_j"] for phase in gpu["phases"].values()) == gpu["energy_j"]
+    assert [(stage["stage"], stage["energy_j"]) for stage in facts["stages"]] == [
+        (0, 6), (1, 6), (2, 6), (3, 13)
+    ]  # fmt: skip
+    assert [(node["node"], node["num_gpus"]) for node in facts["nodes"]] == [("n0", 2), ("n1", 2)]
+
+
+def test_a_gpu_that_serves_another_stage_after_a_restart():
+    made = bill(window(0, 0, 10.0, stage=0), window(0, 1, 20.0, stage=1))
+    stages = bill_facts(made, Tariff())["stages"]
+    assert [(entry["stage"], entry["energy_j"]) for entry in stages] == [(0, 10), (1, 20)]
+    (gpu,) = bill_facts(made, Tariff())["gpus"]
+    assert gpu["phases"]["steady"]["energy_j"] == 30
+
+
+ENVPIPE_COLUMNS = [
+    "Model", "Microbatch size", "Minibatch size", "Type", "Scheduling", "Reconfig",
+    "Throughput (sample/s)", "Energy (mJ)",
+]  # fmt: skip
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text().splitlines()
+
+
+def test_csv_begins_with_envpipes_columns_and_sums_over_nodes(tmp_path):
+    def phase(name, energy_j):
+        return [
+            window(gpu, i, energy_j, node=f"n{gpu}", phase=name) for gpu in range(2) for i in (0, 1)
+        ]
+
+    facts = {
+        "model": "gpt",
+        "microbatch_size": 4,
+        "samples_per_iteration": 32,
+        "type": "envpipe",
+        "scheduling": "ours",
+        "reconfigure": "greedy",
+    }
+    made = bill(*phase("warm-up", 120.0), *phase("steady", 90.0), job(**facts))
+    write_csv(made, tmp_path / "bill.csv")
+    header, baseline, ours = csv.reader(lines_of(tmp_path / "bill.csv"))
+    assert header[: len(ENVPIPE_COLUMNS)] == ENVPIPE_COLUMNS
+    assert baseline[:6] == ["gpt", "4", "32", "baseline", "1f1b", "default"]
+    assert ours[:6] == ["gpt", "4", "32", "envpipe", "ours", "greedy"]
+    for row, energy_j in ((baseline, 120), (ours, 90)):
+        told = dict(zip(header, row, strict=True))
+        assert float(told["Throughput (sample/s)"]) == 16
+        assert float(told["Energy (mJ)"]) == 4 * energy_j * 1000
+        assert float(told["Energy per iteration (J)"]) == 2 * energy_j
+        assert (told["GPUs"], told["Iterations"]) == ("2", "2")
+        assert float(told["Average power (W)"]) == energy_j / 2
+
+
+def test_csv_of_a_job_that_tells_nothing_of_itself(tmp_path):
+    write_csv(bill(window()), tmp_path / "bill.csv")
+    (row,) = csv.DictReader(lines_of(tmp_path / "bill.csv"))
+    assert row["Model"] == row["Throughput (sample/s)"] == ""
+    assert float(row["Energy (mJ)"]) == 100_000
+    write_csv(Bill(), tmp_path / "bill.csv")
+    assert not list(csv.DictReader(lines_of(tmp_path / "bill.csv")))
+
+
+def test_names_are_shown_as_they_are():
+    """Also those that would be markup to the library that draws the tables."""
+    made = bill(window(node="[/b]", gpu_uid="[red]GPU"), window(1, node="x" * 60))
+    shown = io.StringIO()
+    show_bill(made, Tariff(), Console(file=shown, width=120))
+    assert "[/b]" in shown.getvalue()
+    assert "[red]GPU" in shown.getvalue()
+    assert "x" * 60 not in shown.getvalue()
+    assert "200.0 J on 2 GPUs, 50.0 W each on average" in shown.getvalue()
+
+
+def test_runs_are_shown_where_there_are_some():
+    with_runs, without = io.StringIO(), io.StringIO()
+    show_bill(bill(window(run="first"), window(run="")), Tariff(), Console(file=with_runs))
+    show_bill(bill(window()), Tariff(), Console(file=without))
+    assert "first" in with_runs.getvalue()
+    assert "run" not in without.getvalue()
+
+
+def test_an_empty_bill_is_shown_too():
+    show_bill(Bill(), Tariff(0.1, 0.1), Console(file=io.StringIO()))
+    assert bill_facts(Bill(), Tariff())["complete"]

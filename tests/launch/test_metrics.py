@@ -1,0 +1,198 @@
+"""Live figures of a node for Prometheus."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from socketserver import BaseServer
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_gpu import FakeGpu
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.launch import ledger as ledger_module
+from envpipe_megatron.launch.ledger import GpuLedger
+from envpipe_megatron.launch.node import NodeSettings
+from envpipe_megatron.launch.prometheus import MetricsError, serve_metrics
+
+LONG_S = 20.0
+
+
+class PoweredGpu(FakeGpu):
+    """A GPU that can be asked for its power, and lost."""
+
+    lost = False
+
+    @property
+    def power_w(self) -> float:
+        if self.lost:
+            raise GpuError("GPU is lost")
+        return 250.0
+
+
+class Scraped:
+    """A node whose figures are told, and a scraper."""
+
+    def __init__(self, last: ExitStack) -> None:
+        self._last = last
+        self.ledgers: list[GpuLedger] = []
+        self.agent: Any = SimpleNamespace(
+            ledgers=lambda: self.ledgers,
+            connected=lambda: ["rank 0", "rank 1"],
+            log=SimpleNamespace(node='n"0\\'),
+        )
+
+    def add_gpu(self, rank: int) -> PoweredGpu:
+        gpu = PoweredGpu(observed_mhz=1410)
+        labels = {"gpu": "fake", "gpu_uid": f"GPU-{rank}", "rank": rank, "stage": 2, "run": "x"}
+        self.ledgers.append(GpuLedger(gpu, labels, lambda line: None))
+        self._last.callback(self.ledgers[-1].close)
+        return gpu
+
+    def serve(self, address: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
+        with socket.create_server((address, 0)) as free:
+            port = free.getsockname()[1]
+        end = serve_metrics(self.agent, address, port)
+        self._last.callback(end)
+        return port, end
+
+    @staticmethod
+    def text(port: int, host: str = "127.0.0.1") -> str:
+        url = f"http://{host}:{port}/metrics"
+        with urllib.request.urlopen(url, timeout=LONG_S) as answer:
+            return answer.read().decode()
+
+    def scrape(self, port: int) -> dict[str, Metric]:
+        return {family.name: family for family in text_string_to_metric_families(self.text(port))}
+
+
+@pytest.fixture
+def node(monkeypatch) -> Iterator[Scraped]:
+    monkeypatch.setattr(ledger_module, "_POLL_S", 3600)
+    # How often a server looks whether it should end.
+    monkeypatch.setattr(BaseServer.serve_forever, "__defaults__", (0.01,))
+    with ExitStack() as last:
+        yield Scraped(last)
+
+
+def values(family: Metric) -> dict[str, float]:
+    """Of each GPU, by its rank."""
+    return {sample.labels["rank"]: sample.value for sample in family.samples}
+
+
+def test_figures_of_each_gpu(node):
+    gpus = [node.add_gpu(rank) for rank in range(2)]
+    for rank, gpu in enumerate(gpus):
+        gpu.now_s = 1.0 + rank
+        node.ledgers[rank].look()
+    port, _ = node.serve()
+    families = node.scrape(port)
+    assert set(families) == {
+        "envpipe_gpu_power_watts",
+        "envpipe_gpu_sm_clock_hertz",
+        "envpipe_gpu_energy_joules",
+        "envpipe_node_ranks",
+    }
+    power, clock, energy, ranks = (families[name] for name in (
+        "envpipe_gpu_power_watts", "envpipe_gpu_sm_clock_hertz", "envpipe_gpu_energy_joules",
+        "envpipe_node_ranks",
+    ))  # fmt: skip
+    assert [family.type for family in (power, clock, energy, ranks)] == [
+        "gauge", "gauge", "counter", "gauge"
+    ]  # fmt: skip
+    assert all(family.documentation for family in families.values())
+    assert values(power) == {"0": 250, "1": 250}
+    assert values(clock) == {"0": 1.41e9, "1": 1.41e9}
+    assert values(energy) == pytest.approx({"0": 100, "1": 200})
+    assert {sample.name for sample in energy.samples} == {"envpipe_gpu_energy_joules_total"}
+    assert power.samples[1].labels == {
+        "node": 'n"0\\', "gpu": "fake", "gpu_uid": "GPU-1", "rank": "1", "stage": "2"
+    }  # fmt: skip
+    assert [(s.labels, s.value) for s in ranks.samples] == [({"node": 'n"0\\'}, 2)]
+    text = node.text(port)
+    for name in ("envpipe_gpu_power_watts", "envpipe_gpu_energy_joules_total"):
+        assert f"# HELP {name} " in text
+        assert f"# TYPE {name} " in text
+
+
+def test_a_node_without_gpus_yet(node):
+    port, _ = node.serve()
+    assert node.scrape(port)["envpipe_gpu_energy_joules"].samples == []
+
+
+def test_a_gpu_that_cannot_be_read_takes_no_others_figures_away(node):
+    gpus = [node.add_gpu(rank) for rank in range(3)]
+    port, _ = node.serve()
+    gpus[1].lost = True
+    gpus[1].error = GpuError("GPU is lost")
+    families = node.scrape(port)
+    assert set(values(families["envpipe_gpu_power_watts"])) == {"0", "2"}
+    assert set(values(families["envpipe_gpu_sm_clock_hertz"])) == {"0", "2"}
+    assert set(values(families["envpipe_gpu_energy_joules"])) == {"0", "1", "2"}
+    gpus[1].lost = False
+    assert set(values(node.scrape(port)["envpipe_gpu_power_watts"])) == {"0", "1", "2"}
+
+
+def test_the_energy_counter_never_goes_back(node):
+    """Over windows, a rank that starts again, and a driver that is loaded anew."""
+    gpu = node.add_gpu(0)
+    (ledger,) = node.ledgers
+    port, _ = node.serve()
+    told_j = []
+    for second in range(1, 30):
+        gpu.now_s = second / 3
+        ledger.look()
+        told_j.append(values(node.scrape(port)["envpipe_gpu_energy_joules"])["0"])
+        if second % 3 == 0:
+            ledger.finish()
+        if second == 20:
+            gpu.counter_j = lambda time_s: 100 * time_s - 500
+    assert told_j == sorted(told_j)
+    assert told_j[18] == pytest.approx(100 * gpu.refresh_s * 63)
+    assert told_j[-1] > told_j[20]
+
+
+def test_figures_are_told_to_this_machine_alone_unless_asked_for(node):
+    assert NodeSettings.prometheus_address == "127.0.0.1"
+    assert NodeSettings.prometheus_port is None
+    others = [info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)]
+    elsewhere = [host for host in others if ":" not in host and not host.startswith("127.")]
+    port, _ = node.serve()
+    node.text(port)
+    for host in elsewhere[:1]:
+        with pytest.raises(OSError, match="refused"):
+            node.text(port, host)
+    open_port, _ = node.serve("0.0.0.0")
+    for host in ["127.0.0.1", *elsewhere[:1]]:
+        node.text(open_port, host)
+
+
+def test_a_port_that_is_taken_is_an_error_that_names_it(node):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(MetricsError, match=rf"127\.0\.0\.1:{port}.*--prometheus-port"):
+            serve_metrics(node.agent, "127.0.0.1", port)
+
+
+@pytest.mark.parametrize("address", ["203.0.113.1", "no such host.invalid"])
+def test_an_address_that_is_not_this_machines_is_an_error(node, address):
+    with pytest.raises(MetricsError, match=f"{address}.*--prometheus-address"):
+        serve_metrics(node.agent, address, 0)
+
+
+def test_ending_frees_the_port(node):
+    port, end = node.serve()
+    threads = threading.active_count()
+    end()
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+    assert threading.active_count() <= threads
+    with pytest.raises(OSError, match="refused"):
+        node.text(port)

@@ -1,0 +1,185 @@
+"""The energy log of a node: one writer, one identity, whole lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from energy_lines import window
+
+from envpipe_megatron.energy_file import read_energy_logs
+from envpipe_megatron.launch.bill import bill_of
+from envpipe_megatron.launch.node_log import NodeLog, NodeLogError
+
+
+def notes(log: NodeLog) -> list[dict]:
+    lines = [json.loads(line) for line in log.path.read_text().splitlines()]
+    return [line for line in lines if line["format"] == "envpipe-note/1"]
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_log_begins_and_ends(tmp_path):
+    log = NodeLog(tmp_path / "made" / "for it", "n7")
+    grown = []
+    log.grown = lambda: grown.append(log.size)
+    log.append(window(node="another"))
+    log.end(3)
+    log.close()
+    log.close()
+    assert log.path == tmp_path / "made" / "for it" / "energy-n7.jsonl"
+    begun, ended = notes(log)
+    assert (begun["note"], begun["node"], begun["log"]) == ("begun", "n7", log.identity)
+    assert (ended["note"], ended["exit_code"]) == ("ended", 3)
+    (line,) = read_energy_logs([log.path]).windows
+    assert line.node == "n7"
+    assert grown[-1] == log.size == log.path.stat().st_size
+    assert grown == sorted(set(grown))
+
+
+def test_an_agent_that_starts_again_goes_on_under_the_same_identity(tmp_path):
+    identities = set()
+    for start in range(3):
+        log = NodeLog(tmp_path, "n0")
+        identities.add(log.identity)
+        log.append(window(0, start))
+        log.close()
+    assert len(identities) == 1
+    assert [note["note"] for note in notes(log)] == ["begun"] * 3
+    assert len(read_energy_logs([log.path]).windows) == 3
+    other = NodeLog(tmp_path, "n1")
+    assert other.identity not in identities
+    other.close()
+
+
+def test_starts_that_end_alike_are_told_apart(tmp_path):
+    """Readers count a line that is given twice once: two starts must leave no such lines."""
+    for _ in range(3):
+        log = NodeLog(tmp_path, "n0")
+        log.note("job", facts={"num_ranks": 1})
+        log.end(0)
+        log.close()
+    logs = read_energy_logs([log.path])
+    assert logs.repeated == 0
+    assert bill_of(logs.lines).nodes["n0"].exit_code == 0
+    assert not bill_of(logs.lines).nodes["n0"].running
+
+
+@pytest.mark.parametrize("torn", [b'{"format": "envpipe-no', b"\xff\xfe\0\0", b"[" * 5000, b"{}"])
+def test_a_torn_first_line_costs_no_identity(tmp_path, torn):
+    """Else each start would be another log, all of whose lines count anew."""
+    (tmp_path / "energy-n0.jsonl").write_bytes(torn)
+    identities = []
+    for _ in range(2):
+        log = NodeLog(tmp_path, "n0")
+        identities.append(log.identity)
+        log.close()
+    assert identities[0] == identities[1]
+    lines = log.path.read_bytes().split(b"\n")
+    assert lines[0] == torn
+    assert [json.loads(line)["note"] for line in lines[1:-1]] == ["begun", "begun"]
+
+
+def test_a_second_agent_is_refused_and_the_first_goes_on(tmp_path):
+    log = NodeLog(tmp_path, "n0")
+    files = open_files()
+    with pytest.raises(NodeLogError, match=r"energy-n0\.jsonl.*--node-name"):
+        NodeLog(tmp_path, "n0")
+    assert open_files() == files
+    other = NodeLog(tmp_path, "n1")
+    log.append(window())
+    log.close()
+    other.close()
+    NodeLog(tmp_path, "n0").close()
+
+
+def test_a_second_agent_is_refused_in_another_process_until_the_first_has_died(tmp_path):
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from envpipe_megatron.launch.node_log import NodeLog\n"
+        "log = NodeLog(Path(sys.argv[1]), 'n0'); print(log.identity, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        identity = process.stdout.readline().strip()
+        with pytest.raises(NodeLogError):
+            NodeLog(tmp_path, "n0")
+        process.kill()
+    log = NodeLog(tmp_path, "n0")
+    assert log.identity == identity
+    log.close()
+
+
+@pytest.mark.parametrize("node", ["../../etc/passwd", "rack 1/node 2", "a:b\0c", "..", "é"])
+def test_any_name_gives_a_file_in_the_folder(tmp_path, node):
+    log = NodeLog(tmp_path / "out", node)
+    log.close()
+    assert log.path.parent == tmp_path / "out"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [log.path.name]
+    assert notes(log)[0]["node"] == node
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    files = open_files()
+    with pytest.raises(OSError, match="file"):
+        NodeLog(tmp_path / "file" / "out", "n0")
+    (tmp_path / "energy-n0.jsonl").mkdir()
+    with pytest.raises(OSError, match=r"energy-n0\.jsonl"):
+        NodeLog(tmp_path, "n0")
+    assert open_files() == files
+
+
+def test_a_disk_that_is_full_from_the_start_is_an_error_that_holds_no_lock(tmp_path, monkeypatch):
+    files = open_files()
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda descriptor, data: 0)
+        with pytest.raises(OSError, match="No space left"):
+            NodeLog(tmp_path, "n0")
+    assert open_files() == files
+    NodeLog(tmp_path, "n0").close()
+
+
+def test_reading_gives_whole_lines_alone(tmp_path):
+    log = NodeLog(tmp_path, "n0")
+    for iteration in range(20):
+        log.append(window(0, iteration))
+    whole = log.path.read_bytes()
+    assert log.read(0, 1 << 20) == whole
+    offset, pieces = 0, []
+    while piece := log.read(offset, 1000):
+        assert piece.endswith(b"\n")
+        assert len(piece) <= 1000
+        pieces.append(piece)
+        offset += len(piece)
+    assert b"".join(pieces) == whole
+    assert len(pieces) > 5
+    with log.path.open("ab") as file:
+        file.write(b'{"torn": ')
+    assert log.read(offset, 1000) == b""
+    log.append(window(0, 20))
+    torn, line = log.read(offset, 1000).splitlines()
+    assert torn == b'{"torn": '
+    assert json.loads(line)["last_iteration"] == 20
+    log.close()
+
+
+def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch):
+    def unsupported(descriptor: int, how: int) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    log = NodeLog(tmp_path, "n0")
+    assert Path(log.path).stat().st_size > 0
+    log.close()
