@@ -106,17 +106,19 @@ def session(
     preset: str = "a100-sxm",
     time_at_max_s: Mapping[Kind, float] | None = None,
     fast: bool = True,
+    gpu_index: int | None = None,
     seen_as: Callable[[EmulatedGpu], Gpu] = lambda gpu: gpu,
     **options: Any,
 ) -> tuple[Session, EmulatedGpu]:
     """A session of this rank, whose stage is its rank, and its emulated GPU.
 
     Args:
+        gpu_index: of the emulated GPU, by default the rank.
         seen_as: what the session gets for the emulated GPU.
     """
     stages = dist.get_world_size()
     collectives = Collectives(dist.group.WORLD, rank, stages, dist.group.WORLD)
-    gpu = EmulatedGpu.create(preset, rank, root)
+    gpu = EmulatedGpu.create(preset, rank if gpu_index is None else gpu_index, root)
     fast_time = FastTime()
     if fast:
         fast_time.install(gpu)

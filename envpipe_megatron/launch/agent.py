@@ -169,6 +169,9 @@ class NodeAgent:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for connection in self._ranks:  # of tasks that had not begun: they do not end, either
+            connection.close()
+        self._ranks.clear()
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(coroutine)

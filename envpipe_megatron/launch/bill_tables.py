@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from envpipe_megatron.energy_file import SHARES, EnergyWindow, Phase
-from envpipe_megatron.launch.bill import JOULES_PER_KWH, Bill, EnergyTotal, per_unit
+from envpipe_megatron.launch.bill import JOULES_PER_KWH, Bill, EnergyTotal, PhaseBill, per_unit
 from envpipe_megatron.runtime.interval_energy import NORMAL_95
 
 _LONGEST_NAME = 16
@@ -57,9 +57,12 @@ def bill_facts(bill: Bill, tariff: Tariff) -> dict[str, Any]:
             for values, total in bill.total_by(key).items()
         ]
 
+    by_gpu: dict[tuple[str, str], list[PhaseBill]] = {}
+    for phase in bill.phases.values():
+        by_gpu.setdefault(phase.window.gpu_key, []).append(phase)
     gpus: dict[tuple[str, str], dict[str, Any]] = {}
     for gpu_key, total in bill.total_by(lambda w: w.gpu_key).items():
-        own = [phase for phase in bill.phases.values() if phase.window.gpu_key == gpu_key]
+        own = by_gpu[gpu_key]
         parts: dict[str, EnergyTotal] = {}
         for part in own:
             parts.setdefault(part.window.phase, EnergyTotal()).merge(part.total)

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import secrets
 import socket
 from collections.abc import Callable
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 #: The longest line, and the most that an agent sends at once.
 MAX_BYTES = 256 * 1024
 _HELLO_S = 10.0
+#: Lines come a thousand times a second in a large job, and whoever is told looks at all its GPUs.
+_TELL_EACH_S = 1.0
 _BACKLOG = 1024
 
 
@@ -51,13 +54,15 @@ class Collector:
 
     Args:
         bill: gets every line.
-        on_lines: called after each piece that was added.
+        on_lines: called a second after lines were added, at most, and when all nodes have ended.
     """
 
     def __init__(self, bill: Bill, on_lines: Callable[[], None] = lambda: None) -> None:
         self.bill = bill
         self.token = secrets.token_hex(16)
         self._on_lines = on_lines
+        self._told_s = -math.inf
+        self._telling: asyncio.TimerHandle | None = None
         self._sources: dict[tuple[str, str], _Source] = {}
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[Any]] = set()
@@ -87,6 +92,8 @@ class Collector:
         """Listen no more, and hang up."""
         if self._server is not None:
             self._server.close()
+        if self._telling is not None:
+            self._telling.cancel()
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
@@ -105,7 +112,7 @@ class Collector:
         return [name for name, node in self.bill.nodes.items() if node.running]
 
     def _all_ended(self) -> bool:
-        return not self.running()
+        return not any(node.running for node in self.bill.nodes.values())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         source = None
@@ -170,6 +177,17 @@ class Collector:
                 self.bill.unreadable += 1
         if self._all_ended():
             self._complete.set()
+            self._tell()
+        elif self._telling is None:
+            loop = asyncio.get_running_loop()
+            due_s = max(loop.time(), self._told_s + _TELL_EACH_S)
+            self._telling = loop.call_at(due_s, self._tell)
+
+    def _tell(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        self._told_s = asyncio.get_running_loop().time()
         try:
             self._on_lines()
         except Exception:  # a closed terminal, say

@@ -1,10 +1,10 @@
 """A script that `envpipe launch` starts: a plain pipeline on emulated GPUs, one stage a rank.
 
-Args: a folder that all nodes share, and the iterations to train. Each rank leaves its pid there,
-and what it trained as lines of `iterations-<rank>`; a rank that is started again goes on from the
-iteration that all ranks had finished. A `profile.csv` and `plan.json` there are the plan that it
-runs after the warm-up. Whoever listens at the datagram socket `events` there hears each rank's
-start and every iteration, with the clock that is locked.
+Args: a folder that all nodes share, and the iterations to train. Each rank leaves there what it
+trained as lines of `iterations-<rank>`; one that is started again goes on from the iteration that
+all ranks had finished. A `profile.csv` and `plan.json` there are the plan that it runs after the
+warm-up. Whoever listens at the datagram socket `events` there hears of each rank's start and of
+every iteration, with the clock that is locked.
 """
 
 import contextlib
@@ -64,8 +64,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, leave)
     folder, iterations = Path(sys.argv[1]), int(sys.argv[2])
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    teller = Teller(folder, rank=rank, start=start, pid=os.getpid())
+    teller = Teller(folder, rank=rank, pid=os.getpid())
     teller.tell(event="started")
     dist.init_process_group("gloo", timeout=plain_stages.timedelta(seconds=TIMEOUT_S))
     first = done_by_all(folder, ranks)
@@ -79,11 +78,11 @@ def main() -> None:
         default_root(),
         preset=PRESET,
         fast=False,
+        gpu_index=int(os.environ["LOCAL_RANK"]),
         time_at_max_s=TIMES_S,
         timeout_s=TIMEOUT_S,
     )
     session.describe_job({"tokens_per_iteration": 1000, "model": "plain"})
-    (folder / f"pid-{rank}-{start}").write_text(str(os.getpid()))
     try:
         for iteration in range(first, iterations):
             session.begin_step(iteration)
@@ -94,7 +93,7 @@ def main() -> None:
             )
             session.end_step()
             with lines.open("a") as file:
-                file.write(json.dumps({"iteration": iteration, "start": start}) + "\n")
+                file.write(json.dumps({"iteration": iteration, "pid": os.getpid()}) + "\n")
             teller.tell(
                 event="trained", iteration=iteration, locked_mhz=gpu.requested_frequency_mhz
             )

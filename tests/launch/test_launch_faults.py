@@ -1,0 +1,335 @@
+"""Faults at random points of jobs on whole nodes: what is left, what is billed, how long it takes.
+
+ENVPIPE_FAULT_ROUNDS repeats each fault at other points (1), ENVPIPE_FAULT_SEED chooses them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from networks import Host, needs_namespaces, network
+from nodes import Job, Node, assert_equals_counters, full, new_job, summed
+from plain_job import PLANNED_MHZ, WARMUP_ITERATIONS
+
+pytestmark = pytest.mark.xdist_group("launch")
+
+ROUNDS = int(os.environ.get("ENVPIPE_FAULT_ROUNDS", "1"))
+SEED = os.environ.get("ENVPIPE_FAULT_SEED", "0")
+
+#: More than any fault leaves time for.
+FOR_EVER = 100_000
+#: What an iteration of the plan takes; the fault may come anywhere within.
+ITERATION_S = 0.2
+#: A bill need not wait as long as a user's for nodes that a test has killed.
+LOST = {"others_end_s": 3.0}
+#: From the fault to the end of the last process. The ranks' own time-outs are 20 s; torchrun looks
+#: after its ranks ten times a second; the rest is for machines with many other tests.
+BOUND_S = 90.0
+#: TCP sends again what was lost after 0.2 s, then each time after twice as long.
+SHORT_CUT_S = 5.0
+
+
+@pytest.fixture(params=range(ROUNDS))
+def chance(request: pytest.FixtureRequest) -> random.Random:
+    return random.Random(f"{SEED} {request.node.name}")
+
+
+def reach_a_random_point(job: Job, chance: random.Random) -> int:
+    """Return after some iterations, anywhere within one, while all clocks are locked."""
+    iteration = job.hear_iteration(chance.randrange(WARMUP_ITERATIONS, 15))["iteration"]
+    time.sleep(chance.uniform(0, ITERATION_S))  # waits for nothing: it is where the fault comes
+    for node in job.nodes:
+        locked_mhz = node.locked_mhz()
+        assert locked_mhz
+        assert set(locked_mhz) <= set(PLANNED_MHZ)
+    return iteration
+
+
+def end_in_time(
+    job: Job, nodes: Sequence[Node] | None = None, killed: Sequence[Node] = ()
+) -> list[int]:
+    """Wait for the end of all that runs; return the exit statuses of nodes, by default all.
+
+    Args:
+        job: whose processes may not stay, nor their leases, sockets and locks.
+        nodes: of which that is true.
+        killed: those whose launcher or guard was.
+    """
+    begin_s = time.monotonic()
+    nodes = job.nodes if nodes is None else nodes
+    codes = [node.wait(BOUND_S) for node in nodes]
+    job.wait_until_none_runs(max(0.0, begin_s + BOUND_S - time.monotonic()))
+    for node in nodes:
+        assert node.left(killed=node in killed) == [], job.said()
+    return codes
+
+
+@contextlib.contextmanager
+def two_nodes(
+    iterations: int, *options: str, elastic: bool = False, hosts: Sequence[Host] = (), **how: Any
+) -> Iterator[Job]:
+    """A job on nodes a and b, of which a has rank 0 unless they are elastic.
+
+    Args:
+        iterations: to train.
+        options: of torchrun.
+        elastic: whether ranks may start again.
+        hosts: where the nodes are; by default on this one.
+        how: as `Node.start` takes it.
+    """
+    with new_job() as job:
+        for index, name in enumerate("ab"):
+            job.node(name, **(hosts[index].place if hosts else {})).add_gpus(0)
+        job.start_plain(iterations, elastic=elastic, options=options, **how)
+        yield job
+
+
+def node_of_rank_0(job: Job) -> Node:
+    (node,) = (node for node in job.nodes if (node.output / "bill.json").exists())
+    return node
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_killed_rank_starts_again(chance):
+    with two_nodes(25, "--max-restarts", "1", elastic=True) as job:
+        reach_a_random_point(job, chance)
+        kill(job.pid_of(chance.randrange(2)))
+        assert end_in_time(job) == [0, 0], job.said()
+        bill = node_of_rank_0(job).bill
+        assert bill["complete"], bill["missing"]
+        assert bill["job"]["iterations"] == 25, "repeated ones count once"
+        assert_equals_counters(bill["job"]["energy_j"], job.nodes)
+        for rank in range(2):
+            trained = job.trained(rank)
+            assert [entry["iteration"] for entry in trained] == list(range(25))
+            assert len({entry["pid"] for entry in trained}) == 2
+
+
+@full
+def test_a_killed_rank_ends_the_job(chance):
+    with two_nodes(FOR_EVER) as job:
+        reach_a_random_point(job, chance)
+        kill(job.pid_of(chance.randrange(2)))
+        assert 0 not in end_in_time(job), job.said()
+        bill = job.nodes[0].bill
+        assert bill["complete"], bill["missing"]
+        assert_equals_counters(bill["job"]["energy_j"], job.nodes)
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=full), 1], ids=["of rank 0", "other"])
+def test_a_killed_launcher_ends_the_job(chance, victim):
+    with two_nodes(FOR_EVER, **LOST) as job:
+        reach_a_random_point(job, chance)
+        killed, other = job.nodes[victim], job.nodes[1 - victim]
+        kill(killed.launcher_pid)
+        codes = end_in_time(job, killed=[killed])
+        assert codes[victim] == -signal.SIGKILL
+        assert codes[1 - victim] > 0
+        told = summed(killed.log, other.log)
+        assert not told["complete"]
+        assert len(told["missing"]) == 1
+        assert told["missing"][0].startswith(f"{killed.name} was lost")
+        own_j = next(n["energy_j"] for n in told["nodes"] if n["node"] == other.name)
+        assert_equals_counters(own_j, [other])
+        if victim == 1:
+            assert other.bill["missing"] == told["missing"]
+            assert other.bill["job"]["energy_j"] == told["job"]["energy_j"]
+            assert f"INCOMPLETE: {told['missing'][0]}" in other.said
+        else:
+            assert not (killed.output / "bill.json").exists()
+            assert "the job's bill may lack them" in other.said
+
+
+def test_a_killed_torchrun_takes_its_ranks_along(chance):
+    with two_nodes(FOR_EVER) as job:
+        reach_a_random_point(job, chance)
+        victim = chance.choice(job.nodes)
+        kill(victim.torchrun_pid())
+        codes = end_in_time(job)
+        assert codes[job.nodes.index(victim)] == 128 + signal.SIGKILL
+        assert 0 not in codes
+        bill = job.nodes[0].bill
+        assert bill["complete"], bill["missing"]
+        assert_equals_counters(bill["job"]["energy_j"], job.nodes)
+
+
+@full
+def test_torchrun_is_killed_while_ranks_start(chance):
+    with two_nodes(FOR_EVER) as job:
+        job.hear(lambda event: event["event"] == "started")
+        time.sleep(chance.uniform(0, 0.5))  # where the fault comes
+        kill(chance.choice(job.nodes).torchrun_pid())
+        assert 0 not in end_in_time(job), job.said()
+
+
+@full
+def test_all_of_a_node_is_killed(chance):
+    """Its guard too, as by a node that is switched off and on; then the job starts again."""
+    with two_nodes(FOR_EVER, **LOST) as job:
+        reach_a_random_point(job, chance)
+        a, b = job.nodes
+        for pid in b.processes():
+            kill(pid)
+        assert end_in_time(job, [a])[0] > 0
+        assert a.bill["missing"][0].startswith("b was lost")
+        assert b.left(), "nobody is there to bring its clocks back"
+        before_j = summed(a.log, b.log)["job"]["energy_j"]
+
+        done = len(job.trained(0))
+        job.start_plain(done + 10)
+        assert end_in_time(job, killed=[b]) == [0, 0], job.said()
+        bill = a.bill
+        assert bill["job"]["energy_j"] > before_j
+        assert bill["job"]["energy_j"] == summed(a.log, b.log)["job"]["energy_j"]
+        # What the first start's b did after its last line is in no log.
+        assert not bill["complete"]
+
+
+@full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_job_in_order(chance, number):
+    with two_nodes(FOR_EVER) as job:
+        reach_a_random_point(job, chance)
+        os.kill(chance.choice(job.nodes).launcher_pid, number)
+        assert 0 not in end_in_time(job), job.said()
+        bill = job.nodes[0].bill
+        assert bill["complete"], bill["missing"]
+        assert_equals_counters(bill["job"]["energy_j"], job.nodes)
+
+
+@full
+def test_a_killed_guard_is_followed_by_another(chance):
+    """Ranks that had it train on without clock control; one that starts again has the new one."""
+    with two_nodes(60, "--max-restarts", "1", elastic=True) as job:
+        reach_a_random_point(job, chance)
+        victim = chance.choice(job.nodes)
+        (guard,) = victim.processes("envpipe_megatron.gpu.guard")
+        kill(guard)
+        freed = job.hear(lambda event: event.get("locked_mhz", 0) is None)
+        rank, pid = freed["rank"], freed["pid"]
+        assert pid in victim.processes()
+        kill(pid)
+        job.hear(
+            lambda e: (
+                (e["rank"], e.get("locked_mhz")) in [(rank, mhz) for mhz in PLANNED_MHZ]
+                and e["pid"] != pid
+            )
+        )
+        assert end_in_time(job, killed=[victim]) == [0, 0], job.said()
+        bill = node_of_rank_0(job).bill
+        assert bill["complete"], bill["missing"]
+        assert_equals_counters(bill["job"]["energy_j"], job.nodes)
+
+
+@full
+@needs_namespaces()
+def test_a_link_that_fails_for_a_while_does_no_harm(chance):
+    with network(2) as hosts, two_nodes(60, hosts=hosts) as job:
+        reach_a_random_point(job, chance)
+        host = chance.choice(hosts)
+        host.cut()
+        time.sleep(SHORT_CUT_S)  # this long is the fault
+        host.mend()
+        assert end_in_time(job) == [0, 0], job.said()
+        bill = job.nodes[0].bill
+        assert bill["complete"], bill["missing"]
+        assert bill["job"]["iterations"] == 60
+        assert_equals_counters(bill["job"]["energy_j"], job.nodes)
+
+
+@full
+@needs_namespaces()
+def test_a_link_that_fails_for_good_ends_the_job(chance):
+    with network(2) as hosts, two_nodes(FOR_EVER, hosts=hosts, **LOST) as job:
+        reach_a_random_point(job, chance)
+        chance.choice(hosts).cut()
+        assert 0 not in end_in_time(job), job.said()
+        a, b = job.nodes
+        assert a.bill["missing"] == ["b was lost: its energy up to its last line is in the bill"]
+        assert "the job's bill may lack them" in b.said
+        # Both ended in order, and their files have all.
+        told = summed(a.log, b.log)
+        assert told["complete"], told["missing"]
+        assert told["job"]["energy_j"] > a.bill["job"]["energy_j"]
+        assert_equals_counters(told["job"]["energy_j"], job.nodes)
+
+
+@full
+@needs_namespaces()
+def test_a_node_loses_its_power(chance):
+    """Nobody says good-bye: no connection is closed."""
+    with network(2) as hosts, two_nodes(FOR_EVER, hosts=hosts, **LOST) as job:
+        reach_a_random_point(job, chance)
+        victim = chance.randrange(2)
+        lost, other = job.nodes[victim], job.nodes[1 - victim]
+        hosts[victim].cut()
+        for pid in lost.processes():
+            kill(pid)
+        assert end_in_time(job, [other])[0] > 0
+        told = summed(lost.log, other.log)
+        assert [reason.split(" was lost")[0] for reason in told["missing"]] == [lost.name]
+        own_j = next(node["energy_j"] for node in told["nodes"] if node["node"] == other.name)
+        assert_equals_counters(own_j, [other])
+
+
+@full
+def test_a_node_may_start_late():
+    with new_job() as job:
+        a, b = job.node("a"), job.node("b")
+        port = job.start_plain(10, nodes=[a])
+        assert not a.ends_within(10.0)
+        job.start_plain(10, nodes=[b], port=port)
+        assert end_in_time(job) == [0, 0], job.said()
+        assert a.bill["complete"]
+        assert_equals_counters(a.bill["job"]["energy_j"], [a, b])
+
+
+@full
+def test_a_master_that_is_not_there_is_told_of():
+    with new_job() as job:
+        job.node("a")
+        b = job.node("b")
+        job.start_plain(10, nodes=[b], options=["--rdzv-conf", "timeout=3"])
+        assert end_in_time(job, [b])[0] > 0
+        assert "timed out after 3000ms while trying to connect to (127.0.0.1" in b.said
+
+
+def test_jobs_at_once_on_one_machine():
+    """Two are right. A third finds its port taken; a fourth, its energy log."""
+    with contextlib.ExitStack() as stack:
+        jobs = [stack.enter_context(new_job()) for _ in range(4)]
+        one, two, third, fourth = nodes = [job.node("a") for job in jobs]
+        for job in jobs[:2]:
+            job.nodes[0].add_gpus(0)
+            job.start_plain(20)
+        jobs[0].hear_iteration(0)
+        jobs[2].node("b")  # with one node alone, torchrun does not insist on the port
+        taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        jobs[2].start_plain(1, nodes=[third], port=taken.getsockname()[1])
+        fourth.output = one.output
+        jobs[3].start_plain(1)
+        codes = [node.wait() for node in nodes]
+        assert codes[:2] == [0, 0], one.said + two.said
+        assert codes[2] > 0
+        assert "EADDRINUSE" in third.said
+        assert codes[3] == 1
+        assert "Another agent writes this energy log" in fourth.said
+        assert "--node-name" in fourth.said
+        for job in jobs:
+            job.wait_until_none_runs()
+        for node in (one, two):
+            assert node.bill["complete"]
+            assert node.bill["job"]["iterations"] == 20
+            assert_equals_counters(node.bill["job"]["energy_j"], [node])
+            assert node.left() == []

@@ -1,0 +1,128 @@
+"""Nodes that are network namespaces: they share a machine, and reach each other by a link alone.
+
+The quickstart's worker trains a GPT over the nodes, and again on one of them: the same, bit by bit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from networks import INTERFACE, needs_namespaces, network
+from nodes import Job, assert_equals_counters, full, new_job, summed
+
+from envpipe_megatron.gpu.presets import preset_folder
+from envpipe_megatron.quickstart.settings import EVENT_MARK, RUNS, Settings
+
+pytestmark = [pytest.mark.xdist_group("launch"), needs_namespaces()]
+
+#: Three clocks, and a counter that refreshes often: a profile of it takes seconds.
+PRESET_LINES = {
+    "min_frequency_mhz": 1350,
+    "frequency_step_mhz": 30,
+    "refresh_s": 0.02,
+}
+
+
+def write_preset(folder: Path) -> Path:
+    text = (preset_folder() / "a100-sxm.toml").read_text()
+    for name, value in PRESET_LINES.items():
+        text, count = re.subn(rf"(?m)^{name} = .*$", f"{name} = {value}", text)
+        assert count == 1
+    path = folder / "few-clocks.toml"
+    path.write_text(text)
+    return path
+
+
+def start_quickstart(job: Job, num_stages: int, per_node: int) -> Settings:
+    """Train both runs of the quickstart, over all phases."""
+    output = job.folder / "output"
+    output.mkdir()
+    settings = Settings(
+        output_dir=str(output),
+        text=__file__,
+        preset=str(write_preset(job.folder)),
+        num_stages=num_stages,
+        num_layers=num_stages,
+        num_microbatches=num_stages + 2,
+        forward_time_s=0.01,
+        steady_iterations=4,
+        profile_window_s=0.0,
+    )
+    settings.write(output / "settings.json")
+    settings.text_copy.write_bytes(Path(__file__).read_bytes())
+    script = ["--module", "envpipe_megatron.quickstart.worker", str(output / "settings.json")]
+    job.start(script, per_node=per_node)
+    return settings
+
+
+def results(job: Job) -> dict[str, dict[str, Any]]:
+    """What rank 0 told of each run."""
+    found = {}
+    for line in "\n".join(node.said for node in job.nodes).splitlines():
+        if line.startswith(EVENT_MARK):
+            event = json.loads(line.removeprefix(EVENT_MARK))
+            if event["event"] == "result":
+                found[event["run"]] = event
+    assert list(found) == [name for name, *_ in RUNS], job.said()
+    return found
+
+
+@pytest.mark.parametrize("num_nodes", [2, pytest.param(4, marks=full)])
+def test_nodes_train_as_one_does(num_nodes):
+    with network(num_nodes) as hosts, new_job() as many, new_job() as one:
+        assert all(host.interfaces() == ["lo", INTERFACE] for host in hosts)
+        for host in hosts[1:]:
+            assert host.reaches(hosts[0])
+            host.cut()
+            assert not host.reaches(hosts[0])
+            host.mend()
+        before = [host.carried_bytes() for host in hosts]
+        for index, host in enumerate(hosts):
+            many.node(f"n{index}", **host.place)
+        one.node("alone")
+        settings = start_quickstart(many, num_nodes, per_node=1)
+        start_quickstart(one, num_nodes, per_node=num_nodes)
+        assert [node.wait() for node in many.nodes] == [0] * num_nodes, many.said()
+        assert one.nodes[0].wait() == 0, one.said()
+        for job in (many, one):
+            job.wait_until_none_runs()
+            assert [left for node in job.nodes for left in node.left()] == []
+
+        mine, alone = results(many), results(one)
+        for run, result in mine.items():
+            steps = min(len(result["losses"]), len(alone[run]["losses"]))
+            assert steps >= settings.baseline_iterations
+            # JSON keeps every bit of a number.
+            assert result["losses"][:steps] == alone[run]["losses"][:steps]
+            digests = [stage["weights_sha256"] for stage in result["stages"]]
+            assert digests == [stage["weights_sha256"] for stage in alone[run]["stages"]]
+            phases = {entry["phase"] for entry in result["iterations"]}
+            wanted = {"warm-up", "steady"} | (
+                {"profile", "reconfigure"} if run != "baseline" else set()
+            )
+            assert phases >= wanted
+
+        # Each iteration's activations came over the link, and its gradients went back.
+        message_bytes = (
+            4 * settings.microbatch_size * settings.sequence_length * settings.hidden_size
+        )
+        iterations = sum(len(result["losses"]) for result in mine.values())
+        least_bytes = message_bytes * settings.num_microbatches * iterations
+        for host, (received, sent) in zip(hosts, before, strict=True):
+            now_received, now_sent = host.carried_bytes()
+            assert now_received - received > least_bytes
+            assert now_sent - sent > least_bytes
+
+        for job in (many, one):
+            bill = job.nodes[0].bill
+            assert bill["complete"], bill["missing"]
+            assert_equals_counters(bill["job"]["energy_j"], job.nodes)
+            told = summed(*(node.log for node in job.nodes))
+            assert told["job"]["energy_j"] == bill["job"]["energy_j"]
+            assert [node["num_gpus"] for node in told["nodes"]] == [
+                num_nodes // len(job.nodes)
+            ] * len(job.nodes)
