@@ -1,7 +1,7 @@
 """Processes in one gloo group that stay up and call what a test hands them.
 
-Ranks are forked from a server that has imported torch once (and megatron-core, where asked for):
-its import takes seconds, which no rank and no later pool pays again.
+Ranks are forked from a server that has imported torch and EnvPipe's sessions once (and
+megatron-core, where asked for): that takes seconds, which no rank and no later pool pays again.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 
 class RankFailedError(AssertionError):
@@ -35,7 +38,13 @@ class RankPool:
         self.size = size
         self.timeout_s = timeout_s
         self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch.distributed", *preload])
+        self._context.set_forkserver_preload(
+            ["torch.distributed", *preload, "plain_stages", "rank_heap"]
+        )
+        # The server does not know pytest's path, where what ranks run is found.
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        with patch.dict(os.environ, PYTHONPATH=path.rstrip(os.pathsep)):
+            forkserver.ensure_running()
         self._fork()
 
     def _fork(self) -> None:

@@ -10,5 +10,11 @@ from rank_pool import RankPool
 def pool() -> Iterator[RankPool]:
     """Four ranks that have megatron-core; the same for all tests of a worker."""
     pytest.importorskip("megatron.core")
-    with RankPool(4, preload=("megatron.core.models.gpt", "megatron.core.optimizer")) as ranks:
+    preload = (
+        "megatron.core.models.gpt.gpt_layer_specs",
+        "megatron.core.optimizer",
+        "envpipe_megatron.integrations.megatron_core",
+        "envpipe_megatron.integrations.megatron_cpu",
+    )
+    with RankPool(4, preload=preload) as ranks:
         yield ranks
