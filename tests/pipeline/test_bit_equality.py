@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -13,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from jobs import Job, Ours, Result, train
+from memory_folder import memory_folder
 from rank_pool import RankPool
 
 from envpipe_megatron import builders
@@ -42,11 +41,8 @@ def stock(pool: RankPool) -> Callable[[Job], list[Result]]:
 
 @pytest.fixture
 def ours(pool: RankPool) -> Iterator[Callable[[Job, Ours], list[Result]]]:
-    # In memory where there is such a folder: the emulated GPUs' state is renamed into place at
-    # every unit, which a disk takes milliseconds for.
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=memory) as folder:
-        yield lambda job, how: pool.run(train, job, how, Path(folder))
+    with memory_folder() as folder:
+        yield lambda job, how: pool.run(train, job, how, folder)
 
 
 def synthetic_profile(num_stages: int, valley_mhz: int = 1200) -> Profile:
@@ -253,7 +249,7 @@ def test_random_frequencies(stock, ours, tmp_path, seed, chunks):
 
 def test_whole_loop_online(stock, ours):
     """Warm-up, profile, plan, reconfigure, steady: training goes on through all of them."""
-    how = Ours("envpipe", "envelope", "balanced", warmup_iterations=2, unit_s=0.002)
+    how = Ours("envpipe", "envelope", "balanced", warmup_iterations=2, unit_s=0.05)
     results = _run_online(stock, ours, Job(4, 6, steps=None), how)
     phases = [phase for phase, _ in itertools.groupby(results[0].phases)]
     assert phases == ["warm-up", "profile", "reconfigure", "steady"]
@@ -263,7 +259,7 @@ def test_whole_loop_online(stock, ours):
 
 def test_greedy_online(stock, ours, tmp_path):
     synthetic_profile(4, 990).write(tmp_path / "profile_in.csv")
-    how = Ours("envpipe", "envelope", "greedy", tmp_path / "profile_in.csv", 2, unit_s=0.004)
+    how = Ours("envpipe", "envelope", "greedy", tmp_path / "profile_in.csv", 2, unit_s=0.05)
     results = _run_online(stock, ours, Job(4, 6, steps=None, tied=True), how)
     phases = [phase for phase, _ in itertools.groupby(results[0].phases)]
     assert phases == ["warm-up", "reconfigure", "steady"]

@@ -51,12 +51,11 @@ class _CudaOnCpu(TorchFunctionMode):
     """Creates on the CPU what asks for `device="cuda"`, and keeps `.cuda()` there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        if not kwargs:  # as with most of the hundred calls of a layer
+            return args[0] if func is torch.Tensor.cuda else func(*args)
         if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        if func is torch.Tensor.cuda:
-            return args[0]
-        return func(*args, **kwargs)
+            kwargs = {**kwargs, "device": "cpu"}
+        return args[0] if func is torch.Tensor.cuda else func(*args, **kwargs)
 
 
 @contextlib.contextmanager
