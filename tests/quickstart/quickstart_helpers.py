@@ -20,10 +20,19 @@ def write_text(path, size=20_000):
 
 
 def write_coarse_preset(path):
-    """An A100 with few clocks, which are profiled in less time."""
+    """An A100 with few clocks on both sides of its valley, and a counter that refreshes more often.
+
+    Each is profiled for ten refreshes, which ranks wait for.
+    """
     text = (PRESETS / "a100-sxm.toml").read_text()
-    assert "frequency_step_mhz = 15\n" in text
-    path.write_text(text.replace("frequency_step_mhz = 15\n", "frequency_step_mhz = 120\n"))
+    for name, stock, coarse in (
+        ("frequency_step_mhz", 15, 210),
+        ("min_frequency_mhz", 210, 570),
+        ("refresh_s", 0.1, 0.05),
+    ):
+        assert f"\n{name} = {stock}\n" in text
+        text = text.replace(f"\n{name} = {stock}\n", f"\n{name} = {coarse}\n")
+    path.write_text(text)
     return path
 
 

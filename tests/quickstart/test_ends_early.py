@@ -82,7 +82,8 @@ def test_ctrl_c_in_the_middle_of_training(tmp_path):
 
 
 def test_a_rank_that_is_killed(tmp_path):
-    settings = short_settings(tmp_path, steady_iterations=1000)
+    # As few ranks as have one that is no neighbour of the victim: each takes seconds to start.
+    settings = short_settings(tmp_path, num_stages=3, num_layers=3, steady_iterations=1000)
     output = tmp_path / "out"
 
     def kill_a_rank():
@@ -98,7 +99,7 @@ def test_a_rank_that_is_killed(tmp_path):
     assert "clocks are reset" in str(caught.value)
     assert str(output / "log.txt") in str(caught.value)
     assert "SIGKILL" in (output / "log.txt").read_text()
-    assert locks_mhz(output) == [None] * 4
+    assert locks_mhz(output) == [None] * 3
     assert not processes_of(output)
     assert_partial_results(output)
 

@@ -5,6 +5,7 @@ import io
 import json
 
 import pytest
+from memory_folder import memory_folder
 from quickstart_helpers import locks_mhz, processes_of, short_settings
 from rich.console import Console
 
@@ -31,12 +32,12 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("quickstart")
-    settings = short_settings(folder)
-    screen = io.StringIO()
-    run_quickstart(settings, Console(file=screen, width=100))
-    return Run(settings, folder / "out", screen.getvalue())
+def finished():
+    with memory_folder() as folder:
+        settings = short_settings(folder)
+        screen = io.StringIO()
+        run_quickstart(settings, Console(file=screen, width=100))
+        yield Run(settings, folder / "out", screen.getvalue())
 
 
 def test_all_promised_files_are_there_and_nothing_else(finished):
