@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from memory_folder import memory_folder
 from patch_project import in_child, snapshot
 
 import envpipe_megatron.patching
@@ -63,6 +64,13 @@ def killed_at(line, do, root, catalog):
             do(root, catalog)
 
     assert in_child(until_killed) == -signal.SIGKILL
+
+
+@pytest.fixture
+def tmp_path():
+    """In memory: a disk takes milliseconds for each of thousands of fsync, which no kill needs."""
+    with memory_folder() as folder:
+        yield folder
 
 
 @pytest.fixture
