@@ -328,6 +328,26 @@ def test_what_comes_late_over_a_cut_connection_counts_once():
     run(test())
 
 
+def test_of_two_connections_of_one_log_the_later_one_counts(tmp_path):
+    """The other was cut off, of which the network has told the agent alone."""
+
+    async def test() -> None:
+        async with collecting() as collector:
+            endpoint = await collector.start("localhost")
+            hello, line = hello_of(collector), json.dumps(window()).encode() + b"\n"
+            old = await connected(endpoint["port"], hello + line)
+            for have in (0, len(line)):
+                assert json.loads(await old[0].readline()) == {"have": have}
+            new = await connected(endpoint["port"], hello)
+            assert json.loads(await new[0].readline()) == {"have": len(line)}
+            await is_hung_up(*old)
+            new[1].write(line)
+            assert json.loads(await new[0].readline()) == {"have": 2 * len(line)}
+            new[1].close()
+
+    run(test())
+
+
 def test_a_collector_that_moves_gets_everything_anew(tmp_path):
     async def test() -> None:
         async with (

@@ -306,10 +306,11 @@ def test_a_master_that_is_not_there_is_told_of():
 
 
 def test_jobs_at_once_on_one_machine():
-    """Two are right. A third finds its port taken; a fourth, its energy log."""
+    """Two of one user are right. A third finds its port taken; a fourth, its energy log."""
     with contextlib.ExitStack() as stack:
         jobs = [stack.enter_context(new_job()) for _ in range(4)]
         one, two, third, fourth = nodes = [job.node("a") for job in jobs]
+        two.share_machine(one)
         for job in jobs[:2]:
             job.nodes[0].add_gpus(0)
             job.start_plain(20)
