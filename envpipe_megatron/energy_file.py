@@ -19,8 +19,8 @@ A node's agent adds notes, which carry no energy. A node whose last `begun` has 
 
 ```json
 {"format": "envpipe-note/1", "node": "n1", "note": "begun", "time": "2026-01-31T12:00:00+00:00"}
-{"format": "envpipe-note/1", "node": "n1", "note": "job", "facts": {"tokens_per_iteration": 32768}}
-{"format": "envpipe-note/1", "node": "n1", "note": "ended", "exit_code": 0}
+{"format": "envpipe-note/1", "node": "n1", "note": "job", "time": "…", "facts": {"model": "GPT"}}
+{"format": "envpipe-note/1", "node": "n1", "note": "ended", "time": "…", "exit_code": 0}
 ```
 """
 
@@ -179,9 +179,9 @@ def parse_line(line: bytes) -> EnergyWindow | EnergyNote:
     try:
         data = json.loads(line)
         if isinstance(data, dict) and data.get("format") == NOTE_FORMAT:
-            return EnergyNote(data["node"], data["note"], data)
+            return EnergyNote(_text(data, "node"), _text(data, "note"), data)
         return _parse(data)
-    except (TypeError, KeyError, RecursionError) as error:
+    except (TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError("Not a line of an energy log") from error
 
 

@@ -46,8 +46,9 @@ class Tariff:
         return {name: kwh * per_kwh for name, per_kwh in known.items() if per_kwh is not None}
 
 
-def bill_facts(bill: Bill, tariff: Tariff) -> dict[str, Any]:
-    """A bill as JSON."""
+def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, Any]:
+    """A bill as JSON; while its job is not `over`, nobody is missing yet."""
+    missing = bill.missing() if over else []
 
     def entries(
         names: tuple[str, ...], key: Callable[[EnergyWindow], tuple[Any, ...]]
@@ -80,8 +81,8 @@ def bill_facts(bill: Bill, tariff: Tariff) -> dict[str, Any]:
             **{f"energy_per_{unit}_j": value for unit, value in per_unit(bill).items()},
             **tariff.facts(job.energy_j),
         },
-        "complete": not bill.missing(),
-        "missing": bill.missing(),
+        "complete": over and not missing,
+        "missing": missing,
         "comparison": None if comparison is None else asdict(comparison),
         "facts": bill.facts,
         "nodes": [

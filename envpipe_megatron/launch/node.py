@@ -207,7 +207,8 @@ class _Report:
         """Training has come so much further."""
         _say(line)
         try:
-            append_line(self._folder / "bill.jsonl", bill_facts(bill, self._tariff))
+            facts = bill_facts(bill, self._tariff, over=False)
+            append_line(self._folder / "bill.jsonl", facts)
         except OSError as error:  # a full disk stops neither training nor the sums
             logger.error("The bill is not written: %s", error)
 

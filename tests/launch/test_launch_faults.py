@@ -305,6 +305,7 @@ def test_a_master_that_is_not_there_is_told_of():
         assert "timed out after 3000ms while trying to connect to (127.0.0.1" in b.said
 
 
+@full
 def test_jobs_at_once_on_one_machine():
     """Two of one user are right. A third finds its port taken; a fourth, its energy log."""
     with contextlib.ExitStack() as stack:
