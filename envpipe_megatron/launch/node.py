@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import socket
 import tempfile
 import threading
@@ -41,8 +40,6 @@ from envpipe_megatron.runtime.agent_link import AGENT_VARIABLE
 
 logger = logging.getLogger(__name__)
 
-#: How long ranks may take to end after a torchrun that was killed, before they are killed.
-_RANKS_END_S = 15.0
 #: How long the bill waits for other nodes, which may hang in collectives until these time out.
 _OTHERS_END_S = 30.0
 _GUARD_S = 60.0
@@ -114,22 +111,8 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         code = run_torchrun(
             torchrun_arguments, environment, until_stdin_ends=settings.until_stdin_ends
         )
-        _end_ranks(agent)
         _bill(agent, code, report)
     return code
-
-
-def _end_ranks(agent: NodeAgent) -> None:
-    """End ranks that are left, as of a torchrun that was killed."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        left = [rank for rank in agent.connected() if rank.pid]
-        if not left:
-            return
-        for rank in left:
-            logger.warning("%s has outlived torchrun: %s", rank.label, number.name)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.pid, number)
-        agent.wait_until_none_is_connected(_RANKS_END_S)
 
 
 @contextlib.contextmanager

@@ -127,7 +127,8 @@ def test_a_killed_rank_ends_the_job(chance):
         assert_equals_counters(bill["job"]["energy_j"], job.nodes)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=full), 1], ids=["of rank 0", "other"])
+@full
+@pytest.mark.parametrize("victim", [0, 1], ids=["of rank 0", "other"])
 def test_a_killed_launcher_ends_the_job(chance, victim):
     with two_nodes(FOR_EVER, **LOST) as job:
         reach_a_random_point(job, chance)
@@ -151,6 +152,7 @@ def test_a_killed_launcher_ends_the_job(chance, victim):
             assert "the job's bill may lack them" in other.said
 
 
+@full
 def test_a_killed_torchrun_takes_its_ranks_along(chance):
     with two_nodes(FOR_EVER) as job:
         reach_a_random_point(job, chance)
