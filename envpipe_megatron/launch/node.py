@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 #: How long the bill waits for other nodes, which may hang in collectives until these time out.
 _OTHERS_END_S = 30.0
+#: How long ranks that have ended may still be heard: what they said last is under way.
+_LAST_WORDS_S = 5.0
 _GUARD_S = 60.0
 _LONG_S = 3600.0
 
@@ -111,6 +113,7 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         code = run_torchrun(
             torchrun_arguments, environment, until_stdin_ends=settings.until_stdin_ends
         )
+        agent.wait_until_none_is_connected(_LAST_WORDS_S)
         _bill(agent, code, report)
     return code
 
