@@ -40,7 +40,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Ours:
-    """How EnvPipe runs it; none of it may change a bit of the result."""
+    """How EnvPipe runs it; none of it may change a bit of the result.
+
+    Args:
+        clocks_mhz: of the emulated GPUs; None for those of the preset.
+    """
 
     schedule: str = "1f1b"
     policy: str = "baseline"
@@ -50,6 +54,7 @@ class Ours:
     plan_file: Path | None = None
     profiler: tuple[int, int, int] = (1, 1, 1)
     unit_s: float = 0.001
+    clocks_mhz: tuple[int, ...] | None = None
 
 
 Bits = dict[str, bytes]

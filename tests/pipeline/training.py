@@ -333,6 +333,8 @@ def _session(rank: int, job: Job, ours: Ours, root: Path, result: Result) -> Ses
     collectives = Collectives(dist.group.WORLD, result.stage, job.stages, pipeline)
     gpu = _RecordingGpu.create("a100-sxm", rank, root)
     gpu.history_mhz = result.locked_mhz
+    if ours.clocks_mhz:
+        gpu.supported_frequencies_mhz = ours.clocks_mhz
     fast_time = FastTime()
     fast_time.install(gpu)
     times = {Kind.FORWARD: ours.unit_s, Kind.BACKWARD: 2 * ours.unit_s}
