@@ -50,7 +50,7 @@ lines, which other users of the machines can read: export no secrets. When a nod
 are stopped, and its exit status is this command's.
 
 \b
-Examples:
+Example:
   envpipe launch --nproc-per-node 8 pretrain_gpt.py ... --envpipe
   envpipe launch --hostfile hosts --price 0.25 pretrain_gpt.py ... --envpipe
 """
