@@ -251,7 +251,7 @@ class _Agent:
         phase_s = load.interval_s * self._random.random()
         self._uplink.send_to(endpoint)
         if self._index == 0:
-            self._log.note(JOB, facts={"num_ranks": load.agents * load.gpus})
+            self._log.note(JOB, facts={"num_gpus": load.agents * load.gpus})
         for number in range(load.rounds):
             await asyncio.sleep(begin_s + phase_s + number * load.interval_s - time.monotonic())
             lag_bytes = self._log.size - self._uplink.known_bytes

@@ -16,6 +16,7 @@ No message asks the guard to lock a clock: it cannot be made to.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -77,8 +78,15 @@ _TOLD: dict[str, type[GpuError]] = {
 
 
 def send(connection: socket.socket, message: Message) -> None:
-    """Send a message. May raise OSError."""
-    connection.send(json.dumps(message).encode())
+    """Send a message.
+
+    Raises:
+        OSError: it is longer than who receives it would read, or cannot be sent.
+    """
+    data = json.dumps(message).encode()
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
+    connection.send(data)
 
 
 def receive(connection: socket.socket) -> dict[str, Any] | None:

@@ -15,7 +15,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,19 +35,6 @@ T = TypeVar("T")
 
 _TICK_S = 0.2
 _BACKLOG = 256
-
-
-@dataclass(frozen=True)
-class Connected:
-    """A rank of this node.
-
-    Args:
-        pid: its process; 0 where it lives in another PID namespace.
-        label: its rank, for messages.
-    """
-
-    pid: int
-    label: str
 
 
 class NodeAgent:
@@ -90,7 +76,8 @@ class NodeAgent:
         self._collects = False
         self._ledgers: dict[str, GpuLedger] = {}
         self._opening: dict[str, asyncio.Lock] = {}
-        self._ranks: dict[socket.socket, Connected] = {}
+        #: What each connected rank is called.
+        self._ranks: dict[socket.socket, str] = {}
         self._changed = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -111,8 +98,8 @@ class NodeAgent:
         """Of all GPUs that ranks have used so far."""
         return list(self._ledgers.values())
 
-    def connected(self) -> list[Connected]:
-        """Ranks that have not ended yet."""
+    def connected(self) -> list[str]:
+        """Names of the ranks that have not ended yet."""
         return list(self._ranks.values())
 
     def wait_until_none_is_connected(self, timeout_s: float) -> bool:
@@ -194,8 +181,8 @@ class NodeAgent:
                 connection.close()
                 continue
             connection.setblocking(False)
-            self._ranks[connection] = Connected(pid, f"process {pid}")
-            self._start(self._serve(connection, pid))
+            self._ranks[connection] = f"process {pid}"
+            self._start(self._serve(connection))
 
     async def _tick(self) -> None:
         while True:
@@ -203,7 +190,7 @@ class NodeAgent:
             for ledger in self._ledgers.values():
                 self._guarded(ledger.settle)
 
-    async def _serve(self, connection: socket.socket, pid: int) -> None:
+    async def _serve(self, connection: socket.socket) -> None:
         """Take what a rank says, until it ends."""
         ledger: GpuLedger | None = None
         try:
@@ -212,8 +199,8 @@ class NodeAgent:
                 match message.get("op"):
                     case "hello":
                         ledger = await self._welcome(message)
-                        self._ranks[connection] = Connected(pid, f"rank {message.get('rank')}")
-                        send(connection, {"event": "welcome"})
+                        self._ranks[connection] = f"rank {message.get('rank')}"
+                        send(connection, {"event": "welcome", "node": self.log.node})
                     case "collect":
                         self._collects = True
                         endpoint = await self._collector.start(str(message["host"]))
@@ -232,7 +219,7 @@ class NodeAgent:
                     case other:
                         raise GuardProtocolError("Nothing that can be done", value=other)
         except Exception as error:  # whatever a rank says ends its own connection alone
-            logger.error("%s: %r", self._ranks[connection].label, error)
+            logger.error("%s: %r", self._ranks[connection], error)
         finally:
             connection.close()
             try:

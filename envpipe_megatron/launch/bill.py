@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, TypeVar
 
-from scipy.special import stdtrit
-
 from envpipe_megatron.energy_file import (
     BEGUN,
     BETWEEN,
@@ -26,7 +24,12 @@ from envpipe_megatron.energy_file import (
     EnergyWindow,
     Phase,
 )
-from envpipe_megatron.runtime.interval_energy import NORMAL_95, Comparison, StepEnergy, compare
+from envpipe_megatron.runtime.interval_energy import (
+    Comparison,
+    StepEnergy,
+    compare,
+    standard_error,
+)
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -187,15 +190,10 @@ class PhaseBill:
         return StepEnergy(
             self.steps,
             self.total.duration_s / self.steps,
-            _widened(math.sqrt(self.scatter_s2 / (n * (n - 1))), n) if n > 1 else None,
+            standard_error(math.sqrt(self.scatter_s2 / (n - 1)), n) if n > 1 else None,
             self.total.energy_j / self.steps,
             None if uncertainty_j is None else uncertainty_j / self.steps,
         )
-
-
-def _widened(error: float, count: int) -> float:
-    """A standard error by Student's t, as `interval_energy.error_of_mean` has it."""
-    return error * float(stdtrit(count - 1, 0.975)) / NORMAL_95
 
 
 @dataclass
@@ -279,7 +277,7 @@ class Bill:
             for name, node in self.nodes.items()
             if node.lost
         ]
-        expected, found = self.fact("num_ranks"), self.total().num_gpus
+        expected, found = self.fact("num_gpus"), self.total().num_gpus
         if expected is not None and found < expected:
             reasons.append(f"{expected - found} of {expected} GPUs sent nothing")
         return reasons

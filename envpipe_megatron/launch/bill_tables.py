@@ -14,7 +14,7 @@ from rich.table import Table
 
 from envpipe_megatron.energy_file import SHARES, EnergyWindow, Phase
 from envpipe_megatron.launch.bill import JOULES_PER_KWH, Bill, EnergyTotal, PhaseBill, per_unit
-from envpipe_megatron.runtime.interval_energy import NORMAL_95
+from envpipe_megatron.runtime.interval_energy import percent
 
 _LONGEST_NAME = 16
 
@@ -74,6 +74,7 @@ def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, An
         gpus[gpu_key] |= total_facts(total)
         gpus[gpu_key]["phases"] = {name: total_facts(part) for name, part in parts.items()}
     job, comparison = bill.total(), bill.comparison()
+    by_node = bill.total_by(lambda w: w.node)
     return {
         "job": {
             **total_facts(job),
@@ -86,8 +87,8 @@ def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, An
         "comparison": None if comparison is None else asdict(comparison),
         "facts": bill.facts,
         "nodes": [
-            {**entry, **asdict(bill.nodes[entry["node"]])}
-            for entry in entries(("node",), lambda w: (w.node,))
+            {"node": name, **total_facts(by_node.get(name, EnergyTotal())), **asdict(node)}
+            for name, node in bill.nodes.items()
         ],
         "stages": entries(("stage",), lambda w: (w.stage,)),
         "gpus": list(gpus.values()),
@@ -171,13 +172,6 @@ def write_csv(bill: Bill, path: Path) -> None:
                     step.energy_j * total.num_gpus, total.average_power_w,
                 )
             )  # fmt: skip
-
-
-def percent(value: float, standard_uncertainty: float | None) -> str:
-    """A number of percent, with its 95 % interval where that is known."""
-    if standard_uncertainty is None:
-        return f"{value:.2f} %"
-    return f"{value:.2f} +- {NORMAL_95 * standard_uncertainty:.2f} %"
 
 
 def _table(names: tuple[str, ...], totals: Mapping[tuple[Any, ...], EnergyTotal]) -> Table:

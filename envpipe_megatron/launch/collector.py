@@ -36,6 +36,9 @@ _HELLO_S = 10.0
 #: Lines come a thousand times a second in a large job, and whoever is told looks at all its GPUs.
 _TELL_EACH_S = 1.0
 _BACKLOG = 1024
+#: A node that lost its power says no good-bye, and must not be taken for one that comes back with
+#: another log: its connection ends after half a minute in which it answers no probe.
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
 @dataclass
@@ -84,6 +87,7 @@ class Collector:
                 )
             else:
                 listener = socket.create_server(("", 0), backlog=_BACKLOG)
+            _notice_silence(listener)
             self._server = await asyncio.start_server(self._serve, sock=listener)
         port = self._server.sockets[0].getsockname()[1]
         return {"host": host, "port": port, "token": self.token}
@@ -193,3 +197,11 @@ class Collector:
         except Exception:  # a closed terminal, say
             logger.exception("The bill is added up, but no longer told of while it grows")
             self._on_lines = lambda: None
+
+
+def _notice_silence(listener: socket.socket) -> None:
+    """Set what its connections inherit."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):  # macOS calls the first one otherwise
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

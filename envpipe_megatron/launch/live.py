@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from envpipe_megatron.energy_file import BETWEEN
 from envpipe_megatron.launch.bill import Bill
-from envpipe_megatron.launch.bill_tables import percent
+from envpipe_megatron.runtime.interval_energy import percent
 
 
 class LiveLine:
@@ -33,7 +33,7 @@ class LiveLine:
                 steps, energy_j = now.get(gpu, (0, 0.0))
                 now[gpu] = steps + phase.steps, energy_j + phase.total.energy_j
         counts = [steps for steps, _ in now.values()]
-        if len(counts) < (bill.fact("num_ranks") or 0):
+        if len(counts) < (bill.fact("num_gpus") or 0):
             counts.append(0)  # of GPUs that have sent nothing yet
         # All GPUs together; but one that is cut off ends no lines.
         done = max(min(counts, default=0), max(counts, default=0) - 2 * self._interval)

@@ -8,7 +8,6 @@ outlives them all and brings the clocks back.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -19,10 +18,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
-from rich.console import Console
-
-from envpipe_megatron.energy_file import append_line
 from envpipe_megatron.gpu.guard_protocol import (
     SOCKET_VARIABLE,
     GuardSettings,
@@ -32,8 +27,8 @@ from envpipe_megatron.gpu.guard_protocol import (
 from envpipe_megatron.gpu.guard_starting import connect_to_guard
 from envpipe_megatron.gpu.process_identity import wait_readable
 from envpipe_megatron.launch.agent import NodeAgent
-from envpipe_megatron.launch.bill import Bill
-from envpipe_megatron.launch.bill_tables import Tariff, bill_facts, show_bill, write_csv
+from envpipe_megatron.launch.bill_report import BillReport, say
+from envpipe_megatron.launch.bill_tables import Tariff
 from envpipe_megatron.launch.live import LiveLine
 from envpipe_megatron.launch.torchrun import run_torchrun
 from envpipe_megatron.runtime.agent_link import AGENT_VARIABLE
@@ -88,7 +83,8 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         GuardError: the guard of this node's clocks cannot be started.
         OSError: the output folder cannot be written.
     """
-    report = _Report(settings)
+    tariff = Tariff(settings.price_per_kwh, settings.grid_g_per_kwh)
+    report = BillReport(settings.output_dir, tariff)
     live = LiveLine(settings.bill_interval, report.tell) if settings.bill_interval else None
     with contextlib.ExitStack() as last:
         folder = last.enter_context(
@@ -157,10 +153,10 @@ def _guarded(node: str) -> Iterator[str]:
         over.close()
 
 
-def _bill(agent: NodeAgent, code: int, report: _Report) -> None:
+def _bill(agent: NodeAgent, code: int, report: BillReport) -> None:
     if not agent.ledgers():
         agent.finish(code, 0.0)
-        _say("no rank of this node told of its training, so there is no bill: is EnvPipe on?")
+        say("no rank of this node told of its training, so there is no bill: is EnvPipe on?")
         return
     try:
         late = agent.finish(code, _OTHERS_END_S)
@@ -169,44 +165,10 @@ def _bill(agent: NodeAgent, code: int, report: _Report) -> None:
     bill = agent.bill
     if bill is None:
         own_j = sum(ledger.energy_j for ledger in agent.ledgers())
-        _say(f"{own_j:.1f} J on this node, in {agent.log.path}")
+        say(f"{own_j:.1f} J on this node, in {agent.log.path}")
         if agent.trouble:
-            _say(f"the job's bill may lack them: {agent.trouble}")
+            say(f"the job's bill may lack them: {agent.trouble}")
         return
     for name in late:
         logger.warning("%s did not end in time; `envpipe energy sum` adds its log up later", name)
     report.end(bill)
-
-
-class _Report:
-    """The job's bill on the node of rank 0: `bill.jsonl` as it grows, `bill.json` and `bill.csv`.
-
-    Args:
-        settings: of the node.
-    """
-
-    def __init__(self, settings: NodeSettings) -> None:
-        self._tariff = Tariff(settings.price_per_kwh, settings.grid_g_per_kwh)
-        self._folder = settings.output_dir
-
-    def tell(self, line: str, bill: Bill) -> None:
-        """Training has come so much further."""
-        _say(line)
-        try:
-            facts = bill_facts(bill, self._tariff, over=False)
-            append_line(self._folder / "bill.jsonl", facts)
-        except OSError as error:  # a full disk stops neither training nor the sums
-            logger.error("The bill is not written: %s", error)
-
-    def end(self, bill: Bill) -> None:
-        """The job is over."""
-        show_bill(bill, self._tariff, Console())
-        facts = bill_facts(bill, self._tariff)
-        append_line(self._folder / "bill.jsonl", facts)
-        (self._folder / "bill.json").write_text(json.dumps(facts, indent=1) + "\n")
-        write_csv(bill, self._folder / "bill.csv")
-        _say(f"the bill is in {self._folder}: bill.json, bill.csv, and as it grew bill.jsonl")
-
-
-def _say(text: str) -> None:
-    click.echo(f"[envpipe] {text}", err=True)

@@ -58,7 +58,10 @@ class Uplink:
                 while self.known_bytes < self._log.size:
                     self._known.clear()
                     await self._known.wait()
-        return self.known_bytes >= self._log.size
+        if self.known_bytes >= self._log.size:
+            return True
+        self.trouble = self.trouble or f"not confirmed within {timeout_s:g} s"
+        return False
 
     async def close(self) -> None:
         """Stop sending."""

@@ -4,7 +4,7 @@ The agent listens at the Unix socket that ENVPIPE_AGENT_SOCKET names. Messages a
 to a guard:
 
     rank  -> agent   {"op": "hello", "backend": ..., "gpu_uid": ..., "gpu": ..., "rank": ..., ...}
-    agent -> rank    {"event": "welcome"}                 the GPU is metered from here on
+    agent -> rank    {"event": "welcome", "node": ...}    the GPU is metered from here on
     rank  -> agent   {"op": "collect", "host": ...}       asked of the agent of rank 0 alone
     agent -> rank    {"event": "collecting", "endpoint": {"host": ..., "port": ..., "token": ...}}
     rank  -> agent   {"op": "send_to", "endpoint": ...}   where the job's energy is added up
@@ -44,9 +44,11 @@ class AgentLink:
 
     Args:
         connection: on which the agent has said welcome.
+        node: as the agent calls this one.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, node: str) -> None:
+        self.node = node
         self._connection = connection
         self._failing = False
 
@@ -107,12 +109,15 @@ def connect_to_agent(
     if link is not None and collectives.is_planner:
         with _told("adds nothing up"):
             endpoint = link.collector(os.environ.get("MASTER_ADDR", ""))
-    endpoints = [e for stage in collectives.gather_by_stage(endpoint) for e in stage]
-    known = next((endpoint for endpoint in endpoints if endpoint is not None), None)
+    billed = None if link is None else (link.node, gpu.address.uid)
+    told = [t for stage in collectives.gather_by_stage((endpoint, billed)) for t in stage]
+    known = next((endpoint for endpoint, _ in told if endpoint is not None), None)
     if link is not None and known is not None:
         link.send_to(known)
     if link is not None and collectives.is_planner:
-        link.job({"num_ranks": len(endpoints)})
+        gpus = [billed for _, billed in told]
+        # Ranks may share a GPU. What no agent bills is missing from the job's bill.
+        link.job({"num_gpus": len(set(gpus) - {None}) + gpus.count(None)})
     return link
 
 
@@ -122,8 +127,7 @@ def _connected(path: str, gpu: Gpu, labels: Mapping[str, object]) -> AgentLink |
     with _told("does not answer, so this rank writes its own energy log"):
         connection.settimeout(_ANSWER_S)
         connection.connect(path)
-        _ask(connection, hello)
-        return AgentLink(connection)
+        return AgentLink(connection, str(_ask(connection, hello).get("node")))
     connection.close()
     return None
 

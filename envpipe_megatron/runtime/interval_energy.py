@@ -378,11 +378,22 @@ def mean_over_gpus(by_stage: Sequence[Sequence[StepEnergy]]) -> StepEnergy:
 
 
 def error_of_mean(values: Sequence[float] | deque[float]) -> float | None:
-    """Standard uncertainty of the mean of a few values; None where one tells nothing.
+    """Standard uncertainty of the mean of a few values; None where one tells nothing."""
+    return standard_error(statistics.stdev(values), len(values)) if len(values) > 1 else None
+
+
+def standard_error(deviation: float, count: int) -> float:
+    """Standard uncertainty of the mean of two values or more, by their standard deviation.
 
     It is widened by Student's t, so that twice the figure is the 95 % interval of few values too.
     """
-    if len(values) < 2:
-        return None
-    widened = float(stdtrit(len(values) - 1, 0.975)) / NORMAL_95
-    return widened * statistics.stdev(values) / math.sqrt(len(values))
+    return float(stdtrit(count - 1, 0.975)) / NORMAL_95 * deviation / math.sqrt(count)
+
+
+def percent(value: float | None, standard_uncertainty: float | None) -> str:
+    """A number of percent, with its 95 % interval where that is known."""
+    if value is None:
+        return "not known"
+    if standard_uncertainty is None:
+        return f"{value:.2f} %"
+    return f"{value:.2f} +- {NORMAL_95 * standard_uncertainty:.2f} %"

@@ -234,14 +234,14 @@ def test_a_whole_job_is_complete(tmp_path):
     path = write(
         tmp_path / "log.jsonl",
         note("begun", time="2026-01-31T12:00:00", log="1"),
-        job(num_ranks=1, tokens_per_iteration=500),
+        job(num_gpus=1, tokens_per_iteration=500),
         *(window(iteration=i) for i in range(4)),
         window(iteration=3, energy_j=50.0, phase="between"),
         note("ended", exit_code=0),
     )
     facts = summed(path)
     assert (facts["complete"], facts["missing"]) == (True, [])
-    assert facts["facts"] == {"num_ranks": 1, "tokens_per_iteration": 500}
+    assert facts["facts"] == {"num_gpus": 1, "tokens_per_iteration": 500}
     assert facts["job"]["iterations"] == 4
     assert facts["job"]["energy_per_iteration_j"] == 112.5
     assert facts["job"]["energy_per_token_j"] == 0.225
@@ -254,7 +254,7 @@ def test_a_whole_job_is_complete(tmp_path):
 
 
 def test_what_is_missing_is_told(tmp_path):
-    whole = write(tmp_path / "0.jsonl", note("begun"), job(num_ranks=3), window(), note("ended"))
+    whole = write(tmp_path / "0.jsonl", note("begun"), job(num_gpus=3), window(), note("ended"))
     lost = write(tmp_path / "1.jsonl", note("begun", "n1"), window("n1"))
     facts = summed(whole, lost)
     assert not facts["complete"]

@@ -40,6 +40,7 @@ class Rank:
     def __init__(self, agent: NodeAgent, gpu: EmulatedGpu, rank: int = 0) -> None:
         self.gpu = gpu
         self.rank = rank
+        self.agent = agent
         self.connection = connect(agent)
 
     def hello(self, **fields: Any) -> dict[str, Any]:
@@ -56,7 +57,7 @@ class Rank:
 
     def say_hello(self) -> Rank:
         send(self.connection, self.hello())
-        assert receive(self.connection) == {"event": "welcome"}
+        assert receive(self.connection) == {"event": "welcome", "node": self.agent.log.node}
         return self
 
     def train(self, iteration: int, work_s: float = 0.5) -> None:
@@ -174,8 +175,8 @@ def bill(*agents: NodeAgent) -> Bill:
 def test_a_rank_from_hello_to_bye(nodes):
     agent, gpu = nodes.agent(), nodes.gpu()
     rank = nodes.rank(agent, gpu).say_hello()
-    assert [(r.pid, r.label) for r in agent.connected()] == [(os.getpid(), "rank 0")]
-    send(rank.connection, {"op": "job", "facts": {"num_ranks": 1}})
+    assert agent.connected() == ["rank 0"]
+    send(rank.connection, {"op": "job", "facts": {"num_gpus": 1}})
     gpu.advance_to(gpu.time_s() + 0.35)
     for iteration in range(3):
         rank.train(iteration)
@@ -355,7 +356,7 @@ def test_hundreds_of_connections(nodes):
     for rank in ranks:
         send(rank.connection, rank.hello())
     for rank in ranks:
-        assert receive(rank.connection) == {"event": "welcome"}
+        assert receive(rank.connection) == {"event": "welcome", "node": "n0"}
     assert len(agent.connected()) == 200
     assert len(agent.ledgers()) == 4
     assert sum(thread.name == "envpipe-meter" for thread in threading.enumerate()) == 4

@@ -265,14 +265,14 @@ def test_logs_without_an_agent_miss_nothing():
 
 
 def test_gpus_that_sent_nothing_are_counted():
-    entries = [job(num_ranks=4), window(0), window(1)]
+    entries = [job(num_gpus=4), window(0), window(1)]
     assert bill(*entries).missing() == ["2 of 4 GPUs sent nothing"]
     assert bill(*entries, window(2), window(3)).missing() == []
-    assert bill(job(num_ranks=4)).missing() == ["4 of 4 GPUs sent nothing"]
+    assert bill(job(num_gpus=4)).missing() == ["4 of 4 GPUs sent nothing"]
 
 
 def test_a_lost_node_makes_the_bill_incomplete_everywhere(tmp_path):
-    made = bill(note("begun"), job(num_ranks=2), window())
+    made = bill(note("begun"), job(num_gpus=2), window())
     facts = bill_facts(made, Tariff())
     assert not facts["complete"]
     assert len(facts["missing"]) == 2
@@ -281,14 +281,14 @@ def test_a_lost_node_makes_the_bill_incomplete_everywhere(tmp_path):
 
 
 def test_the_last_of_two_facts_counts():
-    made = bill(job(num_ranks=4, model="a"), window(), job(num_ranks=1))
-    assert made.facts == {"num_ranks": 1, "model": "a"}
+    made = bill(job(num_gpus=4, model="a"), window(), job(num_gpus=1))
+    assert made.facts == {"num_gpus": 1, "model": "a"}
     assert made.missing() == []
 
 
 @pytest.mark.parametrize("bad", ["x", [1], {"a": 1}, None, -5, 0, True, math.nan, math.inf])
 def test_facts_that_make_no_sense_spoil_no_bill(bad, tmp_path):
-    names = ("num_ranks", "tokens_per_iteration", "samples_per_iteration", "baseline")
+    names = ("num_gpus", "tokens_per_iteration", "samples_per_iteration", "baseline")
     names += ("model", "type", "microbatch_size")
     made = bill(window(), window(0, 0, phase="warm-up"), job(**dict.fromkeys(names, bad)))
     assert per_unit(made) == {"iteration": 200}

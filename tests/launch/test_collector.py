@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import random
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -153,6 +154,21 @@ def test_torn_lines_are_counted_and_passed_over(tmp_path):
             await agent.is_known()
             assert collector.bill.unreadable == 5
             assert collector.bill.total().windows == 5
+
+    run(test())
+
+
+def test_what_is_not_confirmed_in_time_is_trouble(tmp_path):
+    """Even where the collector may still answer."""
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async def test() -> None:
+        async with pretending(silent) as nowhere, agents(tmp_path, "a") as (agent,):
+            agent.uplink.send_to(nowhere)
+            assert not await agent.uplink.all_known(SHORT_S)
+            assert agent.uplink.trouble == f"not confirmed within {SHORT_S:g} s"
 
     run(test())
 
@@ -324,6 +340,28 @@ def test_what_comes_late_over_a_cut_connection_counts_once():
         await asyncio.gather(first, second)
         assert new_answers.answers == [{"have": 0}, {"have": len(line)}]
         assert collector.bill.total().windows == 1
+
+    run(test())
+
+
+def test_a_node_that_lost_its_power_is_noticed():
+    """Nobody closes its connection: the kernel asks whether it is still there."""
+
+    async def test() -> None:
+        async with collecting() as collector:
+            endpoint = await collector.start("localhost")
+            reader, writer = await connected(endpoint["port"], hello_of(collector))
+            await reader.readline()
+            (source,) = collector._sources.values()
+            assert source.connection is not None
+            there = source.connection.get_extra_info("socket")
+            assert there.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            idle_s, interval_s, count = (
+                there.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            )
+            assert idle_s + interval_s * count <= 30
+            writer.close()
 
     run(test())
 

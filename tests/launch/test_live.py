@@ -53,7 +53,7 @@ def test_an_interval_within_a_window_is_not_told_twice():
 def test_gpus_that_tell_at_different_times():
     """The line waits for the last of them, and counts of each what is new."""
     live = Live(4)
-    live.add(job(num_ranks=2))
+    live.add(job(num_gpus=2))
     for first in range(0, 8, 4):
         for iteration in range(first, first + 4):
             live.add(window(0, iteration, 10.0))
@@ -88,7 +88,7 @@ def test_a_gpu_that_joins_late_does_not_silence_it_either():
 
 def test_a_gpu_that_never_sends_does_not_silence_it_for_ever():
     live = Live(5)
-    live.add(job(num_ranks=2))
+    live.add(job(num_gpus=2))
     for iteration in range(20):
         live.add(window(0, iteration))
     assert live.iterations == [5, 10]

@@ -62,7 +62,7 @@ def test_starts_that_end_alike_are_told_apart(tmp_path):
     """Readers count a line that is given twice once: two starts must leave no such lines."""
     for _ in range(3):
         log = NodeLog(tmp_path, "n0")
-        log.note("job", facts={"num_ranks": 1})
+        log.note("job", facts={"num_gpus": 1})
         log.end(0)
         log.close()
     logs = read_energy_logs([log.path])

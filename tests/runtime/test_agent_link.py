@@ -21,23 +21,33 @@ from envpipe_megatron.runtime import agent_link
 from envpipe_megatron.runtime.agent_link import AGENT_VARIABLE, AgentLink, connect_to_agent
 
 LONG_S = 20.0
-WELCOME = {"event": "welcome"}
+WELCOME = {"event": "welcome", "node": "n0"}
 ENDPOINT = {"host": "n0", "port": 5, "token": "t"}
 COLLECTING = {"event": "collecting", "endpoint": ENDPOINT}
 LABELS = {"rank": 3, "stage": 1}
+#: Node and GPU of the rank under test.
+OWN = ("n0", "fake#0")
 
 
 class Ranks:
-    """Collectives of a rank, and what the ranks of other nodes say."""
+    """Collectives of a rank, and what the ranks of other nodes say.
+
+    Args:
+        others: for each other rank, the endpoint that it knows, or that and the GPU that is billed.
+        is_planner: whether this rank is.
+    """
 
     def __init__(self, *others: Any, is_planner: bool = True) -> None:
         self.is_planner = is_planner
-        self.others = others
+        self.others = [
+            other if isinstance(other, tuple) else (other, ("n1", f"fake#{index}"))
+            for index, other in enumerate(others)
+        ]
         self.gathered: list[Any] = []
 
     def gather_by_stage(self, own: Any) -> list[list[Any]]:
         self.gathered.append(own)
-        return [[own], list(self.others)]
+        return [[own], self.others]
 
 
 class PretendedAgent:
@@ -106,7 +116,7 @@ def pair() -> Iterator[tuple[AgentLink, socket.socket]]:
     """A link, and the agent's end of it, which reads when the test does."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     there.settimeout(LONG_S)
-    link = AgentLink(here)
+    link = AgentLink(here, "n0")
     yield link, there
     link.close()
     there.close()
@@ -122,7 +132,7 @@ def test_without_an_agent_there_is_no_link(monkeypatch, value, caplog):
         monkeypatch.setenv(AGENT_VARIABLE, value)
     ranks = Ranks(None)
     assert link_to(ranks) is None
-    assert ranks.gathered == [None]  # the other ranks wait for it
+    assert ranks.gathered == [(None, None)]  # the other ranks wait for it
     assert caplog.text == ""
 
 
@@ -140,13 +150,30 @@ def test_the_planner_has_its_agent_collect_and_tells_all_ranks(pretend, monkeypa
         {"op": "hello", "backend": "fake", "gpu_uid": "fake#0", "rank": 3, "stage": 1},
         {"op": "collect", "host": "n0"},
         {"op": "send_to", "endpoint": ENDPOINT},
-        {"op": "job", "facts": {"num_ranks": 3}},
+        {"op": "job", "facts": {"num_gpus": 3}},
         {"op": "window", "line": {"energy_j": 1.0}},
         {"op": "job", "facts": {"model": "gpt"}},
         {"op": "bye"},
         "it hung up",
     ]
-    assert ranks.gathered == [ENDPOINT]
+    assert ranks.gathered == [(ENDPOINT, OWN)]
+
+
+@pytest.mark.parametrize(
+    ("others", "num_gpus"),
+    [
+        ([(None, OWN)], 1),  # ranks that share a GPU
+        ([(None, ("n1", "fake#0"))], 2),  # the same name on another node
+        ([(None, None), (None, None)], 3),  # of nodes without an agent
+    ],
+)
+def test_gpus_are_counted_once(pretend, others, num_gpus):
+    agent = pretend(WELCOME, COLLECTING, ...)
+    link = link_to(Ranks(*others))
+    assert link is not None
+    link.close()
+    heard = [agent.hears() for _ in range(4)]
+    assert heard[3] == {"op": "job", "facts": {"num_gpus": num_gpus}}
 
 
 def test_another_rank_sends_to_where_the_planner_said(pretend):
@@ -172,7 +199,7 @@ def test_an_agent_that_is_gone_is_told_of(monkeypatch, path, caplog):
     monkeypatch.setenv(AGENT_VARIABLE, path)
     ranks = Ranks(None)
     assert link_to(ranks) is None
-    assert ranks.gathered == [None]
+    assert ranks.gathered == [(None, None)]
     assert "writes its own energy log" in caplog.text
 
 
@@ -188,7 +215,7 @@ def test_an_agent_that_is_silent_is_not_waited_for_long(pretend, monkeypatch, ca
     pretend(None, ...)
     ranks = Ranks(None)
     assert link_to(ranks) is None
-    assert ranks.gathered == [None]
+    assert ranks.gathered == [(None, None)]
     assert "timed out" in caplog.text
 
 
@@ -199,7 +226,7 @@ def test_an_agent_that_does_not_collect_still_bills_its_node(pretend, answer, mo
     ranks = Ranks(None)
     link = link_to(ranks)
     assert link is not None
-    assert ranks.gathered == [None]
+    assert ranks.gathered == [(None, OWN)]
     link.window({})
     link.close()
     heard = [agent.hears()["op"] for _ in range(5)]
@@ -245,6 +272,14 @@ def test_facts_that_are_none_of_jsons_end_no_training(pair, caplog):
     link.job({"model": "gpt"})
     assert json.loads(agent.recv(16384)) == {"op": "job", "facts": {"model": "gpt"}}
     assert "does not take job" in caplog.text
+
+
+def test_facts_that_are_too_long_are_not_cut(pair, caplog):
+    link, agent = pair
+    link.job({"model": "x" * 20_000})
+    link.job({"model": "gpt"})
+    assert json.loads(agent.recv(16384)) == {"op": "job", "facts": {"model": "gpt"}}
+    assert "does not take job: [Errno 90] Message too long" in caplog.text
 
 
 def test_closing_with_a_full_buffer_returns(pair, caplog):

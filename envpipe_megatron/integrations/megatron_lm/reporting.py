@@ -11,7 +11,7 @@ from typing import Any
 
 from envpipe_megatron import __version__
 from envpipe_megatron.runtime.collectives import Collectives
-from envpipe_megatron.runtime.interval_energy import NORMAL_95, Comparison, JobEnergy, compare
+from envpipe_megatron.runtime.interval_energy import Comparison, JobEnergy, compare, percent
 from envpipe_megatron.runtime.session import Session
 
 logger = logging.getLogger(__name__)
@@ -71,8 +71,8 @@ class IntervalReport:
 
 def comparison_parts(comparison: Comparison) -> list[str]:
     """Saving and slowdown in %, each with its 95 % interval where that is known."""
-    saved = _percent(comparison.saving_percent, comparison.saving_uncertainty_percent)
-    slower = _percent(comparison.slowdown_percent, comparison.slowdown_uncertainty_percent)
+    saved = percent(comparison.saving_percent, comparison.saving_uncertainty_percent)
+    slower = percent(comparison.slowdown_percent, comparison.slowdown_uncertainty_percent)
     return [f"envpipe saved: {saved}", f"envpipe slower: {slower}"]
 
 
@@ -130,11 +130,3 @@ def _bill(summary: Mapping[str, Any]) -> Iterator[str]:
         if (followed := rank["clocks"]["followed"]) and followed["warning"]
     }
     yield from sorted(warnings)
-
-
-def _percent(value: float | None, standard_uncertainty: float | None) -> str:
-    if value is None:
-        return "not known"
-    if standard_uncertainty is None:
-        return f"{value:.2f} %"
-    return f"{value:.2f} +- {NORMAL_95 * standard_uncertainty:.2f} %"

@@ -1,0 +1,71 @@
+"""Tells of the job's bill on the node of rank 0, while it grows and when the job is over."""
+
+from __future__ import annotations
+
+import json
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from envpipe_megatron.energy_file import append_line
+from envpipe_megatron.launch.bill import Bill
+from envpipe_megatron.launch.bill_tables import Tariff, bill_facts, show_bill, write_csv
+
+logger = logging.getLogger(__name__)
+
+
+class BillReport:
+    """The job's bill on the node of rank 0: `bill.jsonl` as it grows, `bill.json` and `bill.csv`.
+
+    Args:
+        folder: for the files.
+        tariff: for lines of cost and CO2.
+    """
+
+    def __init__(self, folder: Path, tariff: Tariff) -> None:
+        self._folder = folder
+        self._tariff = tariff
+        self._writer = ThreadPoolExecutor(1, "envpipe-bill")
+        self._writing: Future[None] | None = None
+
+    def tell(self, line: str, bill: Bill) -> None:
+        """Training has come so much further. Returns at once.
+
+        A terminal that is stopped, or a disk that hangs, holds up a thread that nobody waits for;
+        what would be told meanwhile is left out.
+        """
+        if self._writing is None or self._writing.done():
+            facts = bill_facts(bill, self._tariff, over=False)
+            self._writing = self._writer.submit(self._write, line, facts)
+
+    def _write(self, line: str, facts: dict[str, Any]) -> None:
+        try:
+            say(line)
+            append_line(self._folder / "bill.jsonl", facts)
+        except OSError as error:  # a full disk or a closed terminal: the sums go on
+            logger.error("The bill is not told of: %s", error)
+
+    def end(self, bill: Bill) -> None:
+        """The job is over.
+
+        Raises:
+            OSError: the bill cannot be written.
+        """
+        self._writer.shutdown()
+        if bill.unreadable:
+            logger.warning("%d torn or foreign lines of energy logs passed over", bill.unreadable)
+        show_bill(bill, self._tariff, Console())
+        facts = bill_facts(bill, self._tariff)
+        append_line(self._folder / "bill.jsonl", facts)
+        (self._folder / "bill.json").write_text(json.dumps(facts, indent=1) + "\n")
+        write_csv(bill, self._folder / "bill.csv")
+        say(f"the bill is in {self._folder}: bill.json, bill.csv, and as it grew bill.jsonl")
+
+
+def say(text: str) -> None:
+    """Print a line to whoever started the launcher."""
+    click.echo(f"[envpipe] {text}", err=True)

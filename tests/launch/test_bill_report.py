@@ -1,0 +1,73 @@
+"""What is told of a bill while it grows, and that nobody waits for whoever reads it."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+from energy_lines import parsed, window
+
+from envpipe_megatron.launch import bill_report
+from envpipe_megatron.launch.bill import Bill, bill_of
+from envpipe_megatron.launch.bill_report import BillReport
+from envpipe_megatron.launch.bill_tables import Tariff
+
+LONG_S = 20.0
+
+
+@pytest.fixture
+def bill() -> Bill:
+    return bill_of(parsed([window()]))
+
+
+def grown(report_dir) -> list[dict]:
+    return [json.loads(line) for line in (report_dir / "bill.jsonl").read_text().splitlines()]
+
+
+def test_a_bill_that_grows_and_ends(tmp_path, bill, capfd):
+    report = BillReport(tmp_path, Tariff(price_per_kwh=0.2))
+    report.tell("5 iterations", bill)
+    report.end(bill)
+    assert "[envpipe] 5 iterations\n" in capfd.readouterr().err
+    first, last = grown(tmp_path)
+    assert not first["complete"], "the job goes on"
+    assert last == json.loads((tmp_path / "bill.json").read_text())
+    assert last["job"]["cost"] == pytest.approx(0.2 * bill.total().energy_j / 3.6e6)
+    assert (tmp_path / "bill.csv").exists()
+
+
+def test_a_terminal_that_is_stopped_holds_up_nothing(tmp_path, bill, monkeypatch):
+    goes_on, told = threading.Event(), []
+
+    def say(text: str) -> None:
+        goes_on.wait(LONG_S)
+        told.append(text)
+
+    monkeypatch.setattr(bill_report, "say", say)
+    report = BillReport(tmp_path, Tariff())
+    for number in range(1000):
+        report.tell(str(number), bill)
+    assert told == []
+    goes_on.set()
+    report.end(bill)
+    assert told[0] == "0"
+    assert len(told) == 2, "the first line, and where the bill is"
+    assert len(grown(tmp_path)) == 2
+
+
+def test_a_terminal_that_is_closed_ends_no_sums(tmp_path, bill, monkeypatch, caplog):
+    def say(text: str) -> None:
+        raise BrokenPipeError("closed")
+
+    monkeypatch.setattr(bill_report, "say", say)
+    report = BillReport(tmp_path, Tariff())
+    report.tell("5 iterations", bill)
+    report._writer.shutdown()
+    assert "The bill is not told of: closed" in caplog.text
+
+
+def test_torn_lines_are_told_of(tmp_path, bill, caplog):
+    bill.unreadable = 2
+    BillReport(tmp_path, Tariff()).end(bill)
+    assert "2 torn or foreign lines" in caplog.text
