@@ -62,6 +62,18 @@ class Phase(StrEnum):
     STEADY = "steady"
 
 
+#: All phases, in the order in which a job comes to them.
+PHASES = (
+    FRAMEWORK,
+    Phase.WARMUP.value,
+    Phase.PROFILE.value,
+    PLAN,
+    Phase.RECONFIGURE.value,
+    Phase.STEADY.value,
+    BETWEEN,
+)
+
+
 class EnergyFileError(EnvPipeError):
     """A file that holds no energy log."""
 

@@ -18,6 +18,7 @@ from envpipe_megatron.energy_file import (
     BETWEEN,
     ENDED,
     JOB,
+    PHASES,
     PLAN,
     SHARES,
     EnergyNote,
@@ -217,8 +218,7 @@ class Bill:
     """The sums of a job; see the module.
 
     Attributes:
-        phases: by GPU, run, phase and stage, in the order in which they turned up. A GPU may serve
-            another stage after a restart.
+        phases: by GPU, run, phase and stage. A GPU may serve another stage after a restart.
         nodes: by name.
         facts: what the job told of itself.
         iterations: of training; one that was repeated after a restart is there once.
@@ -259,9 +259,12 @@ class Bill:
         return self.total_by(lambda window: None).get(None, EnergyTotal())
 
     def total_by(self, key: Callable[[EnergyWindow], Key]) -> dict[Key, EnergyTotal]:
-        """Totals of what shares a key of node, GPU, stage, run and phase."""
+        """Totals of what shares a key of node, GPU, stage, run and phase.
+
+        In the order of runs, ranks and phases, in whatever order their lines turned up.
+        """
         totals: dict[Key, EnergyTotal] = {}
-        for phase in self.phases.values():
+        for phase in sorted(self.phases.values(), key=lambda phase: _place(phase.window)):
             totals.setdefault(key(phase.window), EnergyTotal()).merge(phase.total)
         return totals
 
@@ -269,12 +272,12 @@ class Bill:
         """Why the bill is incomplete; nothing where it is complete, or no agent wrote of it."""
         reasons = [
             f"{name} was lost: its energy up to its last line is in the bill"
-            for name, node in self.nodes.items()
+            for name, node in sorted(self.nodes.items())
             if node.running
         ]
         reasons += [
             f"{name} was lost and started again: its energy between them is not in the bill"
-            for name, node in self.nodes.items()
+            for name, node in sorted(self.nodes.items())
             if node.lost
         ]
         expected, found = self.fact("num_gpus"), self.total().num_gpus
@@ -302,7 +305,9 @@ class Bill:
             # GPUs of a job step together: their times scatter together, too.
             max(errors_s, default=None),
             math.fsum(step.energy_j or 0.0 for step in known) / count,
-            None if None in metering_j else math.hypot(*(m or 0.0 for m in metering_j)) / count,
+            None
+            if None in metering_j
+            else math.sqrt(math.fsum((m or 0.0) ** 2 for m in metering_j)) / count,
         )
 
     def comparison(self) -> Comparison | None:
@@ -314,6 +319,14 @@ class Bill:
             return compare(steady, StepEnergy(**baseline))
         except (TypeError, ZeroDivisionError):  # it is none that this version knows
             return None
+
+
+def _place(window: EnergyWindow) -> tuple[Any, ...]:
+    """By what phases of GPUs are sorted."""
+    numbers = (-1 if number is None else number for number in (window.rank, window.stage))
+    name = window.phase
+    phase = PHASES.index(name) if name in PHASES else len(PHASES)
+    return window.run, *numbers, *window.gpu_key, phase, name
 
 
 def bill_of(lines: Iterable[EnergyWindow | EnergyNote]) -> Bill:

@@ -88,7 +88,7 @@ def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, An
         "facts": bill.facts,
         "nodes": [
             {"node": name, **total_facts(by_node.get(name, EnergyTotal())), **asdict(node)}
-            for name, node in bill.nodes.items()
+            for name, node in sorted(bill.nodes.items())
         ],
         "stages": entries(("stage",), lambda w: (w.stage,)),
         "gpus": list(gpus.values()),

@@ -63,7 +63,7 @@ def test_sums_are_exact_in_any_order(entries, random):
     random.shuffle(lines)
     other = bill_of(lines)
     for key in KEYS.values():
-        assert other.total_by(key) == one.total_by(key)
+        assert list(other.total_by(key).items()) == list(one.total_by(key).items())
         total_j = sum((total.exact_j for total in one.total_by(key).values()), Fraction())
         assert total_j == exact_j
     for key, of_stage in one.total_by(KEYS["stage"]).items():
@@ -237,6 +237,11 @@ def test_no_saving_is_told_where_one_side_is_not_known(entries):
 
 
 # Nodes ---------------------------------------------------------------------------------------
+
+
+def test_a_node_that_told_of_no_gpu_is_in_the_json():
+    facts = bill_facts(bill(note("begun", "n1"), window(), note("ended", "n1")), Tariff())
+    assert [(node["node"], node["num_gpus"]) for node in facts["nodes"]] == [("n0", 1), ("n1", 0)]
 
 
 def test_a_node_that_begun_and_did_not_end_was_lost():

@@ -94,11 +94,8 @@ async def agents(folder: Path, *nodes: str, **options: Any) -> AsyncIterator[lis
 
 
 def facts_of(bill: Bill) -> dict[str, Any]:
-    """All of a bill, but for the order in which its parts turned up."""
-    facts = bill_facts(bill, Tariff(0.2, 300.0))
-    for part, key in (("nodes", "node"), ("gpus", "gpu_uid"), ("stages", "stage")):
-        facts[part].sort(key=lambda entry: entry[key])
-    return facts
+    """All of a bill."""
+    return bill_facts(bill, Tariff(0.2, 300.0))
 
 
 def assert_is_the_files_bill(bill: Bill, *nodes: Agent) -> None:
