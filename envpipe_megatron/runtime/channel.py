@@ -25,6 +25,8 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.schedule import Kind, Schedule, Unit
 
 _STAMP_TAG, _PAYLOAD_TAG = 0, 1
+#: Of torch's WorkResult, which has no name in Python.
+_SUCCESS = 0
 #: A transfer whose peer is not ready yet spins, and holds its SMs while units compute. Measured on
 #: four H200s (benchmarks/gpu_schedules.py): with NCCL's own choice 1F1B took 1.15 of the time of
 #: megatron-core's, with four CTAs 1.06, with two 1.02; EnvPipe's order 1.03, 1.00 and 1.00. Fewer
@@ -96,6 +98,9 @@ class P2PChannel:
         self._expected: dict[Kind, int] = {}
         self._posted: dict[Kind, _Receive] = {}
         self._sent: deque[_Send] = deque()
+        #: How each transfer of the step ends, and the neighbour; kept in place of the transfers,
+        #: which would keep their tensors.
+        self._outcomes: list[tuple[int, torch.futures.Future[int]]] = []
 
     def begin_step(self, schedule: Schedule, spec: TensorSpec) -> None:
         """Post the first receive of each direction for one execution of a schedule."""
@@ -112,6 +117,7 @@ class P2PChannel:
     def expect(self, messages: dict[Kind, int], spec: TensorSpec) -> None:
         """Expect so many messages of each kind until `end_step`."""
         self._spec = spec
+        self._outcomes.clear()
         self._expected = dict(messages)
         for kind in messages:
             self._post_next(kind)
@@ -153,11 +159,14 @@ class P2PChannel:
             self._sent.popleft()
 
     def end_step(self) -> None:
-        """Wait until all sends have left, and check that no message was left over.
+        """Wait until all sends have left, and check that no message was lost or left over.
+
+        On a GPU, the stream has come to the step's end.
 
         Raises:
             ChannelError: a neighbour is gone, or the schedule did not take all messages.
         """
+        self._check_outcomes()
         while self._sent:
             sent = self._sent.popleft()
             try:
@@ -172,6 +181,19 @@ class P2PChannel:
                 value=left or [kind.value for kind in self._posted],
                 remedy="The schedule and the channel disagree; please report this.",
             )
+
+    def _check_outcomes(self) -> None:
+        """See to it that nothing is made of messages that never came.
+
+        NCCL's watchdog ends a transfer whose neighbour is silent for too long, and the stream goes
+        on with whatever memory held. The host, which had queued the whole step, would go on into
+        the framework's collectives; these would wait for the lost rank, too, and hold up the
+        watchdog that is about to end the process.
+        """
+        for neighbour, outcome in self._outcomes:
+            if outcome.done() and outcome.value() != _SUCCESS:
+                error = RuntimeError("NCCL gave a transfer up; its watchdog says why")
+                raise self._lost("waiting for the end of the step", neighbour, error)
 
     def _wait(self, works: Sequence[dist.Work]) -> None:
         for work in works:
@@ -212,8 +234,14 @@ class P2PChannel:
         parts = [(tensor, _PAYLOAD_TAG) for tensor in tensors]
         if stamp is not None:
             parts.insert(0, (stamp, _STAMP_TAG))
-        works = [transfer(part, rank, group=group, tag=tag + offset) for part, offset in parts]
-        return [work for work in works if work is not None]
+        started = [transfer(part, rank, group=group, tag=tag + offset) for part, offset in parts]
+        works = [work for work in started if work is not None]
+        if self._timeout is None:
+            self._outcomes += [
+                (neighbour, work.get_future_result())  # type: ignore[attr-defined]  # not in stubs
+                for work in works
+            ]
+        return works
 
     def _neighbour(self, kind: Kind, towards: int) -> int:
         """The stage that a kind goes to (+1) or comes from (-1)."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import channel_ranks
 import pytest
+import torch
 import torch.distributed as dist
+from torch.futures import Future
 
 from envpipe_megatron.runtime import channel
+from envpipe_megatron.schedule import Kind, Unit
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -87,3 +91,49 @@ def test_transfers_that_cannot_work_are_refused(backend, monkeypatch):
     backend.name = "ucc"
     with pytest.raises(channel.ChannelError, match="'ucc'"):
         made_channel()
+
+
+class Transfer:
+    """One of NCCL's: `wait` returns at once, and the watchdog tells how it ended, or not yet."""
+
+    def __init__(self, result: int | None) -> None:
+        self._future: Future[int] = Future()
+        if result is not None:
+            self._future.set_result(result)
+
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future_result(self) -> Future[int]:
+        return self._future
+
+
+@pytest.mark.parametrize("lost", ["receive", "send"])
+@pytest.mark.parametrize("result", [1, 2])
+def test_what_nccl_gave_up_ends_the_step(monkeypatch, lost, result):
+    """Else the step's garbage goes into the framework's collectives."""
+    results: dict[str, list[int | None]] = {"receive": [0, None], "send": [0, None]}
+    for name, transfer in (("receive", "irecv"), ("send", "isend")):
+        monkeypatch.setattr(
+            dist, transfer, lambda *a, name=name, **kw: Transfer(results[name].pop(0))
+        )
+    links: Any = dict.fromkeys((kind, sender) for kind in Kind for sender in range(2))
+    made = channel.P2PChannel([0, 1], 0, links, stamped=False, timeout=None)
+    spec = channel.TensorSpec(((1,),), torch.float32, torch.device("cpu"))
+
+    def step() -> None:
+        made.expect({Kind.BACKWARD: 2}, spec)
+        for microbatch in range(2):
+            made.send(Unit(Kind.FORWARD, microbatch), [torch.zeros(1)], None)
+            made.receive(Unit(Kind.BACKWARD, microbatch))
+        made.end_step()
+
+    step()  # those of which the watchdog does not know yet are no error
+    results |= {"receive": [0, 0], "send": [0, 0]}
+    results[lost][1] = result
+    with pytest.raises(channel.ChannelError, match=r"lost its neighbour, stage 1 \(rank 1\)"):
+        step()
+    results |= {"receive": [0, 0], "send": [0, 0]}
+    step()
