@@ -33,10 +33,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from envpipe_megatron.energy_file import ENERGY_FORMAT, JOB, Phase, append_line
+from envpipe_megatron.energy_file import ENERGY_FORMAT, JOB, Phase
 from envpipe_megatron.launch import uplink
 from envpipe_megatron.launch.bill import Bill
-from envpipe_megatron.launch.bill_tables import Tariff, bill_facts
+from envpipe_megatron.launch.bill_report import BillReport
+from envpipe_megatron.launch.bill_tables import Tariff
 from envpipe_megatron.launch.collector import Collector
 from envpipe_megatron.launch.live import LiveLine
 from envpipe_megatron.launch.node_log import NodeLog
@@ -143,24 +144,19 @@ class Sent:
 # --- the collector's process --------------------------------------------------------------------
 
 
-def serve(pipe: Connection, growing: Path) -> None:
+def serve(pipe: Connection, folder: Path) -> None:
     """Collect until the pipe says so; answer each word with a sample."""
     _allow_many_files()
-    asyncio.run(_serve(pipe, growing))
+    asyncio.run(_serve(pipe, folder))
 
 
-async def _serve(pipe: Connection, growing: Path) -> None:
-    bill = Bill()
-    told: list[str] = []
-
-    def tell(line: str, bill: Bill) -> None:
-        told.append(line)
-        append_line(growing, bill_facts(bill, Tariff()))
-
-    live = LiveLine(LIVE_ITERATIONS, tell)
+async def _serve(pipe: Connection, folder: Path) -> None:
+    bill, report = Bill(), BillReport(folder, Tariff())
+    live = LiveLine(LIVE_ITERATIONS, report.tell)
     collector = Collector(bill, lambda: live.look(bill))
     pipe.send(await collector.start("127.0.0.1"))
     loop = asyncio.get_running_loop()
+    growing = folder / "bill.jsonl"
     asked = asyncio.Event()
     loop.add_reader(pipe.fileno(), asked.set)
     word = ""
@@ -179,7 +175,7 @@ async def _serve(pipe: Connection, growing: Path) -> None:
                 pages * _PAGE_BYTES,
                 total.windows,
                 str(total.exact_j),
-                len(told),
+                len(growing.read_bytes().splitlines()) if growing.exists() else 0,
             )
         )
     loop.remove_reader(pipe.fileno())
@@ -301,8 +297,7 @@ def measure(load: Load) -> Measured:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="collector-") as folder:
         ours, theirs = context.Pipe()
-        arguments = theirs, Path(folder) / "bill.jsonl"
-        collector = context.Process(target=serve, args=arguments, daemon=True)
+        collector = context.Process(target=serve, args=(theirs, Path(folder)), daemon=True)
         collector.start()
         endpoint = _received(ours, START_S)
         senders = []

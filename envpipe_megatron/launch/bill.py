@@ -7,9 +7,10 @@ with the number of GPUs and phases, not with that of lines.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -253,6 +254,19 @@ class Bill:
             return
         if line.first_iteration is not None and line.last_iteration is not None:
             self.iterations.add(line.first_iteration, line.last_iteration)
+
+    def snapshot(self) -> Bill:
+        """A bill that stays as this one is now; made in a hundredth of the time of its tables."""
+        made = Bill()
+        made.phases = {
+            key: replace(phase, total=replace(phase.total, gpus=set(phase.total.gpus)))
+            for key, phase in self.phases.items()
+        }
+        made.nodes = {name: replace(node) for name, node in self.nodes.items()}
+        made.facts = dict(self.facts)
+        made.iterations = copy.copy(self.iterations)
+        made.unreadable = self.unreadable
+        return made
 
     def total(self) -> EnergyTotal:
         """The job's."""

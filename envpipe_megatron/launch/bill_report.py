@@ -6,7 +6,6 @@ import json
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
@@ -39,12 +38,12 @@ class BillReport:
         what would be told meanwhile is left out.
         """
         if self._writing is None or self._writing.done():
-            facts = bill_facts(bill, self._tariff, over=False)
-            self._writing = self._writer.submit(self._write, line, facts)
+            self._writing = self._writer.submit(self._write, line, bill.snapshot())
 
-    def _write(self, line: str, facts: dict[str, Any]) -> None:
+    def _write(self, line: str, bill: Bill) -> None:
         try:
             say(line)
+            facts = bill_facts(bill, self._tariff, over=False)
             append_line(self._folder / "bill.jsonl", facts)
         except OSError as error:  # a full disk or a closed terminal: the sums go on
             logger.error("The bill is not told of: %s", error)

@@ -6,12 +6,12 @@ import json
 import threading
 
 import pytest
-from energy_lines import parsed, window
+from energy_lines import job, note, parsed, window
 
 from envpipe_megatron.launch import bill_report
 from envpipe_megatron.launch.bill import Bill, bill_of
 from envpipe_megatron.launch.bill_report import BillReport
-from envpipe_megatron.launch.bill_tables import Tariff
+from envpipe_megatron.launch.bill_tables import Tariff, bill_facts
 
 LONG_S = 20.0
 
@@ -54,6 +54,20 @@ def test_a_terminal_that_is_stopped_holds_up_nothing(tmp_path, bill, monkeypatch
     assert told[0] == "0"
     assert len(told) == 2, "the first line, and where the bill is"
     assert len(grown(tmp_path)) == 2
+
+
+def test_what_is_told_is_of_the_time_of_its_line(tmp_path, bill, monkeypatch):
+    goes_on = threading.Event()
+    monkeypatch.setattr(bill_report, "say", lambda text: goes_on.wait(LONG_S))
+    report = BillReport(tmp_path, Tariff())
+    before = json.loads(json.dumps(bill_facts(bill, Tariff(), over=False)))
+    report.tell("5 iterations", bill)
+    for line in parsed([window(iteration=1), window(1), note("begun", "n1"), job(model="later")]):
+        bill.add(line)
+    goes_on.set()
+    report.end(bill)
+    assert grown(tmp_path)[0] == before
+    assert grown(tmp_path)[1] != before
 
 
 def test_a_terminal_that_is_closed_ends_no_sums(tmp_path, bill, monkeypatch, caplog):
