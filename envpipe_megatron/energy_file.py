@@ -152,15 +152,18 @@ class EnergyLogs:
 def read_energy_logs(paths: Iterable[Path]) -> EnergyLogs:
     """Read energy logs; a line that is there twice, in one file or in two, counts once.
 
+    A file may be empty, as that of a node that never got so far.
+
     Raises:
-        EnergyFileError: a file without a single readable line.
+        EnergyFileError: a file with lines, none of which can be read; or nothing in any file.
         OSError: a file that cannot be read.
     """
     kept: dict[bytes, EnergyWindow | EnergyNote] = {}
     unreadable: list[str] = []
     repeated = 0
+    path = Path()
     for path in paths:
-        found = 0
+        found = foreign = 0
         with path.open("rb") as lines:  # a torn line need not be text
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
@@ -169,17 +172,24 @@ def read_energy_logs(paths: Iterable[Path]) -> EnergyLogs:
                     read = parse_line(line)
                 except ValueError:
                     unreadable.append(f"{path}:{number}")
+                    foreign += 1
                     continue
                 found += 1
                 identity = hashlib.sha256(json.dumps(json.loads(line), sort_keys=True).encode())
                 repeated += identity.digest() in kept
                 kept.setdefault(identity.digest(), read)
-        if not found:
-            raise EnergyFileError(
-                f"{path} holds no line of an energy log",
-                remedy="Give the energy.jsonl files that training under EnvPipe leaves.",
-            )
+        if foreign and not found:
+            raise _no_energy_log(path)
+    if not kept:
+        raise _no_energy_log(path)
     return EnergyLogs(tuple(kept.values()), repeated, tuple(unreadable))
+
+
+def _no_energy_log(path: Path) -> EnergyFileError:
+    return EnergyFileError(
+        f"{path} holds no line of an energy log",
+        remedy="Give the energy.jsonl files that training under EnvPipe leaves.",
+    )
 
 
 def parse_line(line: bytes) -> EnergyWindow | EnergyNote:
@@ -200,8 +210,8 @@ def parse_line(line: bytes) -> EnergyWindow | EnergyNote:
 def append_line(path: Path, entry: dict[str, Any]) -> None:
     """Append one object to JSON Lines; a single write, so that many ranks may share the file.
 
-    A writer that is killed while it writes leaves the start of a line at most (where it crosses a
-    page), and the next writer ends that line: it spoils no other. One that began to write before
+    A writer that is killed while it writes, or finds the disk full, leaves the start of a line at
+    most, and the next writer ends that line: it spoils no other. One that began to write before
     that could be seen finds its own line joined to the torn one, and writes it again.
 
     Raises:
@@ -212,9 +222,10 @@ def append_line(path: Path, entry: dict[str, Any]) -> None:
     try:
         while True:
             whole = line if _ends_a_line(descriptor, os.fstat(descriptor).st_size) else b"\n" + line
-            if os.write(descriptor, whole) < len(whole):
+            lacking = len(whole) - os.write(descriptor, whole)
+            if lacking > 1:  # its end alone is the next writer's to add
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            begin = os.lseek(descriptor, 0, os.SEEK_CUR) - len(line)
+            begin = os.lseek(descriptor, 0, os.SEEK_CUR) + lacking - len(line)
             if _ends_a_line(descriptor, begin):
                 return
     except OSError as error:

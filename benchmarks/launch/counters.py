@@ -34,6 +34,8 @@ from envpipe_megatron.cli.common import OUTPUT_FOLDER
 _POLL_S = 0.005
 #: Ends of lines lie within refreshes, between which both sides draw straight lines.
 _TOLERANCE = 0.005
+#: A begin and a duration are rounded, to the last bit of seconds since the machine was started.
+_GAP_S = 1e-6
 
 
 @dataclass
@@ -190,6 +192,8 @@ def main(nodes: int, output: Path, script: tuple[str, ...]) -> None:
     )
     if bill["job"]["energy_j"] != total_j or len(compared) != len(visible):
         raise click.ClickException("The bill is not what the lines of all GPUs add up to.")
+    if any(gpu.gap_s > _GAP_S for gpu in compared):
+        raise click.ClickException("A line begins where none has ended.")
     if any(abs(gpu.difference) > _TOLERANCE for gpu in compared):
         raise click.ClickException(f"A GPU's lines differ by more than {_TOLERANCE:.1%}.")
 

@@ -128,7 +128,7 @@ def _file_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
     "--prometheus-port",
     type=click.IntRange(1, 65535),
     metavar="P",
-    help="Serve the bill as Prometheus metrics at this port.",
+    help="Serve power, energy and clock of this node's GPUs for Prometheus at this port.",
 )
 @click.option(
     "--prometheus-address",

@@ -9,6 +9,7 @@ import click
 
 from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun import run_torchrun
 from envpipe_megatron.profile import read_profile
 from envpipe_megatron.schedule import Kind
@@ -39,7 +40,8 @@ def profile(output: Path, command: tuple[str, ...]) -> None:
     output = output.resolve()
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
         flags = ["--envpipe", "--envpipe-profile-only", "--envpipe-output", folder]
-        code = run_torchrun([*command, *flags], {"PYTHONUNBUFFERED": "1"})
+        with Signals() as signals:
+            code = run_torchrun([*command, *flags], {"PYTHONUNBUFFERED": "1"}, signals)
         if code:
             raise ProfileRunError(
                 "The training that was to be profiled failed",

@@ -196,10 +196,20 @@ def socket_path(job: str) -> Path:
     Raises:
         GuardError: the folder is unsafe, or its path too long for a socket.
     """
-    path = runtime_folder() / f"{hashlib.sha256(job.encode()).hexdigest()[:16]}.sock"
+    return check_socket_path(
+        runtime_folder() / f"{hashlib.sha256(job.encode()).hexdigest()[:16]}.sock"
+    )
+
+
+def check_socket_path(path: Path) -> Path:
+    """Return the path of a socket to be.
+
+    Raises:
+        GuardError: it is too long for a socket.
+    """
     if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
         raise GuardError(
-            "The path of the guard's socket is too long for a socket",
+            "The path is too long for a socket",
             value=str(path),
             remedy="Set XDG_RUNTIME_DIR to a folder with a shorter path",
         )

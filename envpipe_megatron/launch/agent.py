@@ -79,6 +79,7 @@ class NodeAgent:
         #: What each connected rank is called.
         self._ranks: dict[socket.socket, str] = {}
         self._changed = asyncio.Event()
+        self._hurried = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="envpipe-agent", daemon=True)
@@ -91,8 +92,8 @@ class NodeAgent:
 
     @property
     def trouble(self) -> str:
-        """Why the job's bill does not get what this node meters; empty where it does."""
-        return self._uplink.trouble
+        """Why the job's bill lacks some of what this node has written; empty where it has all."""
+        return self._uplink.why_unknown()
 
     def ledgers(self) -> list[GpuLedger]:
         """Of all GPUs that ranks have used so far."""
@@ -102,9 +103,14 @@ class NodeAgent:
         """Names of the ranks that have not ended yet."""
         return list(self._ranks.values())
 
+    def hurry(self, patience_s: float = 0.0) -> None:
+        """Have all waiting end after so long at most; may be called from a signal handler."""
+        self._loop.call_soon_threadsafe(self._loop.call_later, patience_s, self._hurried.set)
+
     def wait_until_none_is_connected(self, timeout_s: float) -> bool:
         """Whether all ranks of this node end within a time."""
-        return self._call(self._none_connected(timeout_s))
+        self._call(self._patiently(self._none_connected(timeout_s)))
+        return not self._ranks
 
     def finish(self, exit_code: int, wait_s: float) -> list[str]:
         """End the bill of this node, and on the agent of rank 0 that of the job.
@@ -269,13 +275,22 @@ class NodeAgent:
         self._failure = None
         self._uplink.grown()
 
-    async def _none_connected(self, timeout_s: float) -> bool:
+    async def _patiently(self, waiting: Coroutine[Any, Any, object]) -> None:
+        """Wait for something, unless somebody is in a hurry."""
+        tasks = [asyncio.ensure_future(task) for task in (waiting, self._hurried.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _none_connected(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._ranks:
                     self._changed.clear()
                     await self._changed.wait()
-        return not self._ranks
 
     async def _finish(self, exit_code: int, wait_s: float) -> list[str]:
         await self._hang_up()  # on ranks that no signal could end: nothing follows the last note
@@ -283,10 +298,10 @@ class NodeAgent:
             await asyncio.to_thread(ledger.look)
             self._guarded(ledger.finish)
         self._guarded(self.log.end, exit_code)
-        await self._uplink.all_known(wait_s)
+        await self._patiently(self._uplink.all_known(wait_s))
         if not self._collects:
             return []
-        await self._collector.all_ended(wait_s)
+        await self._patiently(self._collector.all_ended(wait_s))
         await self._collector.close()  # whoever shows the bill now shows one that stays as it is
         return self._collector.running()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from rich.console import Console
 from envpipe_megatron.energy_file import append_line
 from envpipe_megatron.launch.bill import Bill
 from envpipe_megatron.launch.bill_tables import Tariff, bill_facts, show_bill, write_csv
+from envpipe_megatron.launch.node_log import log_path
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +37,8 @@ class BillReport:
     def tell(self, line: str, bill: Bill) -> None:
         """Training has come so much further. Returns at once.
 
-        A terminal that is stopped, or a disk that hangs, holds up a thread that nobody waits for;
-        what would be told meanwhile is left out.
+        A terminal that is stopped, or a disk that hangs, holds up a thread that nobody waits for
+        before the end; what would be told meanwhile is left out.
         """
         if self._writing is None or self._writing.done():
             self._writing = self._writer.submit(self._write, line, bill.snapshot())
@@ -49,22 +52,34 @@ class BillReport:
             logger.error("The bill is not told of: %s", error)
 
     def end(self, bill: Bill) -> None:
-        """The job is over.
-
-        Raises:
-            OSError: the bill cannot be written.
-        """
+        """The job is over. What cannot be written or shown keeps nothing else from being so."""
+        facts = bill_facts(bill, self._tariff)
+        as_json = json.dumps(facts, indent=1) + "\n"
+        self._try("bill.json", lambda path: path.write_text(as_json))
+        self._try("bill.csv", lambda path: write_csv(bill, path))
         self._writer.shutdown()
+        self._try("bill.jsonl", lambda path: append_line(path, facts))
         if bill.unreadable:
             logger.warning("%d torn or foreign lines of energy logs passed over", bill.unreadable)
-        show_bill(bill, self._tariff, Console())
-        facts = bill_facts(bill, self._tariff)
-        append_line(self._folder / "bill.jsonl", facts)
-        (self._folder / "bill.json").write_text(json.dumps(facts, indent=1) + "\n")
-        write_csv(bill, self._folder / "bill.csv")
+        for log in self._logs_without(bill):
+            logger.warning("%s is not in this bill; `envpipe energy sum` adds it", log)
+        with contextlib.suppress(OSError, SystemExit):  # by rich, where nobody reads any more
+            show_bill(bill, self._tariff, Console())
         say(f"the bill is in {self._folder}: bill.json, bill.csv, and as it grew bill.jsonl")
+
+    def _try(self, name: str, write: Callable[[Path], object]) -> None:
+        try:
+            write(self._folder / name)
+        except OSError as error:
+            logger.error("%s is not written: %s", name, error)
+
+    def _logs_without(self, bill: Bill) -> list[Path]:
+        """Logs in the folder of nodes that have not sent theirs: of an earlier start, say."""
+        known = {log_path(self._folder, node) for node in bill.nodes}
+        return sorted(set(self._folder.glob("energy-*.jsonl")) - known)
 
 
 def say(text: str) -> None:
-    """Print a line to whoever started the launcher."""
-    click.echo(f"[envpipe] {text}", err=True)
+    """Print a line to whoever started the launcher, if they are still there."""
+    with contextlib.suppress(OSError):
+        click.echo(f"[envpipe] {text}", err=True)

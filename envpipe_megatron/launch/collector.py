@@ -83,12 +83,12 @@ class Collector:
         if self._server is None:
             if socket.has_dualstack_ipv6():
                 listener = socket.create_server(
-                    ("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+                    ("", 0), family=socket.AF_INET6, dualstack_ipv6=True
                 )
             else:
-                listener = socket.create_server(("", 0), backlog=_BACKLOG)
+                listener = socket.create_server(("", 0))
             _notice_silence(listener)
-            self._server = await asyncio.start_server(self._serve, sock=listener)
+            self._server = await asyncio.start_server(self._serve, sock=listener, backlog=_BACKLOG)
         port = self._server.sockets[0].getsockname()[1]
         return {"host": host, "port": port, "token": self.token}
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from envpipe_megatron.gpu.guard_protocol import (
     SOCKET_VARIABLE,
     GuardSettings,
+    check_socket_path,
     runtime_folder,
     socket_path,
 )
@@ -30,6 +31,7 @@ from envpipe_megatron.launch.agent import NodeAgent
 from envpipe_megatron.launch.bill_report import BillReport, say
 from envpipe_megatron.launch.bill_tables import Tariff
 from envpipe_megatron.launch.live import LiveLine
+from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun import run_torchrun
 from envpipe_megatron.runtime.agent_link import AGENT_VARIABLE
 
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 _OTHERS_END_S = 30.0
 #: How long ranks that have ended may still be heard: what they said last is under way.
 _LAST_WORDS_S = 5.0
+#: And how long it goes on to wait where somebody asks for the end; asked again, not at all.
+_HURRIED_S = 5.0
 _GUARD_S = 60.0
 _LONG_S = 3600.0
 
@@ -80,7 +84,7 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
 
     Raises:
         NodeLogError: another agent writes this node's energy log.
-        GuardError: the guard of this node's clocks cannot be started.
+        GuardError: the guard of this node's clocks cannot be started, or sockets have no place.
         OSError: the output folder cannot be written.
     """
     tariff = Tariff(settings.price_per_kwh, settings.grid_g_per_kwh)
@@ -93,24 +97,33 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         agent = NodeAgent(
             settings.output_dir,
             settings.node_name,
-            Path(folder) / "socket",
+            check_socket_path(Path(folder) / "socket"),
             live.look if live else lambda bill: None,
         )
         last.callback(agent.close)
-        if settings.prometheus_port is not None:
-            from envpipe_megatron.launch.prometheus import serve_metrics
+        if agent.log.goes_on:
+            say(f"{agent.log.path} is gone on with: a job of its own wants an --output of its own")
+        signals = last.enter_context(Signals(until_stdin_ends=settings.until_stdin_ends))
+        try:
+            if settings.prometheus_port is not None:
+                from envpipe_megatron.launch.prometheus import serve_metrics
 
-            last.callback(
-                serve_metrics(agent, settings.prometheus_address, settings.prometheus_port)
-            )
-        environment = {AGENT_VARIABLE: str(agent.socket_path)}
-        if SOCKET_VARIABLE not in os.environ:
-            environment[SOCKET_VARIABLE] = last.enter_context(_guarded(settings.node_name))
-        code = run_torchrun(
-            torchrun_arguments, environment, until_stdin_ends=settings.until_stdin_ends
-        )
+                last.callback(
+                    serve_metrics(agent, settings.prometheus_address, settings.prometheus_port)
+                )
+            environment = {AGENT_VARIABLE: str(agent.socket_path)}
+            if SOCKET_VARIABLE not in os.environ:
+                environment[SOCKET_VARIABLE] = last.enter_context(_guarded(settings.node_name))
+            code = run_torchrun(torchrun_arguments, environment, signals)
+        except BaseException:
+            agent.finish(1, 0.0)  # or the bill would call this node lost
+            raise
+        signals.call(lambda: agent.hurry(_HURRIED_S), agent.hurry)
         agent.wait_until_none_is_connected(_LAST_WORDS_S)
-        _bill(agent, code, report)
+        try:
+            _bill(agent, code, report)
+        except OSError:  # training has its own exit status
+            logger.exception("There is no bill")
     return code
 
 
@@ -158,10 +171,7 @@ def _bill(agent: NodeAgent, code: int, report: BillReport) -> None:
         agent.finish(code, 0.0)
         say("no rank of this node told of its training, so there is no bill: is EnvPipe on?")
         return
-    try:
-        late = agent.finish(code, _OTHERS_END_S)
-    except KeyboardInterrupt:
-        late = []
+    late = agent.finish(code, _OTHERS_END_S)
     bill = agent.bill
     if bill is None:
         own_j = sum(ledger.energy_j for ledger in agent.ledgers())

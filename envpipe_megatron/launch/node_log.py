@@ -31,6 +31,7 @@ class NodeLog:
     Attributes:
         path: the file.
         grown: called after each line.
+        goes_on: whether an earlier start has written it, too.
         identity: tells this file from another of a node of the same name; its first note keeps it.
 
     Raises:
@@ -42,8 +43,7 @@ class NodeLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.node = node
         self.grown: Callable[[], None] = lambda: None
-        name = re.sub(r"[^\w.-]", "_", node)
-        self.path = folder / f"energy-{name}.jsonl"
+        self.path = log_path(folder, node)
         self._lock = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,7 +58,9 @@ class NodeLog:
         except OSError:  # a file system without locks
             pass
         try:
-            self.identity = self._earlier_identity() or uuid.uuid4().hex
+            earlier = self._earlier_identity()
+            self.goes_on = earlier is not None
+            self.identity = earlier or uuid.uuid4().hex
             self.note(BEGUN, log=self.identity)
         except OSError:
             os.close(self._lock)
@@ -108,3 +110,9 @@ class NodeLog:
         """Let others write it."""
         with contextlib.suppress(OSError):
             os.close(self._lock)
+
+
+def log_path(folder: Path, node: str) -> Path:
+    """Where the log of a node is."""
+    name = re.sub(r"[^\w.-]", "_", node)
+    return folder / f"energy-{name}.jsonl"

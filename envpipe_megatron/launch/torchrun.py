@@ -14,10 +14,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import click
-
 from envpipe_megatron.gpu.process_identity import ProcessIdentity, wait_for_any_end
 from envpipe_megatron.launch import child
+from envpipe_megatron.launch.bill_report import say
+from envpipe_megatron.launch.signals import Signals
 
 logger = logging.getLogger(__name__)
 
@@ -34,20 +34,19 @@ _MARK_VARIABLE = "ENVPIPE_TORCHRUN"
 
 def run_torchrun(
     arguments: Sequence[str],
-    environment: Mapping[str, str] | None = None,
-    *,
-    until_stdin_ends: bool = False,
+    environment: Mapping[str, str],
+    signals: Signals,
 ) -> int:
     """Run torchrun to its end.
 
-    SIGTERM, SIGINT and SIGHUP end it, which ends its ranks; a second one, or 40 s, kills it. On
-    Linux the death of this process ends it, too, and ranks that outlive a torchrun that was killed
-    are ended here, however far they have got.
+    The first signal ends it, which ends its ranks; a second one, or 40 s, kills it. On Linux the
+    death of this process ends it, too, and ranks that outlive a torchrun that was killed are ended
+    here, however far they have got.
 
     Args:
         arguments: torchrun's options, the script and its arguments.
         environment: added to this process's.
-        until_stdin_ends: end it when standard input ends.
+        signals: to this process.
 
     Returns:
         its exit status, 128 and the signal where it was killed.
@@ -56,38 +55,21 @@ def run_torchrun(
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         [sys.executable, child.__file__, str(os.getpid()), *torchrun],
-        env={**os.environ, **(environment or {}), _MARK_VARIABLE: mark},
-        stdin=subprocess.DEVNULL if until_stdin_ends else None,
+        env={**os.environ, **environment, _MARK_VARIABLE: mark},
+        stdin=subprocess.DEVNULL if signals.until_stdin_ends else None,
         start_new_session=True,  # a terminal's Ctrl-C comes here alone, and is passed on once
     )
-    signals_taken = 0
     patience = threading.Timer(_PATIENCE_S, process.kill)
     patience.daemon = True
 
-    def pass_on(signum: int, frame: object) -> None:
-        nonlocal signals_taken
-        signals_taken += 1
-        if signals_taken == 1:
-            click.echo("[envpipe] ending the ranks (once more: kill them)", err=True)
-            process.terminate()
-            patience.start()
-        else:
-            process.kill()
+    def end() -> None:
+        process.terminate()
+        patience.start()
+        say("ending the ranks (once more: kill them)")
 
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {
-        number: signal.signal(number, pass_on)
-        for number in numbers
-        if signal.getsignal(number) is not signal.SIG_IGN  # nohup
-    }
-    if until_stdin_ends:
-        threading.Thread(target=_end_with_stdin, daemon=True).start()
-    try:
-        code = process.wait()
-    finally:
-        patience.cancel()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    signals.call(end, process.kill)
+    code = process.wait()
+    patience.cancel()
     if code < 0:
         _end_marked(mark)
     return code if code >= 0 else 128 - code
@@ -121,9 +103,3 @@ def _marked(mark: str) -> list[ProcessIdentity]:
                 process = ProcessIdentity.of(int(folder.name))
                 found += [process] if process is not None and process.is_alive() else []
     return found
-
-
-def _end_with_stdin() -> None:
-    while os.read(0, 4096):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)

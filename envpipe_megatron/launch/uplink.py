@@ -14,6 +14,8 @@ from envpipe_megatron.launch.node_log import NodeLog
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 5.0
+#: A name may have an address that does not answer, and then another.
+_NEXT_ADDRESS_S = 0.25
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
 
@@ -58,10 +60,15 @@ class Uplink:
                 while self.known_bytes < self._log.size:
                     self._known.clear()
                     await self._known.wait()
+        return self.known_bytes >= self._log.size
+
+    def why_unknown(self) -> str:
+        """Why the collector has not got the whole log; empty where it has."""
+        if self._task is None:
+            return "no agent adds up on the node of rank 0"
         if self.known_bytes >= self._log.size:
-            return True
-        self.trouble = self.trouble or f"not confirmed within {timeout_s:g} s"
-        return False
+            return ""
+        return self.trouble or "not all was confirmed in time"
 
     async def close(self) -> None:
         """Stop sending."""
@@ -90,7 +97,7 @@ class Uplink:
         """Send until the connection ends, which is an error."""
         async with asyncio.timeout(_ANSWER_S):
             reader, writer = await asyncio.open_connection(
-                self._endpoint["host"], self._endpoint["port"]
+                self._endpoint["host"], self._endpoint["port"], happy_eyeballs_delay=_NEXT_ADDRESS_S
             )
         try:
             hello = {

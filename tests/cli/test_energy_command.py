@@ -113,9 +113,18 @@ def test_torn_and_foreign_lines_are_counted_and_passed_over(tmp_path, caplog):
     assert "300.0" in shown.stdout
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\n\n", b"stage,instruction\n", b'{"ener', b"\x89PNG\r\n"]
-)
+@pytest.mark.parametrize("content", [b"", b"\n\n"])
+def test_an_empty_file_of_many_is_no_error(tmp_path, content):
+    """A node that never got so far as to write."""
+    good = write(tmp_path / "good.jsonl", window())
+    path = tmp_path / "empty.jsonl"
+    path.write_bytes(content)
+    assert summed(good, path)["job"]["windows"] == 1
+    assert summed(path, good)["job"]["windows"] == 1
+    assert str(path) in run_badly("energy", "sum", path)
+
+
+@pytest.mark.parametrize("content", [b"stage,instruction\n", b'{"ener', b"\x89PNG\r\n"])
 def test_a_file_without_any_readable_line_is_refused_with_its_name(tmp_path, content):
     good = write(tmp_path / "good.jsonl", window())
     path = tmp_path / "empty.jsonl"

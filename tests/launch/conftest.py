@@ -1,7 +1,15 @@
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
+from agent_ranks import Nodes
 
+from envpipe_megatron.launch import agent as agent_module
+from envpipe_megatron.launch import ledger as ledger_module
 from envpipe_megatron.launch.torchrun_parser import TorchrunParser
 
 
@@ -17,3 +25,14 @@ def _plain_environment(monkeypatch):
 @pytest.fixture(scope="session")
 def parser():
     return TorchrunParser()
+
+
+@pytest.fixture
+def nodes(monkeypatch) -> Iterator[Nodes]:
+    """In a folder whose path leaves room for a socket's."""
+    monkeypatch.setattr(agent_module, "_TICK_S", 0.01)
+    monkeypatch.setattr(ledger_module, "_POLL_S", 0.01)
+    folder = Path(tempfile.mkdtemp(prefix="agent-", dir="/tmp"))
+    with ExitStack() as last:
+        last.callback(shutil.rmtree, folder, ignore_errors=True)
+        yield Nodes(folder, last)

@@ -7,142 +7,25 @@ import errno
 import json
 import math
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_ranks import LONG_S, Rank, connect
 
 from envpipe_megatron.energy_file import read_energy_logs
-from envpipe_megatron.gpu.emulated import EmulatedGpu
 from envpipe_megatron.gpu.guard_protocol import receive, send
 from envpipe_megatron.launch import agent as agent_module
-from envpipe_megatron.launch import ledger as ledger_module
 from envpipe_megatron.launch import node_log
 from envpipe_megatron.launch.agent import NodeAgent
 from envpipe_megatron.launch.bill import Bill, bill_of
 from envpipe_megatron.launch.node_log import NodeLogError
-
-LONG_S = 20.0
-
-
-class Rank:
-    """A rank of the test's, and the GPU that it uses."""
-
-    def __init__(self, agent: NodeAgent, gpu: EmulatedGpu, rank: int = 0) -> None:
-        self.gpu = gpu
-        self.rank = rank
-        self.agent = agent
-        self.connection = connect(agent)
-
-    def hello(self, **fields: Any) -> dict[str, Any]:
-        return {
-            "op": "hello",
-            "backend": "emulated",
-            "node": "of the job file",
-            "gpu": self.gpu.name,
-            "gpu_uid": self.gpu.address.uid,
-            "rank": self.rank,
-            "stage": self.rank,
-            **fields,
-        }
-
-    def say_hello(self) -> Rank:
-        send(self.connection, self.hello())
-        assert receive(self.connection) == {"event": "welcome", "node": self.agent.log.node}
-        return self
-
-    def train(self, iteration: int, work_s: float = 0.5) -> None:
-        """Run a unit, and tell of the window that it is."""
-        run = self.gpu.run_unit("forward", work_s, 0.0)
-        send(
-            self.connection, {"op": "window", "line": self.line(iteration, run.start_s, run.end_s)}
-        )
-
-    def line(self, iteration: int, begin_s: float, end_s: float) -> dict[str, Any]:
-        length_s = end_s - begin_s
-        return {
-            "format": "envpipe-energy/1",
-            "rank": self.rank,
-            "stage": self.rank,
-            "gpu_uid": self.gpu.address.uid,
-            "phase": "steady",
-            "first_iteration": iteration,
-            "last_iteration": iteration,
-            "begin_s": begin_s,
-            "duration_s": length_s,
-            "energy_j": 1.0,
-            "compute_s": length_s,
-            "blocking_s": 0.0,
-            "idle_s": 0.0,
-        }
-
-    def bye(self) -> None:
-        send(self.connection, {"op": "bye"})
-        assert self.is_hung_up()
-
-    def is_hung_up(self) -> bool:
-        return receive(self.connection) is None
-
-    def close(self) -> None:
-        self.connection.close()
-
-
-def connect(agent: NodeAgent) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.settimeout(LONG_S)
-    connection.connect(str(agent.socket_path))
-    return connection
-
-
-class Nodes:
-    """Makes agents, GPUs and ranks, and ends them."""
-
-    def __init__(self, folder: Path, last: ExitStack) -> None:
-        self.folder = folder
-        self._last = last
-        self._before_j: dict[str, float] = {}
-
-    def agent(self, node: str = "n0", **options: Any) -> NodeAgent:
-        agent = NodeAgent(self.folder / "out", node, self.folder / node, **options)
-        self._last.callback(agent.close)
-        return agent
-
-    def gpu(self, index: int = 0) -> EmulatedGpu:
-        """A GPU that has worked before, so that its counter does not begin at 0."""
-        gpu = EmulatedGpu.create("a100-sxm", index, self.folder / "gpus")
-        gpu.run_unit("backward", 1.0 + index, 0.0)
-        self._before_j[gpu.address.uid] = gpu.read_energy().energy_j
-        return gpu
-
-    def rank(self, agent: NodeAgent, gpu: EmulatedGpu, rank: int = 0) -> Rank:
-        made = Rank(agent, gpu, rank)
-        self._last.callback(made.close)
-        return made
-
-    def counted_j(self, *gpus: EmulatedGpu) -> float:
-        return math.fsum(
-            gpu.read_energy().energy_j - self._before_j[gpu.address.uid] for gpu in gpus
-        )
-
-
-@pytest.fixture
-def nodes(monkeypatch) -> Iterator[Nodes]:
-    """In a folder whose path leaves room for a socket's."""
-    monkeypatch.setattr(agent_module, "_TICK_S", 0.01)
-    monkeypatch.setattr(ledger_module, "_POLL_S", 0.01)
-    folder = Path(tempfile.mkdtemp(prefix="agent-", dir="/tmp"))
-    with ExitStack() as last:
-        last.callback(shutil.rmtree, folder, ignore_errors=True)
-        yield Nodes(folder, last)
 
 
 def until(condition: Callable[[], Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 
@@ -85,3 +86,11 @@ def test_torn_lines_are_told_of(tmp_path, bill, caplog):
     bill.unreadable = 2
     BillReport(tmp_path, Tariff()).end(bill)
     assert "2 torn or foreign lines" in caplog.text
+
+
+def test_nothing_is_said_where_nobody_listens(monkeypatch):
+    def echo(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(bill_report.click, "echo", echo)
+    bill_report.say("the job has ended")

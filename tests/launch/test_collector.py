@@ -165,7 +165,7 @@ def test_what_is_not_confirmed_in_time_is_trouble(tmp_path):
         async with pretending(silent) as nowhere, agents(tmp_path, "a") as (agent,):
             agent.uplink.send_to(nowhere)
             assert not await agent.uplink.all_known(SHORT_S)
-            assert agent.uplink.trouble == f"not confirmed within {SHORT_S:g} s"
+            assert agent.uplink.why_unknown() == "not all was confirmed in time"
 
     run(test())
 
@@ -174,12 +174,14 @@ def test_waiting_ends_in_time(tmp_path):
     async def test() -> None:
         async with collecting() as collector, agents(tmp_path, "a") as (agent,):
             assert not await agent.uplink.all_known(LONG_S)  # nobody ever said where to send
+            assert "no agent adds up" in agent.uplink.why_unknown()
             endpoint = await collector.start("localhost")
             assert await collector.all_ended(SHORT_S)  # there is no node
             agent.uplink.send_to({**endpoint, "token": "wrong"})
             assert not await agent.uplink.all_known(SHORT_S)
             agent.uplink.send_to(endpoint)
             await agent.is_known()
+            assert agent.uplink.why_unknown() == ""
             assert not await collector.all_ended(SHORT_S)
             assert collector.running() == ["a"]
             waiting = asyncio.create_task(collector.all_ended(LONG_S))

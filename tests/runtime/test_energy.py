@@ -582,6 +582,22 @@ def test_line_that_a_killed_writer_left_spoils_no_other(tmp_path):
     ]
 
 
+def test_a_line_that_lacks_its_end_alone_is_written(tmp_path, monkeypatch):
+    """The disk was full by one byte. An error would have its energy in the next line, too."""
+    path = tmp_path / "log"
+    write = os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:-1]))
+        append_line(path, {"energy_j": 100.0, "duration_s": 1.0})
+        full.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:-2]))
+        with pytest.raises(OSError, match="No space"):
+            append_line(path, {"energy_j": 150.0, "duration_s": 1.5})
+    append_line(path, {"energy_j": 150.0, "duration_s": 1.5})
+    logs = read_energy_logs([path])
+    assert [window.energy_j for window in logs.windows] == [100.0, 150.0]
+    assert logs.unreadable == (f"{path}:2",)
+
+
 # Split ---------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,69 @@
+"""What ends a launcher in order: SIGTERM, SIGINT, SIGHUP, or the end of standard input."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+_NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Signals:
+    """Takes signals as long as it is entered, in the main thread; `nohup`'s stay ignored.
+
+    They end the process as usual, by SystemExit, until `call` says what else they do.
+
+    Args:
+        until_stdin_ends: take the end of standard input for a SIGTERM, as that of a node started
+            over ssh.
+    """
+
+    def __init__(self, *, until_stdin_ends: bool = False) -> None:
+        self.until_stdin_ends = until_stdin_ends
+        self._first: Callable[[], None] | None = None
+        self._again: Callable[[], None] | None = None
+        self._taken = 0
+        self._over = threading.Lock()
+        self._is_over = False
+
+    def call(self, first: Callable[[], None], again: Callable[[], None]) -> None:
+        """From here on, the next signal calls `first`, and all others call `again`."""
+        self._first, self._again, self._taken = first, again, 0
+
+    def __enter__(self) -> Signals:
+        self._before = {
+            number: signal.signal(number, self._take)
+            for number in _NUMBERS
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        if self.until_stdin_ends:
+            threading.Thread(target=self._watch_stdin, daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._over:
+            self._is_over = True
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _take(self, signum: int, frame: object) -> None:
+        self._taken += 1
+        action = self._first if self._taken == 1 else self._again
+        if action is None:
+            raise SystemExit(128 + signum)
+        action()
+
+    def _watch_stdin(self) -> None:
+        while os.read(0, 4096):
+            pass
+        with self._over:
+            if not self._is_over:
+                os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,121 @@
+"""Ranks that a test plays, towards agents that it makes or that a launcher has made."""
+
+from __future__ import annotations
+
+import math
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from envpipe_megatron.gpu.emulated import EmulatedGpu
+from envpipe_megatron.gpu.guard_protocol import receive, send
+from envpipe_megatron.launch.agent import NodeAgent
+
+LONG_S = 20.0
+
+
+class Rank:
+    """A rank of the test's, and the GPU that it uses."""
+
+    def __init__(self, agent: NodeAgent, gpu: EmulatedGpu, rank: int = 0) -> None:
+        self.gpu = gpu
+        self.rank = rank
+        self.agent = agent
+        self.connection = connect(agent)
+
+    def hello(self, **fields: Any) -> dict[str, Any]:
+        return {
+            "op": "hello",
+            "backend": "emulated",
+            "node": "of the job file",
+            "gpu": self.gpu.name,
+            "gpu_uid": self.gpu.address.uid,
+            "rank": self.rank,
+            "stage": self.rank,
+            **fields,
+        }
+
+    def say_hello(self) -> Rank:
+        send(self.connection, self.hello())
+        assert receive(self.connection) == {"event": "welcome", "node": self.agent.log.node}
+        return self
+
+    def train(self, iteration: int, work_s: float = 0.5) -> None:
+        """Run a unit, and tell of the window that it is."""
+        run = self.gpu.run_unit("forward", work_s, 0.0)
+        send(
+            self.connection, {"op": "window", "line": self.line(iteration, run.start_s, run.end_s)}
+        )
+
+    def line(self, iteration: int, begin_s: float, end_s: float) -> dict[str, Any]:
+        length_s = end_s - begin_s
+        return {
+            "format": "envpipe-energy/1",
+            "rank": self.rank,
+            "stage": self.rank,
+            "gpu_uid": self.gpu.address.uid,
+            "phase": "steady",
+            "first_iteration": iteration,
+            "last_iteration": iteration,
+            "begin_s": begin_s,
+            "duration_s": length_s,
+            "energy_j": 1.0,
+            "compute_s": length_s,
+            "blocking_s": 0.0,
+            "idle_s": 0.0,
+        }
+
+    def bye(self) -> None:
+        send(self.connection, {"op": "bye"})
+        assert self.is_hung_up()
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        send(self.connection, message)
+        answer = receive(self.connection)
+        assert answer is not None
+        return answer
+
+    def is_hung_up(self) -> bool:
+        return receive(self.connection) is None
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+def connect(agent: NodeAgent) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(LONG_S)
+    connection.connect(str(agent.socket_path))
+    return connection
+
+
+class Nodes:
+    """Makes agents, GPUs and ranks, and ends them."""
+
+    def __init__(self, folder: Path, last: ExitStack) -> None:
+        self.folder = folder
+        self._last = last
+        self._before_j: dict[str, float] = {}
+
+    def agent(self, node: str = "n0", **options: Any) -> NodeAgent:
+        agent = NodeAgent(self.folder / "out", node, self.folder / node, **options)
+        self._last.callback(agent.close)
+        return agent
+
+    def gpu(self, index: int = 0) -> EmulatedGpu:
+        """A GPU that has worked before, so that its counter does not begin at 0."""
+        gpu = EmulatedGpu.create("a100-sxm", index, self.folder / "gpus")
+        gpu.run_unit("backward", 1.0 + index, 0.0)
+        self._before_j[gpu.address.uid] = gpu.read_energy().energy_j
+        return gpu
+
+    def rank(self, agent: NodeAgent, gpu: EmulatedGpu, rank: int = 0) -> Rank:
+        made = Rank(agent, gpu, rank)
+        self._last.callback(made.close)
+        return made
+
+    def counted_j(self, *gpus: EmulatedGpu) -> float:
+        return math.fsum(
+            gpu.read_energy().energy_j - self._before_j[gpu.address.uid] for gpu in gpus
+        )
