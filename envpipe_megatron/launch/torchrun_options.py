@@ -69,17 +69,6 @@ class TorchrunOptions:
         """
         return (*self.options, "--", *self.script)
 
-    @property
-    def num_nodes(self) -> str:
-        """How many nodes, `N` or `MIN:MAX` as torchrun writes it."""
-        values = {setting.option: setting.value for setting in self.settings}
-        return values.get("--nnodes", "1")
-
-    @property
-    def origins(self) -> dict[str, str]:
-        """Where the value of each setting comes from, by option."""
-        return {setting.option: setting.origin for setting in self.settings}
-
 
 def options_here(
     options: Sequence[str],

@@ -7,6 +7,7 @@ overlooked, and none of another job is taken for one.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -15,9 +16,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +136,7 @@ class Node:
         *,
         environment: Mapping[str, str] | None = None,
         others_end_s: float | None = None,
+        terminal: int | None = None,
         **settings: Any,
     ) -> None:
         """Start the launcher.
@@ -141,6 +145,7 @@ class Node:
             arguments: torchrun's.
             environment: what else is in it.
             others_end_s: see `node_runner`.
+            terminal: that it is started from, in place of a file for what it prints.
             settings: of `NodeSettings`.
         """
         given: dict[str, Any] = {
@@ -153,10 +158,14 @@ class Node:
             self.process = subprocess.Popen(
                 [*self._inside, sys.executable, str(_RUNNER), json.dumps(given)],
                 env={**self._job.environment, **self._environment, **(environment or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdin=subprocess.DEVNULL if terminal is None else terminal,
+                stdout=log if terminal is None else terminal,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # Its own, so that it is told when the terminal goes.
+                preexec_fn=None
+                if terminal is None
+                else partial(fcntl.ioctl, terminal, termios.TIOCSCTTY, 0),
             )
 
     @property
