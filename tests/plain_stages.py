@@ -19,13 +19,15 @@ from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.emulated import EmulatedGpu
 from envpipe_megatron.gpu.emulated_state import EmulatedState, parse_state
 from envpipe_megatron.runtime import emulated_executor, wait_power
-from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec, make_channel
+from envpipe_megatron.runtime.channel import P2PChannel, make_channel
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor
+from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.session import Session, SessionConfig
 from envpipe_megatron.schedule import Kind, Schedule, Unit
 
-SPEC = TensorSpec(((2, 3),), torch.float32, torch.device("cpu"))
+SHAPE = (2, 3)
+SPECS = StageSpecs.alike(TensorSpec.of_one_type((SHAPE,), torch.float32, torch.device("cpu")))
 
 
 @dataclass
@@ -62,7 +64,7 @@ class PlainWork:
 
     def _message(self, unit: Unit, stage: int) -> torch.Tensor:
         sign = 1 if unit.kind is Kind.FORWARD else -1
-        return torch.full(SPEC.shapes[0], sign * (unit.microbatch + stage / 10))
+        return torch.full(SHAPE, sign * (unit.microbatch + stage / 10))
 
     def sent(self, unit: Unit) -> None:
         pass

@@ -31,8 +31,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.runtime.channel import TensorSpec
 from envpipe_megatron.runtime.executor import StageRecord
+from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.session import Session
 from envpipe_megatron.schedule import Kind, Schedule, Unit
 
@@ -150,7 +150,9 @@ class ForwardBackward:
                     value=(shapes, sent_shapes),
                     remedy="Run without --envpipe.",
                 )
-        spec = TensorSpec(tuple(tuple(shape) for shape in shapes), config.pipeline_dtype, _device())
+        spec = TensorSpec.of_one_type(
+            tuple(tuple(shape) for shape in shapes), config.pipeline_dtype, _device()
+        )
         works: list[_MegatronWork] = []
 
         def make_work(schedule: Schedule) -> _MegatronWork:
@@ -174,7 +176,9 @@ class ForwardBackward:
             config.timers("forward-backward", log_level=1).start(
                 barrier=config.barrier_with_L1_time
             )
-        self.last_record = self._session.run_iteration(num_microbatches, spec, make_work)
+        self.last_record = self._session.run_iteration(
+            num_microbatches, StageSpecs.alike(spec), make_work
+        )
         (work,) = works
         work.finish_grads()
         if config.finalize_model_grads_func is not None:

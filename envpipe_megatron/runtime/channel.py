@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from envpipe_megatron.channel_model import hardware_capacity
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.runtime.messages import Message, StageSpecs, TensorSpec
 from envpipe_megatron.schedule import Kind, Schedule, Unit
 
 _STAMP_TAG, _PAYLOAD_TAG = 0, 1
@@ -36,28 +37,6 @@ MAX_CTAS = 2
 
 class ChannelError(EnvPipeError):
     """A neighbour that is gone or silent, messages left over, or transfers that cannot work."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """What a stage receives for one unit.
-
-    Args:
-        tensors: one for each tensor shape.
-        sent_s: the emulated instant at which the sender ended its unit; None where time is real.
-    """
-
-    tensors: list[torch.Tensor]
-    sent_s: float | None
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shapes (one for each tensor of a message), type and device of what the links carry."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
-    device: torch.device
 
 
 class P2PChannel:
@@ -94,7 +73,7 @@ class P2PChannel:
         #: Messages of one direction that may be under way before a send stops the stage, in the
         #: words of `channel_model`; None where sends never do.
         self.capacity = capacity
-        self._spec: TensorSpec | None = None
+        self._receives: Mapping[Kind, TensorSpec] = {}
         self._expected: dict[Kind, int] = {}
         self._posted: dict[Kind, _Receive] = {}
         self._sent: deque[_Send] = deque()
@@ -102,7 +81,7 @@ class P2PChannel:
         #: which would keep their tensors.
         self._outcomes: list[tuple[int, torch.futures.Future[int]]] = []
 
-    def begin_step(self, schedule: Schedule, spec: TensorSpec) -> None:
+    def begin_step(self, schedule: Schedule, specs: StageSpecs) -> None:
         """Post the first receive of each direction for one execution of a schedule."""
         receives = schedule.receives[self._stage]
         backward = schedule.is_backward[self._stage]
@@ -111,12 +90,12 @@ class P2PChannel:
                 Kind.FORWARD: int((receives & ~backward).sum()),
                 Kind.BACKWARD: int((receives & backward).sum()),
             },
-            spec,
+            specs,
         )
 
-    def expect(self, messages: dict[Kind, int], spec: TensorSpec) -> None:
+    def expect(self, messages: dict[Kind, int], specs: StageSpecs) -> None:
         """Expect so many messages of each kind until `end_step`."""
-        self._spec = spec
+        self._receives = specs.receives
         self._outcomes.clear()
         self._expected = dict(messages)
         for kind in messages:
@@ -136,7 +115,7 @@ class P2PChannel:
         self._post_next(unit.kind)
         stamp = float(posted.stamp.item()) if posted.stamp is not None else None
         for tensor in posted.tensors:
-            tensor.requires_grad_(unit.kind is Kind.FORWARD)
+            tensor.requires_grad_(unit.kind is Kind.FORWARD and tensor.is_floating_point())
         return Message(posted.tensors, stamp)
 
     def send(self, unit: Unit, tensors: Sequence[torch.Tensor], sent_s: float | None) -> None:
@@ -206,13 +185,9 @@ class P2PChannel:
         if not self._expected[kind]:
             return
         self._expected[kind] -= 1
-        assert self._spec is not None
         source = self._neighbour(kind, -1)
         group, tag = self._link(kind, destination=False)
-        tensors = [
-            torch.empty(shape, dtype=self._spec.dtype, device=self._spec.device)
-            for shape in self._spec.shapes
-        ]
+        tensors = self._receives[kind].make()
         stamp = torch.empty(1, dtype=torch.float64) if self._stamped else None
         try:
             works = self._start(dist.irecv, source, group, tag, stamp, tensors)
@@ -231,7 +206,11 @@ class P2PChannel:
     ) -> list[dist.Work]:
         """Start sending or receiving a message: its stamp, if there is one, then its tensors."""
         rank = self.ranks[neighbour]
-        parts = [(tensor, _PAYLOAD_TAG) for tensor in tensors]
+        # Transports know no truth values.
+        parts = [
+            (tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor, _PAYLOAD_TAG)
+            for tensor in tensors
+        ]
         if stamp is not None:
             parts.insert(0, (stamp, _STAMP_TAG))
         started = [transfer(part, rank, group=group, tag=tag + offset) for part, offset in parts]

@@ -7,9 +7,10 @@ from typing import Protocol
 
 import torch
 
-from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec
+from envpipe_megatron.runtime.channel import P2PChannel
 from envpipe_megatron.runtime.completion import Completion
 from envpipe_megatron.runtime.executor import Executor, StageRecord
+from envpipe_megatron.runtime.messages import StageSpecs
 from envpipe_megatron.schedule import Kind, Schedule, Unit
 
 
@@ -35,7 +36,7 @@ def execute(
     stage: int,
     work: StageWork,
     channel: P2PChannel,
-    spec: TensorSpec,
+    specs: StageSpecs,
     executor: Executor,
     unit_ended: UnitEnded,
 ) -> StageRecord:
@@ -46,7 +47,7 @@ def execute(
         stage: this rank's stage.
         work: what a unit does.
         channel: to the neighbours.
-        spec: what the messages carry.
+        specs: what the messages carry.
         executor: how time passes.
         unit_ended: told of each unit; the clock of the next unit hangs on it.
 
@@ -60,7 +61,7 @@ def execute(
     first = stage * schedule.units_per_stage
     cross = schedule.cross_dependency[first : first + len(order)].tolist()
     successor = schedule.cross_successor[first : first + len(order)].tolist()
-    channel.begin_step(schedule, spec)
+    channel.begin_step(schedule, specs)
     executor.begin_iteration(schedule, stage)
     for position, unit in enumerate(order):
         message = channel.receive(unit) if cross[position] >= 0 else None

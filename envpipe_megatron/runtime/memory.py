@@ -21,10 +21,10 @@ from enum import Enum
 import numpy as np
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.runtime.channel import TensorSpec
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.device_memory import MemorySource, Reading
 from envpipe_megatron.runtime.interpreter import StageWork
+from envpipe_megatron.runtime.messages import StageSpecs
 from envpipe_megatron.schedule import Kind, Schedule, Unit
 from envpipe_megatron.timeline import RELATIVE_TOLERANCE
 
@@ -171,15 +171,15 @@ class JobMemory:
         if self._source is not None and self._begun:
             self._units_peak_bytes = self._source.peak_bytes()
 
-    def learn(self, schedule: Schedule, spec: TensorSpec) -> None:
+    def learn(self, schedule: Schedule, specs: StageSpecs) -> None:
         """Take in the iteration that has just ended, and one before whose units were watched.
 
         Args:
             schedule: of both: the framework's own.
-            spec: what messages carry. A stage keeps its input or what it made of it, so no
+            specs: what messages carry. A stage keeps its input or what it made of it, so no
                 microbatch holds less than a message.
         """
-        everyone = self._collectives.gather_by_stage(self._own(schedule, spec))
+        everyone = self._collectives.gather_by_stage(self._own(schedule, specs))
         stages = []
         for replicas in everyone:
             known = [own for own in replicas if own is not None]
@@ -270,7 +270,7 @@ class JobMemory:
         shown = ", ".join(f"{error:+.1%}" for error in errors)
         self._say(f"memory: measured peak {_gib(measured)} GiB, {shown} from the prediction")
 
-    def _own(self, schedule: Schedule, spec: TensorSpec) -> StageMemory | None:
+    def _own(self, schedule: Schedule, specs: StageSpecs) -> StageMemory | None:
         if self._source is None or len(self._readings) <= schedule.units_per_stage:
             return None
         allocated = [reading.allocated_bytes for reading in self._readings]
@@ -278,7 +278,7 @@ class JobMemory:
         peak = self._peak_bytes(self._source)
         capacity = (1 - SAFETY_MARGIN) * self._source.capacity_bytes()
         return StageMemory(
-            max(activation_bytes(self._kinds, allocated), _message_bytes(spec)),
+            max(activation_bytes(self._kinds, allocated), _input_bytes(specs)),
             schedule.peak_in_flight[self._stage],
             peak,
             max(0.0, capacity - peak - self._unusable_bytes),
@@ -312,8 +312,10 @@ class _WatchedWork:
         self._unit_ended(unit)
 
 
-def _message_bytes(spec: TensorSpec) -> int:
-    return sum(math.prod(shape) for shape in spec.shapes) * spec.dtype.itemsize
+def _input_bytes(specs: StageSpecs) -> int:
+    """Of a microbatch; the first stage's is taken to be like what it sends."""
+    spec = specs.receives.get(Kind.FORWARD) or specs.sends[Kind.FORWARD]
+    return spec.num_bytes
 
 
 def _gib(values: Iterable[float]) -> str:

@@ -7,8 +7,9 @@ import time
 
 import torch
 
-from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec
+from envpipe_megatron.runtime.channel import P2PChannel
 from envpipe_megatron.runtime.executor import Executor
+from envpipe_megatron.runtime.messages import StageSpecs
 from envpipe_megatron.schedule import Kind, unit
 
 #: Round trips that count; those before them bring buffers and routes into use.
@@ -17,7 +18,7 @@ _WARMUPS = 3
 
 
 def measure_p2p_latency_s(
-    stage: int, num_stages: int, channel: P2PChannel, spec: TensorSpec, executor: Executor
+    stage: int, num_stages: int, channel: P2PChannel, specs: StageSpecs, executor: Executor
 ) -> float:
     """Half the median round trip, in s, of a message between this stage and the next.
 
@@ -36,9 +37,9 @@ def measure_p2p_latency_s(
     """
     rounds = _WARMUPS + _ROUND_TRIPS
     begin_s = executor.meet()
-    payload = [torch.zeros(shape, dtype=spec.dtype, device=spec.device) for shape in spec.shapes]
     if stage > 0:
-        channel.expect({Kind.FORWARD: rounds}, spec)
+        payload = specs.sends[Kind.BACKWARD].make(torch.zeros)
+        channel.expect({Kind.FORWARD: rounds}, specs)
         for number in range(rounds):
             message = channel.receive(unit(Kind.FORWARD, number))
             channel.send(unit(Kind.BACKWARD, number), payload, message.sent_s)
@@ -47,7 +48,8 @@ def measure_p2p_latency_s(
     if stage + 1 == num_stages:
         return 0.0
     trips_s = []
-    channel.expect({Kind.BACKWARD: rounds}, spec)
+    payload = specs.sends[Kind.FORWARD].make(torch.zeros)
+    channel.expect({Kind.BACKWARD: rounds}, specs)
     for number in range(rounds):
         sent_s = time.monotonic()
         channel.send(unit(Kind.FORWARD, number), payload, begin_s)

@@ -20,13 +20,14 @@ from envpipe_megatron.plan import Plan, check_stages, read_plan
 from envpipe_megatron.policies.planner import PlanRequest, check_request, make_plan
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended
 from envpipe_megatron.profile import Profile, read_profile
-from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec
+from envpipe_megatron.runtime.channel import P2PChannel
 from envpipe_megatron.runtime.clock_controller import ClockController
 from envpipe_megatron.runtime.collectives import Collectives, mean
 from envpipe_megatron.runtime.energy_meter import EnergyMeter
 from envpipe_megatron.runtime.executor import Executor, FloatArray, StageRecord
 from envpipe_megatron.runtime.memory import JobMemory, StageMemory, Watch
 from envpipe_megatron.runtime.memory_limit import in_flight_limit, knows_memory, with_memory
+from envpipe_megatron.runtime.messages import StageSpecs
 from envpipe_megatron.runtime.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.p2p_latency import measure_p2p_latency_s
 from envpipe_megatron.runtime.profiler import (
@@ -134,7 +135,7 @@ class Job:
     stage: int
     num_stages: int
     num_microbatches: int
-    spec: TensorSpec
+    specs: StageSpecs
     gpu: Gpu
     channel: P2PChannel
     executor: Executor
@@ -219,7 +220,7 @@ def _steady(job: Job, order: IterationOrder) -> PhaseRun[None]:
 
 
 def _learn_memory(job: Job, schedule: Schedule) -> None:
-    job.memory.learn(schedule, job.spec)
+    job.memory.learn(schedule, job.specs)
     job.state.memory = job.memory.stages
 
 
@@ -258,7 +259,7 @@ def _profile(job: Job, schedule: Schedule) -> PhaseRun[Profile]:
         job.say("profile: a dry run changes no clock, so energies and plan show the loop alone")
     wait_power = _wait_power(job, clocks)
     hops_s = job.collectives.gather_by_stage(
-        measure_p2p_latency_s(job.stage, job.num_stages, job.channel, job.spec, job.executor)
+        measure_p2p_latency_s(job.stage, job.num_stages, job.channel, job.specs, job.executor)
     )
     known = replace(
         job.config.facts,
@@ -319,7 +320,7 @@ def _wait_power(job: Job, clocks: Sequence[int]) -> WaitPower:
             job.stage,
             job.num_stages,
             job.channel,
-            job.spec,
+            job.specs,
             job.executor,
             job.clock,
             job.meter,

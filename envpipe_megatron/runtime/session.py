@@ -12,7 +12,7 @@ from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.runtime.agent_link import connect_to_agent
-from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec
+from envpipe_megatron.runtime.channel import P2PChannel
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.completion import Completion, Done
 from envpipe_megatron.runtime.device_memory import MemorySource, device_memory
@@ -23,6 +23,7 @@ from envpipe_megatron.runtime.interpreter import StageWork, execute
 from envpipe_megatron.runtime.interval_energy import BaselineEnergy, IntervalEnergy, JobEnergy
 from envpipe_megatron.runtime.memory import JobMemory
 from envpipe_megatron.runtime.memory_limit import check_memory_is_known
+from envpipe_megatron.runtime.messages import StageSpecs
 from envpipe_megatron.runtime.node_files import NodeFiles
 from envpipe_megatron.runtime.orders import IterationOrder, PhaseRun
 from envpipe_megatron.runtime.phases import (
@@ -187,7 +188,7 @@ class Session:
         self._energy.begin_step()
 
     def run_iteration(
-        self, num_microbatches: int, spec: TensorSpec, make_work: Callable[[Schedule], StageWork]
+        self, num_microbatches: int, specs: StageSpecs, make_work: Callable[[Schedule], StageWork]
     ) -> StageRecord:
         """Execute one training iteration in the job's present phase.
 
@@ -201,9 +202,9 @@ class Session:
         if not self._step_begun:
             self.state.iteration += 1
         self._step_begun = False
-        order = self._next_order(num_microbatches, spec)
+        order = self._next_order(num_microbatches, specs)
         self.state.phase = order.phase
-        record = self._record = self._execute(order, spec, self._memory.watched(make_work))
+        record = self._record = self._execute(order, specs, self._memory.watched(make_work))
         self._memory.units_ended()
         self._energy.add(
             order.phase, self.state.iteration, record, order.schedule.receives[self._stage]
@@ -306,7 +307,7 @@ class Session:
             logger.warning("%s", followed["warning"])
         self._files.append("clocks", {**self._labels, **summary})
 
-    def _next_order(self, num_microbatches: int, spec: TensorSpec) -> IterationOrder:
+    def _next_order(self, num_microbatches: int, specs: StageSpecs) -> IterationOrder:
         """What the next iteration runs, once the phases know of the last one."""
         self._check_unbroken()
         if self._phases is None:
@@ -317,7 +318,7 @@ class Session:
                 self._stage,
                 self._num_stages,
                 num_microbatches,
-                spec,
+                specs,
                 self._gpu,
                 self._channel,
                 self.executor,
@@ -364,7 +365,7 @@ class Session:
             self.clock.request(frequency_mhz, after)
 
     def _execute(
-        self, order: IterationOrder, spec: TensorSpec, make_work: Callable[[Schedule], StageWork]
+        self, order: IterationOrder, specs: StageSpecs, make_work: Callable[[Schedule], StageWork]
     ) -> StageRecord:
         self._check_unbroken()
         frequencies = order.frequency_mhz[self._stage].tolist()
@@ -384,7 +385,7 @@ class Session:
             self._stage,
             make_work(order.schedule),
             self._channel,
-            spec,
+            specs,
             self.executor,
             unit_ended,
         )

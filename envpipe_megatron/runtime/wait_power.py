@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec
+from envpipe_megatron.runtime.channel import P2PChannel
 from envpipe_megatron.runtime.clock_controller import ClockController
 from envpipe_megatron.runtime.completion import Done
 from envpipe_megatron.runtime.energy_meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.executor import METER_MARGIN_S, Executor
+from envpipe_megatron.runtime.messages import StageSpecs
 from envpipe_megatron.schedule import Kind, unit
 
 #: How long the pipeline stands still at each clock: some ten refreshes of the counter.
@@ -53,7 +54,7 @@ def measure_wait_power(
     stage: int,
     num_stages: int,
     channel: P2PChannel,
-    spec: TensorSpec,
+    specs: StageSpecs,
     executor: Executor,
     clock: ClockController,
     meter: EnergyMeter,
@@ -72,15 +73,15 @@ def measure_wait_power(
     if stage == 1:
         sends.append(Kind.BACKWARD)
     # Before the receive: a kernel that is loaded while one spins can hang both.
-    payload = [torch.zeros(shape, dtype=spec.dtype, device=spec.device) for shape in spec.shapes]
+    payloads = {kind: specs.sends[kind].make(torch.zeros) for kind in sends}
     clock.request(frequency_mhz, Done())
-    channel.expect({receives: 1}, spec)
+    channel.expect({receives: 1}, specs)
     begin_s = executor.meet()
     executor.let_counter_refresh()  # the clock settles too
     start_s, end_s = begin_s + METER_MARGIN_S, begin_s + METER_MARGIN_S + _HOLD_S
     time.sleep(_HOLD_S)  # the neighbour's GPU waits meanwhile
     for kind in sends:
-        channel.send(unit(kind, 0), payload, end_s)
+        channel.send(unit(kind, 0), payloads[kind], end_s)
     message = channel.receive(unit(receives, 0))
     executor.wait_for_message(message.sent_s)
     channel.end_step()

@@ -88,7 +88,7 @@ def main() -> None:
             session.begin_step(iteration)
             session.run_iteration(
                 MICROBATCHES,
-                plain_stages.SPEC,
+                plain_stages.SPECS,
                 lambda schedule: plain_stages.PlainWork(schedule, rank),
             )
             session.end_step()

@@ -45,7 +45,7 @@ def train(
         while True:
             session.run_iteration(
                 MICROBATCHES,
-                plain_stages.SPEC,
+                plain_stages.SPECS,
                 lambda schedule: plain_stages.PlainWork(schedule, rank, before_unit),
             )
             steps += 1
@@ -72,7 +72,7 @@ def refusal(rank: int, root: Path, config: SessionConfig, microbatches: list[int
     try:
         for count in microbatches:
             session.run_iteration(
-                count, plain_stages.SPEC, lambda schedule: plain_stages.PlainWork(schedule, rank)
+                count, plain_stages.SPECS, lambda schedule: plain_stages.PlainWork(schedule, rank)
             )
     except Exception as error:
         return f"{type(error).__name__}: {error}"

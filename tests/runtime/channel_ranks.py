@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from envpipe_megatron.runtime.channel import P2PChannel
+from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
 from envpipe_megatron.schedule import Kind, unit
 
 
 def message(number: int) -> torch.Tensor:
-    return torch.full(plain_stages.SPEC.shapes[0], float(number))
+    return torch.full(plain_stages.SHAPE, float(number))
 
 
 def received(channel: P2PChannel, number: int, kind: Kind = Kind.FORWARD) -> tuple[float, Any]:
@@ -29,7 +30,7 @@ def received(channel: P2PChannel, number: int, kind: Kind = Kind.FORWARD) -> tup
 def many_pending(rank: int, count: int) -> Any:
     """Stage 0 sends `count` messages while stage 1 takes none; then stage 1 takes all."""
     channel = plain_stages.channel(10)
-    channel.expect({Kind.FORWARD: count if rank == 1 else 0}, plain_stages.SPEC)
+    channel.expect({Kind.FORWARD: count if rank == 1 else 0}, plain_stages.SPECS)
     times_s, messages = [], []
     if rank == 0:
         for number in range(count):
@@ -46,7 +47,7 @@ def many_pending(rank: int, count: int) -> Any:
 def swapped(rank: int, count: int) -> Any:
     """Stage 0 frees its outputs as Megatron does, while their sends are pending."""
     channel = plain_stages.channel(10)
-    channel.expect({Kind.FORWARD: count if rank == 1 else 0}, plain_stages.SPEC)
+    channel.expect({Kind.FORWARD: count if rank == 1 else 0}, plain_stages.SPECS)
     messages = []
     if rank == 0:
         for number in range(count):
@@ -66,8 +67,8 @@ def swapped(rank: int, count: int) -> Any:
 def transposed(rank: int) -> Any:
     """An output that does not lie in one piece."""
     channel = plain_stages.channel(10, stamped=False)
-    channel.expect({Kind.FORWARD: 1 if rank == 1 else 0}, plain_stages.SPEC)
-    rows, columns = plain_stages.SPEC.shapes[0]
+    channel.expect({Kind.FORWARD: 1 if rank == 1 else 0}, plain_stages.SPECS)
+    rows, columns = plain_stages.SHAPE
     result = None
     if rank == 0:
         output = torch.arange(rows * columns).float().reshape(columns, rows).t()
@@ -84,7 +85,7 @@ def both_ways(rank: int, count: int) -> Any:
     channel = plain_stages.channel(10)
     middle = rank == 1
     wanted = {Kind.FORWARD: count if middle else 0, Kind.BACKWARD: count if middle else 0}
-    channel.expect(wanted, plain_stages.SPEC)
+    channel.expect(wanted, plain_stages.SPECS)
     taken = []
     if middle:
         for number in range(count):
@@ -105,14 +106,14 @@ def posted_receives(rank: int, count: int) -> Any:
     real = dist.irecv
 
     def irecv(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        posted[-1] += tensor.shape == plain_stages.SPEC.shapes[0]  # stamps are not counted
+        posted[-1] += tensor.shape == plain_stages.SHAPE  # stamps are not counted
         return real(tensor, *args, **kwargs)
 
     channel = plain_stages.channel(10)
     dist.irecv = irecv
     try:
         posted.append(0)
-        channel.expect({Kind.FORWARD: count if rank == 1 else 0}, plain_stages.SPEC)
+        channel.expect({Kind.FORWARD: count if rank == 1 else 0}, plain_stages.SPECS)
         for number in range(count):
             if rank == 0:
                 channel.send(unit(Kind.FORWARD, number), [message(number)], 0.0)
@@ -128,7 +129,7 @@ def posted_receives(rank: int, count: int) -> Any:
 def left_over(rank: int) -> str:
     """Stage 1 expects two messages and takes one."""
     channel = plain_stages.channel(10)
-    channel.expect({Kind.FORWARD: 2 if rank == 1 else 0}, plain_stages.SPEC)
+    channel.expect({Kind.FORWARD: 2 if rank == 1 else 0}, plain_stages.SPECS)
     text = ""
     if rank == 0:
         for number in range(2):
@@ -145,18 +146,28 @@ def left_over(rank: int) -> str:
 
 
 def several_tensors(rank: int) -> Any:
-    """Messages of two tensors of different shapes."""
+    """Messages of several shapes and types, others forward than backward."""
     channel = plain_stages.channel(10)
-    spec = plain_stages.TensorSpec(((2, 3), (5,)), torch.float32, torch.device("cpu"))
-    channel.expect({Kind.FORWARD: 2 if rank == 1 else 0}, spec)
+    cpu = torch.device("cpu")
+    forward = TensorSpec(((2, 3), (5,), (4,)), (torch.float32, torch.int64, torch.bool), cpu)
+    backward = TensorSpec(((7,),), (torch.bfloat16,), cpu)
+    by_kind = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
+    expected = {0: {Kind.BACKWARD: 2}, 1: {Kind.FORWARD: 2}}.get(rank, {})
+    specs = StageSpecs({kind: by_kind[kind] for kind in expected}, by_kind)
+    channel.expect(expected, specs)
     result = []
-    if rank == 0:
-        for number in range(2):
-            tensors = [torch.full((2, 3), number + 0.0), torch.full((5,), number + 0.5)]
-            channel.send(unit(Kind.FORWARD, number), tensors, float(number))
-    elif rank == 1:
-        for number in range(2):
+    for number in range(2):
+        if rank == 0:
+            mask = torch.arange(4) % 2 == number
+            sent = [torch.full((2, 3), number + 0.5), torch.full((5,), number), mask]
+            channel.send(unit(Kind.FORWARD, number), sent, float(number))
+            got = channel.receive(unit(Kind.BACKWARD, number))
+        elif rank == 1:
             got = channel.receive(unit(Kind.FORWARD, number))
-            result.append(([tensor[..., 0].max().item() for tensor in got.tensors], got.sent_s))
+            gradient = torch.full((7,), -float(number), dtype=torch.bfloat16)
+            channel.send(unit(Kind.BACKWARD, number), [gradient], float(number))
+        else:
+            continue
+        result.append([(t.dtype, t.tolist(), t.requires_grad) for t in got.tensors])
     channel.end_step()
     return result

@@ -50,7 +50,7 @@ def _iterate(session: Session, rank: int, count: int) -> None:
     for _ in range(count):
         session.run_iteration(
             MICROBATCHES,
-            plain_stages.SPEC,
+            plain_stages.SPECS,
             lambda schedule: plain_stages.PlainWork(schedule, rank),
         )
 

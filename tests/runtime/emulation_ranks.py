@@ -40,7 +40,7 @@ def run_plan(
         for _ in range(steps):
             record = session.run_iteration(
                 microbatches,
-                plain_stages.SPEC,
+                plain_stages.SPECS,
                 lambda schedule: plain_stages.PlainWork(
                     schedule, rank, lambda unit: time.sleep(jitter.expovariate(1 / 0.0005))
                 ),
@@ -75,7 +75,7 @@ def overruns(rank: int, root: Path, late_every: int) -> tuple[int, int, bool]:
         for _ in range(2):
             session.run_iteration(
                 10,
-                plain_stages.SPEC,
+                plain_stages.SPECS,
                 lambda schedule: plain_stages.PlainWork(schedule, rank, before_unit),
             )
     finally:
@@ -99,7 +99,7 @@ def profile(rank: int, root: Path, preset: str, times_s: tuple[float, float]) ->
         while session.state.phase != "steady":
             session.run_iteration(
                 3,
-                plain_stages.SPEC,
+                plain_stages.SPECS,
                 lambda schedule: plain_stages.PlainWork(schedule, rank),
             )
     finally:

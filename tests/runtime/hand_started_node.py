@@ -28,7 +28,7 @@ begin_j = gpu.committed_energy_j()
 try:
     for _ in range(12):
         session.run_iteration(
-            4, plain_stages.SPEC, lambda schedule: plain_stages.PlainWork(schedule, rank)
+            4, plain_stages.SPECS, lambda schedule: plain_stages.PlainWork(schedule, rank)
         )
 finally:
     session.close()

@@ -95,7 +95,7 @@ def train(
             readings = device.readings
             session.run_iteration(
                 microbatches,
-                plain_stages.SPEC,
+                plain_stages.SPECS,
                 lambda schedule: HoldingWork(schedule, rank, stage),
             )
             phase = session.state.phase.value

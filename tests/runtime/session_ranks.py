@@ -12,7 +12,8 @@ import torch
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.runtime.channel import P2PChannel, TensorSpec
+from envpipe_megatron.runtime.channel import P2PChannel
+from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.p2p_latency import measure_p2p_latency_s
 from envpipe_megatron.runtime.profiler import ProfilerSettings
 from envpipe_megatron.runtime.session import SessionConfig
@@ -51,7 +52,7 @@ def train_with_a_failing_meter(rank: int, root: Path, victim: int, fails_at: int
     gpu.read_energy = failing  # type: ignore[method-assign]
     try:
         for _ in range(80):
-            session.run_iteration(MICROBATCHES, plain_stages.SPEC, _work(rank))
+            session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
             if session.state.phase == "steady":
                 break
         return session.state.phase.value, session.state.notes, session.state.plan is None
@@ -69,7 +70,7 @@ def train_without_control(rank: int, root: Path, victim: int, stops_in: int) -> 
         for iteration in range(200):
             if rank == victim and iteration == stops_in:
                 session.clock.stop(GpuError("the driver of a test"))
-            session.run_iteration(MICROBATCHES, plain_stages.SPEC, _work(rank))
+            session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
             if session.state.phase == "steady":
                 break
         return session.state.phase.value, session.state.notes, session.state.plan is None
@@ -84,7 +85,7 @@ def train_with_other_clocks(rank: int, root: Path, clocks_mhz: dict[int, tuple[i
     gpu.supported_frequencies_mhz = clocks_mhz.get(rank, gpu.supported_frequencies_mhz)
     try:
         for _ in range(80):
-            session.run_iteration(MICROBATCHES, plain_stages.SPEC, _work(rank))
+            session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
             if session.state.phase == "steady":
                 break
         return session.state.phase.value, session.state.notes
@@ -126,7 +127,7 @@ def measure_a_job(
         gpu.address = GpuAddress("dry_run", gpu.address.uid)
     try:
         while session.state.phase != "steady":
-            session.run_iteration(MICROBATCHES, plain_stages.SPEC, _work(rank))
+            session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
             gpu.advance_to(gpu.committed_end_s() + tail_s[rank])
     finally:
         session.close()
@@ -147,12 +148,12 @@ def hops(rank: int, rounds: int, shape: tuple[int, ...], seed: int) -> list[floa
     """Latencies as the ranks see them, who come to each measurement at random times."""
     rng = random.Random(10 * seed + rank)
     channel = plain_stages.channel(10.0, stamped=False)
-    spec = TensorSpec((shape,), torch.float32, torch.device("cpu"))
+    specs = StageSpecs.alike(TensorSpec.of_one_type((shape,), torch.float32, torch.device("cpu")))
     found = []
     for _ in range(rounds):
         time.sleep(rng.expovariate(1 / 0.005))
         executor: Any = _RealTime()
-        found.append(measure_p2p_latency_s(rank, 3, channel, spec, executor))
+        found.append(measure_p2p_latency_s(rank, 3, channel, specs, executor))
     return found
 
 
@@ -165,7 +166,7 @@ def use_again_after_a_failure(rank: int, root: Path) -> list[str]:
         for _ in range(2):
             try:
                 # The first stage fails at once; the others, when it is gone from their view.
-                session.run_iteration(MICROBATCHES, plain_stages.SPEC, _work(rank, "F0"))
+                session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank, "F0"))
             except Exception as error:
                 errors.append(f"{type(error).__name__}: {error}")
     finally:
@@ -181,7 +182,7 @@ def plan_of_other_clocks(rank: int, root: Path) -> str:
     session, _ = plain_stages.session(rank, config, root)
     try:
         for _ in range(5):
-            session.run_iteration(MICROBATCHES, plain_stages.SPEC, _work(rank))
+            session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:

@@ -76,7 +76,7 @@ class Framework:
     def iterate(self, before_unit: Callable[[Any], None] = lambda unit: None) -> None:
         self.session.run_iteration(
             MICROBATCHES,
-            plain_stages.SPEC,
+            plain_stages.SPECS,
             lambda schedule: plain_stages.PlainWork(schedule, self.rank, before_unit),
         )
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from envpipe_megatron.runtime import channel
+from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
 from envpipe_megatron.schedule import Kind, Unit
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -51,7 +52,14 @@ def test_message_left_over_is_an_error(three_ranks):
 
 
 def test_messages_of_several_tensors(three_ranks):
-    assert three_ranks.run(channel_ranks.several_tensors)[1] == [([0, 0.5], 0), ([1, 1.5], 1)]
+    upstream, downstream, _ = three_ranks.run(channel_ranks.several_tensors)
+    for number in range(2):
+        assert upstream[number] == [(torch.bfloat16, [-number] * 7, False)]
+        assert downstream[number] == [
+            (torch.float32, [[number + 0.5] * 3] * 2, True),
+            (torch.int64, [number] * 5, False),
+            (torch.bool, [position % 2 == number for position in range(4)], False),
+        ]
 
 
 @pytest.fixture
@@ -121,10 +129,10 @@ def test_what_nccl_gave_up_ends_the_step(monkeypatch, lost, result):
         )
     links: Any = dict.fromkeys((kind, sender) for kind in Kind for sender in range(2))
     made = channel.P2PChannel([0, 1], 0, links, stamped=False, timeout=None)
-    spec = channel.TensorSpec(((1,),), torch.float32, torch.device("cpu"))
+    specs = StageSpecs.alike(TensorSpec.of_one_type(((1,),), torch.float32, torch.device("cpu")))
 
     def step() -> None:
-        made.expect({Kind.BACKWARD: 2}, spec)
+        made.expect({Kind.BACKWARD: 2}, specs)
         for microbatch in range(2):
             made.send(Unit(Kind.FORWARD, microbatch), [torch.zeros(1)], None)
             made.receive(Unit(Kind.BACKWARD, microbatch))

@@ -17,7 +17,6 @@ from envpipe_megatron import builders
 from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.policies.planner import BY_MEMORY, PlanRequest
 from envpipe_megatron.profile import ProfileRow, make_profile
-from envpipe_megatron.runtime.channel import TensorSpec
 from envpipe_megatron.runtime.device_memory import device_memory
 from envpipe_megatron.runtime.memory import (
     PREDICTION_ERROR,
@@ -29,10 +28,11 @@ from envpipe_megatron.runtime.memory import (
     activation_bytes,
 )
 from envpipe_megatron.runtime.memory_limit import in_flight_limit, knows_memory, with_memory
+from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
 from envpipe_megatron.schedule import Kind
 from envpipe_megatron.sidecar import Sidecar
 
-SPEC = TensorSpec(((5,),), torch.float16, torch.device("cpu"))
+SPECS = StageSpecs.alike(TensorSpec.of_one_type(((5,),), torch.float16, torch.device("cpu")))
 PLENTY = 10**9
 
 
@@ -103,7 +103,7 @@ class FakeJob:
                 memory.watch = Watch.PEAK
                 run_units(memory.watched(lambda schedule: work)(self.own), self.own.stages[stage])
                 if not left:
-                    memory.learn(self.own, SPEC)
+                    memory.learn(self.own, SPECS)
                 work.end_iteration()
                 work.step()
             return memory.stages
@@ -256,7 +256,7 @@ def test_a_rank_that_knows_no_memory_leaves_it_unknown_on_all():
     def run(stage, work, memory):
         memory.watch = Watch.UNITS
         run_units(memory.watched(lambda schedule: work)(schedule), schedule.stages[stage])
-        memory.learn(schedule, SPEC)
+        memory.learn(schedule, SPECS)
         memory.predict(schedule)
         memory.compare(memory.peak_bytes())
         return memory.stages
