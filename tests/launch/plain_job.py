@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from preset_profile import preset_profile
 
 from envpipe_megatron import builders
 from envpipe_megatron.conditions import make_conditions
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.plan import Plan
-from envpipe_megatron.profile import ProfileRow, make_profile
 from envpipe_megatron.schedule import Kind
 
 PRESET = "a100-sxm"
@@ -23,18 +23,10 @@ PLANNED_MHZ = (1200, 1110)
 
 def write_plan(folder: Path, num_stages: int) -> None:
     """Leave `profile.csv` and `plan.json` for the ranks of a job."""
-    preset = load_preset(PRESET)
-    rows = []
-    for stage in range(num_stages):
-        for kind, time_at_max_s in TIMES_S.items():
-            for mhz in (preset.max_frequency_mhz, *PLANNED_MHZ):
-                time_s = preset.unit_time_s(kind.value, mhz, time_at_max_s)
-                energy_j = time_s * preset.busy_power_w(kind.value, mhz)
-                rows.append((stage, kind, ProfileRow(mhz, time_s, energy_j)))
-    profile = make_profile(rows, source="the preset")
+    profile = preset_profile(PRESET, num_stages, TIMES_S, PLANNED_MHZ)
     schedule = builders.one_f_one_b(num_stages, MICROBATCHES)
     position = np.arange(schedule.units_per_stage)
     frequency_mhz = np.tile(np.take(PLANNED_MHZ, position % 2), (num_stages, 1))
-    conditions = make_conditions(profile, blocking_power_w=preset.wait_power_w)
+    conditions = make_conditions(profile, blocking_power_w=load_preset(PRESET).wait_power_w)
     profile.write(folder / "profile.csv")
     Plan("uniform", schedule, frequency_mhz, profile, conditions).write(folder / "plan.json")

@@ -1,0 +1,1 @@
+"""EnvPipe under DeepSpeed, without a fork."""
