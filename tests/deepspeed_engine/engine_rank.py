@@ -25,7 +25,7 @@ from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.runtime.session import SessionConfig
 
 MICROBATCHES, MICROBATCH, WIDTH, LENGTH, WORDS = 6, 2, 8, 5, 11
-STEPS = 10
+STEPS = 6
 #: What EnvPipe is asked for.
 RUNS = {
     "1f1b": {"schedule": "1f1b", "policy": "uniform"},
@@ -153,8 +153,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     deepspeed.init_distributed("gloo")
     results = {
-        str(tupled): {run: train(folder, run, tupled) for run in ("own", *RUNS)}
-        for tupled in (False, True)
+        str(tupled): {run: train(folder, run, tupled) for run in ("own", *runs)}
+        for tupled, runs in ((False, RUNS), (True, ("envpipe",)))
     }
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
     dist.barrier()
