@@ -28,10 +28,8 @@ MICROBATCHES, MICROBATCH, WIDTH, LENGTH, WORDS = 6, 2, 8, 5, 11
 STEPS = 6
 #: What EnvPipe is asked for.
 RUNS = {
-    "1f1b": {"schedule": "1f1b", "policy": "uniform"},
     "gpipe": {"schedule": "gpipe", "policy": "baseline"},
     "envpipe": {"schedule": "envpipe", "policy": "envelope", "reconfigure": "balanced"},
-    "auto": {"schedule": "auto", "policy": "optimal"},
 }
 
 

@@ -16,10 +16,10 @@ from preset_profile import preset_profile
 from envpipe_megatron.schedule import Kind
 
 pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.xdist_group("deepspeed")
+pytestmark = pytest.mark.xdist_group("launch")
 
 RANK = Path(__file__).with_name("engine_rank.py")
-STAGES, MICROBATCHES = 4, 6
+STAGES, MICROBATCHES = 3, 6
 TIMES_S = {Kind.FORWARD: 0.002, Kind.BACKWARD: 0.004}
 Run = dict[str, Any]
 
@@ -46,10 +46,8 @@ def trained(tmp_path_factory) -> list[dict[str, dict[str, Run]]]:
 @pytest.mark.parametrize(
     ("run", "messages"),
     [
-        ("1f1b", "tensors"),
         ("gpipe", "tensors"),
         ("envpipe", "tensors"),
-        ("auto", "tensors"),
         ("envpipe", "tuples with a mask"),
     ],
 )
@@ -69,6 +67,5 @@ def test_the_orders_are_those_that_were_asked_for(trained):
     runs = trained[0]["False"]
     forwards = [f"F{number}" for number in range(MICROBATCHES)]
     assert runs["gpipe"]["units"][:MICROBATCHES] == forwards
-    assert runs["1f1b"]["units"][:5] == ["F0", "F1", "F2", "F3", "B0"]
-    assert runs["envpipe"]["units"][:5] == forwards[:5], "further forwards"
+    assert runs["envpipe"]["units"][:4] == forwards[:4], "further forwards"
     assert {run["phase"] for run in runs.values() if "phase" in run} <= {"steady", "reconfigure"}

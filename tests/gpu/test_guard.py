@@ -74,12 +74,15 @@ def start_guard(round_, *options, code="from envpipe_megatron.gpu.guard import m
     options = ["--socket", str(path), "--job", round_.job, "--log", str(log), *options]
     guard = subprocess.Popen([sys.executable, "-c", code, *options])
     round_.know_guard(guard.pid)
-    while True:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-            if probe.connect_ex(str(path)) == 0:
-                return guard
+    while not listens(path):
         assert guard.poll() is None, log.read_text()
         time.sleep(0.002)
+    return guard
+
+
+def listens(path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        return probe.connect_ex(str(path)) == 0
 
 
 def gpu_options(addresses):
@@ -600,7 +603,7 @@ def test_a_guard_with_a_list_stays_until_its_starter_has_ended(round_):
         text=True,
     )
     round_.know_guard(int(agent.stdout.readline()))
-    until(path.exists)
+    until(lambda: listens(path))  # its file is there before that
     for _ in range(2):  # one job after another
         hold_gpu(round_.addresses[0], round_.job, on_event=print).release()
     assert not select.select([round_.guard], [], [], 0)[0]

@@ -101,6 +101,7 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+@full
 def test_a_killed_rank_starts_again(chance):
     with two_nodes(25, "--max-restarts", "1", elastic=True) as job:
         reach_a_random_point(job, chance)
