@@ -9,13 +9,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import click
 from rich.console import Console
 
 from envpipe_megatron.energy_file import append_line
 from envpipe_megatron.launch.bill import Bill
 from envpipe_megatron.launch.bill_tables import Tariff, bill_facts, show_bill, write_csv
 from envpipe_megatron.launch.node_log import log_path
+from envpipe_megatron.launch.saying import say
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +77,3 @@ class BillReport:
         """Logs in the folder of nodes that have not sent theirs: of an earlier start, say."""
         known = {log_path(self._folder, node) for node in bill.nodes}
         return sorted(set(self._folder.glob("energy-*.jsonl")) - known)
-
-
-def say(text: str) -> None:
-    """Print a line to whoever started the launcher, if they are still there."""
-    with contextlib.suppress(OSError):
-        click.echo(f"[envpipe] {text}", err=True)

@@ -28,9 +28,10 @@ from envpipe_megatron.gpu.guard_protocol import (
 from envpipe_megatron.gpu.guard_starting import connect_to_guard
 from envpipe_megatron.gpu.process_identity import wait_readable
 from envpipe_megatron.launch.agent import NodeAgent
-from envpipe_megatron.launch.bill_report import BillReport, say
+from envpipe_megatron.launch.bill_report import BillReport
 from envpipe_megatron.launch.bill_tables import Tariff
 from envpipe_megatron.launch.live import LiveLine
+from envpipe_megatron.launch.saying import say
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun import run_torchrun
 from envpipe_megatron.runtime.agent_link import AGENT_VARIABLE

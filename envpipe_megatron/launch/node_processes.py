@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.launch.saying import say
 
 #: torchrun gives its processes 30 s to end; then the energy bill waits for other nodes.
 STOP_GRACE_S = 120.0
@@ -157,7 +158,7 @@ class _Run:
             return
         self._stopping.set()
         self._status = status
-        _say(f"{why}. {self._others()}")
+        say(f"{why}. {self._others()}")
         for live in self._live.values():
             self._end(live)
 
@@ -180,7 +181,7 @@ class _Run:
         ):
             await asyncio.wait([ended], timeout=grace_s)
             for host, live in self._live.items():
-                _say(f"{host} did not end within {grace_s:g} s; processes may be left there.")
+                say(f"{host} did not end within {grace_s:g} s; processes may be left there.")
                 live.send(signum)
         await ended
 
@@ -189,11 +190,11 @@ class _Run:
         self._interrupted |= signum is signal.SIGINT
         if kills:
             self._killed = True
-            _say(f"Killing the connections to {', '.join(self._live)}.")
+            say(f"Killing the connections to {', '.join(self._live)}.")
             for live in self._live.values():
                 live.send(signal.SIGKILL)
         elif self._stopping.is_set():
-            _say(f"Waiting for {', '.join(self._live)}; another Ctrl-C kills.")
+            say(f"Waiting for {', '.join(self._live)}; another Ctrl-C kills.")
         else:
             self._stop(128 + signum, f"{signum.name} arrived; another Ctrl-C kills")
 
@@ -259,8 +260,3 @@ async def _start(node: NodeProcess, outputs: Sequence[_Pipe]) -> _Live:
         for descriptor in (its_stdin, stdout, stderr):
             os.close(descriptor)
     return _Live(process, stdin)
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        print(f"[envpipe] {text}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from envpipe_megatron.gpu.process_identity import ProcessIdentity, wait_for_any_end
 from envpipe_megatron.launch import child
-from envpipe_megatron.launch.bill_report import say
+from envpipe_megatron.launch.saying import say
 from envpipe_megatron.launch.signals import Signals
 
 logger = logging.getLogger(__name__)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from free_port import free_port
 from preset_profile import preset_profile
 
 from envpipe_megatron.schedule import Kind
@@ -22,12 +22,6 @@ RANK = Path(__file__).with_name("engine_rank.py")
 STAGES, MICROBATCHES = 3, 6
 TIMES_S = {Kind.FORWARD: 0.002, Kind.BACKWARD: 0.004}
 Run = dict[str, Any]
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

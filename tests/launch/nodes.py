@@ -27,6 +27,7 @@ from typing import Any
 import plain_job
 import pytest
 from click.testing import CliRunner
+from free_port import free_port
 
 from envpipe_megatron.cli import main as envpipe
 from envpipe_megatron.gpu.emulated import EmulatedGpu, list_emulated
@@ -47,12 +48,6 @@ full = pytest.mark.skipif(
 )
 
 Event = dict[str, Any]
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 class Node:

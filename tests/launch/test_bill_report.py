@@ -9,7 +9,7 @@ import threading
 import pytest
 from energy_lines import job, note, parsed, window
 
-from envpipe_megatron.launch import bill_report
+from envpipe_megatron.launch import bill_report, saying
 from envpipe_megatron.launch.bill import Bill, bill_of
 from envpipe_megatron.launch.bill_report import BillReport
 from envpipe_megatron.launch.bill_tables import Tariff, bill_facts
@@ -92,5 +92,5 @@ def test_nothing_is_said_where_nobody_listens(monkeypatch):
     def echo(*arguments: object, **options: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(bill_report.click, "echo", echo)
-    bill_report.say("the job has ended")
+    monkeypatch.setattr(saying.click, "echo", echo)
+    saying.say("the job has ended")

@@ -97,6 +97,14 @@ def node_of_rank_0(job: Job) -> Node:
     return node
 
 
+def complete_bill(job: Job, node: Node) -> dict[str, Any]:
+    """The bill that a node wrote, which has all that the counters of all nodes counted."""
+    bill = node.bill
+    assert bill["complete"], bill["missing"]
+    assert_equals_counters(bill["job"]["energy_j"], job.nodes)
+    return bill
+
+
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
@@ -107,10 +115,8 @@ def test_a_killed_rank_starts_again(chance):
         reach_a_random_point(job, chance)
         kill(job.pid_of(chance.randrange(2)))
         assert end_in_time(job) == [0, 0], job.said()
-        bill = node_of_rank_0(job).bill
-        assert bill["complete"], bill["missing"]
+        bill = complete_bill(job, node_of_rank_0(job))
         assert bill["job"]["iterations"] == 25, "repeated ones count once"
-        assert_equals_counters(bill["job"]["energy_j"], job.nodes)
         for rank in range(2):
             trained = job.trained(rank)
             assert [entry["iteration"] for entry in trained] == list(range(25))
@@ -123,9 +129,7 @@ def test_a_killed_rank_ends_the_job(chance):
         reach_a_random_point(job, chance)
         kill(job.pid_of(chance.randrange(2)))
         assert 0 not in end_in_time(job), job.said()
-        bill = job.nodes[0].bill
-        assert bill["complete"], bill["missing"]
-        assert_equals_counters(bill["job"]["energy_j"], job.nodes)
+        complete_bill(job, job.nodes[0])
 
 
 @full
@@ -162,9 +166,7 @@ def test_a_killed_torchrun_takes_its_ranks_along(chance):
         codes = end_in_time(job)
         assert codes[job.nodes.index(victim)] == 128 + signal.SIGKILL
         assert 0 not in codes
-        bill = job.nodes[0].bill
-        assert bill["complete"], bill["missing"]
-        assert_equals_counters(bill["job"]["energy_j"], job.nodes)
+        complete_bill(job, job.nodes[0])
 
 
 @full
@@ -206,9 +208,7 @@ def test_a_signal_ends_the_job_in_order(chance, number):
         reach_a_random_point(job, chance)
         os.kill(chance.choice(job.nodes).launcher_pid, number)
         assert 0 not in end_in_time(job), job.said()
-        bill = job.nodes[0].bill
-        assert bill["complete"], bill["missing"]
-        assert_equals_counters(bill["job"]["energy_j"], job.nodes)
+        complete_bill(job, job.nodes[0])
 
 
 @full
@@ -223,8 +223,7 @@ def test_a_terminal_that_goes_away_ends_the_job_in_order(chance):
         reach_a_random_point(job, chance)
         os.close(ours)
         assert end_in_time(job)[0] > 0
-        assert node.bill["complete"], node.bill["missing"]
-        assert_equals_counters(node.bill["job"]["energy_j"], job.nodes)
+        complete_bill(job, node)
 
 
 @full
@@ -246,9 +245,7 @@ def test_a_killed_guard_is_followed_by_another(chance):
             )
         )
         assert end_in_time(job, killed=[victim]) == [0, 0], job.said()
-        bill = node_of_rank_0(job).bill
-        assert bill["complete"], bill["missing"]
-        assert_equals_counters(bill["job"]["energy_j"], job.nodes)
+        complete_bill(job, node_of_rank_0(job))
 
 
 @full
@@ -261,10 +258,8 @@ def test_a_link_that_fails_for_a_while_does_no_harm(chance):
         time.sleep(SHORT_CUT_S)  # this long is the fault
         host.mend()
         assert end_in_time(job) == [0, 0], job.said()
-        bill = job.nodes[0].bill
-        assert bill["complete"], bill["missing"]
+        bill = complete_bill(job, job.nodes[0])
         assert bill["job"]["iterations"] == 60
-        assert_equals_counters(bill["job"]["energy_j"], job.nodes)
 
 
 @full

@@ -6,35 +6,24 @@ The quickstart's worker trains a GPT over the nodes, and again on one of them: t
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from changed_preset import write_changed_preset
 from networks import INTERFACE, needs_namespaces, network
 from nodes import Job, assert_equals_counters, new_job, summed
 
-from envpipe_megatron.gpu.presets import preset_folder
 from envpipe_megatron.quickstart.settings import EVENT_MARK, RUNS, Settings
 
 pytestmark = [pytest.mark.xdist_group("launch"), needs_namespaces()]
 
 #: Three clocks, and a counter that refreshes often: a profile of it takes seconds.
-PRESET_LINES = {
-    "min_frequency_mhz": 1350,
-    "frequency_step_mhz": 30,
-    "refresh_s": 0.02,
+PRESET_CHANGES = {
+    "min_frequency_mhz": (210, 1350),
+    "frequency_step_mhz": (15, 30),
+    "refresh_s": (0.1, 0.02),
 }
-
-
-def write_preset(folder: Path) -> Path:
-    text = (preset_folder() / "a100-sxm.toml").read_text()
-    for name, value in PRESET_LINES.items():
-        text, count = re.subn(rf"(?m)^{name} = .*$", f"{name} = {value}", text)
-        assert count == 1
-    path = folder / "few-clocks.toml"
-    path.write_text(text)
-    return path
 
 
 def start_quickstart(job: Job, num_stages: int, per_node: int) -> Settings:
@@ -44,7 +33,7 @@ def start_quickstart(job: Job, num_stages: int, per_node: int) -> Settings:
     settings = Settings(
         output_dir=str(output),
         text=__file__,
-        preset=str(write_preset(job.folder)),
+        preset=str(write_changed_preset(job.folder / "few-clocks.toml", PRESET_CHANGES)),
         num_stages=num_stages,
         num_layers=num_stages,
         num_microbatches=num_stages + 2,

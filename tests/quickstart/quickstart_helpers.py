@@ -4,10 +4,10 @@ import os
 import time
 from pathlib import Path
 
+from changed_preset import write_changed_preset
+
 from envpipe_megatron.gpu.emulated import EmulatedGpu, list_emulated
 from envpipe_megatron.quickstart.settings import Settings
-
-PRESETS = Path(__file__).resolve().parents[2] / "configs" / "gpus"
 
 
 def write_text(path, size=20_000):
@@ -24,16 +24,12 @@ def write_coarse_preset(path):
 
     Each is profiled for ten refreshes, which ranks wait for.
     """
-    text = (PRESETS / "a100-sxm.toml").read_text()
-    for name, stock, coarse in (
-        ("frequency_step_mhz", 15, 210),
-        ("min_frequency_mhz", 210, 570),
-        ("refresh_s", 0.1, 0.05),
-    ):
-        assert f"\n{name} = {stock}\n" in text
-        text = text.replace(f"\n{name} = {stock}\n", f"\n{name} = {coarse}\n")
-    path.write_text(text)
-    return path
+    changes = {
+        "frequency_step_mhz": (15, 210),
+        "min_frequency_mhz": (210, 570),
+        "refresh_s": (0.1, 0.05),
+    }
+    return write_changed_preset(path, changes)
 
 
 def short_settings(folder, **changes):

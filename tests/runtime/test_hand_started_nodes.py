@@ -5,25 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from free_port import free_port
 
 from envpipe_megatron.cli import main
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
 SCRIPT = Path(__file__).with_name("hand_started_node.py")
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 def test_two_hand_started_nodes_add_up(tmp_path):
