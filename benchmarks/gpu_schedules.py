@@ -40,9 +40,9 @@ from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.frequencies import envelope
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.profile import ProfileRow, make_profile, read_profile
-from envpipe_megatron.runtime.channel import MAX_CTAS, make_channel
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.executor import CudaExecutor
+from envpipe_megatron.runtime.links import MAX_CTAS, make_channel
 from envpipe_megatron.runtime.session import Session, SessionConfig
 from envpipe_megatron.schedule import Kind, Schedule
 

@@ -19,9 +19,10 @@ from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.emulated import EmulatedGpu
 from envpipe_megatron.gpu.emulated_state import EmulatedState, parse_state
 from envpipe_megatron.runtime import emulated_executor, wait_power
-from envpipe_megatron.runtime.channel import P2PChannel, make_channel
+from envpipe_megatron.runtime.channel import P2PChannel
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor
+from envpipe_megatron.runtime.links import make_channel
 from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.session import Session, SessionConfig
 from envpipe_megatron.schedule import Kind, Schedule, Unit

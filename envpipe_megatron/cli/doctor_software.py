@@ -14,9 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from envpipe_megatron.cli.doctor_checks import Check, looked
-
-SUPPORTED_MEGATRON_CORE = ((0, 16, 1), (0, 17))
-"""Oldest that the integration runs with, and oldest that it does not know."""
+from envpipe_megatron.integrations import versions
 
 _INSTALL = "pip install 'envpipe-megatron[{extra}]'"
 
@@ -100,8 +98,7 @@ def _torch(driver_cuda: tuple[int, int] | None) -> Check:
 
 def _megatron_core() -> Check:
     name = "megatron-core"
-    lowest, beyond = (".".join(map(str, version)) for version in SUPPORTED_MEGATRON_CORE)
-    wanted = f"Use {lowest} or newer, below {beyond}: {_INSTALL.format(extra='megatron')}"
+    wanted = _wanted(versions.MEGATRON_CORE, "megatron")
     folder = folder_of("megatron")
     package_info = folder / "core" / "package_info.py" if folder else None
     if package_info is None or not package_info.is_file():
@@ -111,8 +108,13 @@ def _megatron_core() -> Check:
         part for key in ("MAJOR", "MINOR", "PATCH") if type(part := said.get(key)) is int
     )
     evidence = f"{'.'.join(map(str, version))} at {package_info.parent}"
-    supported = SUPPORTED_MEGATRON_CORE[0] <= version < SUPPORTED_MEGATRON_CORE[1]
+    supported = versions.MEGATRON_CORE[0] <= version < versions.MEGATRON_CORE[1]
     return _check(name, supported, evidence, wanted)
+
+
+def _wanted(supported: tuple[tuple[int, ...], tuple[int, ...]], extra: str) -> str:
+    lowest, beyond = map(versions.as_text, supported)
+    return f"Use {lowest} or newer, below {beyond}: {_INSTALL.format(extra=extra)}"
 
 
 def _nvidia_ml_py() -> Check:
@@ -172,9 +174,13 @@ def _transformer_engine() -> Check:
 
 
 def _deepspeed() -> Check:
-    version = version_of("deepspeed")
-    remedy = f"Needed for Megatron-DeepSpeed alone: {_INSTALL.format(extra='deepspeed')}"
-    return _check("DeepSpeed", version is not None, version or "not installed", remedy)
+    name, version = "DeepSpeed", version_of("deepspeed")
+    wanted = f"{_wanted(versions.DEEPSPEED, 'deepspeed')}, with DS_BUILD_OPS=0"
+    if version is None:
+        return _check(name, False, "not installed", f"Not needed for Megatron-LM. {wanted}")
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    supported = versions.DEEPSPEED[0] <= numbers < versions.DEEPSPEED[1]
+    return _check(name, supported, version, wanted)
 
 
 def _zeus() -> Check:

@@ -25,9 +25,9 @@ from envpipe_megatron.integrations.megatron_cpu import use_cpu
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.quickstart import model as quickstart_model
 from envpipe_megatron.quickstart.settings import EVENT_MARK, RUNS, Settings
-from envpipe_megatron.runtime.channel import make_channel
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor, Fidelity
+from envpipe_megatron.runtime.links import make_channel
 from envpipe_megatron.runtime.profiler import ProfilerSettings
 from envpipe_megatron.runtime.session import Session, SessionConfig
 from envpipe_megatron.schedule import Kind

@@ -11,7 +11,6 @@ kernels take SMs.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,19 +19,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron.channel_model import hardware_capacity
+from envpipe_megatron.channel_model import QUEUES_VARIABLE
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.runtime.messages import Message, StageSpecs, TensorSpec
+from envpipe_megatron.runtime.messages import Message, StageSpecs, TensorSpec, empty_header
 from envpipe_megatron.schedule import Kind, Schedule, Unit
 
 _STAMP_TAG, _PAYLOAD_TAG = 0, 1
+#: Of a forward's header; a backward's comes next. Payloads and stamps have lower ones.
+_HEADER_TAG = 4
 #: Of torch's WorkResult, which has no name in Python.
 _SUCCESS = 0
-#: A transfer whose peer is not ready yet spins, and holds its SMs while units compute. Measured on
-#: four H200s (benchmarks/gpu_schedules.py): with NCCL's own choice 1F1B took 1.15 of the time of
-#: megatron-core's, with four CTAs 1.06, with two 1.02; EnvPipe's order 1.03, 1.00 and 1.00. Fewer
-#: make each transfer slower, which 1F1B feels.
-MAX_CTAS = 2
 
 
 class ChannelError(EnvPipeError):
@@ -42,7 +38,7 @@ class ChannelError(EnvPipeError):
 class P2PChannel:
     """All links of one stage.
 
-    Made by `make_channel`.
+    Made by `links.make_channel`.
 
     Args:
         ranks: the global rank of each stage of this pipeline.
@@ -52,6 +48,7 @@ class P2PChannel:
         timeout: after which a silent neighbour is an error; None where the group watches over that
             itself (NCCL, whose `wait` would block the host if it were given a time).
         capacity: for orders that need a deeper channel to be refused or lowered.
+        host_group: gloo's, for the headers of messages that vary; None where none will.
     """
 
     def __init__(
@@ -63,6 +60,7 @@ class P2PChannel:
         stamped: bool,
         timeout: timedelta | None,
         capacity: int | None = None,
+        host_group: dist.ProcessGroup | None = None,
     ) -> None:
         #: The global rank of each stage.
         self.ranks = list(ranks)
@@ -73,6 +71,8 @@ class P2PChannel:
         #: Messages of one direction that may be under way before a send stops the stage, in the
         #: words of `channel_model`; None where sends never do.
         self.capacity = capacity
+        self._host_group = host_group
+        self._vary = False
         self._receives: Mapping[Kind, TensorSpec] = {}
         self._expected: dict[Kind, int] = {}
         self._posted: dict[Kind, _Receive] = {}
@@ -82,7 +82,21 @@ class P2PChannel:
         self._outcomes: list[tuple[int, torch.futures.Future[int]]] = []
 
     def begin_step(self, schedule: Schedule, specs: StageSpecs) -> None:
-        """Post the first receive of each direction for one execution of a schedule."""
+        """Post the first receive of each direction for one execution of a schedule.
+
+        Where messages vary, each is preceded by a header between the hosts, and its receive is
+        posted when its unit comes. A host sends the header when it has handed the unit over and
+        waits for none but those of its own inputs: every valid order finishes, as with gloo.
+
+        Raises:
+            ChannelError: messages that vary, over one hardware queue: a send would stop the stage
+                until its neighbour comes to the receive.
+        """
+        if specs.vary and self.capacity is not None:
+            raise ChannelError(
+                "Messages of varying shape need several hardware queues",
+                remedy=f"Set {QUEUES_VARIABLE}=8.",
+            )
         receives = schedule.receives[self._stage]
         backward = schedule.is_backward[self._stage]
         self.expect(
@@ -91,15 +105,18 @@ class P2PChannel:
                 Kind.BACKWARD: int((receives & backward).sum()),
             },
             specs,
+            vary=specs.vary,
         )
 
-    def expect(self, messages: dict[Kind, int], specs: StageSpecs) -> None:
-        """Expect so many messages of each kind until `end_step`."""
+    def expect(self, messages: dict[Kind, int], specs: StageSpecs, *, vary: bool = False) -> None:
+        """Expect so many messages of each kind until `end_step`, with headers if they vary."""
         self._receives = specs.receives
+        self._vary = vary
         self._outcomes.clear()
         self._expected = dict(messages)
-        for kind in messages:
-            self._post_next(kind)
+        if not vary:
+            for kind in messages:
+                self._post_next(kind, self._receives.get(kind))
 
     def receive(self, unit: Unit) -> Message:
         """Wait for a unit's input; on a GPU the stream waits, not the host.
@@ -107,12 +124,15 @@ class P2PChannel:
         Raises:
             ChannelError: the neighbour is gone, or silent for longer than the time-out.
         """
+        if self._vary:
+            self._post_next(unit.kind, self._told_spec(unit))
         posted = self._posted.pop(unit.kind)
         try:
             self._wait(posted.works)
         except RuntimeError as error:
             raise self._lost(f"waiting for the input of {unit}", posted.source, error) from error
-        self._post_next(unit.kind)
+        if not self._vary:
+            self._post_next(unit.kind, self._receives[unit.kind])
         stamp = float(posted.stamp.item()) if posted.stamp is not None else None
         for tensor in posted.tensors:
             tensor.requires_grad_(unit.kind is Kind.FORWARD and tensor.is_floating_point())
@@ -129,11 +149,15 @@ class P2PChannel:
         # The transfer reads the storage as it is now; later changes of `.data` do not reach it.
         payload = [tensor.detach().contiguous() for tensor in tensors]
         stamp = torch.tensor([sent_s], dtype=torch.float64) if self._stamped else None
+        header = None
         try:
             works = self._start(dist.isend, destination, group, tag, stamp, payload)
+            if self._vary:
+                header = TensorSpec.of(payload).header()
+                works += self._exchange_header(dist.isend, unit.kind, destination, header)
         except RuntimeError as error:
             raise self._lost(f"sending the output of {unit}", destination, error) from error
-        self._sent.append(_Send(str(unit), destination, works, payload, stamp))
+        self._sent.append(_Send(str(unit), destination, works, payload, stamp, header))
         while self._sent and all(work.is_completed() for work in self._sent[0].works):
             self._sent.popleft()
 
@@ -181,13 +205,34 @@ class P2PChannel:
             else:
                 work.wait(self._timeout)
 
-    def _post_next(self, kind: Kind) -> None:
-        if not self._expected[kind]:
+    def _told_spec(self, unit: Unit) -> TensorSpec:
+        """What a unit's input carries, as its sender says."""
+        source, header = self._neighbour(unit.kind, -1), empty_header()
+        try:
+            for work in self._exchange_header(dist.irecv, unit.kind, source, header):
+                work.wait()
+        except RuntimeError as error:
+            raise self._lost(f"waiting for the header of {unit}", source, error) from error
+        return TensorSpec.of_header(header, self._receives[unit.kind].device)
+
+    def _exchange_header(
+        self,
+        transfer: Callable[..., dist.Work | None],
+        kind: Kind,
+        neighbour: int,
+        header: torch.Tensor,
+    ) -> list[dist.Work]:
+        tag = _HEADER_TAG + list(Kind).index(kind)
+        work = transfer(header, self.ranks[neighbour], group=self._host_group, tag=tag)
+        return [] if work is None else [work]
+
+    def _post_next(self, kind: Kind, spec: TensorSpec | None) -> None:
+        if not self._expected[kind] or spec is None:
             return
         self._expected[kind] -= 1
         source = self._neighbour(kind, -1)
         group, tag = self._link(kind, destination=False)
-        tensors = self._receives[kind].make()
+        tensors = spec.make()
         stamp = torch.empty(1, dtype=torch.float64) if self._stamped else None
         try:
             works = self._start(dist.irecv, source, group, tag, stamp, tensors)
@@ -258,88 +303,4 @@ class _Send:
     works: list[dist.Work]
     payload: list[torch.Tensor]
     stamp: torch.Tensor | None
-
-
-def make_channel(
-    pipeline_group: dist.ProcessGroup,
-    *,
-    stamped: bool,
-    timeout: timedelta,
-    num_chunks: int = 1,
-    max_ctas: int = MAX_CTAS,
-) -> P2PChannel:
-    """The channel of this rank over a pipeline's process group.
-
-    On gloo the pipeline's own group carries both directions, told apart by tags. NCCL has no tags
-    and runs a communicator's transfers one after another, so each link gets a two-rank group. Every
-    rank of the job calls this at the same point of the program: the groups are made and brought up
-    in one order, with a first exchange, since they block both hosts when they come into being.
-
-    Args:
-        pipeline_group: the ranks of the pipeline, in order of their stages.
-        stamped: whether messages carry the sender's emulated time.
-        timeout: after which a silent neighbour is an error.
-        num_chunks: with more than one, the last stage and the first are neighbours too.
-        max_ctas: thread blocks, and so SMs, that one NCCL transfer may hold.
-
-    Raises:
-        ChannelError: another backend than NCCL and gloo, or a host that waits for each transfer.
-    """
-    ranks = dist.get_process_group_ranks(pipeline_group)
-    stage = dist.get_group_rank(pipeline_group, dist.get_rank())
-    backend = dist.get_backend(pipeline_group)
-    if backend not in ("nccl", "gloo"):
-        raise ChannelError(
-            "EnvPipe sends between stages over NCCL and gloo alone",
-            value=backend,
-            remedy="Make the pipeline's process group with one of them.",
-        )
-    if backend == "nccl":
-        if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
-            raise ChannelError(
-                "With CUDA_LAUNCH_BLOCKING a posted receive stops the host for ever",
-                remedy="Leave it out, or debug without EnvPipe.",
-            )
-        links = _nccl_links(ranks, stage, timeout, wraps=num_chunks > 1, max_ctas=max_ctas)
-        capacity = hardware_capacity(os.environ)
-        return P2PChannel(ranks, stage, links, stamped=stamped, timeout=None, capacity=capacity)
-    groups = {(kind, sender): pipeline_group for kind in Kind for sender in range(len(ranks))}
-    return P2PChannel(ranks, stage, groups, stamped=stamped, timeout=timeout)
-
-
-def _nccl_links(
-    ranks: Sequence[int], stage: int, timeout: timedelta, *, wraps: bool, max_ctas: int
-) -> dict[tuple[Kind, int], dist.ProcessGroup]:
-    """A two-rank communicator for each link of this stage.
-
-    All ranks of the job take part in making every group, in one order: where communicators are
-    brought up eagerly, making one splits the job's own.
-    """
-    pipelines: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(pipelines, list(ranks))
-    size = len(ranks)
-    hops = [
-        (kind, sender, (sender + step) % size)
-        for kind, step in ((Kind.FORWARD, 1), (Kind.BACKWARD, -1))
-        for sender in range(size)
-        if wraps or 0 <= sender + step < size
-    ]
-    groups: dict[tuple[Kind, int], dist.ProcessGroup] = {}
-    for pipeline in sorted({tuple(pipeline) for pipeline in pipelines}):
-        for kind, sender, receiver in hops:
-            pair = sorted((pipeline[sender], pipeline[receiver]))
-            options = dist.ProcessGroupNCCL.Options()
-            options.config.max_ctas = max_ctas
-            options.config.min_ctas = 1
-            group = dist.new_group(
-                pair, timeout=timeout, pg_options=options, group_desc=f"envpipe-{kind.value}"
-            )
-            if pipeline == tuple(ranks) and stage in (sender, receiver):
-                groups[kind, sender] = group
-    for kind, sender, receiver in hops:
-        if stage in (sender, receiver):
-            probe = torch.zeros(1, device=torch.cuda.current_device())
-            exchange, peer = (dist.send, receiver) if stage == sender else (dist.recv, sender)
-            exchange(probe, ranks[peer], group=groups[kind, sender])
-    torch.cuda.synchronize()
-    return groups
+    header: torch.Tensor | None

@@ -132,18 +132,21 @@ class CudaExecutor:
         return None, event
 
     def end_iteration(self) -> StageRecord:
-        """Wait for the last unit and read the events.
+        """Wait for the last unit, and what else the stream holds, and read the events.
 
         The begin on the host's clock is counted back from the end that the host has just seen: when
-        it was recorded, work of the optimizer may still have been queued before it.
+        it was recorded, work of the optimizer may still have been queued before it. That end may
+        lie behind the last unit's: a framework that runs units itself has stepped its optimizer.
         """
-        self._ends[-1].synchronize()
+        now = self._pool.record()
+        now.synchronize()
         end_s = time.monotonic()
         starts, ends = (
             [self._begin.elapsed_time(event) / 1e3 for event in events]
             for events in (self._starts, self._ends)
         )
-        return make_record(starts, ends, end_s - ends[-1], ends[-1], end_s - self._begin_s)
+        begin_s = end_s - self._begin.elapsed_time(now) / 1e3
+        return make_record(starts, ends, begin_s, ends[-1], end_s - self._begin_s)
 
     def now_s(self) -> float:
         """The host's monotonic clock, which the meters of real GPUs use.

@@ -16,6 +16,7 @@ from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.overrides import override_for, sweep_range
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.plan import Plan, check_stages, read_plan
 from envpipe_megatron.policies.planner import PlanRequest, check_request, make_plan
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended
@@ -68,6 +69,7 @@ class SessionConfig:
         relock: call the driver at every request, also where the clock stays. Beside a job without,
             it shows what the calls alone cost: some drivers hold up NCCL at each of them.
         facts: what the framework knows of the job, for the sidecar of the online profile.
+        gpu_preset: the kind of GPU whose range of clocks is profiled; by default this GPU's.
 
     Raises:
         PlannerError: wishes that contradict each other.
@@ -83,6 +85,7 @@ class SessionConfig:
     min_dwell_s: float = 0.0
     relock: bool = False
     facts: Sidecar = field(default_factory=Sidecar)
+    gpu_preset: str | None = None
 
     def __post_init__(self) -> None:
         check_request(self.request)
@@ -128,7 +131,11 @@ class SessionState:
 
 @dataclass(frozen=True)
 class Job:
-    """What the phases of one rank work with; `say` and `print_grid` are the planner's alone."""
+    """What the phases of one rank work with; `say` and `print_grid` are the planner's alone.
+
+    Args:
+        kept_order: of a framework that runs its units itself; None where ours are executed.
+    """
 
     config: SessionConfig
     state: SessionState
@@ -145,6 +152,7 @@ class Job:
     say: Callable[[str], None]
     print_grid: Callable[[str], None]
     memory: JobMemory
+    kept_order: Schedule | None
 
 
 def run_phases(job: Job) -> PhaseRun[None]:
@@ -163,7 +171,7 @@ def run_phases(job: Job) -> PhaseRun[None]:
         job.memory.watch = Watch.PEAK if left else Watch.UNITS
         records.append((yield at_top))
     job.memory.watch = Watch.PEAK
-    if _is_baseline(config):
+    if _is_baseline(config, schedule):
         _learn_memory(job, schedule)
         _predict_memory(job, schedule)
         yield from _steady(job, replace(at_top, phase=Phase.STEADY))
@@ -230,15 +238,17 @@ def _predict_memory(job: Job, schedule: Schedule) -> None:
 
 
 def _framework_schedule(job: Job) -> Schedule:
+    if job.kept_order is not None:
+        return job.kept_order
     chunks = job.config.request.num_chunks
     if chunks > 1:
         return builders.interleaved(job.num_stages, job.num_microbatches, chunks)
     return builders.one_f_one_b(job.num_stages, job.num_microbatches)
 
 
-def _is_baseline(config: SessionConfig) -> bool:
+def _is_baseline(config: SessionConfig, schedule: Schedule) -> bool:
     """Whether nothing needs to be known: the framework's own order at maximum clock."""
-    own_order = config.request.schedule in ("1f1b", "interleaved")
+    own_order = config.request.schedule in ("1f1b", "interleaved", schedule.name)
     return config.request.policy == "baseline" and own_order and config.plan_file is None
 
 
@@ -293,7 +303,9 @@ def _swept_clocks(job: Job) -> tuple[int, ...]:
     Raises:
         ProfilerError: GPUs with different clocks, or a single one; on all ranks.
     """
-    clocks = sweep_range(job.gpu.supported_frequencies_mhz, override_for(job.gpu.name))
+    preset = job.config.gpu_preset
+    override = load_preset(preset).control if preset else override_for(job.gpu.name)
+    clocks = sweep_range(job.gpu.supported_frequencies_mhz, override)
     everyone = job.collectives.gather_by_stage(clocks)
     if any(other != clocks for stage in everyone for other in stage):
         raise ProfilerError(
@@ -363,6 +375,13 @@ def _plan(job: Job, profile: Profile) -> tuple[Plan, tuple[str, ...]]:
                 f"The order of plan {given} needs a deeper channel than this job has: {stall}",
                 remedy="Plan with --channel-capacity 1, or set CUDA_DEVICE_MAX_CONNECTIONS=8.",
             )
+    if job.kept_order is not None and plan.schedule.stages != job.kept_order.stages:
+        raise SessionError(
+            f"The framework runs its units itself, as {job.kept_order.name}, and the plan has "
+            "another order",
+            value=plan.schedule.name,
+            remedy=f"Plan with --schedule {job.kept_order.name}, or let the job plan.",
+        )
     unsupported = set(np.unique(plan.frequency_mhz).tolist()) - set(
         job.gpu.supported_frequencies_mhz
     )

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.gpu.base import Gpu
-from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.runtime.agent_link import connect_to_agent
 from envpipe_megatron.runtime.channel import P2PChannel
 from envpipe_megatron.runtime.collectives import Collectives
@@ -22,7 +20,6 @@ from envpipe_megatron.runtime.executor import Executor, StageRecord
 from envpipe_megatron.runtime.interpreter import StageWork, execute
 from envpipe_megatron.runtime.interval_energy import BaselineEnergy, IntervalEnergy, JobEnergy
 from envpipe_megatron.runtime.memory import JobMemory
-from envpipe_megatron.runtime.memory_limit import check_memory_is_known
 from envpipe_megatron.runtime.messages import StageSpecs
 from envpipe_megatron.runtime.node_files import NodeFiles
 from envpipe_megatron.runtime.orders import IterationOrder, PhaseRun
@@ -33,8 +30,10 @@ from envpipe_megatron.runtime.phases import (
     SessionState,
     run_phases,
 )
+from envpipe_megatron.runtime.preparing import prepare, without_control
 from envpipe_megatron.runtime.rank_clock import RankClock, make_everywhere
 from envpipe_megatron.runtime.resuming import Resumed, resume
+from envpipe_megatron.runtime.stage_run import StageRun
 from envpipe_megatron.runtime.training_energy import TrainingEnergy
 from envpipe_megatron.schedule import Schedule
 
@@ -51,7 +50,8 @@ class Session:
 
     For each step of training, a framework calls `begin_step`, `run_iteration` and `end_step`; and
     `pause` before anything that is not training. One that only calls `run_iteration` is billed
-    without what surrounds the units of a phase's last iteration.
+    without what surrounds the units of a phase's last iteration. A framework that runs its units
+    itself, in its own order, calls `open_iteration` and `close_iteration` in place of it.
 
     Args:
         config: what the job wants.
@@ -109,12 +109,12 @@ class Session:
         self._memory = JobMemory(memory, stage, collectives, self._say)
         # What can fail comes before the GPU is held: nobody could close a session that is not made.
         controllable = collectives.everywhere(
-            lambda: _prepared(config, gpu, memory, reads_files=collectives.is_planner)
+            lambda: prepare(config, gpu, memory, reads_files=collectives.is_planner)
         )
         self._files = NodeFiles(config.output_dir, collectives)
         everyone = collectives.gather_by_stage(controllable)
         self._controlled = all(all(stage) for stage in everyone)
-        self._config = config if self._controlled else _without_control(config)
+        self._config = config if self._controlled else without_control(config)
         self._resumed = Resumed(self._config)
         if not self._controlled:
             self.state.notes = (
@@ -199,18 +199,35 @@ class Session:
                 failed.
             ChannelError: a neighbour is gone or silent.
         """
-        if not self._step_begun:
-            self.state.iteration += 1
-        self._step_begun = False
-        order = self._next_order(num_microbatches, specs)
-        self.state.phase = order.phase
-        record = self._record = self._execute(order, specs, self._memory.watched(make_work))
-        self._memory.units_ended()
-        self._energy.add(
-            order.phase, self.state.iteration, record, order.schedule.receives[self._stage]
-        )
-        self.state.iterations.append((order.phase, record.iteration_time_s, record.wall_time_s))
-        return record
+        run = self._open(num_microbatches, specs, None, self._channel)
+        schedule = run.order.schedule
+        work = self._memory.watched(make_work)(schedule)
+        return self._close(run, execute(schedule, self._stage, work, run))
+
+    def open_iteration(self, kept_order: Schedule, specs: StageSpecs) -> StageRun:
+        """Begin an iteration whose units the framework runs, with messages of its own.
+
+        Where time is emulated, the channel carries it beside them: `end_unit` takes what `specs`
+        say.
+
+        Args:
+            kept_order: the framework's own order of units, the same in every iteration.
+            specs: what messages carry that are sent between two phases, to measure.
+
+        Raises:
+            SessionError: another number of microbatches than before, a plan of another order, or
+                an earlier iteration failed.
+            ChannelError: a neighbour is gone or silent.
+        """
+        emulated = self._gpu.address.backend == "emulated"
+        channel = self._channel if emulated else None
+        run = self._open(kept_order.num_microbatches, specs, kept_order, channel)
+        run.begin()
+        return run
+
+    def close_iteration(self, run: StageRun) -> StageRecord:
+        """All units of an open iteration have run, and no message of the framework is under way."""
+        return self._close(run, run.end())
 
     def describe_job(self, facts: Mapping[str, Any]) -> None:
         """Tell the bill of the node's agent what the job is; without an agent nothing happens.
@@ -307,7 +324,35 @@ class Session:
             logger.warning("%s", followed["warning"])
         self._files.append("clocks", {**self._labels, **summary})
 
-    def _next_order(self, num_microbatches: int, specs: StageSpecs) -> IterationOrder:
+    def _open(
+        self,
+        num_microbatches: int,
+        specs: StageSpecs,
+        kept_order: Schedule | None,
+        channel: P2PChannel | None,
+    ) -> StageRun:
+        if not self._step_begun:
+            self.state.iteration += 1
+        self._step_begun = False
+        order = self._next_order(num_microbatches, specs, kept_order)
+        self.state.phase = order.phase
+        self._broken = True  # until it is closed
+        run = StageRun(order, self._stage, self.executor, self._request, channel, specs)
+        self._request(run.frequencies_mhz[0], Done())
+        return run
+
+    def _close(self, run: StageRun, record: StageRecord) -> StageRecord:
+        self._broken = False
+        self._record, self.executed = record, run.executed
+        self._memory.units_ended()
+        phase, receives = run.order.phase, run.order.schedule.receives[self._stage]
+        self._energy.add(phase, self.state.iteration, record, receives)
+        self.state.iterations.append((phase, record.iteration_time_s, record.wall_time_s))
+        return record
+
+    def _next_order(
+        self, num_microbatches: int, specs: StageSpecs, kept_order: Schedule | None
+    ) -> IterationOrder:
         """What the next iteration runs, once the phases know of the last one."""
         self._check_unbroken()
         if self._phases is None:
@@ -328,6 +373,7 @@ class Session:
                 self._say,
                 self._print_grid,
                 self._memory,
+                kept_order,
             )
             self._phases = run_phases(job)
             self._order = next(self._phases)
@@ -363,54 +409,3 @@ class Session:
     def _request(self, frequency_mhz: int, after: Completion) -> None:
         if self._controlled:
             self.clock.request(frequency_mhz, after)
-
-    def _execute(
-        self, order: IterationOrder, specs: StageSpecs, make_work: Callable[[Schedule], StageWork]
-    ) -> StageRecord:
-        self._check_unbroken()
-        frequencies = order.frequency_mhz[self._stage].tolist()
-        executed: list[str] = []
-        units = order.schedule.stages[self._stage]
-
-        def unit_ended(position: int, completion: Completion) -> None:
-            executed.append(units[position].label(order.schedule.num_chunks))
-            # The wait before a unit runs at that unit's clock; after the last comes the next
-            # iteration's first, which mostly is the same as this one's.
-            self._request(frequencies[(position + 1) % len(frequencies)], completion)
-
-        self._broken = True
-        self._request(frequencies[0], Done())
-        record = execute(
-            order.schedule,
-            self._stage,
-            make_work(order.schedule),
-            self._channel,
-            specs,
-            self.executor,
-            unit_ended,
-        )
-        self._broken = False
-        self.executed = executed
-        return record
-
-
-def _prepared(
-    config: SessionConfig, gpu: Gpu, memory: MemorySource | None, *, reads_files: bool
-) -> bool:
-    """Whether this rank's clock may be asked for, once there is a folder for what it measures."""
-    if config.plan_file is None and (reads_files or config.profile_file is None):
-        check_memory_is_known(config.request, config.profile_file, memory)
-    if config.output_dir:
-        config.output_dir.mkdir(parents=True, exist_ok=True)
-    return gpu.address.backend != "none"
-
-
-def _without_control(config: SessionConfig) -> SessionConfig:
-    """The same job by the framework's own order, at whatever clocks there are."""
-    chunks = config.request.num_chunks
-    request = PlanRequest(
-        config.request.num_microbatches,
-        schedule="interleaved" if chunks > 1 else "1f1b",
-        num_chunks=chunks,
-    )
-    return replace(config, request=request, profile_file=None, plan_file=None)

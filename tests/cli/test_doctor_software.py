@@ -127,3 +127,13 @@ def test_broken_packages_are_a_no_and_stop_nothing(packages):
 def test_a_torch_without_cuda(packages):
     packages.add("torch", torch_of(None))
     assert_check(packages.look()["torch"], False, "without CUDA", "quickstart", "CUDA build")
+
+
+@pytest.mark.parametrize(
+    ("version", "ok"),
+    [("0.19.8", True), ("0.19.10+cu128", True), ("0.18.9", False), ("0.20", False)],
+)
+def test_versions_of_deepspeed(packages, version, ok):
+    packages.distribution("deepspeed", version)
+    remedy = () if ok else ("0.19.8 or newer, below 0.20", "DS_BUILD_OPS=0")
+    assert_check(packages.look()["DeepSpeed"], ok, version, *remedy)

@@ -15,8 +15,9 @@ pytest.importorskip("megatron.core")
 from megatron.core.models.gpt import GPTModel
 
 from envpipe_megatron.energy_file import Phase
+from envpipe_megatron.integrations.hooking import HookError
+from envpipe_megatron.integrations.job import Job, JobError
 from envpipe_megatron.integrations.megatron_lm import hooks
-from envpipe_megatron.integrations.megatron_lm.hooks import HookError
 
 
 class FakeSession:
@@ -35,12 +36,11 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A job that has begun: arguments validated, training begun."""
     session = FakeSession()
     made = SimpleNamespace(
-        forward_backward=None,
         session=session,
         options=SimpleNamespace(profile_only=False),
-        stand_in=lambda function: lambda **arguments: function(**arguments),
         close=lambda: session.told.append("close"),
     )
+    made.has_its_profile = lambda: Job.has_its_profile(made)  # type: ignore[arg-type]
     state = hooks._State(job=made, reached=Counter({"validate": 1, "begin_training": 1}))
     monkeypatch.setattr(hooks, "_state", state)
     monkeypatch.setattr(
@@ -114,7 +114,7 @@ def test_an_unpatched_megatron_core_is_named(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_job_for_the_profile_alone_that_gets_none(job: Any) -> None:
     job.options.profile_only = True
     job.session.state.phase = Phase.STEADY
-    with pytest.raises(HookError, match="no profile to write: no meter"):
+    with pytest.raises(JobError, match="no profile to write: no meter"):
         steps(1)
 
 

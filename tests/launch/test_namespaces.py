@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from changed_preset import write_changed_preset
 from networks import INTERFACE, needs_namespaces, network
-from nodes import Job, assert_equals_counters, new_job, summed
+from nodes import Job, assert_equals_counters, full, new_job, summed
 
 from envpipe_megatron.quickstart.settings import EVENT_MARK, RUNS, Settings
 
@@ -60,7 +60,7 @@ def results(job: Job) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("num_nodes", [2, 4])
+@pytest.mark.parametrize("num_nodes", [2, pytest.param(4, marks=full)])
 def test_nodes_train_as_one_does(num_nodes):
     with network(num_nodes) as hosts, new_job() as many, new_job() as one:
         assert all(host.interfaces() == ["lo", INTERFACE] for host in hosts)

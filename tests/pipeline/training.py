@@ -37,9 +37,9 @@ from envpipe_megatron.gpu.emulated import EmulatedGpu
 from envpipe_megatron.integrations.megatron_core import ForwardBackward
 from envpipe_megatron.integrations.megatron_cpu import use_cpu
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.runtime.channel import make_channel
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor
+from envpipe_megatron.runtime.links import make_channel
 from envpipe_megatron.runtime.profiler import ProfilerSettings
 from envpipe_megatron.runtime.session import Session, SessionConfig
 from envpipe_megatron.schedule import Kind

@@ -171,3 +171,41 @@ def several_tensors(rank: int) -> Any:
         result.append([(t.dtype, t.tolist(), t.requires_grad) for t in got.tensors])
     channel.end_step()
     return result
+
+
+def varying(rank: int, count: int) -> Any:
+    """Messages of which each has a shape, a type and a number of tensors of its own, both ways.
+
+    What the specs say is an example, and another shape.
+    """
+    channel = plain_stages.channel(10)
+    types = (torch.float32, torch.bool, torch.int64)
+
+    def sent(number: int) -> list[torch.Tensor]:
+        return [
+            torch.full((number + 1,) * part, number, dtype=types[part])
+            for part in range(1 + number % 3)
+        ]
+
+    expected = {0: {Kind.BACKWARD: count}, 1: {Kind.FORWARD: count}}.get(rank, {})
+    channel.expect(expected, plain_stages.SPECS, vary=True)
+    result: list[Any] = []
+    if rank == 0:
+        for number in range(count):
+            channel.send(unit(Kind.FORWARD, number), sent(number), float(number))
+    for number in range(count):
+        if rank == 0:
+            got = channel.receive(unit(Kind.BACKWARD, number))
+        elif rank == 1:
+            got = channel.receive(unit(Kind.FORWARD, number))
+            channel.send(unit(Kind.BACKWARD, number), sent(number + 1), float(number))
+        else:
+            break
+        wanted = sent(number + 1 if rank == 0 else number)
+        result.append(
+            got.sent_s == number
+            and [t.dtype for t in got.tensors] == [t.dtype for t in wanted]
+            and all(torch.equal(t, w) for t, w in zip(got.tensors, wanted, strict=True))
+        )
+    channel.end_step()
+    return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,13 @@ import channel_ranks
 import pytest
 import torch
 import torch.distributed as dist
+from plain_stages import SPECS
 from torch.futures import Future
 
+from envpipe_megatron.builders import one_f_one_b
 from envpipe_megatron.runtime import channel
-from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime import links as runtime_links
+from envpipe_megatron.runtime.messages import MessageError, StageSpecs, TensorSpec
 from envpipe_megatron.schedule import Kind, Unit
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -62,6 +66,34 @@ def test_messages_of_several_tensors(three_ranks):
         ]
 
 
+def test_messages_that_vary(three_ranks):
+    assert three_ranks.run(channel_ranks.varying, 7) == [[True] * 7, [True] * 7, []]
+
+
+def test_messages_that_vary_need_several_hardware_queues():
+    made = channel.P2PChannel([0, 1], 0, {}, stamped=False, timeout=None, capacity=1)
+    with pytest.raises(channel.ChannelError, match="CUDA_DEVICE_MAX_CONNECTIONS=8"):
+        made.begin_step(one_f_one_b(2, 2), replace(SPECS, vary=True))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtypes"),
+    [
+        (((),), (torch.float32,)),
+        (((2, 3), (5,), (0, 4)), (torch.bfloat16, torch.bool, torch.int32)),
+    ],
+)
+def test_headers_say_what_a_message_carries(shapes, dtypes):
+    spec = TensorSpec(shapes, dtypes, torch.device("cpu"))
+    assert TensorSpec.of_header(spec.header(), spec.device) == spec
+
+
+def test_a_message_with_too_much_for_its_header_is_refused():
+    many = TensorSpec.of_one_type(((1, 2, 3),) * 40, torch.float32, torch.device("cpu"))
+    with pytest.raises(MessageError, match="fewer tensors"):
+        many.header()
+
+
 @pytest.fixture
 def backend(monkeypatch):
     """A pipeline's process group of any backend, whose links are made up."""
@@ -70,12 +102,12 @@ def backend(monkeypatch):
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(dist, "get_group_rank", lambda group, rank: 0)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(channel, "_nccl_links", lambda *args, **kwargs: {})
+    monkeypatch.setattr(runtime_links, "_nccl_links", lambda *args, **kwargs: {})
     return made
 
 
 def made_channel():
-    return channel.make_channel(None, stamped=False, timeout=timedelta(seconds=1))
+    return runtime_links.make_channel(None, stamped=False, timeout=timedelta(seconds=1))
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,19 @@ backward, to reduce gradients and to step. Which comes when, and how messages tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule as pipe
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import PartitionedTensor
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.integrations.job import Job
+from envpipe_megatron.integrations.reporting import IntervalReport, end_of_job
 from envpipe_megatron.runtime.executor import StageRecord
 from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.session import Session
@@ -27,29 +30,74 @@ class UnsupportedEngineError(EnvPipeError):
 
 
 class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no types
-    """A PipelineEngine that `adopt` has given a session.
+    """A PipelineEngine that `adopt` has given a job.
 
     Attributes:
         last_record: what the last step measured that the session executed; None before.
     """
 
-    _session: Session
-    _collectives: Collectives
+    _job: Job
     _own_steps_left: int
+    _tells: bool
     _specs: StageSpecs | None
     last_record: StageRecord | None
 
+    @property
+    def session(self) -> Session:
+        """What executes its training steps: phase, profile, plan and meters."""
+        return self._job.session
+
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """As DeepSpeed's, in the order of the session's present phase."""
-        self._session.begin_step(self.global_steps)
+        """As DeepSpeed's, in the order of the session's present phase.
+
+        Raises:
+            SystemExit: only the profile was asked for, and it is written.
+            EnvPipeError: a neighbour is gone, or the job changed its shape.
+        """
+        session = self._job.session
+        session.begin_step(self.global_steps)
         loss: torch.Tensor = super().train_batch(data_iter)
-        self._session.end_step()
+        session.end_step()
+        if self.last_record is None and not self.was_step_applied():
+            # The optimizer's state, and so its memory, comes into being with the first one that is.
+            self._own_steps_left += 1
+        every = self.steps_per_print()
+        if self._tells and every is not None and self.global_steps % every == 0:
+            self._tell()
+        if self._job.has_its_profile():
+            self.end_training()
+            dist.barrier()  # the planner has written it
+            raise SystemExit(0)
         return loss
 
     def eval_batch(self, *arguments: Any, **named: Any) -> Any:
         """As DeepSpeed's, by its own schedule at the highest clock; not billed as training."""
-        self._session.pause()
+        self._job.session.pause()
         return super().eval_batch(*arguments, **named)
+
+    def save_checkpoint(self, *arguments: Any, **named: Any) -> Any:
+        """As DeepSpeed's, at the highest clock; not billed as training."""
+        self._job.session.pause()
+        return super().save_checkpoint(*arguments, **named)
+
+    def end_training(self) -> None:
+        """Give the clock back, and print the energy bill; every rank calls it.
+
+        Training that ends without it gives clocks back as well, and has no bill.
+
+        Raises:
+            CollectivesError: a rank is gone or silent.
+        """
+        job = self._job
+        job.session.gather(job.session.lap())  # what no line told yet
+        job.close()
+        for line in end_of_job(job.session, job.collectives, job.options.output_dir):
+            job.say(line)
+
+    def destroy(self) -> None:
+        """As DeepSpeed's; the clock is given back."""
+        self._job.close()
+        super().destroy()
 
     def reset_activation_shape(self) -> None:
         """As DeepSpeed's; it also runs the next step, from which new shapes are learned."""
@@ -69,7 +117,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         # A slot a microbatch: units may come in any order. They hold what they need, no longer.
         self._reserve_pipe_buffers(self.micro_batches)
         self.fwd_outputs: list[Any] = []
-        self.last_record = self._session.run_iteration(
+        self.last_record = self._job.session.run_iteration(
             self.micro_batches, self._specs, lambda schedule: _Units(self)
         )
         for instruction in (pipe.ReduceTiedGrads(), pipe.ReduceGrads(), pipe.OptimizerStep()):
@@ -91,48 +139,68 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             received = _as_list(self.pipe_recv_buf)
             if self.carries_mask:
                 received[-1] = received[-1].bool()
-            receives[Kind.FORWARD] = _spec(received)
+            receives[Kind.FORWARD] = TensorSpec.of(received)
         if not self.is_last_stage():
-            receives[Kind.BACKWARD] = _spec(_as_list(self.grad_layer))
-        everyone = [own for own, *_ in self._collectives.gather_by_stage(receives)]
+            receives[Kind.BACKWARD] = TensorSpec.of(_as_list(self.grad_layer))
+        # Those of this pipeline: parts of partitioned activations may differ in size.
+        by_stage = self._job.collectives.gather_by_stage((dist.get_rank(), receives))
+        everyone = {rank: own for stage in by_stage for rank, own in stage}
+        ranks = self.session.pipeline_ranks
         sends = {}
         if not self.is_last_stage():
-            sends[Kind.FORWARD] = everyone[self.stage_id + 1][Kind.FORWARD]
+            sends[Kind.FORWARD] = everyone[ranks[self.stage_id + 1]][Kind.FORWARD]
         if not self.is_first_stage():
-            sends[Kind.BACKWARD] = everyone[self.stage_id - 1][Kind.BACKWARD]
+            sends[Kind.BACKWARD] = everyone[ranks[self.stage_id - 1]][Kind.BACKWARD]
         here = {kind: TensorSpec(s.shapes, s.dtypes, self.device) for kind, s in sends.items()}
-        return StageSpecs(receives, here)
+        return StageSpecs(receives, here, vary=self.dynamic_shape)
+
+    def report_interval(self) -> IntervalReport:
+        """Training since the last report; every rank calls it after the same step.
+
+        For frameworks around DeepSpeed that have a log of their own.
+
+        Raises:
+            CollectivesError: a rank is gone or silent.
+        """
+        return IntervalReport.gather(self._job.session)
+
+    def _tell(self) -> None:
+        """Energy since the last time; every rank does it after the same step."""
+        report = self.report_interval()
+        if (line := report.line()) and self._job.collectives.is_planner:
+            self._job.say(f"steps: {self.global_steps} |{line}")
+        if self.global_rank == 0 and self.monitor.enabled:
+            self.monitor.write_events(
+                [
+                    (f"Train/Samples/{name}", value, self.global_samples)
+                    for name, value in report.scalars().items()
+                ]
+            )
 
 
 def adopt(
-    engine: PipelineEngine,
-    session: Session,
-    collectives: Collectives,
-    own_steps: int | None = None,
+    engine: PipelineEngine, job: Job, own_steps: int | None = None, *, tells: bool = True
 ) -> EnvPipeEngine:
     """Let a session execute the training steps of an engine that `deepspeed.initialize` has made.
 
     The engine becomes one of the subclass; nothing else of DeepSpeed is touched.
 
     Args:
-        engine: of a pipeline of at least two stages.
-        session: executes iterations.
-        collectives: to all ranks.
+        engine: one that `check_engine` lets pass.
+        job: whose session executes iterations.
         own_steps: training steps that DeepSpeed makes first by its own schedule. One at least,
             from which the shapes of messages are learned; on GPUs two, since a kernel that is
             loaded while a receive spins can hang both.
-
-    Raises:
-        UnsupportedEngineError: a feature that is not run.
+        tells: whether the engine prints energy where DeepSpeed prints its steps; otherwise
+            `report_interval` is for the caller.
     """
-    _check_supported(engine)
     if own_steps is None:
         own_steps = 2 if engine.device.type == "cuda" else 1
     engine.__class__ = EnvPipeEngine
     assert isinstance(engine, EnvPipeEngine)
-    engine._session = session
-    engine._collectives = collectives
+    engine._job = job
     engine._own_steps_left = own_steps
+    engine._tells = tells
     engine._specs = None
     engine.last_record = None
     return engine
@@ -172,29 +240,47 @@ class _Units:
             outputs = self._buffers["outputs"][slot]
             engine.grad_layer = gradients if isinstance(outputs, tuple) else gradients[0]
         engine.run(pipe.BackwardPass(slot))
-        inputs = [] if engine.is_first_stage() else _as_list(self._buffers["inputs"][slot])
+        sent = [] if engine.is_first_stage() else self._gradients_of_inputs(unit)
         for held in self._buffers.values():
             held[slot] = None
         engine.grad_layer = None
-        sent = [tensor.grad for tensor in inputs if tensor.is_floating_point()]
-        missing = [index for index, gradient in enumerate(sent) if gradient is None]
+        return sent
+
+    def _gradients_of_inputs(self, unit: Unit) -> list[torch.Tensor]:
+        """What the stage before gets, as DeepSpeed's SendGrad sends it."""
+        engine = self._engine
+        inputs = _as_list(self._buffers["inputs"][unit.microbatch])
+        if engine.is_grad_partitioned:  # the others of a tuple get none
+            inputs = inputs[:1]
+        gradients = [tensor.grad for tensor in inputs if tensor.is_floating_point()]
+        missing = [index for index, gradient in enumerate(gradients) if gradient is None]
         if missing:
             raise UnsupportedEngineError(
                 f"An input of stage {engine.stage_id} got no gradient in {unit}",
                 value=missing,
                 remedy="Let layers use all floating-point tensors that they are handed.",
             )
-        return [gradient for gradient in sent if gradient is not None]
+        if engine.is_grad_partitioned:
+            group = engine.grid.get_slice_parallel_group()
+            part = PartitionedTensor(tensor=gradients[0], group=group)
+            return [part.to_meta(), part.data()]
+        return [gradient for gradient in gradients if gradient is not None]
 
     def sent(self, unit: Unit) -> None:
         """The channel has the output: nothing is left to do."""
 
 
-def _check_supported(engine: PipelineEngine) -> None:
+def check_engine(engine: PipelineEngine) -> None:
+    """Refuse what EnvPipe does not run under DeepSpeed, by name.
+
+    Raises:
+        UnsupportedEngineError: naming it.
+    """
     not_run = {
         "a pipeline of one stage": engine.num_stages < 2,
-        "dynamic_shape": engine.dynamic_shape,
-        "pipe_partitioned with tensor parallelism": engine.is_pipe_partitioned,
+        "activations partitioned and gradients not, or the other way round": (
+            engine.is_pipe_partitioned != engine.is_grad_partitioned
+        ),
     }
     found = [name for name, used in not_run.items() if used]
     if found:
@@ -207,9 +293,3 @@ def _check_supported(engine: PipelineEngine) -> None:
 
 def _as_list(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _spec(tensors: Iterable[torch.Tensor]) -> TensorSpec:
-    parts = list(tensors)
-    shapes, dtypes = tuple(tuple(t.shape) for t in parts), tuple(t.dtype for t in parts)
-    return TensorSpec(shapes, dtypes, parts[0].device)

@@ -8,40 +8,32 @@ not.
 from __future__ import annotations
 
 import argparse
-import atexit
-import os
-import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from envpipe_megatron import __version__
-from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.megatron_lm import options as _options
-from envpipe_megatron.integrations.megatron_lm.job import Job, JobError
-from envpipe_megatron.integrations.megatron_lm.options import (
-    Options,
-    check_files,
-    make_output_folder,
-    read_options,
+from envpipe_megatron.integrations import options as _options
+from envpipe_megatron.integrations.hooking import (
+    NEEDED_BY_ITERATION,
+    HookError,
+    check_reached,
+    options_of,
+    refuse,
 )
-from envpipe_megatron.integrations.megatron_lm.refusals import RefusedError, check_supported
-from envpipe_megatron.integrations.megatron_lm.reporting import IntervalReport, end_of_job
+from envpipe_megatron.integrations.job import Job, JobError, close_at_exit
+from envpipe_megatron.integrations.megatron_core import ForwardBackward
+from envpipe_megatron.integrations.megatron_lm.job import make_job
+from envpipe_megatron.integrations.megatron_lm.refusals import check_supported
+from envpipe_megatron.integrations.options import Options
+from envpipe_megatron.integrations.refusals import RefusedError
+from envpipe_megatron.integrations.reporting import IntervalReport, end_of_job
 
-_NEEDED_BY_ITERATION = 3
 _NEEDED = ("validate", "begin_training", "begin_step", "forward_backward", "end_step", "log")
-
-
-class HookError(EnvPipeError):
-    """A hook of the patch is missing or was not reached."""
 
 
 @dataclass
@@ -50,6 +42,8 @@ class _State:
 
     options: Options | None = None
     job: Job | None = None
+    #: What runs in place of Megatron's own 1F1B function, once Megatron has asked for it.
+    forward_backward: ForwardBackward | None = None
     reached: Counter[str] = field(default_factory=Counter)
 
 
@@ -71,13 +65,10 @@ def validate(args: argparse.Namespace) -> None:
     _state.reached["validate"] += 1
     try:
         check_supported(args)
-        _state.options = read_options(args, on_gpu=torch.cuda.is_available())
-        make_output_folder(_state.options)
-        if os.environ.get("RANK", "0") == "0":
-            check_files(_state.options, args.pipeline_model_parallel_size)
+        _state.options = options_of(args)
         _hooked_schedules()
     except EnvPipeError as error:
-        _refuse(error)
+        refuse(error)
 
 
 def begin_training(args: argparse.Namespace) -> None:
@@ -98,19 +89,21 @@ def begin_training(args: argparse.Namespace) -> None:
     if not args.log_energy:
         _quiet_energy_monitor()
     try:
-        job = _state.job = Job(args, _state.options, _say)
+        job = _state.job = make_job(args, _state.options, _say)
     except JobError as error:
-        _refuse(error)
-    atexit.register(_close)
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _leave)
+        refuse(error)
+    close_at_exit(_close)
 
     schedules = _hooked_schedules()
 
     def hook(framework_function: Callable[..., Any]) -> Callable[..., Any]:
         if framework_function is not schedules.forward_backward_pipelining_without_interleaving:
             return framework_function  # of another model, without a pipeline
-        return _reaching(job.stand_in(framework_function))
+        if _state.forward_backward is None:
+            _state.forward_backward = ForwardBackward(
+                job.session, framework_function=framework_function
+            )
+        return _reaching(_state.forward_backward)
 
     schedules.envpipe_hook = hook
     training = sys.modules["megatron.training.training"]
@@ -121,7 +114,7 @@ def begin_training(args: argparse.Namespace) -> None:
             remedy="Something replaced get_forward_backward_func; `envpipe patch check` looks.",
         )
     if job.collectives.is_planner:
-        _say(_banner(job))
+        _say(job.banner())
         if args.train_iters is not None and args.train_iters <= job.options.baseline_steps:
             _say("training ends within its baseline steps, so nothing will be planned")
 
@@ -149,12 +142,14 @@ def end_step(skipped: int) -> None:
     _state.reached["end_step"] += 1
     job = _running()
     job.session.end_step()
-    if skipped and job.forward_backward is not None:
-        job.forward_backward.stay_with_framework()
-    if _state.reached["end_step"] >= _NEEDED_BY_ITERATION:
-        _check_reached()
-    if job.options.profile_only and job.session.state.phase is not Phase.WARMUP:
-        _end_after_profile(job)
+    if skipped and _state.forward_backward is not None:
+        _state.forward_backward.stay_with_framework()
+    if _state.reached["end_step"] >= NEEDED_BY_ITERATION:
+        check_reached(_state.reached, _NEEDED)
+    if job.has_its_profile():
+        end_training()
+        dist.barrier()  # the planner has written it
+        raise SystemExit(0)
 
 
 def log(iteration: int, writer: Any, wandb_writer: Any) -> str:
@@ -213,23 +208,6 @@ def _quiet_energy_monitor() -> None:
     monitor.pause = monitor.resume = lambda: None
 
 
-def _end_after_profile(job: Job) -> None:
-    state = job.session.state
-    if state.profile is not None:
-        end_training()
-        dist.barrier()  # the planner has written it
-        raise SystemExit(0)
-    if state.phase is Phase.STEADY:
-        raise HookError(f"There is no profile to write: {' '.join(state.notes)}")
-
-
-def _refuse(error: EnvPipeError) -> NoReturn:
-    """End as argparse does, which tells what is wrong and no stack; once on each node."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
-    raise SystemExit(2) from None
-
-
 def _reaching(stand_in: Callable[..., Any]) -> Callable[..., Any]:
     """The forward-backward function, which notes that Megatron called it."""
 
@@ -237,8 +215,8 @@ def _reaching(stand_in: Callable[..., Any]) -> Callable[..., Any]:
         _state.reached["forward_backward"] += 1
         if _state.reached["forward_backward"] == 1:
             check_model(arguments["model"])
-        if _state.reached["forward_backward"] > _NEEDED_BY_ITERATION:
-            _check_reached()
+        if _state.reached["forward_backward"] > NEEDED_BY_ITERATION:
+            check_reached(_state.reached, _NEEDED)
         return stand_in(**arguments)
 
     forward_backward.is_envpipe = True  # type: ignore[attr-defined]  # what `begin_training` asks
@@ -261,17 +239,6 @@ def check_model(model: Any) -> None:
             "Under --envpipe, models other than GPTModel are refused until they are proven",
             value=type(inner).__name__,
             remedy="Train without --envpipe.",
-        )
-
-
-def _check_reached() -> None:
-    missing = [name for name in _NEEDED if not _state.reached[name]]
-    if missing:
-        raise HookError(
-            f"Hooks of EnvPipe were not reached by iteration {_NEEDED_BY_ITERATION}",
-            value=missing,
-            remedy="`envpipe patch check` says what is wrong with this checkout; train without "
-            "--envpipe until it is right.",
         )
 
 
@@ -300,34 +267,9 @@ def _running() -> Job:
 
 def _close() -> None:
     if _state.job is not None:
-        job, _state.job = _state.job, None
+        job, _state.job, _state.forward_backward = _state.job, None, None
         job.close()
-
-
-def _leave(signum: int, frame: FrameType | None) -> None:
-    """Leave through `atexit`, which gives the clock back."""
-    raise SystemExit(128 + signum)
 
 
 def _say(text: str) -> None:
     print(f" [envpipe] {text}", flush=True)
-
-
-def _banner(job: Job) -> str:
-    options, control = job.options, job.device.control
-    asked = f"type {options.policy}, order {options.scheduling}, reconfigure {options.reconfigure}"
-    if options.plan_file is not None:
-        asked = f"the plan {options.plan_file}"
-    if control.backend is None:
-        asked = f"measuring alone, in Megatron's order and at the clocks as they are, not {asked}"
-    lines = [
-        f"EnvPipe {__version__} is active: {asked}",
-        f"clocks of {job.device.gpu.name}: {control.backend or 'left alone'} ({control.why})",
-        f"in flight: {options.max_in_flight or 'no limit'}; output: {options.output_dir or 'none'}",
-    ]
-    if job.single_queue:
-        lines.append(
-            f"CUDA_DEVICE_MAX_CONNECTIONS is below 8: {job.channel.capacity} message(s) may wait "
-            "between neighbours, so their extra forwards are kept close"
-        )
-    return "; ".join(lines)

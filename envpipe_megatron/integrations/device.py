@@ -1,8 +1,9 @@
-"""The GPU that a rank of Megatron-LM trains on: a real one, or an emulated one where there is none.
+"""The GPU that a rank trains on: a real one, or an emulated one where there is none.
 
 Emulation, for trying a whole job on CPUs and for tests, is asked for by two environment variables:
-ENVPIPE_EMULATED_GPU names the preset (such as a100-sxm), ENVPIPE_EMULATED_FORWARD_S says what a
-forward takes at the highest clock, in s: one number, or one for each stage. A backward takes twice.
+ENVPIPE_EMULATED_GPU names the preset (such as a100-sxm), which an option of the job may, too;
+ENVPIPE_EMULATED_FORWARD_S says what a forward takes at the highest clock, in s: one number, or one
+for each stage. A backward takes twice.
 """
 
 from __future__ import annotations
@@ -51,7 +52,13 @@ class Device:
 
 
 def open_device(
-    collectives: Collectives, stage: int, num_stages: int, wanted: str, *, require: bool
+    collectives: Collectives,
+    stage: int,
+    num_stages: int,
+    wanted: str,
+    preset: str | None,
+    *,
+    require: bool,
 ) -> Device:
     """Open this rank's GPU; every rank of the job calls it.
 
@@ -60,6 +67,7 @@ def open_device(
         stage: this rank's stage.
         num_stages: p.
         wanted: one of `gpu.control.CHOICES`.
+        preset: of the GPU to emulate where there is none; by default what the variable says.
         require: whether a job without control of its clocks is an error.
 
     Raises:
@@ -72,7 +80,9 @@ def open_device(
         uid = collectives.everywhere(lambda: uid_of_cuda_device(str(properties.uuid)))
         gpu, control = open_rank_gpu(uid, collectives, wanted, require=require)
         return Device(gpu, control, lambda settle: CudaExecutor(), emulated=False)
-    emulated, times_s = collectives.everywhere(lambda: _emulation(stage, num_stages, wanted))
+    emulated, times_s = collectives.everywhere(
+        lambda: _emulation(stage, num_stages, wanted, preset)
+    )
     gpu, control = open_rank_gpu(emulated.address.uid, collectives, "emulated")
     return Device(
         gpu,
@@ -82,11 +92,13 @@ def open_device(
     )
 
 
-def _emulation(stage: int, num_stages: int, wanted: str) -> tuple[EmulatedGpu, dict[Kind, float]]:
-    preset = os.environ.get(PRESET_VARIABLE)
+def _emulation(
+    stage: int, num_stages: int, wanted: str, preset: str | None
+) -> tuple[EmulatedGpu, dict[Kind, float]]:
+    preset = preset or os.environ.get(PRESET_VARIABLE)
     if not preset:
         raise DeviceError(
-            "--envpipe found no CUDA GPU in this process",
+            "EnvPipe found no CUDA GPU in this process",
             remedy=f"On a machine without GPUs, {PRESET_VARIABLE}=a100-sxm emulates them.",
         )
     if wanted not in ("auto", "emulated"):

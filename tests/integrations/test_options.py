@@ -1,4 +1,4 @@
-"""Flags of the patched Megatron-LM: what goes without saying, and what is refused with its fix."""
+"""The options of a job as flags: what goes without saying, and what is refused with its fix."""
 
 from __future__ import annotations
 
@@ -10,31 +10,28 @@ from typing import Any
 import pytest
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.megatron_lm.options import (
+from envpipe_megatron.integrations.megatron_lm.refusals import REFUSED, check_supported
+from envpipe_megatron.integrations.options import (
     Options,
     add_arguments,
     check_files,
     make_output_folder,
     read_options,
 )
-from envpipe_megatron.integrations.megatron_lm.refusals import REFUSED, check_supported
 from envpipe_megatron.profile import ProfileRow, make_profile
 from envpipe_megatron.schedule import Kind
 
 PLANNED = ("--envpipe-profile", __file__, "--envpipe-plan", __file__)
 
 
-def parsed(*words: str, save: str | None = None) -> argparse.Namespace:
+def parsed(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_arguments(parser.add_argument_group("envpipe"))
-    args = parser.parse_args(words)
-    args.save = save
-    args.pipeline_model_parallel_size = 4
-    return args
+    return parser.parse_args(words)
 
 
 def read(*words: str, save: str | None = None, on_gpu: bool = True, **environment: str) -> Options:
-    return read_options(parsed(*words, save=save), environment, on_gpu=on_gpu)
+    return read_options(parsed(*words), environment, num_stages=4, save_folder=save, on_gpu=on_gpu)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command-line options of a patched Megatron-LM, in one group; free of Megatron and torch.
+"""The options of a job, as a group of command-line flags; free of frameworks and torch.
 
 EnvPipe's environment variables ENVPIPE_TYPE, ENVPIPE_SCHEDULING and ENVPIPE_RECONFIGURE stand for
 the options of those names where these are not given.
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.plan import read_plan
 from envpipe_megatron.policies.planner import BY_MEMORY, PlannerError, PlanRequest, check_request
 from envpipe_megatron.profile import read_profile
@@ -47,7 +48,7 @@ class Options:
         reconfigure: default, greedy or balanced.
         max_in_flight: most microbatches in flight, one number or one for each stage; `memory`: what
             fits beside the rest; None for no limit.
-        baseline_steps: measured iterations of Megatron's own order at the highest clock.
+        baseline_steps: measured iterations of the framework's own order at the highest clock.
         profile_steps: measured iterations at each clock.
         profile_file: used in place of the online profile.
         plan_file: run as it stands.
@@ -56,6 +57,8 @@ class Options:
         require_control: whether a job that may not change clocks is an error.
         min_dwell_s: least time between two changes of a clock.
         output_dir: where profile, plan and energy log go; None for nowhere.
+        gpu_preset: whose clocks are profiled, and which GPU is emulated where there is none; None
+            for what the GPU itself says.
     """
 
     policy: str
@@ -71,6 +74,7 @@ class Options:
     require_control: bool
     min_dwell_s: float
     output_dir: Path | None
+    gpu_preset: str | None
 
     def request(self, num_microbatches: int) -> PlanRequest:
         """What to plan."""
@@ -118,7 +122,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=10,
         metavar="N",
-        help="Steps in Megatron's own order at the highest clock, which savings are measured "
+        help="Steps in the framework's own order at the highest clock, which savings are measured "
         "against. Default: 10.",
     )
     group.add_argument(
@@ -164,6 +168,13 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         help="Least time between two changes of a GPU's clock. Default: 0.",
     )
     group.add_argument(
+        "--envpipe-gpu",
+        default="auto",
+        metavar="PRESET",
+        help="The kind of GPU whose range of clocks is profiled, such as v100; auto (default): by "
+        "the name of the GPU. Without a GPU: the kind that is emulated.",
+    )
+    group.add_argument(
         "--envpipe-output",
         type=Path,
         metavar="DIR",
@@ -173,13 +184,20 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def read_options(
-    args: argparse.Namespace, environment: Mapping[str, str] | None = None, *, on_gpu: bool
+    args: argparse.Namespace,
+    environment: Mapping[str, str] | None = None,
+    *,
+    num_stages: int,
+    save_folder: str | Path | None = None,
+    on_gpu: bool,
 ) -> Options:
     """Check the options against each other, and fill in what was not given.
 
     Args:
-        args: Megatron's, after parsing.
+        args: has what `add_arguments` added, parsed.
         environment: by default this process's.
+        num_stages: p.
+        save_folder: where the job keeps its checkpoints, if it does.
         on_gpu: whether the job runs on GPUs, whose memory can be measured.
 
     Raises:
@@ -215,8 +233,8 @@ def read_options(
             )
         usual_reconfigure, reordered = "default", False
     output_dir = args.envpipe_output
-    if output_dir is None and args.save is not None:
-        output_dir = Path(args.save) / "envpipe"
+    if output_dir is None and save_folder is not None:
+        output_dir = Path(save_folder) / "envpipe"
     options = Options(
         policy=policy,
         scheduling=scheduling,
@@ -233,8 +251,9 @@ def read_options(
         require_control=args.envpipe_require_control,
         min_dwell_s=args.envpipe_min_dwell_ms / 1e3,
         output_dir=output_dir,
+        gpu_preset=_preset(args.envpipe_gpu),
     )
-    _check(options, args.pipeline_model_parallel_size, on_gpu=on_gpu)
+    _check(options, num_stages, on_gpu=on_gpu)
     return options
 
 
@@ -317,7 +336,7 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool) -> None:
         options.profile_only or options.profile_file or options.require_control
     ):
         raise OptionError(
-            "--envpipe-gpu-control none only measures, in Megatron's own order",
+            "--envpipe-gpu-control none only measures, in the framework's own order",
             remedy="Leave it out with --envpipe-profile, -profile-only, -plan and "
             "-require-control; dry_run runs a plan and changes no clock.",
         )
@@ -346,6 +365,15 @@ def _chosen(
             remedy=f"Use {', '.join(choices)}.",
         )
     return value
+
+
+def _preset(given: str) -> str | None:
+    """The preset, in whatever case EnvPipe's users wrote it; a path stays as it is."""
+    if given == "auto":
+        return None
+    name = given if given.endswith(".toml") else given.lower()
+    load_preset(name)
+    return name
 
 
 def _max_in_flight(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from enum import Enum
 from pathlib import Path
@@ -16,15 +15,15 @@ pytest.importorskip("megatron.core")
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from envpipe_megatron.integrations.megatron_lm.hooks import check_model
-from envpipe_megatron.integrations.megatron_lm.job import (
+from envpipe_megatron.integrations.job import (
     Job,
     JobError,
     _fingerprint,
     check_in_flight,
     check_same_everywhere,
 )
-from envpipe_megatron.integrations.megatron_lm.refusals import RefusedError
+from envpipe_megatron.integrations.megatron_lm.hooks import check_model
+from envpipe_megatron.integrations.refusals import RefusedError
 
 
 def ranks(*facts: dict[str, object]) -> Any:
@@ -60,14 +59,12 @@ def test_few_microbatches_need_no_more() -> None:
 
 def test_what_tells_jobs_apart_is_json_and_the_same_each_time() -> None:
     kinds = Enum("kinds", "flash auto")
-    args = argparse.Namespace(
-        attention_backend=kinds.flash, params_dtype=torch.bfloat16, num_layers=4, optimizer="adam"
-    )
-    options = SimpleNamespace(min_dwell_s=0.0)
-    first, again = (_fingerprint(args, options, "H200") for _ in range(2))  # type: ignore[arg-type]
+    job = {"attention_backend": kinds.flash, "params_dtype": torch.bfloat16, "num_layers": 4}
+    options = SimpleNamespace(min_dwell_s=0.0, gpu_preset=None)
+    first, again = (_fingerprint(job, options, "H200") for _ in range(2))  # type: ignore[arg-type]
     assert json.loads(json.dumps(first)) == again
-    args.attention_backend = kinds.auto
-    assert _fingerprint(args, options, "H200") != first  # type: ignore[arg-type]
+    other = {**job, "attention_backend": kinds.auto}
+    assert _fingerprint(other, options, "H200") != first  # type: ignore[arg-type]
 
 
 def test_models_of_another_kind_are_named() -> None:

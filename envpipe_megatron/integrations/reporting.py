@@ -57,7 +57,7 @@ class IntervalReport:
             return ""
         mean = self.energy.mean
         parts = [f"envpipe phase: {' '.join(self.energy.phases)}"]
-        if mean.energy_j is None:
+        if mean.power_w is None:  # no meter, or nothing but a framework's step in no emulated time
             parts.append("envpipe energy: not metered")
         else:
             parts += [

@@ -1,0 +1,301 @@
+"""One rank of a training job under EnvPipe, whatever the framework: its session, from options."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from envpipe_megatron import __version__, builders
+from envpipe_megatron.channel_model import QUEUES_VARIABLE
+from envpipe_megatron.energy_file import Phase
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.device import open_device
+from envpipe_megatron.integrations.options import Options
+from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.links import make_channel
+from envpipe_megatron.runtime.profiler import ProfilerSettings
+from envpipe_megatron.runtime.session import Session, SessionConfig
+from envpipe_megatron.sidecar import Sidecar
+
+logger = logging.getLogger(__name__)
+
+
+class JobError(EnvPipeError):
+    """Ranks that were started differently, or a limit below what the pipeline needs."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a rank stands.
+
+    Args:
+        pipeline_group: the ranks of its pipeline, in order of their stages.
+        num_microbatches: M, of each pipeline and iteration.
+        timeout: after which a silent rank is an error.
+    """
+
+    pipeline_group: dist.ProcessGroup
+    num_microbatches: int
+    timeout: timedelta
+
+    @property
+    def stage(self) -> int:
+        """Of this rank."""
+        return dist.get_group_rank(self.pipeline_group, dist.get_rank())
+
+    @property
+    def num_stages(self) -> int:
+        """Of the pipeline: p."""
+        return dist.get_world_size(self.pipeline_group)
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What the framework knows of its job.
+
+    Args:
+        sidecar: for the sidecar of the online profile.
+        bill: for the energy bill; see `Session.describe_job`.
+        same_job: what a stored profile and plan were made for: where one of these has another
+            value, they are of no use.
+    """
+
+    sidecar: Sidecar
+    bill: Mapping[str, Any]
+    same_job: Mapping[str, object]
+
+
+class Job:
+    """What a rank keeps from the first iteration to the last.
+
+    Every rank of the job makes one, at the same point of the program. Nothing of it outlives
+    `close`, which gives the clock back.
+
+    Args:
+        options: EnvPipe's.
+        placement: of this rank.
+        facts: of the job.
+        say: prints a line; called on the planning rank alone.
+
+    Raises:
+        JobError: ranks that were started differently, or too few microbatches in flight.
+        EnvPipeError: no GPU, no control where it is required, or another rank raised one.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        placement: Placement,
+        facts: JobFacts,
+        say: Callable[[str], None],
+    ) -> None:
+        self.options = options
+        self.say = say
+        host_group = dist.new_group(
+            backend="gloo", timeout=placement.timeout, group_desc="envpipe-host"
+        )
+        assert host_group is not None
+        stage, num_stages = placement.stage, placement.num_stages
+        # Replicas meet in every iteration, so emulated time runs for all of them together.
+        self.collectives = Collectives(host_group, stage, num_stages, host_group)
+        num_microbatches = placement.num_microbatches
+        check_same_everywhere(self.collectives, _of_all_ranks(options, num_microbatches))
+        check_in_flight(options.max_in_flight, num_stages, num_microbatches)
+        self.device = open_device(
+            self.collectives,
+            stage,
+            num_stages,
+            options.gpu_control,
+            options.gpu_preset,
+            require=options.require_control
+            or (options.profile_only and options.gpu_control != "dry_run"),
+        )
+        self.channel = make_channel(
+            placement.pipeline_group,
+            stamped=self.device.emulated,
+            timeout=placement.timeout,
+            host_group=host_group,
+        )
+        self.session = Session(
+            SessionConfig(
+                options.request(num_microbatches),
+                warmup_iterations=options.baseline_steps,
+                profiler=ProfilerSettings(measured_iterations=options.profile_steps),
+                profile_file=options.profile_file,
+                plan_file=options.plan_file,
+                output_dir=options.output_dir,
+                min_dwell_s=options.min_dwell_s,
+                gpu_preset=options.gpu_preset,
+                facts=facts.sidecar,
+            ),
+            self.device.gpu,
+            self.device.make_executor,
+            self.channel,
+            self.collectives,
+            stage=stage,
+            num_stages=num_stages,
+            rank=dist.get_rank(),
+            labels={"emulated": True} if self.device.emulated else {},
+            say=say,
+            print_grid=self._keep_grid,
+            # A profile that is asked for is measured, whatever an earlier start left.
+            fingerprint=(
+                None
+                if options.profile_only
+                else _fingerprint(facts.same_job, options, self.device.gpu.name)
+            ),
+        )
+        self.session.describe_job(
+            {
+                **facts.bill,
+                "type": options.policy,
+                "scheduling": options.scheduling,
+                "reconfigure": options.reconfigure,
+            }
+        )
+
+    def banner(self) -> str:
+        """What the job does, in a line."""
+        options, control = self.options, self.device.control
+        asked = (
+            f"type {options.policy}, order {options.scheduling}, reconfigure {options.reconfigure}"
+        )
+        if options.plan_file is not None:
+            asked = f"the plan {options.plan_file}"
+        if control.backend is None:
+            asked = (
+                "measuring alone, in the framework's order and at the clocks as they are, "
+                f"not {asked}"
+            )
+        lines = [
+            f"EnvPipe {__version__} is active: {asked}",
+            f"clocks of {self.device.gpu.name}: {control.backend or 'left alone'} ({control.why})",
+            f"in flight: {options.max_in_flight or 'no limit'}; "
+            f"output: {options.output_dir or 'none'}",
+        ]
+        if self.channel.capacity is not None:  # over one hardware queue
+            lines.append(
+                f"{QUEUES_VARIABLE} is below 8: {self.channel.capacity} message(s) may wait "
+                "between neighbours, so their extra forwards are kept close"
+            )
+        return "; ".join(lines)
+
+    def has_its_profile(self) -> bool:
+        """Whether a job that only profiles has its profile, and so may end.
+
+        Raises:
+            JobError: it will never have one.
+        """
+        state = self.session.state
+        if not self.options.profile_only or state.phase is Phase.WARMUP:
+            return False
+        if state.profile is None and state.phase is Phase.STEADY:
+            raise JobError(f"There is no profile to write: {' '.join(state.notes)}")
+        return state.profile is not None
+
+    def close(self) -> None:
+        """Give the clock back and finish the energy log; safe to call twice."""
+        self.session.close()
+
+    def _keep_grid(self, text: str) -> None:
+        if self.options.output_dir is None:
+            return
+        path = self.options.output_dir / "reconfigure.txt"
+        try:
+            with path.open("a") as file:
+                file.write(text + "\n\n")
+        except OSError as error:  # a full disk, say; training goes on
+            logger.error("%s could not be written: %s", path, error)
+
+
+def close_at_exit(close: Callable[[], None]) -> None:
+    """Have clocks given back on every way out that Python is told of, SIGTERM among them.
+
+    A framework that handles SIGTERM itself is left alone.
+    """
+    atexit.register(close)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _leave)
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    """Leave through `atexit`, which gives the clock back."""
+    raise SystemExit(128 + signum)
+
+
+def check_same_everywhere(collectives: Collectives, facts: Mapping[str, object]) -> None:
+    """Refuse ranks that would go different ways, and wait for each other for ever.
+
+    Raises:
+        JobError: on every rank, with what differs.
+    """
+    everyone = [own for replicas in collectives.gather_by_stage(facts) for own in replicas]
+    different = {
+        name: sorted({str(own[name]) for own in everyone})
+        for name in facts
+        if any(own[name] != everyone[0][name] for own in everyone)
+    }
+    if different:
+        raise JobError(
+            "The ranks of this job were started differently",
+            value=different,
+            remedy="Give all nodes the same flags, the same ENVPIPE_TYPE, ENVPIPE_SCHEDULING, "
+            f"ENVPIPE_RECONFIGURE and {QUEUES_VARIABLE}, and one version of the package.",
+        )
+
+
+def _of_all_ranks(options: Options, num_microbatches: int) -> dict[str, object]:
+    # Paths may differ from node to node: the planner alone reads, and says where.
+    own = {k: v is not None if isinstance(v, Path) else v for k, v in vars(options).items()}
+    return {
+        **own,
+        "microbatches": num_microbatches,
+        QUEUES_VARIABLE: os.environ.get(QUEUES_VARIABLE),
+        "version": __version__,
+    }
+
+
+def check_in_flight(
+    limit: int | tuple[int, ...] | str | None, num_stages: int, num_microbatches: int
+) -> None:
+    """Refuse a number of microbatches in flight with which not even 1F1B runs.
+
+    Raises:
+        JobError: naming what each stage needs.
+    """
+    if limit is None or isinstance(limit, str):
+        return
+    limits = limit if isinstance(limit, tuple) else (limit,) * num_stages
+    needed = list(builders.one_f_one_b(num_stages, num_microbatches).peak_in_flight)
+    if any(own < least for own, least in zip(limits, needed, strict=True)):
+        raise JobError(
+            f"--envpipe-max-in-flight is below what 1F1B holds, {needed}",
+            value=limit,
+            remedy=f"Give at least {needed[0]}, or one number for each stage.",
+        )
+
+
+def _fingerprint(same_job: Mapping[str, object], options: Options, gpu: str) -> dict[str, object]:
+    """What a profile and a plan are good for, beside the session's own: the same, the same job."""
+    # Types of torch's, and enumerations: it becomes JSON.
+    job: dict[str, object] = {
+        name: value if isinstance(value, (str, int, float, list, type(None))) else str(value)
+        for name, value in same_job.items()
+    }
+    return job | {
+        "gpu": gpu,
+        "gpu_preset": options.gpu_preset,
+        "min_dwell_s": options.min_dwell_s,
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,48 @@
+"""Refusing features of a framework by name, until they are proven; free of frameworks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+
+from envpipe_megatron.errors import EnvPipeError
+
+Asks = Callable[[argparse.Namespace], bool]
+
+
+class RefusedError(EnvPipeError):
+    """A feature of the framework that does not run under EnvPipe."""
+
+
+def on(*names: str) -> Asks:
+    """Whether one of the arguments is there and set; versions do not have the same ones."""
+    return lambda args: any(getattr(args, name, None) for name in names)
+
+
+def above_one(*names: str) -> Asks:
+    """Whether one of the arguments is there and above 1."""
+    return lambda args: any((getattr(args, name, None) or 1) > 1 for name in names)
+
+
+def check_refused(args: argparse.Namespace, refused: Mapping[str, Asks]) -> None:
+    """Refuse a job without a pipeline, or with what is not proven to give the same result.
+
+    Args:
+        args: Megatron's.
+        refused: features, and whether the arguments ask for them.
+
+    Raises:
+        RefusedError: naming each feature.
+    """
+    if args.pipeline_model_parallel_size < 2:
+        raise RefusedError(
+            "--envpipe needs a pipeline",
+            value=args.pipeline_model_parallel_size,
+            remedy="Give --pipeline-model-parallel-size of at least 2, or leave --envpipe out.",
+        )
+    asked_for = [feature for feature, asks in refused.items() if asks(args)]
+    if asked_for:
+        raise RefusedError(
+            f"Under --envpipe, these are refused until they are proven: {'; '.join(asked_for)}",
+            remedy="Leave them out, or train without --envpipe.",
+        )

@@ -1,0 +1,106 @@
+"""Options of a job by name and value, as a configuration file or a call has them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from typing import NoReturn
+
+from envpipe_megatron.integrations.options import (
+    OptionError,
+    Options,
+    add_arguments,
+    read_options,
+)
+
+#: EnvPipe's names of what has a longer one here.
+_SHORT_NAMES = {"reconfig": "reconfigure"}
+#: What goes with some types only.
+_OF_TYPE = ("scheduling", "reconfigure")
+_FLAG = re.compile(r"--envpipe-([a-z-]*[a-z])")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(message)
+
+
+def plain_names(settings: Mapping[str, object]) -> dict[str, object]:
+    """The same settings by the one name that each has here.
+
+    Raises:
+        OptionError: two names of one option.
+    """
+    named: dict[str, object] = {}
+    for given, value in settings.items():
+        name = str(given).replace("-", "_")
+        name = _SHORT_NAMES.get(name, name)
+        if name in named:
+            raise OptionError("An option is given twice", value=given, remedy="Give it once.")
+        named[name] = value
+    return named
+
+
+def merged(block: Mapping[str, object], call: Mapping[str, object]) -> dict[str, object]:
+    """Settings of a file, and those of a call, which go before them.
+
+    A type in the call takes the file's order and reconfiguring along where it gives none: they may
+    not go with it.
+
+    Raises:
+        OptionError: two names of one option in one of them.
+    """
+    below, above = plain_names(block), plain_names(call)
+    if above.get("type") is not None:
+        below = {name: value for name, value in below.items() if name not in _OF_TYPE}
+    return {**below, **above}
+
+
+def read_settings(settings: Mapping[str, object], *, num_stages: int, on_gpu: bool) -> Options:
+    """Make of settings what the same flags would be: {"type": "uniform"} is --envpipe-type uniform.
+
+    Args:
+        settings: option names without `--envpipe-`, with underscores or dashes; `reconfig` stands
+            for `reconfigure`. Values are words, numbers, paths, truth values for flags without a
+            value, lists for one number a stage; None is as if the name were not there.
+        num_stages: p.
+        on_gpu: whether the job runs on GPUs, whose memory can be measured.
+
+    Raises:
+        OptionError: a name that is unknown or given twice, a value of the wrong kind, or options
+            that do not go together, by their names here.
+    """
+    try:
+        return read_options(_parsed(plain_names(settings)), num_stages=num_stages, on_gpu=on_gpu)
+    except OptionError as error:
+        raise OptionError(_FLAG.sub(lambda flag: flag[1].replace("-", "_"), str(error))) from None
+
+
+def _parsed(settings: Mapping[str, object]) -> argparse.Namespace:
+    parser = _Parser(prog="envpipe", allow_abbrev=False, add_help=False)
+    add_arguments(parser.add_argument_group())
+    # argparse tells of a flag without a value by its `nargs`.
+    takes_value = {
+        action.dest.removeprefix("envpipe_"): action.nargs != 0 for action in parser._actions
+    }
+    words: list[str] = []
+    for name, value in settings.items():
+        if name not in takes_value:
+            raise OptionError(
+                "No such option of EnvPipe",
+                value=name,
+                remedy=f"There are {', '.join(sorted(takes_value))}.",
+            )
+        if value is None:
+            continue
+        if isinstance(value, bool) is takes_value[name]:
+            kind = "a value" if takes_value[name] else "true or false"
+            raise OptionError(f"The option {name} takes {kind}", value=value)
+        flag = f"--envpipe-{name.replace('_', '-')}"
+        if takes_value[name]:
+            parts = value if isinstance(value, (list, tuple)) else [value]
+            words.append(f"{flag}={','.join(str(part) for part in parts)}")
+        elif value:
+            words.append(flag)
+    return parser.parse_args(words)

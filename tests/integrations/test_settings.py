@@ -1,0 +1,88 @@
+"""Options by name and value: the same as flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envpipe_megatron.integrations.options import OptionError
+from envpipe_megatron.integrations.settings import merged, read_settings
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TYPE", "SCHEDULING", "RECONFIGURE"):
+        monkeypatch.delenv(f"ENVPIPE_{name}", raising=False)
+
+
+def read(settings: dict[str, Any]) -> Any:
+    return read_settings(settings, num_stages=4, on_gpu=False)
+
+
+def test_envpipes_own_block() -> None:
+    options = read({"type": "envelope", "scheduling": "ours", "reconfig": "greedy", "gpu": "V100"})
+    assert (options.policy, options.scheduling, options.reconfigure) == (
+        "envelope",
+        "ours",
+        "greedy",
+    )
+    assert options.gpu_preset == "v100"
+
+
+def test_nothing_said_is_as_without_flags() -> None:
+    assert read({}) == read({"type": None, "gpu": "auto", "require_control": False})
+
+
+def test_values_of_all_kinds(tmp_path: Path) -> None:
+    options = read(
+        {
+            "max_in_flight": [5, 4, 3, 2],
+            "baseline-steps": 7,
+            "min_dwell_ms": 2.5,
+            "require_control": True,
+            "output": tmp_path,
+        }
+    )
+    assert options.max_in_flight == (5, 4, 3, 2)
+    assert options.baseline_steps == 7
+    assert options.min_dwell_s == 0.0025
+    assert options.require_control
+    assert options.output_dir == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tpye": "uniform"}, r"No such option.*'tpye'.*baseline_steps, gpu"),
+        ({"reconfig": "greedy", "reconfigure": "greedy"}, "given twice.*'reconfigure'"),
+        ({"min_dwell_ms": 1, "min-dwell-ms": 1}, "given twice"),
+        ({"type": "quick"}, "invalid choice: 'quick'"),
+        ({"baseline_steps": "many"}, "invalid int value: 'many'"),
+        ({"baseline_steps": True}, "baseline_steps takes a value"),
+        ({"require_control": "yes"}, "require_control takes true or false"),
+        ({"gpu": "v1000"}, "v1000.*v100"),
+        ({"max_in_flight": [5, 4]}, "^max_in_flight is one number, or one for each of 4 stages"),
+        ({"type": "uniform", "reconfig": "optimal"}, "reconfigure optimal .* with type uniform"),
+    ],
+)
+def test_what_is_wrong_is_named(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(Exception, match=said) as error:
+        read(settings)
+    assert "Error" in type(error.value).__name__
+    if "gpu" not in settings:
+        assert isinstance(error.value, OptionError)
+
+
+def test_a_call_goes_before_a_file() -> None:
+    file = {"type": "envelope", "scheduling": "ours", "reconfig": "greedy", "gpu": "a40"}
+    assert merged(file, {}) == read_names(file)
+    assert merged(file, {"reconfigure": "balanced"})["reconfigure"] == "balanced"
+    # What the file says of an order may not go with another type.
+    assert merged(file, {"type": "baseline"}) == {"type": "baseline", "gpu": "a40"}
+    assert merged(file, {"type": None, "gpu": None})["scheduling"] == "ours"
+
+
+def read_names(settings: dict[str, Any]) -> dict[str, Any]:
+    return {("reconfigure" if name == "reconfig" else name): v for name, v in settings.items()}
