@@ -1,0 +1,376 @@
+"""EnvPipe for any pipeline framework that says when its units begin and end.
+
+The framework keeps its own loop, its own messages and its own order of units, which is 1F1B or
+GPipe; EnvPipe profiles, plans, sets clocks and meters. docs/integration.md says where the calls
+belong.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from envpipe_megatron.energy_file import FRAMEWORK
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.job import Job, JobFacts, Placement, close_at_exit
+from envpipe_megatron.integrations.options import check_files, make_output_folder
+from envpipe_megatron.integrations.recorded_order import recognized
+from envpipe_megatron.integrations.reporting import IntervalReport, end_of_job
+from envpipe_megatron.integrations.settings import read_settings
+from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.stage_run import StageRun
+from envpipe_megatron.schedule import Kind, Schedule
+from envpipe_megatron.sidecar import Sidecar
+
+#: Options of a job that do not go with an order which the framework keeps.
+_NOT_OFFERED = ("scheduling", "max_in_flight", "profile_only")
+
+
+class InstructionError(EnvPipeError):
+    """Calls that do not tell of a training step as the first one was."""
+
+
+class InstrumentedPipeline:
+    """Saves energy in a pipeline that keeps its own order of units.
+
+    Every rank of the job makes one, calls the methods from its training thread, and tells of each
+    training step: `step` around it, the optimizer included, and `instruction` around each forward
+    and backward. The first step is recorded, and the job made at its end: clocks are controlled and
+    energy is metered from the second on. Messages of the framework are idle between steps.
+
+    On a GPU, the stream that is current in `on_step_begin` is the one that units run on, and waits
+    for a unit's input before its `on_instruction_begin`: a wait behind it counts as the unit's own.
+
+    Args:
+        pipeline_group: the ranks of this rank's pipeline, in order of their stages; of gloo or
+            NCCL. The i-th forward and the i-th backward are those of microbatch i.
+        num_microbatches: M, of each pipeline and step.
+        message: shape and type of what a stage sends to the next, by default one element. The
+            latency between stages is measured with it.
+        facts: what tells this job from others, of JSON's types: `model`, `microbatch_size`,
+            `samples_per_iteration`, `tokens_per_iteration` or anything else. The energy bill shows
+            it, and a job that is started again with the same facts and `output` goes on with its
+            profile and plan. Without facts it starts over.
+        timeout: after which a silent rank is an error.
+        say: prints a line; called on one rank.
+        settings: EnvPipe's options, as in docs/megatron_lm.md, without `--envpipe-` and with
+            underscores: `type`, `reconfigure`, `baseline_steps`, `profile_steps`, `profile`,
+            `plan`, `output`, `gpu_control`, `require_control`, `min_dwell_ms`, `gpu`.
+
+    Raises:
+        InstructionError: one stage, no microbatch, or an option that would change the order.
+        EnvPipeError: another wrong option, or a file that cannot be used.
+    """
+
+    def __init__(
+        self,
+        pipeline_group: dist.ProcessGroup,
+        num_microbatches: int,
+        *,
+        message: tuple[Sequence[int], torch.dtype] = ((1,), torch.float32),
+        facts: Mapping[str, Any] | None = None,
+        timeout: timedelta = default_pg_timeout,
+        say: Callable[[str], None] = lambda text: print(f"[envpipe] {text}", flush=True),
+        **settings: object,
+    ) -> None:
+        refused = [name for name in settings if name.replace("-", "_") in _NOT_OFFERED]
+        if refused:
+            raise InstructionError(
+                "The framework keeps its order of units, so there is nothing to choose",
+                value=refused,
+                remedy="Leave it out.",
+            )
+        self._placement = Placement(pipeline_group, num_microbatches, timeout)
+        num_stages = self._placement.num_stages
+        if num_stages < 2 or num_microbatches < 1:
+            raise InstructionError(
+                "A pipeline has at least two stages and one microbatch",
+                value=(num_stages, num_microbatches),
+            )
+        on_gpu = torch.cuda.is_available()
+        # Of the orders that flags know, the one whose defaults leave the order alone.
+        self._options = read_settings(
+            {**settings, "scheduling": "1f1b"}, num_stages=num_stages, on_gpu=on_gpu
+        )
+        make_output_folder(self._options)
+        if os.environ.get("RANK", "0") == "0":
+            check_files(self._options, num_stages)
+        shape, dtype = message
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        )
+        self._specs = StageSpecs.alike(TensorSpec((tuple(shape),), (dtype,), device))
+        self._facts = facts
+        self._say = say
+        self._job: Job | None = None
+        self._kept_order: Schedule | None = None
+        self._run: StageRun | None = None
+        #: What goes beside the framework's messages where time is emulated.
+        self._beside: list[torch.Tensor] = []
+        #: The kinds of the first step's units, a letter each.
+        self._recorded = ""
+        self._in_step = self._paused = False
+        self._running: Kind | None = None
+        self._closed = False
+        close_at_exit(self.close)
+
+    @property
+    def phase(self) -> str:
+        """Of the last step: `framework` for the first, then the phases of a job up to `steady`."""
+        return FRAMEWORK if self._job is None else self._job.session.state.phase.value
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A training step, from its first instruction up to its optimizer's end."""
+        self.on_step_begin()
+        yield
+        self.on_step_end()
+
+    @contextmanager
+    def instruction(self, name: str) -> Iterator[None]:
+        """A unit of this stage: `forward` or `backward` of the next microbatch."""
+        self.on_instruction_begin(name)
+        yield
+        self.on_instruction_end(name)
+
+    def on_step_begin(self) -> None:
+        """A training step begins on all ranks; between two phases, this takes a while.
+
+        Raises:
+            InstructionError: the step before has not ended, or the job has.
+            EnvPipeError: a rank is gone or silent, or a given plan has another order.
+        """
+        if self._in_step or self._closed:
+            raise InstructionError(
+                "A step begins after the job was closed"
+                if self._closed
+                else "A step begins, and the one before has not ended",
+                remedy="Call on_step_end at the end of each step, and close after the last. A step "
+                "that failed ends the job: begin a new one on every rank.",
+            )
+        if self._job is not None:
+            assert self._kept_order is not None
+            self._job.session.begin_step()
+            self._run = self._job.session.open_iteration(self._kept_order, self._specs)
+        self._in_step, self._paused = True, False
+
+    def on_instruction_begin(self, name: str) -> None:
+        """A unit begins: its input is there, or the stream waits for it.
+
+        In a pause, nothing happens.
+
+        Args:
+            name: `forward` or `backward`.
+
+        Raises:
+            InstructionError: an unknown name, outside a step, within another unit, or not the unit
+                that comes next in the order of the first step.
+        """
+        kind = _kind(name)
+        if self._paused:
+            return
+        if not self._in_step or self._running is not None:
+            raise InstructionError(
+                "A unit begins outside a step"
+                if not self._in_step
+                else f"A unit begins within a {self._running}",
+                value=name,
+                remedy="Units come one after another, between on_step_begin and on_step_end; an "
+                "evaluation comes after pause.",
+            )
+        if self._run is not None:
+            expected = self._run.next_unit
+            if expected is None or expected.kind is not kind:
+                done = f"after {len(self._run.executed)} of {len(self._run.units)} units"
+                raise InstructionError(
+                    f"The order has changed since the first step: {done} comes "
+                    f"{'no unit' if expected is None else f'the {expected.kind} {expected}'}",
+                    value=name,
+                    remedy="Run the same order in every step, and evaluate outside of steps.",
+                )
+            self._run.begin_unit()
+        self._running = kind
+
+    def on_instruction_end(self, name: str) -> None:
+        """A unit's work has been handed to the device, or is done; its output is not sent yet.
+
+        In a pause, nothing happens.
+
+        Args:
+            name: `forward` or `backward`.
+
+        Raises:
+            InstructionError: an unknown name, or no such unit has begun.
+        """
+        kind = _kind(name)
+        if self._paused:
+            return
+        if self._running is not kind:
+            raise InstructionError(
+                "A unit ends that has not begun",
+                value=name,
+                remedy="Call on_instruction_begin and on_instruction_end with the same name.",
+            )
+        self._running = None
+        if self._run is None:
+            self._recorded += kind.letter
+        else:
+            self._run.end_unit(self._beside)
+
+    def on_step_end(self) -> None:
+        """A training step has ended on all ranks, its optimizer included.
+
+        The end of the first one makes the job.
+
+        Raises:
+            InstructionError: not in a step, within a unit, or too few units.
+            OrderError: the first step's order is neither 1F1B nor GPipe; on all ranks.
+            EnvPipeError: no GPU, no control where it is required, or a rank is gone or silent.
+        """
+        if not self._in_step or self._running is not None:
+            raise InstructionError(
+                "A step ends that has not begun"
+                if not self._in_step
+                else f"A step ends within a {self._running}",
+                remedy="Each begin has its end, units within steps.",
+            )
+        if self._job is None:
+            self._job, self._kept_order = self._begin_job()
+        else:
+            run, self._run = self._run, None
+            assert run is not None
+            if run.next_unit is not None:
+                raise InstructionError(
+                    f"A step of {len(run.units)} units ends before its {run.next_unit.kind} "
+                    f"{run.next_unit}",
+                    value=len(run.executed),
+                    remedy="Tell of all forwards and backwards in every step.",
+                )
+            self._job.session.close_iteration(run)
+            self._job.session.end_step()
+        self._in_step = False
+
+    def pause(self) -> None:
+        """Something that is not training follows: an evaluation, or a checkpoint.
+
+        It runs at the highest clock, is not billed, and may tell of units as training does.
+        Training goes on with the next step.
+
+        Raises:
+            InstructionError: within a step.
+        """
+        if self._in_step:
+            raise InstructionError("A pause within a step", remedy="Call it between two steps.")
+        self._paused = True
+        if self._job is not None and not self._closed:
+            self._job.session.pause()
+
+    def report(self) -> str:
+        """Energy since the last report; every rank calls it after the same step.
+
+        Returns:
+            for a log line: J per step and GPU, W, saving and slowdown; empty where no whole step
+            was metered.
+
+        Raises:
+            CollectivesError: a rank is gone or silent.
+        """
+        return "" if self._job is None else IntervalReport.gather(self._job.session).line()
+
+    def end_training(self) -> None:
+        """Give the clock back and say the energy bill; every rank calls it.
+
+        Training that ends without it gives clocks back as well, and has no bill.
+
+        Raises:
+            CollectivesError: a rank is gone or silent.
+        """
+        job = self._job
+        if job is not None and not self._closed:
+            job.session.gather(job.session.lap())  # what no report told yet
+            self.close()
+            for line in end_of_job(job.session, job.collectives, job.options.output_dir):
+                self._say(line)
+        self.close()
+
+    def close(self) -> None:
+        """Give the clock back and finish the energy log; safe to call twice."""
+        self._closed = True
+        if self._job is not None:
+            self._job.close()
+
+    def _begin_job(self) -> tuple[Job, Schedule]:
+        placement = self._placement
+        pipeline = tuple(dist.get_process_group_ranks(placement.pipeline_group))
+        own = (pipeline, placement.stage, self._recorded)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        stages: dict[tuple[int, ...], dict[int, str]] = {}
+        for ranks, stage, letters in everyone:
+            stages.setdefault(ranks, {})[stage] = letters
+        # Those of all pipelines, so that no rank goes on where another is refused.
+        orders = {
+            ranks: recognized([by_stage[stage] for stage in sorted(by_stage)], self._microbatches)
+            for ranks, by_stage in stages.items()
+        }
+        kept_order = orders[pipeline]
+        if dist.get_backend(placement.pipeline_group) == "gloo":
+            # Tags alone would tell EnvPipe's messages from the framework's.
+            placement = replace(placement, pipeline_group=_own_group(pipeline, stages, placement))
+        job = Job(
+            replace(self._options, scheduling=kept_order.name),
+            placement,
+            JobFacts(Sidecar(), self._facts or {}, self._same_job()),
+            self._say,
+        )
+        if job.device.emulated:
+            self._beside = self._specs.sends[Kind.FORWARD].make(torch.zeros)
+        if job.collectives.is_planner:
+            self._say(job.banner())
+        return job, kept_order
+
+    @property
+    def _microbatches(self) -> int:
+        return self._placement.num_microbatches
+
+    def _same_job(self) -> dict[str, object]:
+        # A job that nothing is known of is no other start of one that was.
+        own = {"start": time.time_ns()} if self._facts is None else self._facts
+        return {
+            **own,
+            "num_microbatches": self._microbatches,
+            "world_size": dist.get_world_size(),
+        }
+
+
+def _own_group(
+    pipeline: tuple[int, ...], pipelines: Iterable[tuple[int, ...]], placement: Placement
+) -> dist.ProcessGroup:
+    """Another group of the same ranks; all ranks of the job make those of all pipelines."""
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {
+        ranks: dist.new_group(
+            list(ranks), timeout=placement.timeout, backend="gloo", group_desc="envpipe-pipeline"
+        )
+        for ranks in sorted(pipelines)
+    }
+    return made[pipeline]
+
+
+def _kind(name: str) -> Kind:
+    try:
+        return Kind(name)
+    except ValueError:
+        raise InstructionError(
+            "No such instruction",
+            value=name,
+            remedy=f"There are {', '.join(Kind)}.",
+        ) from None

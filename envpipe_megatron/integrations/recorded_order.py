@@ -1,0 +1,50 @@
+"""The schedule that a framework ran a step by, from what was seen of it. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from envpipe_megatron import builders
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.schedule import Kind, Schedule
+
+
+class OrderError(EnvPipeError):
+    """A step whose order of units EnvPipe cannot plan for."""
+
+
+def recognized(letters: Sequence[str], num_microbatches: int) -> Schedule:
+    """The schedule that a recorded step was run by.
+
+    Args:
+        letters: for each stage, F for a forward and B for a backward, in the order they were run.
+        num_microbatches: M.
+
+    Raises:
+        OrderError: another number of units than microbatches, or an order that is neither
+            1F1B nor GPipe, with what was seen.
+    """
+    for stage, seen in enumerate(letters):
+        counts = {kind.value: seen.count(kind.letter) for kind in Kind}
+        if set(counts.values()) != {num_microbatches}:
+            raise OrderError(
+                f"Stage {stage} told of another number of units than {num_microbatches} "
+                "microbatches have",
+                value=counts,
+                remedy="Tell of each forward and backward, and of the right number of "
+                "microbatches.",
+            )
+    for builder in (builders.one_f_one_b, builders.gpipe):
+        known = builder(len(letters), num_microbatches)
+        if [_letters(known, stage) for stage in range(len(letters))] == list(letters):
+            return known
+    raise OrderError(
+        "The order of the first step is none that EnvPipe can plan without changing it",
+        value=dict(enumerate(letters)),
+        remedy="Run 1F1B or GPipe, one chunk a stage, with whole backwards; or let EnvPipe "
+        "execute the order (docs/integration.md).",
+    )
+
+
+def _letters(schedule: Schedule, stage: int) -> str:
+    return "".join(unit.kind.letter for unit in schedule.stages[stage])

@@ -1,0 +1,255 @@
+"""What the ranks of the tests of instrumented pipelines run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import plain_stages
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.emulated_store import ROOT_VARIABLE
+from envpipe_megatron.integrations.device import FORWARD_VARIABLE, PRESET_VARIABLE
+from envpipe_megatron.integrations.instructions import InstrumentedPipeline
+from envpipe_megatron.integrations.job import Job
+from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.runtime.profiler import ProfilerSettings
+from envpipe_megatron.runtime.session import Session, SessionConfig
+from envpipe_megatron.schedule import Kind
+
+#: Of each stage: the last one has most to do.
+FORWARD_S = (0.03, 0.03, 0.03, 0.05)
+EXAMPLE = Path(__file__).parents[2] / "launch" / "examples" / "torch_pipelining.py"
+
+
+class FastPipeline(InstrumentedPipeline):
+    """One whose emulated GPU does not let the host sleep."""
+
+    made: list[FastPipeline]
+
+    def _begin_job(self) -> Any:
+        job, order = super()._begin_job()
+        fast_time = plain_stages.FastTime()
+        fast_time.install(job.session._gpu)
+        fast_time.install(job.session.executor._gpu)
+        fast_time.meanwhile = job.session.meter._try_sample
+        self.made.append(self)
+        return job, order
+
+    @property
+    def job(self) -> Job:
+        assert self._job is not None
+        return self._job
+
+
+def emulate(rank: int, root: Path, preset: Path) -> None:
+    """Let this process find an emulated GPU, as a launcher's environment does."""
+    os.environ |= {
+        "LOCAL_RANK": str(rank),
+        ROOT_VARIABLE: str(root),
+        PRESET_VARIABLE: str(preset),
+        FORWARD_VARIABLE: ",".join(map(str, FORWARD_S)),
+    }
+    FastPipeline.made = []
+
+
+def seen(session: Session) -> dict[str, Any]:
+    """What a job came to."""
+    plan = session.state.plan
+    return {
+        "iterations": [(phase.value, time_s) for phase, time_s, _ in session.state.iterations],
+        "executed": session.executed,
+        "schedule": None if plan is None else plan.schedule.name,
+        "frequency_mhz": None if plan is None else plan.frequency_mhz.tolist(),
+        "summary": session.summary(),
+    }
+
+
+def train_example(rank: int, root: Path, preset: Path, steps: int, settings: Any) -> Any:
+    """The example: its losses and weights with EnvPipe and without, and what the job came to."""
+    emulate(rank, root, preset)
+    spec = importlib.util.spec_from_file_location("torch_pipelining", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.InstrumentedPipeline = FastPipeline
+    torch.manual_seed(3)
+    data = torch.randn(example.MICROBATCHES * example.MICROBATCH, example.WIDTH)
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(rank)
+        layer = torch.nn.Linear(example.WIDTH, example.WIDTH)
+        return torch.nn.Sequential(layer, torch.nn.Tanh(), torch.nn.Dropout(0.1))
+
+    ours = model()
+    said: list[str] = []
+    losses = example.train(ours, data, steps, say=said.append, **settings)
+    (pipeline,) = FastPipeline.made
+    own = model()
+    stage = PipelineStage(own, rank, dist.get_world_size(), data.device)
+    schedule = Schedule1F1B(stage, example.MICROBATCHES, loss_fn=torch.nn.functional.mse_loss)
+    optimizer = torch.optim.Adam(own.parameters(), lr=1e-3)
+    own_losses: list[float] = []
+    of_microbatches: list[torch.Tensor] = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        inputs = [data] if rank == 0 else []
+        schedule.step(*inputs, target=data.roll(1, 1), losses=of_microbatches)
+        optimizer.step()
+        if of_microbatches:
+            own_losses.append(torch.stack(of_microbatches).mean().item())
+    return {
+        **seen(pipeline.job.session),
+        "said": said,
+        "losses": losses,
+        "own_losses": own_losses,
+        "weights_equal": all(
+            torch.equal(a, b) for a, b in zip(ours.parameters(), own.parameters(), strict=True)
+        ),
+        "trained": not torch.equal(model()[0].weight, own[0].weight),
+    }
+
+
+def train_session(rank: int, root: Path, preset: Path, microbatches: int, steps: int) -> Any:
+    """The same job, whose units EnvPipe executes."""
+    config = SessionConfig(
+        PlanRequest(microbatches, "1f1b", "envelope", "balanced"),
+        warmup_iterations=3,
+        profiler=ProfilerSettings(measured_iterations=1),
+    )
+    session, _ = plain_stages.session(
+        rank,
+        config,
+        root,
+        preset=str(preset),
+        time_at_max_s={Kind.FORWARD: FORWARD_S[rank], Kind.BACKWARD: 2 * FORWARD_S[rank]},
+    )
+    try:
+        for _ in range(steps):
+            session.begin_step()
+            session.run_iteration(
+                microbatches,
+                plain_stages.SPECS,
+                lambda schedule: plain_stages.PlainWork(schedule, rank),
+            )
+            session.end_step()
+        session.gather(session.lap())
+    finally:
+        session.close()
+    return seen(session)
+
+
+def step(pipeline: InstrumentedPipeline, letters: str, group: Any = None) -> None:
+    """A step of a framework without a model.
+
+    In a group, forwards send messages without a tag, and all receives are posted at the beginning.
+    """
+    stage = 0 if group is None else dist.get_rank(group)
+    last = group is None or stage == dist.get_world_size(group) - 1
+    numbers = [torch.tensor([float(number)]) for number in range(letters.count("F"))]
+    posted, sent = [], []
+    with pipeline.step():
+        for number in numbers if stage else ():
+            room = torch.zeros_like(number)
+            posted.append((dist.irecv(room, group=group, group_src=stage - 1), room, number))
+        forwards = iter(numbers)
+        for letter in letters:
+            if letter == "F" and stage:
+                work, room, number = posted.pop(0)
+                work.wait()
+                assert torch.equal(room, number)
+            with pipeline.instruction("forward" if letter == "F" else "backward"):
+                pass
+            if letter == "F" and not last:
+                sent.append(dist.isend(next(forwards), group=group, group_dst=stage + 1))
+        for work in sent:
+            work.wait()
+
+
+def train_letters(
+    rank: int, root: Path, preset: Path, letters: Sequence[str], steps: int, settings: Any
+) -> Any:
+    """Steps in an order of units; what the job came to, or the error.
+
+    Args:
+        letters: for each stage; ranks beyond are replicas of the first stages.
+    """
+    emulate(rank, root, preset)
+    stages = len(letters)
+    os.environ[FORWARD_VARIABLE] = ",".join(map(str, FORWARD_S[-stages:]))
+    pipelines = [list(range(at, at + stages)) for at in range(0, dist.get_world_size(), stages)]
+    groups = [dist.new_group(ranks) for ranks in pipelines]
+    microbatches = letters[0].count("F")
+    group = groups[rank // stages]
+    pipeline = FastPipeline(group, microbatches, say=lambda text: None, **settings)
+    reports = []
+    try:
+        for _ in range(steps):
+            step(pipeline, letters[rank % stages], group)
+            pipeline.pause()
+            with pipeline.instruction("forward"):
+                pass  # an evaluation
+            reports.append(pipeline.report())
+        phase = pipeline.phase
+        pipeline.end_training()
+        return {"phase": phase, "reports": reports, **seen(pipeline.job.session)}
+    except EnvPipeError as error:
+        return str(error)
+    finally:
+        pipeline.close()
+
+
+def misuse(rank: int, root: Path, preset: Path, letters: Sequence[str]) -> dict[str, str]:
+    """What is said of calls that tell of no training step, each in a pipeline of its own."""
+    emulate(rank, root, preset)
+    own, microbatches = letters[rank], letters[0].count("F")
+    told: dict[str, str] = {}
+
+    def pipeline(**settings: Any) -> FastPipeline:
+        made = FastPipeline(dist.group.WORLD, microbatches, say=lambda text: None, **settings)
+        opened.append(made)
+        return made
+
+    def tell(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+            told[name] = "nothing"
+        except EnvPipeError as error:
+            told[name] = f"{type(error).__name__}: {error}"
+
+    opened: list[FastPipeline] = []
+    tell("order", lambda: pipeline(scheduling="ours"))
+    tell("option", lambda: pipeline(typ="uniform"))
+    fresh = pipeline(type="baseline")
+    tell("unit outside", lambda: fresh.on_instruction_begin("forward"))
+    tell("end outside", fresh.on_step_end)
+    fresh.on_step_begin()
+    tell("step in step", fresh.on_step_begin)
+    tell("pause in step", fresh.pause)
+    tell("name", lambda: fresh.on_instruction_begin("optimizer"))
+    tell("end first", lambda: fresh.on_instruction_end("forward"))
+    fresh.on_instruction_begin("forward")
+    tell("unit in unit", lambda: fresh.on_instruction_begin("forward"))
+    tell("other end", lambda: fresh.on_instruction_end("backward"))
+    tell("step end in unit", fresh.on_step_end)
+    fresh.close()
+    short = pipeline(type="baseline")
+    tell("few", lambda: step(short, own[:-1]))
+    begun = pipeline(type="baseline")
+    step(begun, own)
+    told["phase"] = begun.phase
+    # The channel of emulated time would let others wait for the units that are left out.
+    begun.on_step_begin()
+    wrong = "backward" if own[0] == "F" else "forward"
+    tell("changed", lambda: begun.on_instruction_begin(wrong))
+    tell("left out", begun.on_step_end)
+    begun.close()
+    tell("closed", begun.on_step_begin)
+    for made in opened:
+        made.close()
+    return told

@@ -1,0 +1,211 @@
+"""Frameworks that keep their order of units: what they are told, and what EnvPipe makes of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import instruction_ranks
+import pytest
+from changed_preset import write_changed_preset
+from memory_folder import memory_folder
+from preset_profile import preset_profile
+from rank_pool import RankPool
+
+from envpipe_megatron import builders
+from envpipe_megatron.integrations.recorded_order import OrderError, recognized
+from envpipe_megatron.plan import Plan
+from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.profile import Profile
+from envpipe_megatron.schedule import Kind, Schedule
+
+pytestmark = pytest.mark.xdist_group("pipeline")
+
+STAGES, MICROBATCHES = 4, 8
+QUICK = {"baseline_steps": 3, "profile_steps": 1}
+STEPS = 40
+
+
+def letters(schedule: Schedule) -> list[str]:
+    return ["".join(unit.kind.letter for unit in stage) for stage in schedule.stages]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 5])
+@pytest.mark.parametrize("microbatches", [2, 4, 9])
+def test_orders_that_are_known(stages, microbatches):
+    for builder in (builders.one_f_one_b, builders.gpipe):
+        schedule = builder(stages, microbatches)
+        found = recognized(letters(schedule), microbatches)
+        assert found.stages == schedule.stages
+        assert found.name in ("1f1b", "gpipe")
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        (letters(builders.envpipe(2, 4, [1, 0])), r"FFFBFBBB.*1F1B or GPipe"),
+        (["FFBFBFBB", "FBFBFBBF"], "none that EnvPipe can plan"),
+        (["FFBFBFBB", "FBFBFBF"], r"Stage 1 .*'forward': 4, 'backward': 3"),
+        (["FFBFBFBB", "FBFBFBFBFB"], r"Stage 1 .*'forward': 5, 'backward': 5"),
+        (["", ""], r"Stage 0 .*'forward': 0"),
+    ],
+)
+def test_other_orders_are_refused_with_what_was_seen(seen, said):
+    with pytest.raises(OrderError, match=said):
+        recognized(seen, 4)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool(STAGES, timeout_s=20, preload=["torch.distributed.pipelining"]) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with memory_folder() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def preset(folder: Path) -> Path:
+    """An A100 with four clocks."""
+    changes = {"min_frequency_mhz": (210, 810), "frequency_step_mhz": (15, 200)}
+    return write_changed_preset(folder / "few.toml", changes)
+
+
+def profile(preset: Path) -> Profile:
+    slowest_s = max(instruction_ranks.FORWARD_S)
+    times = {Kind.FORWARD: slowest_s, Kind.BACKWARD: 2 * slowest_s}
+    return preset_profile(str(preset), STAGES, times, (1010, 810))
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: RankPool, folder: Path, preset: Path) -> list[dict[str, Any]]:
+    """What the ranks of the example came to."""
+    settings = {**QUICK, "type": "envelope", "output": str(folder / "output")}
+    return ranks.run(instruction_ranks.train_example, folder / "example", preset, STEPS, settings)
+
+
+def test_the_example_trains_as_without_envpipe(trained):
+    """Losses of all steps and all weights, to the last bit, with dropout in between."""
+    assert len(trained[-1]["losses"]) == STEPS
+    for rank in trained:
+        assert rank["losses"] == rank["own_losses"]
+        assert rank["weights_equal"]
+        assert rank["trained"]
+
+
+def test_the_example_saves_energy_in_its_own_order(trained):
+    own = builders.one_f_one_b(STAGES, MICROBATCHES)
+    phases = [phase for phase, _ in trained[0]["iterations"]]
+    assert list(dict.fromkeys(phases)) == ["warm-up", "profile", "reconfigure", "steady"]
+    assert len(phases) == STEPS - 1, "the first step is recorded alone"
+    for stage, rank in enumerate(trained):
+        assert rank["executed"] == own.labels()[stage]
+    compared = trained[0]["summary"]["job"]["comparison"]
+    assert compared["saving_percent"] > 5
+    assert compared["slowdown_percent"] < 1
+    assert "steady against baseline: envpipe saved" in trained[0]["said"][-1]
+    assert all(not rank["said"] for rank in trained[1:])
+
+
+def test_units_of_a_framework_are_timed_as_our_own(ranks, folder, preset, trained):
+    """All iterations of all phases, and the plan, to the last bit of emulated time."""
+    ours = ranks.run(
+        instruction_ranks.train_session, folder / "session", preset, MICROBATCHES, STEPS - 1
+    )
+    for here, there in zip(trained, ours, strict=True):
+        for name in ("iterations", "executed", "schedule", "frequency_mhz"):
+            assert here[name] == there[name]
+
+
+def given_plan(folder: Path, preset: Path, schedule: str, policy: str) -> dict[str, str]:
+    """Options that run a plan by file."""
+    known = profile(preset)
+    plan: Plan = make_plan(known, PlanRequest(MICROBATCHES, schedule, policy)).plan
+    known.write(folder / "given.csv")
+    plan.write(folder / "given-plan.json")
+    return {"profile": str(folder / "given.csv"), "plan": str(folder / "given-plan.json")}
+
+
+def run_letters(
+    ranks: RankPool, folder: Path, preset: Path, schedule: Schedule, **settings: Any
+) -> list[Any]:
+    order: Sequence[str] = letters(schedule)
+    root = folder / f"letters-{len(list(folder.iterdir()))}"
+    return ranks.run(instruction_ranks.train_letters, root, preset, order, 8, {**QUICK, **settings})
+
+
+def test_a_gpipe_is_planned_as_one(ranks, folder, preset):
+    """By its own order from the first iteration on, and with a plan for it."""
+    profile(preset).write(folder / "known.csv")
+    gpipe = builders.gpipe(STAGES, MICROBATCHES)
+    told = run_letters(
+        ranks, folder, preset, gpipe, type="uniform", profile=str(folder / "known.csv")
+    )
+    for stage, job in enumerate(told):
+        assert job["phase"] == "steady"
+        assert job["schedule"] == "gpipe"
+        assert job["executed"] == gpipe.labels()[stage]
+        assert len(set(job["frequency_mhz"][stage])) == 1
+        assert max(job["frequency_mhz"][stage]) < 1410
+        # The warm-up, too: all units of the last stage, and once those of the others.
+        units_s = 3 * (MICROBATCHES * 0.05 + 0.03 + 0.03 + 0.03)
+        assert job["iterations"][0] == ("warm-up", pytest.approx(units_s, rel=1e-6))
+
+
+def test_replicas_share_a_job(ranks, folder, preset):
+    """Two pipelines of two stages: one plan, and a report of all GPUs on every rank."""
+    own = builders.one_f_one_b(2, 4)
+    told = run_letters(ranks, folder, preset, own, type="baseline")
+    for rank, job in enumerate(told):
+        assert job["phase"] == "steady"
+        assert job["executed"] == own.labels()[rank % 2]
+        assert job["iterations"] == told[0]["iterations"]
+        assert job["reports"] == told[0]["reports"]
+    first, *_, last = told[0]["reports"]
+    assert first == "", "nothing was metered in the first step"
+    assert "envpipe phase: steady" in last
+
+
+def test_a_plan_of_another_order_is_refused_on_all_ranks(ranks, folder, preset):
+    settings = given_plan(folder, preset, "gpipe", "uniform")
+    own = builders.one_f_one_b(STAGES, MICROBATCHES)
+    for error in run_letters(ranks, folder, preset, own, **settings):
+        assert "runs its units itself, as 1f1b" in error
+        assert "gpipe" in error
+
+
+def test_an_order_that_cannot_be_planned_is_refused_on_all_ranks(ranks, folder, preset):
+    other = builders.envpipe(STAGES, MICROBATCHES, [2, 1, 0, 0])
+    for error in run_letters(ranks, folder, preset, other):
+        assert "none that EnvPipe can plan" in error
+        assert letters(other)[0] in error
+
+
+def test_misuse_is_told_where_it_happens(ranks, folder, preset):
+    own = letters(builders.one_f_one_b(STAGES, MICROBATCHES))
+    for told in ranks.run(instruction_ranks.misuse, folder / "misuse", preset, own):
+        assert told.pop("phase") == "warm-up"
+        for name, said in {
+            "order": r"nothing to choose \(got \['scheduling'\]\)",
+            "option": "No such option of EnvPipe",
+            "unit outside": "A unit begins outside a step",
+            "end outside": "A step ends that has not begun",
+            "step in step": "the one before has not ended",
+            "pause in step": "A pause within a step",
+            "name": r"No such instruction \(got 'optimizer'\). There are forward, backward",
+            "end first": "A unit ends that has not begun",
+            "unit in unit": "A unit begins within a forward",
+            "other end": r"A unit ends that has not begun \(got 'backward'\)",
+            "step end in unit": "A step ends within a forward",
+            "few": "Stage 0 told of another number of units than 8 microbatches",
+            "changed": "after 0 of 16 units comes the forward F0 .got 'backward'.",
+            "left out": "A step of 16 units ends before its forward F0",
+            "closed": "A step begins after the job was closed",
+        }.items():
+            assert re.search(said, told.pop(name)), name
+        assert not told
