@@ -26,7 +26,8 @@ install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_OPTIONS) $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_OPTIONS) -c $(CONSTRAINTS) -e '.[megatron,dev]'
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_OPTIONS) \
+		-c $(CONSTRAINTS) -e '.[megatron,deepspeed,dev]'
 	touch $@
 
 clean:

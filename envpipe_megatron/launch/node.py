@@ -170,7 +170,8 @@ def _guarded(node: str) -> Iterator[str]:
 def _bill(agent: NodeAgent, code: int, report: BillReport) -> None:
     if not agent.ledgers():
         agent.finish(code, 0.0)
-        say("no rank of this node told of its training, so there is no bill: is EnvPipe on?")
+        if not code:  # else what torchrun said matters
+            say("no rank of this node told of its training, so there is no bill: is EnvPipe on?")
         return
     late = agent.finish(code, _OTHERS_END_S)
     bill = agent.bill

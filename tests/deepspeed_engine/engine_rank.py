@@ -1,7 +1,8 @@
-"""A rank that trains a small pipeline by DeepSpeed's own engine, and again by EnvPipe's orders.
+"""A rank that trains small pipelines by DeepSpeed's own engine, and again by EnvPipe's orders.
 
-Started by torchrun with DS_ACCELERATOR=cpu. Args: a folder, in which each rank leaves
-`rank-<n>.json`: of each run, the losses, a digest of the weights, and the units of its last step.
+Started by torchrun with DS_ACCELERATOR=cpu. Args: a folder and names of `CASES`, or `loop of` a
+model. Each rank leaves `rank-<n>.json`: by case and run the losses, a digest of the weights, and
+what EnvPipe did.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,94 +21,144 @@ import deepspeed
 import plain_stages
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from preset_profile import preset_profile
 
-from envpipe_megatron.integrations.deepspeed.engine import adopt
-from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.runtime.session import SessionConfig
+from envpipe_megatron.energy_file import Phase
+from envpipe_megatron.gpu.control import ChosenControl
+from envpipe_megatron.gpu.emulated import EmulatedGpu
+from envpipe_megatron.integrations import job as job_module
+from envpipe_megatron.integrations.deepspeed import EnvPipeEngine, initialize, models
+from envpipe_megatron.integrations.deepspeed.partition import PipelineModule
+from envpipe_megatron.integrations.device import Device
+from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor
+from envpipe_megatron.schedule import Kind
 
-MICROBATCHES, MICROBATCH, WIDTH, LENGTH, WORDS = 6, 2, 8, 5, 11
-STEPS = 6
-#: What EnvPipe is asked for.
-RUNS = {
-    "gpipe": {"schedule": "gpipe", "policy": "baseline"},
-    "envpipe": {"schedule": "envpipe", "policy": "envelope", "reconfigure": "balanced"},
+MICROBATCHES, MICROBATCH, LENGTH = 6, 2, 5
+STEPS = 10
+TIMES_S = {Kind.FORWARD: 0.02, Kind.BACKWARD: 0.04}
+SHAPE = models.TransformerShape(
+    num_layers=4,
+    hidden_size=8,
+    num_heads=2,
+    num_kv_heads=1,
+    ffn_hidden_size=16,
+    vocabulary_size=11,
+    max_length=LENGTH + MICROBATCHES,
+    dropout=0.1,
+)
+MODELS = {
+    "gpt2": models.gpt2_layers(SHAPE),
+    "llama": models.llama_layers(SHAPE),
+    "bert": models.bert_layers(SHAPE),
+}
+#: What EnvPipe is asked for; `gpipe` runs a plan by file.
+RUNS: dict[str, dict[str, Any]] = {
+    "1f1b baseline": {"type": "baseline"},
+    "1f1b uniform": {"type": "uniform"},
+    "1f1b balanced": {"type": "envelope", "scheduling": "1f1b", "reconfig": "balanced"},
+    "ours default": {"type": "envelope", "scheduling": "ours", "reconfig": "default"},
+    "ours greedy": {"type": "envelope", "scheduling": "ours", "reconfig": "greedy"},
+    "ours balanced": {"type": "envelope", "scheduling": "ours", "reconfig": "balanced"},
+    "auto optimal": {"type": "optimal", "scheduling": "auto"},
+    "gpipe": {"plan": "gpipe.json"},
 }
 
 
-class Embedding(torch.nn.Embedding):
-    """The first layer, and the last: its weights are tied."""
+@dataclass(frozen=True)
+class Case:
+    """A pipeline, and which of EnvPipe's runs are held against DeepSpeed's own."""
 
-    def __init__(self) -> None:
-        super().__init__(WORDS, WIDTH)
-
-
-def logits(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
-    return hidden @ embedding.weight.t()
-
-
-class Block(torch.nn.Module):
-    """Dropout draws random numbers, in the order of forwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = torch.nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.linear = torch.nn.Linear(WIDTH, WIDTH)
-        self.dropout = torch.nn.Dropout(0.1)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        attended, _ = self.attention(hidden, hidden, hidden, need_weights=False)
-        return hidden + self.dropout(torch.nn.functional.gelu(self.linear(attended)))
+    model: str
+    runs: tuple[str, ...]
+    num_stages: int = 4
+    tensor_parallel: int = 1
+    vary: bool = False
+    partition: str = "uniform"
+    config: dict[str, Any] = field(default_factory=dict)
 
 
-class TupledBlock(Block):
-    """Hands positions and a mask on beside what is learned, which get no gradient."""
-
-    def forward(self, inputs: Any) -> Any:
-        hidden, positions, mask = inputs
-        hidden = hidden.masked_fill(mask.unsqueeze(-1), 0.0) + 0.01 * positions.unsqueeze(-1)
-        return super().forward(hidden), positions, mask
-
-
-class Begin(torch.nn.Module):
-    def forward(self, hidden: torch.Tensor) -> Any:
-        positions = torch.arange(LENGTH).expand(hidden.shape[0], LENGTH).contiguous()
-        return hidden, positions, positions == 3
-
-
-class End(torch.nn.Module):
-    def forward(self, inputs: Any) -> torch.Tensor:
-        return inputs[0]
+_BF16 = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1},
+    "data_types": {"grad_accum_dtype": "fp32"},
+}
+CASES = {
+    "gpt2": Case("gpt2", ("ours balanced", "gpipe")),
+    "varying lengths": Case("gpt2", ("ours balanced",), vary=True, partition="type:GPT2Block"),
+    "partitioned activations": Case(
+        "bert", ("ours default",), num_stages=2, tensor_parallel=2, partition="parameters"
+    ),
+    "replicas in bf16": Case(
+        "llama", ("ours balanced",), num_stages=2, partition="time:layers.csv", config=_BF16
+    ),
+    **{f"all of {name}": Case(name, tuple(RUNS)) for name in MODELS},
+}
 
 
-def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+class FastJobs:
+    """Jobs on emulated GPUs whose sleeps are jumped over."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made = 0
+        self.time = plain_stages.FastTime()
+        job_module.open_device = self.open_device
+
+    def open_device(self, collectives: Any, stage: int, *arguments: Any, **named: Any) -> Device:
+        self._made += 1
+        gpu = EmulatedGpu.create(
+            "a100-sxm", int(os.environ["RANK"]), self._folder / f"gpus-{self._made}"
+        )
+        self.time.install(gpu)
+        return Device(
+            gpu,
+            ChosenControl("auto", "emulated", "this is a test"),
+            lambda settle: EmulatedExecutor(gpu, TIMES_S, collectives.latest, settle),
+            emulated=True,
+        )
+
+    def follow(self, engine: EnvPipeEngine) -> None:
+        """Let the meter see the time that is jumped over."""
+        self.time.meanwhile = engine.session.meter._try_sample
 
 
-def layers(tupled: bool) -> list[Any]:
-    embedding = TiedLayerSpec("embedding", Embedding)
-    head = TiedLayerSpec("embedding", Embedding, forward_fn=logits)
-    if tupled:
-        blocks = [LayerSpec(Begin), *(LayerSpec(TupledBlock) for _ in range(6)), LayerSpec(End)]
-    else:
-        blocks = [LayerSpec(Block) for _ in range(6)]
-    return [embedding, *blocks, head]
-
-
-def batches() -> Any:
+def batches(model: str, vary: bool) -> Iterator[Any]:
     generator = torch.Generator().manual_seed(5)
+    number = 0
     while True:
-        words = torch.randint(WORDS, (MICROBATCH, LENGTH + 1), generator=generator)
-        yield words[:, :-1], words[:, 1:]
+        length = LENGTH + number % MICROBATCHES if vary else LENGTH
+        size = (MICROBATCH, length + 1)
+        words = torch.randint(SHAPE.vocabulary_size, size, generator=generator)
+        number += 1
+        if model != "bert":
+            yield words[:, :-1], words[:, 1:]
+            continue
+        is_token = torch.arange(length).expand(MICROBATCH, length) < length - number % 2
+        yield (words[:, :-1], (words[:, 1:] > 5).long(), is_token), words[:, :-1]
 
 
-def train(folder: Path, run: str, tupled: bool) -> dict[str, Any]:
-    rank = dist.get_rank()
+def write_layers(path: Path, times_s: Sequence[float]) -> None:
+    lines = ["layer,instruction,frequency,time,energy"]
+    for layer, time_s in enumerate(times_s):
+        lines += [f"{layer},{kind.value},1410,{time_s},{300 * time_s}" for kind in Kind]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def make_engine(case: Case, settings: dict[str, Any] | None) -> Any:
+    replicas = dist.get_world_size() // (case.num_stages * case.tensor_parallel)
     torch.manual_seed(1)
     model = PipelineModule(
-        layers(tupled), num_stages=dist.get_world_size(), loss_fn=loss, partition_method="uniform"
+        MODELS[case.model],
+        topology=PipeModelDataParallelTopology(
+            num_pp=case.num_stages, num_mp=case.tensor_parallel, num_dp=replicas
+        ),
+        loss_fn=models.language_model_loss,
+        partition_method=case.partition,
+        dynamic_shape=case.vary,
     )
-    engine, *_ = deepspeed.initialize(
+    engine, *_ = initialize(
         model=model,
         model_parameters=[p for p in model.parameters() if p.requires_grad],
         config={
@@ -113,48 +166,92 @@ def train(folder: Path, run: str, tupled: bool) -> dict[str, Any]:
             "gradient_accumulation_steps": MICROBATCHES,
             "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
             "gradient_clipping": 1.0,
-            "steps_per_print": 1000,
+            "steps_per_print": 4,
+            **case.config,
+            **({} if settings is None else {"envpipe": settings}),
         },
     )
-    engine.set_has_attention_mask(tupled)
+    if case.partition.startswith("time:"):
+        assert model.parts == [0, 5, 7], "the head is heavy"
+    engine.set_has_attention_mask(case.model == "bert")
     torch.manual_seed(7)
-    session = None
-    if run in RUNS:
-        config = SessionConfig(
-            PlanRequest(MICROBATCHES, **RUNS[run]),
-            warmup_iterations=2,
-            profile_file=folder / "profile.csv",
-        )
-        session, _ = plain_stages.session(rank, config, folder / f"gpus-{run}-{tupled}")
-        engine = adopt(engine, session, session._collectives)
-    data = batches()
-    losses = [engine.train_batch(data).item() for _ in range(STEPS)]
+    return engine
+
+
+def train(jobs: FastJobs, case: Case, settings: dict[str, Any] | None) -> dict[str, Any]:
+    engine = make_engine(case, settings)
+    assert isinstance(engine, EnvPipeEngine) is (settings is not None)
+    if settings is not None:
+        jobs.follow(engine)
+    data = batches(case.model, case.vary)
+    losses = [engine.train_batch(data).item() for _ in range(STEPS - 1)]
     evaluated = engine.eval_batch(data).item()
     losses.append(engine.train_batch(data).item())
     digest = hashlib.sha256()
-    for _, weight in sorted(model.named_parameters()):
-        digest.update(weight.detach().numpy().tobytes())
-    held = [buffer for buffers in engine.pipe_buffers.values() for buffer in buffers]
+    for _, weight in sorted(engine.module.named_parameters()):
+        digest.update(weight.detach().float().numpy().tobytes())
     result = {"losses": losses, "evaluated": evaluated, "weights": digest.hexdigest()}
-    if session is not None:
+    if settings is not None:
+        held = [buffer for buffers in engine.pipe_buffers.values() for buffer in buffers]
+        session = engine.session
         result |= {
             "units": session.executed,
-            "phase": session.state.phase.value,
             "held": sum(buffer is not None for buffer in held),
             "steps": len(session.state.iterations),
         }
-        session.close()
+        engine.end_training()
+    engine.destroy()
     return result
 
 
+def train_in_full(jobs: FastJobs, folder: Path, model: str) -> dict[str, Any]:
+    """From the profile to the steady phase; what was saved."""
+    settings = {"baseline_steps": 20, "output": str(folder / f"output-{model}")}
+    case = Case(model, ())
+    engine = make_engine(case, settings)
+    jobs.follow(engine)
+    data = batches(case.model, vary=False)
+    session, steady = engine.session, 0
+    while steady < 30:
+        engine.train_batch(data)
+        steady += session.state.phase is Phase.STEADY
+    engine.end_training()
+    return session.summary()
+
+
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, *names = sys.argv[1:]
+    os.chdir(folder)
+    deepspeed.ops.__compatible_ops__.clear()  # else each machine compiles some first
     deepspeed.init_distributed("gloo")
-    results = {
-        str(tupled): {run: train(folder, run, tupled) for run in ("own", *runs)}
-        for tupled, runs in ((False, RUNS), (True, ("envpipe",)))
-    }
-    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
+    jobs = FastJobs(Path(folder))
+    if os.environ["RANK"] == "0":
+        for num_stages in (2, 4):
+            profile = preset_profile("a100-sxm", num_stages, TIMES_S, (1305, 1110))
+            profile.write(Path(folder, f"profile-{num_stages}.csv"))
+        write_layers(Path(folder, "layers.csv"), [1.0] * 6 + [4.0])
+        request = PlanRequest(MICROBATCHES, schedule="gpipe", policy="uniform")
+        make_plan(profile, request).plan.write(Path(folder, "gpipe.json"))
+    dist.barrier()
+    results: dict[str, Any] = {}
+    for name in names:
+        if name.startswith("loop of "):
+            results[name] = train_in_full(jobs, Path(folder), name.removeprefix("loop of "))
+            continue
+        case = CASES[name]
+        results[name] = {"own": train(jobs, case, None)}
+        for run in case.runs:
+            settings = {
+                **RUNS[run],
+                "baseline_steps": 2,
+                "profile": f"{folder}/profile-{case.num_stages}.csv",
+            }
+            if "plan" in settings:
+                settings["plan"] = f"{folder}/{settings['plan']}"
+            if settings.get("type") == "baseline":
+                del settings["profile"]
+            results[name][run] = train(jobs, case, settings)
+    Path(folder, f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
     dist.barrier()
 
 

@@ -13,7 +13,13 @@ from launch_helpers import LONG_S, run_well
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
-SCRIPTS = ["single_node.sh", "multi_node.sh", "slurm.sbatch", "run_docker.sh"]
+SCRIPTS = [
+    "single_node.sh",
+    "multi_node.sh",
+    "slurm.sbatch",
+    "run_docker.sh",
+    "train_llama_deepspeed.sh",
+]
 VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
 AWKWARD = ["train.py", "--name", "a b", "it's", "*", "--output", "mine", ""]
 #: Each program writes how it was called, and runs what follows the marker, if there is one.
@@ -44,7 +50,7 @@ def check(*command):
 
 def test_all_scripts_are_known():
     assert sorted(path.name for path in LAUNCH.iterdir() if path.is_file()) == sorted(
-        [*SCRIPTS, "Dockerfile"]
+        [*SCRIPTS, "Dockerfile", "train_llama_deepspeed.py"]
     )
 
 

@@ -1,0 +1,97 @@
+"""What each layer of a model takes on this GPU, and what splits by different methods make of it.
+
+    python benchmarks/deepspeed/split_layers.py --model gpt-350m --num-stages 4 --output layers.csv
+
+Needs one GPU, whose clocks stay as they are. Prints the slowest stage of each method's split, a
+forward and a backward of one microbatch; the stage that takes longest decides a pipeline's time.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.utils import partition_balanced, partition_uniform
+from rich.console import Console
+from rich.table import Table
+
+from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.opening import open_gpu
+from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
+from envpipe_megatron.integrations.deepspeed.layer_profile import CudaMeter, profile_layers
+from envpipe_megatron.integrations.deepspeed.models import PRESETS, language_model_loss
+from envpipe_megatron.integrations.deepspeed.partition import parts_by_time
+from envpipe_megatron.partition import read_layers
+
+
+def num_parameters(layer: LayerSpec) -> int:
+    """As DeepSpeed's `parameters` counts them, tied ones in each place."""
+    return sum(parameter.numel() for parameter in layer.build().parameters())
+
+
+@click.command()
+@click.option("--model", type=click.Choice([n for n in PRESETS if not n.startswith("bert")]))
+@click.option("--num-stages", default=4)
+@click.option("--microbatch-size", default=4)
+@click.option("--sequence-length", default=1024)
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="Layer CSV.")
+def main(
+    model: str, num_stages: int, microbatch_size: int, sequence_length: int, output: Path
+) -> None:
+    """Measure the layers in bf16, and split them."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    gpu = open_gpu(
+        GpuAddress("none", uid_of_cuda_device(str(torch.cuda.get_device_properties(device).uuid)))
+    )
+    preset = PRESETS[model]
+    layers = preset.layers(preset.shape)
+    size = (microbatch_size, sequence_length)
+    words = torch.randint(preset.shape.vocabulary_size, size, device=device)
+    meter = CudaMeter(gpu)
+    torch.set_default_dtype(torch.bfloat16)
+    profile_layers(
+        layers,
+        (words, words),
+        language_model_loss,
+        max(gpu.supported_frequencies_mhz),
+        meter,
+        device,
+        output,
+    )
+    meter.close()
+    table = read_layers(output)
+    time_s = sum(times[:, 0] for times in table.time_s.values())
+    energy_j = sum(energies[:, 0] for energies in table.energy_j.values())
+    assert isinstance(time_s, np.ndarray)
+    assert isinstance(energy_j, np.ndarray)
+    console = Console(width=100)
+    shown = Table("layer", "time (ms)", "energy (J)", "parameters")
+    for index, layer in enumerate(layers):
+        tied = " (tied)" if isinstance(layer, TiedLayerSpec) else ""
+        shown.add_row(
+            f"{index} {layer.typename.__name__}{tied}",
+            f"{1e3 * time_s[index]:.3f}",
+            f"{energy_j[index]:.3f}",
+            f"{num_parameters(layer):,}",
+        )
+    console.print(shown)
+    splits = {
+        "uniform": partition_uniform(len(layers), num_stages),
+        "parameters": partition_balanced([num_parameters(layer) for layer in layers], num_stages),
+        "time": parts_by_time(output, len(layers), num_stages),
+    }
+    shown = Table("method", "first layers", "slowest stage (ms)", "mean stage (ms)")
+    for method, parts in splits.items():
+        stages = [time_s[a:b].sum() for a, b in pairwise(parts)]
+        shown.add_row(
+            method, str(parts), f"{1e3 * max(stages):.3f}", f"{1e3 * time_s.sum() / num_stages:.3f}"
+        )
+    console.print(shown)
+
+
+if __name__ == "__main__":
+    main()

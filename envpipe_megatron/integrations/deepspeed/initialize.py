@@ -1,0 +1,161 @@
+"""`deepspeed.initialize` with EnvPipe: the engine it returns saves energy."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.constants import default_pg_timeout
+from deepspeed.pipe import PipelineModule
+
+from envpipe_megatron.integrations.deepspeed.configuration import (
+    check_version,
+    parsed_config,
+    take_block,
+)
+from envpipe_megatron.integrations.deepspeed.engine import (
+    EnvPipeEngine,
+    UnsupportedEngineError,
+    adopt,
+    check_engine,
+)
+from envpipe_megatron.integrations.job import Job, JobFacts, Placement, close_at_exit
+from envpipe_megatron.integrations.options import (
+    Options,
+    check_files,
+    make_output_folder,
+)
+from envpipe_megatron.integrations.settings import read_settings
+from envpipe_megatron.sidecar import Sidecar
+
+
+def initialize(
+    *arguments: Any, envpipe: Mapping[str, object] | bool | None = None, **named: Any
+) -> tuple[Any, ...]:
+    """As `deepspeed.initialize`, whose arguments it takes.
+
+    With a block `"envpipe"` in DeepSpeed's configuration, or `envpipe` given, the engine executes
+    EnvPipe's schedules; without either it is DeepSpeed's own. Every rank calls it.
+
+    Args:
+        arguments: those of `deepspeed.initialize`.
+        envpipe: options by name (`{"type": "envelope", "scheduling": "ours", "reconfig":
+            "balanced"}`), which go before those of the block; True for what goes without saying;
+            False to train without EnvPipe whatever the block says.
+        named: those of `deepspeed.initialize`.
+
+    Returns:
+        what `deepspeed.initialize` returns: engine, optimizer, data loader, scheduler.
+
+    Raises:
+        EnvPipeError: a version of DeepSpeed, a feature of the engine or an option that does not
+            go with EnvPipe, no GPU, or another rank raised one.
+    """
+    given = inspect.signature(deepspeed.initialize).bind(*arguments, **named).arguments
+    given, settings = take_block(given, envpipe)
+    if settings is None:
+        whole: tuple[Any, ...] = deepspeed.initialize(**given)
+        return whole
+    check_version()
+    model = given.get("model")
+    if not isinstance(model, PipelineModule):
+        raise UnsupportedEngineError(
+            "EnvPipe needs a pipeline: a model that is a deepspeed.pipe.PipelineModule",
+            value=type(model).__name__,
+            remedy="Make it one, or train without EnvPipe.",
+        )
+    options = read_settings(settings, num_stages=model.num_stages, on_gpu=torch.cuda.is_available())
+    make_output_folder(options)
+    if os.environ.get("RANK", "0") == "0":
+        check_files(options, model.num_stages)
+    engine, *others = deepspeed.initialize(**given)
+    return begin(engine, options, parsed_config(given)), *others
+
+
+def end_training(engine: Any) -> None:
+    """Give clocks back and print the energy bill; nothing where the engine is DeepSpeed's own.
+
+    Every rank calls it, behind its last step.
+
+    Raises:
+        CollectivesError: a rank is gone or silent.
+    """
+    if isinstance(engine, EnvPipeEngine):
+        engine.end_training()
+
+
+def begin(
+    engine: Any,
+    options: Options,
+    config: Mapping[str, Any],
+    *,
+    sequence_length: int | None = None,
+    tells: bool = True,
+) -> EnvPipeEngine:
+    """Make the job of an engine that DeepSpeed has made; every rank does.
+
+    Args:
+        engine: a PipelineEngine.
+        options: EnvPipe's.
+        config: DeepSpeed's configuration, and whatever else tells jobs apart.
+        sequence_length: of a sample, in tokens; None where the caller does not know it.
+        tells: whether the engine prints energy where DeepSpeed prints its steps.
+
+    Raises:
+        EnvPipeError: as `initialize` raises.
+    """
+    check_engine(engine)
+    job = Job(options, _placement(engine), _facts(engine, config, sequence_length), _say)
+    close_at_exit(job.close)
+    if job.collectives.is_planner:
+        _say(job.banner())
+    return adopt(engine, job, tells=tells)
+
+
+def _placement(engine: Any) -> Placement:
+    return Placement(
+        engine.grid.get_pipe_parallel_group(),
+        engine.gradient_accumulation_steps(),
+        default_pg_timeout,
+    )
+
+
+def _facts(engine: Any, config: Mapping[str, Any], sequence_length: int | None) -> JobFacts:
+    microbatch_size = engine.train_micro_batch_size_per_gpu()
+    elements = torch.tensor(
+        [sum(parameter.numel() for parameter in engine.module.parameters())], device=engine.device
+    )
+    dist.all_reduce(elements)
+    tokens = {}
+    if sequence_length is not None:
+        tokens["tokens_per_iteration"] = engine.train_batch_size() * sequence_length
+    return JobFacts(
+        Sidecar(
+            tensor_parallel=engine.grid.get_slice_parallel_world_size(),
+            microbatch_size=microbatch_size,
+            sequence_length=sequence_length,
+        ),
+        {
+            "model": type(engine.module).__name__,
+            "samples_per_iteration": engine.train_batch_size(),
+            "microbatch_size": microbatch_size,
+            **tokens,
+        },
+        {
+            "deepspeed": deepspeed.__version__,
+            "deepspeed_config": json.dumps(config, sort_keys=True, default=str),
+            "parameters": int(elements),
+            "layers_of_stages": [int(first) for first in engine.module.parts],
+            "world_size": dist.get_world_size(),
+        },
+    )
+
+
+def _say(text: str) -> None:
+    print(f"[envpipe] {text}", flush=True)

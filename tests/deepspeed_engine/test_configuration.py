@@ -1,0 +1,172 @@
+"""The block of EnvPipe in what `deepspeed.initialize` is called with, and layers split by time."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+import deepspeed
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+from envpipe_megatron.integrations.deepspeed import (
+    BlockError,
+    UnsupportedEngineError,
+    VersionError,
+    configuration,
+    initialize,
+)
+from envpipe_megatron.integrations.deepspeed.configuration import check_version, take_block
+from envpipe_megatron.integrations.deepspeed.engine import check_engine
+from envpipe_megatron.integrations.deepspeed.layer_profile import profile_layers
+from envpipe_megatron.integrations.deepspeed.partition import parts_by_time
+from envpipe_megatron.partition import PartitionError
+
+CONFIG = {"train_batch_size": 4, "envpipe": {"type": "uniform", "gpu": "a40"}}
+PLAIN = {"train_batch_size": 4}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    file = tmp_path / "deepspeed.json"
+    file.write_text(json.dumps(CONFIG))
+    return str(file)
+
+
+@pytest.mark.parametrize("place", ["config", "config_params", "file", "args", "args' file"])
+def test_deepspeed_gets_its_configuration_without_the_block(place: str, path: str) -> None:
+    given: dict[str, Any] = {
+        "config": {"config": CONFIG},
+        "config_params": {"config_params": CONFIG},
+        "file": {"config": path},
+        "args": {"args": argparse.Namespace(deepspeed_config=CONFIG, local_rank=1)},
+        "args' file": {"args": argparse.Namespace(deepspeed_config=path, local_rank=1)},
+    }[place]
+    arguments, settings = take_block({**given, "model": "a model"}, None)
+    assert settings == {"type": "uniform", "gpu": "a40"}
+    assert arguments["config"] == PLAIN
+    assert arguments["model"] == "a model"
+    assert "config_params" not in arguments
+    if "args" in given:
+        assert arguments["args"].deepspeed_config is None
+        assert arguments["args"].local_rank == 1
+        assert given["args"].deepspeed_config is not None, "the caller's stays as it was"
+    assert "envpipe" in CONFIG
+
+
+def test_without_a_block_nothing_is_touched(path: str) -> None:
+    Path(path).write_text(json.dumps(PLAIN))
+    for given in ({"config": PLAIN}, {"config": path}, {"config_params": PLAIN}):
+        assert take_block(given, None) == (given, None)
+
+
+def test_the_call_goes_before_the_block() -> None:
+    given = {"config": CONFIG}
+    assert take_block(given, {"type": "optimal"})[1] == {"type": "optimal", "gpu": "a40"}
+    assert take_block(given, True)[1] == {"type": "uniform", "gpu": "a40"}
+    arguments, settings = take_block(given, False)
+    assert (arguments, settings) == ({"config": PLAIN}, None)
+    assert take_block({"config": PLAIN}, {})[1] == {}
+
+
+@pytest.mark.parametrize("block", ["envelope", ["envelope"], True])
+def test_a_block_that_is_no_table(block: Any) -> None:
+    with pytest.raises(BlockError, match="table"):
+        take_block({"config": {"envpipe": block}}, None)
+
+
+def test_without_envpipe_deepspeed_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def fake(args: Any = None, model: Any = None, config: Any = None) -> tuple[str, ...]:
+        seen.append({"args": args, "model": model, "config": config})
+        return "engine", "optimizer", "loader", "scheduler"
+
+    monkeypatch.setattr(deepspeed, "initialize", fake)
+    assert initialize(None, "a model", config=PLAIN)[0] == "engine"
+    assert initialize(model="a model", config=CONFIG, envpipe=False)[0] == "engine"
+    assert seen == [{"args": None, "model": "a model", "config": PLAIN}] * 2
+
+
+def test_a_model_without_a_pipeline_is_refused() -> None:
+    with pytest.raises(UnsupportedEngineError, match=r"PipelineModule.*'Linear'"):
+        initialize(model=torch.nn.Linear(1, 1), config=CONFIG)
+
+
+@pytest.mark.parametrize("version", ["0.18.9", "0.19.7", "0.20.0", "1.0"])
+def test_versions_that_were_not_tried(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_version()
+    monkeypatch.setattr(configuration.deepspeed, "__version__", version)
+    with pytest.raises(VersionError, match=f"'{version}'.*0.19.8"):
+        check_version()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_stages": 1}, "one stage"),
+        ({"is_grad_partitioned": False}, "activations partitioned and gradients not"),
+    ],
+)
+def test_engines_that_are_not_run(changes: dict[str, Any], named: str) -> None:
+    fit = {"num_stages": 2, "is_pipe_partitioned": True, "is_grad_partitioned": True}
+    check_engine(SimpleNamespace(**fit))
+    with pytest.raises(UnsupportedEngineError, match=named):
+        check_engine(SimpleNamespace(**{**fit, **changes}))
+
+
+class Scripted:
+    """A meter that runs the work once, and tells times that were given."""
+
+    def __init__(self, times_s: list[float]) -> None:
+        self._times_s = iter(times_s)
+        self.ran = 0
+
+    def measure(self, run: Any) -> tuple[float, float]:
+        run()
+        self.ran += 1
+        time_s = next(self._times_s)
+        return time_s, 200 * time_s
+
+
+def test_layers_are_measured_and_split_by_time(tmp_path: Path) -> None:
+    layers = [
+        TiedLayerSpec("embedding", torch.nn.Embedding, 7, 4),
+        LayerSpec(torch.nn.Linear, 4, 4),
+        torch.nn.LayerNorm(4),
+        LayerSpec(torch.nn.Linear, 4, 4),
+        TiedLayerSpec(
+            "embedding",
+            torch.nn.Embedding,
+            7,
+            4,
+            forward_fn=lambda embedding, hidden: hidden @ embedding.weight.t(),
+        ),
+    ]
+    forward_s = [0.001, 0.010, 0.001, 0.010, 0.030]
+    meter = Scripted([time_s * k for time_s in forward_s for k in (1, 3)])
+    words = torch.randint(7, (2, 5))
+    path = tmp_path / "layers.csv"
+
+    def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+
+    profile_layers(layers, (words, words), loss, 1410, meter, torch.device("cpu"), path)
+    assert meter.ran == 10
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["time"]) for row in rows if row["instruction"] == "forward"] == forward_s
+    backward = [float(row["energy"]) for row in rows if row["instruction"] == "backward"]
+    assert backward == pytest.approx([400 * time_s for time_s in forward_s])
+    assert parts_by_time(path, num_layers=5, num_stages=2) == [0, 4, 5], "the loss is heavy"
+    assert parts_by_time(path, num_layers=5, num_stages=3) == [0, 2, 4, 5]
+    with pytest.raises(PartitionError, match="another model"):
+        parts_by_time(path, num_layers=6, num_stages=2)
