@@ -13,6 +13,8 @@ from pathlib import Path
 
 TAGS = ("core_v0.16.1", "core_v0.19.0")
 VARIABLE = "ENVPIPE_MEGATRON_LM"
+#: Names a stock checkout of Megatron-DeepSpeed.
+DEEPSPEED_VARIABLE = "ENVPIPE_MEGATRON_DEEPSPEED"
 
 
 def folder_of_checkouts() -> Path:

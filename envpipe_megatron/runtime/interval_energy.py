@@ -7,6 +7,7 @@ sees that is read at log lines and paused for evaluations and checkpoints.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections import deque
@@ -183,6 +184,8 @@ class IntervalMeter:
     def __init__(self, meter: EnergyMeter) -> None:
         self._meter = meter
         self._end_s = -math.inf
+        #: The last span of the lap before, and the energy that was told of it.
+        self._told: tuple[float, float, float] | None = None
         self._begin_anew()
 
     def add(self, phase: str, begin_s: float, end_s: float) -> None:
@@ -208,9 +211,10 @@ class IntervalMeter:
         """End the interval; the next one begins where it ends. Neither reads nor waits.
 
         Its end was a moment ago, so the energy up to there is extrapolated from the last refresh.
-        The next interval begins with what was metered there in the end.
+        What that errs by goes into the next interval: steps end at much the same power, other than
+        they have on average, so that all laps would err to the same side.
         """
-        self._meter_spans()
+        self._meter_spans(is_lap=True)
         iterations, energy_j = sum(self._phases.values()), self._energy_j
         uncertainty_j = None if energy_j is None else math.sqrt(self._variance)
         step = None
@@ -246,7 +250,8 @@ class IntervalMeter:
             self._spans.append((begin_s, end_s))
         self._end_s = end_s
 
-    def _meter_spans(self) -> None:
+    def _meter_spans(self, *, is_lap: bool = False) -> None:
+        self._correct()
         for begin_s, end_s in self._spans:
             self._duration_s += end_s - begin_s
             try:
@@ -257,7 +262,18 @@ class IntervalMeter:
             if self._energy_j is not None:
                 self._energy_j += energy.energy_j
                 self._variance += energy.uncertainty_j**2
+                self._told = (begin_s, end_s, energy.energy_j) if is_lap else None
         self._spans = []
+
+    def _correct(self) -> None:
+        if self._told is None or not self._spans:
+            return
+        begin_s, end_s, told_j = self._told
+        self._told = None
+        with contextlib.suppress(MeterError):  # if not seen, then nothing of it is known
+            corrected_j = self._meter.energy_j(begin_s, end_s) - told_j
+            if self._energy_j is not None:
+                self._energy_j += corrected_j
 
 
 class BaselineSteps:

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import os
 import py_compile
 import shutil
 import subprocess
@@ -9,7 +10,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from checkouts import VARIABLE, checkout_of, copy_checkout, folder_of_checkouts
+from checkouts import (
+    DEEPSPEED_VARIABLE,
+    VARIABLE,
+    checkout_of,
+    copy_checkout,
+    folder_of_checkouts,
+)
 from patch_project import REPOSITORY, contents, maker, snapshot
 
 from envpipe_megatron.patching.catalog import load_catalog, sha256
@@ -20,7 +27,8 @@ from envpipe_megatron.patching.operations import apply_patch, revert_patch, stat
 CATALOG = load_catalog()
 SCHEDULES = "megatron/core/pipeline_parallel/schedules.py"
 #: Megatron-LM imports Triton unasked, whose wheel has 286 MB, and core_v0.19.0 takes a decorator of
-#: Python 3.12 from typing. Torch must have looked for Triton before.
+#: Python 3.12 from typing. Torch must have looked for Triton before. Megatron-DeepSpeed imports
+#: torchvision unasked, and what DeepSpeed has not any more.
 STAND_INS = """\
 import importlib.machinery, sys, types, typing
 import torch._inductor.runtime.triton_compat
@@ -49,16 +57,39 @@ if not has_triton_package():
     language = sys.modules["triton.language"]
     vars(sys.modules["triton"]).update(__version__="3.4.0", __path__=[], language=language)
 typing.override = getattr(typing, "override", lambda function: function)
+
+
+class Classes(types.ModuleType):
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+names = ("torchvision", "torchvision.transforms", "torchvision.datasets")
+for name in (*names, "deepspeed.compression.compress"):
+    sys.modules[name] = Classes(name)
+    sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
+    sys.modules[name].__path__ = []
 """
 each_patch = pytest.mark.parametrize("patch", CATALOG, ids=lambda patch: patch.tag)
 
 
 @pytest.fixture
 def checkout(patch, tmp_path):
-    found = checkout_of(patch.tag)
+    if patch.project == "megatron-deepspeed":
+        given = os.environ.get(DEEPSPEED_VARIABLE)
+        found = Path(given) if given else None
+        where = DEEPSPEED_VARIABLE
+    else:
+        found = checkout_of(patch.tag)
+        where = f"{folder_of_checkouts()} ({VARIABLE})"
     if found is None:
-        pytest.skip(f"no checkout of {patch.name} in {folder_of_checkouts()} ({VARIABLE})")
-    return copy_checkout(found, tmp_path / "checkout")
+        pytest.skip(f"no checkout of {patch.name} in {where}")
+    copy = copy_checkout(found, tmp_path / "checkout")
+    if patch.project == "megatron-deepspeed":  # its arguments import them
+        shutil.copytree(found / "tools", copy / "tools")
+    return copy
 
 
 @pytest.fixture
@@ -67,6 +98,15 @@ def stand_ins(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(STAND_INS)
     monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def needs(patch):
+    """Skip where the framework's own needs are not installed."""
+    pytest.importorskip("torch")
+    if patch.project == "megatron-deepspeed":
+        for name in ("deepspeed", "transformers"):
+            if importlib.util.find_spec(name) is None:
+                pytest.skip(f"{patch.name} needs {name}")
 
 
 @each_patch
@@ -92,7 +132,7 @@ def test_apply_equals_git_apply_compiles_and_reverts(patch, checkout, tmp_path, 
 
 @each_patch
 def test_its_hooks_are_live(patch, checkout, stand_ins):
-    pytest.importorskip("torch")
+    needs(patch)
     apply_patch(checkout)
     answers = ask_hooks(checkout, patch.hooks)
     assert [(answer.outcome, answer.detail) for answer in answers] == [
@@ -103,7 +143,7 @@ def test_its_hooks_are_live(patch, checkout, stand_ins):
 
 @each_patch
 def test_a_stock_checkout_has_no_live_hook(patch, checkout, stand_ins):
-    pytest.importorskip("torch")
+    needs(patch)
     answers = ask_hooks(checkout, patch.hooks)
     assert {answer.outcome for answer in answers} == {Outcome.NOT_LIVE}
 
@@ -114,7 +154,9 @@ def test_the_patch_is_what_make_makes_of_the_patched_tree(patch, checkout, tmp_p
     stock = copies(checkout)
     apply_patch(checkout)
     shutil.copytree(
-        REPOSITORY / "patches", tmp_path / "patches", ignore=shutil.ignore_patterns("core_v*")
+        REPOSITORY / "patches",
+        tmp_path / "patches",
+        ignore=shutil.ignore_patterns(*(known.tag for known in CATALOG)),
     )
     maker().make(stock, checkout, tmp_path / "patches", patch.project, patch.tag)
     assert load_catalog(tmp_path / "patches") == (patch,)

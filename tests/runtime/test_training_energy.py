@@ -241,6 +241,28 @@ def test_laps_add_up_where_the_counter_had_refreshed():
     meter.close()
 
 
+def test_laps_that_end_in_a_wait_add_up_all_the_same():
+    """Extrapolated from work, each end would be told too high, and nothing make up for it."""
+    gpu = FakeGpu()
+
+    def counter_j(time_s: float) -> float:
+        """Steps of 0.25 s: 0.17 s of work at 400 W, then a wait at 100 W."""
+        steps, within_s = divmod(time_s, 0.25)
+        return 76 * steps + 400 * min(within_s, 0.17) + 100 * max(within_s - 0.17, 0.0)
+
+    gpu.counter_j = counter_j
+    meter = EnergyMeter(gpu, poll_s=3600)
+    interval = IntervalMeter(meter)
+    told_j = 0.0
+    for step in range(200):
+        end_s = (step + 1) * 0.25
+        look(meter, gpu, end_s - 0.04)
+        interval.add("steady", step * 0.25, end_s)
+        told_j += interval.lap().energy_j
+    assert told_j == pytest.approx(200 * 76, rel=2e-3)
+    meter.close()
+
+
 def test_a_lap_does_not_wait_for_a_driver_that_hangs():
     gpu = FakeGpu()
     meter = EnergyMeter(gpu, poll_s=3600)

@@ -1,0 +1,211 @@
+"""What the patch calls; imported by a patched checkout when --envpipe is among its arguments.
+
+DeepSpeed's engine executes EnvPipe's schedules once training begins, and is DeepSpeed's own again
+when it has ended. `hooking` tells what happens where a hook is never reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations import options as _options
+from envpipe_megatron.integrations.deepspeed.configuration import check_version
+from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
+from envpipe_megatron.integrations.deepspeed.initialize import begin
+from envpipe_megatron.integrations.hooking import (
+    NEEDED_BY_ITERATION,
+    HookError,
+    check_reached,
+    options_of,
+    refuse,
+)
+from envpipe_megatron.integrations.job import JobError
+from envpipe_megatron.integrations.megatron_deepspeed.refusals import (
+    check_supported,
+    deepspeed_config,
+)
+from envpipe_megatron.integrations.options import Options
+from envpipe_megatron.integrations.refusals import RefusedError
+
+_NEEDED = ("validate", "begin_training", "end_step")
+
+#: What a stored profile and plan were made for, beside what DeepSpeed knows of the job.
+_SAME_JOB = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "seq_length",
+    "padded_vocab_size",
+    "swiglu",
+    "normalization",
+    "untie_embeddings_and_output_weights",
+    "params_dtype",
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "checkpoint_activations",
+    "checkpoint_num_layers",
+    "deepspeed_activation_checkpointing",
+    "recompute_granularity",
+    "use_flash_attn",
+    "optimizer",
+    "cpu_optimizer",
+)
+
+
+@dataclass
+class _State:
+    """One process trains one job at a time."""
+
+    options: Options | None = None
+    engine: EnvPipeEngine | None = None
+    log_interval: int = 1
+    reached: Counter[str] = field(default_factory=Counter)
+
+
+_state = _State()
+
+
+def add_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the options that go with --envpipe."""
+    _options.add_arguments(group)
+
+
+def validate(args: argparse.Namespace) -> None:
+    """Refuse what EnvPipe does not run, before anything is built.
+
+    Raises:
+        SystemExit: an unsupported feature, a version of DeepSpeed that was not tried, a wrong
+            option or file; told as argparse tells what is wrong, and once on each node.
+    """
+    _state.reached["validate"] += 1
+    try:
+        check_supported(args)
+        check_version()
+        _state.options = options_of(args)
+    except EnvPipeError as error:
+        refuse(error)
+
+
+def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
+    """Have the engine execute EnvPipe's schedules.
+
+    Args:
+        args: Megatron's.
+        model: the engine that `deepspeed.initialize` made, alone in a list.
+
+    Raises:
+        HookError: the arguments were not validated.
+        SystemExit: a model without DeepSpeed's pipeline, ranks that were started differently, or a
+            limit that cannot be kept.
+        EnvPipeError: no GPU, no control where it is required, or another rank raised one.
+    """
+    _state.reached["begin_training"] += 1
+    if _state.options is None:
+        raise HookError(
+            "The arguments of this job came from elsewhere than the command line, or the hook in "
+            "megatron/arguments.py is missing",
+            remedy="Give all options on the command line; `envpipe patch check` looks at hooks.",
+        )
+    _state.log_interval = args.log_interval
+    try:
+        check_model(model)
+        _state.engine = begin(
+            model[0],
+            _state.options,
+            {
+                **deepspeed_config(args),
+                "megatron": {name: getattr(args, name, None) for name in _SAME_JOB},
+            },
+            sequence_length=args.seq_length,
+            tells=False,
+        )
+    except (JobError, RefusedError) as error:
+        refuse(error)
+
+
+def end_step() -> None:
+    """An iteration has ended.
+
+    Raises:
+        HookError: a hook was not reached by the third iteration, or that of the log line by the
+            first that is logged.
+    """
+    _state.reached["end_step"] += 1
+    steps = _state.reached["end_step"]
+    if steps >= NEEDED_BY_ITERATION:
+        check_reached(_state.reached, _NEEDED)
+    if steps > _state.log_interval:
+        check_reached(_state.reached, ["log"], steps)
+    _running()
+
+
+def log(iteration: int, writer: Any) -> str:
+    """Energy since the last call, for Megatron's log line, TensorBoard and W&B.
+
+    Every rank calls it at the same iteration.
+
+    Args:
+        iteration: Megatron's number.
+        writer: Megatron's, for both; enabled on one rank alone.
+
+    Returns:
+        what to add to the log line.
+    """
+    _state.reached["log"] += 1
+    report = _running().report_interval()
+    if writer.is_enabled():
+        for name, value in report.scalars().items():
+            writer.add_scalar(name, value, iteration)
+    return report.line()
+
+
+def end_training() -> None:
+    """Give clocks back, and print the bill; the engine is DeepSpeed's own again.
+
+    Raises:
+        HookError: only the profile was asked for, and training was too short for it.
+    """
+    engine = _running()
+    _state.engine = None
+    engine.end_training()
+    has_profile = engine.session.state.profile is not None
+    engine.__class__ = PipelineEngine
+    assert _state.options is not None
+    if _state.options.profile_only and not has_profile:
+        raise HookError(
+            "Training ended before every stage was profiled", remedy="Raise --train-iters."
+        )
+
+
+def check_model(model: list[Any]) -> None:
+    """Refuse models that flags do not tell, such as those of other entry scripts.
+
+    Raises:
+        RefusedError: it is not Megatron's GPT in DeepSpeed's pipeline.
+    """
+    from megatron.model import GPTModelPipe
+
+    engine = model[0]
+    if not isinstance(engine, PipelineEngine) or not isinstance(engine.module, GPTModelPipe):
+        raise RefusedError(
+            "Under --envpipe, models other than GPTModelPipe are refused until they are proven",
+            value=type(getattr(engine, "module", engine)).__name__,
+            remedy="Train without --envpipe.",
+        )
+
+
+def _running() -> EnvPipeEngine:
+    if _state.engine is None:
+        raise HookError(
+            "A hook was called outside training",
+            remedy="`envpipe patch check` says what is wrong with this checkout.",
+        )
+    return _state.engine

@@ -1,0 +1,134 @@
+"""What of Megatron-DeepSpeed is refused under --envpipe, by name; needs no framework."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from envpipe_megatron.integrations.refusals import (
+    Asks,
+    RefusedError,
+    above_one,
+    check_refused,
+    on,
+)
+
+#: Entry scripts whose model has no pipeline of DeepSpeed's, and what it is.
+_WITHOUT_PIPELINE = {
+    "pretrain_bert.py": "BERT",
+    "pretrain_gpt_core.py": "GPT on megatron.core",
+    "pretrain_ict.py": "ICT",
+    "pretrain_retro.py": "Retro",
+    "pretrain_t5.py": "T5",
+    "pretrain_vision_classify.py": "a vision model",
+    "pretrain_vision_dino.py": "a vision model",
+    "pretrain_vision_inpaint.py": "a vision model",
+}
+
+
+def _configured(*path: str) -> Asks:
+    """Whether a block or a switch of DeepSpeed's configuration is on."""
+
+    def asks(args: argparse.Namespace) -> bool:
+        value: Any = deepspeed_config(args)
+        for name in path:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if isinstance(value, Mapping):
+            return bool(value.get("enabled", bool(value)))
+        return bool(value)
+
+    return asks
+
+
+def _any(*several: Asks) -> Asks:
+    return lambda args: any(asks(args) for asks in several)
+
+
+#: Feature, and whether arguments or DeepSpeed's configuration ask for it.
+REFUSED: Mapping[str, Asks] = {
+    "DeepSpeed's pipeline turned off (--no-pipeline-parallel)": on("no_pipeline_parallel"),
+    "training without DeepSpeed (no --deepspeed)": lambda args: not args.deepspeed,
+    "virtual pipeline stages (--num-layers-per-virtual-pipeline-stage)": on(
+        "num_layers_per_virtual_pipeline_stage"
+    ),
+    "a split rank or a stage for the embedding alone": _any(
+        on("standalone_embedding_stage"),
+        lambda args: getattr(args, "pipeline_model_parallel_split_rank", None) is not None,
+    ),
+    "mixture of experts": lambda args: max(getattr(args, "num_experts", None) or [1]) > 1,
+    "distillation and mixtures of students (--kd, --mos)": on("kd", "mos"),
+    "compression (compression_training)": _configured("compression_training"),
+    "curriculum learning": _any(
+        on("data_efficiency_curriculum_learning"), _configured("curriculum_learning")
+    ),
+    "random layer token dropping (--random-ltd)": on("random_ltd"),
+    "data efficiency (data_efficiency)": _configured("data_efficiency"),
+    "progressive layer dropping (progressive_layer_drop)": _configured("progressive_layer_drop"),
+    "elastic batch sizes (elasticity)": _configured("elasticity"),
+    "autotuning": _configured("autotuning"),
+    "batch-size ramp-up (--rampup-batch-size)": on("rampup_batch_size"),
+    "the zero-bubble schedule (--enable-zbh1-pipeline, --enable-zbh1-exact-semantics)": on(
+        "enable_zbh1_pipeline", "enable_zbh1_exact_semantics"
+    ),
+    "DeepSpeed's sequence parallelism": _any(
+        above_one("ds_sequence_parallel_size"),
+        on("force_ds_sequence_parallel", "ds_sequence_parallel_fpdt"),
+    ),
+    "inference (--inference, --ds-inference)": on("inference", "ds_inference"),
+    "Retro": on("retro_add_retriever"),
+    "FP8": on("fp8_e4m3", "fp8_hybrid"),
+    "contiguous activation checkpoints (--contigious-checkpointing)": _any(
+        on("contigious_checkpointing"),
+        _configured("activation_checkpointing", "contiguous_memory_optimization"),
+    ),
+    # These wait for the device in each unit, and so for a posted receive.
+    "waiting for the device in each unit (--synchronize-each-layer, --profile-backward, "
+    "wall_clock_breakdown)": _any(
+        on("synchronize_each_layer", "profile_backward"),
+        _configured("wall_clock_breakdown"),
+        _configured("activation_checkpointing", "synchronize_checkpoint_boundary"),
+        _configured("activation_checkpointing", "profile"),
+    ),
+    "--skip-train": on("skip_train"),
+}
+
+
+def check_supported(args: argparse.Namespace) -> None:
+    """Refuse what is not proven to give the same result under EnvPipe.
+
+    Raises:
+        RefusedError: naming each feature.
+    """
+    script = Path(sys.argv[0]).name
+    if script in _WITHOUT_PIPELINE:
+        raise RefusedError(
+            f"{script} trains {_WITHOUT_PIPELINE[script]} without DeepSpeed's pipeline, and its "
+            "stages are not known to run",
+            remedy="Leave --envpipe out. pretrain_gpt.py and finetune_llama.py train in a "
+            "pipeline, and Megatron-LM under --envpipe does.",
+        )
+    check_refused(args, REFUSED)
+
+
+def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
+    """DeepSpeed's configuration, wherever Megatron keeps it at the moment.
+
+    Raises:
+        RefusedError: its file cannot be read.
+    """
+    given = getattr(args, "deepspeed_config_dict", None) or getattr(args, "deepspeed_config", None)
+    if given is None or isinstance(given, Mapping):
+        return dict(given or {})
+    try:
+        config: dict[str, Any] = json.loads(Path(given).read_text())
+    except (OSError, ValueError) as error:
+        raise RefusedError(
+            f"The configuration of DeepSpeed cannot be read: {error}",
+            value=str(given),
+            remedy="Give the path of a JSON file by --deepspeed_config.",
+        ) from error
+    return config

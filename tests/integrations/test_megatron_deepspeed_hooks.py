@@ -1,0 +1,247 @@
+"""Megatron-DeepSpeed's hooks: what is not reached ends the job, what is not run is refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
+from envpipe_megatron.integrations.hooking import HookError
+from envpipe_megatron.integrations.megatron_deepspeed import hooks
+from envpipe_megatron.integrations.megatron_deepspeed.refusals import (
+    REFUSED,
+    check_supported,
+)
+from envpipe_megatron.integrations.options import add_arguments
+from envpipe_megatron.integrations.refusals import RefusedError
+
+LOG_INTERVAL = 4
+
+
+class FakeEngine(EnvPipeEngine):
+    """Notes what the hooks ask it for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.profile: object = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+    @property
+    def session(self) -> Any:
+        return SimpleNamespace(state=SimpleNamespace(profile=self.profile))
+
+    def report_interval(self) -> Any:
+        self.asked.append("report")
+        return SimpleNamespace(
+            scalars=lambda: {"envpipe-power/gpu": 300.0}, line=lambda: " envpipe |"
+        )
+
+    def end_training(self) -> None:
+        self.asked.append("end")
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    """The engine of a job that has begun."""
+    made = FakeEngine()
+    state = hooks._State(
+        options=SimpleNamespace(profile_only=False),  # type: ignore[arg-type]
+        engine=made,
+        log_interval=LOG_INTERVAL,
+        reached=Counter({"validate": 1, "begin_training": 1}),
+    )
+    monkeypatch.setattr(hooks, "_state", state)
+    return made
+
+
+def writer(*, enabled: bool, written: list[Any] | None = None) -> Any:
+    return SimpleNamespace(
+        is_enabled=lambda: enabled,
+        add_scalar=lambda *scalar: written.append(scalar) if written is not None else None,
+    )
+
+
+def steps(count: int, *, logged: bool = True) -> None:
+    for step in range(1, count + 1):
+        hooks.end_step()
+        if logged and step % LOG_INTERVAL == 0:
+            hooks.log(step, writer(enabled=False))
+
+
+def test_all_hooks_reached(engine: FakeEngine) -> None:
+    steps(2 * LOG_INTERVAL + 1)
+    assert engine.asked == ["report", "report"]
+
+
+def test_a_log_line_that_lacks_the_energy_ends_the_job(engine: FakeEngine) -> None:
+    steps(LOG_INTERVAL, logged=False)
+    with pytest.raises(HookError, match=r"by iteration 5 .*'log'"):
+        hooks.end_step()
+
+
+def test_arguments_that_were_never_validated_end_the_job(engine: FakeEngine) -> None:
+    hooks._state.reached["validate"] = 0
+    steps(2)
+    with pytest.raises(HookError, match=r"by iteration 3 .*'validate'"):
+        hooks.end_step()
+
+
+def test_training_that_never_began_ends_the_job(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks._state, "engine", None)
+    with pytest.raises(HookError, match="outside training"):
+        hooks.end_step()
+
+
+def test_scalars_go_to_the_writer_that_is_enabled(engine: FakeEngine) -> None:
+    written: list[Any] = []
+    assert hooks.log(7, writer(enabled=False, written=written)) == " envpipe |"
+    assert written == []
+    hooks.log(8, writer(enabled=True, written=written))
+    assert written == [("envpipe-power/gpu", 300.0, 8)]
+
+
+def test_the_engine_is_deepspeeds_own_after_training(engine: FakeEngine) -> None:
+    hooks.end_training()
+    assert engine.asked == ["end"]
+    assert type(engine) is PipelineEngine
+
+
+def test_a_job_for_the_profile_alone_that_was_too_short(engine: FakeEngine) -> None:
+    hooks._state.options.profile_only = True  # type: ignore[union-attr,misc]
+    with pytest.raises(HookError, match="before every stage was profiled"):
+        hooks.end_training()
+    assert engine.asked == ["end"]
+
+
+def test_arguments_from_elsewhere_than_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_state", hooks._State())
+    with pytest.raises(HookError, match="came from elsewhere"):
+        hooks.begin_training(SimpleNamespace(), [])  # type: ignore[arg-type]
+
+
+def test_a_model_without_deepspeeds_pipeline_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SimpleNamespace(GPTModelPipe=type("GPTModelPipe", (), {}))
+    monkeypatch.setitem(sys.modules, "megatron.model", model)
+    with pytest.raises(RefusedError, match="other than GPTModelPipe"):
+        hooks.check_model([SimpleNamespace(module=object())])
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def supported(**changed: object) -> argparse.Namespace:
+    """Arguments of a job that is run."""
+    return argparse.Namespace(
+        **{
+            "deepspeed": True,
+            "deepspeed_config": {"train_batch_size": 8, "wall_clock_breakdown": False},
+            "pipeline_model_parallel_size": 4,
+            "no_pipeline_parallel": False,
+            "num_experts": [1],
+            "ds_sequence_parallel_size": 1,
+            **changed,
+        }
+    )
+
+
+def test_a_plain_job_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/somewhere/pretrain_gpt.py"])
+    check_supported(supported())
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"pipeline_model_parallel_size": 1}, "needs a pipeline"),
+        ({"deepspeed": False}, "no --deepspeed"),
+        ({"no_pipeline_parallel": True}, "--no-pipeline-parallel"),
+        ({"num_experts": [1, 8]}, "mixture of experts"),
+        ({"kd": True}, "--kd"),
+        ({"enable_zbh1_pipeline": True}, "--enable-zbh1-pipeline"),
+        ({"rampup_batch_size": ["8", "8", "100"]}, "--rampup-batch-size"),
+        ({"pipeline_model_parallel_split_rank": 0}, "split rank"),
+        ({"deepspeed_config": {"curriculum_learning": {"enabled": True}}}, "curriculum"),
+        ({"deepspeed_config": {"compression_training": {"sparse": {}}}}, "compression"),
+        ({"deepspeed_config": {"wall_clock_breakdown": True}}, "wall_clock_breakdown"),
+    ],
+)
+def test_features_are_refused_by_name(
+    changed: dict[str, object], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/somewhere/pretrain_gpt.py"])
+    with pytest.raises(RefusedError, match=named):
+        check_supported(supported(**changed))
+
+
+def test_blocks_that_are_turned_off_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py"])
+    check_supported(supported(deepspeed_config={"curriculum_learning": {"enabled": False}}))
+
+
+@pytest.mark.parametrize("script", ["pretrain_bert.py", "pretrain_t5.py"])
+def test_scripts_whose_stages_do_not_run_are_refused(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [f"/somewhere/{script}"])
+    with pytest.raises(RefusedError, match=f"{script} trains .* without DeepSpeed's pipeline"):
+        check_supported(supported())
+
+
+def test_the_configuration_of_deepspeed_is_read_from_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py"])
+    path = tmp_path / "deepspeed.json"
+    path.write_text(json.dumps({"elasticity": {"enabled": True}}))
+    with pytest.raises(RefusedError, match="elasticity"):
+        check_supported(supported(deepspeed_config=str(path)))
+    path.write_text("{")
+    with pytest.raises(RefusedError, match="cannot be read"):
+        check_supported(supported(deepspeed_config=str(path)))
+
+
+def test_what_is_wrong_is_told_without_a_stack(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hooks, "_state", hooks._State())
+    monkeypatch.setattr("sys.argv", ["/somewhere/pretrain_gpt.py"])
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        hooks.validate(supported(random_ltd=True))
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("pretrain_gpt.py: error: Under --envpipe, these are refused")
+
+
+def test_options_are_read_from_the_arguments(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hooks, "_state", hooks._State())
+    monkeypatch.setattr("sys.argv", ["/somewhere/pretrain_gpt.py"])
+    parser = argparse.ArgumentParser()
+    add_arguments(parser.add_argument_group())
+    args = parser.parse_args(["--envpipe-type", "uniform"], supported(save=str(tmp_path)))
+    hooks.validate(args)
+    assert hooks._state.options is not None
+    assert hooks._state.options.policy == "uniform"
+    assert hooks._state.options.output_dir == tmp_path / "envpipe"
+
+
+def test_the_user_guide_lists_what_is_refused() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "megatron_deepspeed.md").read_text()
+    assert not [feature for feature in REFUSED if f"- {feature}\n" not in guide]

@@ -1,0 +1,120 @@
+"""Runs an entry script of a Megatron-DeepSpeed checkout on the CPU, on gloo.
+
+    DS_ACCELERATOR=cpu LOCAL_SIZE=4 torchrun --nproc-per-node 4 mds_cpu_run.py SCRIPT ARGS...
+
+DeepSpeed's CPU accelerator answers most questions about a GPU; LOCAL_SIZE tells it how many there
+are. EnvPipe is not imported here, so that what a checkout imports by itself can be seen.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# Before torch is imported: torch.compile would run a C++ compiler for a minute.
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+import torch
+
+
+class _Nothing(ModuleType):
+    """A module whose names may be imported and inherited from, and do nothing."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def name_unused_modules() -> None:
+    """Stand in for what `megatron/training.py` imports unasked: torchvision, and compression.
+
+    DeepSpeed has no `compression.compress` from 0.19.7 on.
+    """
+    names = ["torchvision", "torchvision.transforms", "torchvision.datasets"]
+    for name in [*names, "deepspeed.compression.compress"]:
+        if importlib.util.find_spec(name) is None:
+            module = _Nothing(name)
+            module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
+            module.__path__ = []
+            sys.modules[name] = module
+            parent, _, child = name.rpartition(".")
+            if parent:
+                setattr(sys.modules[parent], child, module)
+
+
+def repair_rotary_embedding() -> None:
+    """Return angles, which is what the pipeline's layers take.
+
+    The stock tree returns a list of cosines and sines, on which its own `update_rotary_pos_emb`
+    fails with a pipeline, on any device (its issue 456).
+    """
+    from megatron.model.rotary_pos_embedding import RotaryEmbedding
+
+    def angles(self: Any, length: int, offset: int = 0) -> torch.Tensor:
+        positions = torch.arange(length).type_as(self.inv_freq) + offset
+        half = torch.outer(positions, self.inv_freq)
+        return torch.cat((half, half), dim=-1)[:, None, None, :]
+
+    RotaryEmbedding.forward = angles
+
+
+def remember_model() -> list[torch.nn.Module]:
+    """The engine of this rank, once it is built."""
+    from megatron import training
+
+    set_up = training.setup_model_and_optimizer
+    engines: list[torch.nn.Module] = []
+
+    def set_up_and_remember(*args: Any, **kwargs: Any) -> Any:
+        result = set_up(*args, **kwargs)
+        engines.extend(result[0])
+        return result
+
+    training.setup_model_and_optimizer = set_up_and_remember
+    return engines
+
+
+def tell(engines: list[torch.nn.Module]) -> None:
+    """Print a digest of all weights, and whether anything of EnvPipe was imported."""
+    digest = hashlib.sha256()
+    for engine in engines:
+        for name, parameter in engine.named_parameters():
+            digest.update(name.encode())
+            digest.update(parameter.detach().view(torch.uint8).numpy().tobytes())
+    print(f"\ncpu_run: weights {digest.hexdigest()}")
+    print(f"\ncpu_run: envpipe {'imported' if 'envpipe_megatron' in sys.modules else 'absent'}")
+
+
+def main() -> None:
+    """Run the script named first, with the arguments after it, as torchrun would."""
+    script = Path(sys.argv[1]).resolve()
+    sys.path[0] = str(script.parent)
+    sys.argv = sys.argv[1:]
+    faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads
+    torch.set_num_threads(1)
+    name_unused_modules()
+    repair_rotary_embedding()
+    engines = remember_model()
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    tell(engines)
+    # Process groups that the interpreter's end meets alive abort one rank now and then.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Starts Megatron-DeepSpeed's training scripts on the CPU, and reads their logs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+STAGES, MICROBATCHES, ITERATIONS, WARMUP = 4, 8, 12, 3
+PRESET, FORWARD_S = "a100-sxm", 0.02
+
+_MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 "
+    "--attention-dropout 0 --hidden-dropout 0"
+)
+_JOB = (
+    f"--deepspeed --zero-stage 0 --pipeline-model-parallel-size {STAGES} --micro-batch-size 1 "
+    f"--global-batch-size {MICROBATCHES} --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 100 "
+    "--log-interval 1 --num-workers 0 --distributed-backend gloo --no-masked-softmax-fusion "
+    "--no-bias-gelu-fusion --no-bias-dropout-fusion --no-gradient-accumulation-fusion"
+)
+_LOSS = re.compile(r"^ iteration +(\d+)/ +\d+ \|.* lm loss: (\S+) \|", re.M)
+_EVALUATION = re.compile(r"validation loss at (.*?) \| lm loss value: (\S+)")
+_PHASE = re.compile(r"envpipe phase: ([^|]*) \|")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended.
+
+    Attributes:
+        returncode: of torchrun; None when the run took too long.
+        losses: by iteration, as they were printed.
+        evaluations: what was evaluated, and its loss as it was printed.
+        phases: EnvPipe's, by iteration.
+        weights: a digest of each rank's weights at the end.
+        imported: whether EnvPipe was imported by any rank.
+        output: what all ranks printed.
+        folder: the working directory.
+    """
+
+    returncode: int | None
+    losses: list[tuple[str, str]]
+    evaluations: list[tuple[str, str]]
+    phases: list[str]
+    weights: list[str]
+    imported: bool
+    output: str
+    folder: Path
+
+    @property
+    def result(self) -> tuple[object, ...]:
+        """All that must be the same in a run that computes the same."""
+        return self.losses, self.evaluations, self.weights
+
+    def require_success(self) -> Run:
+        """The run itself; an AssertionError with what the ranks said where it failed."""
+        assert self.returncode == 0, f"exit {self.returncode}\n{self.output[-6000:]}"
+        return self
+
+
+def missing() -> list[str]:
+    """What a run needs and is not installed."""
+    modules = ("torch", "deepspeed", "transformers", "pybind11", "einops", "regex", "six")
+    return [name for name in modules if importlib.util.find_spec(name) is None] + [
+        name for name in ("make", "g++") if shutil.which(name) is None
+    ]
+
+
+def gpt_args(data: Path) -> str:
+    """Those of `pretrain_gpt.py`."""
+    return (
+        f"{_MODEL} {_JOB} --seq-length 32 --max-position-embeddings 32 --eval-interval 5 "
+        f"--eval-iters 2 --tokenizer-type NullTokenizer --vocab-size 63 "
+        f"--data-path {data / 'text_document'} --data-impl mmap --split 80,10,10"
+    )
+
+
+def llama_args(data: Path) -> str:
+    """Those of `finetune_llama.py`."""
+    return (
+        f"{_MODEL} {_JOB} --seq-length 64 --max-position-embeddings 64 --ffn-hidden-size 64 "
+        "--no-query-key-layer-scaling --disable-bias-linear --normalization rmsnorm "
+        "--use-rotary-position-embeddings --untie-embeddings-and-output-weights --swiglu "
+        "--finetune --repeated-dataloader --eval-interval 1000 --eval-iters 0 "
+        f"--tokenizer-type HFTokenizer --tokenizer-model {data / 'tokenizer'} "
+        f"--data-path {data / 'prompts.json'} --split 100,0,0"
+    )
+
+
+def run_script(
+    script: Path,
+    args: str,
+    folder: Path,
+    *,
+    iterations: int = ITERATIONS,
+    timeout_s: float = 300,
+) -> Run:
+    """Run a checkout's training script under torchrun on the CPU, until it ends.
+
+    Args:
+        script: of a checkout, which compiles its helpers of datasets in itself.
+        args: what goes after the script.
+        folder: a new folder for the logs; also the working directory.
+        iterations: to train.
+        timeout_s: after which the run is ended.
+    """
+    folder.mkdir(parents=True)
+    configuration = {
+        "train_batch_size": MICROBATCHES,
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 5,
+        "zero_optimization": {"stage": 0},
+    }
+    (folder / "deepspeed.json").write_text(json.dumps(configuration))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(STAGES), "--redirects", "3", "--log-dir", "logs"]
+    command += [str(HERE / "mds_cpu_run.py"), str(script), *shlex.split(args)]
+    command += ["--train-iters", str(iterations), "--deepspeed_config", "deepspeed.json"]
+    environment = {
+        **os.environ,
+        # Its Makefile asks `python3` where pybind11 is.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_SIZE": str(STAGES),
+        "OMP_NUM_THREADS": "1",
+        "ENVPIPE_EMULATED_GPU": PRESET,
+        "ENVPIPE_EMULATED_FORWARD_S": str(FORWARD_S),
+        "ENVPIPE_EMULATED_ROOT": str(folder / "gpus"),
+    }
+    with (folder / "torchrun.txt").open("w") as said:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=said, stderr=subprocess.STDOUT
+        )
+        returncode: int | None = None
+        try:
+            returncode = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)  # torchrun ends its ranks
+            process.wait()
+    files = sorted(folder.glob("logs/*/attempt_0/*/std*.log"))
+    output = "\n".join(file.read_text(errors="replace") for file in files)
+    return Run(
+        returncode,
+        _LOSS.findall(output),
+        _EVALUATION.findall(output),
+        _PHASE.findall(output),
+        re.findall(r"^cpu_run: weights (\w+)$", output, re.M),
+        "cpu_run: envpipe imported" in output,
+        output,
+        folder,
+    )
