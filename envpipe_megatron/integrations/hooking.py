@@ -17,12 +17,7 @@ from typing import NoReturn
 import torch
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.options import (
-    Options,
-    check_files,
-    make_output_folder,
-    read_options,
-)
+from envpipe_megatron.integrations.options import Options, prepare_files, read_options
 
 NEEDED_BY_ITERATION = 3
 
@@ -69,9 +64,7 @@ def options_of(args: argparse.Namespace) -> Options:
         save_folder=args.save,
         on_gpu=torch.cuda.is_available(),
     )
-    make_output_folder(options)
-    if os.environ.get("RANK", "0") == "0":
-        check_files(options, args.pipeline_model_parallel_size)
+    prepare_files(options, args.pipeline_model_parallel_size)
     return options
 
 

@@ -7,7 +7,6 @@ belong.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,9 +21,9 @@ from torch.distributed.constants import default_pg_timeout
 from envpipe_megatron.energy_file import FRAMEWORK
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.job import Job, JobFacts, Placement, close_at_exit
-from envpipe_megatron.integrations.options import check_files, make_output_folder
+from envpipe_megatron.integrations.options import prepare_files
 from envpipe_megatron.integrations.recorded_order import recognized
-from envpipe_megatron.integrations.reporting import IntervalReport, end_of_job
+from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.settings import read_settings
 from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.stage_run import StageRun
@@ -101,9 +100,7 @@ class InstrumentedPipeline:
         self._options = read_settings(
             {**settings, "scheduling": "1f1b"}, num_stages=num_stages, on_gpu=on_gpu
         )
-        make_output_folder(self._options)
-        if os.environ.get("RANK", "0") == "0":
-            check_files(self._options, num_stages)
+        prepare_files(self._options, num_stages)
         shape, dtype = message
         device = (
             torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -294,13 +291,9 @@ class InstrumentedPipeline:
         Raises:
             CollectivesError: a rank is gone or silent.
         """
-        job = self._job
-        if job is not None and not self._closed:
-            job.session.gather(job.session.lap())  # what no report told yet
-            self.close()
-            for line in end_of_job(job.session, job.collectives, job.options.output_dir):
-                self._say(line)
-        self.close()
+        closed, self._closed = self._closed, True
+        if self._job is not None and not closed:
+            self._job.end()
 
     def close(self) -> None:
         """Give the clock back and finish the energy log; safe to call twice."""

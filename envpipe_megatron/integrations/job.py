@@ -22,6 +22,7 @@ from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.device import open_device
 from envpipe_megatron.integrations.options import Options
+from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.links import make_channel
 from envpipe_megatron.runtime.profiler import ProfilerSettings
@@ -208,6 +209,18 @@ class Job:
         """Give the clock back and finish the energy log; safe to call twice."""
         self.session.close()
 
+    def end(self) -> None:
+        """Give the clock back, then print the energy bill; every rank calls it.
+
+        Raises:
+            CollectivesError: a rank is gone or silent; this rank's clock is back all the same.
+        """
+        lap = self.session.lap()  # what no line told yet
+        self.close()
+        self.session.gather(lap)
+        for line in end_of_job(self.session, self.collectives, self.options.output_dir):
+            self.say(line)
+
     def _keep_grid(self, text: str) -> None:
         if self.options.output_dir is None:
             return
@@ -250,7 +263,7 @@ def check_same_everywhere(collectives: Collectives, facts: Mapping[str, object])
         raise JobError(
             "The ranks of this job were started differently",
             value=different,
-            remedy="Give all nodes the same flags, the same ENVPIPE_TYPE, ENVPIPE_SCHEDULING, "
+            remedy="Give all nodes the same options, the same ENVPIPE_TYPE, ENVPIPE_SCHEDULING, "
             f"ENVPIPE_RECONFIGURE and {QUEUES_VARIABLE}, and one version of the package.",
         )
 
@@ -280,7 +293,7 @@ def check_in_flight(
     needed = list(builders.one_f_one_b(num_stages, num_microbatches).peak_in_flight)
     if any(own < least for own, least in zip(limits, needed, strict=True)):
         raise JobError(
-            f"--envpipe-max-in-flight is below what 1F1B holds, {needed}",
+            f"The limit of microbatches in flight is below what 1F1B holds, {needed}",
             value=limit,
             remedy=f"Give at least {needed[0]}, or one number for each stage.",
         )

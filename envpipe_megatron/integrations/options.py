@@ -1,4 +1,4 @@
-"""The options of a job, as a group of command-line flags; free of frameworks and torch.
+"""The options of a job, checked against each other; free of frameworks and torch.
 
 EnvPipe's environment variables ENVPIPE_TYPE, ENVPIPE_SCHEDULING and ENVPIPE_RECONFIGURE stand for
 the options of those names where these are not given.
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.plan import read_plan
 from envpipe_megatron.policies.planner import BY_MEMORY, PlannerError, PlanRequest, check_request
@@ -88,101 +87,6 @@ class Options:
         )
 
 
-def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the options that go with --envpipe."""
-    group.add_argument(
-        "--envpipe-type",
-        choices=TYPES,
-        help="baseline: measure, at the highest clock; uniform: each stage at its optimal clock; "
-        "envelope: highest on the outer envelope, optimal inside; optimal: least energy by a "
-        "linear program. Default: $ENVPIPE_TYPE, else envelope.",
-    )
-    group.add_argument(
-        "--envpipe-scheduling",
-        choices=SCHEDULINGS,
-        help="Order of forwards and backwards: 1f1b; ours or envpipe: EnvPipe's; auto: planned "
-        "together with the clocks, with type optimal. Default: $ENVPIPE_SCHEDULING, else ours with "
-        "type envelope, auto with optimal, 1f1b with the others.",
-    )
-    group.add_argument(
-        "--envpipe-reconfigure",
-        choices=RECONFIGURES,
-        help="With type envelope, adjust clocks from measured iterations: greedy, balanced; "
-        "default: do not; optimal: the same as type optimal. Default: $ENVPIPE_RECONFIGURE, else "
-        "balanced with type envelope.",
-    )
-    group.add_argument(
-        "--envpipe-max-in-flight",
-        metavar="N[,N...]|memory",
-        help="Most microbatches whose activations a stage holds, one number or one for each stage; "
-        "memory (default on GPUs): as many as fit, by what the first steps measure.",
-    )
-    group.add_argument(
-        "--envpipe-baseline-steps",
-        type=int,
-        default=10,
-        metavar="N",
-        help="Steps in the framework's own order at the highest clock, which savings are measured "
-        "against. Default: 10.",
-    )
-    group.add_argument(
-        "--envpipe-profile-steps",
-        type=int,
-        default=5,
-        metavar="N",
-        help="Steps measured at each clock while profiling, at least; short ones are repeated for "
-        "a second. Default: 5.",
-    )
-    group.add_argument(
-        "--envpipe-profile", type=Path, metavar="FILE", help="A profile CSV, instead of profiling."
-    )
-    group.add_argument(
-        "--envpipe-plan",
-        type=Path,
-        metavar="FILE",
-        help="A plan JSON to run as it stands, whatever type and order; needs the profile that "
-        "prices it.",
-    )
-    group.add_argument(
-        "--envpipe-profile-only",
-        action="store_true",
-        help="End the job when the profile is written.",
-    )
-    group.add_argument(
-        "--envpipe-gpu-control",
-        choices=GPU_CONTROLS,
-        default="auto",
-        help="What changes clocks; auto (default): the first that is allowed; dry_run: log what "
-        "would be done; none: only measure.",
-    )
-    group.add_argument(
-        "--envpipe-require-control",
-        action="store_true",
-        help="Refuse to train where clocks may not be changed, instead of measuring alone.",
-    )
-    group.add_argument(
-        "--envpipe-min-dwell-ms",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="Least time between two changes of a GPU's clock. Default: 0.",
-    )
-    group.add_argument(
-        "--envpipe-gpu",
-        default="auto",
-        metavar="PRESET",
-        help="The kind of GPU whose range of clocks is profiled, such as v100; auto (default): by "
-        "the name of the GPU. Without a GPU: the kind that is emulated.",
-    )
-    group.add_argument(
-        "--envpipe-output",
-        type=Path,
-        metavar="DIR",
-        help="Folder for profile, plan, energy log and summary. Default: 'envpipe' in the folder "
-        "of --save, else nothing is written.",
-    )
-
-
 def read_options(
     args: argparse.Namespace,
     environment: Mapping[str, str] | None = None,
@@ -194,7 +98,7 @@ def read_options(
     """Check the options against each other, and fill in what was not given.
 
     Args:
-        args: has what `add_arguments` added, parsed.
+        args: has what `flags.add_arguments` added, parsed.
         environment: by default this process's.
         num_stages: p.
         save_folder: where the job keeps its checkpoints, if it does.
@@ -273,6 +177,19 @@ def make_output_folder(options: Options) -> None:
             value=str(options.output_dir),
             remedy="Give another one by --envpipe-output.",
         ) from error
+
+
+def prepare_files(options: Options, num_stages: int) -> None:
+    """Make the output folder, and read what files are given, before anything is built.
+
+    Rank 0 alone reads: files may lie on its node alone.
+
+    Raises:
+        EnvPipeError: there can be no folder; a file is damaged, or of another number of stages.
+    """
+    make_output_folder(options)
+    if os.environ.get("RANK", "0") == "0":
+        check_files(options, num_stages)
 
 
 def check_files(options: Options, num_stages: int) -> None:

@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping
 from typing import NoReturn
 
+from envpipe_megatron.integrations.flags import add_arguments
 from envpipe_megatron.integrations.options import (
     OptionError,
     Options,
-    add_arguments,
     read_options,
 )
 

@@ -21,6 +21,7 @@ import deepspeed
 import plain_stages
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from preset_profile import preset_profile
 
@@ -28,7 +29,12 @@ from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.gpu.control import ChosenControl
 from envpipe_megatron.gpu.emulated import EmulatedGpu
 from envpipe_megatron.integrations import job as job_module
-from envpipe_megatron.integrations.deepspeed import EnvPipeEngine, initialize, models
+from envpipe_megatron.integrations.deepspeed import (
+    EnvPipeEngine,
+    UnsupportedEngineError,
+    initialize,
+    models,
+)
 from envpipe_megatron.integrations.deepspeed.partition import PipelineModule
 from envpipe_megatron.integrations.device import Device
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
@@ -48,7 +54,30 @@ SHAPE = models.TransformerShape(
     max_length=LENGTH + MICROBATCHES,
     dropout=0.1,
 )
+
+
+class Packed(torch.nn.Module):
+    """Hands on a tuple of one tensor."""
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor]:
+        return (hidden,)
+
+
+class Unpacked(torch.nn.Module):
+    """Of a tensor it would take the first sample alone."""
+
+    def forward(self, hidden: tuple[torch.Tensor]) -> torch.Tensor:
+        return hidden[0]
+
+
+def packed_layers() -> list[Any]:
+    """GPT-2 in two stages, with a tuple of one between them."""
+    layers = models.gpt2_layers(SHAPE)
+    return [*layers[:4], LayerSpec(Packed), LayerSpec(Unpacked), *layers[4:]]
+
+
 MODELS = {
+    "packed": packed_layers(),
     "gpt2": models.gpt2_layers(SHAPE),
     "llama": models.llama_layers(SHAPE),
     "bert": models.bert_layers(SHAPE),
@@ -93,7 +122,8 @@ CASES = {
     "replicas in bf16": Case(
         "llama", ("ours balanced",), num_stages=2, partition="time:layers.csv", config=_BF16
     ),
-    **{f"all of {name}": Case(name, tuple(RUNS)) for name in MODELS},
+    "tuples of one": Case("packed", ("ours greedy",), num_stages=2),
+    **{f"all of {name}": Case(name, tuple(RUNS)) for name in ("gpt2", "llama", "bert")},
 }
 
 
@@ -186,6 +216,12 @@ def train(jobs: FastJobs, case: Case, settings: dict[str, Any] | None) -> dict[s
     data = batches(case.model, case.vary)
     losses = [engine.train_batch(data).item() for _ in range(STEPS - 1)]
     evaluated = engine.eval_batch(data).item()
+    refused = ""
+    if settings is not None:
+        try:
+            engine.set_train_batch_size(2 * engine.train_batch_size())
+        except UnsupportedEngineError as error:
+            refused = str(error)
     losses.append(engine.train_batch(data).item())
     digest = hashlib.sha256()
     for _, weight in sorted(engine.module.named_parameters()):
@@ -196,6 +232,7 @@ def train(jobs: FastJobs, case: Case, settings: dict[str, Any] | None) -> dict[s
         session = engine.session
         result |= {
             "units": session.executed,
+            "refused": refused,
             "held": sum(buffer is not None for buffer in held),
             "steps": len(session.state.iterations),
         }

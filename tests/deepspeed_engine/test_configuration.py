@@ -15,7 +15,13 @@ pytest.importorskip("deepspeed")
 
 import deepspeed
 import torch
+from deepspeed.comm.config import DeepSpeedCommsConfig
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.activation_checkpointing.config import (
+    DeepSpeedActivationCheckpointingConfig,
+)
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from envpipe_megatron.integrations.deepspeed import (
     BlockError,
@@ -25,7 +31,7 @@ from envpipe_megatron.integrations.deepspeed import (
     initialize,
 )
 from envpipe_megatron.integrations.deepspeed.configuration import check_version, take_block
-from envpipe_megatron.integrations.deepspeed.engine import check_engine
+from envpipe_megatron.integrations.deepspeed.engine import check_engine, check_units
 from envpipe_megatron.integrations.deepspeed.layer_profile import profile_layers
 from envpipe_megatron.integrations.deepspeed.partition import parts_by_time
 from envpipe_megatron.partition import PartitionError
@@ -66,6 +72,12 @@ def test_without_a_block_nothing_is_touched(path: str) -> None:
     Path(path).write_text(json.dumps(PLAIN))
     for given in ({"config": PLAIN}, {"config": path}, {"config_params": PLAIN}):
         assert take_block(given, None) == (given, None)
+
+
+def test_two_configurations_are_deepspeeds_to_refuse(path: str) -> None:
+    given = {"config": CONFIG, "args": argparse.Namespace(deepspeed_config=path)}
+    arguments, _ = take_block(given, None)
+    assert arguments["args"].deepspeed_config == path
 
 
 def test_the_call_goes_before_the_block() -> None:
@@ -117,10 +129,65 @@ def test_versions_that_were_not_tried(version: str, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_engines_that_are_not_run(changes: dict[str, Any], named: str) -> None:
-    fit = {"num_stages": 2, "is_pipe_partitioned": True, "is_grad_partitioned": True}
-    check_engine(SimpleNamespace(**fit))
+    check_engine(an_engine())
     with pytest.raises(UnsupportedEngineError, match=named):
-        check_engine(SimpleNamespace(**{**fit, **changes}))
+        check_engine(an_engine(**changes))
+
+
+def an_engine(config: Any = None, **changes: Any) -> Any:
+    """What is looked at of an engine that EnvPipe runs, but for some changes."""
+    engine = object.__new__(PipelineEngine)
+    fit = {
+        "num_stages": 2,
+        "is_pipe_partitioned": True,
+        "is_grad_partitioned": True,
+        "dynamic_shape": False,
+        "_config": SimpleNamespace(
+            activation_checkpointing_config=DeepSpeedActivationCheckpointingConfig(config or {}),
+            comms_config=DeepSpeedCommsConfig(config or {}),
+        ),
+    }
+    engine.__dict__.update({**fit, **changes})
+    return engine
+
+
+def test_varying_shapes_over_few_hardware_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    check_engine(an_engine(dynamic_shape=True))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    check_engine(an_engine())
+    with pytest.raises(UnsupportedEngineError, match="dynamic_shape with CUDA_DEVICE_MAX_CONN"):
+        check_engine(an_engine(dynamic_shape=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"activation_checkpointing": {"synchronize_checkpoint_boundary": True}}, "wait for the"),
+        ({"activation_checkpointing": {"contiguous_memory_optimization": True}}, "contiguous"),
+        ({"comms_logger": {"enabled": True}}, "comms_logger"),
+    ],
+)
+def test_what_waits_for_the_device_in_a_unit(config: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedEngineError, match=named):
+        check_units(an_engine(config))
+
+
+def test_checkpointing_that_was_configured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_units(an_engine())
+    monkeypatch.setattr(checkpointing, "CONTIGUOUS_CHECKPOINTING", True)
+    with pytest.raises(UnsupportedEngineError, match="contiguous"):
+        check_units(an_engine())
+
+
+def test_an_engine_of_another_class_keeps_it() -> None:
+    class Own(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no types
+        pass
+
+    engine = an_engine()
+    engine.__class__ = Own
+    with pytest.raises(UnsupportedEngineError, match="class of its own"):
+        check_engine(engine)
 
 
 class Scripted:
@@ -138,10 +205,11 @@ class Scripted:
 
 
 def test_layers_are_measured_and_split_by_time(tmp_path: Path) -> None:
+    norm = torch.nn.LayerNorm(4)
     layers = [
         TiedLayerSpec("embedding", torch.nn.Embedding, 7, 4),
         LayerSpec(torch.nn.Linear, 4, 4),
-        torch.nn.LayerNorm(4),
+        norm,
         LayerSpec(torch.nn.Linear, 4, 4),
         TiedLayerSpec(
             "embedding",
@@ -161,6 +229,7 @@ def test_layers_are_measured_and_split_by_time(tmp_path: Path) -> None:
 
     profile_layers(layers, (words, words), loss, 1410, meter, torch.device("cpu"), path)
     assert meter.ran == 10
+    assert norm.weight.grad is None, "a copy was measured"
     with path.open() as file:
         rows = list(csv.DictReader(file))
     assert [float(row["time"]) for row in rows if row["instruction"] == "forward"] == forward_s

@@ -22,7 +22,13 @@ RANK = Path(__file__).with_name("engine_rank.py")
 STAGES, MICROBATCHES = 4, 6
 FULL = bool(os.environ.get("ENVPIPE_DEEPSPEED_FULL"))
 MODELS = ("gpt2", "llama", "bert")
-IN_CI = ("gpt2", "varying lengths", "partitioned activations", "replicas in bf16")
+IN_CI = (
+    "gpt2",
+    "varying lengths",
+    "partitioned activations",
+    "replicas in bf16",
+    "tuples of one",
+)
 CASES = (*IN_CI, *(f"all of {model}" for model in MODELS)) if FULL else IN_CI
 LOOPS = tuple(f"loop of {model}" for model in MODELS)
 Run = dict[str, Any]
@@ -57,6 +63,7 @@ def test_orders_change_no_bit(trained, case):
                 assert ours[name] == own[name]
             assert ours["steps"] == 9, "the first is DeepSpeed's own"
             assert ours["held"] == 0, "buffers hold nothing between steps"
+            assert "batch size that training began with" in ours["refused"], "and training goes on"
 
 
 def test_the_orders_are_those_that_were_asked_for(trained):

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.flags import add_arguments
 from envpipe_megatron.integrations.megatron_lm.refusals import REFUSED, check_supported
 from envpipe_megatron.integrations.options import (
     Options,
-    add_arguments,
     check_files,
     make_output_folder,
     read_options,

@@ -14,6 +14,8 @@ from envpipe_megatron.integrations import versions
 from envpipe_megatron.integrations.settings import merged
 
 BLOCK = "envpipe"
+#: Where DeepSpeed looks for its configuration, before `args`.
+_PLACES = ("config", "config_params")
 
 
 class BlockError(EnvPipeError):
@@ -57,9 +59,7 @@ def take_block(
         BlockError: the block is no table.
         OptionError: two names of one option.
     """
-    config = _config(given)
-    if not isinstance(config, dict):
-        config = deepspeed.load_ds_config(config) if config is not None else {}
+    config = parsed_config(given)
     block = config.get(BLOCK)
     if block is not None and not isinstance(block, Mapping):
         raise BlockError(
@@ -69,32 +69,28 @@ def take_block(
         )
     arguments = dict(given)
     if block is not None:
-        arguments = _without_config(arguments)
-        arguments["config"] = {name: value for name, value in config.items() if name != BLOCK}
+        plain = {name: value for name, value in config.items() if name != BLOCK}
+        arguments = _with_config(arguments, plain)
     if settings is False or (settings is None and block is None):
         return arguments, None
     return arguments, merged(block or {}, settings if isinstance(settings, Mapping) else {})
 
 
-def _config(given: Mapping[str, Any]) -> Any:
-    """What DeepSpeed would take for its configuration: a table, a path or encoded text."""
-    for name in ("config", "config_params"):
-        if given.get(name) is not None:
-            return given[name]
-    return getattr(given.get("args"), "deepspeed_config", None)
-
-
-def _without_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The same arguments, with the configuration in none of the places where it may be."""
-    rest = {name: value for name, value in arguments.items() if name != "config_params"}
-    args = rest.get("args")
-    if getattr(args, "deepspeed_config", None) is not None:
-        rest["args"] = copy.copy(args)
-        rest["args"].deepspeed_config = None
-    return rest
-
-
 def parsed_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's configuration, for telling jobs apart."""
-    config = _config(arguments)
-    return config if isinstance(config, dict) else dict(deepspeed.load_ds_config(config))
+    """DeepSpeed's configuration among the arguments of `deepspeed.initialize`; empty without."""
+    config = next((arguments[name] for name in _PLACES if arguments.get(name) is not None), None)
+    if config is None:
+        config = getattr(arguments.get("args"), "deepspeed_config", None)
+    if config is None or isinstance(config, dict):
+        return config or {}
+    parsed: dict[str, Any] = deepspeed.load_ds_config(config)  # a path, or encoded text
+    return parsed
+
+
+def _with_config(arguments: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments with another configuration; what DeepSpeed makes of two stays its own."""
+    rest = {name: value for name, value in arguments.items() if name not in _PLACES}
+    if not any(arguments.get(name) is not None for name in _PLACES):
+        rest["args"] = copy.copy(arguments["args"])
+        rest["args"].deepspeed_config = None
+    return {**rest, "config": config}

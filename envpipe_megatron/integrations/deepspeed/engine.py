@@ -6,19 +6,22 @@ backward, to reduce gradients and to step. Which comes when, and how messages tr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe import schedule as pipe
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.utils import PartitionedTensor
 
+from envpipe_megatron.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.job import Job
-from envpipe_megatron.integrations.reporting import IntervalReport, end_of_job
+from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.runtime.executor import StageRecord
 from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.session import Session
@@ -37,9 +40,11 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
     """
 
     _job: Job
+    _own_steps: int
     _own_steps_left: int
+    _takes_tuple: bool
     _tells: bool
-    _specs: StageSpecs | None
+    _specs: StageSpecs
     last_record: StageRecord | None
 
     @property
@@ -55,8 +60,14 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             EnvPipeError: a neighbour is gone, or the job changed its shape.
         """
         session = self._job.session
+        if self._runs_own_step:  # at the highest clock, whatever was asked for last
+            session.pause()
         session.begin_step(self.global_steps)
-        loss: torch.Tensor = super().train_batch(data_iter)
+        try:
+            loss: torch.Tensor = super().train_batch(data_iter)
+        except BaseException:  # else the next call would tell of the timer and not of this
+            self.timers(TRAIN_BATCH_TIMER).reset()
+            raise
         session.end_step()
         if self.last_record is None and not self.was_step_applied():
             # The optimizer's state, and so its memory, comes into being with the first one that is.
@@ -80,6 +91,25 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         self._job.session.pause()
         return super().save_checkpoint(*arguments, **named)
 
+    def load_checkpoint(self, *arguments: Any, **named: Any) -> Any:
+        """As DeepSpeed's, at the highest clock; not billed as training."""
+        self._job.session.pause()
+        return super().load_checkpoint(*arguments, **named)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """As DeepSpeed's, before training alone: an order is planned for a number of microbatches.
+
+        Raises:
+            UnsupportedEngineError: another size than before, in training.
+        """
+        if self.last_record is not None and train_batch_size != self.train_batch_size():
+            raise UnsupportedEngineError(
+                "EnvPipe keeps the batch size that training began with",
+                value=train_batch_size,
+                remedy=f"Keep {self.train_batch_size()}, or train without EnvPipe.",
+            )
+        super().set_train_batch_size(train_batch_size)
+
     def end_training(self) -> None:
         """Give the clock back, and print the energy bill; every rank calls it.
 
@@ -88,11 +118,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         Raises:
             CollectivesError: a rank is gone or silent.
         """
-        job = self._job
-        job.session.gather(job.session.lap())  # what no line told yet
-        job.close()
-        for line in end_of_job(job.session, job.collectives, job.options.output_dir):
-            job.say(line)
+        self._job.end()
 
     def destroy(self) -> None:
         """As DeepSpeed's; the clock is given back."""
@@ -100,20 +126,22 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         super().destroy()
 
     def reset_activation_shape(self) -> None:
-        """As DeepSpeed's; it also runs the next step, from which new shapes are learned."""
+        """As DeepSpeed's; it also runs the next steps, from which new shapes are learned."""
         super().reset_activation_shape()
-        self._specs = None
+        self._own_steps_left = max(self._own_steps_left, self._own_steps)
 
     def _exec_schedule(self, pipe_schedule: pipe.PipeSchedule) -> None:
         """Execute a step: one of training from the session's schedule, others by DeepSpeed."""
         if not isinstance(pipe_schedule, pipe.TrainSchedule):
             super()._exec_schedule(pipe_schedule)
             return
-        if self._own_steps_left or self._specs is None:
-            self._own_steps_left = max(0, self._own_steps_left - 1)
+        if self._runs_own_step:
+            self._own_steps_left -= 1
             super()._exec_schedule(pipe_schedule)
             self._specs = self._learned_specs()
             return
+        if self.last_record is None:
+            check_units(self)
         # A slot a microbatch: units may come in any order. They hold what they need, no longer.
         self._reserve_pipe_buffers(self.micro_batches)
         self.fwd_outputs: list[Any] = []
@@ -121,9 +149,13 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             self.micro_batches, self._specs, lambda schedule: _Units(self)
         )
         for instruction in (pipe.ReduceTiedGrads(), pipe.ReduceGrads(), pipe.OptimizerStep()):
-            self.run(instruction)
+            self.run_instruction(instruction)
 
-    def run(self, instruction: pipe.PipeInstruction) -> None:
+    @property
+    def _runs_own_step(self) -> bool:
+        return self._own_steps_left > 0
+
+    def run_instruction(self, instruction: pipe.PipeInstruction) -> None:
         """Run one of DeepSpeed's instructions."""
         MethodType(self._INSTRUCTION_MAP[type(instruction)], self)(**instruction.kwargs)
 
@@ -137,11 +169,18 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         receives = {}
         if not self.is_first_stage():
             received = _as_list(self.pipe_recv_buf)
+            self._takes_tuple = isinstance(self.pipe_recv_buf, tuple)
             if self.carries_mask:
                 received[-1] = received[-1].bool()
             receives[Kind.FORWARD] = TensorSpec.of(received)
         if not self.is_last_stage():
-            receives[Kind.BACKWARD] = TensorSpec.of(_as_list(self.grad_layer))
+            gradients = _as_list(self.grad_layer)
+            if not gradients:
+                raise UnsupportedEngineError(
+                    f"Stage {self.stage_id} hands nothing on that gets a gradient",
+                    remedy="Split the layers elsewhere, or train without EnvPipe.",
+                )
+            receives[Kind.BACKWARD] = TensorSpec.of(gradients)
         # Those of this pipeline: parts of partitioned activations may differ in size.
         by_stage = self._job.collectives.gather_by_stage((dist.get_rank(), receives))
         everyone = {rank: own for stage in by_stage for rank, own in stage}
@@ -199,9 +238,8 @@ def adopt(
     engine.__class__ = EnvPipeEngine
     assert isinstance(engine, EnvPipeEngine)
     engine._job = job
-    engine._own_steps_left = own_steps
+    engine._own_steps = engine._own_steps_left = own_steps
     engine._tells = tells
-    engine._specs = None
     engine.last_record = None
     return engine
 
@@ -218,11 +256,10 @@ class _Units:
         """Run a forward."""
         engine, slot = self._engine, unit.microbatch
         if inputs is not None:
-            # A tuple of one tensor arrives as one, which is what layers get of either.
-            self._buffers["inputs"][slot] = inputs[0] if len(inputs) == 1 else tuple(inputs)
+            self._buffers["inputs"][slot] = tuple(inputs) if engine._takes_tuple else inputs[0]
         if engine.is_first_stage() or engine.is_last_stage():
-            engine.run(pipe.LoadMicroBatch(slot))
-        engine.run(pipe.ForwardPass(slot))
+            engine.run_instruction(pipe.LoadMicroBatch(slot))
+        engine.run_instruction(pipe.ForwardPass(slot))
         if engine.is_last_stage():
             self._losses[slot] = engine.loss
             return []
@@ -239,7 +276,7 @@ class _Units:
         else:
             outputs = self._buffers["outputs"][slot]
             engine.grad_layer = gradients if isinstance(outputs, tuple) else gradients[0]
-        engine.run(pipe.BackwardPass(slot))
+        engine.run_instruction(pipe.BackwardPass(slot))
         sent = [] if engine.is_first_stage() else self._gradients_of_inputs(unit)
         for held in self._buffers.values():
             held[slot] = None
@@ -277,11 +314,47 @@ def check_engine(engine: PipelineEngine) -> None:
         UnsupportedEngineError: naming it.
     """
     not_run = {
+        f"an engine of a class of its own ({type(engine).__name__})": (
+            type(engine) is not PipelineEngine
+        ),
         "a pipeline of one stage": engine.num_stages < 2,
         "activations partitioned and gradients not, or the other way round": (
             engine.is_pipe_partitioned != engine.is_grad_partitioned
         ),
+        f"dynamic_shape with {QUEUES_VARIABLE} below 8": (
+            engine.dynamic_shape and hardware_capacity(os.environ) is not None
+        ),
     }
+    _refuse(not_run)
+    check_units(engine)
+
+
+def check_units(engine: PipelineEngine) -> None:
+    """Refuse what waits for the device within a unit, and so for a receive that is posted.
+
+    And what has room for as many microbatches as 1F1B holds. Both may be set after the engine was
+    made, so that it is looked at again before the first unit.
+
+    Raises:
+        UnsupportedEngineError: naming it.
+    """
+    checkpoints = engine._config.activation_checkpointing_config
+    _refuse(
+        {
+            "activation checkpoints that wait for the device (synchronize_checkpoint_boundary)": (
+                checkpointing.SYNCHRONIZE or checkpoints.synchronize_checkpoint_boundary
+            ),
+            "contiguous activation checkpoints (contiguous_memory_optimization)": (
+                checkpointing.CONTIGUOUS_CHECKPOINTING or checkpoints.contiguous_memory_optimization
+            ),
+            "comms_logger, which waits for the device": (
+                engine._config.comms_config.comms_logger_enabled
+            ),
+        }
+    )
+
+
+def _refuse(not_run: Mapping[str, bool]) -> None:
     found = [name for name, used in not_run.items() if used]
     if found:
         raise UnsupportedEngineError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,11 +25,7 @@ from envpipe_megatron.integrations.deepspeed.engine import (
     check_engine,
 )
 from envpipe_megatron.integrations.job import Job, JobFacts, Placement, close_at_exit
-from envpipe_megatron.integrations.options import (
-    Options,
-    check_files,
-    make_output_folder,
-)
+from envpipe_megatron.integrations.options import Options, prepare_files
 from envpipe_megatron.integrations.settings import read_settings
 from envpipe_megatron.sidecar import Sidecar
 
@@ -71,9 +66,7 @@ def initialize(
             remedy="Make it one, or train without EnvPipe.",
         )
     options = read_settings(settings, num_stages=model.num_stages, on_gpu=torch.cuda.is_available())
-    make_output_folder(options)
-    if os.environ.get("RANK", "0") == "0":
-        check_files(options, model.num_stages)
+    prepare_files(options, model.num_stages)
     engine, *others = deepspeed.initialize(**given)
     return begin(engine, options, parsed_config(given)), *others
 
@@ -151,6 +144,9 @@ def _facts(engine: Any, config: Mapping[str, Any], sequence_length: int | None) 
             "deepspeed": deepspeed.__version__,
             "deepspeed_config": json.dumps(config, sort_keys=True, default=str),
             "parameters": int(elements),
+            "dtypes": sorted({str(parameter.dtype) for parameter in engine.module.parameters()}),
+            "activation_checkpoint_interval": engine.module.activation_checkpoint_interval,
+            "dynamic_shape": engine.dynamic_shape,
             "layers_of_stages": [int(first) for first in engine.module.parts],
             "world_size": dist.get_world_size(),
         },

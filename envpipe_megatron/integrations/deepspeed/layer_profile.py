@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import time
 from collections.abc import Callable, Sequence
@@ -75,7 +76,9 @@ def profile_layers(
 ) -> None:
     """Run each layer alone, forward and backward, and write a layer CSV for `time:FILE`.
 
-    The loss counts as a part of the last layer. One layer is on the device at a time.
+    The loss counts as a part of the last layer. One layer is on the device at a time, a copy where
+    the pipeline has a module in place of a spec. Specs are built in torch's default type: set that
+    to the one that is trained in.
 
     Args:
         layers: a PipelineModule's: specs, modules or functions.
@@ -123,6 +126,8 @@ def _on_device(layer: Any, device: torch.device) -> Callable[..., Any]:
             forward_fn = layer.forward_fn
             return lambda inputs: forward_fn(built, inputs)
         layer = built
+    elif isinstance(layer, torch.nn.Module):
+        layer = copy.deepcopy(layer)
     function: Callable[..., Any] = layer.to(device) if isinstance(layer, torch.nn.Module) else layer
     return function
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations import options as _options
+from envpipe_megatron.integrations import flags
 from envpipe_megatron.integrations.hooking import (
     NEEDED_BY_ITERATION,
     HookError,
@@ -31,7 +31,7 @@ from envpipe_megatron.integrations.megatron_lm.job import make_job
 from envpipe_megatron.integrations.megatron_lm.refusals import check_supported
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.refusals import RefusedError
-from envpipe_megatron.integrations.reporting import IntervalReport, end_of_job
+from envpipe_megatron.integrations.reporting import IntervalReport
 
 _NEEDED = ("validate", "begin_training", "begin_step", "forward_backward", "end_step", "log")
 
@@ -52,7 +52,7 @@ _state = _State()
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the options that go with --envpipe."""
-    _options.add_arguments(group)
+    flags.add_arguments(group)
 
 
 def validate(args: argparse.Namespace) -> None:
@@ -186,14 +186,12 @@ def end_training() -> None:
     """Give clocks back, and print the bill; Megatron gets its own function again."""
     job = _running()
     _hooked_schedules().envpipe_hook = None
-    job.session.gather(job.session.lap())  # what no log line told yet
+    job.end()
     _close()
     if job.options.profile_only and job.session.state.profile is None:
         raise HookError(
             "Training ended before every stage was profiled", remedy="Raise --train-iters."
         )
-    for line in end_of_job(job.session, job.collectives, job.options.output_dir):
-        _say(line)
 
 
 def _quiet_energy_monitor() -> None:
