@@ -1,8 +1,8 @@
 """A rank that trains small pipelines by DeepSpeed's own engine, and again by EnvPipe's orders.
 
-Started by torchrun with DS_ACCELERATOR=cpu. Args: a folder and names of `CASES`, or `loop of` a
-model. Each rank leaves `rank-<n>.json`: by case and run the losses, a digest of the weights, and
-what EnvPipe did.
+Started by torchrun with DS_ACCELERATOR=cpu. Args: a folder, a number of steps, and names of `CASES`
+or `loop of` a model. Each rank leaves `rank-<n>.json`: by case and run the losses, a digest of the
+weights, and what EnvPipe did.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor
 from envpipe_megatron.schedule import Kind
 
 MICROBATCHES, MICROBATCH, LENGTH = 6, 2, 5
-STEPS = 10
 TIMES_S = {Kind.FORWARD: 0.02, Kind.BACKWARD: 0.04}
 SHAPE = models.TransformerShape(
     num_layers=4,
@@ -208,13 +207,15 @@ def make_engine(case: Case, settings: dict[str, Any] | None) -> Any:
     return engine
 
 
-def train(jobs: FastJobs, case: Case, settings: dict[str, Any] | None) -> dict[str, Any]:
+def train(
+    jobs: FastJobs, case: Case, settings: dict[str, Any] | None, num_steps: int
+) -> dict[str, Any]:
     engine = make_engine(case, settings)
     assert isinstance(engine, EnvPipeEngine) is (settings is not None)
     if settings is not None:
         jobs.follow(engine)
     data = batches(case.model, case.vary)
-    losses = [engine.train_batch(data).item() for _ in range(STEPS - 1)]
+    losses = [engine.train_batch(data).item() for _ in range(num_steps - 1)]
     evaluated = engine.eval_batch(data).item()
     refused = ""
     if settings is not None:
@@ -257,7 +258,7 @@ def train_in_full(jobs: FastJobs, folder: Path, model: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    folder, *names = sys.argv[1:]
+    folder, steps, *names = sys.argv[1:]
     os.chdir(folder)
     deepspeed.ops.__compatible_ops__.clear()  # else each machine compiles some first
     deepspeed.init_distributed("gloo")
@@ -276,7 +277,7 @@ def main() -> None:
             results[name] = train_in_full(jobs, Path(folder), name.removeprefix("loop of "))
             continue
         case = CASES[name]
-        results[name] = {"own": train(jobs, case, None)}
+        results[name] = {"own": train(jobs, case, None, int(steps))}
         for run in case.runs:
             settings = {
                 **RUNS[run],
@@ -287,7 +288,7 @@ def main() -> None:
                 settings["plan"] = f"{folder}/{settings['plan']}"
             if settings.get("type") == "baseline":
                 del settings["profile"]
-            results[name][run] = train(jobs, case, settings)
+            results[name][run] = train(jobs, case, settings, int(steps))
     Path(folder, f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
     dist.barrier()
 

@@ -60,7 +60,7 @@ def results(job: Job) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("num_nodes", [2, pytest.param(4, marks=full)])
+@pytest.mark.parametrize("num_nodes", [pytest.param(number, marks=full) for number in (2, 4)])
 def test_nodes_train_as_one_does(num_nodes):
     with network(num_nodes) as hosts, new_job() as many, new_job() as one:
         assert all(host.interfaces() == ["lo", INTERFACE] for host in hosts)

@@ -1,4 +1,4 @@
-"""Two nodes on loopback under `envpipe launch`: one bill, to the last joule of every counter."""
+"""Two nodes under `envpipe launch`: one bill, to the last joule of every counter."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 
 import pytest
+from networks import needs_namespaces, network
 from nodes import assert_equals_counters, full, new_job, summed
 from plain_job import PLANNED_MHZ
 
@@ -19,10 +20,28 @@ def by_rank(bill: dict) -> list:
     return sorted(bill["gpus"], key=lambda gpu: gpu["rank"])
 
 
-@pytest.mark.parametrize("per_node", [1, pytest.param(2, marks=full)])
-def test_two_nodes_get_one_bill(per_node):
+@pytest.fixture
+def places(request):
+    """Where the two nodes are: both on loopback, or each a network namespace of its own."""
+    if request.param == "loopback":
+        yield {}, {}
+        return
+    with network(2) as hosts:
+        yield [host.place for host in hosts]
+
+
+@pytest.mark.parametrize(
+    ("places", "per_node"),
+    [
+        ("loopback", 1),
+        pytest.param("namespaces", 1, marks=needs_namespaces()),
+        pytest.param("loopback", 2, marks=full),
+    ],
+    indirect=["places"],
+)
+def test_two_nodes_get_one_bill(places, per_node):
     with new_job() as job:
-        a, b = job.node("a"), job.node("b")
+        a, b = (job.node(name, **place) for name, place in zip("ab", places, strict=True))
         for node in (a, b):
             node.add_gpus(*range(per_node))
         job.start_plain(ITERATIONS, per_node=per_node, price_per_kwh=0.2, bill_interval=4)
