@@ -8,7 +8,7 @@ import os
 import pytest
 from guard_rounds import FAULTS, Node, play
 
-ROUNDS = 20
+ROUNDS = 8
 
 
 @pytest.fixture(scope="module")
