@@ -96,11 +96,14 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A pipeline, and which of EnvPipe's runs are held against DeepSpeed's own."""
+    """A pipeline, and which of EnvPipe's runs are held against DeepSpeed's own.
+
+    Without a number of stages, one on each rank.
+    """
 
     model: str
     runs: tuple[str, ...]
-    num_stages: int = 4
+    num_stages: int = field(default_factory=lambda: int(os.environ["WORLD_SIZE"]))
     tensor_parallel: int = 1
     vary: bool = False
     partition: str = "uniform"
@@ -114,6 +117,7 @@ _BF16 = {
 }
 CASES = {
     "gpt2": Case("gpt2", ("ours balanced", "gpipe")),
+    "mask": Case("bert", ("auto optimal",)),
     "varying lengths": Case("gpt2", ("ours balanced",), vary=True, partition="type:GPT2Block"),
     "partitioned activations": Case(
         "bert", ("ours default",), num_stages=2, tensor_parallel=2, partition="parameters"
@@ -264,7 +268,7 @@ def main() -> None:
     deepspeed.init_distributed("gloo")
     jobs = FastJobs(Path(folder))
     if os.environ["RANK"] == "0":
-        for num_stages in (2, 4):
+        for num_stages in sorted({2, dist.get_world_size()}):
             profile = preset_profile("a100-sxm", num_stages, TIMES_S, (1305, 1110))
             profile.write(Path(folder, f"profile-{num_stages}.csv"))
         write_layers(Path(folder, "layers.csv"), [1.0] * 6 + [4.0])
