@@ -1,7 +1,7 @@
 """DeepSpeed's own engine, and EnvPipe's orders on it: the same results to the last bit.
 
-CI trains some models by some orders on two ranks; with ENVPIPE_DEEPSPEED_FULL=1 four ranks train all
-by all, with replicas and tensor parallelism, and run the whole loop.
+CI trains some models by some orders on two ranks; with ENVPIPE_DEEPSPEED_FULL=1 four ranks train
+all by all, with replicas and tensor parallelism, and run the whole loop.
 """
 
 from __future__ import annotations
