@@ -317,7 +317,8 @@ class TestDifferentGpus:
         if all(path.exists() for path in paths):
             profiles = [read_profile(path) for path in paths]
         else:
-            profiles = [modelled_profile(), modelled_profile(4, range(700, 1760, 35))]
+            slow = modelled_profile(4, range(700, 1760, 35), slowness=[2.2] * 4)
+            profiles = [modelled_profile(), slow]
         rows = [
             (stage, kind, row)
             for stage in range(4)
