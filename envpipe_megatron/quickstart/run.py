@@ -3,43 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import shutil
 import signal
-import socket
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from envpipe_megatron.gpu.emulated import reset_all
-from envpipe_megatron.gpu.emulated_store import ROOT_VARIABLE
 from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.quickstart.ranks import (
+    ended_like_ctrl_c,
+    events_of,
+    rank_environment,
+    started_ranks,
+    torchrun_command,
+)
 from envpipe_megatron.quickstart.results import write_results
 from envpipe_megatron.quickstart.settings import (
-    EVENT_MARK,
     RUNS,
     QuickstartError,
     Settings,
     load_text,
 )
 
-#: How long ranks get to give their clocks back before they are killed.
-_GRACE_S = 15.0
 #: All that a quickstart leaves in its folder; the first marks the folder as its own.
 _FILES = (
-    "settings.json", "text.bin", "log.txt", "energy.jsonl", "clocks.jsonl", "reconfigure.txt",
-    "profile.csv", "profile.json", "plan.json", "results.csv", "summary.json",
+    "settings.json", "text.bin", "log.txt", "energy.jsonl", "timeline.jsonl", "clocks.jsonl",
+    "reconfigure.txt", "profile.csv", "profile.json", "plan.json", "results.csv", "summary.json",
     "timeline_baseline.png", "timeline_envpipe.png", "energy_valley.png",
 )  # fmt: skip
 _EMULATED = "emulated"
+#: Folders that may stand beside them: the emulated GPUs, and what `envpipe report` makes.
+_FOLDERS = (_EMULATED, "report")
 
 
 @dataclass
@@ -80,7 +79,7 @@ def run_quickstart(settings: Settings, console: Console) -> None:
     )
     progressed = Progressed()
     try:
-        with _ended_like_ctrl_c(signal.SIGTERM, signal.SIGHUP):
+        with ended_like_ctrl_c(signal.SIGTERM, signal.SIGHUP):
             _train(settings, output, progressed, console)
     except BaseException as error:
         write_results(settings, output, progressed.iterations, progressed.results, console)
@@ -107,24 +106,6 @@ def _say(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-@contextlib.contextmanager
-def _ended_like_ctrl_c(*signals: signal.Signals) -> Iterator[None]:
-    """Let signals that would end this process at once interrupt it, so that it cleans up."""
-
-    def interrupt(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    # What somebody ignores (nohup) stays ignored.
-    handled = [s for s in signals if signal.getsignal(s) is signal.SIG_DFL]
-    for number in handled:
-        signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number in handled:
-            signal.signal(number, signal.SIG_DFL)
-
-
 def _check_installed() -> None:
     from importlib.util import find_spec
 
@@ -139,7 +120,7 @@ def _check_installed() -> None:
 def _clear(output: Path) -> None:
     """Remove an earlier quickstart's files; refuse a folder that holds anything else."""
     found = sorted(path.name for path in output.iterdir()) if output.exists() else []
-    foreign = [name for name in found if name not in (*_FILES, _EMULATED)]
+    foreign = [name for name in found if name not in (*_FILES, *_FOLDERS)]
     if foreign or (found and _FILES[0] not in found):
         raise QuickstartError(
             f"The output folder {output} holds what no quickstart left there",
@@ -149,41 +130,27 @@ def _clear(output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     for name in _FILES:
         (output / name).unlink(missing_ok=True)
-    if _EMULATED in found:
-        shutil.rmtree(output / _EMULATED)
+    for name in set(_FOLDERS) & set(found):
+        shutil.rmtree(output / name)
 
 
 def _train(settings: Settings, output: Path, progressed: Progressed, console: Console) -> None:
     emulated = output / _EMULATED
     log_path = output / "log.txt"
-    environment = {
-        **os.environ,
-        ROOT_VARIABLE: str(emulated.resolve()),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
-    # Peers are on this machine; gloo would look up its name otherwise, which may not resolve.
-    loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}  # Linux, macOS
-    if loopback:
-        environment.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-        "--nproc-per-node", str(settings.num_stages),
-        "--module", "envpipe_megatron.quickstart.worker", str(output / "settings.json"),
-    ]  # fmt: skip
+    module = "envpipe_megatron.quickstart.worker"
+    command = torchrun_command(
+        settings.num_stages, ["--module", module, str(output / "settings.json")]
+    )
     with (
         log_path.open("w") as log,
         _show_progress(settings, console) as show,
-        _started(command, environment, log, emulated, progressed.rank_pids) as ranks,
+        started_ranks(
+            command, rank_environment(emulated), log, emulated, progressed.rank_pids
+        ) as ranks,
     ):
-        assert ranks.stdout is not None
         try:
-            for line in ranks.stdout:
-                if line.startswith(EVENT_MARK):
-                    _take(json.loads(line[len(EVENT_MARK) :]), progressed, show)
-                else:
-                    log.write(line)
+            for event in events_of(ranks, log):
+                _take(event, progressed, show)
         except KeyboardInterrupt:
             show.stopping()
             raise
@@ -193,49 +160,6 @@ def _train(settings: Settings, output: Path, progressed: Progressed, console: Co
             f"A rank failed (exit code {code}); clocks are reset",
             remedy=f"The first error stands in {log_path}.",
         )
-
-
-@contextlib.contextmanager
-def _started(
-    command: list[str],
-    environment: dict[str, str],
-    log: IO[str],
-    emulated: Path,
-    rank_pids: Iterable[int],
-) -> Iterator[subprocess.Popen[str]]:
-    """The ranks under torchrun; when left, none runs any more and all clocks are reset."""
-    # A session of its own: Ctrl-C reaches this process alone, which then stops the ranks in order.
-    ranks = subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield ranks
-    finally:
-        try:
-            _stop(ranks, rank_pids)
-        finally:
-            if ranks.stdout:
-                ranks.stdout.close()  # a rank that is only starting ends when it wants to speak
-            reset_all(emulated)  # also what a rank that was killed left behind
-
-
-def _stop(ranks: subprocess.Popen[str], rank_pids: Iterable[int]) -> None:
-    if ranks.poll() is not None:
-        return
-    ranks.terminate()  # torchrun passes it on to the ranks, which give their clocks back
-    try:
-        ranks.wait(_GRACE_S)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C is impatience
-        ranks.kill()
-        for pid in rank_pids:  # torchrun cannot take them along any more
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-        ranks.wait()
 
 
 def _take(event: dict[str, Any], progressed: Progressed, show: _Shown) -> None:

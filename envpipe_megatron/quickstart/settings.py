@@ -94,9 +94,6 @@ class Settings:
 #: Bytes.
 VOCABULARY = 256
 
-#: What starts a line of a rank's standard output that is meant for the command.
-EVENT_MARK = "@envpipe "
-
 #: The two runs, as (name, type, scheduling, reconfiguring) in EnvPipe's words.
 RUNS = (
     ("baseline", "baseline", "1f1b", "default"),

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import json
 import os
-import signal
 import sys
 from dataclasses import asdict
 from datetime import timedelta
@@ -24,7 +21,8 @@ from envpipe_megatron.integrations.megatron_core import ForwardBackward
 from envpipe_megatron.integrations.megatron_cpu import use_cpu
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.quickstart import model as quickstart_model
-from envpipe_megatron.quickstart.settings import EVENT_MARK, RUNS, Settings
+from envpipe_megatron.quickstart import ranks
+from envpipe_megatron.quickstart.settings import RUNS, Settings
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor, Fidelity
 from envpipe_megatron.runtime.links import make_channel
@@ -37,12 +35,7 @@ _TIMEOUT = timedelta(seconds=60)
 
 def emit(event: str, **fields: Any) -> None:
     """Tell the command something."""
-    line = EVENT_MARK + json.dumps({"event": event, **fields}) + "\n"
-    # One rank at a time: what is longer than a pipe takes at once would mix with others' lines.
-    with Path(sys.argv[1]).open() as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        sys.stdout.write(line)
-        sys.stdout.flush()
+    ranks.emit(Path(sys.argv[1]), event, **fields)
 
 
 class QuickstartRank:
@@ -224,14 +217,9 @@ def _digest(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _stop(signum: int, frame: Any) -> None:
-    """Leave through the `finally` blocks, which give the clocks back."""
-    raise SystemExit(128 + signum)
-
-
 def main() -> None:
     """Run as one rank under torchrun: `worker.py SETTINGS.json`."""
-    signal.signal(signal.SIGTERM, _stop)
+    ranks.leave_on_sigterm()
     emit("rank", run="", pid=os.getpid())
     settings = Settings.read(Path(sys.argv[1]))
     torch.set_num_threads(1)

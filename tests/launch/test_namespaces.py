@@ -14,7 +14,8 @@ from changed_preset import write_changed_preset
 from networks import INTERFACE, needs_namespaces, network
 from nodes import Job, assert_equals_counters, full, new_job, summed
 
-from envpipe_megatron.quickstart.settings import EVENT_MARK, RUNS, Settings
+from envpipe_megatron.quickstart.ranks import EVENT_MARK
+from envpipe_megatron.quickstart.settings import RUNS, Settings
 
 pytestmark = [pytest.mark.xdist_group("launch"), needs_namespaces()]
 

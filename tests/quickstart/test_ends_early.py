@@ -20,7 +20,7 @@ from quickstart_helpers import (
 )
 from rich.console import Console
 
-from envpipe_megatron.quickstart import run as quickstart_run
+from envpipe_megatron.quickstart import ranks as quickstart_ranks
 from envpipe_megatron.quickstart.run import run_quickstart
 from envpipe_megatron.quickstart.settings import QuickstartError
 
@@ -117,7 +117,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("impatient", [True, False], ids=["second Ctrl-C", "grace is over"])
 def test_ranks_that_do_not_end_when_asked_are_killed(tmp_path, monkeypatch, impatient):
-    monkeypatch.setattr(quickstart_run, "_GRACE_S", 60.0 if impatient else 0.2)
+    monkeypatch.setattr(quickstart_ranks, "GRACE_S", 60.0 if impatient else 0.2)
     script = tmp_path / "stubborn.py"
     script.write_text(STUBBORN)
     pids = []
@@ -128,7 +128,7 @@ def test_ranks_that_do_not_end_when_asked_are_killed(tmp_path, monkeypatch, impa
         command = [sys.executable, str(script)]
         with (
             (tmp_path / "log").open("w") as log,
-            quickstart_run._started(command, dict(os.environ), log, tmp_path, pids) as ranks,
+            quickstart_ranks.started_ranks(command, dict(os.environ), log, tmp_path, pids) as ranks,
         ):
             pids.append(int(ranks.stdout.readline()))
             if impatient:
@@ -154,7 +154,7 @@ def test_other_signals_end_a_quickstart_as_ctrl_c_does(number):
     before = signal.getsignal(number)
 
     def told_to_end():
-        with quickstart_run._ended_like_ctrl_c(number):
+        with quickstart_ranks.ended_like_ctrl_c(number):
             os.kill(os.getpid(), number)
             time.sleep(5)
 
@@ -166,7 +166,7 @@ def test_other_signals_end_a_quickstart_as_ctrl_c_does(number):
 def test_a_signal_that_is_ignored_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with quickstart_run._ended_like_ctrl_c(signal.SIGHUP):
+        with quickstart_ranks.ended_like_ctrl_c(signal.SIGHUP):
             os.kill(os.getpid(), signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
