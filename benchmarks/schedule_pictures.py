@@ -1,0 +1,212 @@
+"""The pictures and the table of docs/schedules.md: one job in every order, by the simulator.
+
+Four stages, eight microbatches, a forward of 50 ms and a backward of 100 ms at full clock on every
+stage. The GPU is emulated: the A100 SXM preset, which is fitted to a published profile. Messages
+and changes of clock take no time here.
+
+Run from the checkout:
+
+    python benchmarks/schedule_pictures.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from PIL import Image
+
+from envpipe_megatron import builders
+from envpipe_megatron.conditions import make_conditions
+from envpipe_megatron.gpu.overrides import sweep_range
+from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.plan import Plan, max_frequencies
+from envpipe_megatron.policies.optimal import Optimizer
+from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.profile import Profile, ProfileRow, make_profile
+from envpipe_megatron.report.plots import default_frequency_range_mhz, plot_timeline
+from envpipe_megatron.schedule import Kind, Schedule, unit
+
+GPU = "a100-sxm"
+STAGES, MICROBATCHES, CHUNKS = 4, 8, 2
+UNIT_TIME_S = {Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1}
+#: The time axis of all pictures ends so much after 1F1B.
+_AXIS_MARGIN = 1.06
+_PALETTE = 256
+_COLUMNS = (
+    "order",
+    "clocks",
+    "iteration time (s)",
+    "bubble (% of GPU time)",
+    "peak in flight, by stage",
+    "energy (J)",
+    "saved against 1F1B (%)",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table.
+
+    Args:
+        order: name of the order of units.
+        clocks: how units got their frequencies.
+        plan: what runs.
+        picture: file name of its picture without suffix; None for a line without one.
+    """
+
+    order: str
+    clocks: str
+    plan: Plan
+    picture: str | None = None
+
+    @property
+    def bubble_percent(self) -> float:
+        """The share of all GPUs' time in which no unit runs."""
+        busy_s = float(self.plan.timeline.duration_s.sum())
+        return 100 * (1 - busy_s / (STAGES * self.plan.cost.iteration_time_s))
+
+    @property
+    def peak_in_flight(self) -> tuple[float, ...]:
+        """[num_stages] microbatches held; a chunk's activations count as a part of a stage's."""
+        schedule = self.plan.schedule
+        return tuple(peak / schedule.num_chunks for peak in schedule.peak_in_flight)
+
+
+@click.command()
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("docs/pictures"),
+    show_default=True,
+    help="Folder for the pictures.",
+)
+def main(output: Path) -> None:
+    """Draw the pictures of docs/schedules.md and print its table."""
+    cases = make_cases()
+    output.mkdir(parents=True, exist_ok=True)
+    draw(cases, output)
+    click.echo(table(cases))
+
+
+def make_cases() -> list[Case]:
+    """Every order, with full clocks or planned ones."""
+    profile = emulated_profile()
+    conditions = make_conditions(profile, blocking_power_w=load_preset(GPU).wait_power_w)
+
+    def full(schedule: Schedule) -> Plan:
+        priced = profile.for_chunks(schedule.num_chunks)
+        return Plan("baseline", schedule, max_frequencies(schedule, priced), priced, conditions)
+
+    gpipe = full(builders.gpipe(STAGES, MICROBATCHES))
+    one_f_one_b = full(builders.one_f_one_b(STAGES, MICROBATCHES))
+    interleaved = full(builders.interleaved(STAGES, MICROBATCHES, CHUNKS))
+
+    time_s = one_f_one_b.cost.iteration_time_s
+
+    def optimal(plan: Plan, deadline_s: float) -> Plan:
+        return Optimizer(plan.schedule, plan.profile, plan.conditions).plan(deadline_s)
+
+    def joint(max_extra_forwards: int | None = None) -> Plan:
+        request = PlanRequest(
+            MICROBATCHES, schedule="auto", policy="optimal", conditions=conditions,
+            max_extra_forwards=max_extra_forwards,
+        )  # fmt: skip
+        return make_plan(profile, request).plan
+
+    envelope = PlanRequest(
+        MICROBATCHES, schedule="envpipe", policy="envelope", reconfigure="balanced",
+        conditions=conditions,
+    )  # fmt: skip
+    full_clock, same_time = "full", "optimal, in 1F1B's time"
+    own_time_s = interleaved.cost.iteration_time_s
+    return [
+        Case("no pipelining", full_clock, full(one_at_a_time()), "no_pipelining"),
+        Case("GPipe", full_clock, gpipe, "gpipe"),
+        Case("GPipe", same_time, optimal(gpipe, time_s)),
+        Case("1F1B", full_clock, one_f_one_b, "1f1b"),
+        Case("1F1B", same_time, optimal(one_f_one_b, time_s)),
+        Case("interleaved", full_clock, interleaved, "interleaved"),
+        Case("interleaved", "optimal, in its own time", optimal(interleaved, own_time_s)),
+        Case("interleaved", same_time, optimal(interleaved, time_s)),
+        Case("EnvPipe's", "envelope, balanced", make_plan(profile, envelope).plan, "envpipe"),
+        Case("joint, at most one extra forward", same_time, joint(1)),
+        Case("joint", same_time, joint(), "joint"),
+    ]
+
+
+def emulated_profile() -> Profile:
+    """What profiling four equal stages on such a GPU would give, without noise."""
+    preset = load_preset(GPU)
+    rows = []
+    for mhz in sweep_range(preset.supported_frequencies_mhz, preset.control):
+        for kind, time_at_max_s in UNIT_TIME_S.items():
+            time_s = preset.unit_time_s(kind.value, mhz, time_at_max_s)
+            row = ProfileRow(mhz, time_s, time_s * preset.busy_power_w(kind.value, mhz))
+            rows += [(stage, kind, row) for stage in range(STAGES)]
+    return make_profile(rows, source=f"emulated {preset.gpu}")
+
+
+def one_at_a_time() -> Schedule:
+    """Each microbatch goes forth and back before the next one starts: only one stage works."""
+    order = tuple(unit(kind, m) for m in range(MICROBATCHES) for kind in Kind)
+    return Schedule("no pipelining", MICROBATCHES, 1, (order,) * STAGES)
+
+
+def draw(cases: Iterable[Case], folder: Path) -> None:
+    """Write a PNG for each case that has one, all on the same axes and colours."""
+    drawn = {case.picture: case for case in cases if case.picture}
+    axis_s = _AXIS_MARGIN * drawn["1f1b"].plan.cost.iteration_time_s
+    ranges_mhz = [default_frequency_range_mhz(case.plan) for case in drawn.values()]
+    range_mhz = min(low for low, _ in ranges_mhz), max(high for _, high in ranges_mhz)
+    for name, case in drawn.items():
+        path = folder / f"{name}.png"
+        plot_timeline(
+            case.plan,
+            path,
+            title=f"Order: {case.order}. Clocks: {case.clocks}.",
+            note=_note(case, axis_s),
+            x_max_s=axis_s,
+            frequency_range_mhz=range_mhz,
+        )
+        # A palette: half the bytes, and a page of six pictures loads at once.
+        with Image.open(path) as picture:
+            picture.quantize(colors=_PALETTE).save(path, optimize=True)
+
+
+def _note(case: Case, axis_s: float) -> str | None:
+    if case.plan.cost.iteration_time_s > axis_s:
+        return "cut at the right: the other microbatches follow in the same way"
+    if case.plan.schedule.num_chunks > 1:
+        return f"F3.1 is chunk 1 of microbatch 3; in flight are chunks, {CHUNKS} to a stage"
+    return None
+
+
+def table(cases: Iterable[Case]) -> str:
+    """The cases as a table in Markdown."""
+    cases = list(cases)
+    reference = next(case.plan.cost for case in cases if case.picture == "1f1b")
+    lines = [_line(_COLUMNS), "| --- | --- | ---: | ---: | --- | ---: | ---: |"]
+    for case in cases:
+        cost = case.plan.cost
+        cells = (
+            case.order,
+            case.clocks,
+            f"{cost.iteration_time_s:.3f}",
+            f"{case.bubble_percent:.1f}",
+            ", ".join(f"{peak:g}" for peak in case.peak_in_flight),
+            f"{cost.energy_j:.0f}",
+            f"{round(cost.saving_percent(reference), 1) + 0.0:.1f}",  # never -0.0
+        )
+        lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

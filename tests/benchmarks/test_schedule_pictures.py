@@ -1,0 +1,54 @@
+"""The page on schedules says what the simulator says, and each of its pictures is there."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from envpipe_megatron.schedule import Kind
+
+pytest.importorskip("matplotlib")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import schedule_pictures
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return schedule_pictures.make_cases()
+
+
+def test_the_table_of_the_page_is_that_of_the_simulator(cases):
+    page = PAGE.read_text(encoding="utf-8").splitlines()
+    for line in schedule_pictures.table(cases).splitlines():
+        words = NUMBER.sub("#", line)
+        (said,) = [other for other in page if NUMBER.sub("#", other) == words]
+        # Equal energies have several plans; solvers may differ in the last figure.
+        assert numbers(said) == pytest.approx(numbers(line), rel=2e-3, abs=0.11)
+
+
+def test_one_at_a_time_has_exactly_one_stage_at_work(cases):
+    plan = cases[0].plan
+    pairs = sum(schedule_pictures.UNIT_TIME_S[kind] for kind in Kind)
+    assert plan.cost.iteration_time_s == pytest.approx(
+        schedule_pictures.STAGES * schedule_pictures.MICROBATCHES * pairs
+    )
+    assert cases[0].bubble_percent == pytest.approx(100 * (1 - 1 / schedule_pictures.STAGES))
+
+
+def test_every_picture_is_drawn_and_shown_on_the_page(cases, tmp_path):
+    few = [case for case in cases if case.picture in ("1f1b", "no_pipelining")]
+    schedule_pictures.draw(few, tmp_path)
+    assert {path.stem for path in tmp_path.iterdir()} == {"1f1b", "no_pipelining"}
+    page = PAGE.read_text(encoding="utf-8")
+    for case in cases:
+        if case.picture:
+            assert f"](pictures/{case.picture}.png)" in page
+            assert (PAGE.parent / "pictures" / f"{case.picture}.png").is_file()
+
+
+def numbers(line):
+    return [float(number) for number in NUMBER.findall(line)]
