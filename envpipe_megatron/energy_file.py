@@ -92,6 +92,7 @@ class EnergyWindow:
         first_iteration: of the job, None where the line does not say; the others likewise.
         energy_uncertainty_j: None where it is not known.
         shares_s: seconds of `SHARES`, None where they are not known.
+        begin_s: on the time base of the GPU, None where the line does not say.
     """
 
     node: str
@@ -107,6 +108,7 @@ class EnergyWindow:
     duration_s: float
     energy_uncertainty_j: float | None
     shares_s: tuple[float, ...] | None
+    begin_s: float | None = None
 
     @property
     def gpu_key(self) -> tuple[str, str]:
@@ -264,6 +266,7 @@ def _parse(data: Any) -> EnergyWindow:
         duration_s=_amount(data["duration_s"]),
         energy_uncertainty_j=None if uncertainty_j is None else _amount(uncertainty_j),
         shares_s=None if None in shares else tuple(_amount(share) for share in shares),
+        begin_s=None if data.get("begin_s") is None else _amount(data["begin_s"]),
     )
 
 

@@ -34,6 +34,7 @@ from envpipe_megatron.runtime.preparing import prepare, without_control
 from envpipe_megatron.runtime.rank_clock import RankClock, make_everywhere
 from envpipe_megatron.runtime.resuming import Resumed, resume
 from envpipe_megatron.runtime.stage_run import StageRun
+from envpipe_megatron.runtime.timeline_log import TimelineLog
 from envpipe_megatron.runtime.training_energy import TrainingEnergy
 from envpipe_megatron.schedule import Schedule
 
@@ -155,6 +156,7 @@ class Session:
             self._resumed.baseline,
             self.describe_job,
         )
+        self._timeline = TimelineLog(self._files.appender("timeline"), self._labels)
         self._phases: PhaseRun[None] | None = None
         self._order: IterationOrder | None = None
         #: The last iteration, which the phases have not been told of yet.
@@ -313,6 +315,7 @@ class Session:
             if self._agent is not None:
                 last.callback(self._agent.close)
             last.callback(self.energy_log.close)
+            last.callback(self._timeline.close)
             last.callback(self.executor.let_counter_refresh)
             last.callback(self._tell_of_clocks)
             self._rank_clock.close()
@@ -347,6 +350,8 @@ class Session:
         self._memory.units_ended()
         phase, receives = run.order.phase, run.order.schedule.receives[self._stage]
         self._energy.add(phase, self.state.iteration, record, receives)
+        clocks_mhz = run.frequencies_mhz if self._controlled else None
+        self._timeline.add(phase, self.state.iteration, record, run.executed, clocks_mhz)
         self.state.iterations.append((phase, record.iteration_time_s, record.wall_time_s))
         return record
 

@@ -1,0 +1,116 @@
+"""The timeline of one rank: recorded iterations, written while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from envpipe_megatron.energy_file import Phase
+from envpipe_megatron.runtime.executor import StageRecord
+from envpipe_megatron.timeline_file import TIMELINE_FORMAT, is_recorded
+
+logger = logging.getLogger(__name__)
+
+#: Iterations that wait for a slow disk; of more, those that come while it is slow are left out.
+_MOST_WAITING = 256
+#: How long the end of a job waits for a disk.
+_JOIN_S = 5.0
+
+
+class TimelineLog:
+    """Appends the recorded iterations of one rank to a file, on a thread of its own.
+
+    Training never waits for it: a disk that hangs costs lines, a full one ends the log.
+
+    Args:
+        append: takes each line, and may raise OSError; None where nothing is recorded.
+        labels: what every line says of this rank's GPU.
+    """
+
+    def __init__(
+        self, append: Callable[[dict[str, Any]], None] | None, labels: Mapping[str, object]
+    ) -> None:
+        self._append = append
+        self._labels = dict(labels)
+        self._seen: Counter[Phase] = Counter()
+        self._left_out = 0
+        #: None is behind the last line.
+        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(_MOST_WAITING)
+        self._thread: threading.Thread | None = None
+        if append is not None:
+            self._thread = threading.Thread(
+                target=self._write, name="envpipe-timeline", daemon=True
+            )
+            self._thread.start()
+
+    def add(
+        self,
+        phase: Phase,
+        iteration: int,
+        record: StageRecord,
+        executed: list[str],
+        frequencies_mhz: list[int] | None,
+    ) -> None:
+        """An iteration has run; returns at once.
+
+        Args:
+            phase: of the iteration.
+            iteration: its number in the job.
+            record: what this stage measured.
+            executed: the units as plans write them, in the order in which they ran.
+            frequencies_mhz: what was requested for each; None where no clock is controlled.
+        """
+        index = self._seen[phase]
+        self._seen[phase] += 1
+        if self._append is None or not is_recorded(phase, index):
+            return
+        start_us, end_us = (
+            np.rint(1e6 * times_s).astype(np.int64).tolist()
+            for times_s in (record.start_s, record.end_s)
+        )
+        line = {
+            "format": TIMELINE_FORMAT,
+            **self._labels,
+            "phase": phase.value,
+            "iteration": iteration,
+            "begin_s": record.begin_s,
+            "iteration_time_s": record.iteration_time_s,
+            "units": " ".join(executed),
+            "start_us": start_us,
+            "end_us": end_us,
+        }
+        if frequencies_mhz is not None:
+            line["frequency_mhz"] = frequencies_mhz
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._left_out += 1
+
+    def close(self) -> None:
+        """Write what is left; a disk that hangs is left behind."""
+        if self._thread is None:
+            return
+        try:
+            self._lines.put(None, timeout=_JOIN_S)
+        except queue.Full:
+            logger.error("The timeline is not complete: its file cannot be written any more")
+            return
+        self._thread.join(_JOIN_S)
+        if self._left_out:
+            logger.warning("The timeline lacks %d iterations: its disk is slow", self._left_out)
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            if self._append is None:
+                continue  # the queue is emptied all the same, so that `close` need not wait
+            try:
+                self._append(line)
+            except OSError as error:
+                logger.error("The timeline ends, training goes on: %s", error)
+                self._append = None

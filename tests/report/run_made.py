@@ -1,0 +1,71 @@
+"""Timelines and windows of a job that was never run: those of a plan, shifted on."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from envpipe_megatron import builders
+from envpipe_megatron.energy_file import EnergyWindow
+from envpipe_megatron.timeline import Timeline
+from envpipe_megatron.timeline_file import GpuLabels, RankIteration
+
+FORWARD_S, BACKWARD_S = 0.010, 0.020
+
+
+def labels(stage, node="n1", run=""):
+    return GpuLabels(node, "NVIDIA A100", f"GPU-{stage}", stage, stage, run)
+
+
+def iterations(
+    stages=3, microbatches=4, phases=("warm-up", "steady"), begin_s=100.0, nodes=None, run=""
+):
+    """One iteration of 1F1B a phase; a stage may be on another node, whose clock is ahead."""
+    schedule = builders.one_f_one_b(stages, microbatches)
+    timeline = Timeline(schedule, np.where(schedule.is_backward, BACKWARD_S, FORWARD_S))
+    length_s = timeline.iteration_time_s
+    made = []
+    for index, phase in enumerate(phases):
+        for stage in range(stages):
+            node, ahead_s = (nodes or {}).get(stage, ("n1", 0.0))
+            clock = 1410 if phase == "warm-up" else 1200
+            made.append(
+                RankIteration(
+                    labels(stage, node, run),
+                    phase,
+                    index,
+                    begin_s + ahead_s + index * length_s,
+                    length_s,
+                    " ".join(schedule.labels()[stage]),
+                    np.rint(1e6 * timeline.start_s[stage]).astype(np.int64),
+                    np.rint(1e6 * timeline.end_s[stage]).astype(np.int64),
+                    np.full(schedule.units_per_stage, clock),
+                )
+            )
+    return made
+
+
+def windows(recorded, power_w=200.0):
+    """One a recorded iteration, as if each were metered alone."""
+    return [
+        EnergyWindow(
+            node=one.labels.node,
+            gpu_uid=one.labels.gpu_uid,
+            gpu=one.labels.gpu,
+            rank=one.labels.rank,
+            stage=one.labels.stage,
+            run=one.labels.run,
+            phase=one.phase,
+            first_iteration=one.iteration,
+            last_iteration=one.iteration,
+            energy_j=power_w * one.iteration_time_s,
+            duration_s=one.iteration_time_s,
+            energy_uncertainty_j=0.1,
+            shares_s=(
+                0.5 * one.iteration_time_s,
+                0.3 * one.iteration_time_s,
+                0.2 * one.iteration_time_s,
+            ),
+            begin_s=one.begin_s,
+        )
+        for one in recorded
+    ]

@@ -1,0 +1,149 @@
+"""A trace keeps the rules of its format, and says what was measured."""
+
+import gzip
+import json
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+import run_made
+
+from envpipe_megatron.report.trace import write_trace
+from envpipe_megatron.timeline_file import ClockSamples, TimelineLogs
+
+NODES = {2: ("n2", 5000.0)}  # whose clock began long before
+
+
+def traced(path, timelines, windows=(), **options):
+    facts = write_trace(path, timelines, windows, **options)
+    return facts, json.loads(gzip.open(path).read())["traceEvents"]
+
+
+@pytest.fixture
+def made():
+    return run_made.iterations(nodes=NODES)
+
+
+def check_format(events):
+    """What viewers ask of events: their fields, and slices of a thread one behind another."""
+    ends = defaultdict(int)
+    for event in events:
+        assert {"ph", "pid", "name"} <= event.keys(), event
+        assert isinstance(event["name"], str)
+        if event["ph"] == "M":
+            assert event["args"]
+        elif event["ph"] == "C":
+            assert type(event["ts"]) is int
+            assert all(type(value) in (int, float) for value in event["args"].values())
+        else:
+            assert event["ph"] == "X"
+            assert min(event["ts"], event["dur"]) >= 0
+            thread = event["pid"], event["tid"]
+            assert event["ts"] >= ends[thread], event
+            ends[thread] = event["ts"] + event["dur"]
+
+
+def names(events, kind="process_name"):
+    return {e["pid"]: e["args"]["name"] for e in events if e["name"] == kind and e["tid"] == 0}
+
+
+def units_of(events, pid):
+    return [e for e in events if e["ph"] == "X" and e["pid"] == pid]
+
+
+def test_every_unit_of_every_gpu_is_a_slice_at_its_time(tmp_path, made):
+    facts, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(made)))
+    check_format(events)
+    assert facts.units == 2 * 3 * 8
+    assert names(events) == {
+        0: "job",
+        1: "n1 · stage 0 · rank 0 · NVIDIA A100",
+        2: "n1 · stage 1 · rank 1 · NVIDIA A100",
+        3: "n2 · stage 2 · rank 2 · NVIDIA A100",
+    }
+    for stage in range(3):
+        slices = units_of(events, stage + 1)
+        own = [one for one in made if one.labels.stage == stage]
+        assert [s["name"] for s in slices] == " ".join(one.order for one in own).split()
+        # On one axis: the node whose clock is ahead is brought back.
+        shift_us = round(1e6 * own[1].iteration_time_s)
+        starts = [*own[0].start_us, *(own[1].start_us + shift_us)]
+        assert [s["ts"] for s in slices] == pytest.approx(starts, abs=1)
+        assert [s["dur"] for s in slices] == pytest.approx(
+            [*(own[0].end_us - own[0].start_us)] * 2, abs=1
+        )
+        first, last = slices[0], slices[-1]
+        assert first["cat"] == "warm-up"
+        assert first["args"] == {"microbatch": 0, "MHz": 1410, "iteration": 0}
+        assert last["cat"] == "steady"
+        assert last["args"] == {"microbatch": 3, "MHz": 1200, "iteration": 1}
+
+
+def test_the_job_has_its_phases_and_iterations(tmp_path, made):
+    _, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(made)))
+    slices = units_of(events, 0)
+    assert [(s["tid"], s["name"]) for s in slices] == [
+        (1, "warm-up"), (1, "steady"), (2, "0"), (2, "1"),
+    ]  # fmt: skip
+
+
+def test_counters_tell_clock_and_power_of_each_gpu(tmp_path, made):
+    seen = ClockSamples(made[0].labels, (100.01, 100.2), (1410, 1200), (1395, 1200))
+    _, events = traced(
+        tmp_path / "t.json.gz", TimelineLogs(tuple(made), (seen,)), run_made.windows(made, 250.0)
+    )
+    check_format(events)
+    told = defaultdict(list)
+    for event in events:
+        if event["ph"] == "C":
+            told[event["pid"], event["name"]].append((event["ts"], event["args"]["value"]))
+    length_us = round(1e6 * made[0].iteration_time_s)
+    for pid in (1, 2, 3):
+        # The second iteration's clock is requested when it begins, and once.
+        assert told[pid, "SM clock requested (MHz)"] == [(0, 1410), (length_us, 1200)]
+        assert told[pid, "power (W)"] == [
+            (0, pytest.approx(250)),
+            (length_us, pytest.approx(250)),
+        ]
+    assert told[1, "SM clock observed (MHz)"] == [(10_000, 1395), (200_000, 1200)]
+    assert (2, "SM clock observed (MHz)") not in told
+
+
+def test_a_gpu_that_was_only_metered_has_its_power(tmp_path, made):
+    agent = replace(run_made.windows(made[:1])[0], gpu_uid="GPU-spare", rank=None, stage=None)
+    _, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(made)), [agent])
+    pid = next(pid for pid, name in names(events).items() if "GPU-spare" in name)
+    assert [e["name"] for e in events if e["pid"] == pid and e["ph"] == "C"] == ["power (W)"]
+
+
+def test_a_trace_that_is_too_long_keeps_the_same_iterations_of_all_gpus(tmp_path):
+    made = run_made.iterations(phases=("warm-up",) * 4 + ("steady",) * 20)
+    facts, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(made)), max_units=200)
+    check_format(events)
+    kept = [{s["args"]["iteration"] for s in units_of(events, pid)} for pid in (1, 2, 3)]
+    assert kept[0] == kept[1] == kept[2] == {0, 3, 4, 7, 10, 13, 16, 19, 22}
+    assert (facts.units, facts.iterations, facts.recorded) == (9 * 24, 9, 24)
+    assert len(units_of(events, 0)) == 2 + 24  # the job's own slices are all there
+
+
+def test_an_iteration_that_overlaps_another_is_left_out(tmp_path, made):
+    again = [replace(one, begin_s=one.begin_s + 0.001) for one in made]
+    facts, events = traced(tmp_path / "t.json.gz", TimelineLogs((*made, *again)))
+    check_format(events)
+    assert facts.overlapping == len(again)
+
+
+def test_rounding_to_microseconds_makes_no_slices_overlap(tmp_path, made):
+    close = [
+        replace(one, begin_s=one.begin_s + (-6e-7 if i >= 3 else 0)) for i, one in enumerate(made)
+    ]
+    facts, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(close)))
+    check_format(events)
+    assert facts.overlapping == 0
+
+
+def test_a_run_without_timelines_still_has_its_power(tmp_path, made):
+    facts, events = traced(tmp_path / "t.json.gz", TimelineLogs(), run_made.windows(made))
+    check_format(events)
+    assert facts.units == 0
+    assert sum(event["ph"] == "C" for event in events) == len(made)
