@@ -90,7 +90,7 @@ def main(data: Path, output: Path) -> None:
         console.print(_table(workload, rows))
 
 
-def _conditions(workload: Workload) -> Conditions:
+def conditions_with_curve(workload: Workload) -> Conditions:
     """Those of the workload, and the assumed waiting power by clock."""
     highest_mhz = max(row.frequency_mhz for row in workload.profile.rows[0][Kind.FORWARD])
     full_w = workload.blocking_power_w
@@ -102,7 +102,7 @@ def _conditions(workload: Workload) -> Conditions:
 
 
 def _assumption(workload: Workload) -> str:
-    curves = _conditions(workload).wait_power_w
+    curves = conditions_with_curve(workload).wait_power_w
     assert curves is not None
     (low_mhz, low_w), (high_mhz, high_w) = curves[0].items()
     return (
@@ -113,7 +113,7 @@ def _assumption(workload: Workload) -> str:
 
 def _rows(workload: Workload) -> Iterator[Row]:
     """Fixed plans priced for each change time, optimal ones made for each."""
-    profile, conditions = workload.profile, _conditions(workload)
+    profile, conditions = workload.profile, conditions_with_curve(workload)
     fixed = (
         make_plan(profile, workload.request()).plan,
         make_plan(profile, workload.request("envpipe", "envelope", "balanced")).plan,

@@ -1,0 +1,149 @@
+"""What each ingredient of EnvPipe is worth: one at a time is switched, all else stays.
+
+Order, policy, memory limit, dwell time, time of a clock change and waiting power, each switched in
+the full configuration (and some in the baseline, too), by planner and simulator on profiles that
+others measured, in ../shared/data; where they are missing, on the profile that a preset of an
+emulated A100 gives. Takes about two minutes on one core. Run from the checkout:
+
+    python benchmarks/ablation.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import click
+from claims import CLAIMS_FILE, write_claims
+from outputs import save_picture, write_csv
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(1, str(Path(__file__).resolve().parent / "planner"))
+sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "tests"))
+from ablation_claims import ablation_claims
+from ablation_pictures import ablation_figure
+from ablation_rows import Ablation, Row, ablate
+from planning_workloads import Workload, read_workloads
+from preset_profile import preset_profile
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.schedule import Kind
+
+DATA_DIR = Path("../shared/data/perseus_sosp24")
+#: GPT-3 175B on both GPUs, few and many microbatches, and a model that was trained and measured.
+KEYS = (
+    "gpt3-175b_a100_sxm_mb24",
+    "gpt3-175b_a100_sxm_mb96",
+    "gpt3-175b_a40_mb24",
+    "A100_gpt3-xl_dp1_pp4_tp1",
+)
+#: The pipeline without any profile: stages, microbatches, and units at the highest clock.
+_PRESET, _STAGES, _MICROBATCHES = "a100-sxm", 4, 24
+_TIME_AT_MAX_S = {Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1}
+_PLANNING = (Ablation.ORDER, Ablation.POLICY, Ablation.MEMORY)
+_CLOCKS = (Ablation.DWELL, Ablation.CHANGE, Ablation.WAITING)
+#: Characters of the tables, which a narrower terminal or a pipe would cut.
+TABLE_WIDTH = 120
+
+
+@click.command()
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("runs/benchmarks/ablation"),
+    show_default=True,
+    help="Folder for ablation.csv, pictures and claims.json.",
+)
+def main(output: Path) -> None:
+    """Switch one ingredient at a time, and say what it was worth."""
+    console = Console(width=max(Console().width, TABLE_WIDTH))
+    workloads, basis = _workloads(console)
+    rows: list[Row] = []
+    try:
+        for workload in workloads:
+            found = ablate(workload)
+            console.print(_table(workload, found))
+            rows.extend(found)
+    except EnvPipeError as error:
+        raise click.ClickException(str(error)) from error
+    output.mkdir(parents=True, exist_ok=True)
+    write_csv(output / "ablation.csv", map(_cells, rows))
+    save_picture(
+        ablation_figure(rows, _PLANNING, f"Order, policy and memory limit ({basis})"),
+        output,
+        "ablation",
+    )
+    save_picture(
+        ablation_figure(rows, _CLOCKS, f"What clocks and waits are like ({basis})"),
+        output,
+        "ablation_clocks",
+    )
+    claims = ablation_claims(rows, basis)
+    write_claims(output / CLAIMS_FILE, claims)
+    for claim in claims:
+        console.print(f"- {claim.claim}", markup=False)
+
+
+def _workloads(console: Console) -> tuple[list[Workload], str]:
+    """What is planned, and what its profiles stand on."""
+    if DATA_DIR.is_dir():
+        known = {workload.key: workload for workload in read_workloads(DATA_DIR)}
+        return [known[key] for key in KEYS], "replay of measured A100 and A40 profiles"
+    console.print(f"There are no measured profiles at {DATA_DIR}: an emulated A100 stands in.")
+    preset = load_preset(_PRESET)
+    clocks = preset.supported_frequencies_mhz[2::2]
+    profile = preset_profile(_PRESET, _STAGES, _TIME_AT_MAX_S, clocks)
+    workload = Workload(
+        _PRESET, "4 even stages", preset.gpu, True, profile, _MICROBATCHES, preset.wait_power_w
+    )
+    fitted = "fitted" if preset.fitted else "not fitted"
+    return [workload], f"profile of an emulated {preset.gpu}, {fitted}"
+
+
+def _table(workload: Workload, rows: Iterable[Row]) -> Table:
+    table = Table("ablation", "in", "setting", title=workload.name, title_justify="left")
+    for heading in ("saving (%)", "slowdown (%)", "peak in flight", "gap (%)", "planning (s)"):
+        table.add_column(heading, justify="right")
+    last: Ablation | None = None
+    for row in rows:
+        if row.ablation is not last:
+            table.add_section()
+        last = row.ablation
+        table.add_row(
+            row.ablation,
+            row.start,
+            row.setting,
+            f"{round(row.saving_percent, 2) + 0.0:.2f}",  # + 0.0: no -0.00
+            f"{round(row.slowdown_percent, 2) + 0.0:.2f}",
+            str(row.peak_in_flight),
+            "-" if row.gap_percent is None else f"{row.gap_percent:.3f}",
+            f"{row.planning_time_s:.2f}",
+        )
+    return table
+
+
+def _cells(row: Row) -> dict[str, object]:
+    cost = row.plan.cost
+    return {
+        "workload": row.workload.key,
+        "model": row.workload.model,
+        "gpu": row.workload.gpu,
+        "num_microbatches": row.workload.num_microbatches,
+        "ablation": row.ablation.value,
+        "start": row.start.value,
+        "setting": row.setting,
+        "saving_percent": row.saving_percent,
+        "slowdown_percent": row.slowdown_percent,
+        "peak_in_flight": row.peak_in_flight,
+        "gap_percent": row.gap_percent,
+        "planning_time_s": row.planning_time_s,
+        "iteration_time_s": cost.iteration_time_s,
+        "energy_j": cost.energy_j,
+    }
+
+
+if __name__ == "__main__":
+    main()

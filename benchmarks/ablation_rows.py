@@ -1,0 +1,258 @@
+"""Plans that differ from the full configuration, or from the baseline, in one ingredient.
+
+The *full* configuration is what `--schedule auto --policy optimal` plans: its own order, the best
+clock of each unit, no limit on memory, clocks that change at once, and waiting at the power that
+was measured. The *baseline* is 1F1B with every unit at the highest clock. All plans have the time
+of the baseline as their deadline, where their policy knows one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from parking_worth import conditions_with_curve
+from planning_workloads import Workload
+
+from envpipe_megatron.conditions import Conditions
+from envpipe_megatron.plan import Plan
+from envpipe_megatron.policies.frequencies import POLICIES as RULES
+from envpipe_megatron.policies.linear_program import LinearProgramError
+from envpipe_megatron.policies.optimal import Optimizer, all_maximum_s
+from envpipe_megatron.policies.parking import park
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, reconfigure
+from envpipe_megatron.schedule import Schedule
+
+#: Microbatches in flight beyond those of 1F1B on its fullest stage; None for no limit.
+MEMORY_STEPS = (0, 1, 2, 4, None)
+DWELL_TIMES_S = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+CHANGE_TIMES_S = (0.0, 0.01, 0.03)
+#: A plan that takes this much longer than the baseline (%) takes as long.
+SAME_TIME_PERCENT = 1e-6
+#: What Perseus reports for a change of clock, s.
+CHANGE_TIME_S = 0.01
+
+
+class Ablation(StrEnum):
+    """What is switched."""
+
+    ORDER = "order"
+    POLICY = "policy"
+    MEMORY = "memory limit"
+    DWELL = "dwell time"
+    CHANGE = "time of a clock change"
+    WAITING = "waiting power"
+
+
+class Start(StrEnum):
+    """The configuration in which it is switched."""
+
+    FULL = "full"
+    BASELINE = "baseline"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan.
+
+    Args:
+        workload: what is planned.
+        ablation: the ingredient that is switched.
+        start: where it is switched.
+        setting: what it is switched to, in words.
+        plan: with the conditions that price it.
+        planning_time_s: wall time of planning, orders that were searched included.
+        bound_j: what no plan of the same order, time and conditions can go below; None if unknown.
+    """
+
+    workload: Workload
+    ablation: Ablation
+    start: Start
+    setting: str
+    plan: Plan
+    planning_time_s: float
+    bound_j: float | None
+
+    @property
+    def saving_percent(self) -> float:
+        """Energy saved against 1F1B at full clock under the same conditions."""
+        return self.plan.cost.saving_percent(self.plan.baseline.cost)
+
+    @property
+    def slowdown_percent(self) -> float:
+        """Time lost against it."""
+        return self.plan.cost.slowdown_percent(self.plan.baseline.cost)
+
+    @property
+    def peak_in_flight(self) -> int:
+        """Microbatches in flight on the fullest stage."""
+        return max(self.plan.schedule.peak_in_flight)
+
+    @property
+    def gap_percent(self) -> float | None:
+        """Energy above the bound; None without one, or for a plan that takes longer than it."""
+        if self.bound_j is None:
+            return None
+        return 100.0 * (self.plan.cost.energy_j / self.bound_j - 1.0)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A plan and how long it took to make, s."""
+
+    plan: Plan
+    seconds: float
+
+
+def timed(make: Callable[[], Plan]) -> Timed:
+    """Make a plan, with a clock on it."""
+    start_s = time.perf_counter()
+    plan = make()
+    return Timed(plan, time.perf_counter() - start_s)
+
+
+def ablate(workload: Workload) -> list[Row]:
+    """All plans of one workload, an ingredient at a time."""
+    full = timed(lambda: make_plan(workload.profile, workload.request("auto", "optimal")).plan)
+    return [
+        *_orders(workload, full),
+        *_policies(workload, full),
+        *_memory_limits(workload, full),
+        *_dwell_times(workload, full),
+        *_change_times(workload, full),
+        *_waiting_powers(workload, full),
+    ]
+
+
+def _row(workload: Workload, ablation: Ablation, start: Start, setting: str, made: Timed) -> Row:
+    plan = made.plan
+    return Row(workload, ablation, start, setting, plan, made.seconds, plan.energy_lower_bound_j)
+
+
+def _orders(workload: Workload, full: Timed) -> Iterator[Row]:
+    """The best clocks on three orders, and three orders at the highest clocks."""
+    for name, label in (("1f1b", "1F1B"), ("envpipe", "EnvPipe's")):
+        for policy, start in (("optimal", Start.FULL), ("baseline", Start.BASELINE)):
+            request = workload.request(name, policy)
+            made = timed(lambda request=request: make_plan(workload.profile, request).plan)  # type: ignore[misc]
+            yield _row(workload, Ablation.ORDER, start, label, made)
+    yield _row(workload, Ablation.ORDER, Start.FULL, "auto", full)
+    at_maximum = timed(lambda: _by_rule(full.plan, "baseline", "default"))
+    yield _row(workload, Ablation.ORDER, Start.BASELINE, "auto", at_maximum)
+
+
+#: Policy, way of reconfiguring, and both in words.
+_POLICIES = (
+    ("baseline", "default", "highest clock"),
+    ("uniform", "default", "uniform"),
+    ("envelope", "default", "envelope, default"),
+    ("envelope", "greedy", "envelope, greedy"),
+    ("envelope", "balanced", "envelope, balanced"),
+)
+
+
+def _policies(workload: Workload, full: Timed) -> Iterator[Row]:
+    """Every policy on the order of the full configuration, and on 1F1B."""
+    on_1f1b = timed(lambda: make_plan(workload.profile, workload.request("1f1b", "optimal")).plan)
+    for start, best in ((Start.FULL, full), (Start.BASELINE, on_1f1b)):
+        for policy, reconfiguring, label in _POLICIES:
+            made = timed(lambda: _by_rule(best.plan, policy, reconfiguring))  # noqa: B023
+            row = _row(workload, Ablation.POLICY, start, label, made)
+            in_time = row.slowdown_percent <= SAME_TIME_PERCENT
+            yield replace(row, bound_j=best.plan.energy_lower_bound_j if in_time else None)
+        yield _row(workload, Ablation.POLICY, start, "optimal", best)
+
+
+def _by_rule(best: Plan, policy: str, reconfiguring: str) -> Plan:
+    """The plan of a rule on the order of another plan."""
+    plan = Plan(
+        policy, best.schedule, RULES[policy](best.schedule, best.profile), best.profile,
+        best.conditions,
+    )  # fmt: skip
+    if reconfiguring == "default":
+        return plan
+    found = reconfigure(plan, RECONFIGURE_POLICIES[reconfiguring])
+    return replace(plan, frequency_mhz=found.frequency_mhz)
+
+
+def _memory_limits(workload: Workload, full: Timed) -> Iterator[Row]:
+    """The full configuration with so many microbatches in flight on every stage at most."""
+    of_1f1b = max(full.plan.baseline.schedule.peak_in_flight)
+    for more in MEMORY_STEPS:
+        if more is None:
+            yield _row(workload, Ablation.MEMORY, Start.FULL, "no limit", full)
+            continue
+        request = replace(workload.request("auto", "optimal"), max_in_flight=of_1f1b + more)
+        made = timed(lambda request=request: make_plan(workload.profile, request).plan)  # type: ignore[misc]
+        label = f"1F1B's + {more}" if more else "1F1B's"
+        yield _row(workload, Ablation.MEMORY, Start.FULL, label, made)
+
+
+def _dwell_times(workload: Workload, full: Timed) -> Iterator[Row]:
+    """The order of the full configuration, each clock kept for a while."""
+    yield _row(workload, Ablation.DWELL, Start.FULL, "0 ms", full)
+    conditions = workload.conditions
+    for dwell_s in DWELL_TIMES_S[1:]:
+        made = _planned(full.plan.schedule, workload, conditions, dwell_s)
+        if made is not None:
+            yield _row(workload, Ablation.DWELL, Start.FULL, f"{1e3 * dwell_s:g} ms", made)
+
+
+def _change_times(workload: Workload, full: Timed) -> Iterator[Row]:
+    """The order of the full configuration, clocks coming late; planned for it, and not."""
+    yield _row(workload, Ablation.CHANGE, Start.FULL, "0 ms", full)
+    for change_s in CHANGE_TIMES_S[1:]:
+        conditions = replace(workload.conditions, change_time_s=change_s)
+        unaware = replace(full.plan, conditions=conditions, energy_lower_bound_j=None)
+        made = _planned(full.plan.schedule, workload, conditions)
+        label = f"{1e3 * change_s:g} ms"
+        unaware_label = f"{label}, not planned for"
+        yield _row(
+            workload, Ablation.CHANGE, Start.FULL, unaware_label, Timed(unaware, full.seconds)
+        )
+        if made is not None:
+            yield _row(workload, Ablation.CHANGE, Start.FULL, label, made)
+
+
+def _waiting_powers(workload: Workload, full: Timed) -> Iterator[Row]:
+    """The order of the full configuration under other waiting powers, and parked clocks."""
+    schedule, known = full.plan.schedule, workload.conditions
+    free = replace(known, blocking_power_w=(0.0,) * known.num_stages)
+    by_clock = replace(conditions_with_curve(workload), change_time_s=CHANGE_TIME_S)
+    planned_free = _planned(schedule, workload, free)
+    if planned_free is not None:
+        yield _row(workload, Ablation.WAITING, Start.FULL, "0 W", planned_free)
+        unaware = replace(planned_free.plan, conditions=known, energy_lower_bound_j=None)
+        made = Timed(unaware, planned_free.seconds)
+        yield _row(workload, Ablation.WAITING, Start.FULL, "as measured, planned as if 0", made)
+    yield _row(workload, Ablation.WAITING, Start.FULL, "as measured", full)
+    for parking, label in ((False, "by clock (assumed)"), (True, "by clock, parked")):
+        by_clock_plan = _planned(schedule, workload, by_clock, parking=parking)
+        if by_clock_plan is not None:
+            yield _row(workload, Ablation.WAITING, Start.FULL, label, by_clock_plan)
+    at_maximum = replace(full.plan.baseline, conditions=by_clock)
+    for label, make in (
+        ("by clock (assumed)", lambda: at_maximum),
+        ("by clock, parked", lambda: park(at_maximum)),
+    ):
+        yield _row(workload, Ablation.WAITING, Start.BASELINE, label, timed(make))
+
+
+def _planned(
+    schedule: Schedule,
+    workload: Workload,
+    conditions: Conditions,
+    min_dwell_s: float = 0.0,
+    *,
+    parking: bool = False,
+) -> Timed | None:
+    """The best clocks of an order at the time of 1F1B at full clock; None where none keep it."""
+    deadline_s = all_maximum_s(schedule, workload.profile, conditions)
+    optimizer = Optimizer(schedule, workload.profile, conditions, parking=parking)
+    try:
+        return timed(lambda: optimizer.plan(deadline_s, min_dwell_s))
+    except LinearProgramError:
+        return None

@@ -1,0 +1,139 @@
+"""The ablation: one ingredient is switched and nothing else, and claims say what the rows say."""
+
+import csv
+import itertools
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from preset_profile import preset_profile
+
+from envpipe_megatron.schedule import Kind
+
+pytest.importorskip("matplotlib")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import ablation as command
+from ablation_claims import ablation_claims
+from ablation_rows import Ablation, Start, ablate
+from claims import read_claims
+from matplotlib.figure import Figure
+from outputs import save_picture
+from planning_workloads import Workload
+
+STAGES, MICROBATCHES = 3, 5
+PROFILE = preset_profile(
+    "a100-sxm", STAGES, {Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1}, (1305, 1200, 1095, 990, 885)
+)
+WORKLOAD = Workload("made-up", "model", "GPU", True, PROFILE, MICROBATCHES, 80.0)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return ablate(WORKLOAD)
+
+
+def of(rows, ablation, start=Start.FULL):
+    return {row.setting: row for row in rows if (row.ablation, row.start) == (ablation, start)}
+
+
+def test_the_full_configuration_is_in_every_ablation_and_the_same(rows):
+    full = of(rows, Ablation.ORDER)["auto"].plan
+    for ablation, setting in (
+        (Ablation.POLICY, "optimal"),
+        (Ablation.MEMORY, "no limit"),
+        (Ablation.DWELL, "0 ms"),
+        (Ablation.CHANGE, "0 ms"),
+        (Ablation.WAITING, "as measured"),
+    ):
+        assert of(rows, ablation)[setting].plan is full
+    assert full.conditions == WORKLOAD.conditions
+
+
+def test_one_ingredient_is_switched_and_the_others_stay(rows):
+    full = of(rows, Ablation.ORDER)["auto"].plan
+    for ablation in (Ablation.POLICY, Ablation.DWELL, Ablation.CHANGE, Ablation.WAITING):
+        for row in of(rows, ablation).values():
+            assert row.plan.schedule == full.schedule
+    for ablation in (Ablation.ORDER, Ablation.POLICY, Ablation.MEMORY, Ablation.DWELL):
+        for row in of(rows, ablation).values():
+            assert row.plan.conditions == full.conditions
+    for row in of(rows, Ablation.POLICY, Start.BASELINE).values():
+        assert not any(row.plan.schedule.extra_forwards)
+    highest = full.baseline.frequency_mhz.max()
+    for row in of(rows, Ablation.ORDER, Start.BASELINE).values():
+        assert (row.plan.frequency_mhz == highest).all()
+
+
+def test_what_is_limited_more_never_saves_more(rows):
+    memory = list(of(rows, Ablation.MEMORY).values())
+    peaks = [row.peak_in_flight for row in memory]
+    assert peaks[0] == STAGES
+    assert all(peak <= STAGES + more for peak, more in zip(peaks, (0, 1, 2, 4), strict=False))
+    for tighter, looser in itertools.pairwise(memory):
+        assert looser.saving_percent >= tighter.saving_percent - 0.05
+    dwell = [row.saving_percent for row in of(rows, Ablation.DWELL).values()]
+    assert dwell[-1] < dwell[0]
+    assert max(dwell) == dwell[0]
+
+
+def test_a_bound_is_below_every_plan_that_it_is_for(rows):
+    gaps = [row.gap_percent for row in rows if row.gap_percent is not None]
+    assert len(gaps) > len(rows) / 2
+    assert min(gaps) >= -1e-6
+    uniform = of(rows, Ablation.POLICY)["uniform"]
+    assert uniform.slowdown_percent > 1
+    assert uniform.gap_percent is None  # it takes longer than the time that the bound is for
+
+
+def test_parking_is_worth_what_waiting_at_a_lower_clock_saves(rows):
+    waiting = of(rows, Ablation.WAITING)
+    parked, unparked = waiting["by clock, parked"], waiting["by clock (assumed)"]
+    assert parked.plan.park_mhz is not None
+    assert parked.saving_percent > unparked.saving_percent
+    alone = of(rows, Ablation.WAITING, Start.BASELINE)
+    assert alone["by clock (assumed)"].saving_percent == 0
+    assert alone["by clock, parked"].saving_percent > 0
+
+
+def test_claims_follow_the_rows(rows):
+    def verdict(changed):
+        (claim,) = (c for c in ablation_claims(changed, "b") if "less than 1 %" in c.paper)
+        return claim.agrees
+
+    assert verdict(rows) is True
+    slow = [
+        replace(row, plan=of(rows, Ablation.POLICY)["uniform"].plan)
+        if (row.ablation, row.setting) == (Ablation.POLICY, "envelope, balanced")
+        else row
+        for row in rows
+    ]
+    assert verdict(slow) is False
+
+
+def test_without_measured_profiles_a_preset_stands_in(rows, tmp_path, monkeypatch):
+    asked, drawn = [], {}
+    monkeypatch.setattr(command, "DATA_DIR", tmp_path / "nowhere")
+    monkeypatch.setattr(command, "ablate", lambda workload: asked.append(workload) or rows)
+    monkeypatch.setattr(
+        command, "save_picture", lambda figure, folder, name: drawn.setdefault(name, figure)
+    )
+    result = CliRunner().invoke(command.main, ["--output", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert [workload.key for workload in asked] == ["a100-sxm"]
+    with (tmp_path / "ablation.csv").open(newline="") as file:
+        written = list(csv.DictReader(file))
+    assert {row["ablation"] for row in written} == {ablation.value for ablation in Ablation}
+    claims = read_claims(tmp_path / "claims.json")
+    assert all("emulated" in claim.basis and claim.figure == "ablation" for claim in claims)
+    assert json.loads((tmp_path / "claims.json").read_text())[0]["command"].startswith("python ")
+    bars = sum(len(axes.patches) for figure in drawn.values() for axes in figure.axes)
+    assert bars == len(rows)
+
+
+def test_a_picture_is_left_as_png_and_svg(tmp_path):
+    save_picture(Figure(figsize=(1, 1)), tmp_path, "empty")
+    assert (tmp_path / "empty.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "empty.svg").read_text()
