@@ -20,6 +20,12 @@ SCRIPTS = [
     "run_docker.sh",
     "train_llama_deepspeed.sh",
 ]
+PYTHON = [
+    "train_llama_deepspeed.py",
+    "prepare_webtext.py",
+    "prepare_webtext_files.py",
+    "prepare_webtext_tools.py",
+]
 VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
 AWKWARD = ["train.py", "--name", "a b", "it's", "*", "--output", "mine", ""]
 #: Each program writes how it was called, and runs what follows the marker, if there is one.
@@ -50,7 +56,7 @@ def check(*command):
 
 def test_all_scripts_are_known():
     assert sorted(path.name for path in LAUNCH.iterdir() if path.is_file()) == sorted(
-        [*SCRIPTS, "Dockerfile", "train_llama_deepspeed.py"]
+        [*SCRIPTS, *PYTHON, "Dockerfile"]
     )
 
 

@@ -1,0 +1,385 @@
+"""The files of `prepare_webtext.py`: collected text, GPT-2's vocabulary, and Megatron's index."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import itertools
+import json
+import lzma
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from envpipe_megatron.errors import EnvPipeError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+_LINES, _TEXT = (".json", ".jsonl"), ".txt"
+_PACKED = (".gz", ".xz")
+#: Lines of a file that are looked at before hours of work.
+_LOOKED_AT = 20
+#: Of Megatron's index: what it begins with, and the types that tokens can have, by their number.
+_MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
+_HEADER = np.dtype([("magic", "S9"), ("version", "<u8"), ("type", "u1"), ("counts", "<u8", 2)])
+_TOKEN_TYPES: dict[int, np.dtype[Any]] = {4: np.dtype("<i4"), 8: np.dtype("<u2")}
+
+
+class DataError(EnvPipeError):
+    """Text, vocabulary or tokens that cannot be trained with."""
+
+
+@contextlib.contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """Give another path to write to, which becomes `path` when all was written."""
+    draft = path.with_name(f"{path.name}.part")
+    try:
+        yield draft
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    draft.replace(path)
+
+
+# Vocabulary
+
+
+def bytes_of_alphabet() -> dict[str, int]:
+    """The byte that each character of GPT-2's alphabet stands for.
+
+    Printable bytes of Latin-1 stand for themselves, the others for characters from U+0100.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + place): byte for place, byte in enumerate(others)
+    }
+
+
+def check_vocabulary(vocab: Path, merges: Path) -> dict[str, int]:
+    """Read GPT-2's vocabulary, and check that the merges are those of it.
+
+    Returns:
+        the number of each token.
+
+    Raises:
+        DataError: a file is of another format, or they do not belong together.
+    """
+    remedy = "Give gpt2-vocab.json, and the gpt2-merges.txt that belongs to it."
+    try:
+        numbers = json.loads(vocab.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{vocab}: no JSON ({error})", remedy=remedy) from error
+    if not isinstance(numbers, dict) or sorted(map(str, numbers.values())) != sorted(
+        map(str, range(len(numbers)))
+    ):
+        raise DataError(f"{vocab}: tokens are not numbered from 0 without a gap", remedy=remedy)
+    for needed in (*bytes_of_alphabet(), END_OF_DOCUMENT):
+        if needed not in numbers:
+            raise DataError(f"{vocab}: a token of GPT-2's is missing", value=needed, remedy=remedy)
+    for line, merge in _read_merges(merges, remedy):
+        for token in (*merge, "".join(merge)):
+            if len(merge) != 2 or token not in numbers:
+                raise DataError(
+                    f"{merges}:{line}: not two tokens of {vocab} that make a third",
+                    value=" ".join(merge),
+                    remedy=remedy,
+                )
+    return numbers
+
+
+def _read_merges(merges: Path, remedy: str) -> Iterator[tuple[int, list[str]]]:
+    try:
+        first, *lines = merges.read_text("utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{merges}: no text ({error})", remedy=remedy) from error
+    # Megatron takes neither the first line nor what is behind the last end of a line.
+    if not first.startswith("#version"):
+        raise DataError(f"{merges}:1: does not begin with #version", value=first, remedy=remedy)
+    if len(lines) < 2 or lines[-1]:
+        raise DataError(f"{merges}: the last line has no end", value=lines[-1:], remedy=remedy)
+    return ((line, merge.split(" ")) for line, merge in enumerate(lines[:-1], 2))
+
+
+# Collected text
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text that was found.
+
+    Attributes:
+        place: file and line.
+        text: empty where it cannot be used.
+        problem: why it cannot be used, or empty.
+    """
+
+    place: str
+    text: str
+    problem: str = ""
+
+
+def find_files(inputs: Sequence[Path]) -> tuple[list[Path], Counter[str]]:
+    """Find the files of text in files and folders.
+
+    Returns:
+        the files, each once, in the order of the inputs and by name in a folder; and how many files
+        of which endings were passed by in the folders.
+
+    Raises:
+        DataError: there are none, or a file that was named has another ending.
+    """
+    remedy = (
+        f"Text is in files that end in {', '.join((*_LINES, _TEXT))}, packed or not "
+        f"({', '.join(_PACKED)}); unpack others first."
+    )
+    files: dict[Path, Path] = {}
+    ignored: Counter[str] = Counter()
+    for given in inputs:
+        if given.is_dir():
+            found = sorted(path for path in given.rglob("*") if path.is_file())
+        elif given.is_file() and _kind(given):
+            found = [given]
+        else:
+            raise DataError("Not a folder, and no file of text", value=str(given), remedy=remedy)
+        for path in found:
+            if _kind(path):
+                files.setdefault(path.resolve(), path)
+            else:
+                ignored[path.suffix or path.name] += 1
+    if not files:
+        raise DataError("No file of text", value=[str(path) for path in inputs], remedy=remedy)
+    return list(files.values()), ignored
+
+
+def _kind(path: Path) -> str:
+    """The ending that tells what a file holds, or none."""
+    suffix = (path.with_suffix("") if path.suffix in _PACKED else path).suffix
+    return suffix if suffix in (*_LINES, _TEXT) else ""
+
+
+def check_files(files: Sequence[Path]) -> None:
+    """Check that each file begins as loose JSON with texts does, or as text.
+
+    Raises:
+        DataError: none of the first documents of a file can be used.
+    """
+    for path in files:
+        first = list(itertools.islice(read_documents(path), _LOOKED_AT))
+        if first and all(document.problem for document in first):
+            raise DataError(
+                f"{first[0].place}: {first[0].problem}, and so on for {len(first)} documents",
+                remedy='A .json or .jsonl file has an object a line, {"text": "..."}, a .txt file '
+                "one document in UTF-8. Take the file away, or convert it.",
+            )
+
+
+def read_documents(path: Path) -> Iterator[Document]:
+    """Read a file's documents, also those that cannot be used; empty lines are none.
+
+    Raises:
+        DataError: it cannot be read to its end.
+    """
+    try:
+        yield from _read_documents(path)
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise DataError(
+            f"{path}: cannot be read to its end: {error}",
+            remedy="Fetch it again, or take it away.",
+        ) from error
+
+
+def _read_documents(path: Path) -> Iterator[Document]:
+    with _open(path) as stream:
+        if _kind(path) == _TEXT:
+            yield _document(str(path), stream.read(), is_json=False)
+            return
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                yield _document(f"{path}:{number}", line, is_json=True)
+
+
+def _open(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return gzip.open(path)
+    return lzma.open(path) if path.suffix == ".xz" else path.open("rb")
+
+
+def _document(place: str, content: bytes, is_json: bool) -> Document:
+    try:
+        text: Any = content.decode("utf-8-sig")
+        if is_json:
+            text = _field_text(json.loads(text))
+        text.encode()  # JSON can spell half of a surrogate pair, which is no text
+    except UnicodeError:
+        return Document(place, "", "not UTF-8")
+    except (ValueError, RecursionError) as error:
+        return Document(place, "", str(error))
+    return Document(place, text) if text.strip() else Document(place, "", "the text is empty")
+
+
+def _field_text(line: object) -> str:
+    if not isinstance(line, dict) or not isinstance(line.get("text"), str):
+        raise ValueError("no object with a string `text`")
+    text: str = line["text"]
+    return text
+
+
+# Merging
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What became of the documents that were found."""
+
+    documents: int
+    duplicates: int
+    unusable: int
+
+
+def merge(files: Sequence[Path], merged: Path, unusable: Path) -> Merged:
+    """Merge all documents into one file of loose JSON, each text once.
+
+    A line is `{"text": ..., "url": ...}`, as Megatron's tools want it; `url` is file and line: they
+    ask for another one in each line.
+
+    Args:
+        files: in this order.
+        merged: the file to write; it is there when all is in it.
+        unusable: the file that gets place and problem of each document that cannot be used.
+
+    Raises:
+        DataError: a file cannot be read to its end, or there is no document at all.
+    """
+    seen: set[bytes] = set()
+    found: Counter[str] = Counter()
+    with (
+        written_beside(merged) as draft,
+        written_beside(unusable) as problems,
+        draft.open("w", encoding="ascii") as lines,
+        problems.open("w", encoding="utf-8", errors="backslashreplace") as told,
+    ):
+        for path in files:
+            for document in read_documents(path):
+                if document.problem:
+                    found["unusable"] += 1
+                    told.write(f"{document.place}: {document.problem}\n")
+                    continue
+                digest = hashlib.blake2b(document.text.encode(), digest_size=16).digest()
+                if digest in seen:
+                    found["duplicates"] += 1
+                else:
+                    seen.add(digest)
+                    json.dump({"text": document.text, "url": document.place}, lines)
+                    lines.write("\n")
+        if not seen:
+            raise DataError("No document with a text", value=[str(path) for path in files])
+    return Merged(len(seen), found["duplicates"], found["unusable"])
+
+
+def count_lines(path: Path) -> int:
+    """Count the documents of a merged file."""
+    with path.open("rb") as stream:
+        return sum(1 for _ in stream)
+
+
+# Megatron's index
+
+
+@dataclass(frozen=True)
+class Index:
+    """An index of tokens (.idx), as Megatron-LM and Megatron-DeepSpeed write it.
+
+    Attributes:
+        type_number: that of the tokens' type.
+        lengths: tokens of each sequence, shape (sequences,).
+        documents: the first sequence of each document, and one behind the last, shape
+            (documents + 1,).
+    """
+
+    type_number: int
+    lengths: np.ndarray
+    documents: np.ndarray
+
+    @property
+    def token_type(self) -> np.dtype[Any]:
+        """Type of the tokens."""
+        return _TOKEN_TYPES[self.type_number]
+
+    @property
+    def ends(self) -> np.ndarray:
+        """The place behind each sequence's last token, in tokens, shape (sequences,)."""
+        return np.cumsum(self.lengths, dtype=np.int64)
+
+
+def read_index(path: Path) -> Index:
+    """Read an index.
+
+    Raises:
+        DataError: it is not one, or not whole.
+    """
+    content = path.read_bytes()
+    header = np.frombuffer(content[: _HEADER.itemsize].ljust(_HEADER.itemsize, b"\0"), _HEADER)[0]
+    sequences, documents = map(int, header["counts"])
+    lengths_at = _HEADER.itemsize
+    documents_at = lengths_at + (4 + 8) * sequences
+    if (
+        bytes(header["magic"]) != _MAGIC.rstrip(b"\0")
+        or int(header["version"]) != _VERSION
+        or int(header["type"]) not in _TOKEN_TYPES
+        or len(content) != documents_at + 8 * documents
+    ):
+        raise DataError("Not a whole index of Megatron's", value=str(path))
+    return Index(
+        int(header["type"]),
+        np.frombuffer(content, "<i4", sequences, lengths_at),
+        np.frombuffer(content, "<i8", documents, documents_at),
+    )
+
+
+def write_index(path: Path, index: Index) -> None:
+    """Write an index."""
+    header = np.zeros((), _HEADER)
+    header["magic"], header["version"], header["type"] = _MAGIC, _VERSION, index.type_number
+    header["counts"] = len(index.lengths), len(index.documents)
+    starts = (index.ends - index.lengths) * index.token_type.itemsize
+    parts = (header, index.lengths.astype("<i4"), starts.astype("<i8"), index.documents)
+    with written_beside(path) as draft:
+        draft.write_bytes(b"".join(part.tobytes() for part in parts))
+
+
+def check_tokens(prefix: Path, num_documents: int, end_of_document: int) -> int:
+    """Check that tokens and index are whole, and mend an index that leaves out documents' ends.
+
+    Megatron-DeepSpeed (4efb479) appends the end to each document's tokens and does not count it in
+    the document's length: the n-th document would begin n tokens too early.
+
+    Returns:
+        how many tokens there are.
+
+    Raises:
+        DataError: documents are missing, or do not end where the index says so.
+    """
+    idx, bin_ = (prefix.with_name(f"{prefix.name}.{ending}") for ending in ("idx", "bin"))
+    for path in (idx, bin_):
+        if not path.is_file():
+            raise DataError("Megatron's preprocessing ended without it", value=str(path))
+    index = read_index(idx)
+    if len(index.documents) != num_documents + 1:
+        raise DataError(f"{idx}: {len(index.documents) - 1} documents, and {num_documents} went in")
+    num_tokens, rest = divmod(bin_.stat().st_size, index.token_type.itemsize)
+    if num_tokens == int(index.lengths.sum()) + len(index.lengths):
+        index = Index(index.type_number, index.lengths + 1, index.documents)
+        write_index(idx, index)
+    if rest or num_tokens != int(index.lengths.sum()):
+        raise DataError(f"{bin_}: {num_tokens} tokens, and {int(index.lengths.sum())} in the index")
+    tokens = np.memmap(bin_, index.token_type, "r")
+    wrong = np.flatnonzero(tokens[index.ends - 1] != end_of_document)
+    if len(wrong):
+        raise DataError(f"{bin_}: document {wrong[0]} does not end in {END_OF_DOCUMENT}")
+    return num_tokens
