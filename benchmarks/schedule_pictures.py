@@ -11,12 +11,16 @@ Run from the checkout:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 from PIL import Image
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))
+from preset_profile import preset_profile  # type: ignore[import-not-found]  # of tests/
 
 from envpipe_megatron import builders
 from envpipe_megatron.conditions import make_conditions
@@ -25,7 +29,7 @@ from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.plan import Plan, max_frequencies
 from envpipe_megatron.policies.optimal import Optimizer
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
-from envpipe_megatron.profile import Profile, ProfileRow, make_profile
+from envpipe_megatron.profile import Profile
 from envpipe_megatron.report.plots import default_frequency_range_mhz, plot_timeline
 from envpipe_megatron.schedule import Kind, Schedule, unit
 
@@ -140,13 +144,9 @@ def make_cases() -> list[Case]:
 def emulated_profile() -> Profile:
     """What profiling four equal stages on such a GPU would give, without noise."""
     preset = load_preset(GPU)
-    rows = []
-    for mhz in sweep_range(preset.supported_frequencies_mhz, preset.control):
-        for kind, time_at_max_s in UNIT_TIME_S.items():
-            time_s = preset.unit_time_s(kind.value, mhz, time_at_max_s)
-            row = ProfileRow(mhz, time_s, time_s * preset.busy_power_w(kind.value, mhz))
-            rows += [(stage, kind, row) for stage in range(STAGES)]
-    return make_profile(rows, source=f"emulated {preset.gpu}")
+    clocks_mhz = sweep_range(preset.supported_frequencies_mhz, preset.control)
+    profile: Profile = preset_profile(GPU, STAGES, UNIT_TIME_S, clocks_mhz[1:])
+    return profile
 
 
 def one_at_a_time() -> Schedule:
