@@ -45,7 +45,7 @@ from prepare_webtext_tools import (
 
 from envpipe_megatron.errors import EnvPipeError
 
-#: tools/openwebtext/cleanup_dataset.py imports `tokenizer`, which no version of Megatron has.
+#: tools/openwebtext/cleanup_dataset.py imports a module that is missing in checkouts.
 _TOKENIZER = '''"""The module that tools/openwebtext/cleanup_dataset.py asks for."""
 import importlib.util
 

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import lzma
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -266,6 +267,15 @@ def test_text_becomes_tokens_and_arguments(preparing):
     ]  # fmt: skip
     assert preparing.documents == ["one", "two", "a whole\nfile"]
     assert not list(preparing.output.glob("*part*"))
+
+
+def test_it_can_be_started_from_anywhere(tmp_path):
+    script = LAUNCH / "prepare_webtext.py"
+    assert os.access(script, os.X_OK)
+    done = subprocess.run(
+        [sys.executable, script, "--help"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert "python launch/prepare_webtext.py collected/" in done.stdout
 
 
 def test_a_tokenizer_with_a_switch_gets_it(preparing):
