@@ -20,6 +20,7 @@ from envpipe_megatron.cli.patch import patch
 from envpipe_megatron.cli.plan import plan
 from envpipe_megatron.cli.profile import profile
 from envpipe_megatron.cli.quickstart import quickstart
+from envpipe_megatron.cli.report import report
 from envpipe_megatron.cli.simulate import simulate
 from envpipe_megatron.cli.straggler import straggler
 
@@ -43,6 +44,7 @@ for command in (
     quickstart,
     launch,
     energy,
+    report,
     clocks,
     doctor,
     patch,

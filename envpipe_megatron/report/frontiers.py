@@ -12,11 +12,18 @@ from matplotlib.ticker import MaxNLocator
 
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.memory_frontier import MemoryPoint
-from envpipe_megatron.report.gantt import INK
+from envpipe_megatron.report.style import (
+    BLUE,
+    DPI,
+    GREEN,
+    INK,
+    MUTED,
+    VERMILION,
+    dress,
+    new_figure,
+)
 
-_DPI = 150
-_PLAN, _BOUND, _BASELINE = "#0072b2", "#009e73", "#d55e00"
-_MUTED = "#5f6368"
+_PLAN, _BOUND, _BASELINE = BLUE, GREEN, VERMILION
 
 
 def plot_frontier(plans: Sequence[Plan], path: Path, *, title: str) -> None:
@@ -40,7 +47,7 @@ def plot_frontier(plans: Sequence[Plan], path: Path, *, title: str) -> None:
         markeredgecolor=INK, markersize=8, label=f"{baseline.schedule.name} at the highest clocks",
     )  # fmt: skip
     axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(path, dpi=DPI)
 
 
 def plot_memory_frontier(points: Sequence[MemoryPoint], path: Path, *, title: str) -> None:
@@ -58,14 +65,14 @@ def plot_memory_frontier(points: Sequence[MemoryPoint], path: Path, *, title: st
     for point, peak, saving in zip(points, peaks, savings, strict=True):
         axes.annotate(
             f"+{max(point.plan.schedule.extra_forwards)}", (peak, saving), xytext=(4, -11),
-            textcoords="offset points", fontsize=7.5, color=_MUTED,
+            textcoords="offset points", fontsize=7.5, color=MUTED,
         )  # fmt: skip
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.annotate(
         "+n: most extra forwards of a stage", (1, 0), xycoords="axes fraction",
-        xytext=(-4, 5), textcoords="offset points", ha="right", fontsize=8, color=_MUTED,
+        xytext=(-4, 5), textcoords="offset points", ha="right", fontsize=8, color=MUTED,
     )  # fmt: skip
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(path, dpi=DPI)
 
 
 def write_memory_frontier(points: Sequence[MemoryPoint], path: Path) -> None:
@@ -97,13 +104,8 @@ def write_memory_frontier(points: Sequence[MemoryPoint], path: Path) -> None:
 
 
 def _canvas(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(7.5, 4.4), dpi=_DPI, layout="constrained")
+    figure = new_figure(7.5, 4.4)
     axes = figure.add_subplot()
     axes.set_title(title, loc="left", fontweight="bold", fontsize=11, color=INK)
-    axes.set_xlabel(x_label, color=_MUTED)
-    axes.set_ylabel(y_label, color=_MUTED)
-    axes.grid(color="#e6e6e6", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_MUTED, labelsize=8)
+    dress(axes, x_label, y_label, grid="both")
     return figure, axes

@@ -16,11 +16,11 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text
 from numpy.typing import NDArray
 
+from envpipe_megatron.report.style import INK
 from envpipe_megatron.schedule import Schedule
 
 FloatArray = NDArray[np.float64]
 
-INK = "#1a1a1a"
 _PATH = "#d1116b"
 _WAIT: dict[str, Any] = {"facecolor": "#f1f1f1", "edgecolor": "#cfcfcf", "hatch": "////"}
 _BACKWARD_HEIGHT = 0.82  # of a row; forwards are lower, which no colour vision or print can lose

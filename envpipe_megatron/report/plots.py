@@ -12,22 +12,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize
+from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.profile import Profile, ProfileError
-from envpipe_megatron.report.gantt import INK, FloatArray, draw_timeline, legend_handles
+from envpipe_megatron.report.gantt import FloatArray, draw_timeline, legend_handles
+from envpipe_megatron.report.style import DPI, INK, MUTED, SKY, add_colour_bar, clock_map
 from envpipe_megatron.schedule import Kind, Schedule
 
-_DPI = 150
-_MUTED = "#5f6368"
+#: Boxes of more units stand in an SVG as a picture, which viewers are quicker with.
+_MOST_VECTOR_UNITS = 2000
+_MOST_TICKS = 32
 _FORWARD_LINE, _BACKWARD_LINE, _SUM_LINE = "#0072b2", "#d55e00", INK
 
 
@@ -79,7 +80,7 @@ def plot_timeline(
         if show_critical_path and not measured and not plan.schedule.forward_only
         else (),
     )
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(path, dpi=DPI)
 
 
 def timeline_figure(
@@ -95,16 +96,49 @@ def timeline_figure(
     critical_path: Sequence[int] = (),
 ) -> Figure:
     """The figure that `plot_timeline` saves."""
-    schedule = plan.schedule
+    return order_figure(
+        plan.schedule,
+        plan.frequency_mhz,
+        start_s,
+        end_s,
+        title=title,
+        caption=caption,
+        note=note,
+        x_max_s=x_max_s,
+        frequency_range_mhz=frequency_range_mhz or default_frequency_range_mhz(plan),
+        critical_path=critical_path,
+    )
+
+
+def order_figure(
+    schedule: Schedule,
+    frequency_mhz: NDArray[np.int64] | None,
+    start_s: FloatArray,
+    end_s: FloatArray,
+    *,
+    title: str,
+    caption: str,
+    frequency_range_mhz: tuple[float, float] | None,
+    note: str | None = None,
+    x_max_s: float | None = None,
+    critical_path: Sequence[int] = (),
+) -> Figure:
+    """One iteration of any order, whoever planned it; `plot_timeline` tells of the arguments.
+
+    Without frequencies, or a range of them, all boxes have one colour.
+    """
     width_in = float(np.clip(0.4 * schedule.units_per_stage, 10.5, 18.0))
     height_in = float(np.clip(0.52 * schedule.num_stages, 1.4, 24.0)) + 1.75
-    figure = Figure(figsize=(width_in, height_in), dpi=_DPI, layout="constrained")
+    figure = Figure(figsize=(width_in, height_in), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
-    low, high = frequency_range_mhz or default_frequency_range_mhz(plan)
-    scale = ScalarMappable(Normalize(low, high), _frequency_map())
-    bar = figure.colorbar(scale, ax=axes, pad=0.012, aspect=18, fraction=0.05)
-    bar.set_label("SM clock (MHz)", color=_MUTED)
-    bar.outline.set_visible(False)
+    if schedule.num_units > _MOST_VECTOR_UNITS:
+        axes.set_rasterization_zorder(4)
+    scale = ScalarMappable(cmap=ListedColormap([SKY]))
+    if frequency_mhz is None or frequency_range_mhz is None:
+        frequency_mhz = np.zeros(start_s.shape, dtype=np.int64)
+    else:
+        scale = ScalarMappable(Normalize(*frequency_range_mhz), clock_map())
+        add_colour_bar(figure, axes, scale, "SM clock (MHz)")
     # The layout decides how wide the axes become, and that which labels fit.
     axes.set_xlim(0, x_max_s or float(end_s.max()))
     _dress_timeline(axes, schedule, title, [caption, *([note] if note else [])])
@@ -119,13 +153,7 @@ def timeline_figure(
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     draw_timeline(
-        axes,
-        schedule,
-        plan.frequency_mhz,
-        start_s,
-        end_s,
-        scale=scale,
-        critical_path=critical_path,
+        axes, schedule, frequency_mhz, start_s, end_s, scale=scale, critical_path=critical_path
     )
     return figure
 
@@ -143,7 +171,7 @@ def default_frequency_range_mhz(plan: Plan) -> tuple[float, float]:
 
 def plot_energy_valley(profile: Profile, path: Path, *, title: str) -> None:
     """Write the energy of one microbatch over frequency, a panel a stage."""
-    energy_valley_figure(profile, title=title).savefig(path, dpi=_DPI)
+    energy_valley_figure(profile, title=title).savefig(path, dpi=DPI)
 
 
 def energy_valley_figure(profile: Profile, *, title: str) -> Figure:
@@ -151,19 +179,19 @@ def energy_valley_figure(profile: Profile, *, title: str) -> Figure:
     columns = min(4, profile.num_stages)
     rows = math.ceil(profile.num_stages / columns)
     figure = Figure(
-        figsize=(max(3.1 * columns, 6.0) + 0.4, 2.5 * rows + 1.3), dpi=_DPI, layout="constrained"
+        figsize=(max(3.1 * columns, 6.0) + 0.4, 2.5 * rows + 1.3), dpi=DPI, layout="constrained"
     )
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
     for stage, axes in enumerate(panels[: profile.num_stages]):
         _draw_valley(axes, profile, stage)
         if stage + columns >= profile.num_stages:  # nothing below it
             axes.tick_params(labelbottom=True)
-            axes.set_xlabel("SM clock (MHz)", fontsize=9, color=_MUTED)
+            axes.set_xlabel("SM clock (MHz)", fontsize=9, color=MUTED)
     for axes in panels[profile.num_stages :]:
         axes.remove()
     panels[0].set_ylim(bottom=0)
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold", color=INK)
-    figure.supylabel("energy of one microbatch (J)", fontsize=9, color=_MUTED)
+    figure.supylabel("energy of one microbatch (J)", fontsize=9, color=MUTED)
     handles = [
         Line2D([], [], color=_SUM_LINE, linewidth=2, label="forward + backward"),
         Line2D([], [], color=_BACKWARD_LINE, linestyle="--", label="backward"),
@@ -201,7 +229,7 @@ def _draw_valley(axes: Axes, profile: Profile, stage: int) -> None:
     if both:
         axes.plot(list(both), list(both.values()), color=_SUM_LINE, linewidth=2)
         best, top = min(both, key=lambda f: (both[f], -f)), max(both)
-        axes.axvline(best, color=_MUTED, linewidth=0.8, linestyle=":", zorder=0)
+        axes.axvline(best, color=MUTED, linewidth=0.8, linestyle=":", zorder=0)
         for frequency, shape in ((top, "^"), (best, "D")):
             axes.plot(
                 frequency, both[frequency], shape, markerfacecolor="#f0c000",
@@ -213,7 +241,7 @@ def _draw_valley(axes: Axes, profile: Profile, stage: int) -> None:
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_MUTED, labelsize=8)
+    axes.tick_params(colors=MUTED, labelsize=8)
 
 
 def _times(
@@ -252,17 +280,12 @@ def _figures(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def _frequency_map() -> Colormap:
-    """Viridis less its darkest end, where outlines would drown."""
-    return LinearSegmentedColormap.from_list("clock", colormaps["viridis"](np.linspace(0.16, 1)))
-
-
 def _dress_timeline(axes: Axes, schedule: Schedule, title: str, lines: Sequence[str]) -> None:
     axes.set_ylim(schedule.num_stages - 0.5, -0.5)
-    axes.set_yticks(range(schedule.num_stages))
-    axes.set_ylabel("stage", color=_MUTED)
-    axes.set_xlabel("time (s)", color=_MUTED)
-    axes.tick_params(colors=_MUTED, length=3)
+    axes.set_yticks(range(0, schedule.num_stages, math.ceil(schedule.num_stages / _MOST_TICKS)))
+    axes.set_ylabel("stage", color=MUTED)
+    axes.set_xlabel("time (s)", color=MUTED)
+    axes.tick_params(colors=MUTED, length=3)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color("#bbbbbb")
@@ -272,5 +295,5 @@ def _dress_timeline(axes: Axes, schedule: Schedule, title: str, lines: Sequence[
     for at, line in enumerate(reversed(lines)):
         axes.annotate(
             line, (0, 1), xycoords="axes fraction", xytext=(0, 5 + 12 * at),
-            textcoords="offset points", fontsize=8.5, color=_MUTED,
+            textcoords="offset points", fontsize=8.5, color=MUTED,
         )  # fmt: skip

@@ -24,6 +24,7 @@ from envpipe_megatron.energy_file import EnergyWindow
 from envpipe_megatron.report.alignment import node_offsets_s
 from envpipe_megatron.timeline_file import (
     ClockSamples,
+    GpuLabels,
     RankIteration,
     TimelineLogs,
     parse_order,
@@ -106,6 +107,10 @@ class _Gpu:
     windows: list[EnergyWindow] = field(default_factory=list)
 
 
+def _who(line: GpuLabels | EnergyWindow) -> tuple[str, str, str, int | None, int | None]:
+    return line.node, line.gpu_uid, line.gpu, line.stage, line.rank
+
+
 def _gpus(timelines: TimelineLogs, windows: Sequence[EnergyWindow]) -> list[_Gpu]:
     """In the order of their ranks; those that are only metered come last."""
     gpus: dict[tuple[str, str], _Gpu] = {}
@@ -116,16 +121,12 @@ def _gpus(timelines: TimelineLogs, windows: Sequence[EnergyWindow]) -> list[_Gpu
         place = math.inf if rank is None else rank
         return gpus.setdefault((node, uid), _Gpu(name, place))
 
-    for read in (*timelines.iterations, *timelines.clocks):
-        who = read.labels
-        gpu = of(who.node, who.gpu_uid, who.gpu, who.stage, who.rank)
-        if isinstance(read, RankIteration):
-            gpu.iterations.append(read)
-        else:
-            gpu.clocks.append(read)
+    for read in timelines.iterations:
+        of(*_who(read.labels)).iterations.append(read)
+    for samples in timelines.clocks:
+        of(*_who(samples.labels)).clocks.append(samples)
     for window in windows:
-        gpu = of(window.node, window.gpu_uid, window.gpu, window.stage, window.rank)
-        gpu.windows.append(window)
+        of(*_who(window)).windows.append(window)
     for gpu in gpus.values():
         gpu.iterations = _one_after_another(gpu.iterations)
     return sorted(gpus.values(), key=lambda gpu: gpu.rank)

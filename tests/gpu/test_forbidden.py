@@ -54,6 +54,7 @@ COMMANDS = {
     ("clocks", "reset"): [[], ["--gpu", "0", "--gpu", "2"]],
     ("clocks", "measure-latency"): [[], ["--clocks", "1410,1200"]],
     ("energy", "sum"): [["--help"]],
+    ("report",): [["--help"]],
     ("plan",): [["--help"]],
     ("simulate",): [["--help"]],
     ("straggler",): [["--help"]],

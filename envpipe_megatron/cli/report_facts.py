@@ -1,0 +1,176 @@
+"""The figures of `envpipe report`, from the bill that a run's energy logs add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from envpipe_megatron.energy_file import FRAMEWORK, EnergyNote, EnergyWindow, Phase
+from envpipe_megatron.launch.bill import OUTSIDE_STEPS, Bill, EnergyTotal, bill_of
+from envpipe_megatron.plan import Plan
+from envpipe_megatron.report.facts import ReportFacts, StageFacts, StepFacts
+from envpipe_megatron.report.run_folder import RunFolder
+from envpipe_megatron.report.shares import GpuShares, gpu_shares
+from envpipe_megatron.runtime.interval_energy import StepEnergy, compare, percent
+
+_STEADY, _WARMUP = Phase.STEADY.value, Phase.WARMUP.value
+#: How a folder with several runs calls the one that the others are compared with.
+_BASELINE_RUN = "baseline"
+
+
+def report_facts(folder: RunFolder) -> ReportFacts:
+    """Add up what a run's folder tells.
+
+    A job is compared with its own baseline: the steps of the warm-up that it measured, or all of
+    them where it was killed before it could tell. Of several runs in a folder, the last is compared
+    with the one called `baseline`, or else with the first.
+    """
+    if folder.energy is None:
+        return ReportFacts()
+    bills = _bill_by_run(folder.energy.lines)
+    phases = tuple(
+        _step_facts(f"{run} {phase}".strip(), step, _num_gpus(bill, phase))
+        for run, bill in bills.items()
+        for phase in _phases(bill)
+        if (step := bill.steps(phase)) is not None
+    )
+    notes = [
+        f"The bill is incomplete: {reason}" for bill in bills.values() for reason in bill.missing()
+    ]
+    first = _BASELINE_RUN if _BASELINE_RUN in bills else next(iter(bills))
+    run = [name for name in bills if name != first or len(bills) == 1][-1]
+    bill = bills[run]
+    steady = bill.steps(_STEADY)
+    if len(bills) > 1:
+        base_bill, base_phase, base_name = bills[first], _STEADY, first
+        baseline = base_bill.steps(_STEADY)
+    else:
+        base_bill, base_phase, base_name = bill, _WARMUP, "baseline"
+        baseline = _told_baseline(folder, bill)
+        if baseline is None and (baseline := bill.steps(_WARMUP)) is not None:
+            notes.append(
+                "The job told no baseline: its whole warm-up stands in for it, with the first "
+                "step, which is slower than others."
+            )
+    gpus = _num_gpus(bill, _STEADY)
+    stages = [
+        *_stages(base_name, base_bill, base_phase, folder.plan and folder.plan.baseline),
+        *_stages(run or "steady", bill, _STEADY, folder.plan),
+    ]
+    compared = compare(steady, baseline) if steady and baseline and baseline.time_s else None
+    facts = ReportFacts(
+        phases,
+        None if baseline is None else _step_facts(base_name, baseline, gpus),
+        None if steady is None else _step_facts(run or "steady", steady, gpus),
+        stages=tuple(stages),
+        notes=tuple(notes),
+    )
+    if compared is None:
+        return facts
+    return replace(
+        facts,
+        saved=percent(compared.saving_percent, compared.saving_uncertainty_percent),
+        slower=percent(compared.slowdown_percent, compared.slowdown_uncertainty_percent),
+    )
+
+
+def _bill_by_run(lines: Iterable[EnergyWindow | EnergyNote]) -> dict[str, Bill]:
+    """A bill a run, in the order in which runs turned up; notes are of the whole job."""
+    by_run: dict[str, list[EnergyWindow | EnergyNote]] = {}
+    notes = []
+    for line in lines:
+        if isinstance(line, EnergyNote):
+            notes.append(line)
+        else:
+            by_run.setdefault(line.run, []).append(line)
+    return {run: bill_of([*notes, *own]) for run, own in by_run.items()}
+
+
+def _phases(bill: Bill) -> list[str]:
+    """The phases that have steps, in the order of their coming."""
+    found = dict.fromkeys(phase for _, _, phase, _ in bill.phases)
+    return [phase for phase in found if phase not in (*OUTSIDE_STEPS, FRAMEWORK)]
+
+
+def _num_gpus(bill: Bill, phase: str) -> int:
+    return len({gpu for gpu, _, own, _ in bill.phases if own == phase})
+
+
+def _step_facts(name: str, step: StepEnergy, num_gpus: int) -> StepFacts:
+    """Of all GPUs, from an average one."""
+    energy_j, uncertainty_j = step.energy_j, step.energy_uncertainty_j
+    return StepFacts(
+        name,
+        step.iterations,
+        num_gpus,
+        step.time_s,
+        None if energy_j is None else num_gpus * energy_j,
+        None if uncertainty_j is None else num_gpus * uncertainty_j,
+    )
+
+
+def _told_baseline(folder: RunFolder, bill: Bill) -> StepEnergy | None:
+    """The baseline that the job measured: of its summary, its job file, or its agent's notes."""
+    for told in (
+        (folder.summary or {}).get("baseline"),
+        ((folder.job or {}).get("baseline") or {}).get("mean"),
+        bill.facts.get("baseline"),
+    ):
+        step = _read_step(told)
+        if step is not None:
+            return step
+    return None
+
+
+def _read_step(data: Any) -> StepEnergy | None:
+    if not isinstance(data, Mapping):
+        return None
+    try:
+        return StepEnergy(**{name: data[name] for name in StepEnergy.__dataclass_fields__})
+    except KeyError:  # of another version
+        return None
+
+
+def _stages(name: str, bill: Bill, phase: str, plan: Plan | None) -> list[StageFacts]:
+    """The stages of a phase, each by its mean GPU."""
+    members: dict[int, list[tuple[EnergyTotal, int]]] = {}
+    for (_, _, own_phase, stage), own in bill.phases.items():
+        if own_phase == phase and stage is not None and own.steps:
+            members.setdefault(stage, []).append((own.total, own.steps))
+    return [
+        _stage(
+            name, stage, members[stage], plan if plan and stage < plan.schedule.num_stages else None
+        )
+        for stage in sorted(members)
+    ]
+
+
+def _stage(
+    name: str, stage: int, members: list[tuple[EnergyTotal, int]], plan: Plan | None
+) -> StageFacts:
+    steps = sum(count for _, count in members)
+    total = EnergyTotal()
+    for member, _ in members:
+        total.merge(member)
+    shares_s = total.shares_s
+    shares = None
+    if plan is not None and shares_s is not None:
+        # All GPUs of the stage taken for one that made all of their steps.
+        metered = {
+            "energy_j": total.energy_j,
+            "duration_s": total.duration_s,
+            "compute_s": shares_s[0],
+            "blocking_s": shares_s[1],
+            "iterations": float(steps),
+        }
+        whole = vars(gpu_shares(plan, stage, metered))
+        shares = GpuShares(**{name: value / steps for name, value in whole.items()})
+    return StageFacts(
+        name,
+        stage,
+        len(members),
+        total.energy_j / steps,
+        shares,
+        None if shares_s is None else tuple(share / steps for share in shares_s),
+    )

@@ -1,0 +1,79 @@
+"""The figures of a report, which whoever adds up a bill hands over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from envpipe_megatron.report.shares import GpuShares
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """An average step of a phase, over all GPUs of the job.
+
+    Args:
+        name: the run and phase, for people.
+        iterations: how many steps were averaged.
+        num_gpus: of the job.
+        time_s: of a step.
+        energy_j: of a step, on all GPUs; None where it is not known.
+        energy_uncertainty_j: standard uncertainty; None where it is not known.
+    """
+
+    name: str
+    iterations: int
+    num_gpus: int
+    time_s: float
+    energy_j: float | None
+    energy_uncertainty_j: float | None
+
+    @property
+    def power_w(self) -> float | None:
+        """Mean power of one GPU."""
+        if self.energy_j is None or not self.time_s:
+            return None
+        return self.energy_j / self.time_s / self.num_gpus
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """What one stage took in a step of the steady phase, or of the baseline.
+
+    Args:
+        name: of the steps, for people.
+        stage: of the pipeline.
+        num_gpus: of the stage.
+        energy_j: of a step, on the mean of the stage's GPUs.
+        shares: of a step on the mean GPU; None without a plan that prices units.
+        shares_s: seconds of a step in units, in receives, in the rest; None where not known.
+    """
+
+    name: str
+    stage: int
+    num_gpus: int
+    energy_j: float
+    shares: GpuShares | None
+    shares_s: tuple[float, ...] | None
+
+
+@dataclass(frozen=True)
+class ReportFacts:
+    """What was added up of a run.
+
+    Args:
+        phases: an average step of each run and phase.
+        baseline: what is compared with; None where that is not known.
+        steady: what is compared.
+        saved: the saving with its 95 % interval, for people.
+        slower: the slowdown, likewise.
+        stages: of baseline and steady phase.
+        notes: what a reader of the figures must know.
+    """
+
+    phases: tuple[StepFacts, ...] = ()
+    baseline: StepFacts | None = None
+    steady: StepFacts | None = None
+    saved: str = "not known"
+    slower: str = "not known"
+    stages: tuple[StageFacts, ...] = ()
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,125 @@
+"""Measured iterations of a whole pipeline, as they are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from envpipe_megatron.report.alignment import node_offsets_s
+from envpipe_megatron.report.plots import order_figure
+from envpipe_megatron.schedule import Schedule, ScheduleError
+from envpipe_megatron.timeline_file import RankIteration
+
+
+@dataclass(frozen=True)
+class MeasuredIteration:
+    """One iteration of one pipeline.
+
+    Args:
+        run: empty where the job has one.
+        phase: what the iteration was for.
+        iteration: its number in the job.
+        schedule: the order that was run.
+        start_s: [num_stages, units_per_stage] after the pipeline's first unit.
+        end_s: the same shape.
+        frequency_mhz: the same shape; None where clocks were not controlled.
+    """
+
+    run: str
+    phase: str
+    iteration: int
+    schedule: Schedule
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    frequency_mhz: NDArray[np.int64] | None
+
+    @property
+    def time_s(self) -> float:
+        """From the first unit's begin to the last one's end."""
+        return float(self.end_s.max())
+
+
+def last_iteration(
+    recorded: Iterable[RankIteration], run: str, phase: str
+) -> MeasuredIteration | None:
+    """The last iteration of a phase that all stages of a pipeline recorded.
+
+    Of replicas and tensor-parallel peers, the lowest rank of each stage is taken.
+
+    Returns:
+        None where there is none, or what was recorded is no order of a whole pipeline.
+    """
+    recorded = list(recorded)
+    own = [read for read in recorded if (read.labels.run, read.phase) == (run, phase)]
+    num_stages = 1 + max((read.labels.stage for read in own), default=-1)
+    by_iteration: dict[int, dict[int, RankIteration]] = {}
+    for read in sorted(own, key=lambda read: -read.labels.rank):
+        by_iteration.setdefault(read.iteration, {})[read.labels.stage] = read
+    whole = [number for number, stages in by_iteration.items() if len(stages) == num_stages]
+    if not whole:
+        return None
+    stages = [by_iteration[max(whole)][stage] for stage in range(num_stages)]
+    units = [read.units for read in stages]
+    try:
+        schedule = Schedule(
+            "recorded",
+            1 + max(unit.microbatch for order in units for unit in order),
+            1 + max(unit.chunk for order in units for unit in order),
+            tuple(units),
+        )
+    except ScheduleError:
+        return None
+    offsets_s = node_offsets_s(recorded)
+    begin_s = np.array([[read.begin_s - offsets_s[read.labels.node]] for read in stages])
+    start_s, end_s = (
+        1e-6 * np.stack(times) + begin_s
+        for times in ([read.start_us for read in stages], [read.end_us for read in stages])
+    )
+    first_s = start_s.min()
+    clocks = [read.frequency_mhz for read in stages if read.frequency_mhz is not None]
+    return MeasuredIteration(
+        run,
+        phase,
+        max(whole),
+        schedule,
+        start_s - first_s,
+        end_s - first_s,
+        np.stack(clocks) if len(clocks) == num_stages else None,
+    )
+
+
+def measured_figure(
+    measured: MeasuredIteration,
+    *,
+    title: str,
+    note: str,
+    x_max_s: float,
+    frequency_range_mhz: tuple[float, float] | None,
+) -> Figure:
+    """The units of one iteration, each at its measured time."""
+    in_flight = ", ".join(str(count) for count in measured.schedule.peak_in_flight)
+    return order_figure(
+        measured.schedule,
+        measured.frequency_mhz,
+        measured.start_s,
+        measured.end_s,
+        title=title,
+        caption=f"measured {measured.time_s:.4g} s  ·  peak in flight {in_flight}",
+        note=note,
+        x_max_s=x_max_s,
+        frequency_range_mhz=frequency_range_mhz,
+    )
+
+
+def clock_range_mhz(iterations: Iterable[MeasuredIteration]) -> tuple[float, float] | None:
+    """One colour scale for several iterations; None where no clock is known."""
+    known = [one.frequency_mhz for one in iterations if one.frequency_mhz is not None]
+    if not known:
+        return None
+    low, high = min(int(f.min()) for f in known), max(int(f.max()) for f in known)
+    # A scale needs some length, also where all units run at one clock.
+    return (float(low), float(high)) if low < high else (high - 1.0, float(high))

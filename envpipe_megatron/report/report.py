@@ -1,0 +1,37 @@
+"""Writes all that is known of a run: pictures, summary, page and trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from envpipe_megatron.report.facts import ReportFacts
+from envpipe_megatron.report.pictures import pictures_of
+from envpipe_megatron.report.run_folder import RunFolder
+from envpipe_megatron.report.style import save
+from envpipe_megatron.report.summary import Section, sections_of, to_html, to_markdown
+from envpipe_megatron.report.trace import write_trace
+
+TRACE_FILE = "trace.json.gz"
+SUMMARY_FILE = "summary.md"
+PAGE_FILE = "index.html"
+
+
+def write_report(folder: RunFolder, facts: ReportFacts, output: Path) -> list[Section]:
+    """Write a report into a folder, which is made; files of an earlier one are replaced.
+
+    Returns:
+        what the summary says.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    trace = write_trace(output / TRACE_FILE, folder.timelines, folder.windows)
+    pictures = list(pictures_of(folder, facts))
+    for picture in pictures:
+        save(picture.draw(), output, picture.name)
+    sections = sections_of(folder, facts, trace, pictures)
+    title = f"EnvPipe: {folder.path.resolve().name}"
+    (output / SUMMARY_FILE).write_text(to_markdown(title, sections), encoding="utf-8")
+    (output / PAGE_FILE).write_text(to_html(title, sections, output), encoding="utf-8")
+    return sections

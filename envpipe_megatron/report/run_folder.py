@@ -1,0 +1,181 @@
+"""What is there of a run: the files of its folder, and which of them are missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from envpipe_megatron.energy_file import EnergyLogs, EnergyWindow, read_energy_logs
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.plan import Plan, read_plan
+from envpipe_megatron.profile import Profile, read_profile
+from envpipe_megatron.timeline_file import TimelineLogs, read_timelines
+
+#: Torn lines that are named; the others are counted.
+_NAMED_LINES = 3
+
+
+class RunFolderError(EnvPipeError):
+    """A folder in which no run has left anything."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's folder, as far as it can be read.
+
+    Args:
+        path: the folder.
+        timelines: recorded iterations and observed clocks; empty where there are none.
+        energy: None without an energy log.
+        profile: None without one.
+        plan: None without one, or without the profile that prices it.
+        clocks: how each rank's clock was controlled, as `clocks.jsonl` has it.
+        summary: `summary.json` of a job or quickstart.
+        job: `job.json`, which outlives a killed job.
+        bill: `bill.json` of the launcher.
+        missing: what is not there or cannot be read, and what the report lacks for it.
+    """
+
+    path: Path
+    timelines: TimelineLogs
+    energy: EnergyLogs | None
+    profile: Profile | None
+    plan: Plan | None
+    clocks: tuple[dict[str, Any], ...]
+    summary: dict[str, Any] | None
+    job: dict[str, Any] | None
+    bill: dict[str, Any] | None
+    missing: tuple[str, ...]
+
+    @property
+    def windows(self) -> tuple[EnergyWindow, ...]:
+        """What was metered."""
+        return () if self.energy is None else self.energy.windows
+
+    @property
+    def emulated(self) -> bool:
+        """Whether a rank or the summary says that its GPU is emulated."""
+        told = (*self.clocks, *([self.summary] if self.summary else []))
+        return any(entry.get("emulated") is True for entry in told) or any(
+            window.gpu.endswith("(emulated)") for window in self.windows
+        )
+
+
+def read_run_folder(path: Path) -> RunFolder:
+    """Read what a run left.
+
+    Raises:
+        RunFolderError: there is nothing of a run, or no such folder.
+        OSError: a file that cannot be read.
+    """
+    missing: list[str] = []
+    timelines = _timelines(path, missing)
+    energy = _energy(path, missing)
+    profile = _profile(path, missing)
+    plan = _plan(path, profile, missing)
+    folder = RunFolder(
+        path,
+        timelines,
+        energy,
+        profile,
+        plan,
+        _clocks(path, missing),
+        _object(path / "summary.json", "the job did not end in order", missing),
+        _object(path / "job.json", "", missing),
+        _object(path / "bill.json", "", missing),
+        tuple(missing),
+    )
+    if not timelines.iterations and not folder.windows and profile is None and plan is None:
+        raise RunFolderError(
+            f"Nothing of a run is in {path}",
+            remedy="Give the folder that --output, --envpipe-output or the quickstart wrote.",
+        )
+    return folder
+
+
+def _timelines(path: Path, missing: list[str]) -> TimelineLogs:
+    paths = sorted(path.glob("timeline*.jsonl"))
+    read = read_timelines(paths)
+    if not read.iterations:
+        missing.append("timeline.jsonl: no measured timelines, and no units in the trace")
+    missing += _torn(read.unreadable)
+    return read
+
+
+def _energy(path: Path, missing: list[str]) -> EnergyLogs | None:
+    paths = sorted(path.glob("energy*.jsonl"))
+    try:
+        read = read_energy_logs(paths)
+    except EnvPipeError as error:
+        missing.append(
+            f"energy.jsonl: no energies ({error})" if paths else "energy.jsonl: no energies"
+        )
+        return None
+    missing += _torn(read.unreadable)
+    return read
+
+
+def _torn(lines: Sequence[str]) -> list[str]:
+    if not lines:
+        return []
+    named = ", ".join(Path(line).name for line in lines[:_NAMED_LINES])
+    return [f"{len(lines)} torn or foreign lines were passed over: {named}"]
+
+
+def _profile(path: Path, missing: list[str]) -> Profile | None:
+    file = path / "profile.csv"
+    if not file.exists():
+        missing.append("profile.csv: no energy valley, and no plan is priced")
+        return None
+    try:
+        return read_profile(file)
+    except EnvPipeError as error:
+        missing.append(f"profile.csv is of no use: {error}")
+        return None
+
+
+def _plan(path: Path, profile: Profile | None, missing: list[str]) -> Plan | None:
+    file = path / "plan.json"
+    if not file.exists():
+        missing.append("plan.json: no planned clocks, and energy is not split into shares")
+        return None
+    if profile is None:
+        missing.append("plan.json is of no use without the profile that prices it")
+        return None
+    try:
+        return read_plan(file, profile)
+    except EnvPipeError as error:
+        missing.append(f"plan.json is of no use: {error}")
+        return None
+
+
+def _clocks(path: Path, missing: list[str]) -> tuple[dict[str, Any], ...]:
+    found = []
+    for file in sorted(path.glob("clocks*.jsonl")):
+        for line in file.read_bytes().splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:  # torn
+                continue
+            if isinstance(entry, dict):
+                found.append(entry)
+    if not found:
+        missing.append("clocks.jsonl: whether clocks followed is not known")
+    return tuple(found)
+
+
+def _object(path: Path, lacking: str, missing: list[str]) -> dict[str, Any] | None:
+    """A JSON object; what is `lacking` without it is told where that says anything."""
+    if not path.exists():
+        if lacking:
+            missing.append(f"{path.name}: {lacking}")
+        return None
+    try:
+        data = json.loads(path.read_bytes())
+    except ValueError as error:
+        missing.append(f"{path.name} is damaged: {error}")
+        return None
+    return data if isinstance(data, dict) else None

@@ -1,0 +1,224 @@
+"""A run in words and tables: Markdown to paste, and the same as one page of HTML."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from envpipe_megatron import __version__
+from envpipe_megatron.report.facts import ReportFacts, StepFacts
+from envpipe_megatron.report.pictures import Picture
+from envpipe_megatron.report.run_folder import RunFolder
+from envpipe_megatron.report.trace import TraceFacts
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a report.
+
+    Args:
+        title: its heading.
+        header: of its table; empty without one.
+        rows: of its table.
+        lines: sentences below.
+        pictures: drawn below these.
+    """
+
+    title: str
+    header: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    lines: tuple[str, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+
+
+def sections_of(
+    folder: RunFolder, facts: ReportFacts, trace: TraceFacts, pictures: Sequence[Picture]
+) -> list[Section]:
+    """All of a report."""
+    compared = comparison_section(facts)
+    known = [
+        compared,
+        Section("Pictures", pictures=tuple(pictures)),
+        _phases(facts),
+        _stages(facts),
+        _clocks(folder),
+        Section("Trace", lines=tuple(_trace_lines(trace))),
+        Section("Notes", lines=tuple(_notes(folder, facts))),
+        Section("Not in this report", lines=folder.missing),
+    ]
+    return [part for part in known if part.rows or part.lines or part.pictures]
+
+
+def comparison_section(facts: ReportFacts) -> Section:
+    """The baseline beside the steady phase."""
+    baseline, steady = facts.baseline, facts.steady
+    columns = [step for step in (baseline, steady) if step is not None]
+    if not columns:
+        return Section("Result")
+    rows = [
+        ("iteration time (s)", *(f"{step.time_s:.4f}" for step in columns)),
+        ("energy of an iteration, all GPUs (J)", *(_energy(step) for step in columns)),
+        ("power of a GPU (W)", *(_number(step.power_w, ".1f") for step in columns)),
+        ("iterations", *(str(step.iterations) for step in columns)),
+    ]
+    line = f"Saved {facts.saved} of the energy, {facts.slower} slower (95 % intervals where known)."
+    return Section("Result", ("", *(step.name for step in columns)), tuple(rows), (line,))
+
+
+def _phases(facts: ReportFacts) -> Section:
+    header = ("phase", "GPUs", "iterations", "time (s)", "energy of all GPUs (J)", "W a GPU")
+    rows = (
+        (
+            step.name, str(step.num_gpus), str(step.iterations), f"{step.time_s:.4f}",
+            _energy(step), _number(step.power_w, ".1f"),
+        )
+        for step in facts.phases
+    )  # fmt: skip
+    return Section("Phases", header, tuple(rows))
+
+
+def _stages(facts: ReportFacts) -> Section:
+    header = (
+        "", "stage", "GPUs", "energy (J)", "units (s)", "receives (s)", "rest (s)",
+        "units (J)", "receives (J)", "rest (J)",
+    )  # fmt: skip
+    rows = []
+    for stage in facts.stages:
+        shares = stage.shares
+        energies = (
+            ("",) * 3
+            if shares is None
+            else tuple(f"{v:.1f}" for v in (shares.compute_j, shares.blocking_j, shares.idle_j))
+        )
+        times = tuple(f"{share:.4f}" for share in stage.shares_s or ()) or ("",) * 3
+        whose = stage.name, str(stage.stage), str(stage.num_gpus)
+        rows.append((*whose, f"{stage.energy_j:.1f}", *times, *energies))
+    return Section("Stages: an iteration on one GPU", header, tuple(rows))
+
+
+def _clocks(folder: RunFolder) -> Section:
+    """How each rank's clock was controlled, and whether it followed."""
+    header = ("rank", "stage", "back end", "changes", "samples", "above (%)", "below (%)", "error")
+    rows, warnings = [], []
+    for entry in sorted(folder.clocks, key=lambda e: (str(e.get("run", "")), e.get("rank") or 0)):
+        followed = entry.get("followed") or {}
+        shares = (
+            f"{100 * followed[name]:.1f}" if followed.get("judged") else ""
+            for name in ("above_share", "below_share")
+        )
+        rows.append(
+            (
+                f"{entry.get('run', '')} {entry.get('rank', '')}".strip(),
+                str(entry.get("stage", "")), str(entry.get("backend", "")),
+                str(entry.get("changes", "")), str(followed.get("judged", "")), *shares,
+                str(entry.get("error") or ""),
+            )
+        )  # fmt: skip
+        if followed.get("warning"):
+            warnings.append(str(followed["warning"]))
+    return Section("Clocks: whether they followed", header, tuple(rows), tuple(warnings))
+
+
+def _trace_lines(trace: TraceFacts) -> Iterator[str]:
+    yield (
+        "`trace.json.gz` opens in https://ui.perfetto.dev and chrome://tracing as it is: a process "
+        "a GPU with its units, the requested clock and the power."
+    )
+    yield f"{trace.units} units of {trace.iterations} iterations; {trace.recorded} were recorded."
+    if trace.iterations < trace.recorded:
+        yield "More would be too much for a browser: those of every n-th iteration are in it."
+    if trace.overlapping:
+        yield f"{trace.overlapping} recorded iterations overlap others and are left out."
+
+
+def _notes(folder: RunFolder, facts: ReportFacts) -> Iterator[str]:
+    if folder.emulated:
+        yield "These joules are emulated: no GPU was used. Times are those of a model."
+    yield from facts.notes
+    summary = folder.summary or {}
+    runs = summary.get("runs")
+    told = runs.values() if isinstance(runs, Mapping) else summary.get("ranks") or ()
+    seen = dict.fromkeys(str(note) for entry in told for note in entry.get("notes") or ())
+    yield from seen
+    if summary.get("times_trusted") is False:
+        yield "The machine was too slow for the emulation: these times are not to be trusted."
+    if folder.plan is not None:
+        extra, peak = folder.plan.schedule.extra_forwards, folder.plan.schedule.peak_in_flight
+        yield (
+            f"Plan: {folder.plan.policy} on {folder.plan.schedule.name}, extra forwards "
+            f"{list(extra)}, peak in flight {list(peak)}."
+        )
+
+
+def _energy(step: StepFacts) -> str:
+    if step.energy_j is None:
+        return "not known"
+    if step.energy_uncertainty_j is None:
+        return f"{step.energy_j:.1f}"
+    return f"{step.energy_j:.1f} +- {1.96 * step.energy_uncertainty_j:.1f}"
+
+
+def _number(value: float | None, digits: str) -> str:
+    return "not known" if value is None else format(value, digits)
+
+
+def to_markdown(title: str, sections: Iterable[Section]) -> str:
+    """Markdown; pictures are linked."""
+    parts = [f"# {title}", f"Made by `envpipe report` {__version__}."]
+    for section in sections:
+        parts.append(f"## {section.title}")
+        if section.rows:
+            rows = [section.header, tuple("---" for _ in section.header), *section.rows]
+            parts.append("\n".join(f"| {' | '.join(map(_cell, row))} |" for row in rows))
+        if section.lines:
+            parts.append("\n".join(f"- {line}" for line in section.lines))
+        parts += [f"![{p.name}]({p.name}.png)\n\n{p.caption}" for p in section.pictures]
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em;
+color:#1a1a1a}table{border-collapse:collapse}td,th{padding:.15em .8em;text-align:right;
+border-bottom:1px solid #e6e6e6}td:first-child,th:first-child{text-align:left}
+figure{margin:1.5em 0}figcaption{color:#5f6368}svg{width:100%;height:auto}"""
+
+
+def to_html(title: str, sections: Iterable[Section], folder: Path) -> str:
+    """One page that needs no other file: the SVGs of `folder` stand in it.
+
+    Raises:
+        OSError: an SVG cannot be read.
+    """
+    parts = [
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>",
+        f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1>",
+    ]
+    for section in sections:
+        parts.append(f"<h2>{html.escape(section.title)}</h2>")
+        if section.rows:
+            head, *body = (
+                "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in row) + "</tr>"
+                for tag, row in [("th", section.header), *(("td", row) for row in section.rows)]
+            )
+            parts.append(f"<table>{head}{''.join(body)}</table>")
+        if section.lines:
+            items = "".join(f"<li>{html.escape(line)}</li>" for line in section.lines)
+            parts.append(f"<ul>{items}</ul>")
+        for picture in section.pictures:
+            caption = html.escape(picture.caption)
+            svg = _inlined((folder / f"{picture.name}.svg").read_text(), picture.name)
+            parts.append(f"<figure>{svg}<figcaption>{caption}</figcaption></figure>")
+    return "\n".join(parts) + "</html>\n"
+
+
+def _inlined(svg: str, name: str) -> str:
+    """An SVG without its prologue, its names made its own: those of a page must differ."""
+    body = svg[svg.index("<svg") :]
+    body = re.sub(r'\bid="', f'id="{name}-', body)
+    return re.sub(r'(url\(#|href="#)', rf"\g<1>{name}-", body)

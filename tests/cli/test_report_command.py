@@ -1,0 +1,174 @@
+"""`envpipe report`: from what a run left, however little, to what somebody reads."""
+
+import gzip
+import json
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from cli_helpers import plan_for, run_badly, run_well, write_profile
+
+from envpipe_megatron import builders
+from envpipe_megatron.energy_file import append_line
+from envpipe_megatron.timeline import Timeline
+
+STAGES, MICROBATCHES = 2, 4
+#: (first, last) iteration of each phase.
+PHASES = {"warm-up": (0, 2), "profile": (3, 5), "steady": (6, 9)}
+POWER_W = {"warm-up": 300.0, "profile": 250.0, "steady": 240.0}
+
+
+def labels(stage, **more):
+    return {
+        "node": "n1", "gpu": "NVIDIA A100", "gpu_uid": f"GPU-{stage}", "rank": stage,
+        "stage": stage, **more,
+    }  # fmt: skip
+
+
+def write_run(folder, *, power_w=POWER_W, begin_s=100.0, **more):
+    """What a job of two ranks leaves that is killed in its steady phase: logs alone."""
+    schedule = builders.one_f_one_b(STAGES, MICROBATCHES)
+    timeline = Timeline(schedule, np.where(schedule.is_backward, 0.2, 0.1))
+    length_s = timeline.iteration_time_s
+    for phase, (first, last) in PHASES.items():
+        for stage in range(STAGES):
+            for iteration in range(first, last + 1):
+                entry = {
+                    "format": "envpipe-timeline/1",
+                    **labels(stage, **more),
+                    "phase": phase,
+                    "iteration": iteration,
+                    "begin_s": begin_s + iteration * length_s,
+                    "iteration_time_s": length_s,
+                    "units": " ".join(schedule.labels()[stage]),
+                    "start_us": np.rint(1e6 * timeline.start_s[stage]).astype(int).tolist(),
+                    "end_us": np.rint(1e6 * timeline.end_s[stage]).astype(int).tolist(),
+                    "frequency_mhz": [1200 if phase == "warm-up" else 900] * 2 * MICROBATCHES,
+                }
+                append_line(folder / "timeline.jsonl", entry)
+            steps = last - first + 1
+            window = {
+                "format": "envpipe-energy/1",
+                **labels(stage, **more),
+                "phase": phase,
+                "first_iteration": first,
+                "last_iteration": last,
+                "begin_s": begin_s + first * length_s,
+                "duration_s": steps * length_s,
+                "energy_j": steps * length_s * power_w[phase],
+                "energy_uncertainty_j": 1.0,
+                "compute_s": steps * 1.2,
+                "blocking_s": steps * 0.2,
+                "idle_s": steps * (length_s - 1.4),
+            }
+            append_line(folder / "energy.jsonl", window)
+    return folder
+
+
+def pictures(folder):
+    return {path.stem for path in folder.glob("*.png")}
+
+
+def trace_of(folder):
+    return json.loads(gzip.open(folder / "trace.json.gz").read())["traceEvents"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / "job"
+    made.mkdir()
+    return write_run(made)
+
+
+def test_a_job_that_left_all_its_files_has_all_its_pictures(folder):
+    profile = write_profile(folder / "profile.csv", STAGES)
+    plan_for(profile, folder / "plan.json", "--policy", "envelope", microbatches=MICROBATCHES)
+    memory = {
+        "activation_bytes": 2**28, "baseline_in_flight": 2, "baseline_peak_bytes": 2**31,
+        "room_bytes": 0, "in_flight": 4, "measured_peak_bytes": 2**31 + 2**29,
+    }  # fmt: skip
+    step = {
+        "iterations": 3, "time_s": 1.5, "time_uncertainty_s": 0.0, "energy_j": 450.0,
+        "metering_uncertainty_j": 0.1, "power_w": 300.0,
+    }  # fmt: skip
+    (folder / "summary.json").write_text(
+        json.dumps({"format": "envpipe-summary/1", "baseline": step, "memory": [memory] * STAGES})
+    )
+    (folder / "bill.json").write_text(
+        json.dumps({"nodes": [{"node": "n1", "num_gpus": 2, "energy_j": 1e5}]})
+    )
+    append_line(folder / "clocks.jsonl", {**labels(0), "backend": "nvml", "changes": 12})
+    shown = run_well("report", folder).stdout
+    made = folder / "report"
+    assert pictures(made) == {
+        "timeline_warm-up", "timeline_steady", "energy_by_stage", "iterations", "power", "clocks",
+        "energy_valley", "memory", "nodes",
+    }  # fmt: skip
+    for path in made.glob("*.svg"):
+        ElementTree.parse(path)
+    # 240 W a GPU against 300 W, and as fast as the baseline.
+    assert "Saved 20.00" in shown
+    assert "0.00" in shown
+    summary = (made / "summary.md").read_text()
+    assert "| iteration time (s) | 1.5000 | 1.5000 |" in summary
+    assert "Not in this report" not in summary
+    for link in re.findall(r"\((\S+\.png)\)", summary):
+        assert (made / link).exists()
+
+
+def test_a_page_needs_no_other_file_and_its_names_are_its_own(folder):
+    run_well("report", folder)
+    page = (folder / "report" / "index.html").read_text()
+    assert page.count("<svg") == len(pictures(folder / "report")) == 5
+    assert not re.search(r'(src|xlink:href)="(?!#|data:)', page)
+    names = re.findall(r'\bid="([^"]+)"', page)
+    assert len(names) == len(set(names))
+    used = re.findall(r'url\(#([^)]+)\)|xlink:href="#([^"]+)"', page)
+    assert {first or second for first, second in used} <= set(names)
+
+
+def test_what_is_missing_is_named_and_nothing_fails_for_it(folder):
+    shown = " ".join(run_well("report", folder).stdout.split())
+    for name in ("profile.csv", "plan.json", "clocks.jsonl", "summary.json"):
+        assert f"Missing: {name}" in shown, name
+    assert "whole warm-up stands in" in (folder / "report" / "summary.md").read_text()
+
+
+@pytest.mark.parametrize("kept", ["energy.jsonl", "timeline.jsonl"])
+def test_either_log_alone_makes_a_report(folder, tmp_path, kept):
+    for path in folder.iterdir():
+        if path.name != kept:
+            path.unlink()
+    run_well("report", folder, "--output", tmp_path / "out")
+    names = {event["name"] for event in trace_of(tmp_path / "out")}
+    assert ("F0" in names) == (kept == "timeline.jsonl")
+    assert ("power (W)" in names) == (kept == "energy.jsonl")
+    assert ("power" in pictures(tmp_path / "out")) == (kept == "energy.jsonl")
+
+
+def test_runs_in_one_folder_are_compared_with_each_other(tmp_path):
+    write_run(tmp_path, run="envpipe", begin_s=200.0, power_w=dict.fromkeys(PHASES, 150.0))
+    write_run(tmp_path, run="baseline", power_w=dict.fromkeys(PHASES, 200.0))
+    shown = run_well("report", tmp_path).stdout
+    assert "Saved 25.00" in shown  # whichever of them was written first
+    made = pictures(tmp_path / "report")
+    assert {"timeline_baseline", "timeline_envpipe"} <= made
+
+
+def test_torn_lines_are_passed_over_and_counted(folder):
+    with (folder / "timeline.jsonl").open("a") as file:
+        file.write('{"format": "envpipe-timeline/1", "ra')
+    assert "1 torn or foreign lines" in run_well("report", folder).stdout
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("none of ours")
+    message = run_badly("report", tmp_path)
+    assert "Nothing of a run is in" in message
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_damaged_profile_is_said_and_the_rest_is_made(folder):
+    (folder / "profile.csv").write_text("stage,instruction\n0,forward\n")
+    assert "profile.csv is of no use" in " ".join(run_well("report", folder).stdout.split())
