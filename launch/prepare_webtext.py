@@ -153,7 +153,7 @@ def prepare(job: Job) -> list[str]:
     if ignored:
         click.echo(f"passed by: {', '.join(f'{n} {name}' for name, n in ignored.most_common())}")
     check_files(files)
-    options = options_of(job.megatron, job.output / "preprocess.log")
+    options = options_of(job.megatron, job.output / "options.log")
     tokenizer = tokenizer_args(job.megatron, options, job.vocab, job.merges, job.output)
     if job.clean_up:
         check_clean_up(job.clean_up)

@@ -164,18 +164,17 @@ def _kind(path: Path) -> str:
 
 
 def check_files(files: Sequence[Path]) -> None:
-    """Check that each file begins as loose JSON with texts does, or as text.
+    """Check that each file of JSON begins as loose JSON with texts does.
 
     Raises:
         DataError: none of the first documents of a file can be used.
     """
-    for path in files:
+    for path in (path for path in files if _kind(path) in _LINES):
         first = list(itertools.islice(read_documents(path), _LOOKED_AT))
         if first and all(document.problem for document in first):
             raise DataError(
                 f"{first[0].place}: {first[0].problem}, and so on for {len(first)} documents",
-                remedy='A .json or .jsonl file has an object a line, {"text": "..."}, a .txt file '
-                "one document in UTF-8. Take the file away, or convert it.",
+                remedy='It needs an object a line, {"text": "..."}: convert it, or take it away.',
             )
 
 

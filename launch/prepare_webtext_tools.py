@@ -45,12 +45,13 @@ def run_tool(command: Sequence[object], modules: Path, log: Path) -> None:
     path = os.pathsep.join([str(modules), *filter(None, [os.environ.get("PYTHONPATH")])])
     environ = {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
     told: list[str] = []
-    with log.open("a") as output:
+    with log.open("a", encoding="utf-8") as output:
         tool = subprocess.Popen(
             [sys.executable, *map(str, command)],
             stdout=output,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
+            errors="backslashreplace",
             env={**os.environ, **environ, "PYTHONDONTWRITEBYTECODE": "1"},
             start_new_session=True,
         )

@@ -331,9 +331,15 @@ def test_what_is_not_whole_is_an_error(preparing, monkeypatch, how, said):
     monkeypatch.setattr(tools, "_GRACE_S", 0.0)
     preparing.behave(how)
     assert said in preparing.run_badly()
-    assert not (preparing.output / "webtext_text_document.idx").exists()
+    assert not list(preparing.output.glob("webtext_text_document.*"))
+
+
+def test_a_step_that_failed_is_done_again(preparing):
+    preparing.behave("loses")
+    preparing.run_badly()
     preparing.behave("well")
     assert "merge: done before" in preparing.run_well()
+    assert preparing.documents == ["one", "two", "a whole\nfile"]
 
 
 def test_all_is_checked_before_anything_is_done(preparing):
