@@ -17,6 +17,11 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
+
+from prepare_webtext_files import END_OF_DOCUMENT, bytes_of_alphabet
 
 CPU_RUN = Path(__file__).with_name("cpu_run.py")
 TEXT_BYTES = 2_000_000
@@ -40,7 +45,7 @@ def make_corpus(folder: Path, checkout: Path) -> None:
     """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    texts = _texts()
+    texts = texts_of_python()
     (folder / "tokenizer.json").write_text(json.dumps(_train_tokenizer(texts), indent=0))
     lines = folder / "corpus.jsonl"
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -67,7 +72,7 @@ def _tokenizer_args(folder: Path) -> str:
     )
 
 
-def _texts() -> list[str]:
+def texts_of_python() -> list[str]:
     """Modules of the standard library, of ordinary length, until there is enough."""
     texts: list[str] = []
     for module in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -76,19 +81,33 @@ def _texts() -> list[str]:
     return texts
 
 
-def _train_tokenizer(texts: list[str]) -> list[dict[str, object]]:
-    """A byte-level BPE as TikTokenizer reads it: each token's bytes, in the order of merging."""
+def train_gpt2(texts: list[str], folder: Path) -> tuple[Path, Path]:
+    """Train a BPE on texts, and write its vocabulary and merges as GPT-2's are."""
+    vocab, merges = _train_bpe(texts, NUM_TOKENS, [END_OF_DOCUMENT]).model.save(str(folder), "gpt2")
+    return Path(vocab), Path(merges)
+
+
+def _train_bpe(texts: list[str], num_tokens: int, special: list[str]) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    # TikTokenizer cuts text a little differently; some merges are then of less use.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=2 * NUM_TOKENS, initial_alphabet=alphabet, show_progress=False
+        vocab_size=num_tokens,
+        initial_alphabet=alphabet,
+        special_tokens=special,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    byte_of = _bytes_of_alphabet()
+    return tokenizer
+
+
+def _train_tokenizer(texts: list[str]) -> list[dict[str, object]]:
+    """A byte-level BPE as TikTokenizer reads it: each token's bytes, in the order of merging."""
+    # TikTokenizer cuts text a little differently; some merges are then of less use.
+    tokenizer = _train_bpe(texts, 2 * NUM_TOKENS, [])
+    byte_of = bytes_of_alphabet()
     # One token can come from several merges.
     tokens = {bytes([number]): None for number in range(256)}
     for left, right in json.loads(tokenizer.to_str())["model"]["merges"]:
@@ -102,18 +121,6 @@ def _train_tokenizer(texts: list[str]) -> list[dict[str, object]]:
         }
         for rank, token in enumerate(kept)
     ]
-
-
-def _bytes_of_alphabet() -> dict[str, int]:
-    """The byte that each character of the byte-level alphabet stands for.
-
-    Printable bytes of Latin-1 stand for themselves, the others for characters from U+0100.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + place): byte for place, byte in enumerate(others)
-    }
 
 
 if __name__ == "__main__":

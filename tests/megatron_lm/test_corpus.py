@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import shlex
+import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
-from checkouts import TAGS
+from checkouts import DEEPSPEED_VARIABLE, TAGS
+from click.testing import CliRunner
 from lm_cases import PP4, Case, full, run_case, run_envpipe
-from make_corpus import corpus_args, make_corpus
+from make_corpus import CPU_RUN, corpus_args, make_corpus, texts_of_python, train_gpt2
+
+# make_corpus has the folder in the path.
+from prepare_webtext import main as prepare_webtext
+from prepare_webtext_files import END_OF_DOCUMENT, bytes_of_alphabet, read_index
 
 pytestmark = [pytest.mark.xdist_group("megatron_lm"), full]
 
@@ -59,5 +69,93 @@ def test_stock_and_patched_learn_it_alike(tag, corpora, checkout, patched, tmp_p
     run = run_envpipe(patched(tag), case, tmp_path / "patched")
     assert run.digits == stock.digits
     assert run.weights == stock.weights
+    losses = [float(iteration.loss) for iteration in stock.iterations]
+    assert losses[-1] < losses[0]
+
+
+# launch/prepare_webtext.py
+
+
+class Collected:
+    """Text as somebody collected it, and a vocabulary and merges in GPT-2's format."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.texts = texts_of_python()[:15]
+        self.vocab, self.merges = train_gpt2(self.texts, folder)
+        (folder / "text").mkdir()
+        lines = [json.dumps({"text": text}) + "\n" for text in self.texts]
+        (folder / "text" / "a.jsonl").write_text("".join(lines[:12]) + lines[0])
+        (folder / "text" / "b.json").write_text("".join(lines[8:]) + "torn\n")
+
+    def prepare(self, checkout, *, python=sys.executable):
+        """The words to train with, and the files of tokens."""
+        output = self.folder / checkout.name
+        words = [self.folder / "text", "--megatron", checkout, "--output", output]
+        words += ["--vocab", self.vocab, "--merges", self.merges, "--workers", 2]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "executable", str(python))
+            result = CliRunner().invoke(prepare_webtext, list(map(str, words)))
+        assert result.exit_code == 0, (result.output, result.exception)
+        assert "left out: 5 exact duplicates, 1 that cannot be used" in result.output
+        prefix = output / "webtext_text_document"
+        return shlex.split(result.output.splitlines()[-1]), [
+            prefix.with_suffix(ending).read_bytes() for ending in (".bin", ".idx")
+        ]
+
+
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory):
+    pytest.importorskip("tokenizers")
+    return Collected(tmp_path_factory.mktemp("collected"))
+
+
+@pytest.fixture(scope="module")
+def prepared(collected, checkout):
+    """By tag, what each checkout makes of the collected text."""
+    pytest.importorskip("transformers")
+    # As in make_corpus: Triton is imported unasked.
+    python = sys.executable
+    if not importlib.util.find_spec("triton"):
+        python = collected.folder / "python"
+        python.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(CPU_RUN)])} "$@"\n')
+        python.chmod(0o755)
+    return {tag: collected.prepare(checkout(tag), python=python) for tag in TAGS}
+
+
+def test_collected_text_becomes_the_same_tokens_by_all_tags(collected, prepared):
+    (_, first), (_, second) = prepared.values()
+    assert first == second
+    tokens = {number: token for token, number in json.loads(collected.vocab.read_text()).items()}
+    byte_of = bytes_of_alphabet()
+    prefix = collected.folder / TAGS[0] / "webtext_text_document"
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    documents = IndexedDataset(str(prefix))
+    assert len(documents) == len(read_index(prefix.with_suffix(".idx")).documents) - 1 == 15
+    for document, text in zip(documents, collected.texts, strict=True):
+        *made, end = (tokens[number] for number in document.tolist())
+        assert bytes(byte_of[each] for each in "".join(made)).decode() == text
+        assert end == END_OF_DOCUMENT
+
+
+def test_megatron_deepspeed_makes_the_same_tokens(collected, prepared):
+    given = os.environ.get(DEEPSPEED_VARIABLE)
+    if not given:
+        pytest.skip(f"{DEEPSPEED_VARIABLE} names no checkout of Megatron-DeepSpeed")
+    for package in ("nltk", "deepspeed"):
+        pytest.importorskip(package)
+    words, made = collected.prepare(Path(given))
+    assert words[2:4] == ["--tokenizer-type", "GPT2BPETokenizer"]
+    assert made == prepared[TAGS[0]][1]
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_what_it_prints_trains(tag, prepared, checkout, patched, tmp_path):
+    words = [*prepared[tag][0], "--split", "90,5,5", "--data-cache-path", str(tmp_path / "cache")]
+    case = Case(PP4, data=shlex.join(words))
+    stock = run_case(checkout(tag), case, "", tmp_path / "stock")
+    run = run_envpipe(patched(tag), case, tmp_path / "patched")
+    assert run.digits == stock.digits
     losses = [float(iteration.loss) for iteration in stock.iterations]
     assert losses[-1] < losses[0]
