@@ -1,0 +1,48 @@
+"""Time of an emulated job, shortened by one factor, so that figures take minutes.
+
+All of the GPU's time is multiplied by it: units, the change of a clock, the refresh of the energy
+counter. Power stays. So every share of time and energy is that of the real size, and seconds and
+joules are those of the real size times the factor.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from envpipe_megatron.gpu.presets import load_preset, resolve_preset
+from figures.unit_times import UnitTimes
+
+#: The longest forward of a pipeline in wall time, s: a few times what the reduced model computes.
+_LONGEST_FORWARD_S = 0.010
+#: Nor may the shortest become shorter than this, s, or the host would be what is measured.
+_SHORTEST_FORWARD_S = 0.008
+#: What of a preset is time.
+_TIMES = ("frequency_change_s", "refresh_s")
+
+
+def time_factor(times: UnitTimes) -> float:
+    """What emulated time is multiplied by for these units."""
+    return max(
+        _LONGEST_FORWARD_S / max(times.forward_s), _SHORTEST_FORWARD_S / min(times.forward_s)
+    )
+
+
+def write_scaled_preset(name: str, factor: float, folder: Path) -> Path:
+    """Write a preset whose times are multiplied by a factor; it keeps its name.
+
+    Args:
+        name: of a preset that comes with the package.
+        factor: above 0.
+        folder: is made where it is missing.
+    """
+    text = resolve_preset(name).read_text(encoding="utf-8")
+    preset = load_preset(name)
+    for field in _TIMES:
+        value = f"{field} = {getattr(preset, field) * factor!r}"
+        text, count = re.subn(rf"(?m)^{field} = .*$", value, text)
+        assert count == 1, f"{name} says {field} {count} times"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.toml"
+    path.write_text(text, encoding="utf-8")
+    return path

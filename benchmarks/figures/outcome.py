@@ -1,0 +1,136 @@
+"""What a run came to, put together from what its ranks have measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from envpipe_megatron.plan import Plan
+from envpipe_megatron.runtime.emulated_executor import Fidelity
+from envpipe_megatron.runtime.energy_log import PhaseTotals
+from envpipe_megatron.runtime.session import SessionState
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """What one rank measured.
+
+    Args:
+        metered: of its GPU in the steady phase.
+        units: that it ran in all phases, on an emulated GPU.
+        overruns: of these, those for which the host was too slow.
+        clock_error: why its clock was not controlled any more; empty if it was.
+    """
+
+    metered: PhaseTotals
+    units: int
+    overruns: int
+    clock_error: str
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """What the plan says that was trained with.
+
+    Args:
+        extra_forwards: of each stage.
+        peak_in_flight: of each stage, microbatches.
+        predicted_saving_percent: of energy, against 1F1B at full clock.
+        predicted_slowdown_percent: of an iteration.
+    """
+
+    extra_forwards: list[int]
+    peak_in_flight: list[int]
+    predicted_saving_percent: float
+    predicted_slowdown_percent: float
+
+    @classmethod
+    def of(cls, plan: Plan) -> PlanFacts:
+        """Those of a plan."""
+        cost, baseline = plan.cost, plan.baseline.cost
+        return cls(
+            list(plan.schedule.extra_forwards),
+            list(plan.schedule.peak_in_flight),
+            cost.saving_percent(baseline),
+            cost.slowdown_percent(baseline),
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to, as its ranks saw it; emulated time with the factor.
+
+    Args:
+        gpu: its name.
+        control: how its clock was controlled.
+        iterations: that were trained, in all phases.
+        losses: for each of them, of each microbatch.
+        iteration_time_s: mean over the measured steps, of the slowest GPU.
+        energy_j: of all GPUs, mean over the measured steps.
+        energy_uncertainty_j: of it, as the meters say.
+        trusted: whether the host kept up with the emulation.
+        overrun_percent: units for which it did not.
+        reconfigure_steps: that raised a clock.
+        reconfigure_ended: why; empty without reconfiguring.
+        notes: what the session and the clocks have to say.
+        plan: None for a baseline.
+    """
+
+    gpu: str
+    control: str
+    iterations: int
+    losses: list[list[float]]
+    iteration_time_s: float
+    energy_j: float
+    energy_uncertainty_j: float
+    trusted: bool
+    overrun_percent: float
+    reconfigure_steps: int
+    reconfigure_ended: str
+    notes: list[str]
+    plan: PlanFacts | None
+
+    @classmethod
+    def of_ranks(
+        cls,
+        ranks: Sequence[RankOutcome],
+        losses: list[list[float]],
+        state: SessionState,
+        gpu: str,
+        control: str,
+    ) -> Outcome:
+        """Put together what all ranks measured, and what the session did."""
+        metered = [rank.metered for rank in ranks]
+        host = Fidelity(sum(rank.units for rank in ranks), sum(rank.overruns for rank in ranks))
+        ended = state.reconfigure_ended
+        return cls(
+            gpu=gpu,
+            control=control,
+            iterations=len(losses),
+            losses=losses,
+            iteration_time_s=max(m.duration_s / m.iterations for m in metered),
+            energy_j=sum(m.energy_j / m.iterations for m in metered),
+            energy_uncertainty_j=math.hypot(*(m.uncertainty_j / m.iterations for m in metered)),
+            trusted=host.trusted,
+            overrun_percent=100 * host.overruns / max(1, host.units),
+            reconfigure_steps=state.reconfigure_steps,
+            reconfigure_ended=ended.value if ended else "",
+            notes=[*state.notes, *(rank.clock_error for rank in ranks if rank.clock_error)],
+            plan=None if state.plan is None else PlanFacts.of(state.plan),
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the JSON file, whole or not at all: its being there means that the run is done."""
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(asdict(self)) + "\n")
+        part.rename(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Outcome:
+        """Read the JSON file."""
+        content = json.loads(path.read_text())
+        plan = content.pop("plan")
+        return cls(**content, plan=PlanFacts(**plan) if plan else None)

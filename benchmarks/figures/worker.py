@@ -1,0 +1,270 @@
+"""One rank of the experiments: trains a batch of runs, one after another, and leaves their results.
+
+torchrun --nproc-per-node 4 --module figures.worker BATCH.json
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from envpipe_megatron.energy_file import Phase
+from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.gpu.emulated import EmulatedGpu
+from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
+from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.quickstart import ranks
+from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor, Fidelity
+from envpipe_megatron.runtime.executor import CudaExecutor, Executor
+from envpipe_megatron.runtime.links import make_channel
+from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.profiler import ProfilerSettings
+from envpipe_megatron.runtime.rank_gpu import open_rank_gpu
+from envpipe_megatron.runtime.session import Session, SessionConfig
+from envpipe_megatron.schedule import Kind
+from figures.emulation import write_scaled_preset
+from figures.experiments import MODELS, reduced
+from figures.layers import activation_shapes, build_stage
+from figures.outcome import Outcome, RankOutcome
+from figures.requests import RESULT_FILE, WARMUP_ITERATIONS, Batch, RunRequest
+from figures.stage_work import TrainingWork
+
+_TIMEOUT = timedelta(seconds=120)
+#: Of the counter's refreshes that an emulated clock's measurement lasts, in s of the real size.
+_PROFILE_WINDOW_S = 1.0
+
+
+def emit(event: str, **fields: Any) -> None:
+    """Tell the command something."""
+    ranks.emit(Path(sys.argv[1]), event, **fields)
+
+
+class Rank:
+    """This process's place in the pipelines of a batch: it outlives the runs."""
+
+    def __init__(self, stages: int) -> None:
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        self.device = torch.device("cuda" if cuda else "cpu")
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=_TIMEOUT)
+        self.rank, self.stages = dist.get_rank(), stages
+        self.replica, self.stage = divmod(self.rank, stages)
+        replicas = dist.get_world_size() // stages
+        everyone = _group(range(replicas * stages), "gloo")
+        pipelines = [range(r * stages, (r + 1) * stages) for r in range(replicas)]
+        own = [(_group(pipeline, None), _group(pipeline, "gloo")) for pipeline in pipelines]
+        self.pipeline, host_pipeline = own[self.replica]
+        peers = [_group(range(s, replicas * stages, stages), None) for s in range(stages)]
+        #: The replicas of this stage.
+        self.peers = peers[self.stage]
+        self.collectives = Collectives(everyone, self.stage, stages, host_pipeline)
+
+    @property
+    def first(self) -> bool:
+        """Whether it takes samples."""
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether it makes losses."""
+        return self.stage == self.stages - 1
+
+
+def _group(members: range, backend: str | None) -> dist.ProcessGroup:
+    group: dist.ProcessGroup | None = dist.new_group(
+        list(members), timeout=_TIMEOUT, backend=backend
+    )
+    assert group is not None
+    return group
+
+
+class Run:
+    """One run on this rank.
+
+    Args:
+        rank: this process.
+        request: what to train.
+        folder: of the batch.
+        number: of the run in the batch: its emulated GPUs are its own.
+    """
+
+    def __init__(self, rank: Rank, request: RunRequest, folder: Path, number: int) -> None:
+        self.rank, self.request, self.number = rank, request, number
+        self.folder = folder / request.key
+        profile = folder / request.profiling().key / "profile.csv"
+        own_profile = not request.needs_profile or request == request.profiling()
+        self.profile_file = None if own_profile else profile
+        model = MODELS[request.job.model]
+        self.model = reduced(model, rank.stages) if request.emulated else model
+        self.layers = build_stage(self.model, rank.stages, rank.stage).to(rank.device)
+        self.losses: list[list[float]] = []
+        self._executor: Executor | None = None
+
+    def train(self) -> Outcome:
+        """Train until all steps are measured; what it came to, on every rank."""
+        gpu, control = self._open_gpu()
+        session = self._session(gpu)
+        specs = self._specs()
+        optimizer = torch.optim.Adam(self.layers.parameters(), lr=1e-3)
+        steady = 0
+        try:
+            while steady < self.request.steps:
+                works: list[TrainingWork] = []
+
+                def make_work(schedule: object, works: list[TrainingWork] = works) -> TrainingWork:
+                    works.append(self._work(len(self.losses)))
+                    return works[0]
+
+                optimizer.zero_grad()
+                session.run_iteration(self.request.job.num_microbatches, specs, make_work)
+                self._average_gradients()
+                optimizer.step()
+                losses = works[0].losses
+                self.losses.append([losses[m].item() for m in sorted(losses)])
+                steady += session.state.phase is Phase.STEADY
+        finally:
+            session.close()
+        return self._outcome(session, gpu.name, control)
+
+    def _work(self, iteration: int) -> TrainingWork:
+        job, rank = self.request.job, self.rank
+        of_replica = iteration * job.replicas + rank.replica
+        return TrainingWork(
+            self.model,
+            self.layers,
+            first=rank.first,
+            last=rank.last,
+            samples=job.microbatch_size,
+            num_microbatches=job.num_microbatches,
+            seed=of_replica * job.num_microbatches,
+        )
+
+    def _average_gradients(self) -> None:
+        replicas = dist.get_world_size(self.rank.peers)
+        if replicas == 1:
+            return
+        for parameter in self.layers.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad, group=self.rank.peers)
+            parameter.grad /= replicas
+
+    def _open_gpu(self) -> tuple[Gpu, str]:
+        """This rank's GPU, and how its clock is controlled."""
+        rank, request = self.rank, self.request
+        if request.emulated is None:
+            uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+            uid = uid_of_cuda_device(uuid)
+            gpu, chosen = open_rank_gpu(uid, rank.collectives, request.backend)
+            return gpu, chosen.why
+        factor = request.emulated.factor
+        preset = rank.collectives.agreed(
+            lambda: write_scaled_preset(request.job.gpu, factor, self.folder)
+        )
+        index = self.number * dist.get_world_size() + rank.rank
+        return EmulatedGpu.create(str(preset), index), "emulated"
+
+    def _session(self, gpu: Gpu) -> Session:
+        request, rank, setting = self.request, self.rank, self.request.setting
+        emulated = request.emulated
+
+        def make_executor(settle: Callable[[], None]) -> Executor:
+            if emulated is None:
+                self._executor = CudaExecutor()
+            else:
+                assert isinstance(gpu, EmulatedGpu)
+                times = {
+                    Kind.FORWARD: emulated.forward_s[rank.stage],
+                    Kind.BACKWARD: emulated.backward_s[rank.stage],
+                }
+                latest = rank.collectives.latest
+                self._executor = EmulatedExecutor(gpu, times, latest, settle)
+            return self._executor
+
+        return Session(
+            SessionConfig(
+                PlanRequest(
+                    num_microbatches=request.job.num_microbatches,
+                    schedule=setting.scheduling,
+                    policy=setting.type,
+                    reconfigure=setting.reconfigure,
+                ),
+                warmup_iterations=WARMUP_ITERATIONS,
+                profiler=self._profiler(),
+                profile_file=self.profile_file,
+                output_dir=self.folder,
+                gpu_preset=request.job.gpu if emulated else None,
+            ),
+            gpu,
+            make_executor,
+            make_channel(rank.pipeline, stamped=emulated is not None, timeout=_TIMEOUT),
+            rank.collectives,
+            stage=rank.stage,
+            num_stages=rank.stages,
+            rank=rank.rank,
+            labels={"run": request.key, "emulated": emulated is not None},
+            say=lambda text: emit("say", text=text),
+        )
+
+    def _profiler(self) -> ProfilerSettings:
+        if self.request.emulated is None:
+            return ProfilerSettings()
+        # Emulated units take the same time whenever they run: two iterations tell all.
+        return ProfilerSettings(1, 2, 2, _PROFILE_WINDOW_S * self.request.emulated.factor)
+
+    def _specs(self) -> StageSpecs:
+        rank = self.rank
+        shapes = activation_shapes(self.model, rank.stages, self.request.job.microbatch_size)
+        spec = partial(TensorSpec.of_one_type, dtype=torch.float32, device=rank.device)
+        receives, sends = {}, {}
+        # A gradient is as large as what it is the gradient of.
+        if not rank.first:
+            receives[Kind.FORWARD] = sends[Kind.BACKWARD] = spec((shapes[rank.stage - 1],))
+        if not rank.last:
+            sends[Kind.FORWARD] = receives[Kind.BACKWARD] = spec((shapes[rank.stage],))
+        return StageSpecs(receives, sends)
+
+    def _outcome(self, session: Session, gpu: str, control: str) -> Outcome:
+        """What the run came to, on every rank."""
+        emulated = self._executor if isinstance(self._executor, EmulatedExecutor) else None
+        fidelity = emulated.fidelity if emulated else Fidelity()
+        mine = RankOutcome(
+            session.energy_log.totals[Phase.STEADY.value],
+            fidelity.units,
+            fidelity.overruns,
+            str(session.clock.error or ""),
+        )
+        gathered = self.rank.collectives.gather_by_stage((mine, self.losses))
+        everyone = [entry for stage in gathered for entry, _ in stage]
+        return Outcome.of_ranks(everyone, gathered[-1][0][1], session.state, gpu, control)
+
+
+def main() -> None:
+    """Run as one rank under torchrun."""
+    ranks.leave_on_sigterm()
+    emit("rank", pid=os.getpid())
+    batch = Batch.read(Path(sys.argv[1]))
+    torch.set_num_threads(1)
+    rank = Rank(batch.requests[0].job.stages)
+    for number, request in enumerate(batch.requests):
+        if rank.rank == 0:
+            emit("begun", key=request.key)
+        run = Run(rank, request, batch.folder, number)
+        outcome = run.train()
+        if rank.rank == 0:
+            outcome.write(run.folder / RESULT_FILE)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
