@@ -21,16 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(1, str(Path(__file__).resolve().parent / "planner"))
-sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "tests"))
 from ablation_claims import ablation_claims
 from ablation_pictures import ablation_figure
 from ablation_rows import Ablation, Row, ablate
-from planning_workloads import Workload, read_workloads
-from preset_profile import preset_profile
+from planning_workloads import Workload, preset_workload, read_workloads
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.schedule import Kind
 
 DATA_DIR = Path("../shared/data/perseus_sosp24")
 #: GPT-3 175B on both GPUs, few and many microbatches, and a model that was trained and measured.
@@ -40,9 +36,8 @@ KEYS = (
     "gpt3-175b_a40_mb24",
     "A100_gpt3-xl_dp1_pp4_tp1",
 )
-#: The pipeline without any profile: stages, microbatches, and units at the highest clock.
-_PRESET, _STAGES, _MICROBATCHES = "a100-sxm", 4, 24
-_TIME_AT_MAX_S = {Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1}
+#: Stages and microbatches where there are no measured profiles.
+_STAGES, _MICROBATCHES = 4, 24
 _PLANNING = (Ablation.ORDER, Ablation.POLICY, Ablation.MEMORY)
 _CLOCKS = (Ablation.DWELL, Ablation.CHANGE, Ablation.WAITING)
 #: Characters of the tables, which a narrower terminal or a pipe would cut.
@@ -93,14 +88,8 @@ def _workloads(console: Console) -> tuple[list[Workload], str]:
         known = {workload.key: workload for workload in read_workloads(DATA_DIR)}
         return [known[key] for key in KEYS], "replay of measured A100 and A40 profiles"
     console.print(f"There are no measured profiles at {DATA_DIR}: an emulated A100 stands in.")
-    preset = load_preset(_PRESET)
-    clocks = preset.supported_frequencies_mhz[2::2]
-    profile = preset_profile(_PRESET, _STAGES, _TIME_AT_MAX_S, clocks)
-    workload = Workload(
-        _PRESET, "4 even stages", preset.gpu, True, profile, _MICROBATCHES, preset.wait_power_w
-    )
-    fitted = "fitted" if preset.fitted else "not fitted"
-    return [workload], f"profile of an emulated {preset.gpu}, {fitted}"
+    workload = preset_workload(_STAGES, _MICROBATCHES)
+    return [workload], f"profile of an {workload.gpu}"
 
 
 def _table(workload: Workload, rows: Iterable[Row]) -> Table:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 import numpy as np
@@ -41,7 +41,7 @@ from envpipe_megatron.policies.frequencies import envelope
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.profile import ProfileRow, make_profile, read_profile
 from envpipe_megatron.runtime.collectives import Collectives
-from envpipe_megatron.runtime.executor import CudaExecutor
+from envpipe_megatron.runtime.executor import CudaExecutor, Executor
 from envpipe_megatron.runtime.links import MAX_CTAS, make_channel
 from envpipe_megatron.runtime.session import Session, SessionConfig
 from envpipe_megatron.schedule import Kind, Schedule
@@ -87,7 +87,14 @@ def join_pipeline() -> None:
 
 
 class Bench:
-    """The model, megatron-core's own function, and the sessions that are added."""
+    """The model, megatron-core's own function, and the sessions that are added.
+
+    A subclass may put it on another device.
+    """
+
+    device: ClassVar[str] = "cuda"
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
+    vocabulary: ClassVar[int] = VOCABULARY
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
@@ -156,43 +163,47 @@ class Bench:
                 DryRunGpu(
                     name="dry run", supported_frequencies_mhz=preset.supported_frequencies_mhz
                 ),
-                lambda settle: CudaExecutor(),
+                lambda settle: self.make_executor(),
                 self.channel,
                 self.collectives,
                 stage=self.stage,
                 num_stages=self.num_stages,
                 rank=dist.get_rank(),
             )
-            # The warm-up iteration; the files are read at its end.
+            # The warm-up iteration; the files are read when the next begins.
             self.functions["warm-up"] = ForwardBackward(session, framework_iterations=0)
-            self.run_steps("warm-up", 1)
+            self.run_steps("warm-up", 2)
         return session
+
+    def make_executor(self) -> Executor:
+        """How the device's time is measured."""
+        return CudaExecutor()
 
     def compare(self) -> dict[str, Any]:
         """Bits first, then times."""
-        reference = self._train("megatron-core 1f1b")
-        again = self._train("megatron-core 1f1b")
+        reference = self.train("megatron-core 1f1b")
+        again = self.train("megatron-core 1f1b")
         report: dict[str, Any] = {
-            "megatron-core 1f1b": {"repeats_itself": self._everywhere(_equal(reference, again))}
+            "megatron-core 1f1b": {"repeats_itself": self.everywhere(equal(reference, again))}
         }
         names = [name for name in self.functions if name.startswith("interpreter")]
         for name in names:
             report[name] = {
-                "bit_equal": self._everywhere(_equal(reference, self._train(name))),
+                "bit_equal": self.everywhere(equal(reference, self.train(name))),
                 "peak_memory_gib": self._peak_memory(name),
             }
         report["megatron-core 1f1b"]["peak_memory_gib"] = self._peak_memory("megatron-core 1f1b")
         times: dict[str, list[float]] = {name: [] for name in ["megatron-core 1f1b", *names]}
         for _ in range(self.options["blocks"]):
             for name, blocks in times.items():
-                blocks.append(self._time(name))
+                blocks.append(self.time_s(name))
         stock = times["megatron-core 1f1b"]
         for name, blocks in times.items():
             ratios = [ours / theirs for ours, theirs in zip(blocks, stock, strict=True)]
             report[name] |= {
                 "iteration_time_s": statistics.median(blocks),
                 "time_ratio": statistics.median(ratios),
-                "time_ratio_95_percent": _bootstrap(ratios),
+                "time_ratio_95_percent": bootstrap(ratios),
             }
         for name in names:
             clock = self.sessions[name].clock
@@ -204,7 +215,8 @@ class Bench:
         for session in self.sessions.values():
             session.close()
 
-    def _train(self, name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def train(self, name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Losses of some steps by one of the functions, and the weights after them."""
         with torch.no_grad():
             for parameter, value in zip(self.model.parameters(), self.initial, strict=True):
                 parameter.copy_(value)
@@ -223,7 +235,8 @@ class Bench:
         mine = torch.cuda.max_memory_allocated() / 2**30
         return [round(stage[0], 2) for stage in self.collectives.gather_by_stage(mine)]
 
-    def _time(self, name: str) -> float:
+    def time_s(self, name: str) -> float:
+        """Time of an iteration on the slowest stage, from a block of them."""
         dist.barrier()
         torch.cuda.synchronize()
         begin = time.perf_counter()
@@ -254,12 +267,13 @@ class Bench:
 
     def _data(self, step: int) -> Iterator[torch.Tensor]:
         shape = (self.options["microbatch_size"], self.options["sequence"] + 1)
-        generator = torch.Generator("cuda").manual_seed(step)
+        generator = torch.Generator(self.device).manual_seed(step)
         for _ in range(self.options["num_microbatches"]):
-            yield torch.randint(0, VOCABULARY, shape, generator=generator, device="cuda")
+            yield torch.randint(0, self.vocabulary, shape, generator=generator, device=self.device)
 
-    def _everywhere(self, equal: bool) -> bool:
-        return all(all(stage) for stage in self.collectives.gather_by_stage(equal))
+    def everywhere(self, holds: bool) -> bool:
+        """Whether it is so on every rank."""
+        return all(all(stage) for stage in self.collectives.gather_by_stage(holds))
 
     def _build(self) -> GPTModel:
         options = self.options
@@ -268,9 +282,9 @@ class Bench:
             hidden_size=options["hidden"],
             num_attention_heads=options["hidden"] // 128,
             pipeline_model_parallel_size=self.num_stages,
-            bf16=True,
-            params_dtype=torch.bfloat16,
-            pipeline_dtype=torch.bfloat16,
+            bf16=self.dtype is torch.bfloat16,
+            params_dtype=self.dtype,
+            pipeline_dtype=self.dtype,
             hidden_dropout=0.0,
             attention_dropout=0.0,
             bias_dropout_fusion=False,
@@ -283,13 +297,13 @@ class Bench:
         model = GPTModel(
             config,
             get_gpt_layer_local_spec(),
-            VOCABULARY,
+            self.vocabulary,
             options["sequence"],
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=False,
         )
-        return model.cuda().bfloat16()  # position embeddings are made in 32 bits
+        return model.to(self.device, self.dtype)  # position embeddings are made in 32 bits
 
 
 def _forward_step(data: Iterator[torch.Tensor], model: GPTModel) -> tuple[torch.Tensor, Any]:
@@ -306,17 +320,18 @@ def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tens
     return mean, {"loss": mean.detach().clone()}
 
 
-def _equal(
+def equal(
     one: tuple[list[torch.Tensor], list[torch.Tensor]],
     other: tuple[list[torch.Tensor], list[torch.Tensor]],
 ) -> bool:
+    """Whether losses and weights of two trainings are the same to the last bit."""
     return all(
         len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
         for mine, theirs in zip(one, other, strict=True)
     )
 
 
-def _bootstrap(ratios: list[float]) -> list[float]:
+def bootstrap(ratios: list[float]) -> list[float]:
     """95 % interval of the median over blocks."""
     random = np.random.default_rng(0)
     medians = np.median(random.choice(ratios, size=(10_000, len(ratios))), axis=1)

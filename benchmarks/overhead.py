@@ -1,0 +1,168 @@
+"""What EnvPipe's own machinery costs.
+
+- training thread: what the calls around one unit take, with clocks, without, and with messages;
+- controller: from the end of a unit to the call of the driver, by what the training thread does;
+- iteration: time over that of megatron-core's own 1F1B, in turns, on two CPU ranks over gloo that
+  really compute;
+- logs: bytes of an iteration;
+- planning: time of one plan.
+
+All on CPU, in about two minutes on a quiet machine of two cores; a busy one lengthens what is
+measured. The commands that measure the same on GPUs are printed at the end. Run from the checkout:
+
+    python benchmarks/overhead.py
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+from claims import CLAIMS_FILE, Claim, write_claims
+from outputs import save_picture, write_csv
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(1, str(Path(__file__).resolve().parent / "planner"))
+sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(3, str(Path(__file__).resolve().parents[1] / "tests" / "pipeline"))
+from overhead_measures import (
+    Measure,
+    controller_measures,
+    iteration_measures,
+    log_measures,
+    message_measure,
+    of_part,
+    planning_measures,
+    thread_measures,
+)
+from overhead_pictures import overhead_figure
+from overhead_ratio import RatioSettings
+from planning_workloads import Workload, preset_workload, read_workloads
+from rank_pool import RankPool  # type: ignore[import-not-found]  # of tests/
+
+DATA_DIR = Path("../shared/data/perseus_sosp24")
+#: The pipeline that is planned: 8 stages, 96 microbatches.
+KEY = "gpt3-175b_a100_sxm_mb96"
+#: Where nobody has measured a profile: stages and microbatches of the same size.
+_STAGES, _MICROBATCHES = 8, 96
+#: More ranks than two would share the two cores of a small machine, and measure each other.
+NUM_RANKS = 2
+#: What measures the same on GPUs, and changes no clock there.
+ON_GPUS = (
+    "ENVPIPE_FORBID_CLOCK_CONTROL=1 torchrun --nproc-per-node 2 benchmarks/gpu_control.py "
+    "--output gpu_control.json",
+    "torchrun --nproc-per-node 4 benchmarks/gpu_schedules.py --output gpu_schedules.json",
+)
+COMMAND = "python benchmarks/overhead.py"
+#: Each part, and how its claim begins.
+SENTENCES = {
+    "training thread": "The calls around a unit take the training thread, median and p99: ",
+    "controller": "From a unit's end to the call of the driver, median and p99: ",
+    "iteration": "Time of an iteration over megatron-core's own 1F1B, median and 95 %: ",
+    "logs": "Logs take on disk: ",
+    "planning": "One plan takes: ",
+}
+#: Characters of the table, which a narrower terminal or a pipe would cut.
+TABLE_WIDTH = 150
+
+
+@click.command()
+@click.option(
+    "--seconds", default=3.0, show_default=True, help="For each line of thread and controller."
+)
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("runs/benchmarks/overhead"),
+    show_default=True,
+    help="Folder for overhead.csv, overhead.png and claims.json.",
+)
+def main(seconds: float, output: Path) -> None:
+    """Measure what EnvPipe's machinery costs on this machine's CPU."""
+    console = Console(width=max(Console().width, TABLE_WIDTH))
+    load = os.getloadavg()[0]
+    measures = []
+    for measure in _measured(seconds, RatioSettings(), console):
+        measures.append(measure)
+        console.print(f"{measure.part}: {measure.what}: {measure.median:.4g} {measure.unit}")
+    measures.sort(key=lambda measure: list(SENTENCES).index(measure.part))
+    basis = f"measured on {os.cpu_count()} CPU cores, load average {load:.1f} at the start"
+    console.print(_table(measures, basis))
+    output.mkdir(parents=True, exist_ok=True)
+    write_csv(output / "overhead.csv", ({**asdict(m), "basis": basis} for m in measures))
+    save_picture(overhead_figure(measures, basis), output, "overhead")
+    write_claims(output / CLAIMS_FILE, claims(measures, basis))
+    console.print("On GPUs, clocks untouched:")
+    for command in ON_GPUS:
+        console.print(f"    {command}", markup=False, soft_wrap=True)
+
+
+def _measured(seconds: float, ratio: RatioSettings, console: Console) -> Iterator[Measure]:
+    """All measures, one part after the other: they would disturb each other."""
+    yield from thread_measures(seconds)
+    yield from controller_measures(seconds)
+    yield from planning_measures(_workload(), repeats=1)
+    with RankPool(NUM_RANKS) as pool:
+        yield message_measure(pool, seconds)
+        yield from log_measures(pool)
+        if find_spec("megatron") is None:
+            console.print("The ratio is left out: megatron-core is not installed.")
+        else:
+            yield from iteration_measures(pool, ratio)
+
+
+def _workload() -> Workload:
+    if DATA_DIR.is_dir():
+        return next(workload for workload in read_workloads(DATA_DIR) if workload.key == KEY)
+    return preset_workload(_STAGES, _MICROBATCHES)
+
+
+def _table(measures: Sequence[Measure], basis: str) -> Table:
+    table = Table("part", "what", "unit", title=f"Overhead, {basis}", title_justify="left")
+    for heading in ("median", "p99", "95 %", "count"):
+        table.add_column(heading, justify="right")
+    for measure in measures:
+        interval = "-"
+        if measure.low is not None and measure.high is not None:
+            interval = f"{measure.low:.3f} to {measure.high:.3f}"
+        table.add_row(
+            measure.part,
+            measure.what,
+            measure.unit,
+            f"{measure.median:.4g}",
+            "-" if measure.p99 is None else f"{measure.p99:.4g}",
+            interval,
+            str(measure.count),
+        )
+    return table
+
+
+def claims(measures: Sequence[Measure], basis: str) -> list[Claim]:
+    """One claim for each part that was measured."""
+    return [
+        Claim(
+            "overhead",
+            COMMAND,
+            sentence + "; ".join(f"{m.what} {_figures(m)}" for m in found) + ".",
+            basis,
+        )
+        for part, sentence in SENTENCES.items()
+        if (found := of_part(measures, part))
+    ]
+
+
+def _figures(measure: Measure) -> str:
+    if measure.low is not None and measure.high is not None:
+        return f"{measure.median:.3f} ({measure.low:.3f} to {measure.high:.3f})"
+    second = "" if measure.p99 is None else f" and {measure.p99:.3g}"
+    return f"{measure.median:.3g}{second} {measure.unit}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""What EnvPipe's own machinery costs the training thread, with units that do nothing.
+
+Units run by the host's clock: a unit has ended when its Python has. Everything else is the
+training's own: `StageRun`, `ClockController`, `P2PChannel`; the GPU is a dry run, so that a lock
+costs what entering the back end does, and no driver is waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from envpipe_megatron import builders
+from envpipe_megatron.energy_file import Phase
+from envpipe_megatron.gpu.dry_run import DryRunGpu
+from envpipe_megatron.runtime.channel import P2PChannel
+from envpipe_megatron.runtime.clock_controller import ClockController
+from envpipe_megatron.runtime.completion import Completion, Done
+from envpipe_megatron.runtime.executor import StageRecord, make_record
+from envpipe_megatron.runtime.links import make_channel
+from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.orders import IterationOrder
+from envpipe_megatron.runtime.stage_run import StageRun
+from envpipe_megatron.schedule import Schedule
+
+MICROBATCHES = 32
+#: The first iterations warm up.
+WARM_UP = 3
+CLOCKS_MHZ = tuple(range(1980, 330, -15))
+#: A message of so many numbers: small, so that its cost is the channel's and not its bytes'.
+MESSAGE_SHAPE = (256,)
+
+
+class HostExecutor:
+    """Units whose work is over when its Python is: nothing runs beside the host."""
+
+    def begin_iteration(self, schedule: Schedule, stage: int) -> None:
+        """Note the start."""
+        self._begin_s = time.monotonic()
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+
+    def begin_unit(self, sent_s: float | None) -> None:
+        """Note the start."""
+        self._starts.append(time.monotonic() - self._begin_s)
+
+    def end_unit(self) -> tuple[float | None, Completion]:
+        """Note the end, which has come."""
+        self._ends.append(time.monotonic() - self._begin_s)
+        return None, Done()
+
+    def end_iteration(self) -> StageRecord:
+        """Nothing is left to wait for."""
+        end_s = self._ends[-1]
+        return make_record(self._starts, self._ends, self._begin_s, end_s, end_s)
+
+    def now_s(self) -> float:
+        """The host's monotonic clock."""
+        return time.monotonic()
+
+    def meet(self) -> float:
+        """The same: all ranks are on one host."""
+        return time.monotonic()
+
+    def wait_for_message(self, sent_s: float | None) -> None:
+        """A message of gloo is there when it has been received."""
+
+    def let_counter_refresh(self) -> None:
+        """No meter is read."""
+
+
+def _order(num_stages: int) -> IterationOrder:
+    """1F1B that asks for another clock at every unit: none of the requests is skipped."""
+    schedule = builders.one_f_one_b(num_stages, MICROBATCHES)
+    shape = (num_stages, schedule.units_per_stage)
+    clocks = np.resize(np.array(CLOCKS_MHZ), schedule.units_per_stage)
+    return IterationOrder(Phase.STEADY, schedule, np.broadcast_to(clocks, shape).copy())
+
+
+def thread_costs_ns(seconds: float, *, clocks: bool) -> list[int]:
+    """What the calls around one unit of a lone stage take the training thread, ns, of each unit.
+
+    Args:
+        seconds: for so long.
+        clocks: whether each unit's clock is requested from a controller, or from nobody.
+    """
+    order = _order(1)
+    gpu = DryRunGpu(name="dry run", supported_frequencies_mhz=CLOCKS_MHZ)
+    controller = ClockController(gpu) if clocks else None
+    request: Callable[[int, Completion], None] = (
+        controller.request if controller else lambda frequency_mhz, after: None
+    )
+    specs = StageSpecs.alike(
+        TensorSpec.of_one_type((MESSAGE_SHAPE,), torch.float32, torch.device("cpu"))
+    )
+    executor, costs_ns, iteration = HostExecutor(), [], 0
+    now, end_s = time.perf_counter_ns, time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        run = StageRun(order, 0, executor, request, None, specs)
+        run.begin()
+        for _ in run.units:
+            before_ns = now()
+            run.begin_unit()
+            run.end_unit([])
+            after_ns = now()
+            if iteration >= WARM_UP:
+                costs_ns.append(after_ns - before_ns)
+        run.end()
+        iteration += 1
+    if controller is not None:
+        controller.wait_idle()
+        controller.close()
+    return costs_ns
+
+
+def pipeline_unit_s(rank: int, seconds: float) -> list[float]:
+    """Time of an iteration of units that do nothing, by the number of units, s, of each iteration.
+
+    Every rank of a pipeline calls it; messages go over gloo, so that this is what a unit cannot be
+    shorter than: the calls, and the wait for a message of the neighbour.
+    """
+    stages = dist.get_world_size()
+    order = _order(stages)
+    world = dist.group.WORLD
+    assert world is not None
+    channel = make_channel(world, stamped=False, timeout=timedelta(seconds=30))
+    gpu = DryRunGpu(name="dry run", supported_frequencies_mhz=CLOCKS_MHZ)
+    controller = ClockController(gpu)
+    try:
+        return _null_iterations(rank, seconds, order, channel, controller)
+    finally:
+        controller.close()
+
+
+def _null_iterations(
+    rank: int,
+    seconds: float,
+    order: IterationOrder,
+    channel: P2PChannel,
+    controller: ClockController,
+) -> list[float]:
+    specs = StageSpecs.alike(
+        TensorSpec.of_one_type((MESSAGE_SHAPE,), torch.float32, torch.device("cpu"))
+    )
+    message = torch.zeros(MESSAGE_SHAPE)
+    executor = HostExecutor()
+    found: list[float] = []
+    # The ranks must run equally many: the first says when it is over.
+    going = torch.ones(1)
+    end_s = time.monotonic() + seconds
+    while True:
+        going[0] = float(time.monotonic() < end_s)
+        dist.broadcast(going, 0)
+        if not going[0]:
+            return found[WARM_UP:]
+        begin_s = time.perf_counter()
+        run = StageRun(order, rank, executor, controller.request, channel, specs)
+        run.begin()
+        for _ in run.units:
+            run.begin_unit()
+            run.end_unit([message])
+        run.end()
+        found.append((time.perf_counter() - begin_s) / len(run.units))

@@ -1,0 +1,88 @@
+"""From the end of a unit to the call of the driver, by what the training thread does meanwhile.
+
+The measurement is that of `trigger_latency.py`; here its stand-in for a GPU, a second process that
+ends units, is beside training threads of three kinds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from trigger_latency import StandIn, measure
+
+#: Between looks at the last unit, s.
+_LOOK_S = 2e-4
+_UNIT_MS = 4.0
+#: Width of a matrix whose product takes about a millisecond on a core.
+_MATRIX = 256
+
+
+class _Waiting(StandIn):
+    """The training thread sleeps between launches: it waits for a neighbour."""
+
+    def launch(self, position: int) -> None:
+        """Sleep for most of the unit."""
+        time.sleep(0.9 * self._unit_s)
+
+    def end_iteration(self) -> list[float]:
+        """Wait for the last unit without burning."""
+        while not self.end_ns(self._count - 1):
+            time.sleep(_LOOK_S)
+        return [float(self.end_ns(unit)) for unit in range(self._first, self._count)]
+
+
+class _Computing(_Waiting):
+    """The training thread is inside torch, which gives up the interpreter lock."""
+
+    def __init__(self, unit_ms: float = _UNIT_MS) -> None:
+        super().__init__(unit_ms)
+        self._matrix = torch.randn(_MATRIX, _MATRIX)
+
+    def launch(self, position: int) -> None:
+        """Multiply for most of the unit."""
+        end_s = time.perf_counter() + 0.9 * self._unit_s
+        while time.perf_counter() < end_s:
+            self._matrix @ self._matrix
+
+
+#: What the training thread does, in words, and a stand-in for the GPU beside such a thread.
+THREADS: dict[str, Callable[[], StandIn]] = {
+    "waits": lambda: _Waiting(_UNIT_MS),
+    "is inside torch": lambda: _Computing(_UNIT_MS),
+    "runs pure Python": lambda: StandIn(_UNIT_MS),
+}
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Times from the end of a unit to the entering of the back end.
+
+    Args:
+        thread: what the training thread does.
+        switch_interval_s: Python's, while it was measured.
+        median_us: microseconds.
+        p99_us: the same.
+        count: of requests.
+    """
+
+    thread: str
+    switch_interval_s: float
+    median_us: float
+    p99_us: float
+    count: int
+
+
+def measure_latency(thread: str, switch_interval_s: float, seconds: float) -> Latency | None:
+    """Units for some time beside one kind of training thread.
+
+    Returns:
+        None where the machine was too busy for any request to be looked at in that time.
+    """
+    torch.set_num_threads(1)  # as in a rank: more would compete with the controller for cores
+    result = measure(THREADS[thread](), switch_interval_s, seconds)["trigger_us"]
+    if not result["count"]:
+        return None
+    return Latency(thread, switch_interval_s, result["median"], result["p99"], int(result["count"]))

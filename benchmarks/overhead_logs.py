@@ -1,0 +1,93 @@
+"""What a job's logs take on disk.
+
+Runs inside ranks: a session of plain tensors on emulated GPUs, whose sleeps are jumped over, comes
+to its steady phase, and goes on for some iterations, each long enough for a line of the energy log.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+MICROBATCHES = 8
+#: Steady iterations after which files are looked at, and after which again.
+SETTLED, MEASURED = 10, 100
+#: A job that is not steady by then never will be.
+_MAX_PHASES = 200
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What all ranks of a node left together in some steady iterations.
+
+    Args:
+        log_bytes: by file, those that grew.
+        iterations: how many.
+        iteration_time_s: of each, on the emulated GPUs.
+    """
+
+    log_bytes: dict[str, int]
+    iterations: int
+    iteration_time_s: float
+
+
+def leave_logs(rank: int, root: Path) -> Footprint:
+    """Every rank of a pipeline calls it.
+
+    Args:
+        root: folder of emulated GPUs; the logs go to `root/run`.
+    """
+    import plain_stages  # type: ignore[import-not-found]  # of tests/
+    import torch.distributed as dist
+
+    from envpipe_megatron.energy_file import Phase
+    from envpipe_megatron.policies.planner import PlanRequest
+    from envpipe_megatron.runtime.profiler import ProfilerSettings
+    from envpipe_megatron.runtime.session import SessionConfig
+    from envpipe_megatron.schedule import Kind
+
+    output = root / "run"
+    session, _ = plain_stages.session(
+        rank,
+        SessionConfig(
+            PlanRequest(MICROBATCHES, "envpipe", "envelope"),
+            warmup_iterations=1,
+            profiler=ProfilerSettings(1, 1, 1, min_window_s=0.0),
+            output_dir=output,
+        ),
+        root,
+        time_at_max_s={Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1},
+    )
+
+    def train(iterations: int) -> None:
+        for _ in range(iterations):
+            session.begin_step()
+            session.run_iteration(
+                MICROBATCHES,
+                plain_stages.SPECS,
+                lambda schedule: plain_stages.PlainWork(schedule, rank),
+            )
+            session.end_step()
+
+    try:
+        for _ in range(_MAX_PHASES):
+            if session.state.phase is Phase.STEADY:
+                break
+            train(1)
+        train(SETTLED)
+        dist.barrier()
+        before = _sizes(output)
+        train(MEASURED)
+        dist.barrier()
+        after = _sizes(output)
+        _, iteration_time_s, _ = session.state.iterations[-1]
+    finally:
+        session.close()
+    grown = {name: size - before.get(name, 0) for name, size in after.items()}
+    return Footprint(
+        {name: size for name, size in grown.items() if size}, MEASURED, iteration_time_s
+    )
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}

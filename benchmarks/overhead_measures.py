@@ -1,0 +1,131 @@
+"""Every measurement of the overhead as rows of one form."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import overhead_host
+import overhead_latency
+import overhead_logs
+import overhead_ratio
+from planning_workloads import Workload
+
+from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.runtime.clock_controller import SWITCH_INTERVAL_S, spread
+
+if TYPE_CHECKING:
+    from rank_pool import RankPool  # type: ignore[import-not-found]  # of tests/
+
+#: Python's own switch interval, s.
+_USUAL_INTERVAL_S = 5e-3
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One thing that was measured.
+
+    Args:
+        part: training thread, controller, iteration, logs or planning.
+        what: in words.
+        unit: of the figures.
+        median: of all samples.
+        p99: 99th percentile; None where there are too few samples.
+        low: of a 95 % interval of the median; None where there is none.
+        high: of the same.
+        count: of samples.
+    """
+
+    part: str
+    what: str
+    unit: str
+    median: float
+    p99: float | None = None
+    low: float | None = None
+    high: float | None = None
+    count: int = 1
+
+
+def thread_measures(seconds: float) -> Iterator[Measure]:
+    """What the calls around a unit take the training thread."""
+    for clocks, what in ((False, "without clock requests"), (True, "each unit asks for a clock")):
+        costs = spread(ns / 1e3 for ns in overhead_host.thread_costs_ns(seconds, clocks=clocks))
+        yield Measure(
+            "training thread", what, "us a unit", costs["median"], costs["p99"],
+            count=int(costs["count"]),
+        )  # fmt: skip
+
+
+def message_measure(pool: RankPool, seconds: float) -> Measure:
+    """What a unit that does nothing takes in a pipeline, its message included."""
+    by_rank = pool.run(overhead_host.pipeline_unit_s, seconds)
+    times = spread(1e6 * max(of_ranks) for of_ranks in zip(*by_rank, strict=True))
+    what = f"empty units with clocks and messages, {pool.size} gloo ranks"
+    return Measure(
+        "training thread", what, "us a unit", times["median"], times["p99"],
+        count=int(times["count"]),
+    )  # fmt: skip
+
+
+def controller_measures(seconds: float) -> Iterator[Measure]:
+    """From a unit's end to the driver's call; pure Python also at Python's own switch interval."""
+    settings = [(thread, SWITCH_INTERVAL_S) for thread in overhead_latency.THREADS]
+    settings.append(("runs pure Python", _USUAL_INTERVAL_S))
+    for thread, interval_s in settings:
+        latency = overhead_latency.measure_latency(thread, interval_s, seconds)
+        if latency is None:
+            continue
+        what = f"training thread {thread}"
+        if interval_s != SWITCH_INTERVAL_S:
+            what += f", switch interval {1e3 * interval_s:g} ms"
+        yield Measure(
+            "controller", what, "us after a unit's end", latency.median_us, latency.p99_us,
+            count=latency.count,
+        )  # fmt: skip
+
+
+def iteration_measures(pool: RankPool, settings: overhead_ratio.RatioSettings) -> Iterator[Measure]:
+    """Time of an iteration against megatron-core's own 1F1B, and whether results are equal."""
+    for found in pool.run(overhead_ratio.compare_schedules, settings)[0]:
+        equal = "equal to the last bit" if found.bit_equal else "NOT EQUAL"
+        yield Measure(
+            "iteration", f"{found.order}, {equal}", "of megatron-core's time", found.ratio,
+            low=found.low, high=found.high, count=found.pairs,
+        )  # fmt: skip
+
+
+def log_measures(pool: RankPool) -> Iterator[Measure]:
+    """Bytes that the logs of a rank grow by in an iteration."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = pool.run(overhead_logs.leave_logs, Path(folder))[0]
+    for name, size in found.log_bytes.items():
+        what = f"{name}, iterations of {found.iteration_time_s:.1f} s"
+        per_rank = size / found.iterations / pool.size
+        yield Measure("logs", what, "bytes a rank and iteration", per_rank, count=found.iterations)
+
+
+def planning_measures(workload: Workload, repeats: int) -> Iterator[Measure]:
+    """Wall time of one plan of a workload, by order."""
+    make_plan(workload.profile, workload.request("1f1b", "optimal"))  # loads the solver
+    for order in ("1f1b", "envpipe", "auto"):
+        request = workload.request(order, "optimal")
+        seconds = [_seconds_of(workload, request) for _ in range(repeats)]
+        shape = f"{workload.profile.num_stages} x {workload.num_microbatches}"
+        what = f"optimal on {order}, {shape}"
+        yield Measure("planning", what, "s", median(seconds), count=repeats)
+
+
+def _seconds_of(workload: Workload, request: PlanRequest) -> float:
+    start_s = time.perf_counter()
+    make_plan(workload.profile, request)
+    return time.perf_counter() - start_s
+
+
+def of_part(measures: Iterable[Measure], part: str) -> Sequence[Measure]:
+    """The measures of one part."""
+    return [measure for measure in measures if measure.part == part]

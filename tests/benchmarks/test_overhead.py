@@ -1,0 +1,94 @@
+"""The overhead: what is measured is the runtime's own, and rows, picture and claims agree."""
+
+import csv
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import overhead as command
+import overhead_host
+import overhead_latency
+from claims import read_claims
+from overhead_measures import Measure, planning_measures
+from overhead_pictures import overhead_figure
+from planning_workloads import preset_workload
+
+ROOT = Path(__file__).resolve().parents[2]
+MEASURES = [
+    Measure("training thread", "with clocks", "us a unit", 2.0, 9.0, count=100),
+    Measure("controller", "training thread waits", "us after a unit's end", 90.0, 400.0, count=50),
+    Measure("iteration", "1f1b", "of megatron-core's time", 1.01, low=0.99, high=1.03, count=12),
+    Measure("logs", "energy.jsonl", "bytes a rank and iteration", 400.0),
+    Measure("planning", "optimal on auto", "s", 1.5),
+]
+
+
+def test_every_unit_asks_for_a_clock_and_the_driver_gets_it(monkeypatch):
+    locked = []
+
+    class Noting(overhead_host.DryRunGpu):
+        def _lock(self, frequency_mhz):
+            locked.append(frequency_mhz)
+            super()._lock(frequency_mhz)
+
+    monkeypatch.setattr(overhead_host, "DryRunGpu", Noting)
+    costs_ns = overhead_host.thread_costs_ns(0.05, clocks=True)
+    assert len(costs_ns) % (2 * overhead_host.MICROBATCHES) == 0
+    assert min(costs_ns) > 0
+    assert len(set(locked)) > 1
+    locked.clear()
+    assert overhead_host.thread_costs_ns(0.01, clocks=False)
+    assert not locked
+
+
+def test_a_machine_too_busy_to_answer_leaves_no_latency(monkeypatch):
+    def answers(found):
+        return lambda device, interval_s, seconds: {"trigger_us": found}
+
+    monkeypatch.setitem(overhead_latency.THREADS, "waits", lambda: None)
+    monkeypatch.setattr(overhead_latency, "measure", answers({"count": 0}))
+    assert overhead_latency.measure_latency("waits", 1e-4, 1.0) is None
+    some = {"median": 5.0, "p99": 7.0, "max": 9.0, "count": 3}
+    monkeypatch.setattr(overhead_latency, "measure", answers(some))
+    found = overhead_latency.measure_latency("waits", 1e-4, 1.0)
+    assert (found.median_us, found.p99_us, found.count) == (5.0, 7.0, 3)
+
+
+def test_a_plan_of_each_order_is_timed():
+    found = list(planning_measures(preset_workload(2, 3), repeats=1))
+    assert [measure.what.split(",")[0] for measure in found] == [
+        "optimal on 1f1b",
+        "optimal on envpipe",
+        "optimal on auto",
+    ]
+    assert all(measure.median > 0 for measure in found)
+
+
+def test_rows_picture_and_claims_are_of_what_was_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_measured", lambda *_: iter(reversed(MEASURES)))
+    result = CliRunner().invoke(command.main, ["--output", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    for gpu_command in command.ON_GPUS:
+        script = next(word for word in gpu_command.split() if word.endswith(".py"))
+        assert (ROOT / script).exists()
+        assert gpu_command in result.output
+    with (tmp_path / "overhead.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["part"], float(row["median"])) for row in rows] == [
+        (measure.part, measure.median) for measure in MEASURES
+    ]
+    assert all(row["basis"].startswith("measured on") for row in rows)
+    claims = read_claims(tmp_path / "claims.json")
+    assert [claim.figure for claim in claims] == ["overhead"] * len(MEASURES)
+    assert "1.010 (0.990 to 1.030)" in claims[2].claim
+    assert (tmp_path / "overhead.png").exists()
+
+
+def test_parts_that_were_not_measured_are_not_drawn():
+    assert len(overhead_figure(MEASURES, "basis").axes) == 3
+    assert len(overhead_figure(MEASURES[:1], "basis").axes) == 1
