@@ -152,7 +152,7 @@ def test_megatron_deepspeed_makes_the_same_tokens(collected, prepared):
 
 @pytest.mark.parametrize("tag", TAGS)
 def test_what_it_prints_trains(tag, prepared, checkout, patched, tmp_path):
-    words = [*prepared[tag][0], "--split", "90,5,5", "--data-cache-path", str(tmp_path / "cache")]
+    words = [*prepared[tag][0], "--split", "60,20,20", "--data-cache-path", str(tmp_path / "cache")]
     case = Case(PP4, data=shlex.join(words))
     stock = run_case(checkout(tag), case, "", tmp_path / "stock")
     run = run_envpipe(patched(tag), case, tmp_path / "patched")
