@@ -17,6 +17,7 @@ from figures.experiments import BASELINE, EXPERIMENTS, MODELS, Experiment
 from figures.findings import claims_of
 from figures.hardware import STEPS, Place, find_place, hardware_of
 from figures.pictures import draw
+from figures.requests import PROFILE_FILE
 from figures.rows import Row
 from figures.training import read_result, train
 
@@ -100,7 +101,11 @@ def make_rows(experiment: Experiment, place: Place, folder: Path, console: Conso
         assert baseline is not None
         factor = request.emulated.factor if request.emulated else 1.0
         hardware = hardware_of(request, result)
-        rows.append(Row(job, setting, hardware, factor, request.job.replicas, result, baseline))
+        profiled = folder / request.profiling().key / PROFILE_FILE
+        profile = profiled if request.needs_profile else None
+        rows.append(
+            Row(job, setting, hardware, factor, request.job.replicas, result, baseline, profile)
+        )
     return rows
 
 

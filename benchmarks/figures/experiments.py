@@ -95,10 +95,10 @@ MODELS = {
 def reduced(model: Model, stages: int) -> Model:
     """A model of the same kind that a CPU trains in a millisecond a unit.
 
-    One transformer layer a stage, or two blocks; narrow, on short sequences or small images.
+    One transformer layer or block a stage; narrow, on short sequences or small images.
     """
     if model.family is Family.RESNET:
-        return replace(model, layers=(1, 2, 2 * stages - 4, 1), width=2, length=8, split=None)
+        return replace(model, layers=(1, stages - 2, 0, 1), width=4, length=4, split=None)
     return replace(
         model, layers=(stages,), width=16, heads=2, length=8, outputs=64 if model.outputs else 0
     )

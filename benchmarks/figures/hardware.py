@@ -9,7 +9,7 @@ import torch
 from envpipe_megatron.gpu.presets import load_preset
 from figures.emulation import time_factor
 from figures.experiments import Experiment, Job, Setting
-from figures.outcome import Outcome
+from figures.outcome import DRY_RUN, NO_CONTROL, Outcome
 from figures.requests import EmulatedTime, RunRequest
 from figures.training import ExperimentError
 from figures.unit_times import unit_times
@@ -65,7 +65,9 @@ def hardware_of(request: RunRequest, outcome: Outcome) -> str:
     if request.emulated is not None:
         preset = load_preset(request.job.gpu)
         return f"emulated {preset.gpu} ({'fitted' if preset.fitted else 'not fitted'})"
-    return f"{outcome.gpu} ({outcome.control})"
+    if outcome.control in (DRY_RUN, NO_CONTROL):
+        return f"{outcome.gpu} (clocks left alone, so savings mean nothing)"
+    return f"{outcome.gpu} (clocks by {outcome.control})"
 
 
 def find_place(size: str, backend: str) -> Place:

@@ -13,6 +13,9 @@ from envpipe_megatron.runtime.emulated_executor import Fidelity
 from envpipe_megatron.runtime.energy_log import PhaseTotals
 from envpipe_megatron.runtime.session import SessionState
 
+#: A back end that changes no clock, and the name of none.
+DRY_RUN, NO_CONTROL = "dry_run", "none"
+
 
 @dataclass(frozen=True)
 class RankOutcome:
@@ -65,7 +68,7 @@ class Outcome:
 
     Args:
         gpu: its name.
-        control: how its clock was controlled.
+        control: the back end of its clock.
         iterations: that were trained, in all phases.
         losses: for each of them, of each microbatch.
         iteration_time_s: mean over the measured steps, of the slowest GPU.

@@ -14,6 +14,8 @@ from figures.experiments import BASELINE, ENVELOPE, Job, Setting
 WARMUP_ITERATIONS = 3
 #: In a run's folder, once it is done.
 RESULT_FILE = "result.json"
+#: In the folder of a run that profiled.
+PROFILE_FILE = "profile.csv"
 
 
 @dataclass(frozen=True)

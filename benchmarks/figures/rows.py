@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from figures.experiments import BASELINE, Job, Setting
 from figures.outcome import Outcome
@@ -20,6 +21,7 @@ class Row:
         replicas_run: replicas that were trained; energy and throughput are for all of the job's.
         result: what it came to.
         baseline: that of the job's baseline.
+        profile: the file that its plan was made from; None for a baseline.
     """
 
     job: Job
@@ -29,6 +31,7 @@ class Row:
     replicas_run: int
     result: Outcome
     baseline: Outcome
+    profile: Path | None
 
     @property
     def iteration_time_s(self) -> float:

@@ -79,3 +79,10 @@ def half_precision(model: Model, device: torch.device) -> AbstractContextManager
     if model.precision is Precision.FP16 and device.type == "cuda":
         return torch.autocast("cuda", torch.float16)
     return nullcontext()
+
+
+def rehearse(model: Model, stage: Stage, inputs: torch.Tensor) -> None:
+    """Run a stage once by itself, so that a GPU has loaded its kernels before a receive spins."""
+    with half_precision(model, inputs.device):
+        outputs = stage(inputs)
+    torch.autograd.backward(outputs, torch.zeros_like(outputs))

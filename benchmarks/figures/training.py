@@ -19,6 +19,7 @@ from envpipe_megatron.quickstart.ranks import (
     started_ranks,
     torchrun_command,
 )
+from figures.emulation import write_scaled_preset
 from figures.outcome import Outcome
 from figures.requests import RESULT_FILE, Batch, RunRequest
 
@@ -68,8 +69,11 @@ def read_result(folder: Path, request: RunRequest) -> Outcome | None:
 
 def _train_batch(batch: Batch, console: Console) -> None:
     batch.folder.mkdir(parents=True, exist_ok=True)
-    for request in batch.requests:  # what was left half done would be appended to
-        shutil.rmtree(batch.folder / request.key, ignore_errors=True)
+    for request in batch.requests:
+        run = batch.folder / request.key
+        shutil.rmtree(run, ignore_errors=True)  # what was left half done would be appended to
+        if request.emulated:
+            write_scaled_preset(request.job.gpu, request.emulated.factor, run)
     path, log_path = batch.folder / "batch.json", batch.folder / "log.txt"
     batch.write(path)
     job = batch.requests[0].job

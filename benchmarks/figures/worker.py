@@ -31,16 +31,16 @@ from envpipe_megatron.runtime.profiler import ProfilerSettings
 from envpipe_megatron.runtime.rank_gpu import open_rank_gpu
 from envpipe_megatron.runtime.session import Session, SessionConfig
 from envpipe_megatron.schedule import Kind
-from figures.emulation import write_scaled_preset
+from figures.data import inputs_of
 from figures.experiments import MODELS, reduced
 from figures.layers import activation_shapes, build_stage
-from figures.outcome import Outcome, RankOutcome
-from figures.requests import RESULT_FILE, WARMUP_ITERATIONS, Batch, RunRequest
-from figures.stage_work import TrainingWork
+from figures.outcome import NO_CONTROL, Outcome, RankOutcome
+from figures.requests import PROFILE_FILE, RESULT_FILE, WARMUP_ITERATIONS, Batch, RunRequest
+from figures.stage_work import TrainingWork, rehearse
 
 _TIMEOUT = timedelta(seconds=120)
-#: Of the counter's refreshes that an emulated clock's measurement lasts, in s of the real size.
-_PROFILE_WINDOW_S = 1.0
+#: How long an emulated clock is measured, s: ten looks of the meter, which looks 20 times a second.
+_PROFILE_WINDOW_S = 0.5
 
 
 def emit(event: str, **fields: Any) -> None:
@@ -51,8 +51,8 @@ def emit(event: str, **fields: Any) -> None:
 class Rank:
     """This process's place in the pipelines of a batch: it outlives the runs."""
 
-    def __init__(self, stages: int) -> None:
-        cuda = torch.cuda.is_available()
+    def __init__(self, stages: int, *, emulated: bool) -> None:
+        cuda = not emulated
         if cuda:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         self.device = torch.device("cuda" if cuda else "cpu")
@@ -62,12 +62,13 @@ class Rank:
         replicas = dist.get_world_size() // stages
         everyone = _group(range(replicas * stages), "gloo")
         pipelines = [range(r * stages, (r + 1) * stages) for r in range(replicas)]
-        own = [(_group(pipeline, None), _group(pipeline, "gloo")) for pipeline in pipelines]
-        self.pipeline, host_pipeline = own[self.replica]
+        own = [(_group(members, None), _group(members, "gloo")) for members in pipelines]
+        pipeline, host_pipeline = own[self.replica]
         peers = [_group(range(s, replicas * stages, stages), None) for s in range(stages)]
         #: The replicas of this stage.
         self.peers = peers[self.stage]
         self.collectives = Collectives(everyone, self.stage, stages, host_pipeline)
+        self.channel = make_channel(pipeline, stamped=emulated, timeout=_TIMEOUT)
 
     @property
     def first(self) -> bool:
@@ -101,17 +102,19 @@ class Run:
     def __init__(self, rank: Rank, request: RunRequest, folder: Path, number: int) -> None:
         self.rank, self.request, self.number = rank, request, number
         self.folder = folder / request.key
-        profile = folder / request.profiling().key / "profile.csv"
+        profile = folder / request.profiling().key / PROFILE_FILE
         own_profile = not request.needs_profile or request == request.profiling()
         self.profile_file = None if own_profile else profile
         model = MODELS[request.job.model]
         self.model = reduced(model, rank.stages) if request.emulated else model
         self.layers = build_stage(self.model, rank.stages, rank.stage).to(rank.device)
+        self._shapes = activation_shapes(self.model, rank.stages, request.job.microbatch_size)
         self.losses: list[list[float]] = []
         self._executor: Executor | None = None
 
     def train(self) -> Outcome:
         """Train until all steps are measured; what it came to, on every rank."""
+        rehearse(self.model, self.layers, self._any_input())
         gpu, control = self._open_gpu()
         session = self._session(gpu)
         specs = self._specs()
@@ -165,13 +168,13 @@ class Run:
             uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
             uid = uid_of_cuda_device(uuid)
             gpu, chosen = open_rank_gpu(uid, rank.collectives, request.backend)
-            return gpu, chosen.why
-        factor = request.emulated.factor
-        preset = rank.collectives.agreed(
-            lambda: write_scaled_preset(request.job.gpu, factor, self.folder)
-        )
+            return gpu, chosen.backend or NO_CONTROL
         index = self.number * dist.get_world_size() + rank.rank
-        return EmulatedGpu.create(str(preset), index), "emulated"
+        return EmulatedGpu.create(str(self._preset()), index), "emulated"
+
+    def _preset(self) -> Path:
+        """The file of the emulated GPUs' kind."""
+        return self.folder / f"{self.request.job.gpu}.toml"
 
     def _session(self, gpu: Gpu) -> Session:
         request, rank, setting = self.request, self.rank, self.request.setting
@@ -202,11 +205,11 @@ class Run:
                 profiler=self._profiler(),
                 profile_file=self.profile_file,
                 output_dir=self.folder,
-                gpu_preset=request.job.gpu if emulated else None,
+                gpu_preset=str(self._preset()) if emulated else None,
             ),
             gpu,
             make_executor,
-            make_channel(rank.pipeline, stamped=emulated is not None, timeout=_TIMEOUT),
+            rank.channel,
             rank.collectives,
             stage=rank.stage,
             num_stages=rank.stages,
@@ -218,12 +221,18 @@ class Run:
     def _profiler(self) -> ProfilerSettings:
         if self.request.emulated is None:
             return ProfilerSettings()
-        # Emulated units take the same time whenever they run: two iterations tell all.
-        return ProfilerSettings(1, 2, 2, _PROFILE_WINDOW_S * self.request.emulated.factor)
+        # Emulated units take the same time whenever they run.
+        return ProfilerSettings(1, 2, 2, _PROFILE_WINDOW_S)
+
+    def _any_input(self) -> torch.Tensor:
+        rank, samples = self.rank, self.request.job.microbatch_size
+        if rank.first:
+            return inputs_of(self.model, samples, 0, rank.device)
+        shape = self._shapes[rank.stage - 1]
+        return torch.zeros(shape, device=rank.device, requires_grad=True)
 
     def _specs(self) -> StageSpecs:
-        rank = self.rank
-        shapes = activation_shapes(self.model, rank.stages, self.request.job.microbatch_size)
+        rank, shapes = self.rank, self._shapes
         spec = partial(TensorSpec.of_one_type, dtype=torch.float32, device=rank.device)
         receives, sends = {}, {}
         # A gradient is as large as what it is the gradient of.
@@ -254,7 +263,10 @@ def main() -> None:
     emit("rank", pid=os.getpid())
     batch = Batch.read(Path(sys.argv[1]))
     torch.set_num_threads(1)
-    rank = Rank(batch.requests[0].job.stages)
+    # Its convolutions take milliseconds to begin.
+    torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]  # torch's
+    request = batch.requests[0]
+    rank = Rank(request.job.stages, emulated=request.emulated is not None)
     for number, request in enumerate(batch.requests):
         if rank.rank == 0:
             emit("begun", key=request.key)

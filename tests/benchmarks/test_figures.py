@@ -37,6 +37,7 @@ from figures.experiments import (
     reduced,
 )
 from figures.findings import claims_of
+from figures.followups import best_saving_percent, envelope_percent
 from figures.hardware import Place
 from figures.layers import build_stage, layer_makers, split
 from figures.outcome import Outcome, PlanFacts
@@ -190,10 +191,12 @@ def test_shares_of_time_and_energy_do_not_depend_on_the_factor(tmp_path):
         assert of_whole > 1
 
 
-def test_a_scaled_preset_differs_in_its_times_alone(tmp_path):
-    real, scaled = load_preset("v100"), load_preset(str(write_scaled_preset("v100", 0.5, tmp_path)))
+@pytest.mark.parametrize("name", ["v100", "rtx3090"])
+def test_a_scaled_preset_differs_in_its_times_and_its_steps_alone(name, tmp_path):
+    real, scaled = load_preset(name), load_preset(str(write_scaled_preset(name, 0.5, tmp_path)))
     halved = {name: getattr(real, name) / 2 for name in ("frequency_change_s", "refresh_s")}
-    assert scaled == replace(real, **halved)
+    control = replace(real.control, profile_step_mhz=30)
+    assert scaled == replace(real, **halved, control=control)
 
 
 # --- what is run, and what was run before --------------------------------------------------------
@@ -358,11 +361,21 @@ def test_a_claim_agrees_only_where_the_numbers_do(name, outcomes, agrees, tmp_pa
 
 @pytest.mark.usefixtures("some_time")
 @pytest.mark.parametrize(("sign", "agrees"), [(-1, True), (1, False)])
-def test_savings_must_fall_with_the_microbatches(sign, agrees, tmp_path):
+def test_savings_must_fall_with_the_microbatches(sign, agrees, tmp_path, monkeypatch):
+    monkeypatch.setattr("figures.findings.best_saving_percent", lambda profile, count: 30.0)
+
     def outcome_of(job, setting):
         return ended() if setting == BASELINE else saving(20 + sign * job.num_microbatches)
 
     assert verdicts("fig13", tmp_path, outcome_of) == [agrees] * 4 + [True]
+
+
+def test_the_planner_says_what_no_figure_can_save(tmp_path):
+    profile_of_preset(load_preset("v100"), 1.0, 4).write(tmp_path / "profile.csv")
+    best = [best_saving_percent(tmp_path / "profile.csv", count) for count in (4, 16)]
+    assert all(5 < percent < 30 for percent in best)
+    # Of 8 units a stage, each of three stages has two on the envelope, and the last all.
+    assert envelope_percent(4, 4) == pytest.approx(100 * (3 * 2 + 8) / 32)
 
 
 # --- a tiny run of the real runtime --------------------------------------------------------------
