@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from envpipe_megatron.energy_file import Phase
@@ -22,6 +23,9 @@ from envpipe_megatron.report.metered import (
 from envpipe_megatron.report.planned import clocks_figure, memory_figure
 from envpipe_megatron.report.plots import energy_valley_figure
 from envpipe_megatron.report.run_folder import RunFolder
+
+#: With more stages, some of them are drawn.
+_MOST_VALLEYS = 12
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,12 @@ def pictures_of(folder: RunFolder, facts: ReportFacts) -> Iterator[Picture]:
             ),
         )
     if profile is not None:
+        stages = _spread(profile.num_stages, _MOST_VALLEYS)
         yield Picture(
             "energy_valley",
-            "Energy of one microbatch on each stage over the clock, by the profile.",
-            lambda: energy_valley_figure(profile, title=f"Energy valley{mark}"),
+            f"Energy of one microbatch over the clock, by the profile: {len(stages)} of "
+            f"{profile.num_stages} stages.",
+            lambda: energy_valley_figure(profile, title=f"Energy valley{mark}", stages=stages),
         )
     memory = (folder.summary or {}).get("memory")
     if memory:
@@ -94,6 +100,11 @@ def pictures_of(folder: RunFolder, facts: ReportFacts) -> Iterator[Picture]:
             "Energy of each node, as the launcher billed it.",
             lambda: nodes_figure(nodes, f"Energy bill{mark}"),
         )
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Numbers from 0 to the last of `count`, evenly spread if there are more than `most`."""
+    return sorted({round(i) for i in np.linspace(0, count - 1, min(count, most))})
 
 
 def _timelines(folder: RunFolder, mark: str) -> Iterator[Picture]:

@@ -174,20 +174,23 @@ def plot_energy_valley(profile: Profile, path: Path, *, title: str) -> None:
     energy_valley_figure(profile, title=title).savefig(path, dpi=DPI)
 
 
-def energy_valley_figure(profile: Profile, *, title: str) -> Figure:
-    """The figure that `plot_energy_valley` saves."""
-    columns = min(4, profile.num_stages)
-    rows = math.ceil(profile.num_stages / columns)
+def energy_valley_figure(
+    profile: Profile, *, title: str, stages: Sequence[int] | None = None
+) -> Figure:
+    """The figure that `plot_energy_valley` saves; by default of all stages."""
+    shown = range(profile.num_stages) if stages is None else stages
+    columns = min(4, len(shown))
+    rows = math.ceil(len(shown) / columns)
     figure = Figure(
         figsize=(max(3.1 * columns, 6.0) + 0.4, 2.5 * rows + 1.3), dpi=DPI, layout="constrained"
     )
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
-    for stage, axes in enumerate(panels[: profile.num_stages]):
+    for at, (stage, axes) in enumerate(zip(shown, panels, strict=False)):
         _draw_valley(axes, profile, stage)
-        if stage + columns >= profile.num_stages:  # nothing below it
+        if at + columns >= len(shown):  # nothing below it
             axes.tick_params(labelbottom=True)
             axes.set_xlabel("SM clock (MHz)", fontsize=9, color=MUTED)
-    for axes in panels[profile.num_stages :]:
+    for axes in panels[len(shown) :]:
         axes.remove()
     panels[0].set_ylim(bottom=0)
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold", color=INK)

@@ -66,6 +66,8 @@ def save(figure: Figure, folder: Path, name: str) -> None:
     Raises:
         OSError: a file cannot be written.
     """
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # laid out once, and not again for each file
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(folder / f"{name}.png", dpi=DPI)
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})

@@ -250,8 +250,8 @@ def _unit_events(pid: int, read: RankIteration, begin_us: int) -> str:
     return template % tuple(np.stack(columns, axis=1).ravel().tolist())
 
 
-def _counter(pid: int, name: str, at_us: int, value: float) -> str:
-    event = f'"ph":"C","pid":{pid},"ts":{at_us},"name":"{name}","args":{{"value":{value:.10g}}}'
+def _counter(pid: int, name: str, at_us: int, value: float, unit: str) -> str:
+    event = f'"ph":"C","pid":{pid},"ts":{at_us},"name":"{name}","args":{{"{unit}":{value:.10g}}}'
     return f"{_NEXT}{{{event}}}"
 
 
@@ -267,16 +267,16 @@ def _clock_events(pid: int, gpu: _Gpu, axis: _Axis) -> Iterator[str]:
             # Requested when the unit before has ended: the wait runs at the clock that follows it.
             at_us = begin_us + (int(read.end_us[at - 1]) if at else 0)
             mhz = int(read.frequency_mhz[at])
-            yield _counter(pid, "SM clock requested (MHz)", at_us, mhz)
+            yield _counter(pid, "SM clock requested", at_us, mhz, "MHz")
         present = int(read.frequency_mhz[-1])
     for samples in gpu.clocks:
         for time_s, mhz in zip(samples.time_s, samples.observed_mhz, strict=True):
             at_us = axis.us(samples.labels.node, time_s)
-            yield _counter(pid, "SM clock observed (MHz)", at_us, mhz)
+            yield _counter(pid, "SM clock observed", at_us, mhz, "MHz")
 
 
 def _power_events(pid: int, windows: Iterable[EnergyWindow], axis: _Axis) -> Iterator[str]:
     for window in windows:
         if window.begin_s is not None and window.duration_s > 0:
             at_us = axis.us(window.node, window.begin_s)
-            yield _counter(pid, "power (W)", at_us, window.energy_j / window.duration_s)
+            yield _counter(pid, "power", at_us, window.energy_j / window.duration_s, "W")

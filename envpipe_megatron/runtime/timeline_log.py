@@ -70,23 +70,7 @@ class TimelineLog:
         self._seen[phase] += 1
         if self._append is None or not is_recorded(phase, index):
             return
-        start_us, end_us = (
-            np.rint(1e6 * times_s).astype(np.int64).tolist()
-            for times_s in (record.start_s, record.end_s)
-        )
-        line = {
-            "format": TIMELINE_FORMAT,
-            **self._labels,
-            "phase": phase.value,
-            "iteration": iteration,
-            "begin_s": record.begin_s,
-            "iteration_time_s": record.iteration_time_s,
-            "units": " ".join(executed),
-            "start_us": start_us,
-            "end_us": end_us,
-        }
-        if frequencies_mhz is not None:
-            line["frequency_mhz"] = frequencies_mhz
+        line = timeline_line(self._labels, phase, iteration, record, executed, frequencies_mhz)
         try:
             self._lines.put_nowait(line)
         except queue.Full:
@@ -114,3 +98,32 @@ class TimelineLog:
             except OSError as error:
                 logger.error("The timeline ends, training goes on: %s", error)
                 self._append = None
+
+
+def timeline_line(
+    labels: Mapping[str, object],
+    phase: Phase,
+    iteration: int,
+    record: StageRecord,
+    executed: list[str],
+    frequencies_mhz: list[int] | None,
+) -> dict[str, Any]:
+    """One iteration of one rank, as `timeline_file` tells; `TimelineLog.add` has the arguments."""
+    start_us, end_us = (
+        np.rint(1e6 * times_s).astype(np.int64).tolist()
+        for times_s in (record.start_s, record.end_s)
+    )
+    line = {
+        "format": TIMELINE_FORMAT,
+        **labels,
+        "phase": phase.value,
+        "iteration": iteration,
+        "begin_s": record.begin_s,
+        "iteration_time_s": record.iteration_time_s,
+        "units": " ".join(executed),
+        "start_us": start_us,
+        "end_us": end_us,
+    }
+    if frequencies_mhz is not None:
+        line["frequency_mhz"] = frequencies_mhz
+    return line

@@ -96,24 +96,25 @@ def test_counters_tell_clock_and_power_of_each_gpu(tmp_path, made):
     told = defaultdict(list)
     for event in events:
         if event["ph"] == "C":
-            told[event["pid"], event["name"]].append((event["ts"], event["args"]["value"]))
+            ((unit, value),) = event["args"].items()
+            told[event["pid"], f"{event['name']} {unit}"].append((event["ts"], value))
     length_us = round(1e6 * made[0].iteration_time_s)
     for pid in (1, 2, 3):
         # The second iteration's clock is requested when it begins, and once.
-        assert told[pid, "SM clock requested (MHz)"] == [(0, 1410), (length_us, 1200)]
-        assert told[pid, "power (W)"] == [
+        assert told[pid, "SM clock requested MHz"] == [(0, 1410), (length_us, 1200)]
+        assert told[pid, "power W"] == [
             (0, pytest.approx(250)),
             (length_us, pytest.approx(250)),
         ]
-    assert told[1, "SM clock observed (MHz)"] == [(10_000, 1395), (200_000, 1200)]
-    assert (2, "SM clock observed (MHz)") not in told
+    assert told[1, "SM clock observed MHz"] == [(10_000, 1395), (200_000, 1200)]
+    assert (2, "SM clock observed MHz") not in told
 
 
 def test_a_gpu_that_was_only_metered_has_its_power(tmp_path, made):
     agent = replace(run_made.windows(made[:1])[0], gpu_uid="GPU-spare", rank=None, stage=None)
     _, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(made)), [agent])
     pid = next(pid for pid, name in names(events).items() if "GPU-spare" in name)
-    assert [e["name"] for e in events if e["pid"] == pid and e["ph"] == "C"] == ["power (W)"]
+    assert [e["name"] for e in events if e["pid"] == pid and e["ph"] == "C"] == ["power"]
 
 
 def test_a_trace_that_is_too_long_keeps_the_same_iterations_of_all_gpus(tmp_path):
