@@ -1,0 +1,312 @@
+"""The simulator against this project's own measurements on H200s, whose clocks were left alone.
+
+`benchmarks/h200` holds what `benchmarks/megatron_lm/measure_profile.py` measured through a patched
+Megatron-LM: the profile that one job made in Megatron's order, and jobs of other numbers of
+microbatches in Megatron's order and in EnvPipe's. Each is predicted twice: from that profile, and
+from the unit times of the profiled job when it ran the same order. Run from the checkout:
+
+    python benchmarks/planner/h200_validation.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import click
+import numpy as np
+from matplotlib.figure import Figure
+from memory_validation import MemoryPrediction, memory_cells, memory_figure
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+from claims import CLAIMS_FILE, Claim, write_claims
+from outputs import save_picture, write_csv
+
+from envpipe_megatron import builders
+from envpipe_megatron.conditions import make_conditions
+from envpipe_megatron.plan import Plan, max_frequencies
+from envpipe_megatron.profile import Profile, ProfileRow, make_profile, read_profile
+from envpipe_megatron.schedule import Kind, Schedule
+
+MEASURED = Path(__file__).resolve().parents[1] / "h200"
+NAME = "h200_validation"
+COMMAND = "python benchmarks/planner/h200_validation.py"
+BASIS = "measured on two H200s, clocks left alone"
+#: Okabe and Ito's.
+_COLOURS = {"1f1b": "#0072B2", "envpipe": "#D55E00"}
+_WORDS = {"1f1b": "1F1B", "envpipe": "EnvPipe's order"}
+_MARKERS = "os^"
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One run and what was predicted for it.
+
+    Args:
+        model: its folder's name.
+        order: `1f1b` or `envpipe`.
+        num_microbatches: M.
+        profiled: whether the unit times are this very job's.
+        measured_s: the iteration, the median.
+        by_profile_s: predicted from the profile made in 1F1B.
+        by_order_s: predicted from unit times that the profiled job had in the same order.
+        measured_j: the iteration, all GPUs.
+        by_profile_j: predicted from the profile.
+        timeline_percent: how far the end of a unit is off at most, of the iteration, by unit times
+            of the same order.
+    """
+
+    model: str
+    order: str
+    num_microbatches: int
+    profiled: bool
+    measured_s: float
+    by_profile_s: float
+    by_order_s: float
+    measured_j: float
+    by_profile_j: float
+    timeline_percent: float
+
+    @property
+    def time_error_percent(self) -> float:
+        """From the profile."""
+        return 100 * (self.by_profile_s / self.measured_s - 1)
+
+    @property
+    def order_error_percent(self) -> float:
+        """From unit times of the same order."""
+        return 100 * (self.by_order_s / self.measured_s - 1)
+
+    @property
+    def energy_error_percent(self) -> float:
+        """From the profile."""
+        return 100 * (self.by_profile_j / self.measured_j - 1)
+
+
+@click.command(help=(__doc__ or "").replace("\n\n    python", "\n\n\b\n    python"))
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path(f"runs/benchmarks/{NAME}"),
+    show_default=True,
+)
+def main(output: Path) -> None:
+    """Predict the runs in benchmarks/h200."""
+    folders = sorted(path.parent for path in MEASURED.glob("*/measured.json"))
+    runs = [one for folder in folders for one in predict(folder)]
+    memory = [one for folder in folders for one in peaks(folder)]
+    output.mkdir(parents=True, exist_ok=True)
+    write_csv(output / f"{NAME}.csv", map(_row, runs))
+    write_csv(output / "memory.csv", memory_cells(memory))
+    save_picture(_figure(runs), output, NAME)
+    save_picture(memory_figure(memory), output, "memory")
+    write_claims(output / CLAIMS_FILE, _claims(runs, memory))
+    _print(runs)
+
+
+def predict(folder: Path) -> list[Predicted]:
+    """Predict each run of a model's folder."""
+    profile = read_profile(folder / "profile.csv")
+    runs = json.loads((folder / "measured.json").read_text())["runs"]
+    first = runs[0]["num_microbatches"]
+    own = {
+        run["order"]: _with_times_of(run, profile)
+        for run in runs
+        if run["num_microbatches"] == first
+    }
+    found = []
+    for run in runs:
+        schedule = _schedule(run)
+        by_profile, by_order = (_plan(schedule, p) for p in (profile, own[run["order"]]))
+        ends_s = np.array([stage["end_s"] for stage in run["timeline"]])
+        off_s = np.abs(ends_s - by_order.timeline.end_s).max()
+        found.append(
+            Predicted(
+                model=folder.name,
+                order=run["order"],
+                num_microbatches=run["num_microbatches"],
+                profiled=run["num_microbatches"] == first,
+                measured_s=run["iteration_time_s"],
+                by_profile_s=by_profile.cost.iteration_time_s,
+                by_order_s=by_order.cost.iteration_time_s,
+                measured_j=run["energy_j"],
+                by_profile_j=by_profile.cost.energy_j,
+                timeline_percent=100 * float(off_s) / run["iteration_time_s"],
+            )
+        )
+    return found
+
+
+def peaks(folder: Path) -> list[MemoryPrediction]:
+    """Predict the peaks of EnvPipe's order from those of 1F1B in the profiled job."""
+    data = json.loads((folder / "measured.json").read_text())
+    return [
+        MemoryPrediction(
+            folder.name,
+            stage,
+            in_flight,
+            known["baseline_peak_bytes"],
+            known["baseline_peak_bytes"]
+            + (in_flight - known["baseline_in_flight"]) * known["activation_bytes"],
+            measured,
+        )
+        for run in data["runs"]
+        if run["order"] == "envpipe"
+        for stage, (known, in_flight, measured) in enumerate(
+            zip(data["memory"], run["in_flight"], run["peak_bytes"], strict=True)
+        )
+    ]
+
+
+def _schedule(run: dict[str, Any]) -> Schedule:
+    """The order that a run had.
+
+    Raises:
+        click.ClickException: the units that were recorded are in another order.
+    """
+    stages, count = len(run["timeline"]), run["num_microbatches"]
+    plain = builders.one_f_one_b(stages, count)
+    extra = np.subtract(run["in_flight"], plain.peak_in_flight).tolist()
+    schedule = plain if run["order"] == "1f1b" else builders.envpipe(stages, count, extra)
+    recorded = [stage["units"].split() for stage in run["timeline"]]
+    if recorded != schedule.labels():
+        raise click.ClickException(f"Recorded units of M={count} are not in order {run['order']}.")
+    return schedule
+
+
+def _plan(schedule: Schedule, profile: Profile) -> Plan:
+    powers = profile.sidecar.wait_power_w or ()
+    conditions = make_conditions(
+        profile,
+        blocking_power_w=[curve[max(curve)] for curve in powers],
+        use=("latency", "tail"),
+    )
+    clocks = max_frequencies(schedule, profile)
+    return Plan("baseline", schedule, clocks, profile, conditions)
+
+
+def _with_times_of(run: dict[str, Any], profile: Profile) -> Profile:
+    """The profile with the unit times that a run had; energies stay."""
+    rows = []
+    for stage, recorded in enumerate(run["timeline"]):
+        time_s = np.subtract(recorded["end_s"], recorded["start_s"]).tolist()
+        units = recorded["units"].split()
+        for kind, letter in ((Kind.FORWARD, "F"), (Kind.BACKWARD, "B")):
+            known = profile.rows[stage][kind][0]
+            taken = [t for t, unit in zip(time_s, units, strict=True) if unit.startswith(letter)]
+            rows.append(
+                (stage, kind, ProfileRow(known.frequency_mhz, median(taken), known.energy_j))
+            )
+    return make_profile(rows, source=f"unit times of {run['order']}", sidecar=profile.sidecar)
+
+
+def _row(run: Predicted) -> dict[str, object]:
+    return {
+        "model": run.model,
+        "order": run.order,
+        "num_microbatches": run.num_microbatches,
+        "profiled_job": run.profiled,
+        "measured_time_s": f"{run.measured_s:.6f}",
+        "predicted_time_s": f"{run.by_profile_s:.6f}",
+        "time_error_percent": f"{run.time_error_percent:.3f}",
+        "predicted_time_by_order_s": f"{run.by_order_s:.6f}",
+        "time_error_by_order_percent": f"{run.order_error_percent:.3f}",
+        "measured_energy_j": f"{run.measured_j:.2f}",
+        "predicted_energy_j": f"{run.by_profile_j:.2f}",
+        "energy_error_percent": f"{run.energy_error_percent:.3f}",
+        "timeline_error_by_order_percent": f"{run.timeline_percent:.3f}",
+    }
+
+
+def _figure(runs: Sequence[Predicted]) -> Figure:
+    """Error of the predicted time over M, from the profile and from the same order's times."""
+    figure = Figure(figsize=(9.0, 4.0), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    kinds = (
+        ("from the profile, made in 1F1B", [run.time_error_percent for run in runs]),
+        ("from unit times in the same order", [run.order_error_percent for run in runs]),
+    )
+    models = sorted({run.model for run in runs})
+    for axes, (title, errors) in zip(panels, kinds, strict=True):
+        axes.axhline(0, color="black", linewidth=0.8)
+        for index, model in enumerate(models):
+            for order, colour in _COLOURS.items():
+                points = sorted(
+                    (run.num_microbatches, error)
+                    for run, error in zip(runs, errors, strict=True)
+                    if (run.model, run.order) == (model, order)
+                )
+                axes.plot(
+                    *zip(*points, strict=True),
+                    color=colour,
+                    marker=_MARKERS[index],
+                    mfc="none",
+                    label=f"{model}, {_WORDS[order]}",
+                )
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_xlabel("microbatches of an iteration")
+        axes.set_xticks(sorted({run.num_microbatches for run in runs}))
+    panels[0].set_ylabel("predicted above measured\niteration time (%)")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return figure
+
+
+def _claims(runs: Sequence[Predicted], memory: Sequence[MemoryPrediction]) -> Iterable[Claim]:
+    for order, words in _WORDS.items():
+        own = [run for run in runs if run.order == order]
+        others = [run for run in own if not run.profiled]
+        yield Claim(
+            NAME,
+            COMMAND,
+            f"Iteration time in {words} is predicted {_span([r.time_error_percent for r in own])} "
+            "from the profile that was made in 1F1B, and "
+            f"{_span([r.order_error_percent for r in others])} for other numbers of microbatches "
+            "from unit times in the same order; energy "
+            f"{_span([r.energy_error_percent for r in own])}",
+            BASIS,
+            why="A receive that waits beside a unit slows it by some 6 %, and where an activation "
+            "is there in time none waits: units are faster in EnvPipe's order than in the "
+            "order that was profiled, and so are the last ones of each stage"
+            if order == "envpipe"
+            else "",
+        )
+    worst = max(memory, key=lambda one: abs(one.error_percent))
+    mean = fmean(abs(one.error_percent) for one in memory)
+    yield Claim(
+        NAME,
+        COMMAND,
+        f"Peak memory in EnvPipe's order is predicted within {abs(worst.error_percent):.4f} % "
+        f"(mean {mean:.4f} %) from 1F1B",
+        BASIS,
+    )
+
+
+def _span(errors: Sequence[float]) -> str:
+    return f"{min(errors):+.1f} to {max(errors):+.1f} % off"
+
+
+def _print(runs: Iterable[Predicted]) -> None:
+    table = Table(title="Predicted above measured (%)", title_justify="left")
+    for column in ("model", "order", "M", "measured (s)", "time", "by order", "energy", "timeline"):
+        table.add_column(column, justify="left" if column in ("model", "order") else "right")
+    for run in runs:
+        table.add_row(
+            run.model, run.order, f"{run.num_microbatches}{' *' if run.profiled else ''}",
+            f"{run.measured_s:.4f}", f"{run.time_error_percent:+.2f}",
+            f"{run.order_error_percent:+.2f}", f"{run.energy_error_percent:+.2f}",
+            f"{run.timeline_percent:.2f}",
+        )  # fmt: skip
+    Console(width=120).print(table)
+    Console(width=120).print("*: the job whose unit times are used", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

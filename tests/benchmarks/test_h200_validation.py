@@ -1,0 +1,69 @@
+"""This project's own measurements: whole, and predicted as well as the guide says."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path[1:1] = [str(BENCHMARKS / "planner"), str(BENCHMARKS / "megatron_lm")]
+
+from h200_validation import MEASURED, peaks, predict
+from measure_profile import at_its_clock
+
+from envpipe_megatron.profile import ProfileRow, make_profile, read_profile
+from envpipe_megatron.schedule import Kind
+
+FOLDERS = sorted(path.parent for path in MEASURED.glob("*/measured.json"))
+
+
+def test_three_models_were_measured():
+    names = [folder.name for folder in FOLDERS]
+    assert names == ["gpt-1.3b", "gpt-1.3b-quarters", "llama-8b-shaped"]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+class TestMeasuredModel:
+    def test_its_profile_has_all_that_a_sidecar_may_say_of_one_clock(self, folder):
+        sidecar = read_profile(folder / "profile.csv").sidecar
+        known = (
+            sidecar.wait_power_w, sidecar.p2p_latency_s, sidecar.tail_time_s,
+            sidecar.activation_bytes, sidecar.free_bytes,
+        )  # fmt: skip
+        assert None not in known
+        assert sidecar.frequency_change_s is None
+
+    def test_times_are_predicted(self, folder):
+        runs = predict(folder)
+        assert max(abs(run.time_error_percent) for run in runs) < 6
+        assert max(abs(run.order_error_percent) for run in runs) < 3
+        assert max(run.timeline_percent for run in runs) < 3
+        assert max(abs(run.energy_error_percent) for run in runs) < 7
+
+    def test_units_are_faster_where_no_receive_waits_beside_them(self, folder):
+        """From a profile made in 1F1B, EnvPipe's order is expected to take longer than it does."""
+        errors = {order: [] for order in ("1f1b", "envpipe")}
+        for run in predict(folder):
+            errors[run.order].append(run.time_error_percent)
+        assert min(errors["envpipe"]) > max(0, sum(errors["1f1b"]) / len(errors["1f1b"]))
+
+    def test_peak_memory_is_predicted(self, folder):
+        assert max(abs(one.error_percent) for one in peaks(folder)) < 0.01
+        assert {one.in_flight for one in peaks(folder)} == {1, 3}
+
+
+def test_rows_of_a_dry_run_are_measurements_of_one_clock():
+    rows = [
+        (0, kind, ProfileRow(f, time_s, energy_j))
+        for kind, times in ((Kind.FORWARD, (1.0, 1.2)), (Kind.BACKWARD, (2.0, 2.4)))
+        for f, time_s, energy_j in zip((1980, 1890), times, (300.0, 320.0), strict=True)
+    ]
+    made = at_its_clock(make_profile(rows, source="a dry run"), every_row=True)
+    forward, backward = (made.rows[0][kind] for kind in Kind)
+    assert [row.frequency_mhz for row in (*forward, *backward)] == [1980, 1980]
+    assert forward[0].time_s == pytest.approx(1.1)
+    assert backward[0].time_s == pytest.approx(2.2)
+    assert forward[0].energy_j + backward[0].energy_j == pytest.approx(620)
+    assert backward[0].energy_j == pytest.approx(2 * forward[0].energy_j)
+    top = at_its_clock(make_profile(rows, source="a sweep"), every_row=False)
+    assert top.rows[0][Kind.FORWARD][0].time_s == pytest.approx(1.0)
