@@ -67,7 +67,7 @@ def _order_claims(found: _Found, basis: str) -> list[Claim]:
         _claim(
             f"With the best clocks, EnvPipe's order saves {_span(worth)} points more than 1F1B "
             f"({_span(on['1F1B'])} % there), and a searched order {_span(searched, 2)} points more "
-            f"again; at the highest clocks the order alone saves {_span(alone)} %.",
+            f"again; at the highest clocks the order alone saves {_span(alone)} %",
             basis,
             "EnvPipe, section 4: extra forwards move bubbles behind units that can be stretched "
             "into them",
@@ -94,7 +94,7 @@ def _policy_claims(found: _Found, basis: str) -> list[Claim]:
         _claim(
             f"A uniform clock on 1F1B costs {_span(uniform)} % of time and the envelope without "
             f"reconfiguring {_span(default)} %; reconfigured in the balanced way the envelope "
-            f"costs {_span([max(0.0, slow) for slow in balanced])} %.",
+            f"costs {_span([max(0.0, slow) for slow in balanced])} %",
             basis,
             f"EnvPipe: less than {_ENVPIPE_SLOWDOWN_PERCENT:g} % of throughput is lost",
             agrees=worst < _ENVPIPE_SLOWDOWN_PERCENT,
@@ -102,7 +102,7 @@ def _policy_claims(found: _Found, basis: str) -> list[Claim]:
         _claim(
             "On the same order and in the same time, the optimal policy saves "
             f"{_span(lead)} points more than the balanced envelope (on 1F1B {_span(on_1f1b)}), and "
-            f"the balanced envelope {_span(greedy)} points more than the greedy one.",
+            f"the balanced envelope {_span(greedy)} points more than the greedy one",
             basis,
             "EnvPipe, figure 11: balanced reconfiguring saves at least as much as greedy",
             agrees=min(greedy) >= 0,
@@ -121,7 +121,7 @@ def _memory_claim(found: _Found, basis: str) -> Claim:
     return _claim(
         f"In the memory that 1F1B takes, {_span(none)} % are saved; one microbatch more in flight "
         f"adds {_span(first)} points, four add {_span(most)}, and no limit "
-        f"({_span([float(peak) for peak in peaks], 0)} in flight) {_span(every)}.",
+        f"({_span([float(peak) for peak in peaks], 0)} in flight) {_span(every)}",
         basis,
     )
 
@@ -135,7 +135,7 @@ def _clock_claims(found: _Found, basis: str) -> Iterable[Claim]:
     ]
     yield _claim(
         f"Keeping each clock for a while costs {', '.join(costs)}; the units of these pipelines "
-        f"last {_unit_times(found)} ms at the highest clock.",
+        f"last {_unit_times(found)} ms at the highest clock",
         basis,
     )
     setting = f"{1e3 * CHANGE_TIME_S:g} ms"
@@ -143,7 +143,7 @@ def _clock_claims(found: _Found, basis: str) -> Iterable[Claim]:
     late = found.slower(Ablation.CHANGE, f"{setting}, not planned for")
     yield _claim(
         f"Clocks that come {setting} late cost {_span(lost, 2)} points where the plan knows of it, "
-        f"in no more time; a plan that does not know of it takes {_span(late, 2)} % more time.",
+        f"in no more time; a plan that does not know of it takes {_span(late, 2)} % more time",
         basis,
         "Perseus: a change of clock takes about 10 ms",
     )
@@ -166,7 +166,7 @@ def _waiting_claims(found: _Found, basis: str) -> Iterable[Claim]:
     yield _claim(
         f"If waiting took no power, {_span(free)} % would be saved in place of {_span(known)} %; "
         f"a plan made as if waiting were free saves {_span(unaware, 2)} points less than one that "
-        "knows what it takes.",
+        "knows what it takes",
         basis,
     )
     parked = _differences(
@@ -176,6 +176,6 @@ def _waiting_claims(found: _Found, basis: str) -> Iterable[Claim]:
     yield _claim(
         f"Parking the clock in waits, with changes of {1e3 * CHANGE_TIME_S:g} ms, adds "
         f"{_span(parked, 2)} points to the full configuration and saves {_span(alone, 2)} % of "
-        "1F1B at the highest clock by itself.",
+        "1F1B at the highest clock by itself",
         f"{basis}; waiting power by clock assumed from an H200's two measured idle states",
     )

@@ -149,7 +149,7 @@ def claims(measures: Sequence[Measure], basis: str) -> list[Claim]:
         Claim(
             "overhead",
             COMMAND,
-            sentence + "; ".join(f"{m.what} {_figures(m)}" for m in found) + ".",
+            sentence + "; ".join(f"{m.what} {_figures(m)}" for m in found),
             basis,
         )
         for part, sentence in SENTENCES.items()

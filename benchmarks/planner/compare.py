@@ -2,7 +2,7 @@
 
 Run from the checkout:
 
-    python benchmarks/planner/compare.py --output runs/planner_compare
+    python benchmarks/planner/compare.py --lowtime-limit 0
 
 lowtime takes minutes to hours for the larger workloads, up to a limit each. Its runs are stored and
 read again by later comparisons; `--lowtime-limit 0` takes what is stored and runs none.
@@ -11,24 +11,22 @@ read again by later comparisons; `--lowtime-limit 0` takes what is stored and ru
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
-from comparison_pictures import memory_figure, savings_figure
+from comparison_files import write_results
 from planner_targets import Target, planner_targets
 from planning_workloads import Workload, read_workloads
 from plans_compared import (
     FRONTIER_POINTS,
-    AtRivalTime,
     Comparison,
     LowtimeSource,
     PlanKind,
     Row,
     compare,
+    rival_pairs,
     warm_up,
-    write_csv,
 )
 from published_savings import WHAT_DIFFERS, Published, Saving, read_published
 from rich.console import Console
@@ -45,8 +43,9 @@ TABLE_WIDTH = 190
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
-    required=True,
-    help="Folder for CSV files and pictures.",
+    default=Path("runs/benchmarks/planner_compare"),
+    show_default=True,
+    help="Folder for CSV files, pictures and claims.json.",
 )
 @click.option(
     "--lowtime-results",
@@ -63,7 +62,19 @@ TABLE_WIDTH = 190
     help="CPU time (s) for each run of lowtime that is not stored; 0 starts none.",
 )
 @click.option("--skip-lowtime", is_flag=True, help="Leave lowtime out.")
-def main(output: Path, lowtime_results: Path, lowtime_limit: float, skip_lowtime: bool) -> None:
+@click.option(
+    "--workload",
+    "names",
+    multiple=True,
+    help="Only workloads whose name in plans.csv contains this; may be given again.",
+)
+def main(
+    output: Path,
+    lowtime_results: Path,
+    lowtime_limit: float,
+    skip_lowtime: bool,
+    names: tuple[str, ...],
+) -> None:
     """Compare all planners on the profiles of ../shared/data."""
     console = Console(width=max(Console().width, TABLE_WIDTH))
     if not DATA_DIR.is_dir():
@@ -74,7 +85,7 @@ def main(output: Path, lowtime_results: Path, lowtime_limit: float, skip_lowtime
     comparisons = []
     published = []
     try:
-        workloads = read_workloads(DATA_DIR)
+        workloads = _chosen(read_workloads(DATA_DIR), names)
         warm_up(workloads[0])
         for workload in workloads:
             comparison = compare(workload, lowtime)
@@ -92,7 +103,18 @@ def main(output: Path, lowtime_results: Path, lowtime_limit: float, skip_lowtime
         f"end, on {os.cpu_count()} cores: where others were running, wall time exceeds CPU time."
     )
     output.mkdir(parents=True, exist_ok=True)
-    _write_results(output, comparisons, published, targets)
+    write_results(output, comparisons, published, targets)
+
+
+def _chosen(workloads: Sequence[Workload], names: Sequence[str]) -> list[Workload]:
+    """The workloads that one of the names is part of; all without names."""
+    chosen = [w for w in workloads if not names or any(name in w.key for name in names)]
+    if not chosen:
+        keys = ", ".join(workload.key for workload in workloads)
+        raise EnvPipeError(
+            "No workload has such a name", value=", ".join(names), remedy=f"Known: {keys}."
+        )
+    return chosen
 
 
 def _plans_table(comparison: Comparison) -> Table:
@@ -167,7 +189,7 @@ def _rival_time_table(comparisons: Sequence[Comparison]) -> Table:
     for heading in ("our time (s)", "our energy (J)", "difference (%)"):
         table.add_column(heading, justify="right")
     table.add_column("")
-    for comparison, pair in _pairs(comparisons):
+    for comparison, pair in rival_pairs(comparisons):
         table.add_row(
             comparison.workload.name,
             pair.rival.label,
@@ -181,10 +203,6 @@ def _rival_time_table(comparisons: Sequence[Comparison]) -> Table:
             "PASS" if pair.passed else "FAIL",
         )
     return table
-
-
-def _pairs(comparisons: Iterable[Comparison]) -> Iterable[tuple[Comparison, AtRivalTime]]:
-    return ((comparison, pair) for comparison in comparisons for pair in comparison.at_rival_time)
 
 
 def _frontier_table(comparisons: Sequence[Comparison]) -> Table:
@@ -278,7 +296,7 @@ def _targets_table(targets: Sequence[Target]) -> Table:
         worst = target.worst
         table.add_row(
             target.name,
-            _asked(target),
+            target.asked,
             f"{worst.value:.3g}" if worst else "-",
             worst.where if worst else "-",
             str(len(target.figures)),
@@ -286,107 +304,6 @@ def _targets_table(targets: Sequence[Target]) -> Table:
             target.verdict,
         )
     return table
-
-
-def _asked(target: Target) -> str:
-    return f"{'<=' if target.at_most else '>='} {target.limit:g} {target.unit}"
-
-
-def _write_results(
-    output: Path,
-    comparisons: Sequence[Comparison],
-    published: Sequence[Published],
-    targets: Sequence[Target],
-) -> None:
-    write_csv(
-        output / "plans.csv",
-        (
-            _csv_row(comparison.workload, row)
-            for comparison in comparisons
-            for row in comparison.rows
-        ),
-    )
-    write_csv(
-        output / "at_rival_time.csv",
-        (
-            {
-                "workload": comparison.workload.key,
-                "rival": pair.rival.label,
-                "rival_time_s": pair.rival.cost.iteration_time_s,
-                "rival_energy_j": pair.rival.cost.energy_j,
-                "our_order": pair.order,
-                "our_time_s": pair.ours.iteration_time_s,
-                "our_energy_j": pair.ours.energy_j,
-                "energy_difference_percent": pair.energy_percent,
-                "passed": pair.passed,
-            }
-            for comparison, pair in _pairs(comparisons)
-        ),
-    )
-    write_csv(
-        output / "frontiers.csv",
-        (
-            {"workload": comparison.workload.key} | asdict(frontier)
-            for comparison in comparisons
-            for frontier in comparison.frontiers
-        ),
-    )
-    write_csv(
-        output / "published.csv",
-        (
-            {"workload": comparison.workload.key} | _published_cells(known)
-            for comparison, known in zip(comparisons, published, strict=True)
-        ),
-    )
-    write_csv(
-        output / "targets.csv",
-        (
-            {
-                "target": target.name,
-                "asked": _asked(target),
-                "where": figure.where,
-                "figure": figure.value,
-                "passed": figure not in target.missed,
-            }
-            for target in targets
-            for figure in target.figures
-        ),
-    )
-    savings_figure(comparisons).savefig(output / "savings.png", dpi=160)
-    memory = memory_figure(comparisons)
-    if memory is not None:
-        memory.savefig(output / "saving_by_memory.png", dpi=160)
-
-
-def _csv_row(workload: Workload, row: Row) -> dict[str, object]:
-    return {
-        "workload": workload.key,
-        "model": workload.model,
-        "gpu": workload.gpu,
-        "num_stages": workload.profile.num_stages,
-        "num_microbatches": workload.num_microbatches,
-        "plan": row.label,
-        "iteration_time_s": row.cost.iteration_time_s,
-        "slowdown_percent": row.slowdown_percent,
-        "energy_j": row.cost.energy_j,
-        "saving_percent": row.saving_percent,
-        "gap_percent": row.gap_percent,
-        "any_order_saving_percent": row.any_order_saving_percent,
-        "planning_time_s": row.planning_time_s,
-        "planning_cpu_s": row.planning_cpu_s,
-        "peak_in_flight": row.peak_in_flight,
-        "extra_forwards": " ".join(map(str, row.extra_forwards)),
-        "finished": row.finished,
-    }
-
-
-def _published_cells(known: Published) -> dict[str, object]:
-    cells: dict[str, object] = {}
-    for name in ("perseus", "perseus_file", "envpipe", "envpipe_file"):
-        saving: Saving | None = getattr(known, name)
-        cells[f"{name}_saving_percent"] = saving and saving.saving_percent
-        cells[f"{name}_slowdown_percent"] = saving and saving.slowdown_percent
-    return cells
 
 
 if __name__ == "__main__":

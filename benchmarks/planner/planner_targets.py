@@ -43,6 +43,11 @@ class Target:
     figures: tuple[Measured, ...]
 
     @property
+    def asked(self) -> str:
+        """The limit in words."""
+        return f"{'<=' if self.at_most else '>='} {self.limit:g} {self.unit}"
+
+    @property
     def worst(self) -> Measured | None:
         """The figure furthest on the wrong side."""
         if not self.figures:

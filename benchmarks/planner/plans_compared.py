@@ -7,7 +7,6 @@ that they really take with the clocks that lowtime rounded them to.
 
 from __future__ import annotations
 
-import csv
 import json
 import time
 from collections.abc import Iterable, Iterator
@@ -179,6 +178,11 @@ class Comparison:
     def lowtime_rows(self) -> tuple[Row, ...]:
         """lowtime's plans."""
         return tuple(row for row in self.rows if row.kind is PlanKind.LOWTIME)
+
+
+def rival_pairs(comparisons: Iterable[Comparison]) -> Iterable[tuple[Comparison, AtRivalTime]]:
+    """All plans in the time of a rival's, each with the comparison that it is of."""
+    return ((comparison, pair) for comparison in comparisons for pair in comparison.at_rival_time)
 
 
 @dataclass(frozen=True)
@@ -375,12 +379,3 @@ def _ours_at_time_of(workload: Workload, rival: Row) -> AtRivalTime:
     request = workload.request(order, "optimal", deadline_factor=factor)
     plan = make_plan(workload.profile, request).plan
     return AtRivalTime(rival, plan.cost, order)
-
-
-def write_csv(path: Path, rows: Iterable[dict[str, object]]) -> None:
-    """Write rows of equal keys; an empty file where there are none."""
-    listed = list(rows)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(listed[0]) if listed else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(listed)

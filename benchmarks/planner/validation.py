@@ -1,15 +1,18 @@
 """The simulator against measured training runs: clocks in, iteration time and energy out.
 
 Every run of every workload folder is predicted by `measured_runs.validate`, without any fit and
-with conditions fitted on the half of the runs that it is not in. Run from the checkout:
+with conditions fitted on the half of the runs that it is not in. Peak memory is predicted from 1F1B
+alone and measured in EnvPipe's order, where there are ranks to train (`memory_validation`). Run
+from the checkout:
 
-    python benchmarks/planner/validation.py --output runs/validation
+    python benchmarks/planner/validation.py
 """
 
 from __future__ import annotations
 
-import csv
+import sys
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -18,13 +21,20 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MultipleLocator
 from measured_runs import Errors, Validation, errors_of, validate
+from memory_validation import MemoryPrediction, cpu_memory, memory_cells, memory_figure
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+from claims import CLAIMS_FILE, Claim, write_claims
+from outputs import save_picture, write_csv
 
 from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.errors import EnvPipeError
 
 DEFAULT_FOLDERS = Path("../shared/data/perseus_sosp24/measured")
+FIGURE = "planner_validation"
+COMMAND = "python benchmarks/planner/validation.py"
 HALF_NAMES = ("A", "B")
 #: Okabe and Ito's colours, told apart by readers with any colour vision; black is the identity.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
@@ -42,31 +52,99 @@ _NO_LATENCY_S = 0.0005
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
-    required=True,
-    help="Folder for validation.csv, validation_runs.csv and validation.png.",
+    default=Path("runs/benchmarks/planner_validation"),
+    show_default=True,
+    help="Folder for CSV files, pictures and claims.json.",
 )
 def main(folders: tuple[Path, ...], output: Path) -> None:
     """Predict the measured runs of FOLDERS and print how far off the predictions are.
 
-    Without FOLDERS, those of ../shared/data are taken.
+    Without FOLDERS, those of ../shared/data are taken, where they are.
     """
     console = Console(width=max(Console().width, TABLE_WIDTH))
-    if not folders:
-        if not DEFAULT_FOLDERS.is_dir():
-            console.print(f"Skipped: there are no measured runs at {DEFAULT_FOLDERS}.")
-            return
+    if not folders and DEFAULT_FOLDERS.is_dir():
         folders = tuple(sorted(path for path in DEFAULT_FOLDERS.iterdir() if path.is_dir()))
-    validations = []
-    for folder in folders:
-        try:
-            validations.append(validate(folder))
-        except EnvPipeError as error:
-            raise click.ClickException(str(error)) from error
+    if not folders:
+        console.print(f"Time and energy are skipped: there are no runs at {DEFAULT_FOLDERS}.")
+    try:
+        validations = [validate(folder) for folder in folders]
+    except EnvPipeError as error:
+        raise click.ClickException(str(error)) from error
+    memory = _memory(console)
     output.mkdir(parents=True, exist_ok=True)
-    _write_csv(output / "validation.csv", map(_summary, _lines(validations)))
-    _write_csv(output / "validation_runs.csv", _run_rows(validations))
-    _scatter(validations).savefig(output / "validation.png", dpi=160)
-    _print(console, validations)
+    if validations:
+        write_csv(output / "validation.csv", map(_summary, _lines(validations)))
+        write_csv(output / "validation_runs.csv", _run_rows(validations))
+        save_picture(_scatter(validations), output, "validation")
+        _print(console, validations)
+    if memory:
+        write_csv(output / "validation_memory.csv", memory_cells(memory))
+        save_picture(memory_figure(memory), output, "validation_memory")
+        console.print(_memory_table(memory))
+    write_claims(output / CLAIMS_FILE, validation_claims(validations, memory))
+
+
+def _memory(console: Console) -> list[MemoryPrediction]:
+    """Of megatron-core's ranks here, where it is installed."""
+    if find_spec("megatron") is None:
+        console.print("Memory is skipped: megatron-core is not installed.")
+        return []
+    return cpu_memory()
+
+
+def _memory_table(predictions: Iterable[MemoryPrediction]) -> Table:
+    table = Table("where", title="Peak memory in EnvPipe's order", title_justify="left")
+    for heading in ("stage", "in flight", "1F1B (B)", "predicted (B)", "measured (B)", "error (%)"):
+        table.add_column(heading, justify="right")
+    for one in predictions:
+        table.add_row(
+            one.where,
+            str(one.stage),
+            str(one.in_flight),
+            f"{one.baseline_bytes:,.0f}",
+            f"{one.predicted_bytes:,.0f}",
+            f"{one.measured_bytes:,.0f}",
+            f"{one.error_percent:+.2f}",
+        )
+    return table
+
+
+def validation_claims(
+    validations: Sequence[Validation], memory: Sequence[MemoryPrediction]
+) -> list[Claim]:
+    """One claim for time and energy, and one for memory of each place where it was measured."""
+    claims = []
+    if validations:
+        by_workload = [validation.errors() for validation in validations]
+        count = sum(errors.num_runs for errors in by_workload)
+        time_error, energy_error = (
+            max(getattr(errors, name) for errors in by_workload)
+            for name in ("time_held_out", "energy_held_out")
+        )
+        claims.append(
+            Claim(
+                FIGURE,
+                COMMAND,
+                f"Of {count} measured runs of {len(validations)} models, with tail and blocking "
+                f"power fitted on the other half, iteration time is predicted to {time_error:.2f} "
+                f"% and energy to {energy_error:.2f} % (mean error of the worst model)",
+                "runs on A100s and A40s that others measured",
+            )
+        )
+    for where in dict.fromkeys(one.where for one in memory):
+        own = [one for one in memory if one.where == where]
+        worst = max(abs(one.error_percent) for one in own)
+        counts = ", ".join(str(one.in_flight) for one in own)
+        claims.append(
+            Claim(
+                FIGURE,
+                COMMAND,
+                f"Peak memory with {counts} microbatches in flight is predicted from 1F1B to "
+                f"{worst:.1f} % on every stage ({where})",
+                f"measured on {where}",
+            )
+        )
+    return claims
 
 
 #: A validation, the half whose runs are predicted (None: both), and what predicts them.
@@ -135,14 +213,6 @@ def _run_rows(validations: Iterable[Validation]) -> Iterable[dict[str, object]]:
                 }
             row["stage_energy_error_percent"] = f"{predicted.stage_energy_error_percent:.4f}"
             yield row
-
-
-def _write_csv(path: Path, rows: Iterable[dict[str, object]]) -> None:
-    listed = list(rows)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(listed[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(listed)
 
 
 def _print(console: Console, validations: Sequence[Validation]) -> None:

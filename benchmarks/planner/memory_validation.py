@@ -1,0 +1,127 @@
+"""Peak memory as predicted from 1F1B alone, beside what was measured in another order.
+
+`MemoryPrediction` is what any measurement of memory comes to, on whatever device; `cpu_memory`
+makes one here: a small GPT of megatron-core on four CPU ranks, first in 1F1B, from which the peaks
+of EnvPipe's order are predicted (`envpipe_megatron.runtime.memory`), then in that order. Counted
+are the bytes of live tensors, as a GPU's allocator would count them.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from planning_workloads import preset_workload
+
+from envpipe_megatron import builders
+from envpipe_megatron.conditions import Conditions
+from envpipe_megatron.plan import Plan, max_frequencies
+
+_TESTS = Path(__file__).resolve().parents[2] / "tests"
+sys.path[1:1] = [str(_TESTS), str(_TESTS / "pipeline")]
+
+_STAGES, _MICROBATCHES = 4, 8
+_EXTRA_FORWARDS = (3, 2, 2, 0)
+#: Iterations of 1F1B, in the last of which memory is measured, and of both orders.
+_WARMUP, _STEPS = 3, 7
+#: Okabe and Ito's colours, told apart with any colour vision.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """The peak memory of one stage.
+
+    Args:
+        where: device and model, in words.
+        stage: 0-based.
+        in_flight: microbatches in flight at the peak.
+        baseline_bytes: the peak of 1F1B, which the prediction starts from.
+        predicted_bytes: of the order that was run.
+        measured_bytes: of the same.
+    """
+
+    where: str
+    stage: int
+    in_flight: int
+    baseline_bytes: float
+    predicted_bytes: float
+    measured_bytes: float
+
+    @property
+    def error_percent(self) -> float:
+        """Predicted above measured."""
+        return 100.0 * (self.predicted_bytes / self.measured_bytes - 1.0)
+
+
+def cpu_memory() -> list[MemoryPrediction]:
+    """Train on CPU ranks and compare; takes some ten seconds."""
+    from jobs import Job, Ours  # type: ignore[import-not-found]  # of tests/pipeline
+    from live_memory import train_and_watch  # type: ignore[import-not-found]
+    from rank_pool import RankPool  # type: ignore[import-not-found]  # of tests/
+
+    order = builders.envpipe(_STAGES, _MICROBATCHES, _EXTRA_FORWARDS)
+    with tempfile.TemporaryDirectory() as folder, RankPool(_STAGES) as pool:
+        profile_file, plan_file = Path(folder) / "profile.csv", Path(folder) / "plan.json"
+        profile = preset_workload(_STAGES, _MICROBATCHES).profile
+        profile.write(profile_file)
+        clocks = max_frequencies(order, profile)
+        Plan("baseline", order, clocks, profile, Conditions((0.0,) * _STAGES)).write(plan_file)
+        how = Ours(profile_file=profile_file, plan_file=plan_file, warmup_iterations=_WARMUP)
+        job = Job(_STAGES, microbatches=_MICROBATCHES, steps=_STEPS)
+        found = pool.run(train_and_watch, job, how, Path(folder))[0]
+    return [
+        MemoryPrediction(
+            "tiny GPT on CPU ranks",
+            stage,
+            memory.in_flight,
+            memory.baseline_peak_bytes,
+            memory.predicted_peak_bytes(memory.in_flight),
+            memory.measured_peak_bytes,
+        )
+        for stage, memory in enumerate(found)
+    ]
+
+
+def memory_cells(predictions: Iterable[MemoryPrediction]) -> list[dict[str, object]]:
+    """Rows of a CSV."""
+    return [
+        {
+            "where": one.where,
+            "stage": one.stage,
+            "in_flight": one.in_flight,
+            "baseline_peak_bytes": one.baseline_bytes,
+            "predicted_peak_bytes": one.predicted_bytes,
+            "measured_peak_bytes": one.measured_bytes,
+            "error_percent": f"{one.error_percent:.4f}",
+        }
+        for one in predictions
+    ]
+
+
+def memory_figure(predictions: Iterable[MemoryPrediction]) -> Figure:
+    """Predicted against measured peaks, both over the measured peak of 1F1B on the stage."""
+    figure = Figure(figsize=(5.6, 5.6), layout="constrained")
+    axes = figure.subplots()
+    listed = list(predictions)
+    for index, where in enumerate(dict.fromkeys(one.where for one in listed)):
+        own = [one for one in listed if one.where == where]
+        x = [one.measured_bytes / one.baseline_bytes for one in own]
+        y = [one.predicted_bytes / one.baseline_bytes for one in own]
+        axes.plot(x, y, "o", mfc="none", color=_COLOURS[index % len(_COLOURS)], label=where)
+        for one, at in zip(own, zip(x, y, strict=True), strict=True):
+            text = f"stage {one.stage}, {one.in_flight} in flight"
+            axes.annotate(text, at, (12, -15), textcoords="offset points", fontsize=8)
+    low, high = min(axes.get_xlim()[0], axes.get_ylim()[0]), max(axes.get_xlim()[1], 1.0)
+    ends = [low, high + 0.35 * (high - low)]  # room for the words beside the points
+    axes.plot(ends, ends, color="black", linewidth=0.8, zorder=0)
+    axes.set(xlim=ends, ylim=ends, aspect="equal")
+    axes.set_xlabel("measured peak / peak of 1F1B (ratio)")
+    axes.set_ylabel("predicted peak / peak of 1F1B (ratio)")
+    axes.set_title("Peak memory of a stage in EnvPipe's order")
+    axes.legend(loc="upper left", frameon=False)
+    return figure
