@@ -9,6 +9,7 @@ from claims import Claim
 
 from figures.experiments import BALANCED, ENVELOPE, GREEDY, MODELS, UNIFORM, Experiment
 from figures.followups import best_saving_percent, envelope_percent
+from figures.outcome import DRY_RUN, NO_CONTROL
 from figures.rows import Row, of_setting, savers
 
 #: What the paper allows, and so counts as none (%).
@@ -24,8 +25,17 @@ def claims_of(experiment: Experiment, rows: list[Row], command: str) -> list[Cla
     """All claims of one figure; the last is that training was the same."""
     say = _CLAIMS[experiment.name]
     basis = " and ".join(dict.fromkeys(row.hardware for row in rows))
+    meaningless = any(row.result.control in (DRY_RUN, NO_CONTROL) for row in rows)
     found = [
-        Claim(experiment.name, command, sentence, basis, paper, agrees, "" if agrees else why)
+        Claim(
+            experiment.name,
+            command,
+            sentence,
+            basis,
+            paper,
+            None if meaningless else agrees,
+            "" if agrees or meaningless else why,
+        )
         for sentence, paper, agrees, why in say(rows)
     ]
     compared = savers(rows)

@@ -33,7 +33,7 @@ _GROUP_WIDTH = 0.8
 def draw(experiment: Experiment, rows: Sequence[Row]) -> Figure:
     """Two panels over the same jobs; what they ran on stands in the title."""
     groups = len(rows) // len(experiment.settings)
-    figure = Figure(figsize=(max(7.0, 1.5 + 1.15 * groups), 6.2), layout="constrained")
+    figure = Figure(figsize=(max(7.0, 1.5 + 1.3 * groups), 6.2), layout="constrained")
     throughput, energy = figure.subplots(2, 1, sharex=True)
     for index, setting in enumerate(experiment.settings):
         mine = of_setting(list(rows), setting)
@@ -44,6 +44,7 @@ def draw(experiment: Experiment, rows: Sequence[Row]) -> Figure:
         axes.set_ylabel(f"{label} (baseline = 1)")
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylim(0, 1.12)
+        axes.margins(x=0.02)
     jobs = [row.job for row in of_setting(list(rows), experiment.settings[0])]
     energy.set_xticks(
         range(groups), [_label(job, len({j.model for j in jobs}) < groups) for job in jobs]
@@ -53,7 +54,7 @@ def draw(experiment: Experiment, rows: Sequence[Row]) -> Figure:
     figure.legend(
         *throughput.get_legend_handles_labels(),
         loc="outside lower center",
-        ncols=min(4, len(experiment.settings)),
+        ncols=2,
         frameon=False,
     )
     return figure

@@ -360,6 +360,13 @@ def test_a_claim_agrees_only_where_the_numbers_do(name, outcomes, agrees, tmp_pa
 
 
 @pytest.mark.usefixtures("some_time")
+def test_clocks_that_were_left_alone_prove_nothing(tmp_path):
+    left_alone = ended(control="dry_run")
+    first, *_ = verdicts("fig9_a", tmp_path, lambda job, setting: left_alone)
+    assert first is None
+
+
+@pytest.mark.usefixtures("some_time")
 @pytest.mark.parametrize(("sign", "agrees"), [(-1, True), (1, False)])
 def test_savings_must_fall_with_the_microbatches(sign, agrees, tmp_path, monkeypatch):
     monkeypatch.setattr("figures.findings.best_saving_percent", lambda profile, count: 30.0)
