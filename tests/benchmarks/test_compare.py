@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from envpipe_megatron import builders
 from envpipe_megatron.conditions import Conditions
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.plan import Cost, Plan, max_frequencies
 from envpipe_megatron.profile import ProfileRow, make_profile
 from envpipe_megatron.schedule import Kind
@@ -21,11 +22,12 @@ pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "planner"))
 import compare as command
 import plans_compared
+from comparison_claims import comparison_claims
 from lowtime_rival import LowtimeRun
 from planner_targets import Measured, Target, planner_targets
 from planning_workloads import Workload, read_workloads
 from plans_compared import AtRivalTime, LowtimeSource, PlanKind, Row, compare, lowtime_row
-from published_savings import read_published
+from published_savings import Published, Saving, read_published
 
 POWER_W = 80.0
 STAGES, MICROBATCHES = 3, 6
@@ -259,8 +261,31 @@ def test_the_command_writes_tables_and_pictures(data_dir, tmp_path, monkeypatch)
     assert all(float(row["energy_j"]) > 0 for row in rows)
     with (output / "targets.csv").open(newline="") as file:
         assert {row["passed"] for row in csv.DictReader(file)} <= {"True", "False"}
-    for picture in ("savings.png", "saving_by_memory.png"):
-        assert (output / picture).stat().st_size > 10_000
+    for picture in ("savings", "saving_by_memory"):
+        assert (output / f"{picture}.png").stat().st_size > 10_000
+        assert (output / f"{picture}.svg").exists()
+    claims = json.loads((output / "claims.json").read_text())
+    assert {claim["figure"] for claim in claims} == {"planner_compare"}
+
+
+def test_a_workload_is_chosen_by_a_part_of_its_name(data_dir):
+    workloads = read_workloads(data_dir)
+    keys = [workload.key for workload in command._chosen(workloads, ["sxm_mb96", "tiny"])]
+    assert keys == ["gpt3-175b_a100_sxm_mb96", "A40_tiny"]
+    assert command._chosen(workloads, []) == workloads
+    with pytest.raises(EnvPipeError, match="A40_tiny"):
+        command._chosen(workloads, ["v100"])
+
+
+def test_a_claim_agrees_only_with_a_publication_that_it_reaches(comparison):
+    def verdict(printed_percent):
+        known = Published(Saving(printed_percent), None, None, None)
+        (claim,) = (c for c in comparison_claims([comparison], [known]) if "prints" in c.paper)
+        return claim.agrees, bool(claim.why)
+
+    ours = comparison.row(PlanKind.OURS_ON_1F1B).saving_percent
+    assert verdict(ours - 1) == (True, False)
+    assert verdict(ours + 1) == (False, True)
 
 
 def test_without_the_profiles_the_command_says_so_and_ends_well(tmp_path, monkeypatch):

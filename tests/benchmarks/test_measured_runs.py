@@ -16,9 +16,12 @@ from envpipe_megatron.plan import Plan
 from envpipe_megatron.profile import ProfileRow, make_profile
 from envpipe_megatron.schedule import Kind
 
+pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "planner"))
 
 from measured_runs import validate
+from memory_validation import MemoryPrediction
+from validation import validation_claims
 from workload_folder import MeasuredRunsError, read_workload
 
 STAGES, MICROBATCHES = 4, 12
@@ -204,6 +207,19 @@ def test_several_gpus_of_a_stage_count_as_often(tmp_path):
 
 def test_the_reference_is_the_all_maximum_run(tmp_path):
     assert validate(_write_folder(tmp_path / "w", _conditions())).reference.name == "made-up-0"
+
+
+def test_claims_tell_of_the_worst_prediction(tmp_path):
+    validation = validate(_write_folder(tmp_path / "w", _conditions(tail_time_s=(0.3,) * STAGES)))
+    memory = [
+        MemoryPrediction("a GPU", stage, 4 - stage, 100.0, 150.0 + stage, 150.0)
+        for stage in range(3)
+    ]
+    of_runs, of_memory = validation_claims([validation], memory)
+    assert "16 measured runs of 1 models" in of_runs.claim
+    assert "4, 3, 2 microbatches in flight" in of_memory.claim
+    assert f"to {200 / 150:.1f} %" in of_memory.claim
+    assert validation_claims([], []) == []
 
 
 def _remove_profile(folder):
