@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path[1:1] = [str(BENCHMARKS / "planner"), str(BENCHMARKS / "megatron_lm")]
+from envpipe_megatron.profile import ProfileRow, make_profile, read_profile
+from envpipe_megatron.schedule import Kind
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "planner"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "megatron_lm"))
 
 from h200_validation import MEASURED, peaks, predict
 from measure_profile import at_its_clock
-
-from envpipe_megatron.profile import ProfileRow, make_profile, read_profile
-from envpipe_megatron.schedule import Kind
 
 FOLDERS = sorted(path.parent for path in MEASURED.glob("*/measured.json"))
 
