@@ -9,6 +9,7 @@ that another figure has already made in the same folder; give a new folder to ma
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,8 @@ from claims import CLAIMS_FILE, Claim, read_claims
 from figures.experiments import EXPERIMENTS
 from rich.console import Console
 from rich.table import Table
+
+from envpipe_megatron.quickstart.ranks import ended_like_ctrl_c
 
 _HERE = Path(__file__).resolve().parent
 _VERDICTS = {True: "yes", False: "**no**", None: ""}
@@ -99,9 +102,22 @@ def run(parts: Sequence[Part], output: Path, console: Console) -> list[Ended]:
     for number, part in enumerate(parts, 1):
         console.rule(f"{part.name} ({number} of {len(parts)})")
         begin_s = time.monotonic()
-        code = subprocess.run(part.command(output), check=False).returncode
+        code = _exit_code(part.command(output))
         ended.append(Ended(part, time.monotonic() - begin_s, code))
     return ended
+
+
+def _exit_code(command: list[str]) -> int:
+    """Run a command to its end; if this one is interrupted, let it stop what it has started."""
+    # A session of its own: Ctrl-C reaches this process alone, which passes it on once.
+    with ended_like_ctrl_c(signal.SIGTERM, signal.SIGHUP):
+        process = subprocess.Popen(command, start_new_session=True)
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()
+            raise
 
 
 def collect_claims(output: Path, names: Iterable[str]) -> list[Claim]:
