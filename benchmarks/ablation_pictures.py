@@ -25,14 +25,17 @@ _SHOWS_MEMORY = (Ablation.ORDER, Ablation.MEMORY)
 
 def ablation_figure(rows: Sequence[Row], ablations: Sequence[Ablation], title: str) -> Figure:
     """Panels of some ablations, one below the other, and of all workloads side by side."""
-    workloads = list(dict.fromkeys(row.workload.name for row in rows))
+    workloads = {row.workload.name: row.workload for row in rows}
     settings = {
         ablation: list(dict.fromkeys(row.setting for row in rows if row.ablation is ablation))
         for ablation in ablations
     }
-    bars = [_num_bars(rows, ablation, workloads[0]) for ablation in ablations]
+    bars = [_num_bars(rows, ablation, rows[0].workload.name) for ablation in ablations]
     figure = Figure(
-        figsize=(3.0 + 3.1 * len(workloads), 1.6 + sum(0.75 + _INCH_A_BAR * n for n in bars)),
+        figsize=(
+            3.0 + 3.1 * max(2, len(workloads)),
+            1.9 + sum(0.75 + _INCH_A_BAR * n for n in bars),
+        ),
         layout="constrained",
     )
     panels = figure.subplots(
@@ -45,8 +48,9 @@ def ablation_figure(rows: Sequence[Row], ablations: Sequence[Ablation], title: s
             _draw(axes, own, settings[ablation], named=axes is line[0])
             axes.set_xlim(0, 1.75 * widest)  # room for the figures behind the bars
         line[0].set_ylabel(ablation, fontsize=10, fontweight="bold")
-    for top, bottom, workload in zip(panels[0], panels[-1], workloads, strict=True):
-        top.set_title(workload, fontsize=10)
+    for top, bottom, workload in zip(panels[0], panels[-1], workloads.values(), strict=True):
+        name = f"{workload.model}\n{workload.gpu}, M = {workload.num_microbatches}"
+        top.set_title(name, fontsize=10)
         bottom.set_xlabel("energy saved (%)")
     figure.align_ylabels(panels[:, 0])
     figure.suptitle(title, fontsize=11)
