@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby, pairwise
 
 from claims import Claim
 
 from figures.experiments import BALANCED, ENVELOPE, GREEDY, MODELS, UNIFORM, Experiment
-from figures.followups import best_saving_percent, envelope_percent
+from figures.followups import why_few_save_less
 from figures.outcome import DRY_RUN, NO_CONTROL
 from figures.rows import Row, of_setting, savers
 
@@ -109,6 +109,8 @@ def _greedy(rows: list[Row]) -> Iterator[_Said]:
 def _microbatches(rows: list[Row]) -> Iterator[_Said]:
     for _, some in _by_model(of_setting(rows, BALANCED)):
         by_count = sorted(some, key=lambda row: row.job.num_microbatches)
+        counts = [row.job.num_microbatches for row in by_count]
+        profile = by_count[0].profile
         sentence = ", ".join(
             f"{row.saving_percent:.1f} % with M = {row.job.num_microbatches}" for row in by_count
         )
@@ -120,27 +122,8 @@ def _microbatches(rows: list[Row]) -> Iterator[_Said]:
             f"{MODELS[some[0].job.model].label} saves {sentence}",
             "the fewer microbatches, the larger the bubbles and the saving",
             falls,
-            "" if falls else _why_few_save_less(by_count),
+            "" if falls or profile is None else why_few_save_less(profile, counts),
         )
-
-
-def _why_few_save_less(by_count: list[Row]) -> str:
-    counts = [row.job.num_microbatches for row in by_count]
-    on_envelope = [envelope_percent(row.job.stages, row.job.num_microbatches) for row in by_count]
-    best = [
-        best_saving_percent(row.profile, row.job.num_microbatches)
-        for row in by_count
-        if row.profile is not None
-    ]
-    return (
-        f"With M = {_listed(counts, '.0f')} the outer envelope, which stays at full clock, holds "
-        f"{_listed(on_envelope, '.0f')} % of the units, and stages that differ have slack in every "
-        f"microbatch; no order and clocks of the planner save more than {_listed(best, '.1f')} %."
-    )
-
-
-def _listed(numbers: Sequence[float], form: str) -> str:
-    return ", ".join(format(number, form) for number in numbers)
 
 
 def _by_model(rows: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:

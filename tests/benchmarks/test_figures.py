@@ -37,7 +37,7 @@ from figures.experiments import (
     reduced,
 )
 from figures.findings import claims_of
-from figures.followups import best_saving_percent, envelope_percent
+from figures.followups import why_few_save_less
 from figures.hardware import Place
 from figures.layers import build_stage, layer_makers, split
 from figures.outcome import Outcome, PlanFacts
@@ -369,7 +369,7 @@ def test_clocks_that_were_left_alone_prove_nothing(tmp_path):
 @pytest.mark.usefixtures("some_time")
 @pytest.mark.parametrize(("sign", "agrees"), [(-1, True), (1, False)])
 def test_savings_must_fall_with_the_microbatches(sign, agrees, tmp_path, monkeypatch):
-    monkeypatch.setattr("figures.findings.best_saving_percent", lambda profile, count: 30.0)
+    monkeypatch.setattr("figures.findings.why_few_save_less", lambda profile, counts: "So.")
 
     def outcome_of(job, setting):
         return ended() if setting == BASELINE else saving(20 + sign * job.num_microbatches)
@@ -377,12 +377,13 @@ def test_savings_must_fall_with_the_microbatches(sign, agrees, tmp_path, monkeyp
     assert verdicts("fig13", tmp_path, outcome_of) == [agrees] * 4 + [True]
 
 
-def test_the_planner_says_what_no_figure_can_save(tmp_path):
+def test_why_few_microbatches_save_less(tmp_path):
     profile_of_preset(load_preset("v100"), 1.0, 4).write(tmp_path / "profile.csv")
-    best = [best_saving_percent(tmp_path / "profile.csv", count) for count in (4, 16)]
+    why = why_few_save_less(tmp_path / "profile.csv", (4, 16))
+    # Of 8 and 32 units a stage, each of three stages has two on the envelope, and the last all.
+    assert "holds 44, 30 % of the units." in why
+    best = [float(number) for number in why.split(" save ")[1].removesuffix(" %.").split(", ")]
     assert all(5 < percent < 30 for percent in best)
-    # Of 8 units a stage, each of three stages has two on the envelope, and the last all.
-    assert envelope_percent(4, 4) == pytest.approx(100 * (3 * 2 + 8) / 32)
 
 
 # --- a tiny run of the real runtime --------------------------------------------------------------
