@@ -51,8 +51,8 @@ class PerfettoEngine:
     """Perfetto's trace processor, in a process of its own."""
 
     def __init__(self) -> None:
-        from perfetto.trace_processor.platform import PlatformDelegate  # type: ignore[import]
-        from perfetto.trace_processor.protos import ProtoFactory  # type: ignore[import]
+        from perfetto.trace_processor.platform import PlatformDelegate  # type: ignore[import-not-found]
+        from perfetto.trace_processor.protos import ProtoFactory  # type: ignore[import-not-found]
 
         self._protos = ProtoFactory(PlatformDelegate())
         folder = _engine_folder()
@@ -190,7 +190,10 @@ def main(paths: Sequence[str]) -> int:
         return 2
     bad = 0
     for path in paths:
-        found = check(Path(path))
+        try:
+            found = check(Path(path))
+        except ValueError as error:
+            found = {"problems": {"unreadable": str(error)}}
         print(json.dumps({"trace": path, **found}, indent=1))
         bad += bool(found["problems"])
     return 1 if bad else 0

@@ -239,7 +239,8 @@ def _power_map(series: PowerSeries, title: str) -> Figure:
         extent=(0.0, float(series.edges_s[-1]), count - 0.5, -0.5),
     )  # fmt: skip
     add_colour_bar(figure, axes, image, "power of a GPU (W)")
-    dress(axes, "time (s)", grid="x")
+    dress(axes, "time (s)")
+    axes.grid(visible=False)
     every = -(-count // _MOST_NAMED)
     axes.set_yticks(range(0, count, every), series.names[::every], fontsize=7)
     set_title(figure, title)
@@ -261,6 +262,7 @@ def shares_figure(stages: Sequence[StageFacts], title: str) -> Figure:
         _draw_shares(axes, facts, x, 0.92 * width, hatched=facts.name != names[-1])
     axes.axhline(0, color=MUTED, linewidth=0.8)
     dress(axes, "stage", "energy of an iteration on one GPU (J)")
+    axes.set_xlim(numbers[0] - 0.6, numbers[-1] + 0.6)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=32, integer=True))
     parts = _SHARES if all(facts.shares for facts in stages) else (("", "all", BLUE),)
     handles = [Patch(color=colour, label=name) for _, name, colour in parts]

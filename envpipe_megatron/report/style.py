@@ -14,6 +14,7 @@ from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 DPI = 150
+_MOST_PIXELS = 2000  # of a side: the pictures of large pipelines
 INK, MUTED, GRID = "#1a1a1a", "#5f6368", "#e6e6e6"
 #: Okabe and Ito's, less black; https://jfly.uni-koeln.de/color/
 ORANGE, SKY, GREEN, YELLOW = "#e69f00", "#56b4e9", "#009e73", "#f0e442"
@@ -66,8 +67,9 @@ def save(figure: Figure, folder: Path, name: str) -> None:
     Raises:
         OSError: a file cannot be written.
     """
+    dpi = min(DPI, _MOST_PIXELS / max(figure.get_size_inches()))
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # laid out once, and not again for each file
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(folder / f"{name}.png", dpi=DPI)
-        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+        figure.savefig(folder / f"{name}.png", dpi=dpi)
+        figure.savefig(folder / f"{name}.svg", dpi=dpi, metadata={"Date": None})

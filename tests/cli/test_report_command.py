@@ -71,7 +71,7 @@ def pictures(folder):
 
 
 def trace_of(folder):
-    return json.loads(gzip.open(folder / "trace.json.gz").read())["traceEvents"]
+    return json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))["traceEvents"]
 
 
 @pytest.fixture
@@ -117,10 +117,20 @@ def test_a_job_that_left_all_its_files_has_all_its_pictures(folder):
         assert (made / link).exists()
 
 
-def test_a_page_needs_no_other_file_and_its_names_are_its_own(folder):
-    run_well("report", folder)
-    page = (folder / "report" / "index.html").read_text()
-    assert page.count("<svg") == len(pictures(folder / "report")) == 5
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """What was shown of a job that was killed while it wrote, and the report of it."""
+    folder = write_run(tmp_path_factory.mktemp("killed"))
+    with (folder / "timeline.jsonl").open("a") as file:
+        file.write('{"format": "envpipe-timeline/1", "ra')
+    (folder / "profile.csv").write_text("stage,instruction\n0,forward\n")
+    shown = run_well("report", folder).stdout
+    return " ".join(shown.split()), folder / "report"
+
+
+def test_a_page_needs_no_other_file_and_its_names_are_its_own(killed):
+    page = (killed[1] / "index.html").read_text()
+    assert page.count("<svg") == len(pictures(killed[1])) == 5
     assert not re.search(r'(src|xlink:href)="(?!#|data:)', page)
     names = re.findall(r'\bid="([^"]+)"', page)
     assert len(names) == len(set(names))
@@ -128,11 +138,11 @@ def test_a_page_needs_no_other_file_and_its_names_are_its_own(folder):
     assert {first or second for first, second in used} <= set(names)
 
 
-def test_what_is_missing_is_named_and_nothing_fails_for_it(folder):
-    shown = " ".join(run_well("report", folder).stdout.split())
-    for name in ("profile.csv", "plan.json", "clocks.jsonl", "summary.json"):
-        assert f"Missing: {name}" in shown, name
-    assert "whole warm-up stands in" in (folder / "report" / "summary.md").read_text()
+def test_what_is_missing_is_named_and_nothing_fails_for_it(killed):
+    for name in ("profile.csv is of no use", "plan.json", "clocks.jsonl", "summary.json"):
+        assert f"Missing: {name}" in killed[0], name
+    assert "1 torn or foreign lines" in killed[0]
+    assert "whole warm-up stands in" in (killed[1] / "summary.md").read_text()
 
 
 @pytest.mark.parametrize("kept", ["energy.jsonl", "timeline.jsonl"])
@@ -156,19 +166,8 @@ def test_runs_in_one_folder_are_compared_with_each_other(tmp_path):
     assert {"timeline_baseline", "timeline_envpipe"} <= made
 
 
-def test_torn_lines_are_passed_over_and_counted(folder):
-    with (folder / "timeline.jsonl").open("a") as file:
-        file.write('{"format": "envpipe-timeline/1", "ra')
-    assert "1 torn or foreign lines" in run_well("report", folder).stdout
-
-
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("none of ours")
     message = run_badly("report", tmp_path)
     assert "Nothing of a run is in" in message
     assert not (tmp_path / "report").exists()
-
-
-def test_a_damaged_profile_is_said_and_the_rest_is_made(folder):
-    (folder / "profile.csv").write_text("stage,instruction\n0,forward\n")
-    assert "profile.csv is of no use" in " ".join(run_well("report", folder).stdout.split())

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import run_made
+from trace_rules import check_format
 
 from envpipe_megatron.report.trace import write_trace
 from envpipe_megatron.timeline_file import ClockSamples, TimelineLogs
@@ -16,31 +17,12 @@ NODES = {2: ("n2", 5000.0)}  # whose clock began long before
 
 def traced(path, timelines, windows=(), **options):
     facts = write_trace(path, timelines, windows, **options)
-    return facts, json.loads(gzip.open(path).read())["traceEvents"]
+    return facts, json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
 
 @pytest.fixture
 def made():
     return run_made.iterations(nodes=NODES)
-
-
-def check_format(events):
-    """What viewers ask of events: their fields, and slices of a thread one behind another."""
-    ends = defaultdict(int)
-    for event in events:
-        assert {"ph", "pid", "name"} <= event.keys(), event
-        assert isinstance(event["name"], str)
-        if event["ph"] == "M":
-            assert event["args"]
-        elif event["ph"] == "C":
-            assert type(event["ts"]) is int
-            assert all(type(value) in (int, float) for value in event["args"].values())
-        else:
-            assert event["ph"] == "X"
-            assert min(event["ts"], event["dur"]) >= 0
-            thread = event["pid"], event["tid"]
-            assert event["ts"] >= ends[thread], event
-            ends[thread] = event["ts"] + event["dur"]
 
 
 def names(events, kind="process_name"):
