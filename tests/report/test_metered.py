@@ -1,0 +1,121 @@
+"""What pictures of a job's energy and time are drawn from."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import run_made
+
+from envpipe_megatron.energy_file import EnergyWindow
+from envpipe_megatron.report.alignment import node_offsets_s
+from envpipe_megatron.report.facts import StageFacts
+from envpipe_megatron.report.measured import last_iteration
+from envpipe_megatron.report.metered import (
+    MOST_LINES,
+    power_figure,
+    power_series,
+    shares_figure,
+    step_series,
+)
+from envpipe_megatron.report.shares import GpuShares
+
+
+def window(gpu, first, last, *, energy_j, duration_s=1.0, begin_s=0.0, phase="steady", run=""):
+    return EnergyWindow(
+        "n1", f"GPU-{gpu}", "A100", gpu, gpu, run, phase, first, last, energy_j, duration_s, None,
+        None, begin_s,
+    )  # fmt: skip
+
+
+def test_windows_of_any_length_give_each_iteration_its_energy_and_time():
+    (series,) = step_series(
+        [
+            window(0, 0, 1, energy_j=200, duration_s=4, phase="warm-up"),
+            window(0, 2, 2, energy_j=90, duration_s=3),
+            window(1, 0, 0, energy_j=110, duration_s=2, phase="warm-up"),
+            window(1, 1, 1, energy_j=130, duration_s=2, phase="warm-up"),
+            window(1, 2, 2, energy_j=70, duration_s=3),
+        ]
+    )
+    assert series.iteration.tolist() == [0, 1, 2]
+    assert series.energy_j.tolist() == [210, 230, 160]
+    assert series.time_s.tolist() == [2, 2, 3]
+    assert series.phases == (("warm-up", 0, 1), ("steady", 2, 2))
+
+
+def test_a_step_that_was_repeated_after_a_restart_counts_once():
+    own = [window(0, 5, 5, energy_j=100), window(0, 5, 5, energy_j=120)]
+    (series,) = step_series(own)
+    assert series.energy_j.tolist() == [110]
+
+
+def test_what_lies_between_steps_is_none_of_them():
+    outside = window(0, 3, 3, energy_j=1e6, phase="plan")
+    assert step_series([outside]) == []
+    (series,) = step_series([outside, window(0, 7, 7, energy_j=5)])
+    assert series.iteration.tolist() == [7]
+
+
+def test_power_is_that_of_the_windows_and_gaps_are_none():
+    own = [
+        window(0, 0, 0, energy_j=300, duration_s=1, begin_s=10),
+        window(0, 1, 1, energy_j=100, duration_s=1, begin_s=13),
+    ]
+    series = power_series(own, {})
+    middle = (series.edges_s[1:] + series.edges_s[:-1]) / 2
+    (power_w,) = series.power_w
+    assert power_w[middle < 0.99] == pytest.approx(300)
+    assert power_w[middle > 3.01] == pytest.approx(100)
+    assert np.isnan(power_w[(middle > 1.01) & (middle < 2.99)]).all()
+    # All of it: what is drawn has the energy that was metered.
+    covered_s = np.where(np.isnan(power_w), 0, np.diff(series.edges_s))
+    assert np.nansum(power_w * covered_s) == pytest.approx(400, rel=0.01)
+
+
+@pytest.mark.parametrize("count", [1, MOST_LINES, MOST_LINES + 1, 64])
+def test_few_gpus_are_lines_and_many_are_a_map(count):
+    figure = power_figure(
+        power_series([window(gpu, 0, 0, energy_j=5) for gpu in range(count)], {}), "t"
+    )
+    axes = figure.axes[0]
+    lines = count if count <= MOST_LINES else 0
+    assert len(axes.patches) == lines
+    assert len(axes.images) == (not lines)
+    if not lines:
+        assert len(axes.get_yticks()) <= 24
+
+
+def test_bars_of_a_stage_add_up_to_its_energy():
+    """What a profile prices too high goes below the axis."""
+    shares = GpuShares(1, 1, 1, compute_j=90, blocking_j=20, idle_j=-10)
+    figure = shares_figure([StageFacts("steady", 0, 1, 100, shares, None)], "t")
+    bars = figure.axes[0].patches
+    assert sum(bar.get_height() for bar in bars) == pytest.approx(100)
+    assert min(bar.get_y() + bar.get_height() for bar in bars) == -10
+
+
+def test_nodes_are_brought_to_one_time_by_the_iterations_that_both_began():
+    made = run_made.iterations(phases=("steady",) * 3, nodes={2: ("n2", 5000.0)})
+    late = replace(made[-1], begin_s=made[-1].begin_s + 0.7)  # one that began late
+    assert node_offsets_s([*made[:-1], late]) == {"n1": 0.0, "n2": pytest.approx(5000.0)}
+    alone = replace(made[0], labels=run_made.labels(3, "n3"), iteration=99)
+    assert node_offsets_s([*made, alone])["n3"] == 0.0
+
+
+def test_the_last_iteration_is_one_that_all_stages_recorded():
+    made = run_made.iterations(phases=("steady",) * 3, nodes={2: ("n2", 5000.0)})
+    drawn = last_iteration(made[:-1], "", "steady")  # the last stage was killed before
+    assert drawn.iteration == 1
+    assert drawn.start_s.min() == 0
+    assert drawn.time_s == pytest.approx(made[0].iteration_time_s, abs=1e-5)
+    assert drawn.schedule.labels()[2] == made[2].order.split()
+    assert drawn.frequency_mhz.shape == drawn.start_s.shape
+    # Of replicas, the lowest rank of each stage.
+    peer = replace(made[3], labels=replace(made[3].labels, rank=7), start_us=made[3].start_us + 5)
+    assert (last_iteration([*made[:-1], peer], "", "steady").start_s == drawn.start_s).all()
+
+
+def test_an_order_without_a_stage_is_no_pipeline():
+    made = [one for one in run_made.iterations() if one.labels.stage != 1]
+    assert last_iteration(made, "", "steady") is None
+    assert last_iteration(made, "", "profile") is None
