@@ -3,7 +3,9 @@
 Order, policy, memory limit, dwell time, time of a clock change and waiting power, each switched in
 the full configuration (and some in the baseline, too), by planner and simulator on profiles that
 others measured, in ../shared/data; where they are missing, on the profile that a preset of an
-emulated A100 gives. Takes about two minutes on one core. Run from the checkout:
+emulated A100 gives. A few plans are then run by the real runtime, on emulated A100s, and compared
+with what the simulator says of them. Takes about two minutes on a quiet machine of two cores. Run
+from the checkout:
 
     python benchmarks/ablation.py
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -21,9 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(1, str(Path(__file__).resolve().parent / "planner"))
-from ablation_claims import ablation_claims
+from ablation_claims import ablation_claims, runtime_claims
 from ablation_pictures import ablation_figure
 from ablation_rows import Ablation, Row, ablate
+from ablation_runtime import Checked, check_by_runtime
 from planning_workloads import Workload, preset_workload, read_workloads
 
 from envpipe_megatron.errors import EnvPipeError
@@ -50,7 +54,7 @@ TABLE_WIDTH = 120
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("runs/benchmarks/ablation"),
     show_default=True,
-    help="Folder for ablation.csv, pictures and claims.json.",
+    help="Folder for CSV files, pictures and claims.json.",
 )
 def main(output: Path) -> None:
     """Switch one ingredient at a time, and say what it was worth."""
@@ -76,10 +80,30 @@ def main(output: Path) -> None:
         output,
         "ablation_clocks",
     )
-    claims = ablation_claims(rows, basis)
+    checked = _checked(console)
+    write_csv(output / "ablation_runtime.csv", map(_checked_cells, checked))
+    claims = [*ablation_claims(rows, basis), *runtime_claims(checked)]
     write_claims(output / CLAIMS_FILE, claims)
     for claim in claims:
         console.print(f"- {claim.claim}", markup=False)
+
+
+def _checked(console: Console) -> list[Checked]:
+    """Some plans as run by the runtime, where torch is installed."""
+    if find_spec("torch") is None:
+        console.print("No plan is run by the runtime: torch is not installed.")
+        return []
+    return check_by_runtime()
+
+
+def _checked_cells(checked: Checked) -> dict[str, object]:
+    return {
+        "plan": checked.name,
+        "simulated_time_s": checked.simulated.iteration_time_s,
+        "run_time_s": checked.run.iteration_time_s,
+        "simulated_energy_j": checked.simulated.energy_j,
+        "run_energy_j": checked.run.energy_j,
+    }
 
 
 def _workloads(console: Console) -> tuple[list[Workload], str]:

@@ -48,8 +48,8 @@ def ablation_figure(rows: Sequence[Row], ablations: Sequence[Ablation], title: s
             _draw(axes, own, settings[ablation], named=axes is line[0])
             axes.set_xlim(0, 1.75 * widest)  # room for the figures behind the bars
         line[0].set_ylabel(ablation, fontsize=10, fontweight="bold")
-    for top, bottom, workload in zip(panels[0], panels[-1], workloads.values(), strict=True):
-        name = f"{workload.model}\n{workload.gpu}, M = {workload.num_microbatches}"
+    for top, bottom, shown in zip(panels[0], panels[-1], workloads.values(), strict=True):
+        name = f"{shown.model}\n{shown.gpu}, M = {shown.num_microbatches}"
         top.set_title(name, fontsize=10)
         bottom.set_xlabel("energy saved (%)")
     figure.align_ylabels(panels[:, 0])

@@ -102,27 +102,27 @@ def read_workloads(data_dir: Path) -> list[Workload]:
 
 
 #: The pipeline that stands in where there are no measured profiles: GPU, and times of units, s.
-_PRESET = "a100-sxm"
-_TIME_AT_MAX_S = {Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1}
+PRESET = "a100-sxm"
+TIME_AT_MAX_S = {Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1}
 
 
 def preset_workload(num_stages: int, num_microbatches: int) -> Workload:
     """A pipeline of even stages, as an emulated A100 would profile it at every second clock."""
-    preset = load_preset(_PRESET)
+    preset = load_preset(PRESET)
     rows = []
     for stage in range(num_stages):
-        for kind, at_max_s in _TIME_AT_MAX_S.items():
+        for kind, at_max_s in TIME_AT_MAX_S.items():
             for mhz in preset.supported_frequencies_mhz[::2]:
                 time_s = preset.unit_time_s(kind.value, mhz, at_max_s)
                 energy_j = time_s * preset.busy_power_w(kind.value, mhz)
                 rows.append((stage, kind, ProfileRow(mhz, time_s, energy_j)))
     fitted = "fitted" if preset.fitted else "not fitted"
     return Workload(
-        _PRESET,
+        PRESET,
         f"{num_stages} even stages",
         f"{preset.gpu} (emulated, {fitted})",
         True,
-        make_profile(rows, source=f"preset {_PRESET}"),
+        make_profile(rows, source=f"preset {PRESET}"),
         num_microbatches,
         preset.wait_power_w,
     )

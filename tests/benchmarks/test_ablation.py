@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from preset_profile import preset_profile
 
+from envpipe_megatron.plan import Cost
 from envpipe_megatron.schedule import Kind
 
 pytest.importorskip("matplotlib")
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import ablation as command
 from ablation_claims import ablation_claims
 from ablation_rows import Ablation, Start, ablate
+from ablation_runtime import Checked
 from claims import read_claims
 from matplotlib.figure import Figure
 from outputs import save_picture
@@ -120,6 +122,8 @@ def test_without_measured_profiles_a_preset_stands_in(rows, tmp_path, monkeypatc
     monkeypatch.setattr(
         command, "save_picture", lambda figure, folder, name: drawn.setdefault(name, figure)
     )
+    run = Checked("a plan", Cost(1.01, 99.0), Cost(1.0, 100.0))
+    monkeypatch.setattr(command, "_checked", lambda console: [run])
     result = CliRunner().invoke(command.main, ["--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert [workload.key for workload in asked] == ["a100-sxm"]
@@ -129,6 +133,7 @@ def test_without_measured_profiles_a_preset_stands_in(rows, tmp_path, monkeypatc
     claims = read_claims(tmp_path / "claims.json")
     assert all("emulated" in claim.basis and claim.figure == "ablation" for claim in claims)
     assert json.loads((tmp_path / "claims.json").read_text())[0]["command"].startswith("python ")
+    assert "1.00 % in time and 1.00 % in energy" in claims[-1].claim
     bars = sum(len(axes.patches) for figure in drawn.values() for axes in figure.axes)
     assert bars == len(rows)
 
