@@ -10,7 +10,8 @@
 Units stand in the order in which they ran, as plans write them; their starts and ends are
 microseconds after the iteration's begin, which is on the time base of the energy log's windows.
 Frequencies are those that were requested, and absent where no clock was controlled. Not every
-iteration is recorded: see `is_recorded`. Lines of another format tell of the clock that was seen:
+iteration is recorded: see `is_recorded`. Lines of another format tell of the clock that was seen on
+a real GPU whenever it was looked at, in the first hour:
 
 ```json
 {"format": "envpipe-clock/1", "node": "n1", "gpu_uid": "GPU-1a2b…", "rank": 0,
@@ -44,6 +45,8 @@ CLOCK_FORMAT = "envpipe-clock/1"
 FIRST_STEADY = 10
 #: Behind these, one of so many is recorded: a job of weeks leaves megabytes a rank.
 STEADY_STRIDE = 100
+#: Looks at a clock that are recorded: the first hour's.
+MOST_CLOCK_SAMPLES = 7200
 
 
 def is_recorded(phase: Phase, index: int) -> bool:

@@ -42,6 +42,7 @@ class ClockWatch:
             that, and each changes the clock, nothing is left to judge: give the GPU's own
             `frequency_change_s` where it is known.
         period_s: how often to look. A look may take milliseconds, and each samples one instant.
+        on_sample: told of each look, on the watch's thread: its instant, and what was seen.
     """
 
     def __init__(
@@ -50,8 +51,10 @@ class ClockWatch:
         last_change_s: Callable[[], float],
         settling_s: float = 0.03,
         period_s: float = 0.5,
+        on_sample: Callable[[float, ClockState], None] = lambda time_s, state: None,
     ) -> None:
         self._gpu = gpu
+        self._on_sample = on_sample
         self._last_change_s = last_change_s
         self._settling_s = settling_s
         self._period_s = period_s
@@ -81,6 +84,7 @@ class ClockWatch:
         settled = self._last_change_s() == before_s and begin_s - before_s >= self._settling_s
         with self._lock:
             self._count(state, settled)
+        self._on_sample(begin_s, state)
 
     def close(self) -> None:
         """Stop looking; a look that a driver does not come back from is left behind."""

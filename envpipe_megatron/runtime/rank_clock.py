@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from envpipe_megatron.gpu.base import Gpu, GpuError
+from envpipe_megatron.gpu.base import ClockState, Gpu, GpuError
 from envpipe_megatron.gpu.guard_client import GuardEvent, Hold, hold_gpu
 from envpipe_megatron.gpu.guard_protocol import SOCKET_VARIABLE, GuardError
 from envpipe_megatron.runtime.clock_controller import ClockController
@@ -30,6 +30,7 @@ class RankClock:
         relock: lock the clock that is set already, too; see `ClockController`.
         guarded: whether the guard holds the GPU; by default where it is real, and where it is
             emulated if the node's agent has started a guard.
+        on_sample: told whenever the clock is looked at; see `ClockWatch`.
 
     Raises:
         GpuError: another job holds the GPU, or no guard could be had.
@@ -42,6 +43,7 @@ class RankClock:
         *,
         relock: bool = False,
         guarded: bool | None = None,
+        on_sample: Callable[[float, ClockState], None] = lambda time_s, state: None,
     ) -> None:
         self._gpu = gpu
         self.controller = ClockController(gpu, min_dwell_s, relock=relock, on_start=same_device())
@@ -55,7 +57,9 @@ class RankClock:
             if guarded:
                 self._hold = hold_gpu(gpu.address, on_event=self._hear)
             if gpu.drives_hardware or gpu.address.backend == "none":
-                self._watch = ClockWatch(gpu, lambda: self.controller.last_change_s)
+                self._watch = ClockWatch(
+                    gpu, lambda: self.controller.last_change_s, on_sample=on_sample
+                )
         except BaseException:
             self.close()
             raise

@@ -134,12 +134,20 @@ class Session:
         }
         self._labels = {**self._resumed.labels(labels or {}), **own_labels}
         self._agent = connect_to_agent(gpu, self._labels, collectives)
+        self._timeline = TimelineLog(self._files.appender("timeline"), self._labels)
         with contextlib.ExitStack() as half_made:
+            half_made.callback(self._timeline.close)
             if self._agent is not None:
                 half_made.callback(self._agent.close)
             self._rank_clock = make_everywhere(
                 collectives,
-                lambda: RankClock(gpu, config.min_dwell_s, relock=config.relock, guarded=guarded),
+                lambda: RankClock(
+                    gpu,
+                    config.min_dwell_s,
+                    relock=config.relock,
+                    guarded=guarded,
+                    on_sample=self._timeline.add_clock,
+                ),
             )
             half_made.callback(self._rank_clock.close)
             self.clock = self._rank_clock.controller
@@ -156,7 +164,6 @@ class Session:
             self._resumed.baseline,
             self.describe_job,
         )
-        self._timeline = TimelineLog(self._files.appender("timeline"), self._labels)
         self._phases: PhaseRun[None] | None = None
         self._order: IterationOrder | None = None
         #: The last iteration, which the phases have not been told of yet.

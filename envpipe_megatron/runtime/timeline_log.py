@@ -12,8 +12,14 @@ from typing import Any
 import numpy as np
 
 from envpipe_megatron.energy_file import Phase
+from envpipe_megatron.gpu.base import ClockState
 from envpipe_megatron.runtime.executor import StageRecord
-from envpipe_megatron.timeline_file import TIMELINE_FORMAT, is_recorded
+from envpipe_megatron.timeline_file import (
+    CLOCK_FORMAT,
+    MOST_CLOCK_SAMPLES,
+    TIMELINE_FORMAT,
+    is_recorded,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +27,8 @@ logger = logging.getLogger(__name__)
 _MOST_WAITING = 256
 #: How long the end of a job waits for a disk.
 _JOIN_S = 5.0
+#: Looks at a clock that stand in one line: those of a minute.
+_SAMPLES_A_LINE = 120
 
 
 class TimelineLog:
@@ -40,6 +48,8 @@ class TimelineLog:
         self._labels = dict(labels)
         self._seen: Counter[Phase] = Counter()
         self._left_out = 0
+        self._samples: list[tuple[float, int | None, int]] = []
+        self._samples_left = MOST_CLOCK_SAMPLES
         #: None is behind the last line.
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
@@ -70,7 +80,31 @@ class TimelineLog:
         self._seen[phase] += 1
         if self._append is None or not is_recorded(phase, index):
             return
-        line = timeline_line(self._labels, phase, iteration, record, executed, frequencies_mhz)
+        self._put(timeline_line(self._labels, phase, iteration, record, executed, frequencies_mhz))
+
+    def add_clock(self, time_s: float, state: ClockState) -> None:
+        """The clock was looked at; returns at once. One thread may call it, until `close`."""
+        if self._append is None or not self._samples_left:
+            return
+        self._samples_left -= 1
+        self._samples.append((round(time_s, 3), state.requested_mhz, state.observed_mhz))
+        if len(self._samples) == _SAMPLES_A_LINE:
+            self._put_samples()
+
+    def _put_samples(self) -> None:
+        times_s, requested, observed = (list(column) for column in zip(*self._samples, strict=True))
+        self._samples = []
+        self._put(
+            {
+                "format": CLOCK_FORMAT,
+                **self._labels,
+                "time_s": times_s,
+                "requested_mhz": requested,
+                "observed_mhz": observed,
+            }
+        )
+
+    def _put(self, line: dict[str, Any]) -> None:
         try:
             self._lines.put_nowait(line)
         except queue.Full:
@@ -80,6 +114,8 @@ class TimelineLog:
         """Write what is left; a disk that hangs is left behind."""
         if self._thread is None:
             return
+        if self._samples:
+            self._put_samples()
         try:
             self._lines.put(None, timeout=_JOIN_S)
         except queue.Full:
@@ -87,7 +123,7 @@ class TimelineLog:
             return
         self._thread.join(_JOIN_S)
         if self._left_out:
-            logger.warning("The timeline lacks %d iterations: its disk is slow", self._left_out)
+            logger.warning("The timeline lacks %d lines: its disk is slow", self._left_out)
 
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:

@@ -9,9 +9,12 @@ from functools import partial
 
 import pytest
 import session_ranks
+from fake_gpu import FakeGpu
 
 from envpipe_megatron.energy_file import Phase, append_line
+from envpipe_megatron.gpu.base import ClockState
 from envpipe_megatron.runtime import timeline_log
+from envpipe_megatron.runtime.clock_watch import ClockWatch
 from envpipe_megatron.runtime.executor import make_record
 from envpipe_megatron.runtime.timeline_log import TimelineLog
 from envpipe_megatron.timeline_file import read_timelines
@@ -59,6 +62,31 @@ def test_a_long_steady_phase_is_thinned_out_and_the_others_are_not():
     log.close()
     recorded = [line["iteration"] for line in lines]
     assert recorded == [*range(30), *range(30, 40), 130, 230]
+
+
+def test_clocks_that_were_seen_stand_beside_the_iterations(tmp_path):
+    path = tmp_path / "timeline.jsonl"
+    log = TimelineLog(partial(append_line, path), LABELS)
+    gpu = FakeGpu()
+    watch = ClockWatch(gpu, lambda: 0.0, period_s=3600.0, on_sample=log.add_clock)
+    watch.sample()
+    gpu.lock_frequency(1200)
+    watch.sample()
+    watch.close()
+    log.close()
+    (samples,) = read_timelines([path]).clocks
+    assert samples.requested_mhz == (None, 1200)
+    assert samples.observed_mhz[1] == 1200
+    assert samples.time_s[0] <= samples.time_s[1]
+
+
+def test_clocks_of_a_long_job_are_recorded_in_its_first_hour():
+    lines = []
+    log = TimelineLog(lines.append, LABELS)
+    for half_seconds in range(3 * 7200):
+        log.add_clock(0.5 * half_seconds, ClockState(1200, 1200))
+    log.close()
+    assert sum(len(line["time_s"]) for line in lines) == 7200
 
 
 def test_a_full_disk_ends_the_log_with_one_message_and_not_the_training(caplog):
