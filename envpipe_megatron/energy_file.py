@@ -31,6 +31,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -49,6 +50,8 @@ FRAMEWORK = "framework"
 PLAN = "plan"
 #: The phase of what is metered outside all training: evaluations, checkpoints, restarts.
 BETWEEN = "between"
+#: What the label of a run ends in where the job may be started again.
+_START = re.compile(r"(^| )\d{4}-\d\d-\d\dT\S+$")
 #: Where the time of a window went.
 SHARES = ("compute_s", "blocking_s", "idle_s")
 
@@ -149,6 +152,11 @@ class EnergyLogs:
     def windows(self) -> tuple[EnergyWindow, ...]:
         """The lines that carry energy."""
         return tuple(line for line in self.lines if isinstance(line, EnergyWindow))
+
+
+def name_of_run(run: str) -> str:
+    """A run's own name, without the instant of the start, by which restarts are told apart."""
+    return _START.sub("", run)
 
 
 def read_energy_logs(paths: Iterable[Path]) -> EnergyLogs:

@@ -6,7 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from envpipe_megatron.energy_file import FRAMEWORK, EnergyNote, EnergyWindow, Phase
+from envpipe_megatron.energy_file import (
+    FRAMEWORK,
+    EnergyNote,
+    EnergyWindow,
+    Phase,
+    name_of_run,
+)
 from envpipe_megatron.launch.bill import OUTSIDE_STEPS, Bill, EnergyTotal, bill_of
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.report.facts import ReportFacts, StageFacts, StepFacts
@@ -76,14 +82,17 @@ def report_facts(folder: RunFolder) -> ReportFacts:
 
 
 def _bill_by_run(lines: Iterable[EnergyWindow | EnergyNote]) -> dict[str, Bill]:
-    """A bill a run, in the order in which runs turned up; notes are of the whole job."""
+    """A bill a run, over all of its starts, in the order in which they turned up.
+
+    Notes are of the whole job.
+    """
     by_run: dict[str, list[EnergyWindow | EnergyNote]] = {}
     notes = []
     for line in lines:
         if isinstance(line, EnergyNote):
             notes.append(line)
         else:
-            by_run.setdefault(line.run, []).append(line)
+            by_run.setdefault(name_of_run(line.run), []).append(line)
     return {run: bill_of([*notes, *own]) for run, own in by_run.items()}
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from envpipe_megatron.energy_file import name_of_run
 from envpipe_megatron.report.alignment import node_offsets_s
 from envpipe_megatron.report.plots import order_figure
 from envpipe_megatron.schedule import Schedule, ScheduleError
@@ -54,12 +55,14 @@ def last_iteration(
         None where there is none, or what was recorded is no order of a whole pipeline.
     """
     recorded = list(recorded)
-    own = [read for read in recorded if (read.labels.run, read.phase) == (run, phase)]
+    own = [read for read in recorded if (name_of_run(read.labels.run), read.phase) == (run, phase)]
     num_stages = 1 + max((read.labels.stage for read in own), default=-1)
-    by_iteration: dict[int, dict[int, RankIteration]] = {}
+    by_iteration: dict[tuple[str, int], dict[int, RankIteration]] = {}
     for read in sorted(own, key=lambda read: -read.labels.rank):
-        by_iteration.setdefault(read.iteration, {})[read.labels.stage] = read
-    whole = [number for number, stages in by_iteration.items() if len(stages) == num_stages]
+        # Of a job that was started again, the last start: labels end in their instants.
+        key = read.labels.run, read.iteration
+        by_iteration.setdefault(key, {})[read.labels.stage] = read
+    whole = [key for key, stages in by_iteration.items() if len(stages) == num_stages]
     if not whole:
         return None
     stages = [by_iteration[max(whole)][stage] for stage in range(num_stages)]
@@ -84,7 +87,7 @@ def last_iteration(
     return MeasuredIteration(
         run,
         phase,
-        max(whole),
+        stages[0].iteration,
         schedule,
         start_s - first_s,
         end_s - first_s,

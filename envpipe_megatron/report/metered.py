@@ -137,7 +137,8 @@ def steps_figure(series: Sequence[StepSeries], title: str) -> Figure:
                 markersize=3 if len(values) < 300 else 0,
             )  # fmt: skip
             dress(axes)
-        column[0].set_title(run.run, loc="left", fontsize=10, color=INK)
+        if len(series) > 1:
+            column[0].set_title(run.run, loc="left", fontsize=10, color=INK)
         column[1].set_xlabel("iteration", fontsize=9, color=MUTED)
         column[1].xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes, label in zip(

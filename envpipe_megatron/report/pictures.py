@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from envpipe_megatron.energy_file import Phase
+from envpipe_megatron.energy_file import Phase, name_of_run
 from envpipe_megatron.report.alignment import node_offsets_s
 from envpipe_megatron.report.facts import ReportFacts
 from envpipe_megatron.report.measured import clock_range_mhz, last_iteration, measured_figure
@@ -46,6 +47,8 @@ class Picture:
 def pictures_of(folder: RunFolder, facts: ReportFacts) -> Iterator[Picture]:
     """The pictures of a run, the most telling first."""
     mark = " (emulated)" if folder.emulated else ""
+    if folder.dry_run:
+        mark += " (dry run)"
     yield from _timelines(folder, mark)
     if facts.stages:
         yield Picture(
@@ -110,7 +113,7 @@ def _spread(count: int, most: int) -> list[int]:
 def _timelines(folder: RunFolder, mark: str) -> Iterator[Picture]:
     """The last iteration of the baseline and of the steady phase, on the same axes of time."""
     recorded = folder.timelines.iterations
-    runs = list(dict.fromkeys(read.labels.run for read in recorded))
+    runs = list(dict.fromkeys(name_of_run(read.labels.run) for read in recorded))
     if len(runs) > 1:
         wanted = [(run, Phase.STEADY.value) for run in runs]
     else:
@@ -120,9 +123,9 @@ def _timelines(folder: RunFolder, mark: str) -> Iterator[Picture]:
         return
     longest_s, clocks = max(one.time_s for one in known), clock_range_mhz(known)
     for one in known:
-        which = one.run or one.phase
+        which = one.run if len(runs) > 1 else one.phase
         yield Picture(
-            f"timeline_{which}".replace(" ", "_").replace("/", "_"),
+            re.sub(r"[^\w.-]+", "_", f"timeline_{which}"),
             f"Measured timeline of iteration {one.iteration}, the last one of "
             f"{which} that was recorded.",
             lambda one=one, which=which: measured_figure(  # type: ignore[misc]  # its own

@@ -63,6 +63,11 @@ class RunFolder:
             window.gpu.endswith("(emulated)") for window in self.windows
         )
 
+    @property
+    def dry_run(self) -> bool:
+        """Whether a rank only logged the clocks that it would have set."""
+        return any(entry.get("backend") == "dry_run" for entry in self.clocks)
+
 
 def read_run_folder(path: Path) -> RunFolder:
     """Read what a run left.

@@ -103,6 +103,7 @@ def _clocks(folder: RunFolder) -> Section:
     """How each rank's clock was controlled, and whether it followed."""
     header = ("rank", "stage", "back end", "changes", "samples", "above (%)", "below (%)", "error")
     rows, warnings = [], []
+    several = len({entry.get("run") for entry in folder.clocks}) > 1
     for entry in sorted(folder.clocks, key=lambda e: (str(e.get("run", "")), e.get("rank") or 0)):
         followed = entry.get("followed") or {}
         shares = (
@@ -111,7 +112,7 @@ def _clocks(folder: RunFolder) -> Section:
         )
         rows.append(
             (
-                f"{entry.get('run', '')} {entry.get('rank', '')}".strip(),
+                f"{entry.get('run', '') if several else ''} {entry.get('rank', '')}".strip(),
                 str(entry.get("stage", "")), str(entry.get("backend", "")),
                 str(entry.get("changes", "")), str(followed.get("judged", "")), *shares,
                 str(entry.get("error") or ""),
@@ -137,6 +138,8 @@ def _trace_lines(trace: TraceFacts) -> Iterator[str]:
 def _notes(folder: RunFolder, facts: ReportFacts) -> Iterator[str]:
     if folder.emulated:
         yield "These joules are emulated: no GPU was used. Times are those of a model."
+    if folder.dry_run:
+        yield "This was a dry run: the clocks shown were written down, and none was set."
     yield from facts.notes
     summary = folder.summary or {}
     runs = summary.get("runs")

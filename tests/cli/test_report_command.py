@@ -78,7 +78,8 @@ def trace_of(folder):
 def folder(tmp_path):
     made = tmp_path / "job"
     made.mkdir()
-    return write_run(made)
+    # As a job labels its lines that may be started again.
+    return write_run(made, run="2026-05-04T10:11:12.345+00:00")
 
 
 def test_a_job_that_left_all_its_files_has_all_its_pictures(folder):
@@ -98,7 +99,7 @@ def test_a_job_that_left_all_its_files_has_all_its_pictures(folder):
     (folder / "bill.json").write_text(
         json.dumps({"nodes": [{"node": "n1", "num_gpus": 2, "energy_j": 1e5}]})
     )
-    append_line(folder / "clocks.jsonl", {**labels(0), "backend": "nvml", "changes": 12})
+    append_line(folder / "clocks.jsonl", {**labels(0), "backend": "dry_run", "changes": 12})
     shown = run_well("report", folder).stdout
     made = folder / "report"
     assert pictures(made) == {
@@ -111,7 +112,9 @@ def test_a_job_that_left_all_its_files_has_all_its_pictures(folder):
     assert "Saved 20.00" in shown
     assert "0.00" in shown
     summary = (made / "summary.md").read_text()
+    assert "|  | baseline | steady |" in summary
     assert "| iteration time (s) | 1.5000 | 1.5000 |" in summary
+    assert "dry run" in summary
     assert "Not in this report" not in summary
     for link in re.findall(r"\((\S+\.png)\)", summary):
         assert (made / link).exists()

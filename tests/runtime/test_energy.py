@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from fake_gpu import FakeGpu
 
-from envpipe_megatron.energy_file import append_line, read_energy_logs
+from envpipe_megatron.energy_file import append_line, name_of_run, read_energy_logs
 from envpipe_megatron.gpu.base import EnergyReading, GpuError
 from envpipe_megatron.runtime import energy_meter
 from envpipe_megatron.runtime.energy_log import EnergyLog
@@ -725,3 +725,16 @@ def test_threshold_lies_above_overhead_and_below_bubbles():
 
 def test_threshold_without_any_wait_is_a_share_of_a_unit():
     assert no_bubble_threshold_s([np.zeros(4)] * 3, shortest_unit_s=0.05) == pytest.approx(0.0005)
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("", ""),
+        ("baseline", "baseline"),
+        ("2026-05-04T10:11:12.345+00:00", ""),
+        ("second try 2026-05-04T10:11:12.345+00:00", "second try"),
+    ],
+)
+def test_all_starts_of_a_run_have_its_name(label, name):
+    assert name_of_run(label) == name
