@@ -2,9 +2,10 @@
 
 ```json
 {"format": "envpipe-energy/1", "node": "n1", "gpu": "NVIDIA A100", "gpu_uid": "GPU-1a2b…",
- "rank": 0, "stage": 0, "phase": "steady", "first_iteration": 40, "last_iteration": 42,
- "begin_s": 812.5, "duration_s": 3.1, "energy_j": 870.2, "energy_uncertainty_j": 1.9,
- "compute_s": 2.4, "blocking_s": 0.5, "idle_s": 0.2}
+ "clock_backend": "nvml", "rank": 0, "stage": 0, "phase": "steady",
+ "first_iteration": 40, "last_iteration": 42, "begin_s": 812.5, "duration_s": 3.1,
+ "energy_j": 870.2, "energy_uncertainty_j": 1.9, "compute_s": 2.4, "blocking_s": 0.5,
+ "idle_s": 0.2}
 ```
 
 Instants are on the GPU's time base, which for real GPUs is the node's monotonic clock: they compare

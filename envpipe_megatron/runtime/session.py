@@ -129,11 +129,14 @@ class Session:
             "node": self._files.node,
             "gpu": gpu.name,
             "gpu_uid": gpu.address.uid,
+            "clock_backend": gpu.address.backend,
             "rank": rank,
             "stage": stage,
         }
         self._labels = {**self._resumed.labels(labels or {}), **own_labels}
         self._agent = connect_to_agent(gpu, self._labels, collectives)
+        if self._agent is not None:
+            self._labels["node"] = self._agent.node  # as the lines are called that it writes
         self._timeline = TimelineLog(self._files.appender("timeline"), self._labels)
         with contextlib.ExitStack() as half_made:
             half_made.callback(self._timeline.close)
@@ -317,14 +320,16 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        with contextlib.ExitStack() as last:  # each of these, whatever fails before
+        # Each of these, whatever fails before, from the last one up: a disk that hangs holds up
+        # neither the clock nor a bill that goes to the agent.
+        with contextlib.ExitStack() as last:
+            last.callback(self._timeline.close)
+            last.callback(self._tell_of_clocks)
             last.callback(self.meter.close)
             if self._agent is not None:
                 last.callback(self._agent.close)
             last.callback(self.energy_log.close)
-            last.callback(self._timeline.close)
             last.callback(self.executor.let_counter_refresh)
-            last.callback(self._tell_of_clocks)
             self._rank_clock.close()
 
     def _tell_of_clocks(self) -> None:
@@ -357,7 +362,9 @@ class Session:
         self._memory.units_ended()
         phase, receives = run.order.phase, run.order.schedule.receives[self._stage]
         self._energy.add(phase, self.state.iteration, record, receives)
-        clocks_mhz = run.frequencies_mhz if self._controlled else None
+        # Where control has ended, requests are dropped.
+        controlled = self._controlled and self.clock.error is None
+        clocks_mhz = run.frequencies_mhz if controlled else None
         self._timeline.add(phase, self.state.iteration, record, run.executed, clocks_mhz)
         self.state.iterations.append((phase, record.iteration_time_s, record.wall_time_s))
         return record
