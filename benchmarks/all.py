@@ -106,6 +106,8 @@ def run(parts: Sequence[Part], output: Path, console: Console) -> list[Ended]:
     ended = []
     for number, part in enumerate(parts, 1):
         console.rule(f"{part.name} ({number} of {len(parts)})")
+        # What an earlier run has claimed is not this one's.
+        (output / part.name / CLAIMS_FILE).unlink(missing_ok=True)
         begin_s = time.monotonic()
         code = _exit_code(part.command(output))
         ended.append(Ended(part, time.monotonic() - begin_s, code))

@@ -19,14 +19,14 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 import proof_checkouts
+from measured_jobs import as_lines, at_its_clock, runs_of
 from proof_jobs import CPU_RUN, ROOT, Launch, check_harmless, joined
 from proof_models import (
     GPT_1_3B,
@@ -40,10 +40,11 @@ from proof_models import (
 from envpipe_megatron import builders
 from envpipe_megatron.conditions import make_conditions
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, clock_control_forbidden
+from envpipe_megatron.patching.catalog import load_catalog
+from envpipe_megatron.patching.checkout import recognised
 from envpipe_megatron.plan import Plan, max_frequencies
-from envpipe_megatron.profile import Profile, ProfileRow, make_profile, read_profile
-from envpipe_megatron.schedule import Kind, Schedule
-from envpipe_megatron.timeline_file import RankIteration, read_timelines
+from envpipe_megatron.profile import Profile, read_profile
+from envpipe_megatron.schedule import Schedule
 
 FORMAT = "envpipe-measured/1"
 #: Iterations in Megatron's own order, and then in EnvPipe's, that are measured.
@@ -244,112 +245,6 @@ def measure(site: Site, model: Model) -> dict[str, Any]:
     }
 
 
-def at_its_clock(profile: Profile, *, every_row: bool) -> Profile:
-    """The profile at its highest clock alone.
-
-    A dry run asks for clocks and changes none, so each row is one more measurement at the clock
-    there is: times and the energy of a pair are their means, and the pair's energy is split as if
-    both kinds drew the same power.
-
-    Args:
-        profile: of a sweep.
-        every_row: whether the clock was the same in all of it.
-    """
-    rows = []
-    for stage, kinds in enumerate(profile.rows):
-        taken = {kind: kinds[kind] if every_row else kinds[kind][:1] for kind in Kind}
-        time_s = {kind: float(np.mean([r.time_s for r in taken[kind]])) for kind in Kind}
-        pairs_j = [f.energy_j + b.energy_j for f, b in zip(*taken.values(), strict=True)]
-        error_j = float(np.std(pairs_j) / len(pairs_j) ** 0.5)
-        for kind in Kind:
-            share = time_s[kind] / sum(time_s.values())
-            row = ProfileRow(
-                kinds[kind][0].frequency_mhz,
-                time_s[kind],
-                float(np.mean(pairs_j)) * share,
-                error_j * share,
-            )
-            rows.append((stage, kind, row))
-    sidecar = replace(profile.sidecar, frequency_change_s=None, frequency_change_j=None)
-    return make_profile(rows, source="measured at one clock", sidecar=sidecar)
-
-
-def runs_of(folder: Path, num_microbatches: int) -> list[dict[str, Any]]:
-    """What a job took: its warm-up in Megatron's order, and its steady phase in EnvPipe's."""
-    summary = json.loads((folder / "summary.json").read_text())
-    recorded = read_timelines(sorted(folder.glob("timeline*.jsonl"))).iterations
-    runs = []
-    for phase, order in (("warm-up", "1f1b"), ("steady", "envpipe")):
-        gpus = [rank["gpu"]["phases"][phase] for rank in summary["ranks"]]
-        memory = summary["memory"] or [{}] * len(gpus)
-        steps = [one for one in recorded if one.phase == phase]
-        known = "baseline_in_flight", "baseline_peak_bytes"
-        if phase == "steady":
-            known = "in_flight", "measured_peak_bytes"
-        runs.append(
-            {
-                "order": order,
-                "num_microbatches": num_microbatches,
-                "iterations": gpus[0]["iterations"],
-                "iteration_time_s": _median_step_s(steps),
-                "mean_iteration_time_s": max(gpu["time_s"] for gpu in gpus),
-                "energy_j": sum(gpu["energy_j"] for gpu in gpus),
-                "in_flight": [stage.get(known[0]) for stage in memory],
-                "peak_bytes": [stage.get(known[1]) for stage in memory],
-                "timeline": _median_timeline(steps),
-            }
-        )
-    return runs
-
-
-def _median_step_s(iterations: Sequence[RankIteration]) -> float:
-    """From the begin of an iteration to the next one's, on the first stage.
-
-    The median: some steps are held up by what happens once, such as the search for free memory.
-    """
-    begun_s = {one.iteration: one.begin_s for one in iterations if one.labels.stage == 0}
-    steps_s = [begun_s[i + 1] - begun_s[i] for i in begun_s if i + 1 in begun_s]
-    return float(np.median(steps_s))
-
-
-def _median_timeline(iterations: Sequence[RankIteration]) -> list[dict[str, Any]]:
-    """For each stage, its units with their median starts and ends after the iteration's first unit.
-
-    The first iteration of a phase is left out: what is used for the first time takes longer.
-    """
-    by_number: dict[int, list[RankIteration]] = {}
-    for one in iterations:
-        by_number.setdefault(one.iteration, []).append(one)
-    whole = [
-        sorted(ranks, key=lambda one: one.labels.stage)
-        for number, ranks in sorted(by_number.items())[1:]
-        if len(ranks) == len(by_number[min(by_number)])
-    ]
-    starts, ends = [], []
-    for ranks in whole:
-        first_s = min(one.begin_s + 1e-6 * one.start_us[0] for one in ranks)
-        starts.append([one.begin_s - first_s + 1e-6 * one.start_us for one in ranks])
-        ends.append([one.begin_s - first_s + 1e-6 * one.end_us for one in ranks])
-    start_s, end_s = np.median(starts, axis=0), np.median(ends, axis=0)
-    return [
-        {
-            "units": one.order,
-            "start_s": np.round(start_s[stage], 6).tolist(),
-            "end_s": np.round(end_s[stage], 6).tolist(),
-        }
-        for stage, one in enumerate(whole[0])
-    ]
-
-
-def as_lines(measured: Mapping[str, Any]) -> str:
-    """JSON with a line for each field and run."""
-    runs = ",\n".join(f"  {json.dumps(run)}" for run in measured["runs"])
-    rest = [
-        f" {json.dumps(k)}: {json.dumps(value)}" for k, value in measured.items() if k != "runs"
-    ]
-    return "{\n" + ",\n".join([*rest, f' "runs": [\n{runs}\n ]']) + "\n}\n"
-
-
 def _plan_files(site: Site, profile: Profile, num_microbatches: int) -> tuple[str, ...]:
     """EnvPipe's order at the clock there is, as the arguments that hand it over."""
     folder = site.scratch / "plans"
@@ -401,6 +296,7 @@ def _machine(site: Site) -> dict[str, Any]:
         "num_gpus": site.num_stages,
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "checkout": f"{recognised(site.patched, load_catalog()).patch.name}, patched",
         "clocks": "emulated" if site.cpu else "left alone",
     }
 

@@ -103,7 +103,9 @@ def main(
         f"end, on {os.cpu_count()} cores: where others were running, wall time exceeds CPU time."
     )
     output.mkdir(parents=True, exist_ok=True)
-    write_results(output, comparisons, published, targets)
+    lowtime_options = ["--skip-lowtime"] if skip_lowtime else [f"--lowtime-limit {lowtime_limit:g}"]
+    options = [*lowtime_options, *(f"--workload {name}" for name in names)]
+    write_results(output, comparisons, published, targets, " ".join(options))
 
 
 def _chosen(workloads: Sequence[Workload], names: Sequence[str]) -> list[Workload]:

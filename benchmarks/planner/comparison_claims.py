@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from plans_compared import FRONTIER_POINTS, Comparison, PlanKind, rival_pairs
@@ -20,15 +21,22 @@ _MOST_MICROBATCHES = 96
 
 
 def comparison_claims(
-    comparisons: Sequence[Comparison], published: Sequence[Published]
+    comparisons: Sequence[Comparison], published: Sequence[Published], options: str = ""
 ) -> list[Claim]:
-    """The claims of some comparisons, and of what was published for the same workloads."""
-    return [
+    """The claims of some comparisons, and of what was published for the same workloads.
+
+    Args:
+        comparisons: of plans, a workload each.
+        published: of the same workloads.
+        options: with which the command makes these very comparisons.
+    """
+    claims = [
         *_saving_claims(comparisons),
         *_lowtime_claims(comparisons),
         *_published_claims(comparisons, published),
         *_planning_claims(comparisons),
     ]
+    return [replace(claim, command=f"{COMMAND} {options}".strip()) for claim in claims]
 
 
 def _groups(comparisons: Sequence[Comparison]) -> list[tuple[str, list[Comparison]]]:

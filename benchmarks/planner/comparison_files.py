@@ -24,6 +24,7 @@ def write_results(
     comparisons: Sequence[Comparison],
     published: Sequence[Published],
     targets: Sequence[Target],
+    options: str,
 ) -> None:
     """Write all of a comparison into a folder that is there.
 
@@ -88,7 +89,7 @@ def write_results(
     memory = memory_figure(comparisons)
     if memory is not None:
         save_picture(memory, output, "saving_by_memory")
-    write_claims(output / CLAIMS_FILE, comparison_claims(comparisons, published))
+    write_claims(output / CLAIMS_FILE, comparison_claims(comparisons, published, options))
 
 
 def _csv_row(workload: Workload, row: Row) -> dict[str, object]:

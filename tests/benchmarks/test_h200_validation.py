@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "planner"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "megatron_lm"))
 
 from h200_validation import MEASURED, peaks, predict
-from measure_profile import at_its_clock
+from measured_jobs import at_its_clock
 
 FOLDERS = sorted(path.parent for path in MEASURED.glob("*/measured.json"))
 
