@@ -30,10 +30,13 @@ def report_facts(folder: RunFolder) -> ReportFacts:
 
     A job is compared with its own baseline: the steps of the warm-up that it measured, or all of
     them where it was killed before it could tell. Of several runs in a folder, the last is compared
-    with the one called `baseline`, or else with the first.
+    with the one called `baseline`, or else with the first. One called `baseline` that is alone is
+    compared with nothing.
     """
     if folder.energy is None:
         return ReportFacts()
+    if not folder.windows:
+        return ReportFacts(notes=tuple(_incomplete([bill_of(folder.energy.lines)])))
     bills = _bill_by_run(folder.energy.lines)
     phases = tuple(
         _step_facts(f"{run} {phase}".strip(), step, _num_gpus(bill, phase))
@@ -41,9 +44,7 @@ def report_facts(folder: RunFolder) -> ReportFacts:
         for phase in _phases(bill)
         if (step := bill.steps(phase)) is not None
     )
-    notes = [
-        f"The bill is incomplete: {reason}" for bill in bills.values() for reason in bill.missing()
-    ]
+    notes = _incomplete(bills.values())
     first = _BASELINE_RUN if _BASELINE_RUN in bills else next(iter(bills))
     run = [name for name in bills if name != first or len(bills) == 1][-1]
     bill = bills[run]
@@ -51,6 +52,9 @@ def report_facts(folder: RunFolder) -> ReportFacts:
     if len(bills) > 1:
         base_bill, base_phase, base_name = bills[first], _STEADY, first
         baseline = base_bill.steps(_STEADY)
+    elif run == _BASELINE_RUN:
+        base_bill, base_phase, base_name, baseline = bill, _STEADY, run, None
+        notes.append("Only the run `baseline` is there: it is compared with nothing.")
     else:
         base_bill, base_phase, base_name = bill, _WARMUP, "baseline"
         baseline = _told_baseline(folder, bill)
@@ -59,16 +63,14 @@ def report_facts(folder: RunFolder) -> ReportFacts:
                 "The job told no baseline: its whole warm-up stands in for it, with the first "
                 "step, which is slower than others."
             )
-    gpus = _num_gpus(bill, _STEADY)
-    stages = [
-        *_stages(base_name, base_bill, base_phase, folder.plan and folder.plan.baseline),
-        *_stages(run or "steady", bill, _STEADY, folder.plan),
-    ]
+    stages = _stages(base_name, base_bill, base_phase, folder.plan and folder.plan.baseline)
+    if base_name != run:
+        stages += _stages(run or "steady", bill, _STEADY, folder.plan)
     compared = compare(steady, baseline) if steady and baseline and baseline.time_s else None
     facts = ReportFacts(
         phases,
-        None if baseline is None else _step_facts(base_name, baseline, gpus),
-        None if steady is None else _step_facts(run or "steady", steady, gpus),
+        _step_facts(base_name, baseline, _num_gpus(base_bill, base_phase)) if baseline else None,
+        _step_facts(run or "steady", steady, _num_gpus(bill, _STEADY)) if steady else None,
         stages=tuple(stages),
         notes=tuple(notes),
     )
@@ -81,10 +83,14 @@ def report_facts(folder: RunFolder) -> ReportFacts:
     )
 
 
+def _incomplete(bills: Iterable[Bill]) -> list[str]:
+    return [f"The bill is incomplete: {reason}" for bill in bills for reason in bill.missing()]
+
+
 def _bill_by_run(lines: Iterable[EnergyWindow | EnergyNote]) -> dict[str, Bill]:
     """A bill a run, over all of its starts, in the order in which they turned up.
 
-    Notes are of the whole job.
+    A rank stands for its GPU, which may be another one after a restart. Notes are of the whole job.
     """
     by_run: dict[str, list[EnergyWindow | EnergyNote]] = {}
     notes = []
@@ -92,7 +98,10 @@ def _bill_by_run(lines: Iterable[EnergyWindow | EnergyNote]) -> dict[str, Bill]:
         if isinstance(line, EnergyNote):
             notes.append(line)
         else:
-            by_run.setdefault(name_of_run(line.run), []).append(line)
+            run = name_of_run(line.run)
+            node, gpu_uid = (line.node, line.gpu_uid) if line.rank is None else ("", "")
+            own = replace(line, run=run, node=node, gpu_uid=gpu_uid)
+            by_run.setdefault(run, []).append(own)
     return {run: bill_of([*notes, *own]) for run, own in by_run.items()}
 
 
@@ -103,6 +112,7 @@ def _phases(bill: Bill) -> list[str]:
 
 
 def _num_gpus(bill: Bill, phase: str) -> int:
+    """How many ranks a phase had."""
     return len({gpu for gpu, _, own, _ in bill.phases if own == phase})
 
 
@@ -114,22 +124,20 @@ def _step_facts(name: str, step: StepEnergy, num_gpus: int) -> StepFacts:
         step.iterations,
         num_gpus,
         step.time_s,
-        None if energy_j is None else num_gpus * energy_j,
-        None if uncertainty_j is None else num_gpus * uncertainty_j,
+        None if energy_j is None or not num_gpus else num_gpus * energy_j,
+        None if uncertainty_j is None or not num_gpus else num_gpus * uncertainty_j,
     )
 
 
 def _told_baseline(folder: RunFolder, bill: Bill) -> StepEnergy | None:
-    """The baseline that the job measured: of its summary, its job file, or its agent's notes."""
-    for told in (
-        (folder.summary or {}).get("baseline"),
-        ((folder.job or {}).get("baseline") or {}).get("mean"),
-        bill.facts.get("baseline"),
-    ):
-        step = _read_step(told)
-        if step is not None:
-            return step
-    return None
+    """The baseline that the job measured: of its job file, its summary, or its agent's notes.
+
+    The job file is the present job's; the others may be left from an earlier one.
+    """
+    if folder.job is not None:
+        return _read_step((folder.job.get("baseline") or {}).get("mean"))
+    told = _read_step((folder.summary or {}).get("baseline"))
+    return told or _read_step(bill.facts.get("baseline"))
 
 
 def _read_step(data: Any) -> StepEnergy | None:

@@ -29,8 +29,8 @@ class StepFacts:
 
     @property
     def power_w(self) -> float | None:
-        """Mean power of one GPU."""
-        if self.energy_j is None or not self.time_s:
+        """Mean power of one GPU; None of no GPUs, and of steps in which no time passed."""
+        if self.energy_j is None or not self.time_s or not self.num_gpus:
             return None
         return self.energy_j / self.time_s / self.num_gpus
 
