@@ -18,8 +18,8 @@ a real GPU whenever it was looked at, in the first hour:
  "time_s": [812.5, 813.0], "requested_mhz": [1260, null], "observed_mhz": [1260, 1410]}
 ```
 
-A writer may add fields, such as the name of a run. Torn lines, which killed jobs leave, are passed
-over and counted.
+A writer may add fields, such as the name of a `run`, and `clock_backend`: what set the clocks, of
+which `dry_run` set none. Torn lines, which killed jobs leave, are passed over and counted.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class GpuLabels:
         rank: of the job.
         stage: of the pipeline.
         run: the run of the job, empty where the job has one.
+        clock_backend: what set the clocks, such as `nvml` or `dry_run`; empty where not known.
     """
 
     node: str
@@ -73,6 +74,7 @@ class GpuLabels:
     rank: int
     stage: int
     run: str
+    clock_backend: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,13 +227,15 @@ def _labels(data: dict[str, Any]) -> GpuLabels:
     return _shared_labels(
         *(_text(data, name) for name in ("node", "gpu", "gpu_uid")),
         *(_index(data, name) for name in ("rank", "stage")),
-        _text(data, "run"),
+        *(_text(data, name) for name in ("run", "clock_backend")),
     )
 
 
 @lru_cache(maxsize=4096)
-def _shared_labels(node: str, gpu: str, gpu_uid: str, rank: int, stage: int, run: str) -> GpuLabels:
-    return GpuLabels(node, gpu, gpu_uid, rank, stage, run)
+def _shared_labels(
+    node: str, gpu: str, gpu_uid: str, rank: int, stage: int, run: str, clock_backend: str
+) -> GpuLabels:
+    return GpuLabels(node, gpu, gpu_uid, rank, stage, run, clock_backend)
 
 
 def _integers(values: Any) -> NDArray[np.int64]:

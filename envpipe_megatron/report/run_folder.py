@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from envpipe_megatron.energy_file import EnergyLogs, EnergyWindow, read_energy_logs
+from envpipe_megatron.energy_file import (
+    EnergyFileError,
+    EnergyLogs,
+    EnergyNote,
+    EnergyWindow,
+    name_of_run,
+    read_energy_logs,
+)
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.plan import Plan, read_plan
 from envpipe_megatron.profile import Profile, read_profile
@@ -59,14 +66,31 @@ class RunFolder:
     def emulated(self) -> bool:
         """Whether a rank or the summary says that its GPU is emulated."""
         told = (*self.clocks, *([self.summary] if self.summary else []))
-        return any(entry.get("emulated") is True for entry in told) or any(
-            window.gpu.endswith("(emulated)") for window in self.windows
+        return (
+            any(entry.get("emulated") is True for entry in told)
+            or any(window.gpu.endswith("(emulated)") for window in self.windows)
+            or self._has_back_end("emulated")
         )
 
     @property
     def dry_run(self) -> bool:
         """Whether a rank only logged the clocks that it would have set."""
-        return any(entry.get("backend") == "dry_run" for entry in self.clocks)
+        told = any(entry.get("backend") == "dry_run" for entry in self.clocks)
+        return told or self._has_back_end("dry_run")
+
+    def _has_back_end(self, name: str) -> bool:
+        return any(read.labels.clock_backend == name for read in self.timelines.iterations)
+
+    @property
+    def num_stages(self) -> int:
+        """Of the pipeline: the most that any file knows of; 0 where none tells."""
+        seen = [read.labels.stage for read in self.timelines.iterations]
+        seen += [window.stage for window in self.windows if window.stage is not None]
+        return max(
+            1 + max(seen, default=-1),
+            self.profile.num_stages if self.profile else 0,
+            self.plan.schedule.num_stages if self.plan else 0,
+        )
 
 
 def read_run_folder(path: Path) -> RunFolder:
@@ -81,18 +105,24 @@ def read_run_folder(path: Path) -> RunFolder:
     energy = _energy(path, missing)
     profile = _profile(path, missing)
     plan = _plan(path, profile, missing)
+    summary = _object(path / "summary.json", "the job did not end in order", missing)
+    job = _object(path / "job.json", "", missing)
     folder = RunFolder(
         path,
         timelines,
-        energy,
+        energy and _named_as_in(timelines, energy),
         profile,
         plan,
         _clocks(path, missing),
-        _object(path / "summary.json", "the job did not end in order", missing),
-        _object(path / "job.json", "", missing),
+        summary and _with_step(summary, "baseline", "summary.json", missing),
+        job and _with_measured_baseline(job, missing),
         _object(path / "bill.json", "", missing),
-        tuple(missing),
+        (),
     )
+    folder = _of_present_job(folder, missing)
+    missing += _untold_stages(folder)
+    folder = replace(folder, missing=tuple(missing))
+    timelines = folder.timelines
     if not timelines.iterations and not folder.windows and profile is None and plan is None:
         raise RunFolderError(
             f"Nothing of a run is in {path}",
@@ -114,13 +144,25 @@ def _energy(path: Path, missing: list[str]) -> EnergyLogs | None:
     paths = sorted(path.glob("energy*.jsonl"))
     try:
         read = read_energy_logs(paths)
-    except EnvPipeError as error:
-        missing.append(
-            f"energy.jsonl: no energies ({error})" if paths else "energy.jsonl: no energies"
-        )
-        return None
+    except EnergyFileError:
+        readable = [file for file in paths if _is_energy_log(file, missing)]
+        if not readable:
+            missing.append("energy.jsonl: no energies")
+            return None
+        read = read_energy_logs(readable)
+    if not read.windows:
+        missing.append("energy.jsonl: no energies, only what agents noted")
     missing += _torn(read.unreadable)
     return read
+
+
+def _is_energy_log(file: Path, missing: list[str]) -> bool:
+    try:
+        read_energy_logs([file])
+    except EnergyFileError:
+        missing.append(f"{file.name}: not a line of it can be read, and its energies lack")
+        return False
+    return True
 
 
 def _torn(lines: Sequence[str]) -> list[str]:
@@ -184,3 +226,101 @@ def _object(path: Path, lacking: str, missing: list[str]) -> dict[str, Any] | No
         missing.append(f"{path.name} is damaged: {error}")
         return None
     return data if isinstance(data, dict) else None
+
+
+def _with_step(data: dict[str, Any], name: str, file: str, missing: list[str]) -> dict[str, Any]:
+    """A JSON object whose entry of a name is an average step, or None."""
+    step = data.get(name)
+    if step is None:
+        return data
+    numbers = (int, float)
+    if isinstance(step, dict) and all(
+        type(value) in numbers or (value is None and key not in ("iterations", "time_s"))
+        for key, value in step.items()
+    ):
+        return data
+    missing.append(f"{file} is damaged: what it says of the baseline is no average step")
+    return {**data, name: None}
+
+
+def _with_measured_baseline(job: dict[str, Any], missing: list[str]) -> dict[str, Any]:
+    baseline = job.get("baseline")
+    told = baseline if isinstance(baseline, dict) else {"mean": baseline}
+    return {**job, "baseline": _with_step(told, "mean", "job.json", missing)}
+
+
+def _named_as_in(timelines: TimelineLogs, energy: EnergyLogs) -> EnergyLogs:
+    """Energies whose nodes are called as the timelines call them, where a GPU's name tells.
+
+    An agent may call its node otherwise than the ranks on it do.
+    """
+    labels = {read.labels for read in timelines.iterations}
+    named = _node_by_gpu((own.gpu_uid, own.node) for own in labels)
+    metered = _node_by_gpu((window.gpu_uid, window.node) for window in energy.windows)
+
+    def renamed(line: EnergyWindow | EnergyNote) -> EnergyWindow | EnergyNote:
+        if isinstance(line, EnergyNote) or line.gpu_uid not in metered:
+            return line
+        node = named.get(line.gpu_uid, line.node)
+        return line if node == line.node else replace(line, node=node)
+
+    return replace(energy, lines=tuple(renamed(line) for line in energy.lines))
+
+
+def _node_by_gpu(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The node of each GPU that is named, and on one node alone."""
+    nodes: dict[str, set[str]] = {}
+    for gpu_uid, node in pairs:
+        nodes.setdefault(gpu_uid, set()).add(node)
+    return {uid: next(iter(found)) for uid, found in nodes.items() if uid and len(found) == 1}
+
+
+def _of_present_job(folder: RunFolder, missing: list[str]) -> RunFolder:
+    """Without the lines of earlier jobs in the same folder: `job.json` has the present starts."""
+    told = (folder.job or {}).get("starts")
+    if not isinstance(told, list) or not told:
+        return folder
+    starts = tuple(str(start) for start in told)
+
+    def own(run: str) -> bool:
+        return run.endswith(starts) or name_of_run(run) == run
+
+    timelines, energy = folder.timelines, folder.energy
+    kept = replace(
+        folder,
+        timelines=replace(
+            timelines,
+            iterations=tuple(read for read in timelines.iterations if own(read.labels.run)),
+            clocks=tuple(read for read in timelines.clocks if own(read.labels.run)),
+        ),
+        energy=energy
+        and replace(
+            energy,
+            lines=tuple(
+                line for line in energy.lines if isinstance(line, EnergyNote) or own(line.run)
+            ),
+        ),
+        clocks=tuple(entry for entry in folder.clocks if own(str(entry.get("run", "")))),
+    )
+    others = _num_lines(folder) - _num_lines(kept)
+    if others:
+        missing.append(f"{others} lines of other jobs, which wrote to the same folder")
+    return kept
+
+
+def _num_lines(folder: RunFolder) -> int:
+    timelines = folder.timelines
+    return sum(
+        len(lines)
+        for lines in (timelines.iterations, timelines.clocks, folder.windows, folder.clocks)
+    )
+
+
+def _untold_stages(folder: RunFolder) -> list[str]:
+    """Which stages recorded no timeline, where others did."""
+    seen = {read.labels.stage for read in folder.timelines.iterations}
+    lacking = sorted(set(range(folder.num_stages)) - seen)
+    if not seen or not lacking:
+        return []
+    named = ", ".join(map(str, lacking))
+    return [f"timelines of stages {named}: without them, no iteration of the pipeline is drawn"]

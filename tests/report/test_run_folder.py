@@ -1,0 +1,106 @@
+"""What is taken of a run's folder, and what is said of the rest."""
+
+import json
+
+import pytest
+
+from envpipe_megatron.energy_file import append_line
+from envpipe_megatron.report.run_folder import read_run_folder
+
+OLD, NEW = "2026-05-04T10:11:12.345+00:00", "2026-05-04T11:00:00.000+00:00"
+
+
+def put_timeline(folder, *, run="", stage=0, uid="GPU-0", node="host", **more):
+    entry = {
+        "format": "envpipe-timeline/1", "node": node, "gpu_uid": uid, "rank": stage,
+        "stage": stage, "run": run, "phase": "steady", "iteration": 5, "begin_s": 10.0,
+        "iteration_time_s": 1.0, "units": "F0 B0", "start_us": [0, 10], "end_us": [5, 20], **more,
+    }  # fmt: skip
+    append_line(folder / "timeline.jsonl", entry)
+
+
+def put_energy(folder, *, run="", uid="GPU-0", node="n1", file="energy.jsonl", stage=0):
+    entry = {
+        "format": "envpipe-energy/1", "node": node, "gpu_uid": uid, "rank": stage,
+        "stage": stage, "run": run, "phase": "steady", "first_iteration": 5, "last_iteration": 5,
+        "begin_s": 10.0, "duration_s": 1.0, "energy_j": 100.0,
+    }  # fmt: skip
+    append_line(folder / file, entry)
+
+
+def lacks(folder, text):
+    return [line for line in folder.missing if text in line]
+
+
+def test_lines_of_an_earlier_job_in_the_folder_are_left_out_and_counted(tmp_path):
+    (tmp_path / "job.json").write_text(json.dumps({"starts": [NEW]}))
+    for run in (OLD, NEW, ""):
+        put_timeline(tmp_path, run=run)
+        put_energy(tmp_path, run=run)
+        append_line(tmp_path / "clocks.jsonl", {"run": run, "backend": "dry_run"})
+    folder = read_run_folder(tmp_path)
+    assert [read.labels.run for read in folder.timelines.iterations] == [NEW, ""]
+    assert [window.run for window in folder.windows] == [NEW, ""]
+    assert [entry["run"] for entry in folder.clocks] == [NEW, ""]
+    assert lacks(folder, "3 lines of other jobs")
+    (tmp_path / "job.json").write_text(json.dumps({"starts": [OLD, NEW]}))
+    folder = read_run_folder(tmp_path)
+    assert len(folder.windows) == 3
+    assert not lacks(folder, "other jobs")
+
+
+@pytest.mark.parametrize("name", ["dry_run", "emulated", "nvml"])
+def test_timelines_alone_tell_what_set_the_clocks(tmp_path, name):
+    put_timeline(tmp_path, clock_backend=name)
+    folder = read_run_folder(tmp_path)
+    assert (folder.dry_run, folder.emulated) == (name == "dry_run", name == "emulated")
+
+
+def test_a_gpu_is_on_the_node_that_its_timelines_name(tmp_path):
+    put_timeline(tmp_path)
+    put_energy(tmp_path)
+    put_energy(tmp_path, uid="GPU-1")
+    # A name that two nodes have tells nothing.
+    put_timeline(tmp_path, uid="GPU-2")
+    put_energy(tmp_path, uid="GPU-2", node="n2")
+    put_energy(tmp_path, uid="GPU-2", node="n3")
+    nodes = [window.node for window in read_run_folder(tmp_path).windows]
+    assert nodes == ["host", "n1", "n2", "n3"]
+
+
+def test_stages_without_a_timeline_are_named(tmp_path):
+    put_timeline(tmp_path, stage=1)
+    put_energy(tmp_path, stage=3)
+    folder = read_run_folder(tmp_path)
+    assert folder.num_stages == 4
+    assert lacks(folder, "stages 0, 2, 3:")
+
+
+def test_a_file_without_a_line_takes_no_other_files_energies(tmp_path):
+    put_energy(tmp_path, file="energy.n1.jsonl")
+    (tmp_path / "energy.n2.jsonl").write_text('{"format": "envpipe-en')
+    folder = read_run_folder(tmp_path)
+    assert len(folder.windows) == 1
+    assert lacks(folder, "energy.n2.jsonl")
+
+
+def test_notes_without_energies_are_kept_and_named(tmp_path):
+    put_timeline(tmp_path)
+    append_line(
+        tmp_path / "energy.jsonl", {"format": "envpipe-note/1", "node": "n1", "note": "begun"}
+    )
+    folder = read_run_folder(tmp_path)
+    assert len(folder.energy.lines) == 1
+    assert lacks(folder, "only what agents noted")
+
+
+@pytest.mark.parametrize("told", ["3 s", {"iterations": 3, "time_s": "1.5"}, {"time_s": None}])
+def test_a_damaged_baseline_is_named(tmp_path, told):
+    put_energy(tmp_path)
+    (tmp_path / "summary.json").write_text(json.dumps({"baseline": told, "ranks": []}))
+    (tmp_path / "job.json").write_text(json.dumps({"baseline": {"mean": told}}))
+    folder = read_run_folder(tmp_path)
+    assert folder.summary == {"baseline": None, "ranks": []}
+    assert folder.job["baseline"]["mean"] is None
+    assert lacks(folder, "summary.json is damaged")
+    assert lacks(folder, "job.json is damaged")
