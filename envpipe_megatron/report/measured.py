@@ -45,9 +45,9 @@ class MeasuredIteration:
 
 
 def last_iteration(
-    recorded: Iterable[RankIteration], run: str, phase: str
+    recorded: Iterable[RankIteration], run: str, phase: str, num_stages: int
 ) -> MeasuredIteration | None:
-    """The last iteration of a phase that all stages of a pipeline recorded.
+    """The last iteration of a phase that all stages of a pipeline of `num_stages` recorded.
 
     Of replicas and tensor-parallel peers, the lowest rank of each stage is taken.
 
@@ -56,7 +56,6 @@ def last_iteration(
     """
     recorded = list(recorded)
     own = [read for read in recorded if (name_of_run(read.labels.run), read.phase) == (run, phase)]
-    num_stages = 1 + max((read.labels.stage for read in own), default=-1)
     by_iteration: dict[tuple[str, int], dict[int, RankIteration]] = {}
     for read in sorted(own, key=lambda read: -read.labels.rank):
         # Of a job that was started again, the last start: labels end in their instants.
@@ -65,7 +64,8 @@ def last_iteration(
     whole = [key for key, stages in by_iteration.items() if len(stages) == num_stages]
     if not whole:
         return None
-    stages = [by_iteration[max(whole)][stage] for stage in range(num_stages)]
+    last = max(whole)
+    stages = [by_iteration[last][stage] for stage in range(num_stages)]
     units = [read.units for read in stages]
     try:
         schedule = Schedule(
@@ -76,8 +76,9 @@ def last_iteration(
         )
     except ScheduleError:
         return None
-    offsets_s = node_offsets_s(recorded)
-    begin_s = np.array([[read.begin_s - offsets_s[read.labels.node]] for read in stages])
+    start, _ = last
+    offsets_s = node_offsets_s(read for read in recorded if read.labels.run == start)
+    begin_s = np.array([[read.begin_s - offsets_s[start, read.labels.node]] for read in stages])
     start_s, end_s = (
         1e-6 * np.stack(times) + begin_s
         for times in ([read.start_us for read in stages], [read.end_us for read in stages])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -14,7 +14,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from envpipe_megatron.energy_file import BETWEEN, PHASES, PLAN, EnergyWindow
+from envpipe_megatron.energy_file import BETWEEN, PHASES, PLAN, EnergyWindow, name_of_run
+from envpipe_megatron.report.alignment import StartAndNode
 from envpipe_megatron.report.facts import StageFacts
 from envpipe_megatron.report.style import (
     BLUE,
@@ -63,12 +64,17 @@ class StepSeries:
 
 
 def step_series(windows: Iterable[EnergyWindow]) -> list[StepSeries]:
-    """Steps of each run; a window of several steps stands for the mean of them."""
+    """Steps of each run, over all starts; a window of several steps stands for their mean."""
     by_run: dict[str, list[EnergyWindow]] = {}
     for window in windows:
         if window.phase not in (PLAN, BETWEEN) and _steps(window):
-            by_run.setdefault(window.run, []).append(window)
+            by_run.setdefault(name_of_run(window.run), []).append(window)
     return [_series_of(run, own) for run, own in by_run.items()]
+
+
+def _member(window: EnergyWindow) -> Hashable:
+    """What tells a job's members apart: ranks, whose GPUs may be others after a restart."""
+    return window.gpu_key if window.rank is None else window.rank
 
 
 def _steps(window: EnergyWindow) -> int:
@@ -97,7 +103,7 @@ def _series_of(run: str, windows: Sequence[EnergyWindow]) -> StepSeries:
     seen = count > 0
     times_s = covering(np.array([window.duration_s for window in windows]) / steps)
     energies_j = covering(np.array([window.energy_j for window in windows]) / steps)
-    num_gpus = len({window.gpu_key for window in windows})
+    num_gpus = len({_member(window) for window in windows})
     return StepSeries(
         run,
         low + np.flatnonzero(seen),
@@ -108,11 +114,11 @@ def _series_of(run: str, windows: Sequence[EnergyWindow]) -> StepSeries:
 
 
 def _phase_spans(windows: Sequence[EnergyWindow]) -> tuple[tuple[str, int, int], ...]:
-    """The phases as one GPU came to them, and their iterations."""
+    """The phases as one rank came to them, and their iterations."""
     own = sorted(
         (w.first_iteration or 0, w.last_iteration or 0, w.phase)
         for w in windows
-        if w.gpu_key == windows[0].gpu_key
+        if _member(w) == _member(windows[0])
     )
     spans = []
     for phase, group in groupby(own, key=lambda window: window[2]):
@@ -172,8 +178,13 @@ class PowerSeries:
     power_w: FloatArray
 
 
-def power_series(windows: Iterable[EnergyWindow], offsets_s: Mapping[str, float]) -> PowerSeries:
-    """The power of each GPU, in the order of ranks; `offsets_s` brings nodes to one time axis."""
+def power_series(
+    windows: Iterable[EnergyWindow], offsets_s: Mapping[StartAndNode, float]
+) -> PowerSeries:
+    """The power of each GPU, in the order of ranks; `offsets_s` brings nodes to one time axis.
+
+    Powers of windows that overlap add up: times of all bins by their powers give all energy.
+    """
     by_gpu: dict[tuple[str, str], list[EnergyWindow]] = {}
     for window in windows:
         if window.begin_s is not None and window.duration_s > 0:
@@ -183,17 +194,7 @@ def power_series(windows: Iterable[EnergyWindow], offsets_s: Mapping[str, float]
     begin_s = min((float(begin.min()) for begin, *_ in spans), default=0.0)
     end_s = max((float((begin + length).max()) for begin, length, _ in spans), default=0.0)
     edges_s = np.linspace(begin_s, end_s, _TIME_BINS + 1)
-    power_w = np.full((len(gpus), _TIME_BINS), np.nan)
-    for row, (begin, length, energy_j) in zip(power_w, spans, strict=True):
-        corners = np.stack([begin, begin + length], axis=1).ravel()
-
-        def up_to(amounts: FloatArray, corners: FloatArray = corners) -> FloatArray:
-            """[bins + 1] what has come up to each edge: windows give theirs evenly."""
-            total = np.cumsum(amounts)
-            return np.interp(edges_s, corners, np.stack([total - amounts, total], axis=1).ravel())
-
-        metered_s = np.diff(up_to(length))
-        np.divide(np.diff(up_to(energy_j)), metered_s, out=row, where=metered_s > 0)
+    power_w = np.array([_binned_power_w(*span, edges_s) for span in spans])
     names = tuple(
         f"rank {own[0].rank} · stage {own[0].stage}" if own[0].rank is not None else own[0].gpu_uid
         for own in gpus
@@ -202,16 +203,36 @@ def power_series(windows: Iterable[EnergyWindow], offsets_s: Mapping[str, float]
 
 
 def _spans(
-    own: Sequence[EnergyWindow], offsets_s: Mapping[str, float]
+    own: Sequence[EnergyWindow], offsets_s: Mapping[StartAndNode, float]
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Begin, length and energy of windows, in the order of time."""
-    rows = sorted(
-        (w.begin_s - offsets_s.get(w.node, 0.0), w.duration_s, w.energy_j)
+    """Begin, length and energy of windows."""
+    rows = [
+        (w.begin_s - offsets_s.get((w.run, w.node), 0.0), w.duration_s, w.energy_j)
         for w in own
         if w.begin_s is not None
-    )
+    ]
     begin, length, energy_j = np.array(rows).T
-    return np.maximum.accumulate(begin), length, energy_j
+    return begin, length, energy_j
+
+
+def _binned_power_w(
+    begin_s: FloatArray, length_s: FloatArray, energy_j: FloatArray, edges_s: FloatArray
+) -> FloatArray:
+    """[bins] mean power in each, NaN where no window lies; windows give their energy evenly."""
+    corners_s = np.concatenate([begin_s, begin_s + length_s])
+    order = np.argsort(corners_s, kind="stable")
+    # Of what lies between two corners: how many windows, and their power.
+    count = np.cumsum(np.repeat([1, -1], len(begin_s))[order])
+    power_w = energy_j / length_s
+    sum_w = np.where(count > 0, np.cumsum(np.concatenate([power_w, -power_w])[order]), 0.0)
+    between_s = np.diff(corners_s[order])
+
+    def in_bins(rate: FloatArray) -> FloatArray:
+        up_to = np.concatenate([[0.0], np.cumsum(rate[:-1] * between_s)])
+        return np.diff(np.interp(edges_s, corners_s[order], up_to))
+
+    metered_s, bins_s = in_bins((count > 0).astype(float)), np.diff(edges_s)
+    return np.where(metered_s > 0, in_bins(sum_w) / bins_s, np.nan)
 
 
 def power_figure(series: PowerSeries, title: str) -> Figure:

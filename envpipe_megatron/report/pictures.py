@@ -118,7 +118,11 @@ def _timelines(folder: RunFolder, mark: str) -> Iterator[Picture]:
         wanted = [(run, Phase.STEADY.value) for run in runs]
     else:
         wanted = [(run, phase.value) for run in runs for phase in (Phase.WARMUP, Phase.STEADY)]
-    known = [one for pair in wanted if (one := last_iteration(recorded, *pair)) is not None]
+    known = [
+        one
+        for pair in wanted
+        if (one := last_iteration(recorded, *pair, folder.num_stages)) is not None
+    ]
     if not known:
         return
     longest_s, clocks = max(one.time_s for one in known), clock_range_mhz(known)

@@ -26,7 +26,9 @@ def write_report(folder: RunFolder, facts: ReportFacts, output: Path) -> list[Se
         OSError: a file cannot be written.
     """
     output.mkdir(parents=True, exist_ok=True)
-    trace = write_trace(output / TRACE_FILE, folder.timelines, folder.windows)
+    trace = write_trace(
+        output / TRACE_FILE, folder.timelines, folder.windows, dry_run=folder.dry_run
+    )
     pictures = list(pictures_of(folder, facts))
     for picture in pictures:
         save(picture.draw(), output, picture.name)

@@ -34,6 +34,7 @@ from envpipe_megatron.timeline_file import (
 MAX_UNITS = 1_000_000
 
 _JOB, _UNITS, _PHASES, _ITERATIONS = 0, 1, 1, 2
+_REQUESTED, _NOT_SET = "SM clock requested", "SM clock (dry run, not set)"
 _FASTEST_COMPRESSION = 1
 _NEXT = ",\n"  # every event follows another one
 
@@ -61,12 +62,13 @@ def write_trace(
     timelines: TimelineLogs,
     windows: Sequence[EnergyWindow],
     *,
+    dry_run: bool = False,
     max_units: int = MAX_UNITS,
 ) -> TraceFacts:
     """Write a trace, compressed by gzip, as both viewers take it.
 
     Where more than `max_units` units were recorded, those of every n-th iteration of each phase are
-    written, the same ones of all GPUs.
+    written, the same ones of all GPUs. The clocks of a dry run, which sets none, are called so.
 
     Raises:
         OSError: it cannot be written.
@@ -84,11 +86,11 @@ def write_trace(
             end_us = 0
             for read in gpu.iterations:
                 if _iteration_of(read) in kept:
-                    begin_us = max(end_us, axis.us(read.labels.node, read.begin_s))
+                    begin_us = max(end_us, axis.us(read.labels, read.begin_s))
                     file.write(_unit_events(pid, read, begin_us))
                     end_us = begin_us + int(read.end_us[-1])
                     units += len(read.start_us)
-            file.writelines(_clock_events(pid, gpu, axis))
+            file.writelines(_clock_events(pid, gpu, axis, _NOT_SET if dry_run else _REQUESTED))
             file.writelines(_power_events(pid, gpu.windows, axis))
         file.write("\n]}\n")
     recorded = {_iteration_of(read) for read in timelines.iterations}
@@ -138,17 +140,17 @@ class _Axis:
     def __init__(self, timelines: TimelineLogs, windows: Sequence[EnergyWindow]) -> None:
         self._offsets_s = node_offsets_s(timelines.iterations)
         self._begin_s = 0.0
-        instants = [(read.labels.node, read.begin_s) for read in timelines.iterations]
-        instants += [(w.node, w.begin_s) for w in windows if w.begin_s is not None]
-        instants += [(read.labels.node, min(read.time_s)) for read in timelines.clocks]
-        self._begin_s = min((self._common_s(*instant) for instant in instants), default=0.0)
+        instants = [self._common_s(read.labels, read.begin_s) for read in timelines.iterations]
+        instants += [self._common_s(w, w.begin_s) for w in windows if w.begin_s is not None]
+        instants += [self._common_s(read.labels, min(read.time_s)) for read in timelines.clocks]
+        self._begin_s = min(instants, default=0.0)
 
-    def us(self, node: str, instant_s: float) -> int:
-        """An instant of a node."""
-        return round(1e6 * (self._common_s(node, instant_s) - self._begin_s))
+    def us(self, whose: GpuLabels | EnergyWindow, instant_s: float) -> int:
+        """An instant of a node in a start of the job."""
+        return round(1e6 * (self._common_s(whose, instant_s) - self._begin_s))
 
-    def _common_s(self, node: str, instant_s: float) -> float:
-        return instant_s - self._offsets_s.get(node, 0.0)
+    def _common_s(self, whose: GpuLabels | EnergyWindow, instant_s: float) -> float:
+        return instant_s - self._offsets_s.get((whose.run, whose.node), 0.0)
 
 
 def _iteration_of(read: RankIteration) -> tuple[str, str, int]:
@@ -205,9 +207,8 @@ def _job_events(gpus: Sequence[_Gpu], axis: _Axis) -> Iterator[str]:
         for name, group in groupby(recorded[0], key=key):
             members = list(group)
             first, last = members[0], members[-1]
-            node = first.labels.node
-            begin_us = max(end_us, axis.us(node, first.begin_s))
-            end_us = max(begin_us, axis.us(node, last.begin_s + last.iteration_time_s))
+            begin_us = max(end_us, axis.us(first.labels, first.begin_s))
+            end_us = max(begin_us, axis.us(last.labels, last.begin_s + last.iteration_time_s))
             yield (
                 f'{_NEXT}{{"ph":"X","pid":{_JOB},"tid":{tid},"ts":{begin_us},'
                 f'"dur":{end_us - begin_us},"name":{json.dumps(name)},'
@@ -255,28 +256,28 @@ def _counter(pid: int, name: str, at_us: int, value: float, unit: str) -> str:
     return f"{_NEXT}{{{event}}}"
 
 
-def _clock_events(pid: int, gpu: _Gpu, axis: _Axis) -> Iterator[str]:
-    """The requested clock where it changes, and the observed one wherever it was looked at."""
+def _clock_events(pid: int, gpu: _Gpu, axis: _Axis, requested: str) -> Iterator[str]:
+    """The `requested` clock where it changes, and the observed one wherever it was looked at."""
     present = 0
     for read in gpu.iterations:
         if read.frequency_mhz is None:
             continue
-        begin_us = axis.us(read.labels.node, read.begin_s)
+        begin_us = axis.us(read.labels, read.begin_s)
         before = np.concatenate(([present], read.frequency_mhz[:-1]))
         for at in np.flatnonzero(read.frequency_mhz != before).tolist():
             # Requested when the unit before has ended: the wait runs at the clock that follows it.
             at_us = begin_us + (int(read.end_us[at - 1]) if at else 0)
             mhz = int(read.frequency_mhz[at])
-            yield _counter(pid, "SM clock requested", at_us, mhz, "MHz")
+            yield _counter(pid, requested, at_us, mhz, "MHz")
         present = int(read.frequency_mhz[-1])
     for samples in gpu.clocks:
         for time_s, mhz in zip(samples.time_s, samples.observed_mhz, strict=True):
-            at_us = axis.us(samples.labels.node, time_s)
+            at_us = axis.us(samples.labels, time_s)
             yield _counter(pid, "SM clock observed", at_us, mhz, "MHz")
 
 
 def _power_events(pid: int, windows: Iterable[EnergyWindow], axis: _Axis) -> Iterator[str]:
     for window in windows:
         if window.begin_s is not None and window.duration_s > 0:
-            at_us = axis.us(window.node, window.begin_s)
+            at_us = axis.us(window, window.begin_s)
             yield _counter(pid, "power", at_us, window.energy_j / window.duration_s, "W")

@@ -19,6 +19,9 @@ from envpipe_megatron.report.metered import (
 )
 from envpipe_megatron.report.shares import GpuShares
 
+#: Labels of a job that was started twice.
+STARTS = ("2026-05-04T10:11:12.345+00:00", "2026-05-04T11:00:00.000+00:00")
+
 
 def window(gpu, first, last, *, energy_j, duration_s=1.0, begin_s=0.0, phase="steady", run=""):
     return EnergyWindow(
@@ -44,9 +47,17 @@ def test_windows_of_any_length_give_each_iteration_its_energy_and_time():
 
 
 def test_a_step_that_was_repeated_after_a_restart_counts_once():
-    own = [window(0, 5, 5, energy_j=100), window(0, 5, 5, energy_j=120)]
+    own = [
+        window(0, 5, 5, energy_j=100, run=STARTS[0]),
+        window(0, 5, 5, energy_j=120, run=STARTS[1]),
+    ]
     (series,) = step_series(own)
+    assert (series.run, series.energy_j.tolist()) == ("", [110])
+    # The rank has another GPU now, and the job still one.
+    (series,) = step_series([own[0], replace(own[1], node="n9", gpu_uid="GPU-new")])
     assert series.energy_j.tolist() == [110]
+    (series,) = step_series([*own, window(1, 5, 5, energy_j=50, run=STARTS[1])])
+    assert series.energy_j.tolist() == [pytest.approx(180)]
 
 
 def test_what_lies_between_steps_is_none_of_them():
@@ -68,8 +79,21 @@ def test_power_is_that_of_the_windows_and_gaps_are_none():
     assert power_w[middle > 3.01] == pytest.approx(100)
     assert np.isnan(power_w[(middle > 1.01) & (middle < 2.99)]).all()
     # All of it: what is drawn has the energy that was metered.
-    covered_s = np.where(np.isnan(power_w), 0, np.diff(series.edges_s))
-    assert np.nansum(power_w * covered_s) == pytest.approx(400, rel=0.01)
+    assert np.nansum(power_w * np.diff(series.edges_s)) == pytest.approx(400)
+
+
+def test_power_keeps_the_energy_of_windows_that_overlap():
+    rng = np.random.default_rng(3)
+    own = [
+        window(0, 0, 0, energy_j=energy_j, duration_s=length_s, begin_s=begin_s)
+        for begin_s, length_s, energy_j in rng.uniform(1, 100, (40, 3)).tolist()
+    ]
+    own += [replace(own[0], energy_j=1e4), window(0, 0, 0, energy_j=7, begin_s=300)]
+    series = power_series(own, {})
+    energy_j = np.nansum(series.power_w * np.diff(series.edges_s))
+    assert energy_j == pytest.approx(sum(one.energy_j for one in own))
+    two = power_series([window(0, 0, 0, energy_j=300), window(0, 0, 0, energy_j=200)], {})
+    assert two.power_w == pytest.approx(500)
 
 
 @pytest.mark.parametrize("count", [1, MOST_LINES, MOST_LINES + 1, 64])
@@ -97,14 +121,27 @@ def test_bars_of_a_stage_add_up_to_its_energy():
 def test_nodes_are_brought_to_one_time_by_the_iterations_that_both_began():
     made = run_made.iterations(phases=("steady",) * 3, nodes={2: ("n2", 5000.0)})
     late = replace(made[-1], begin_s=made[-1].begin_s + 0.7)  # one that began late
-    assert node_offsets_s([*made[:-1], late]) == {"n1": 0.0, "n2": pytest.approx(5000.0)}
+    expected = {("", "n1"): 0.0, ("", "n2"): pytest.approx(5000.0)}
+    assert node_offsets_s([*made[:-1], late]) == expected
     alone = replace(made[0], labels=run_made.labels(3, "n3"), iteration=99)
-    assert node_offsets_s([*made, alone])["n3"] == 0.0
+    assert node_offsets_s([*made, alone])["", "n3"] == 0.0
+
+
+def test_a_node_that_was_booted_between_two_starts_has_a_time_of_its_own_in_each():
+    phases = ("steady",) * 3
+    before = run_made.iterations(phases=phases, nodes={2: ("n2", 5000.0)}, run=STARTS[0])
+    after = run_made.iterations(
+        phases=phases, nodes={2: ("n2", 40.0)}, run=STARTS[1], begin_s=900.0
+    )
+    offsets_s = node_offsets_s([*before, *after])
+    assert [offsets_s[start, "n2"] for start in STARTS] == pytest.approx([5000.0, 40.0])
+    drawn = last_iteration([*before, *after], "", "steady", 3)
+    assert drawn.time_s == pytest.approx(before[0].iteration_time_s, abs=1e-5)
 
 
 def test_the_last_iteration_is_one_that_all_stages_recorded():
     made = run_made.iterations(phases=("steady",) * 3, nodes={2: ("n2", 5000.0)})
-    drawn = last_iteration(made[:-1], "", "steady")  # the last stage was killed before
+    drawn = last_iteration(made[:-1], "", "steady", 3)  # the last stage was killed before
     assert drawn.iteration == 1
     assert drawn.start_s.min() == 0
     assert drawn.time_s == pytest.approx(made[0].iteration_time_s, abs=1e-5)
@@ -112,10 +149,16 @@ def test_the_last_iteration_is_one_that_all_stages_recorded():
     assert drawn.frequency_mhz.shape == drawn.start_s.shape
     # Of replicas, the lowest rank of each stage.
     peer = replace(made[3], labels=replace(made[3].labels, rank=7), start_us=made[3].start_us + 5)
-    assert (last_iteration([*made[:-1], peer], "", "steady").start_s == drawn.start_s).all()
+    again = last_iteration([*made[:-1], peer], "", "steady", 3)
+    assert (again.start_s == drawn.start_s).all()
 
 
 def test_an_order_without_a_stage_is_no_pipeline():
     made = [one for one in run_made.iterations() if one.labels.stage != 1]
-    assert last_iteration(made, "", "steady") is None
-    assert last_iteration(made, "", "profile") is None
+    assert last_iteration(made, "", "steady", 3) is None
+    assert last_iteration(made, "", "profile", 3) is None
+
+
+def test_half_a_pipeline_is_not_drawn_as_a_whole_one():
+    made = run_made.iterations()
+    assert last_iteration(made, "", "steady", 4) is None

@@ -92,6 +92,11 @@ def test_counters_tell_clock_and_power_of_each_gpu(tmp_path, made):
     assert (2, "SM clock observed MHz") not in told
 
 
+def test_clocks_of_a_dry_run_are_not_called_requested(tmp_path, made):
+    _, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(made)), dry_run=True)
+    assert {e["name"] for e in events if e["ph"] == "C"} == {"SM clock (dry run, not set)"}
+
+
 def test_a_gpu_that_was_only_metered_has_its_power(tmp_path, made):
     agent = replace(run_made.windows(made[:1])[0], gpu_uid="GPU-spare", rank=None, stage=None)
     _, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(made)), [agent])
