@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,13 @@ from typing import Any
 from envpipe_megatron.energy_file import (
     EnergyFileError,
     EnergyLogs,
-    EnergyNote,
     EnergyWindow,
-    name_of_run,
     read_energy_logs,
 )
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.plan import Plan, read_plan
 from envpipe_megatron.profile import Profile, read_profile
+from envpipe_megatron.report.run_lines import RunLines, named_as_in, of_present_job
 from envpipe_megatron.timeline_file import TimelineLogs, read_timelines
 
 #: Torn lines that are named; the others are counted.
@@ -107,28 +106,29 @@ def read_run_folder(path: Path) -> RunFolder:
     plan = _plan(path, profile, missing)
     summary = _object(path / "summary.json", "the job did not end in order", missing)
     job = _object(path / "job.json", "", missing)
+    read = RunLines(timelines, energy, _clocks(path, missing))
+    lines = of_present_job(read, job or {})
+    if others := len(read) - len(lines):
+        missing.append(f"{others} lines of other jobs, which wrote to the same folder")
     folder = RunFolder(
         path,
-        timelines,
-        energy and _named_as_in(timelines, energy),
+        lines.timelines,
+        lines.energy and named_as_in(lines.timelines, lines.energy),
         profile,
         plan,
-        _clocks(path, missing),
+        lines.clocks,
         summary and _with_step(summary, "baseline", "summary.json", missing),
         job and _with_measured_baseline(job, missing),
         _object(path / "bill.json", "", missing),
         (),
     )
-    folder = _of_present_job(folder, missing)
     missing += _untold_stages(folder)
-    folder = replace(folder, missing=tuple(missing))
-    timelines = folder.timelines
-    if not timelines.iterations and not folder.windows and profile is None and plan is None:
+    if not lines.timelines.iterations and not folder.windows and profile is None and plan is None:
         raise RunFolderError(
             f"Nothing of a run is in {path}",
             remedy="Give the folder that --output, --envpipe-output or the quickstart wrote.",
         )
-    return folder
+    return replace(folder, missing=tuple(missing))
 
 
 def _timelines(path: Path, missing: list[str]) -> TimelineLogs:
@@ -247,73 +247,6 @@ def _with_measured_baseline(job: dict[str, Any], missing: list[str]) -> dict[str
     baseline = job.get("baseline")
     told = baseline if isinstance(baseline, dict) else {"mean": baseline}
     return {**job, "baseline": _with_step(told, "mean", "job.json", missing)}
-
-
-def _named_as_in(timelines: TimelineLogs, energy: EnergyLogs) -> EnergyLogs:
-    """Energies whose nodes are called as the timelines call them, where a GPU's name tells.
-
-    An agent may call its node otherwise than the ranks on it do.
-    """
-    labels = {read.labels for read in timelines.iterations}
-    named = _node_by_gpu((own.gpu_uid, own.node) for own in labels)
-    metered = _node_by_gpu((window.gpu_uid, window.node) for window in energy.windows)
-
-    def renamed(line: EnergyWindow | EnergyNote) -> EnergyWindow | EnergyNote:
-        if isinstance(line, EnergyNote) or line.gpu_uid not in metered:
-            return line
-        node = named.get(line.gpu_uid, line.node)
-        return line if node == line.node else replace(line, node=node)
-
-    return replace(energy, lines=tuple(renamed(line) for line in energy.lines))
-
-
-def _node_by_gpu(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """The node of each GPU that is named, and on one node alone."""
-    nodes: dict[str, set[str]] = {}
-    for gpu_uid, node in pairs:
-        nodes.setdefault(gpu_uid, set()).add(node)
-    return {uid: next(iter(found)) for uid, found in nodes.items() if uid and len(found) == 1}
-
-
-def _of_present_job(folder: RunFolder, missing: list[str]) -> RunFolder:
-    """Without the lines of earlier jobs in the same folder: `job.json` has the present starts."""
-    told = (folder.job or {}).get("starts")
-    if not isinstance(told, list) or not told:
-        return folder
-    starts = tuple(str(start) for start in told)
-
-    def own(run: str) -> bool:
-        return run.endswith(starts) or name_of_run(run) == run
-
-    timelines, energy = folder.timelines, folder.energy
-    kept = replace(
-        folder,
-        timelines=replace(
-            timelines,
-            iterations=tuple(read for read in timelines.iterations if own(read.labels.run)),
-            clocks=tuple(read for read in timelines.clocks if own(read.labels.run)),
-        ),
-        energy=energy
-        and replace(
-            energy,
-            lines=tuple(
-                line for line in energy.lines if isinstance(line, EnergyNote) or own(line.run)
-            ),
-        ),
-        clocks=tuple(entry for entry in folder.clocks if own(str(entry.get("run", "")))),
-    )
-    others = _num_lines(folder) - _num_lines(kept)
-    if others:
-        missing.append(f"{others} lines of other jobs, which wrote to the same folder")
-    return kept
-
-
-def _num_lines(folder: RunFolder) -> int:
-    timelines = folder.timelines
-    return sum(
-        len(lines)
-        for lines in (timelines.iterations, timelines.clocks, folder.windows, folder.clocks)
-    )
 
 
 def _untold_stages(folder: RunFolder) -> list[str]:
