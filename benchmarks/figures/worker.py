@@ -34,7 +34,7 @@ from envpipe_megatron.schedule import Kind
 from figures.data import inputs_of, targets_of
 from figures.experiments import MODELS, reduced
 from figures.layers import activation_shapes, build_stage
-from figures.outcome import NO_CONTROL, Outcome, RankOutcome
+from figures.outcome import EMULATED, NO_CONTROL, Outcome, RankOutcome
 from figures.requests import PROFILE_FILE, RESULT_FILE, WARMUP_ITERATIONS, Batch, RunRequest
 from figures.stage_work import TrainingWork, rehearse
 
@@ -174,7 +174,7 @@ class Run:
             gpu, chosen = open_rank_gpu(uid, rank.collectives, request.backend)
             return gpu, chosen.backend or NO_CONTROL
         index = self.number * dist.get_world_size() + rank.rank
-        return EmulatedGpu.create(str(self._preset()), index), "emulated"
+        return EmulatedGpu.create(str(self._preset()), index), EMULATED
 
     def _preset(self) -> Path:
         """The file of the emulated GPUs' kind."""
