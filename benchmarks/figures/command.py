@@ -21,6 +21,7 @@ from figures.basis import overrun_warning
 from figures.experiments import BASELINE, EXPERIMENTS, MODELS, Experiment
 from figures.findings import claims_of
 from figures.hardware import STEPS, Place, hardware_of
+from figures.outcome import EMULATED
 from figures.pictures import draw
 from figures.requests import PROFILE_FILE
 from figures.rows import Row
@@ -74,7 +75,7 @@ def figure_command(name: str) -> click.Command:
     )
     @click.option(
         "--gpu-backend",
-        type=click.Choice(CHOICES),
+        type=click.Choice([choice for choice in CHOICES if choice != EMULATED]),
         help="The same with this control of clocks, in place of the best that is allowed.",
     )
     def command(

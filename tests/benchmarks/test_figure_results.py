@@ -1,6 +1,7 @@
 """What EnvPipe's experiments came to: rows, claims and what they stand on, and a tiny run."""
 
 import csv
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -248,10 +249,8 @@ def test_the_error_of_a_common_baseline_moves_both_savings(tmp_path):
     balanced, greedy = rows[2], rows[1]
     assert saving_difference(balanced, greedy) == (0, pytest.approx(100 * 2**0.5 / 200))
     other = replace(greedy, baseline=ended(energy_j=250.0))
-    separate = (balanced.saving_uncertainty_percent, other.saving_uncertainty_percent)
-    assert saving_difference(balanced, other)[1] == pytest.approx(
-        sum(e**2 for e in separate) ** 0.5
-    )
+    separate = math.hypot(balanced.saving_uncertainty_percent, other.saving_uncertainty_percent)
+    assert saving_difference(balanced, other)[1] == pytest.approx(separate)
 
 
 @pytest.mark.usefixtures("some_time")
@@ -262,7 +261,7 @@ def test_balanced_and_greedy_without_a_step_are_told(tmp_path):
         return replace(outcome, reconfigure_steps=steps)
 
     bert, *others = claims("fig11", tmp_path, outcome_of)[0].claim.split("; ")
-    assert "no step" not in bert
+    assert "neither" not in bert
     assert all("neither needed a step" in other for other in others)
 
 
