@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import combinations, groupby, pairwise
 
 from claims import Claim
 
@@ -160,14 +160,20 @@ def _microbatches(rows: list[Row]) -> Iterator[_Said]:
 
 def _falls_with_microbatches(by_count: list[Row]) -> tuple[bool | None, str]:
     """Whether savings fall, as far as the meters can tell them apart; else why not."""
-    if any(_saves_less(few, many) for few, many in pairwise(by_count)):
-        profile = by_count[0].profile
-        if profile is None:
-            return False, "Its profile is gone, so why cannot be told."
-        return False, why_few_save_less(profile, [row.job.num_microbatches for row in by_count])
+    if any(_saves_less(few, many) for few, many in combinations(by_count, 2)):
+        return False, _why_they_rise(by_count)
     if _saves_less(by_count[-1], by_count[0]):
         return True, ""
-    return None, "The meters cannot tell these savings apart."
+    why = "The meters cannot tell these savings apart; more steps (--size paper) tell finer."
+    falls = all(few.saving_percent >= many.saving_percent for few, many in pairwise(by_count))
+    return None, why if falls else f"{why} {_why_they_rise(by_count)}"
+
+
+def _why_they_rise(by_count: list[Row]) -> str:
+    profile = by_count[0].profile
+    if profile is None:
+        return "Its profile is gone, so why cannot be told."
+    return why_few_save_less(profile, [row.job.num_microbatches for row in by_count])
 
 
 def _saves_less(row: Row, other: Row) -> bool:

@@ -54,7 +54,7 @@ class Place:
         needed = max(job.stages * job.replicas for job in jobs)
         if self.gpus is not None and needed > self.gpus:
             raise ExperimentError(
-                f"{experiment.name} needs {needed} GPUs at size {self.size}, and PyTorch sees fewer",
+                f"{experiment.name} needs {needed} GPUs at size {self.size}, PyTorch sees fewer",
                 value=self.gpus,
                 remedy="Give fewer stages with --stages, or leave out --real-gpus and "
                 "--gpu-backend to emulate GPUs.",

@@ -295,6 +295,7 @@ def test_clocks_that_were_left_alone_prove_nothing(tmp_path):
         (1, False, True, "So."),
         (1, False, False, "Its profile is gone"),
         (-0.01, None, True, "The meters cannot tell"),
+        (0.01, None, True, "The meters cannot tell"),
     ],
 )
 def test_savings_must_fall_with_the_microbatches(
@@ -312,6 +313,7 @@ def test_savings_must_fall_with_the_microbatches(
     *savings, _ = claims("fig13", tmp_path, outcome_of)
     assert [claim.agrees for claim in savings] == [agrees] * 4
     assert all(claim.why.startswith(why) and bool(claim.why) == bool(why) for claim in savings)
+    assert savings[0].why.endswith("So.") == (points > 0 and profiled)
 
 
 def test_why_few_microbatches_save_less(tmp_path):
