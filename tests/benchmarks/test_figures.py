@@ -14,9 +14,10 @@ from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.frequencies import envelope
 from envpipe_megatron.schedule import Kind
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from figures.data import inputs_of, loss_of, targets_of
 from figures.emulation import time_factor, write_scaled_preset
 from figures.experiments import (
     BALANCED,
@@ -27,7 +28,7 @@ from figures.experiments import (
     Job,
     reduced,
 )
-from figures.layers import build_stage, layer_makers, split
+from figures.layers import activation_shapes, build_stage, layer_makers, split
 from figures.requests import Batch, EmulatedTime, RunRequest
 from figures.training import batches
 from figures.unit_times import UnitTimes, stage_operations
@@ -108,6 +109,20 @@ def test_reduced_models_train_with_every_number_of_stages():
             small = reduced(MODELS[model], stages)
             built = [build_stage(small, stages, stage) for stage in range(stages)]
             assert sum(len(stage.layers) for stage in built) == len(layer_makers(small))
+
+
+@pytest.mark.parametrize("name", ["bert_336M", "megatron_125M", "resnet_152"])
+def test_a_microbatch_has_the_same_data_whenever_it_is_drawn(name):
+    small, cpu = reduced(MODELS[name], 2), torch.device("cpu")
+    outputs = activation_shapes(small, 2, 3)[-1]
+    for drawn in (
+        [inputs_of(small, 3, seed, cpu) for seed in (7, 8, 7)],
+        [targets_of(small, outputs, seed, cpu) for seed in (7, 8, 7)],
+    ):
+        first, other, again = drawn
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+    assert loss_of(torch.zeros(outputs), targets_of(small, outputs, 7, cpu)).item() > 0
 
 
 # --- how long it takes ---------------------------------------------------------------------------
