@@ -14,9 +14,10 @@ from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.frequencies import envelope
 from envpipe_megatron.schedule import Kind
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import torch
 from figures.data import inputs_of, loss_of, targets_of
 from figures.emulation import time_factor, write_scaled_preset
 from figures.experiments import (
