@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import click
+import torch
 from claims import CLAIMS_FILE, Claim, write_claims
+from click.core import ParameterSource
 from outputs import save_picture, write_csv
 from rich.console import Console
 from rich.table import Table
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.control import CHOICES
+from figures.basis import overrun_warning
 from figures.experiments import BASELINE, EXPERIMENTS, MODELS, Experiment
 from figures.findings import claims_of
-from figures.hardware import STEPS, Place, find_place, hardware_of
+from figures.hardware import STEPS, Place, hardware_of
+from figures.outcome import EMULATED
 from figures.pictures import draw
 from figures.requests import PROFILE_FILE
 from figures.rows import Row
@@ -29,8 +35,9 @@ _TABLE_WIDTH = 120
 
 def figure_command(name: str) -> click.Command:
     """The command of one figure."""
+    models = tuple(dict.fromkeys(job.model for job in EXPERIMENTS[name].jobs))
 
-    @click.command(help=f"Make {name}: {EXPERIMENTS[name].title}.")
+    @click.command(help=f"Make {name}: {EXPERIMENTS[name].title}. GPUs are emulated by default.")
     @click.option(
         "--output",
         type=click.Path(file_okay=False, path_type=Path),
@@ -45,36 +52,75 @@ def figure_command(name: str) -> click.Command:
         show_default=True,
         help="paper: 30 measured steps and every replica; reduced: 10 steps of one replica.",
     )
+    @click.option(
+        "--model",
+        "chosen",
+        type=click.Choice(models),
+        multiple=True,
+        help="A model of the figure, in place of all; may be repeated.",
+    )
     @click.option("--stages", type=click.IntRange(2), help="Stages in place of the paper's.")
     @click.option(
-        "--gpu-backend",
-        type=click.Choice(CHOICES),
-        default="auto",
+        "--forward-ms",
+        type=click.IntRange(1),
+        default=Place.forward_ms,
         show_default=True,
-        help="How clocks of real GPUs are controlled.",
+        help="Wall time of a pipeline's longest forward on emulated GPUs: a slow machine needs "
+        "longer ones to keep up.",
     )
-    def command(output: Path, size: str, stages: int | None, gpu_backend: str) -> None:
+    @click.option(
+        "--real-gpus",
+        is_flag=True,
+        help="Train at full size on this machine's GPUs, and set their clocks.",
+    )
+    @click.option(
+        "--gpu-backend",
+        type=click.Choice([choice for choice in CHOICES if choice != EMULATED]),
+        help="The same with this control of clocks, in place of the best that is allowed.",
+    )
+    def command(
+        output: Path,
+        size: str,
+        chosen: tuple[str, ...],
+        stages: int | None,
+        forward_ms: int,
+        real_gpus: bool,
+        gpu_backend: str | None,
+    ) -> None:
         console = Console(width=max(Console().width, _TABLE_WIDTH))
-        experiment = _with_stages(EXPERIMENTS[name], stages)
+        experiment = _narrowed(EXPERIMENTS[name], chosen, stages)
+        gpus = torch.cuda.device_count() if real_gpus or gpu_backend else None
+        place = Place(size, gpus, gpu_backend or Place.backend, forward_ms)
         try:
-            rows = make_rows(experiment, find_place(size, gpu_backend), output / _RUNS, console)
+            rows = make_rows(experiment, place, output / _RUNS, console)
+            leave(experiment, rows, _again(name), output / name, console)
         except EnvPipeError as error:
             raise click.ClickException(str(error)) from error
-        again = f"python benchmarks/{name}.py"
-        if size != "reduced":
-            again += f" --size {size}"
-        if stages:
-            again += f" --stages {stages}"
-        leave(experiment, rows, again, output / name, console)
 
     return command
 
 
-def _with_stages(experiment: Experiment, stages: int | None) -> Experiment:
-    if stages is None:
-        return experiment
-    jobs = tuple(dict.fromkeys(replace(job, stages=stages) for job in experiment.jobs))
-    return replace(experiment, jobs=jobs)
+def _again(name: str) -> str:
+    """What makes the same figure again: the options that were given, but for the folder."""
+    context = click.get_current_context()
+    words = ["python", f"benchmarks/{name}.py"]
+    for option in context.command.params:
+        assert option.name is not None
+        given = context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
+        if not given or option.name == "output":
+            continue
+        value = context.params[option.name]
+        for each in value if isinstance(value, tuple) else (value,):
+            words += [option.opts[0]] if each is True else [option.opts[0], str(each)]
+    return shlex.join(words)
+
+
+def _narrowed(experiment: Experiment, models: Sequence[str], stages: int | None) -> Experiment:
+    """A figure of some models (of all, where none is named), with other stages where given."""
+    jobs = [job for job in experiment.jobs if not models or job.model in models]
+    if stages is not None:
+        jobs = [replace(job, stages=stages) for job in jobs]
+    return replace(experiment, jobs=tuple(dict.fromkeys(jobs)))
 
 
 def make_rows(experiment: Experiment, place: Place, folder: Path, console: Console) -> list[Row]:
@@ -87,7 +133,7 @@ def make_rows(experiment: Experiment, place: Place, folder: Path, console: Conso
     if place.emulated:
         console.print(
             "No GPU is used: reduced models train on this machine's CPU, time and energy are those "
-            "of emulated GPUs.",
+            "of emulated GPUs. Real ones are used with --real-gpus.",
             soft_wrap=True,
         )
     train([place.request(*run) for run in experiment.runs()], folder, console)
@@ -101,10 +147,21 @@ def make_rows(experiment: Experiment, place: Place, folder: Path, console: Conso
         assert baseline is not None
         factor = request.emulated.factor if request.emulated else 1.0
         hardware = hardware_of(request, result)
+        # Without clock control there is no profile: nothing is profiled or planned.
         profiled = folder / request.profiling().key / PROFILE_FILE
-        profile = profiled if request.needs_profile else None
+        profile = profiled if request.needs_profile and profiled.is_file() else None
         rows.append(
-            Row(job, setting, hardware, factor, request.job.replicas, result, baseline, profile)
+            Row(
+                job,
+                setting,
+                hardware,
+                factor,
+                request.steps,
+                request.job.replicas,
+                result,
+                baseline,
+                profile,
+            )
         )
     return rows
 
@@ -116,17 +173,13 @@ def leave(
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / f"{experiment.name}.csv", [row.columns() for row in rows])
     save_picture(draw(experiment, rows), folder, experiment.name)
+    console.print(_table(experiment, rows))
     claims = claims_of(experiment, rows, again)
     write_claims(folder / CLAIMS_FILE, claims)
-    console.print(_table(experiment, rows))
     for claim in claims:
         console.print(_sentence(claim), highlight=False, markup=False, soft_wrap=True)
-    doubted = [row for row in rows if not row.result.trusted]
-    if doubted:
-        console.print(
-            f"[yellow]Warning: in {len(doubted)} of {len(rows)} runs this machine computed too "
-            "slowly for the emulation; see column Trusted.[/yellow]"
-        )
+    if warning := overrun_warning(rows):
+        console.print(f"Warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
     console.print(f"Everything is in {folder}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -154,6 +207,6 @@ def _table(experiment: Experiment, rows: list[Row]) -> Table:
 
 
 def _sentence(claim: Claim) -> str:
-    verdict = {True: "agrees", False: "contradicts", None: "nothing to compare"}[claim.agrees]
+    verdict = {True: "agrees", False: "contradicts", None: "not compared"}[claim.agrees]
     why = f" {claim.why}" if claim.why else ""
     return f"- {claim.claim}. Paper: {claim.paper} ({verdict}).{why}"

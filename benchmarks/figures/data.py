@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
@@ -9,26 +11,39 @@ from figures.experiments import Family, Model
 
 
 def inputs_of(model: Model, samples: int, seed: int, device: torch.device) -> torch.Tensor:
-    """One microbatch for the first stage; the seed is the microbatch's own."""
-    generator = torch.Generator().manual_seed(seed)
+    """One microbatch for the first stage, drawn on a device; the seed is the microbatch's own."""
+    generator = torch.Generator(device).manual_seed(seed)
     match model.family:
         case Family.MEGATRON:
-            made = torch.randint(model.outputs, (samples, model.length), generator=generator)
+            tokens = (samples, model.length)
+            return torch.randint(model.outputs, tokens, generator=generator, device=device)
         case Family.RESNET:
-            image = (3, model.length, model.length)
-            made = torch.randn((samples, *image), generator=generator)
+            shape: tuple[int, ...] = (samples, 3, model.length, model.length)
         case _:
-            made = torch.randn((samples, model.length, model.width), generator=generator)
-    return made.to(device)
+            shape = (samples, model.length, model.width)
+    return torch.randn(shape, generator=generator, device=device)
 
 
-def loss_of(model: Model, outputs: torch.Tensor, seed: int) -> torch.Tensor:
-    """The loss of one microbatch's outputs against targets that follow from the same seed."""
-    generator = torch.Generator().manual_seed(seed)
+def targets_of(
+    model: Model, outputs: Sequence[int], seed: int, device: torch.device
+) -> torch.Tensor:
+    """What the last stage's outputs of one microbatch are compared with.
+
+    Args:
+        model: whose outputs.
+        outputs: their shape.
+        seed: the microbatch's own.
+        device: where targets are drawn.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
     if model.outputs:
-        targets = torch.randint(model.outputs, outputs.shape[:-1], generator=generator)
-        return functional.cross_entropy(
-            outputs.float().flatten(0, -2), targets.to(outputs.device).flatten()
-        )
-    targets = torch.randn(outputs.shape, generator=generator).to(outputs.device)
-    return functional.mse_loss(outputs.float(), targets)
+        classes = tuple(outputs[:-1])
+        return torch.randint(model.outputs, classes, generator=generator, device=device)
+    return torch.randn(tuple(outputs), generator=generator, device=device)
+
+
+def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss of one microbatch: against classes, or against values of the same shape."""
+    if targets.is_floating_point():
+        return functional.mse_loss(outputs.float(), targets)
+    return functional.cross_entropy(outputs.float().flatten(0, -2), targets.flatten())

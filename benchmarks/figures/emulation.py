@@ -13,10 +13,9 @@ from pathlib import Path
 from envpipe_megatron.gpu.presets import load_preset, resolve_preset
 from figures.unit_times import UnitTimes
 
-#: The longest forward of a pipeline in wall time, s: a few times what the reduced model computes.
-_LONGEST_FORWARD_S = 0.008
-#: Nor may the shortest become shorter than this, s, or the host would be what is measured.
-_SHORTEST_FORWARD_S = 0.006
+#: The shortest forward of a pipeline is not made shorter than this share of what the longest is
+#: asked to be, or the host would compute longer than the unit.
+_SHORTEST_SHARE = 0.75
 #: EnvPipe profiles every 90 MHz and reconfigures by 30, also to clocks that it has not profiled.
 #: Here a unit is raised to profiled clocks alone, so these are as close.
 _PROFILE_STEP_MHZ = 30
@@ -24,11 +23,16 @@ _PROFILE_STEP_MHZ = 30
 _TIMES = ("frequency_change_s", "refresh_s")
 
 
-def time_factor(times: UnitTimes) -> float:
-    """What emulated time is multiplied by for these units."""
-    return max(
-        _LONGEST_FORWARD_S / max(times.forward_s), _SHORTEST_FORWARD_S / min(times.forward_s)
-    )
+def time_factor(times: UnitTimes, forward_s: float) -> float:
+    """What emulated time is multiplied by for these units.
+
+    Args:
+        times: of the real size.
+        forward_s: of the longest forward of the pipeline in wall time; longer where the shortest
+            would else be too short for a host.
+    """
+    shortest_s = _SHORTEST_SHARE * forward_s
+    return max(forward_s / max(times.forward_s), shortest_s / min(times.forward_s))
 
 
 def write_scaled_preset(name: str, factor: float, folder: Path) -> Path:

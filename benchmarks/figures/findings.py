@@ -3,136 +3,193 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby, pairwise
+from dataclasses import dataclass
+from itertools import combinations, groupby, pairwise
 
 from claims import Claim
 
+from envpipe_megatron.runtime.interval_energy import NORMAL_95
+from figures.basis import basis_of
 from figures.experiments import BALANCED, ENVELOPE, GREEDY, MODELS, UNIFORM, Experiment
 from figures.followups import why_few_save_less
 from figures.outcome import DRY_RUN, NO_CONTROL
-from figures.rows import Row, of_setting, savers
+from figures.rows import Row, of_setting, savers, saving_difference
 
 #: What the paper allows, and so counts as none (%).
 _NO_SLOWDOWN_PERCENT = 1.0
-#: Savings closer than this are equal (percentage points): the energy meter tells no finer.
-_EQUAL_POINTS = 0.5
 
-_ONE_NODE = "saves up to 25.2 % on one node of four GPUs, less than 1 % slower"
-_TWO_NODES = "saves up to 28.4 % on 16 GPUs, less than 1 % slower"
+_ONE_NODE = "up to 25.2 % on one node of four GPUs"
+_TWO_NODES = "up to 28.4 % on two nodes, 16 GPUs"
+
+
+@dataclass(frozen=True)
+class _Said:
+    """A sentence, what the paper says of the same, and the runs that it is made from.
+
+    Args:
+        agrees: None where the two cannot be compared.
+        why: they do not agree, or cannot.
+    """
+
+    sentence: str
+    paper: str
+    rows: list[Row]
+    agrees: bool | None
+    why: str = ""
 
 
 def claims_of(experiment: Experiment, rows: list[Row], command: str) -> list[Claim]:
     """All claims of one figure; the last is that training was the same."""
-    say = _CLAIMS[experiment.name]
-    basis = " and ".join(dict.fromkeys(row.hardware for row in rows))
-    meaningless = any(row.result.control in (DRY_RUN, NO_CONTROL) for row in rows)
-    found = [
+    found = [*_CLAIMS[experiment.name](rows), _losses(rows)]
+    return [
         Claim(
             experiment.name,
             command,
-            sentence,
-            basis,
-            paper,
-            None if meaningless else agrees,
-            "" if agrees or meaningless else why,
+            said.sentence,
+            basis_of(said.rows),
+            said.paper,
+            said.agrees,
+            said.why,
         )
-        for sentence, paper, agrees, why in say(rows)
+        for said in found
     ]
+
+
+def _savings_mean_something(rows: Iterable[Row]) -> bool:
+    return not any(row.result.control in (DRY_RUN, NO_CONTROL) for row in rows)
+
+
+def _losses(rows: list[Row]) -> _Said:
     compared = savers(rows)
     same = sum(row.losses_equal for row in compared)
-    return [
-        *found,
-        Claim(
-            experiment.name,
-            command,
-            f"All losses of {same} of {len(compared)} runs are the baseline's to the last bit",
-            basis,
-            "accuracy is preserved",
-            same == len(compared),
-        ),
-    ]
+    return _Said(
+        f"All losses of {same} of {len(compared)} runs are the baseline's to the last bit",
+        "accuracy is preserved",
+        rows,
+        same == len(compared),
+    )
 
 
-#: A sentence, what the paper says, whether both agree, and why they do not.
-_Said = tuple[str, str, bool, str]
-
-_MAGNITUDE = "Time and power of these emulated GPUs are guesses, so only directions compare."
+_EMULATED_MAGNITUDE = (
+    "Time and power of these emulated GPUs are guesses, so only directions compare."
+)
+_REAL_MAGNITUDE = "How much can be saved is another on each GPU, so only directions compare."
 
 
 def _savings(paper: str) -> Callable[[list[Row]], Iterator[_Said]]:
     def say(rows: list[Row]) -> Iterator[_Said]:
         balanced = of_setting(rows, BALANCED)
+        meaningful = _savings_mean_something(rows)
         slowest = max(row.slowdown_percent for row in balanced)
-        least = min(row.saving_percent for row in balanced)
-        yield (
-            f"EnvPipe saves {_each(balanced)}, at most {slowest:+.2f} % slower",
+        yield _Said(
+            f"EnvPipe is at most {slowest:+.2f} % slower",
+            "less than 1 % slower",
+            rows,
+            slowest < _NO_SLOWDOWN_PERCENT if meaningful else None,
+        )
+        sentence = ", ".join(f"{_percent(row)} ({_name(row)})" for row in balanced)
+        magnitude = _EMULATED_MAGNITUDE if rows[0].emulated else _REAL_MAGNITUDE
+        lost = meaningful and any(row.saving_percent <= 0 for row in balanced)
+        yield _Said(
+            f"EnvPipe saves {sentence}",
             paper,
-            slowest < _NO_SLOWDOWN_PERCENT and least > 0,
-            _MAGNITUDE,
+            rows,
+            False if lost else None,
+            magnitude if meaningful else "",
         )
 
     return say
 
 
 def _parts(rows: list[Row]) -> Iterator[_Said]:
-    for _, some in _by_model(rows):
-        uniform, envelope, balanced = (
-            of_setting(some, setting)[0] for setting in (UNIFORM, ENVELOPE, BALANCED)
-        )
-        label = MODELS[uniform.job.model].label
-        slower = [row.slowdown_percent for row in (uniform, envelope, balanced)]
-        yield (
-            f"{label}: uniform saves {uniform.saving_percent:.1f} % and is {slower[0]:.1f} % "
-            f"slower; EnvPipe's order and envelope {envelope.saving_percent:.1f} %, "
-            f"{slower[1]:.1f} % slower; balanced {balanced.saving_percent:.1f} %, "
+    for label, some in _by_model(rows):
+        parts = [of_setting(some, setting)[0] for setting in (UNIFORM, ENVELOPE, BALANCED)]
+        slower = [row.slowdown_percent for row in parts]
+        saved = [_percent(row) for row in parts]
+        in_order = slower[0] > slower[1] >= slower[2] and slower[2] < _NO_SLOWDOWN_PERCENT
+        yield _Said(
+            f"{label}: uniform saves {saved[0]} and is {slower[0]:.1f} % slower; EnvPipe's order "
+            f"and envelope {saved[1]}, {slower[1]:.1f} % slower; balanced {saved[2]}, "
             f"{slower[2]:+.2f} %",
             "uniform slows down, the envelope less, and reconfiguring brings the time back",
-            slower[0] > slower[1] >= slower[2] and slower[2] < _NO_SLOWDOWN_PERCENT,
-            "",
+            some,
+            in_order if _savings_mean_something(some) else None,
         )
 
 
 def _greedy(rows: list[Row]) -> Iterator[_Said]:
     pairs = list(zip(of_setting(rows, BALANCED), of_setting(rows, GREEDY), strict=True))
-    sentence = "; ".join(
-        f"{MODELS[b.job.model].label} {b.saving_percent:.1f} against {g.saving_percent:.1f} %"
-        for b, g in pairs
-    )
-    yield (
-        f"Balanced saves, against greedy: {sentence}",
+    worse = any(_saves_less(balanced, greedy) for balanced, greedy in pairs)
+    yield _Said(
+        "Balanced saves, against greedy: " + "; ".join(_against(*pair) for pair in pairs),
         "balanced saves at least as much as greedy",
-        all(b.saving_percent >= g.saving_percent - _EQUAL_POINTS for b, g in pairs),
-        "",
+        rows,
+        not worse if _savings_mean_something(rows) else None,
     )
+
+
+def _against(balanced: Row, greedy: Row) -> str:
+    label = MODELS[balanced.job.model].label
+    more, error = saving_difference(balanced, greedy)
+    sentence = (
+        f"{label} {balanced.saving_percent:.1f} against {greedy.saving_percent:.1f} %, "
+        f"{more:+.1f} ± {NORMAL_95 * error:.1f} points"
+    )
+    if balanced.result.reconfigure_steps == greedy.result.reconfigure_steps == 0:
+        return f"{sentence} (neither needed a step)"
+    return sentence
 
 
 def _microbatches(rows: list[Row]) -> Iterator[_Said]:
-    for _, some in _by_model(of_setting(rows, BALANCED)):
-        by_count = sorted(some, key=lambda row: row.job.num_microbatches)
-        counts = [row.job.num_microbatches for row in by_count]
-        profile = by_count[0].profile
+    for label, some in _by_model(rows):
+        by_count = sorted(of_setting(some, BALANCED), key=lambda row: row.job.num_microbatches)
         sentence = ", ".join(
-            f"{row.saving_percent:.1f} % with M = {row.job.num_microbatches}" for row in by_count
+            f"{_percent(row)} with M = {row.job.num_microbatches}" for row in by_count
         )
-        falls = all(
-            less.saving_percent >= more.saving_percent - _EQUAL_POINTS
-            for less, more in pairwise(by_count)
-        )
-        yield (
-            f"{MODELS[some[0].job.model].label} saves {sentence}",
+        agrees, why = None, ""
+        if _savings_mean_something(some):
+            agrees, why = _falls_with_microbatches(by_count)
+        yield _Said(
+            f"{label} saves {sentence}",
             "the fewer microbatches, the larger the bubbles and the saving",
-            falls,
-            "" if falls or profile is None else why_few_save_less(profile, counts),
+            some,
+            agrees,
+            why,
         )
+
+
+def _falls_with_microbatches(by_count: list[Row]) -> tuple[bool | None, str]:
+    """Whether savings fall, as far as the meters can tell them apart; else why not."""
+    if any(_saves_less(few, many) for few, many in combinations(by_count, 2)):
+        return False, _why_they_rise(by_count)
+    if _saves_less(by_count[-1], by_count[0]):
+        return True, ""
+    why = "The meters cannot tell these savings apart; more steps (--size paper) tell finer."
+    falls = all(few.saving_percent >= many.saving_percent for few, many in pairwise(by_count))
+    return None, why if falls else f"{why} {_why_they_rise(by_count)}"
+
+
+def _why_they_rise(by_count: list[Row]) -> str:
+    profile = by_count[0].profile
+    if profile is None:
+        return "Its profile is gone, so why cannot be told."
+    return why_few_save_less(profile, [row.job.num_microbatches for row in by_count])
+
+
+def _saves_less(row: Row, other: Row) -> bool:
+    """Whether a run saves less than another at 95 % confidence."""
+    difference, error = saving_difference(row, other)
+    return difference < -NORMAL_95 * error
 
 
 def _by_model(rows: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:
     for model, some in groupby(rows, key=lambda row: row.job.model):
-        yield model, list(some)
+        yield MODELS[model].label, list(some)
 
 
-def _each(rows: Iterable[Row]) -> str:
-    return ", ".join(f"{row.saving_percent:.1f} % ({_name(row)})" for row in rows)
+def _percent(row: Row) -> str:
+    """The saving, with its interval of 95 %."""
+    return f"{row.saving_percent:.1f} ± {NORMAL_95 * row.saving_uncertainty_percent:.1f} %"
 
 
 def _name(row: Row) -> str:

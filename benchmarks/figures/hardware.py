@@ -1,10 +1,8 @@
-"""Where experiments run: on this machine's GPUs, or on emulated ones where there are none."""
+"""Where experiments run: on emulated GPUs, or where asked for on those of this machine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-
-import torch
 
 from envpipe_megatron.gpu.presets import load_preset
 from figures.emulation import time_factor
@@ -24,24 +22,26 @@ class Place:
 
     Args:
         size: one of `STEPS`; reduced trains one replica for all.
-        gpus: of this machine; 0 emulates.
+        gpus: of this machine; None emulates.
         backend: of the clocks of real GPUs.
+        forward_ms: wall time of a pipeline's longest forward on emulated GPUs.
     """
 
     size: str
-    gpus: int
-    backend: str
+    gpus: int | None = None
+    backend: str = "auto"
+    forward_ms: int = 8
 
     @property
     def emulated(self) -> bool:
         """Whether GPUs are emulated."""
-        return self.gpus == 0
+        return self.gpus is None
 
     def request(self, job: Job, setting: Setting) -> RunRequest:
         """What ranks are asked to do for one run of a figure."""
         if self.size == "reduced":
             job = replace(job, minibatch_size=job.minibatch_size // job.replicas, replicas=1)
-        emulated = emulated_time(job) if self.emulated else None
+        emulated = emulated_time(job, self.forward_ms) if self.emulated else None
         return RunRequest(job, setting, STEPS[self.size], emulated, self.backend)
 
     def check(self, experiment: Experiment) -> None:
@@ -52,11 +52,12 @@ class Place:
         """
         jobs = [self.request(job, setting).job for job, setting in experiment.runs()]
         needed = max(job.stages * job.replicas for job in jobs)
-        if not self.emulated and needed > self.gpus:
+        if self.gpus is not None and needed > self.gpus:
             raise ExperimentError(
-                f"{experiment.name} needs {needed} GPUs at size {self.size}",
+                f"{experiment.name} needs {needed} GPUs at size {self.size}, PyTorch sees fewer",
                 value=self.gpus,
-                remedy="Give fewer stages with --stages, or emulate with CUDA_VISIBLE_DEVICES=''.",
+                remedy="Give fewer stages with --stages, or leave out --real-gpus and "
+                "--gpu-backend to emulate GPUs.",
             )
 
 
@@ -70,14 +71,9 @@ def hardware_of(request: RunRequest, outcome: Outcome) -> str:
     return f"{outcome.gpu} (clocks by {outcome.control})"
 
 
-def find_place(size: str, backend: str) -> Place:
-    """The place that this machine offers."""
-    return Place(size, torch.cuda.device_count() if torch.cuda.is_available() else 0, backend)
-
-
-def emulated_time(job: Job) -> EmulatedTime:
-    """Time of a job on its emulated GPU."""
+def emulated_time(job: Job, forward_ms: int) -> EmulatedTime:
+    """Time of a job on its emulated GPU, whose longest forward has this wall time."""
     times = unit_times(job)
-    factor = time_factor(times)
+    factor = time_factor(times, forward_ms / 1e3)
     scaled = times.scaled(factor)
     return EmulatedTime(factor, scaled.forward_s, scaled.backward_s)

@@ -225,7 +225,7 @@ def build_stage(model: Model, stages: int, stage: int) -> Stage:
 def activation_shapes(model: Model, stages: int, samples: int) -> list[torch.Size]:
     """What each stage hands to the next; the last's is its output."""
     shapes = []
-    passed = inputs_of(model, samples, 0, torch.device("meta"))
+    passed = inputs_of(model, samples, 0, torch.device("cpu")).to("meta")
     for index in range(stages):
         with torch.device("meta"), torch.no_grad():
             passed = build_stage(model, stages, index)(passed)

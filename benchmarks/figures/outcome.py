@@ -15,6 +15,8 @@ from envpipe_megatron.runtime.session import SessionState
 
 #: A back end that changes no clock, and the name of none.
 DRY_RUN, NO_CONTROL = "dry_run", "none"
+#: The back end of emulated GPUs.
+EMULATED = "emulated"
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from figures.experiments import BASELINE, Job, Setting
-from figures.outcome import Outcome
+from figures.outcome import EMULATED, Outcome
 
 
 @dataclass(frozen=True)
@@ -18,20 +19,27 @@ class Row:
         setting: how it was trained.
         hardware: what it ran on.
         factor: emulated over real time; 1 on real GPUs.
+        steps: that were measured.
         replicas_run: replicas that were trained; energy and throughput are for all of the job's.
         result: what it came to.
         baseline: that of the job's baseline.
-        profile: the file that its plan was made from; None for a baseline.
+        profile: the file that its plan was made from; None where none was.
     """
 
     job: Job
     setting: Setting
     hardware: str
     factor: float
+    steps: int
     replicas_run: int
     result: Outcome
     baseline: Outcome
     profile: Path | None
+
+    @property
+    def emulated(self) -> bool:
+        """Whether its time and energy are those of emulated GPUs."""
+        return self.result.control == EMULATED
 
     @property
     def iteration_time_s(self) -> float:
@@ -53,6 +61,15 @@ class Row:
     def saving_percent(self) -> float:
         """Energy saved against the baseline."""
         return 100 * (1 - self.result.energy_j / self.baseline.energy_j)
+
+    @property
+    def saving_uncertainty_percent(self) -> float:
+        """Standard uncertainty of the saving as the meters say, in percentage points."""
+        if self.setting == BASELINE:
+            return 0.0
+        ratio = self.result.energy_j / self.baseline.energy_j
+        errors_j = (self.result.energy_uncertainty_j, ratio * self.baseline.energy_uncertainty_j)
+        return 100 * math.hypot(*errors_j) / self.baseline.energy_j
 
     @property
     def slowdown_percent(self) -> float:
@@ -90,11 +107,13 @@ class Row:
             "Energy (mJ)": round(1e3 * self.energy_j, 3),
             "Iteration time (s)": self.iteration_time_s,
             "Saving (%)": self.saving_percent,
+            "Saving uncertainty (%)": self.saving_uncertainty_percent,
             "Slowdown (%)": self.slowdown_percent,
             "Predicted saving (%)": plan.predicted_saving_percent if plan else "",
             "Predicted slowdown (%)": plan.predicted_slowdown_percent if plan else "",
             "Energy uncertainty (%)": 100 * result.energy_uncertainty_j / result.energy_j,
             "Iterations": result.iterations,
+            "Measured steps": self.steps,
             "Microbatches": job.num_microbatches,
             "Stages": job.stages,
             "Extra forwards": _list(plan.extra_forwards if plan else [0] * job.stages),
@@ -122,3 +141,21 @@ def of_setting(rows: list[Row], setting: Setting) -> list[Row]:
 def savers(rows: list[Row]) -> list[Row]:
     """All but the baselines."""
     return [row for row in rows if row.setting != BASELINE]
+
+
+def saving_difference(row: Row, other: Row) -> tuple[float, float]:
+    """How much more a run saves than another, and the standard uncertainty, in percentage points.
+
+    A baseline that both have counts once: its error moves both savings alike.
+    """
+    difference = row.saving_percent - other.saving_percent
+    if row.baseline != other.baseline:
+        errors = (row.saving_uncertainty_percent, other.saving_uncertainty_percent)
+        return difference, math.hypot(*errors)
+    shared = row.baseline
+    errors_j = (
+        row.result.energy_uncertainty_j,
+        other.result.energy_uncertainty_j,
+        difference / 100 * shared.energy_uncertainty_j,
+    )
+    return difference, 100 * math.hypot(*errors_j) / shared.energy_j

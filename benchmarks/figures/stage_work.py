@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from envpipe_megatron.schedule import Unit
-from figures.data import inputs_of, loss_of
+from figures.data import loss_of
 from figures.experiments import Model, Precision
 from figures.layers import Stage
 
@@ -18,11 +19,10 @@ class TrainingWork:
     Args:
         model: what the stage is a part of.
         stage: its layers.
-        first: whether it takes samples, else activations.
-        last: whether it ends in a loss, else hands over activations.
-        samples: of a microbatch.
+        samples: of each microbatch, on the first stage; a later one takes activations.
+        targets: of each microbatch, on the last stage, which ends in their loss; an earlier one
+            hands over activations.
         num_microbatches: whose losses are averaged.
-        seed: of the iteration's first microbatch; the next one's is one more.
     """
 
     def __init__(
@@ -30,15 +30,13 @@ class TrainingWork:
         model: Model,
         stage: Stage,
         *,
-        first: bool,
-        last: bool,
-        samples: int,
+        samples: Sequence[torch.Tensor] | None,
+        targets: Sequence[torch.Tensor] | None,
         num_microbatches: int,
-        seed: int,
     ) -> None:
         self._model, self._stage = model, stage
-        self._first, self._last = first, last
-        self._samples, self._num_microbatches, self._seed = samples, num_microbatches, seed
+        self._samples, self._targets = samples, targets
+        self._num_microbatches = num_microbatches
         self._device = next(stage.parameters()).device
         #: Of the microbatches in flight: input and output, which the backward needs.
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -47,25 +45,25 @@ class TrainingWork:
 
     def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Run a forward; the last stage's gives nothing to send."""
-        seed = self._seed + unit.microbatch
         if inputs is None:
-            x = inputs_of(self._model, self._samples, seed, self._device)
+            assert self._samples is not None
+            x = self._samples[unit.microbatch]
         else:
             x = inputs[0]
         with half_precision(self._model, self._device):
             outputs = self._stage(x)
-            if self._last:
-                outputs = loss_of(self._model, outputs, seed)
+            if self._targets is not None:
+                outputs = loss_of(outputs, self._targets[unit.microbatch])
                 self.losses[unit.microbatch] = outputs.detach()
                 outputs = outputs / self._num_microbatches
         self._kept[unit.microbatch] = x, outputs
-        return [] if self._last else [outputs.detach()]
+        return [outputs.detach()] if self._targets is None else []
 
     def backward(self, unit: Unit, gradients: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Run a backward; the first stage's gives nothing to send."""
         x, outputs = self._kept.pop(unit.microbatch)
         torch.autograd.backward(outputs, None if gradients is None else gradients[0])
-        if self._first:
+        if self._samples is not None:
             return []
         assert x.grad is not None
         return [x.grad]

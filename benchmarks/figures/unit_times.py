@@ -49,7 +49,7 @@ def count_operations(stage: Stage, inputs: torch.Tensor) -> tuple[Operations, to
 def stage_operations(model: Model, stages: int, microbatch_size: int) -> tuple[Operations, ...]:
     """Of each stage of a model, for one microbatch."""
     counted = []
-    passed = inputs_of(model, microbatch_size, 0, torch.device("meta"))
+    passed = inputs_of(model, microbatch_size, 0, torch.device("cpu")).to("meta")
     for index in range(stages):
         with torch.device("meta"):
             stage = build_stage(model, stages, index)

@@ -31,10 +31,10 @@ from envpipe_megatron.runtime.profiler import ProfilerSettings
 from envpipe_megatron.runtime.rank_gpu import open_rank_gpu
 from envpipe_megatron.runtime.session import Session, SessionConfig
 from envpipe_megatron.schedule import Kind
-from figures.data import inputs_of
+from figures.data import inputs_of, targets_of
 from figures.experiments import MODELS, reduced
 from figures.layers import activation_shapes, build_stage
-from figures.outcome import NO_CONTROL, Outcome, RankOutcome
+from figures.outcome import EMULATED, NO_CONTROL, Outcome, RankOutcome
 from figures.requests import PROFILE_FILE, RESULT_FILE, WARMUP_ITERATIONS, Batch, RunRequest
 from figures.stage_work import TrainingWork, rehearse
 
@@ -122,34 +122,38 @@ class Run:
         steady = 0
         try:
             while steady < self.request.steps:
-                works: list[TrainingWork] = []
-
-                def make_work(schedule: object, works: list[TrainingWork] = works) -> TrainingWork:
-                    works.append(self._work(len(self.losses)))
-                    return works[0]
-
                 optimizer.zero_grad()
-                session.run_iteration(self.request.job.num_microbatches, specs, make_work)
+                losses = self._run_iteration(session, specs)
                 self._average_gradients()
                 optimizer.step()
-                losses = works[0].losses
                 self.losses.append([losses[m].item() for m in sorted(losses)])
                 steady += session.state.phase is Phase.STEADY
         finally:
             session.close()
         return self._outcome(session, gpu.name, control)
 
+    def _run_iteration(self, session: Session, specs: StageSpecs) -> dict[int, torch.Tensor]:
+        """Losses of the next iteration by microbatch, on the last stage."""
+        work = self._work(len(self.losses))
+        session.run_iteration(self.request.job.num_microbatches, specs, lambda _: work)
+        return work.losses
+
     def _work(self, iteration: int) -> TrainingWork:
-        job, rank = self.request.job, self.rank
-        of_replica = iteration * job.replicas + rank.replica
+        """An iteration's work; its data are drawn now, so that no unit is timed with drawing."""
+        job, rank, model, device = self.request.job, self.rank, self.model, self.rank.device
+        first_seed = (iteration * job.replicas + rank.replica) * job.num_microbatches
+        seeds = range(first_seed, first_seed + job.num_microbatches)
+        samples = targets = None
+        if rank.first:
+            samples = [inputs_of(model, job.microbatch_size, seed, device) for seed in seeds]
+        if rank.last:
+            targets = [targets_of(model, self._shapes[-1], seed, device) for seed in seeds]
         return TrainingWork(
-            self.model,
+            model,
             self.layers,
-            first=rank.first,
-            last=rank.last,
-            samples=job.microbatch_size,
+            samples=samples,
+            targets=targets,
             num_microbatches=job.num_microbatches,
-            seed=of_replica * job.num_microbatches,
         )
 
     def _average_gradients(self) -> None:
@@ -170,7 +174,7 @@ class Run:
             gpu, chosen = open_rank_gpu(uid, rank.collectives, request.backend)
             return gpu, chosen.backend or NO_CONTROL
         index = self.number * dist.get_world_size() + rank.rank
-        return EmulatedGpu.create(str(self._preset()), index), "emulated"
+        return EmulatedGpu.create(str(self._preset()), index), EMULATED
 
     def _preset(self) -> Path:
         """The file of the emulated GPUs' kind."""
@@ -265,6 +269,8 @@ def main() -> None:
     torch.set_num_threads(1)
     # Its convolutions take milliseconds to begin.
     torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]  # torch's
+    # Losses are compared to the last bit.
+    torch.backends.cudnn.deterministic = True
     request = batch.requests[0]
     rank = Rank(request.job.stages, emulated=request.emulated is not None)
     for number, request in enumerate(batch.requests):

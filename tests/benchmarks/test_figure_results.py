@@ -1,0 +1,387 @@
+"""What EnvPipe's experiments came to: rows, claims and what they stand on, and a tiny run."""
+
+import csv
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from preset_profile import preset_profile
+from rich.console import Console
+
+from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.schedule import Kind
+
+pytest.importorskip("torch")
+pytest.importorskip("matplotlib")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import all as everything
+from claims import CLAIMS_FILE, Claim, read_claims, write_claims
+from figures import command, training
+from figures.basis import basis_of, overrun_warning
+from figures.experiments import (
+    BALANCED,
+    BASELINE,
+    ENVELOPE,
+    EXPERIMENTS,
+    GREEDY,
+    UNIFORM,
+    Experiment,
+    Job,
+)
+from figures.findings import claims_of
+from figures.followups import why_few_save_less
+from figures.hardware import Place
+from figures.outcome import Outcome, PlanFacts
+from figures.requests import PROFILE_FILE, EmulatedTime
+from figures.rows import saving_difference
+from figures.training import ExperimentError
+
+REDUCED = Place("reduced")
+
+#: Emulated time that no layers were counted for.
+SOME_TIME = EmulatedTime(0.25, (0.01,) * 4, (0.03,) * 4)
+
+
+@pytest.fixture
+def some_time(monkeypatch):
+    monkeypatch.setattr("figures.hardware.emulated_time", lambda job, forward_ms: SOME_TIME)
+
+
+def v100_profile(factor, stages):
+    """Of equal stages, whose units take 40 and 120 ms times the factor at full clock."""
+    clocks = load_preset("v100").supported_frequencies_mhz[12:100:12]
+    times_s = {Kind.FORWARD: 0.04 * factor, Kind.BACKWARD: 0.12 * factor}
+    return preset_profile("v100", stages, times_s, clocks)
+
+
+# --- what is asked for, and where it is made ------------------------------------------------------
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What a command would train and say; eight GPUs are there."""
+    seen = {}
+
+    def make_rows(experiment, place, *_):
+        seen.update(models=[job.model for job in experiment.jobs], place=place)
+        return []
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr(command, "make_rows", make_rows)
+    monkeypatch.setattr(command, "leave", lambda _, rows, again, *more: seen.update(again=again))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ("", Place("reduced", None, "auto", 8)),
+        (" --forward-ms 24", Place("reduced", None, "auto", 24)),
+        (" --real-gpus", Place("reduced", 8, "auto", 8)),
+        (" --size paper --gpu-backend nvml", Place("paper", 8, "nvml", 8)),
+    ],
+)
+def test_gpus_are_emulated_unless_real_ones_are_asked_for(options, place, asked):
+    chosen = f"--model resnet_152 --model gpt_125M{options}"
+    done = CliRunner().invoke(command.figure_command("fig9_a"), f"--output there {chosen}")
+    assert done.exit_code == 0, done.output
+    assert asked["place"] == place
+    assert asked["models"] == ["gpt_125M", "resnet_152"]
+    assert sorted(asked["again"].split()) == sorted(f"python benchmarks/fig9_a.py {chosen}".split())
+
+
+def test_longer_units_are_another_run():
+    job = EXPERIMENTS["fig9_a"].jobs[0]
+    short, long = (replace(REDUCED, forward_ms=ms).request(job, BASELINE) for ms in (8, 24))
+    assert long.emulated.factor == pytest.approx(3 * short.emulated.factor)
+    assert long.key != short.key
+
+
+@pytest.mark.usefixtures("some_time")
+def test_the_reduced_size_trains_one_replica_with_as_many_microbatches():
+    job = EXPERIMENTS["fig12"].jobs[0]
+    asked = REDUCED.request(job, BASELINE)
+    assert (asked.job.replicas, asked.job.num_microbatches, asked.steps) == (1, 128, 10)
+    paper = replace(REDUCED, size="paper").request(job, BASELINE)
+    assert (paper.job, paper.steps) == (job, 30)
+
+
+def test_too_few_gpus_are_refused():
+    with pytest.raises(ExperimentError, match="needs 4 GPUs"):
+        Place("reduced", 2).check(EXPERIMENTS["fig9_a"])
+    Place("reduced", 4).check(EXPERIMENTS["fig9_a"])
+
+
+# --- what comes out ------------------------------------------------------------------------------
+
+
+def ended(energy_j=200.0, iteration_time_s=2.0, losses=((1.5,), (1.25,)), **changes):
+    fields = {
+        "gpu": "GPU", "control": "emulated", "iterations": 2,
+        "losses": [list(step) for step in losses], "iteration_time_s": iteration_time_s,
+        "energy_j": energy_j, "energy_uncertainty_j": 1.0, "trusted": True,
+        "overrun_percent": 0.0, "reconfigure_steps": 0, "reconfigure_ended": "", "notes": [],
+        "plan": None,
+    }  # fmt: skip
+    return Outcome(**{**fields, **changes})
+
+
+def leave_results(place, experiment, folder, outcome_of):
+    for job, setting in experiment.runs():
+        asked = place.request(job, setting)
+        run = folder / asked.key
+        run.mkdir(parents=True, exist_ok=True)
+        outcome_of(job, setting).write(run / training.RESULT_FILE)
+
+
+def rows_of(name, tmp_path, outcome_of):
+    leave_results(REDUCED, EXPERIMENTS[name], tmp_path, outcome_of)
+    return command.make_rows(EXPERIMENTS[name], REDUCED, tmp_path, Console(quiet=True))
+
+
+def saving(percent, slowdown_percent=0.0):
+    plan = PlanFacts([2, 1, 1, 0], [6, 4, 3, 1], percent, slowdown_percent)
+    time_s = 2.0 * (1 + slowdown_percent / 100)
+    return ended(200.0 * (1 - percent / 100), time_s, plan=plan)
+
+
+@pytest.mark.usefixtures("some_time")
+def test_what_was_run_before_is_not_run_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "_train_batch", lambda *_: pytest.fail("trained again"))
+    rows = rows_of("fig9_a", tmp_path, lambda job, s: ended() if s == BASELINE else saving(20))
+    assert [round(row.saving_percent, 6) for row in rows] == [0, 20] * 4
+    # All of these runs but greedy's are fig9_a's.
+    fig11 = [REDUCED.request(*run) for run in EXPERIMENTS["fig11"].runs()]
+    missing = [asked for asked in fig11 if training.read_result(tmp_path, asked) is None]
+    assert {asked.setting for asked in missing} == {GREEDY}
+
+
+@pytest.mark.usefixtures("some_time")
+def test_columns_are_envpipes_then_ours_at_the_real_size(tmp_path):
+    rows = rows_of("fig12", tmp_path, lambda job, s: ended() if s == BASELINE else saving(10, 0.5))
+    columns = rows[1].columns()
+    assert list(columns)[:10] == [
+        "DP", "PP", "Model", "Microbatch size", "Minibatch size", "Type", "Scheduling",
+        "Reconfig", "Throughput (sample/s)", "Energy (mJ)",
+    ]  # fmt: skip
+    factor = rows[1].factor
+    assert factor == SOME_TIME.factor
+    assert columns["Iteration time (s)"] == pytest.approx(2.01 / factor)
+    # One of two pipelines was trained, and the other takes as much.
+    assert columns["Energy (mJ)"] == pytest.approx(2 * 180e3 / factor, abs=1e-3)
+    assert columns["Throughput (sample/s)"] == pytest.approx(512 * factor / 2.01, abs=1e-3)
+    assert columns["Saving (%)"] == pytest.approx(10)
+    assert columns["Hardware"] == "emulated NVIDIA V100 SXM2 (not fitted)"
+    assert columns["Losses equal baseline's"] == "yes"
+    assert columns["Peak in flight"] == "6 4 3 1"
+    assert rows[0].columns()["Peak in flight"] == "8 7 6 5 4 3 2 1"
+
+
+@pytest.mark.usefixtures("some_time")
+def test_a_loss_that_differs_in_its_last_bit_is_told(tmp_path):
+    other = ended(losses=((1.5,), (1.25 + 2**-50,)))
+    rows = rows_of("fig9_a", tmp_path, lambda job, s: ended() if s == BASELINE else other)
+    assert rows[1].columns()["Losses equal baseline's"] == "no"
+    last = claims_of(EXPERIMENTS["fig9_a"], rows, "command")[-1]
+    assert not last.agrees
+    assert "0 of 4" in last.claim
+
+
+def claims(name, tmp_path, outcome_of):
+    return claims_of(EXPERIMENTS[name], rows_of(name, tmp_path, outcome_of), "command")
+
+
+def verdicts(name, tmp_path, outcome_of):
+    return [claim.agrees for claim in claims(name, tmp_path, outcome_of)]
+
+
+PARTS = {BASELINE: ended(), UNIFORM: saving(20, 25), ENVELOPE: saving(15, 6), BALANCED: saving(12)}
+
+
+@pytest.mark.usefixtures("some_time")
+@pytest.mark.parametrize(
+    ("name", "outcomes", "agrees"),
+    [
+        ("fig9_b", {BASELINE: ended(), BALANCED: saving(15, 0.9)}, True),
+        ("fig9_b", {BASELINE: ended(), BALANCED: saving(15, 1.1)}, False),
+        ("fig10", PARTS, True),
+        ("fig10", {**PARTS, UNIFORM: saving(20, 5)}, False),
+        ("fig10", {**PARTS, BALANCED: saving(12, 2)}, False),
+        ("fig11", {BASELINE: ended(), GREEDY: saving(11), BALANCED: saving(12)}, True),
+        # 1 J of 200 J each: 1.4 points are told apart, and less is not.
+        ("fig11", {BASELINE: ended(), GREEDY: saving(13.3), BALANCED: saving(12)}, True),
+        ("fig11", {BASELINE: ended(), GREEDY: saving(13.5), BALANCED: saving(12)}, False),
+    ],
+)
+def test_a_claim_agrees_only_where_the_numbers_do(name, outcomes, agrees, tmp_path):
+    first, *_ = verdicts(name, tmp_path, lambda job, setting: outcomes[setting])
+    assert first is agrees
+
+
+@pytest.mark.usefixtures("some_time")
+@pytest.mark.parametrize(("percent", "agrees"), [(15, None), (30, None), (-1, False)])
+def test_how_much_is_saved_agrees_with_nothing_on_emulated_gpus(percent, agrees, tmp_path):
+    _, saved, _ = claims(
+        "fig12", tmp_path, lambda job, s: ended() if s == BASELINE else saving(percent)
+    )
+    assert saved.agrees is agrees
+    assert "28.4 %" in saved.paper
+    assert "guesses" in saved.why
+
+
+@pytest.mark.usefixtures("some_time")
+def test_savings_are_told_with_their_interval_of_95_percent(tmp_path):
+    rows = rows_of("fig9_a", tmp_path, lambda job, s: ended() if s == BASELINE else saving(40))
+    # Two meters of 1 J each: of 200 J, and of 120 J beside 200 J.
+    standard = 100 * (1 + 0.6**2) ** 0.5 / 200
+    assert rows[0].saving_uncertainty_percent == 0
+    assert rows[1].columns()["Saving uncertainty (%)"] == pytest.approx(standard)
+    assert "40.0 ± 1.1 % (BERT-336M)" in claims_of(EXPERIMENTS["fig9_a"], rows, "c")[1].claim
+
+
+@pytest.mark.usefixtures("some_time")
+def test_the_error_of_a_common_baseline_moves_both_savings(tmp_path):
+    outcomes = {BASELINE: ended(), GREEDY: saving(20), BALANCED: saving(20)}
+    rows = rows_of("fig11", tmp_path, lambda job, setting: outcomes[setting])
+    balanced, greedy = rows[2], rows[1]
+    assert saving_difference(balanced, greedy) == (0, pytest.approx(100 * 2**0.5 / 200))
+    other = replace(greedy, baseline=ended(energy_j=250.0))
+    separate = math.hypot(balanced.saving_uncertainty_percent, other.saving_uncertainty_percent)
+    assert saving_difference(balanced, other)[1] == pytest.approx(separate)
+
+
+@pytest.mark.usefixtures("some_time")
+def test_balanced_and_greedy_without_a_step_are_told(tmp_path):
+    def outcome_of(job, setting):
+        outcome = ended() if setting == BASELINE else saving(20)
+        steps = 3 if setting == GREEDY and job.model == "bert_336M" else 0
+        return replace(outcome, reconfigure_steps=steps)
+
+    bert, *others = claims("fig11", tmp_path, outcome_of)[0].claim.split("; ")
+    assert "neither" not in bert
+    assert all("neither needed a step" in other for other in others)
+
+
+@pytest.mark.usefixtures("some_time")
+def test_a_claim_says_what_was_reduced_and_how_many_of_its_runs_overran(tmp_path):
+    slow = {"trusted": False, "overrun_percent": 16.4}
+    outcomes = {BASELINE: ended(**slow), BALANCED: saving(15)}
+    rows = rows_of("fig12", tmp_path, lambda job, setting: outcomes[setting])
+    assert {claim.basis for claim in claims_of(EXPERIMENTS["fig12"], rows, "command")} == {
+        "emulated NVIDIA V100 SXM2 (not fitted), reduced model, unit times from operation counts, "
+        "no network time, 10 measured steps, one of 2 or 4 replicas, "
+        "2 of 4 runs overran (at most 16 % of units)"
+    }
+    assert overrun_warning(rows).startswith("2 of 4 runs overran (at most 16 % of units)")
+    assert "overran" not in basis_of(rows[1:2])
+    assert overrun_warning(rows[1:2]) == ""
+
+
+@pytest.mark.usefixtures("some_time")
+def test_clocks_that_were_left_alone_prove_nothing(tmp_path):
+    *savings, losses = verdicts("fig13", tmp_path, lambda job, s: ended(control="dry_run"))
+    assert savings == [None] * 4
+    assert losses
+
+
+@pytest.mark.usefixtures("some_time")
+@pytest.mark.parametrize(
+    ("points", "agrees", "profiled", "why"),
+    [
+        (-1, True, True, ""),
+        (1, False, True, "So."),
+        (1, False, False, "Its profile is gone"),
+        (-0.01, None, True, "The meters cannot tell"),
+        (0.01, None, True, "The meters cannot tell"),
+    ],
+)
+def test_savings_must_fall_with_the_microbatches(
+    points, agrees, profiled, why, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("figures.findings.why_few_save_less", lambda profile, counts: "So.")
+
+    def outcome_of(job, setting):
+        profiling = tmp_path / REDUCED.request(job, setting).profiling().key
+        profiling.mkdir(exist_ok=True)
+        if profiled:
+            (profiling / PROFILE_FILE).touch()
+        return ended() if setting == BASELINE else saving(20 + points * job.num_microbatches)
+
+    *savings, _ = claims("fig13", tmp_path, outcome_of)
+    assert [claim.agrees for claim in savings] == [agrees] * 4
+    assert all(claim.why.startswith(why) and bool(claim.why) == bool(why) for claim in savings)
+    assert savings[0].why.endswith("So.") == (points > 0 and profiled)
+
+
+def test_why_few_microbatches_save_less(tmp_path):
+    v100_profile(1.0, 4).write(tmp_path / "profile.csv")
+    why = why_few_save_less(tmp_path / "profile.csv", (4, 16))
+    # Of 8 and 32 units a stage, each of three stages has two on the envelope, and the last all.
+    assert "holds 44, 30 % of the units." in why
+    best = [float(number) for number in why.split(" save ")[1].removesuffix(" %.").split(", ")]
+    assert all(5 < percent < 30 for percent in best)
+
+
+# --- a tiny run of the real runtime --------------------------------------------------------------
+
+
+@pytest.mark.xdist_group("figures")
+@pytest.mark.usefixtures("some_time")
+def test_a_figure_from_end_to_end(tmp_path, monkeypatch):
+    job = Job("gpt_125M", "v100", 2, 8, stages=2)
+    tiny = Experiment("fig9_a", "tiny", (job,), (BASELINE, BALANCED))
+    monkeypatch.setitem(command.EXPERIMENTS, "fig9_a", tiny)
+    monkeypatch.setattr("figures.hardware.STEPS", {"reduced": 3, "paper": 3})
+    # Profiling online takes most of the time, and is tested elsewhere.
+    profiling = REDUCED.request(job, BALANCED).profiling()
+    profiled = tmp_path / "runs" / profiling.key
+    profiled.mkdir(parents=True)
+    v100_profile(SOME_TIME.factor, 2).write(profiled / "profile.csv")
+    ended().write(profiled / training.RESULT_FILE)
+    done = CliRunner().invoke(
+        command.figure_command("fig9_a"), ["--stages", "2", "--output", str(tmp_path)]
+    )
+    assert done.exit_code == 0, done.output
+    folder = tmp_path / "fig9_a"
+    with (folder / "fig9_a.csv").open() as file:
+        baseline, balanced = csv.DictReader(file)
+    assert float(baseline["Saving (%)"]) == 0
+    assert float(balanced["Saving (%)"]) > 1
+    assert abs(float(balanced["Slowdown (%)"])) < 1
+    assert balanced["Losses equal baseline's"] == "yes"
+    assert {path.suffix for path in folder.iterdir()} == {".csv", ".png", ".svg", ".json"}
+    assert [claim.agrees for claim in read_claims(folder / CLAIMS_FILE)] == [True, None, True]
+
+
+# --- all of them ---------------------------------------------------------------------------------
+
+
+def test_all_goes_on_after_a_part_that_fails(tmp_path, monkeypatch):
+    script = tmp_path / "part.py"
+    script.write_text(
+        "import json, pathlib, sys\n"
+        "folder = pathlib.Path(sys.argv[2])\n"
+        "folder.mkdir()\n"
+        "claim = dict(figure=folder.name, command='c', claim='x | y', basis='b')\n"
+        "(folder / 'claims.json').write_text(json.dumps([claim]))\n"
+        "sys.exit(folder.name == 'first')\n"
+    )
+    parts = tuple(everything.Part(name, str(script)) for name in ("first", "second"))
+    monkeypatch.setattr(everything, "PARTS", parts)
+    done = CliRunner().invoke(everything.main, ["--output", str(tmp_path / "out")])
+    assert done.exit_code == 1
+    assert "Failed: first" in done.output
+    table = (tmp_path / "out" / "claims.md").read_text()
+    assert [line.split(" | ")[0] for line in table.splitlines()[2:]] == ["| first", "| second"]
+    assert "x \\| y" in table
+
+
+def test_the_table_of_claims_says_why_they_contradict(tmp_path):
+    claim = Claim("fig9_a", "python x.py", "It saves 1 %", "emulated", "25 %", False, "Since so.")
+    write_claims(tmp_path / CLAIMS_FILE, [claim])
+    table = everything.claims_table(read_claims(tmp_path / CLAIMS_FILE))
+    assert "It saves 1 %. Since so." in table
+    assert "**no**" in table
