@@ -1,4 +1,8 @@
-"""What each figure shows, in sentences with its numbers, beside what the paper says."""
+"""What each figure shows, in sentences with its numbers, beside what the paper says.
+
+The paper's figures are known from its abstract alone. What else is `expected` follows from its
+method.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +115,7 @@ def _parts(rows: list[Row]) -> Iterator[_Said]:
             f"{label}: uniform saves {saved[0]} and is {slower[0]:.1f} % slower; EnvPipe's order "
             f"and envelope {saved[1]}, {slower[1]:.1f} % slower; balanced {saved[2]}, "
             f"{slower[2]:+.2f} %",
-            "uniform slows down, the envelope less, and reconfiguring brings the time back",
+            "expected: uniform slows down, the envelope less, and reconfiguring restores the time",
             some,
             in_order if _savings_mean_something(some) else None,
         )
@@ -122,7 +126,7 @@ def _greedy(rows: list[Row]) -> Iterator[_Said]:
     worse = any(_saves_less(balanced, greedy) for balanced, greedy in pairs)
     yield _Said(
         "Balanced saves, against greedy: " + "; ".join(_against(*pair) for pair in pairs),
-        "balanced saves at least as much as greedy",
+        "expected: balanced saves at least as much as greedy",
         rows,
         not worse if _savings_mean_something(rows) else None,
     )
@@ -151,7 +155,7 @@ def _microbatches(rows: list[Row]) -> Iterator[_Said]:
             agrees, why = _falls_with_microbatches(by_count)
         yield _Said(
             f"{label} saves {sentence}",
-            "the fewer microbatches, the larger the bubbles and the saving",
+            "expected: the fewer microbatches, the larger the bubbles and the saving",
             some,
             agrees,
             why,
