@@ -243,7 +243,7 @@ class TestDwell:
             optimizer.plan(deadline_of(optimizer), min_dwell_s=dwell_s)
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=70, deadline=None, derandomize=True)
 @given(SEEDS)
 def test_any_conditions(seed):
     """In time, not below the bound, and the dwell time kept, or refused with a reason.
@@ -287,7 +287,7 @@ def test_any_conditions(seed):
     assert shortest_dwell_s(plan) >= dwell_s * (1 - 1e-9)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(SEEDS)
 def test_on_1f1b_the_deadline_of_all_maximum_is_always_kept(seed):
     """All units at their highest clocks are a plan, so none of these is refused."""

@@ -8,7 +8,7 @@ import os
 import pytest
 from guard_rounds import FAULTS, Node, play
 
-ROUNDS = 8
+ROUNDS = 5
 
 
 @pytest.fixture(scope="module")
