@@ -18,9 +18,9 @@ quickstart: install
 test: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/mypy & types=$$!; $(BIN)/pytest -n 2 --dist loadgroup $(ARGS); tests=$$?; \
+		wait $$types && exit $$tests
 
 install: $(VENV)/.installed
 

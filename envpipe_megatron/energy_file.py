@@ -212,7 +212,7 @@ def parse_line(line: bytes) -> EnergyWindow | EnergyNote:
     try:
         data = json.loads(line)
         if isinstance(data, dict) and data.get("format") == NOTE_FORMAT:
-            return EnergyNote(_text(data, "node"), _text(data, "note"), data)
+            return EnergyNote(read_text(data, "node"), read_text(data, "note"), data)
         return _parse(data)
     except (TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError("Not a line of an energy log") from error
@@ -262,30 +262,40 @@ def _parse(data: Any) -> EnergyWindow:
     shares = [data.get(name) for name in SHARES]
     uncertainty_j = data.get("energy_uncertainty_j")
     return EnergyWindow(
-        node=_text(data, "node"),
-        gpu_uid=_text(data, "gpu_uid"),
-        gpu=_text(data, "gpu"),
+        node=read_text(data, "node"),
+        gpu_uid=read_text(data, "gpu_uid"),
+        gpu=read_text(data, "gpu"),
         rank=_index(data, "rank"),
         stage=_index(data, "stage"),
-        run=_text(data, "run"),
-        phase=_text(data, "phase"),
+        run=read_text(data, "run"),
+        phase=read_text(data, "phase"),
         first_iteration=_index(data, "first_iteration"),
         last_iteration=_index(data, "last_iteration"),
-        energy_j=_amount(data["energy_j"]),
-        duration_s=_amount(data["duration_s"]),
-        energy_uncertainty_j=None if uncertainty_j is None else _amount(uncertainty_j),
-        shares_s=None if None in shares else tuple(_amount(share) for share in shares),
-        begin_s=None if data.get("begin_s") is None else _amount(data["begin_s"]),
+        energy_j=read_amount(data["energy_j"]),
+        duration_s=read_amount(data["duration_s"]),
+        energy_uncertainty_j=None if uncertainty_j is None else read_amount(uncertainty_j),
+        shares_s=None if None in shares else tuple(read_amount(share) for share in shares),
+        begin_s=None if data.get("begin_s") is None else read_amount(data["begin_s"]),
     )
 
 
-def _amount(value: Any) -> float:
+def read_amount(value: Any) -> float:
+    """A number of a line, s or J: finite and not negative.
+
+    Raises:
+        ValueError: it is none.
+    """
     if type(value) not in (int, float) or not 0 <= value < math.inf:
         raise ValueError
     return float(value)
 
 
-def _text(data: dict[str, Any], name: str) -> str:
+def read_text(data: dict[str, Any], name: str) -> str:
+    """A text of a line; empty where the line does not say.
+
+    Raises:
+        TypeError: it is none.
+    """
     value = data.get(name, "")
     if not isinstance(value, str):
         raise TypeError

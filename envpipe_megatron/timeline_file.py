@@ -25,7 +25,6 @@ which `dry_run` set none. Torn lines, which killed jobs leave, are passed over a
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,7 +34,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from envpipe_megatron.energy_file import Phase
+from envpipe_megatron.energy_file import Phase, read_amount, read_text
 from envpipe_megatron.schedule import ScheduleError, Unit, parse_unit
 
 TIMELINE_FORMAT = "envpipe-timeline/1"
@@ -194,11 +193,11 @@ def _parse_line(line: bytes) -> RankIteration | ClockSamples:
     known = data.get("frequency_mhz")
     read = RankIteration(
         labels=_labels(data),
-        phase=_text(data, "phase"),
+        phase=read_text(data, "phase"),
         iteration=_index(data, "iteration"),
-        begin_s=_instant(data["begin_s"]),
-        iteration_time_s=_instant(data["iteration_time_s"]),
-        order=_text(data, "units"),
+        begin_s=read_amount(data["begin_s"]),
+        iteration_time_s=read_amount(data["iteration_time_s"]),
+        order=read_text(data, "units"),
         start_us=start_us,
         end_us=end_us,
         frequency_mhz=None if known is None else _integers(known),
@@ -214,7 +213,7 @@ def _parse_line(line: bytes) -> RankIteration | ClockSamples:
 
 
 def _clock_samples(data: dict[str, Any]) -> ClockSamples:
-    times = tuple(_instant(value) for value in data["time_s"])
+    times = tuple(read_amount(value) for value in data["time_s"])
     requested, observed = tuple(data["requested_mhz"]), tuple(data["observed_mhz"])
     if not len(times) == len(requested) == len(observed):
         raise ValueError
@@ -225,9 +224,9 @@ def _clock_samples(data: dict[str, Any]) -> ClockSamples:
 
 def _labels(data: dict[str, Any]) -> GpuLabels:
     return _shared_labels(
-        *(_text(data, name) for name in ("node", "gpu", "gpu_uid")),
+        *(read_text(data, name) for name in ("node", "gpu", "gpu_uid")),
         *(_index(data, name) for name in ("rank", "stage")),
-        *(_text(data, name) for name in ("run", "clock_backend")),
+        *(read_text(data, name) for name in ("run", "clock_backend")),
     )
 
 
@@ -243,19 +242,6 @@ def _integers(values: Any) -> NDArray[np.int64]:
     if array.ndim != 1 or not array.size or array.dtype != np.int64:
         raise TypeError
     return array
-
-
-def _instant(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise ValueError
-    return float(value)
-
-
-def _text(data: dict[str, Any], name: str) -> str:
-    value = data.get(name, "")
-    if not isinstance(value, str):
-        raise TypeError
-    return value
 
 
 def _index(data: dict[str, Any], name: str) -> int:

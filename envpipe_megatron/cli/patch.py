@@ -44,7 +44,7 @@ _WORDS = {
 
 @click.group()
 def patch() -> None:
-    """Patch a checkout of Megatron-LM, prove that it took, and take it back.
+    """Patch a checkout of Megatron-LM or Megatron-DeepSpeed, prove it, and take it back.
 
     Example:
 

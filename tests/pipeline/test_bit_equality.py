@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -261,6 +262,10 @@ def test_whole_loop_online(stock, ours):
         assert result.profile.to_csv() == results[0].profile.to_csv()
 
 
+@pytest.mark.skipif(
+    os.environ.get("ENVPIPE_PIPELINE_FULL", "") in ("", "0"),
+    reason="takes long: set ENVPIPE_PIPELINE_FULL=1",
+)
 def test_greedy_online(stock, ours, tmp_path):
     synthetic_profile(4, 990, CLOCKS_MHZ[::2]).write(tmp_path / "profile_in.csv")
     how = Ours("envpipe", "envelope", "greedy", tmp_path / "profile_in.csv", 2, unit_s=0.05)
