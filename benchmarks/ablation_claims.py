@@ -123,7 +123,7 @@ def _policy_claims(found: _Found, basis: str) -> list[Claim]:
             f"{_span(lead)} points more than the balanced envelope (on 1F1B {_span(on_1f1b)}), and "
             f"the balanced envelope {_span(greedy)} points more than the greedy one",
             basis,
-            "EnvPipe, figure 11: balanced reconfiguring saves at least as much as greedy",
+            "expected: balanced reconfiguring saves at least as much as greedy",
             agrees=min(greedy) >= 0,
         ),
     ]
