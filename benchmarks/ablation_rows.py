@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 
 from parking_worth import conditions_with_curve
 from planning_workloads import Workload
@@ -22,7 +23,7 @@ from envpipe_megatron.policies.frequencies import POLICIES as RULES
 from envpipe_megatron.policies.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal import Optimizer, all_maximum_s
 from envpipe_megatron.policies.parking import park
-from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.planner import PlanRequest, make_plan
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, reconfigure
 from envpipe_megatron.schedule import Schedule
 
@@ -114,9 +115,13 @@ def timed(make: Callable[[], Plan]) -> Timed:
     return Timed(plan, time.perf_counter() - start_s)
 
 
+def _made(workload: Workload, request: PlanRequest) -> Timed:
+    return timed(lambda: make_plan(workload.profile, request).plan)
+
+
 def ablate(workload: Workload) -> list[Row]:
     """All plans of one workload, an ingredient at a time."""
-    full = timed(lambda: make_plan(workload.profile, workload.request("auto", "optimal")).plan)
+    full = _made(workload, workload.request("auto", "optimal"))
     return [
         *_orders(workload, full),
         *_policies(workload, full),
@@ -137,10 +142,10 @@ def _orders(workload: Workload, full: Timed) -> Iterator[Row]:
     for name, label in (("1f1b", "1F1B"), ("envpipe", "EnvPipe's")):
         for policy, start in (("optimal", Start.FULL), ("baseline", Start.BASELINE)):
             request = workload.request(name, policy)
-            made = timed(lambda request=request: make_plan(workload.profile, request).plan)  # type: ignore[misc]
+            made = _made(workload, request)
             yield _row(workload, Ablation.ORDER, start, label, made)
     yield _row(workload, Ablation.ORDER, Start.FULL, "auto", full)
-    at_maximum = timed(lambda: _by_rule(full.plan, "baseline", "default"))
+    at_maximum = timed(partial(_by_rule, full.plan, "baseline", "default"))
     yield _row(workload, Ablation.ORDER, Start.BASELINE, "auto", at_maximum)
 
 
@@ -156,10 +161,10 @@ _POLICIES = (
 
 def _policies(workload: Workload, full: Timed) -> Iterator[Row]:
     """Every policy on the order of the full configuration, and on 1F1B."""
-    on_1f1b = timed(lambda: make_plan(workload.profile, workload.request("1f1b", "optimal")).plan)
+    on_1f1b = _made(workload, workload.request("1f1b", "optimal"))
     for start, best in ((Start.FULL, full), (Start.BASELINE, on_1f1b)):
         for policy, reconfiguring, label in _POLICIES:
-            made = timed(lambda: _by_rule(best.plan, policy, reconfiguring))  # noqa: B023
+            made = timed(partial(_by_rule, best.plan, policy, reconfiguring))
             row = _row(workload, Ablation.POLICY, start, label, made)
             in_time = row.slowdown_percent <= SAME_TIME_PERCENT
             yield replace(row, bound_j=best.plan.energy_lower_bound_j if in_time else None)
@@ -186,7 +191,7 @@ def _memory_limits(workload: Workload, full: Timed) -> Iterator[Row]:
             yield _row(workload, Ablation.MEMORY, Start.FULL, "no limit", full)
             continue
         request = replace(workload.request("auto", "optimal"), max_in_flight=of_1f1b + more)
-        made = timed(lambda request=request: make_plan(workload.profile, request).plan)  # type: ignore[misc]
+        made = _made(workload, request)
         label = f"1F1B's + {more}" if more else "1F1B's"
         yield _row(workload, Ablation.MEMORY, Start.FULL, label, made)
 
