@@ -2,13 +2,13 @@
 
 import csv
 import math
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from on_request import on_request
 from preset_profile import preset_profile
 from rich.console import Console
 
@@ -329,10 +329,7 @@ def test_why_few_microbatches_save_less(tmp_path):
 # --- a tiny run of the real runtime --------------------------------------------------------------
 
 
-@pytest.mark.skipif(
-    os.environ.get("ENVPIPE_FIGURES_FULL", "") in ("", "0"),
-    reason="takes long: set ENVPIPE_FIGURES_FULL=1",
-)
+@on_request("FIGURES")
 @pytest.mark.usefixtures("some_time")
 def test_a_figure_from_end_to_end(tmp_path, monkeypatch):
     job = Job("gpt_125M", "v100", 2, 8, stages=2)

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import plain_job
-import pytest
 from click.testing import CliRunner
 from free_port import free_port
+from on_request import on_request
 
 from envpipe_megatron.cli import main as envpipe
 from envpipe_megatron.gpu.emulated import EmulatedGpu, list_emulated
@@ -41,11 +41,7 @@ START_S = 120.0
 #: A rank that lost its neighbour, torchrun's shutdown, and the bill's wait.
 END_S = 120.0
 
-FULL_VARIABLE = "ENVPIPE_LAUNCH_FULL"
-#: For what takes too long to run each time.
-full = pytest.mark.skipif(
-    os.environ.get(FULL_VARIABLE, "") in ("", "0"), reason=f"takes long: set {FULL_VARIABLE}=1"
-)
+full = on_request("LAUNCH")
 
 Event = dict[str, Any]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from jobs import Job, Ours, Result, train
 from memory_folder import memory_folder
+from on_request import on_request
 from rank_pool import RankPool
 
 from envpipe_megatron import builders
@@ -262,10 +262,7 @@ def test_whole_loop_online(stock, ours):
         assert result.profile.to_csv() == results[0].profile.to_csv()
 
 
-@pytest.mark.skipif(
-    os.environ.get("ENVPIPE_PIPELINE_FULL", "") in ("", "0"),
-    reason="takes long: set ENVPIPE_PIPELINE_FULL=1",
-)
+@on_request("PIPELINE")
 def test_greedy_online(stock, ours, tmp_path):
     synthetic_profile(4, 990, CLOCKS_MHZ[::2]).write(tmp_path / "profile_in.csv")
     how = Ours("envpipe", "envelope", "greedy", tmp_path / "profile_in.csv", 2, unit_s=0.05)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from on_request import on_request
 from quickstart_helpers import (
     is_training,
     locks_mhz,
@@ -81,10 +82,7 @@ def test_ctrl_c_in_the_middle_of_training(tmp_path):
     assert_partial_results(output)
 
 
-@pytest.mark.skipif(
-    os.environ.get("ENVPIPE_QUICKSTART_FULL", "") in ("", "0"),
-    reason="takes long: set ENVPIPE_QUICKSTART_FULL=1",
-)
+@on_request("QUICKSTART")
 def test_a_rank_that_is_killed(tmp_path):
     # As few ranks as have one that is no neighbour of the victim: each takes seconds to start.
     settings = short_settings(tmp_path, num_stages=3, num_layers=3, steady_iterations=1000)
