@@ -118,11 +118,12 @@ class TimelineLog:
             self._put_samples()
         try:
             self._lines.put(None, timeout=_JOIN_S)
+            self._thread.join(_JOIN_S)
         except queue.Full:
+            pass  # the thread still waits for its disk, as it does behind a join in vain
+        if self._thread.is_alive():
             logger.error("The timeline is not complete: its file cannot be written any more")
-            return
-        self._thread.join(_JOIN_S)
-        if self._left_out:
+        elif self._left_out:
             logger.warning("The timeline lacks %d lines: its disk is slow", self._left_out)
 
     def _write(self) -> None:

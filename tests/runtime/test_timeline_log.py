@@ -106,15 +106,25 @@ def test_a_full_disk_ends_the_log_with_one_message_and_not_the_training(caplog):
     ]
 
 
-def test_a_disk_that_hangs_holds_up_neither_training_nor_its_end(caplog, monkeypatch):
+@pytest.mark.parametrize("lines", [1, 1000], ids=["few lines wait", "more than may wait"])
+def test_a_disk_that_hangs_holds_up_neither_training_nor_its_end(lines, caplog, monkeypatch):
     monkeypatch.setattr(timeline_log, "_JOIN_S", 0.01)
-    hangs = threading.Event()
-    log = TimelineLog(lambda line: hangs.wait(), LABELS)
-    for index in range(1000):
-        add(log, Phase.WARMUP, index)
+    writing, hangs = threading.Event(), threading.Event()
+
+    def append(line):
+        writing.set()
+        hangs.wait()
+
+    log = TimelineLog(append, LABELS)
+    add(log, Phase.WARMUP, 0)
+    assert writing.wait(60)
+    for index in range(lines):
+        add(log, Phase.WARMUP, 1 + index)
     log.close()
-    assert "not complete" in caplog.text
     hangs.set()
+    assert [record.message for record in caplog.records] == [
+        "The timeline is not complete: its file cannot be written any more"
+    ]
 
 
 def test_without_a_folder_nothing_is_kept():
