@@ -20,7 +20,7 @@ from envpipe_megatron.gpu.control import CHOICES
 from figures.basis import overrun_warning
 from figures.experiments import BASELINE, EXPERIMENTS, MODELS, Experiment
 from figures.findings import claims_of
-from figures.hardware import STEPS, Place, hardware_of
+from figures.hardware import SIZES, Place, hardware_of
 from figures.outcome import EMULATED
 from figures.pictures import draw
 from figures.requests import PROFILE_FILE
@@ -47,10 +47,10 @@ def figure_command(name: str) -> click.Command:
     )
     @click.option(
         "--size",
-        type=click.Choice(tuple(STEPS)),
+        type=click.Choice(SIZES),
         default="reduced",
         show_default=True,
-        help="paper: 30 measured steps and every replica; reduced: 10 steps of one replica.",
+        help="reduced: of a job of several replicas one, and 10 measured steps in place of 30.",
     )
     @click.option(
         "--model",

@@ -168,7 +168,8 @@ def _falls_with_microbatches(by_count: list[Row]) -> tuple[bool | None, str]:
         return False, _why_they_rise(by_count)
     if _saves_less(by_count[-1], by_count[0]):
         return True, ""
-    why = "The meters cannot tell these savings apart; more steps (--size paper) tell finer."
+    finer = "; longer units (--forward-ms) tell finer" if by_count[0].emulated else ""
+    why = f"The meters cannot tell these savings apart{finer}."
     falls = all(few.saving_percent >= many.saving_percent for few, many in pairwise(by_count))
     return None, why if falls else f"{why} {_why_they_rise(by_count)}"
 

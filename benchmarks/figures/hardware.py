@@ -12,8 +12,11 @@ from figures.requests import EmulatedTime, RunRequest
 from figures.training import ExperimentError
 from figures.unit_times import unit_times
 
-#: Measured steps of a run: of EnvPipe's scripts, and enough where time is emulated.
-STEPS = {"paper": 30, "reduced": 10}
+SIZES = ("paper", "reduced")
+#: Measured steps of a run, as in EnvPipe's scripts.
+STEPS = 30
+#: The same of a job that the reduced size trains one replica of: its iterations take seconds.
+REDUCED_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Place:
     """How a figure is made.
 
     Args:
-        size: one of `STEPS`; reduced trains one replica for all.
+        size: one of `SIZES`; reduced trains one replica for all, in fewer steps.
         gpus: of this machine; None emulates.
         backend: of the clocks of real GPUs.
         forward_ms: wall time of a pipeline's longest forward on emulated GPUs.
@@ -39,10 +42,12 @@ class Place:
 
     def request(self, job: Job, setting: Setting) -> RunRequest:
         """What ranks are asked to do for one run of a figure."""
-        if self.size == "reduced":
+        steps = STEPS
+        if self.size == "reduced" and job.replicas > 1:
             job = replace(job, minibatch_size=job.minibatch_size // job.replicas, replicas=1)
+            steps = REDUCED_STEPS
         emulated = emulated_time(job, self.forward_ms) if self.emulated else None
-        return RunRequest(job, setting, STEPS[self.size], emulated, self.backend)
+        return RunRequest(job, setting, steps, emulated, self.backend)
 
     def check(self, experiment: Experiment) -> None:
         """Raise where a figure cannot be made here.

@@ -108,6 +108,10 @@ def test_the_reduced_size_trains_one_replica_with_as_many_microbatches():
     assert (asked.job.replicas, asked.job.num_microbatches, asked.steps) == (1, 128, 10)
     paper = replace(REDUCED, size="paper").request(job, BASELINE)
     assert (paper.job, paper.steps) == (job, 30)
+    one_node = EXPERIMENTS["fig9_a"].jobs[0]
+    assert REDUCED.request(one_node, BASELINE) == replace(REDUCED, size="paper").request(
+        one_node, BASELINE
+    )
 
 
 def test_too_few_gpus_are_refused():
@@ -335,7 +339,7 @@ def test_a_figure_from_end_to_end(tmp_path, monkeypatch):
     job = Job("gpt_125M", "v100", 2, 8, stages=2)
     tiny = Experiment("fig9_a", "tiny", (job,), (BASELINE, BALANCED))
     monkeypatch.setitem(command.EXPERIMENTS, "fig9_a", tiny)
-    monkeypatch.setattr("figures.hardware.STEPS", {"reduced": 3, "paper": 3})
+    monkeypatch.setattr("figures.hardware.STEPS", 3)
     # Profiling online takes most of the time, and is tested elsewhere.
     profiling = REDUCED.request(job, BALANCED).profiling()
     profiled = tmp_path / "runs" / profiling.key

@@ -112,6 +112,22 @@ def test_reduced_models_train_with_every_number_of_stages():
             assert sum(len(stage.layers) for stage in built) == len(layer_makers(small))
 
 
+@pytest.mark.parametrize("with_gradient", [False, True], ids=["a sample", "an activation"])
+@pytest.mark.parametrize("name", ["bert_336M", "gpt_125M", "resnet_152"])
+def test_recomputing_changes_no_gradient(name, with_gradient):
+    small, cpu = reduced(MODELS[name], 2), torch.device("cpu")
+    found = []
+    for recomputes in (True, False):
+        stage, x = build_stage(small, 2, 0), inputs_of(small, 2, 0, cpu)
+        stage._recomputed = [recomputes and old for old in stage._recomputed]
+        x.requires_grad_(with_gradient)
+        stage(x).square().sum().backward()
+        found.append([x.grad, *(parameter.grad for parameter in stage.parameters())])
+    assert (found[0][0] is not None) == with_gradient
+    for mine, other in zip(*found, strict=True):
+        assert (mine is None and other is None) or torch.equal(mine, other)
+
+
 @pytest.mark.parametrize("name", ["bert_336M", "megatron_125M", "resnet_152"])
 def test_a_microbatch_has_the_same_data_whenever_it_is_drawn(name):
     small, cpu = reduced(MODELS[name], 2), torch.device("cpu")
