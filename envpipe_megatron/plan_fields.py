@@ -46,6 +46,13 @@ class Fields:
             raise self.wrong(name, "It must be a text.")
         return value
 
+    def flag(self, name: str) -> bool:
+        """True or false, false where it is absent."""
+        value = self.data.get(name, False)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "It must be true or false.")
+        return value
+
     def rows(self, name: str, num_rows: int) -> list[list[Any]]:
         """As many lists as there are stages, whatever they hold."""
         value = self.data.get(name)

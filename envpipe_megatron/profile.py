@@ -45,13 +45,15 @@ class ProfileError(EnvPipeError):
 class ProfileRow:
     """What one unit costs at one frequency: one GPU, one microbatch.
 
-    The uncertainty is the energy's standard one, None where it is not known.
+    The uncertainty is the energy's standard one, None where it is not known. An interpolated row
+    stands between measured ones and in no file.
     """
 
     frequency_mhz: int
     time_s: float
     energy_j: float
     energy_uncertainty_j: float | None = None
+    interpolated: bool = False
 
     def __post_init__(self) -> None:
         if not (self.frequency_mhz > 0 and 0 < self.time_s < math.inf) or not (
@@ -69,11 +71,11 @@ class ProfileRow:
     def per_chunk(self, num_chunks: int) -> ProfileRow:
         """The row of one of so many equal parts of the unit."""
         known = self.energy_uncertainty_j
-        return ProfileRow(
-            self.frequency_mhz,
-            self.time_s / num_chunks,
-            self.energy_j / num_chunks,
-            None if known is None else known / num_chunks,
+        return replace(
+            self,
+            time_s=self.time_s / num_chunks,
+            energy_j=self.energy_j / num_chunks,
+            energy_uncertainty_j=None if known is None else known / num_chunks,
         )
 
 
@@ -231,13 +233,15 @@ class Profile:
         }
 
     def to_csv(self) -> str:
-        """The table as CSV text."""
+        """The table as CSV text, without interpolated rows."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         rows = self._by_frequency
         known = any(row.energy_uncertainty_j is not None for row in rows.values())
         writer.writerow([*COLUMNS, *([_UNCERTAINTY] if known else [])])
         for (stage, kind, _), row in rows.items():
+            if row.interpolated:
+                continue
             uncertainty = [row.energy_uncertainty_j] if known else []
             writer.writerow(
                 [stage, kind.value, row.frequency_mhz, row.time_s, row.energy_j, *uncertainty]

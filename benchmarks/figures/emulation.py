@@ -16,9 +16,6 @@ from figures.unit_times import UnitTimes
 #: The shortest forward of a pipeline is not made shorter than this share of what the longest is
 #: asked to be, or the host would compute longer than the unit.
 _SHORTEST_SHARE = 0.75
-#: EnvPipe profiles every 90 MHz and reconfigures by 30, also to clocks that it has not profiled.
-#: Here a unit is raised to profiled clocks alone, so these are as close.
-_PROFILE_STEP_MHZ = 30
 #: What of a preset is time.
 _TIMES = ("frequency_change_s", "refresh_s")
 
@@ -36,7 +33,7 @@ def time_factor(times: UnitTimes, forward_s: float) -> float:
 
 
 def write_scaled_preset(name: str, factor: float, folder: Path) -> Path:
-    """Write a preset whose times are multiplied by a factor, profiled in steps of 30 MHz.
+    """Write a preset whose times are multiplied by a factor.
 
     Args:
         name: of a preset that comes with the package.
@@ -49,8 +46,6 @@ def write_scaled_preset(name: str, factor: float, folder: Path) -> Path:
         value = f"{field} = {getattr(preset, field) * factor!r}"
         text, count = re.subn(rf"(?m)^{field} = .*$", value, text)
         assert count == 1, f"{name} says {field} {count} times"
-    text = re.sub(r"(?m)^profile_step_mhz = .*\n?", "", text)
-    text = text.replace("[control]", f"[control]\nprofile_step_mhz = {_PROFILE_STEP_MHZ}")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.toml"
     path.write_text(text, encoding="utf-8")

@@ -40,7 +40,7 @@ class ReconfigurePolicy:
 
     Args:
         name: EnvPipe's name.
-        granularity_mhz: a raised unit gets the lowest profiled frequency at least this much higher.
+        granularity_mhz: a raised unit gets the profile's lowest clock at least this much higher.
         max_steps: steps after which the loop gives up.
         select: from the path's nodes that can rise, in order from the end of the path, and their
             frequencies, the nodes to raise together.
@@ -94,7 +94,7 @@ class Reconfigured:
 
 
 class Ladders:
-    """The frequencies that each unit of a schedule can be raised through: those profiled."""
+    """The frequencies that each unit of a schedule can be raised through: those of the profile."""
 
     def __init__(self, schedule: Schedule, profile: Profile) -> None:
         self._schedule = schedule

@@ -17,6 +17,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.overrides import override_for, sweep_range
 from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.interpolation import interpolated
 from envpipe_megatron.plan import Plan, check_stages, read_plan
 from envpipe_megatron.policies.planner import PlanRequest, check_request, make_plan
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended
@@ -194,7 +195,8 @@ def run_phases(job: Job) -> PhaseRun[None]:
         extra = list(state.plan.schedule.extra_forwards)
         job.say(f"reconfigure: {policy.name}, extra forwards {extra}")
         threshold_s = _threshold_s(job, schedule, records[1:])
-        loop = OnlineReconfigurer(state.plan, policy, threshold_s, job.collectives, job.print_grid)
+        start = replace(state.plan, profile=_at_supported_clocks(job, state.plan.profile))
+        loop = OnlineReconfigurer(start, policy, threshold_s, job.collectives, job.print_grid)
         state.plan, state.reconfigure_steps, state.reconfigure_ended = yield from loop.run()
         ended = state.reconfigure_ended.value
         job.say(f"reconfigure: ended after {state.reconfigure_steps} steps, since {ended}")
@@ -338,6 +340,12 @@ def _wait_power(job: Job, clocks: Sequence[int]) -> WaitPower:
             job.meter,
         )
     return WaitPower(power_w)
+
+
+def _at_supported_clocks(job: Job, profile: Profile) -> Profile:
+    """The profile at all clocks that every GPU of a stage has: reconfiguring steps finer."""
+    by_stage = job.collectives.gather_by_stage(set(job.gpu.supported_frequencies_mhz))
+    return interpolated(profile, [set.intersection(*replicas) for replicas in by_stage])
 
 
 def _plan(job: Job, profile: Profile) -> tuple[Plan, tuple[str, ...]]:

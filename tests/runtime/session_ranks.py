@@ -60,6 +60,25 @@ def train_with_a_failing_meter(rank: int, root: Path, victim: int, fails_at: int
         session.close()
 
 
+#: Of one unit at the highest clock, s: changes of clock take little of it.
+LONG_UNITS_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
+
+
+def train_with_reconfiguring(rank: int, root: Path) -> None:
+    """Train until steady in EnvPipe's full configuration, from a profile by file."""
+    config = SessionConfig(
+        PlanRequest(MICROBATCHES, "envpipe", "envelope", "balanced"),
+        profile_file=root / "profile.csv",
+        output_dir=root,
+    )
+    session, _ = plain_stages.session(rank, config, root, time_at_max_s=LONG_UNITS_S)
+    try:
+        while session.state.phase != "steady":
+            session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
+    finally:
+        session.close()
+
+
 def train_without_control(rank: int, root: Path, victim: int, stops_in: int) -> Any:
     """Train until steady; the victim's clock control ends in an iteration."""
     config = SessionConfig(

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import session_ranks
+from preset_profile import preset_profile
 from rank_pool import RankPool
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.overrides import sweep_range
 from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.plan import read_plan
+from envpipe_megatron.policies.frequencies import envelope
 from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, reconfigure
 from envpipe_megatron.profile import ProfileRow, make_profile, read_profile
 from envpipe_megatron.runtime.session import SessionConfig
 from envpipe_megatron.schedule import Kind
@@ -49,6 +54,21 @@ def test_a_failing_meter_ends_profiling_and_not_training(three_ranks, tmp_path, 
         assert phase == "steady"
         assert without_plan
         assert "energy counter" in notes[0]
+
+
+def test_reconfiguring_raises_clocks_between_those_that_were_profiled(three_ranks, tmp_path):
+    preset = load_preset("a100-sxm")
+    swept = preset.supported_frequencies_mhz[6:90:6]  # 90 MHz apart
+    profile = preset_profile("a100-sxm", 3, session_ranks.LONG_UNITS_S, swept)
+    profile.write(tmp_path / "profile.csv")
+    three_ranks.run(session_ranks.train_with_reconfiguring, tmp_path)
+    plan = read_plan(tmp_path / "plan.json", profile)
+    assert set(plan.frequency_mhz.ravel().tolist()) - {1410, *swept}
+    assert plan.cost.slowdown_percent(plan.baseline.cost) < 1
+    # Steps of the sweep alone overshoot.
+    start = replace(plan, frequency_mhz=envelope(plan.schedule, profile), profile=profile)
+    coarse = reconfigure(start, RECONFIGURE_POLICIES["balanced"]).frequency_mhz
+    assert plan.cost.energy_j < replace(start, frequency_mhz=coarse).cost.energy_j
 
 
 @pytest.mark.parametrize("stops_in", [0, 9])
