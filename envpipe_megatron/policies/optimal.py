@@ -106,15 +106,19 @@ class Optimizer:
         relaxed = self._floor.program.solve(_NO_DEADLINE * self.fastest_s)
         return self._iteration_time_s(relaxed.duration_s)
 
-    def relaxed_energy_j(self, deadline_s: float) -> float:
-        """The least energy that durations between the profiled ones reach, J.
+    def relaxed(self, deadline_s: float) -> Relaxed:
+        """The durations between the profiled ones that take the least energy.
 
         Changes of clock are free in it, and waiting takes the least power that it can.
 
         Raises:
             LinearProgramError: no frequencies meet the deadline.
         """
-        return self._floor.program.solve(self._attainable(deadline_s)).cost_j
+        return self._floor.program.solve(self._attainable(deadline_s))
+
+    def relaxed_energy_j(self, deadline_s: float) -> float:
+        """The energy of `relaxed`, J."""
+        return self.relaxed(deadline_s).cost_j
 
     def plan(self, deadline_s: float, min_dwell_s: float = 0.0) -> Plan:
         """The cheapest plan that is found, never slower than the deadline.

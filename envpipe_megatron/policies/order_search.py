@@ -2,8 +2,10 @@
 
 Every order is judged by its own linear program, so it is never a rule that decides how many extra
 forwards a stage gets. The search starts at 1F1B and at multiples of EnvPipe's counts (Choi et al.,
-ATC'23, section 4.2), lowered to the limits, and then moves single stages, front parts and rear
-parts of the pipeline by one, as long as that saves energy.
+ATC'23, section 4.2), lowered to the limits. From the best of them it takes away what its own
+durations do not need, which a longest path tells in a tenth of a linear program's time, and then
+moves single stages, front parts and rear parts of the pipeline by one, as long as that saves
+energy.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import add
+
+import numpy as np
+from numpy.typing import NDArray
 
 from envpipe_megatron import builders
 from envpipe_megatron.conditions import Conditions
@@ -24,15 +29,19 @@ from envpipe_megatron.policies.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal import GOOD_GAP, Optimizer
 from envpipe_megatron.policies.waiting import waiting_floor_w
 from envpipe_megatron.profile import Profile, ProfileError
-from envpipe_megatron.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.schedule import Schedule
+from envpipe_megatron.timeline import RELATIVE_TOLERANCE, Timeline
 
 Extra = tuple[int, ...]
+FloatArray = NDArray[np.float64]
 
 #: Multiples of EnvPipe's counts that the search starts from.
 _START_MULTIPLES = (0.5, 1.0, 1.5, 2.0, 3.0)
-#: Units of all orders that one search may solve for: 150 orders of 8 x 96.
-_UNIT_BUDGET = 230_000
-_FEWEST_ORDERS = 12
+#: Units of all orders that one search may solve for: nine orders of 8 x 96.
+_UNIT_BUDGET = 14_000
+_FEWEST_ORDERS = 8
+#: Units of all orders whose longest path it may look at in between: 130 orders of 8 x 96.
+_LOOK_BUDGET = 200_000
 #: What a further microbatch in flight must save on the way, as a fraction of the energy: memory
 #: that buys nothing is not taken.
 _WORTH = 2e-5
@@ -46,6 +55,21 @@ class Candidate:
 
     extra_forwards: Extra
     relaxed_energy_j: float
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """An order with its relaxed plan.
+
+    Args:
+        schedule: the order.
+        duration_s: [num_stages, units_per_stage].
+        energy_j: of the relaxed plan.
+    """
+
+    schedule: Schedule
+    duration_s: FloatArray
+    energy_j: float
 
 
 class OrderSearch:
@@ -73,14 +97,16 @@ class OrderSearch:
         self._profile, self._conditions = profile, conditions
         self._parking, self._min_dwell_s = parking, min_dwell_s
         self.num_microbatches, self._deadline_s = num_microbatches, deadline_s
-        self._energy_j: dict[Extra, float] = {}
+        #: None where an order does not meet the deadline.
+        self._solved: dict[Extra, _Solved | None] = {}
         units = 2 * profile.num_stages * num_microbatches
         self._budget = max(_FEWEST_ORDERS, _UNIT_BUDGET // units)
+        self._most_looks = _LOOK_BUDGET // units
 
     @property
     def orders_tried(self) -> int:
         """Orders whose linear program was solved."""
-        return len(self._energy_j)
+        return len(self._solved)
 
     def search(self, limits: OrderLimits, starts: Iterable[Extra] = ()) -> list[Candidate]:
         """The orders within limits that meet the deadline, the best first.
@@ -104,7 +130,8 @@ class OrderSearch:
         last = self.orders_tried + self._budget
         best = min(seeds, key=self._score)
         if math.isinf(self._energy(best)):
-            self.optimizer(first).relaxed_energy_j(self._deadline_s)  # raises, and says why
+            self.optimizer(first).relaxed(self._deadline_s)  # raises, and says why
+        best = self._trimmed(best, limits)
         directions = _directions(self._profile.num_stages)
         failed = 0  # directions in a row that led nowhere
         while failed < len(directions) and self.orders_tried < last:
@@ -115,8 +142,9 @@ class OrderSearch:
             while limits.allow(near) and self._score(near) < self._score(best):
                 best, failed = near, 0
                 near = tuple(map(add, best, direction))
-        known = [e for e, j in self._energy_j.items() if math.isfinite(j) and limits.allow(e)]
-        return [Candidate(e, self._energy_j[e]) for e in sorted(known, key=self._score)]
+        self._trimmed(best, limits)
+        known = [e for e in self._solved if math.isfinite(self._energy(e)) and limits.allow(e)]
+        return [Candidate(e, self._energy(e)) for e in sorted(known, key=self._score)]
 
     def plan(self, candidates: Sequence[Candidate]) -> Plan:
         """The cheapest plan of the first few orders that a search found, and of 1F1B.
@@ -161,27 +189,65 @@ class OrderSearch:
 
     def optimizer(self, extra_forwards: Extra, good_gap: float = GOOD_GAP) -> Optimizer:
         """The optimizer of an order; see `Optimizer` for the gap."""
-        stages = self._profile.num_stages
-        if any(extra_forwards):
-            schedule = builders.envpipe(stages, self.num_microbatches, extra_forwards)
-        else:
-            schedule = builders.one_f_one_b(stages, self.num_microbatches)
         return Optimizer(
-            schedule,
+            self._schedule(extra_forwards),
             self._profile,
             self._conditions,
             parking=self._parking,
             good_gap=good_gap,
         )
 
-    def _energy(self, extra: Extra) -> float:
-        if extra not in self._energy_j:
+    def _schedule(self, extra_forwards: Extra) -> Schedule:
+        stages = self._profile.num_stages
+        if any(extra_forwards):
+            return builders.envpipe(stages, self.num_microbatches, extra_forwards)
+        return builders.one_f_one_b(stages, self.num_microbatches)
+
+    def _solve(self, extra: Extra) -> _Solved | None:
+        """The relaxed plan of an order, solved for once."""
+        if extra not in self._solved:
             optimizer = self.optimizer(extra)
-            late = optimizer.fastest_s > self._deadline_s * (1 + RELATIVE_TOLERANCE)
-            self._energy_j[extra] = (
-                math.inf if late else optimizer.relaxed_energy_j(self._deadline_s)
-            )
-        return self._energy_j[extra]
+            self._solved[extra] = None
+            if optimizer.fastest_s <= self._deadline_s * (1 + RELATIVE_TOLERANCE):
+                relaxed, schedule = optimizer.relaxed(self._deadline_s), optimizer.schedule
+                duration_s = relaxed.duration_s.reshape(schedule.is_backward.shape)
+                self._solved[extra] = _Solved(schedule, duration_s, relaxed.cost_j)
+        return self._solved[extra]
+
+    def _trimmed(self, extra: Extra, limits: OrderLimits) -> Extra:
+        """As few extra forwards as the durations of the relaxed plan need, solved for.
+
+        Where they take no more time in another order, that order takes no more energy.
+        """
+        solved = self._solve(extra)
+        assert solved is not None  # the best of a search meets the deadline
+        end_s = self._end_s(solved, solved.schedule) * (1 + RELATIVE_TOLERANCE)
+        looks = self._most_looks
+        directions = [d for d in _directions(len(extra)) if min(d) < 0]
+        trimmed, before = extra, None
+        while trimmed != before:
+            before = trimmed
+            for direction in sorted(directions, key=sum):
+                near = tuple(map(add, trimmed, direction))
+                while looks > 0 and limits.allow(near):
+                    looks -= 1
+                    if self._end_s(solved, self._schedule(near)) > end_s:
+                        break
+                    trimmed, near = near, tuple(map(add, near, direction))
+        return min(extra, trimmed, key=self._score)
+
+    def _end_s(self, solved: _Solved, schedule: Schedule) -> float:
+        """When an iteration ends whose units take what they take in a solved order."""
+        duration_s = np.empty_like(solved.duration_s)
+        # All orders run forwards, and backwards, as their microbatches are numbered.
+        duration_s[schedule.is_backward] = solved.duration_s[solved.schedule.is_backward]
+        duration_s[~schedule.is_backward] = solved.duration_s[~solved.schedule.is_backward]
+        timeline = Timeline(schedule, duration_s, self._conditions.latency_s)
+        return float((timeline.end_s[:, -1] + self._conditions.tail_by_stage_s).max())
+
+    def _energy(self, extra: Extra) -> float:
+        solved = self._solve(extra)
+        return math.inf if solved is None else solved.energy_j
 
     def _score(self, extra: Extra) -> float:
         return self._energy(extra) * (1 + _WORTH * sum(extra))

@@ -14,6 +14,7 @@ from planning_cases import random_job
 from envpipe_megatron import builders
 from envpipe_megatron.channel_model import completes
 from envpipe_megatron.conditions import Conditions
+from envpipe_megatron.policies import order_search
 from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.policies.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal import Optimizer, all_maximum_s
@@ -154,6 +155,39 @@ def test_on_small_jobs_the_search_nearly_always_finds_the_best_of_all_extra_forw
         missed.append(found_j / least_j - 1)
     assert np.mean(np.array(missed) > 1e-6) <= 0.05
     assert max(missed) < 0.02
+
+
+def test_what_an_order_does_not_need_is_taken_away_without_costing_energy(monkeypatch):
+    """By longest paths alone: no order is solved for beyond those to start from and the result."""
+    monkeypatch.setattr(order_search, "_UNIT_BUDGET", 0)
+    monkeypatch.setattr(order_search, "_FEWEST_ORDERS", 0)
+    taken = []
+    for seed in range(60):
+        rng, job = any_job(seed)
+        limits = order_limits(job.num_stages, job.num_microbatches)
+        factor = rng.choice([1.0, 1.05])
+        best = []
+        for looks in (0, 200_000):
+            monkeypatch.setattr(order_search, "_LOOK_BUDGET", looks)
+            search, _ = search_of(job, factor)
+            best.append(search.search(limits)[0])
+        before, after = best
+        assert limits.allow(after.extra_forwards)
+        assert after.relaxed_energy_j <= before.relaxed_energy_j * (1 + 1e-6), seed
+        taken.append(sum(before.extra_forwards) - sum(after.extra_forwards))
+    assert min(taken) >= 0
+    assert any(taken)
+
+
+def test_large_jobs_are_searched_with_few_linear_programs():
+    profile = uniform_profile(8, CURVE, slowness=[1, 1, 1, 1, 1, 1, 1, 1.2])
+    own = builders.one_f_one_b(8, 96)
+    conditions = Conditions((10.0,) * 8)
+    search = OrderSearch(profile, 96, conditions, all_maximum_s(own, profile, conditions))
+    candidates = search.search(order_limits(8, 96))
+    assert search.orders_tried <= 16
+    one_f_one_b = next(c for c in candidates if not any(c.extra_forwards))
+    assert candidates[0].relaxed_energy_j < 0.99 * one_f_one_b.relaxed_energy_j
 
 
 def test_counts_that_were_good_before_are_taken_up():
