@@ -22,10 +22,9 @@ from envpipe_megatron import __version__, builders
 from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.evaluation import Evaluation, evaluate
 from envpipe_megatron.evaluation import PlanError as PlanError
-from envpipe_megatron.interpolation import interpolated
 from envpipe_megatron.plan_fields import Fields, read_object
 from envpipe_megatron.profile import Profile
-from envpipe_megatron.schedule import Kind, Schedule, ScheduleError, parse_unit
+from envpipe_megatron.schedule import Schedule, ScheduleError, parse_unit
 from envpipe_megatron.sidecar import wait_power_entries
 from envpipe_megatron.timeline import Timeline
 
@@ -155,16 +154,6 @@ class Plan:
         frequency = max_frequencies(schedule, self.profile)
         return Plan("baseline", schedule, frequency, self.profile, self.conditions)
 
-    @property
-    def _runs_between_profiled_clocks(self) -> bool:
-        return any(
-            self.profile.row(stage, Kind.BACKWARD if backward else Kind.FORWARD, clock).interpolated
-            for stage, units in enumerate(
-                zip(self.frequency_mhz.tolist(), self.schedule.is_backward.tolist(), strict=True)
-            )
-            for clock, backward in set(zip(*units, strict=True))
-        )
-
     def to_json(self) -> dict[str, Any]:
         """The plan as its file holds it."""
         data: dict[str, Any] = {
@@ -191,7 +180,7 @@ class Plan:
         }
         if self.park_mhz is not None and self.park_mhz.any():
             data["park_mhz"] = self.park_mhz.tolist()
-        if self._runs_between_profiled_clocks:
+        if self.profile.interpolates:
             data["interpolated"] = True
         if self.energy_lower_bound_j is not None:
             data["energy_lower_bound_j"] = self.energy_lower_bound_j
@@ -280,8 +269,7 @@ def plan_from_json(data: dict[str, Any], path: Path, profile: Profile) -> Plan:
     except ScheduleError as error:
         raise PlanError(f"{path}: field 'schedule': {error}") from error
     frequency = fields.clocks("frequency_mhz", schedule, lowest=1)
-    if fields.flag("interpolated"):
-        profile = interpolated(profile, frequency.tolist())
+    profile = replace(profile, interpolates=fields.flag("interpolated"))
     plan = Plan(
         fields.text("policy"),
         schedule,

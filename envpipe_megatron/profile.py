@@ -45,15 +45,13 @@ class ProfileError(EnvPipeError):
 class ProfileRow:
     """What one unit costs at one frequency: one GPU, one microbatch.
 
-    The uncertainty is the energy's standard one, None where it is not known. An interpolated row
-    stands between measured ones and in no file.
+    The uncertainty is the energy's standard one, None where it is not known.
     """
 
     frequency_mhz: int
     time_s: float
     energy_j: float
     energy_uncertainty_j: float | None = None
-    interpolated: bool = False
 
     def __post_init__(self) -> None:
         if not (self.frequency_mhz > 0 and 0 < self.time_s < math.inf) or not (
@@ -71,11 +69,11 @@ class ProfileRow:
     def per_chunk(self, num_chunks: int) -> ProfileRow:
         """The row of one of so many equal parts of the unit."""
         known = self.energy_uncertainty_j
-        return replace(
-            self,
-            time_s=self.time_s / num_chunks,
-            energy_j=self.energy_j / num_chunks,
-            energy_uncertainty_j=None if known is None else known / num_chunks,
+        return ProfileRow(
+            self.frequency_mhz,
+            self.time_s / num_chunks,
+            self.energy_j / num_chunks,
+            None if known is None else known / num_chunks,
         )
 
 
@@ -88,12 +86,16 @@ class Profile:
         sha256: of the file's bytes, or of the CSV that `write` would make.
         source: where it came from, for messages.
         sidecar: the facts beside the table.
+        interpolates: whether units may run between profiled clocks. Time and energy are then linear
+            in the clock from one row to the next: a convex mixture of the two, so a lower bound
+            over their convex hull holds for it too.
     """
 
     rows: tuple[Mapping[Kind, tuple[ProfileRow, ...]], ...]
     sha256: str
     source: str
     sidecar: Sidecar = field(default_factory=Sidecar)
+    interpolates: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -181,8 +183,7 @@ class Profile:
             {kind: tuple(row.per_chunk(num_chunks) for row in rows) for kind, rows in kinds.items()}
             for kinds in self.rows
         )
-        sidecar = replace(self.sidecar, num_chunks=num_chunks)
-        return Profile(rows, self.sha256, self.source, sidecar)
+        return replace(self, rows=rows, sidecar=replace(self.sidecar, num_chunks=num_chunks))
 
     def lookup(
         self, frequency_mhz: NDArray[np.int64], is_backward: NDArray[np.bool_]
@@ -197,7 +198,8 @@ class Profile:
             times in s and energies in J, the same shape.
 
         Raises:
-            ProfileError: a frequency that was not profiled for that stage and kind.
+            ProfileError: a frequency that was not profiled for that stage and kind, or where the
+                profile interpolates, one above or below all that were.
         """
         time_s = np.empty(frequency_mhz.shape)
         energy_j = np.empty(frequency_mhz.shape)
@@ -207,18 +209,21 @@ class Profile:
                 (Kind.BACKWARD, is_backward[stage]),
             ):
                 wanted = frequency_mhz[stage][mask]
-                curve = self.curve(stage, kind)
-                at = np.minimum(np.searchsorted(curve[0], wanted), curve.shape[1] - 1)
-                absent = wanted[curve[0][at] != wanted]
-                if absent.size:
-                    self.row(stage, kind, int(absent[0]))
-                time_s[stage][mask], energy_j[stage][mask] = curve[1:, at]
+                clocks, times_s, energies_j = self.curve(stage, kind)
+                if self.interpolates:
+                    known = (clocks[0] <= wanted) & (wanted <= clocks[-1])
+                else:
+                    known = np.isin(wanted, clocks)
+                if not known.all():
+                    self.row(stage, kind, int(wanted[~known][0]))  # raises, and says why
+                time_s[stage][mask] = np.interp(wanted, clocks, times_s)
+                energy_j[stage][mask] = np.interp(wanted, clocks, energies_j)
         return time_s, energy_j
 
     def curve(self, stage: int, kind: Kind) -> NDArray[np.float64]:
         """[3, number of rows] frequencies in MHz, times in s and energies in J, lowest clock first.
 
-        The form that `numpy.interp` and `numpy.searchsorted` work on.
+        The form that `numpy.interp` works on.
         """
         return self._curves[stage, kind]
 
@@ -233,15 +238,13 @@ class Profile:
         }
 
     def to_csv(self) -> str:
-        """The table as CSV text, without interpolated rows."""
+        """The table as CSV text."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         rows = self._by_frequency
         known = any(row.energy_uncertainty_j is not None for row in rows.values())
         writer.writerow([*COLUMNS, *([_UNCERTAINTY] if known else [])])
         for (stage, kind, _), row in rows.items():
-            if row.interpolated:
-                continue
             uncertainty = [row.energy_uncertainty_j] if known else []
             writer.writerow(
                 [stage, kind.value, row.frequency_mhz, row.time_s, row.energy_j, *uncertainty]

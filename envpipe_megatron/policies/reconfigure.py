@@ -8,7 +8,7 @@ receives, is the caller's affair.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -40,7 +40,7 @@ class ReconfigurePolicy:
 
     Args:
         name: EnvPipe's name.
-        granularity_mhz: a raised unit gets the profile's lowest clock at least this much higher.
+        granularity_mhz: a raised unit gets the lowest clock that is at least this much higher.
         max_steps: steps after which the loop gives up.
         select: from the path's nodes that can rise, in order from the end of the path, and their
             frequencies, the nodes to raise together.
@@ -94,23 +94,36 @@ class Reconfigured:
 
 
 class Ladders:
-    """The frequencies that each unit of a schedule can be raised through: those of the profile."""
+    """The frequencies that each unit of a schedule can be raised through.
 
-    def __init__(self, schedule: Schedule, profile: Profile) -> None:
+    Args:
+        schedule: the order of units.
+        profile: tells how far clocks go, and by default which there are.
+        clocks_mhz: for each stage, all that its GPUs have.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        profile: Profile,
+        clocks_mhz: Sequence[Iterable[int]] | None = None,
+    ) -> None:
         self._schedule = schedule
-        self._rungs = {
-            (stage, backward): sorted(
-                row.frequency_mhz for row in kinds[Kind.BACKWARD if backward else Kind.FORWARD]
-            )
-            for stage, kinds in enumerate(profile.rows)
-            for backward in (False, True)
-        }
+        self._rungs: dict[tuple[int, bool], list[int]] = {}
+        for stage, kinds in enumerate(profile.rows):
+            for kind, rows in kinds.items():
+                rungs = profiled = sorted(row.frequency_mhz for row in rows)
+                if clocks_mhz is not None:
+                    rungs = [
+                        c for c in sorted(clocks_mhz[stage]) if profiled[0] <= c <= profiled[-1]
+                    ]
+                self._rungs[stage, kind is Kind.BACKWARD] = rungs
         self._is_backward = schedule.is_backward.ravel().tolist()
 
     def next_above(self, node: int, frequency_mhz: int, granularity_mhz: int) -> int | None:
         """The frequency to raise a node to, or None at the top."""
         rungs = self._rungs[self._schedule.stage_of(node), self._is_backward[node]]
-        if frequency_mhz >= rungs[-1]:
+        if not rungs or frequency_mhz >= rungs[-1]:
             return None
         at = bisect_left(rungs, frequency_mhz + granularity_mhz)
         return rungs[min(at, len(rungs) - 1)]

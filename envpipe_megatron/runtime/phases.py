@@ -17,7 +17,6 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.overrides import override_for, sweep_range
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.interpolation import interpolated
 from envpipe_megatron.plan import Plan, check_stages, read_plan
 from envpipe_megatron.policies.planner import PlanRequest, check_request, make_plan
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended
@@ -186,7 +185,9 @@ def run_phases(job: Job) -> PhaseRun[None]:
         job.say(state.notes[0])
         yield from _steady(job, replace(at_top, phase=Phase.STEADY))
     state.profile = profile
-    state.plan, state.notes = job.collectives.agreed(lambda: _plan(job, profile))
+    by_stage = job.collectives.gather_by_stage(set(job.gpu.supported_frequencies_mhz))
+    clocks_mhz = [set.intersection(*replicas) for replicas in by_stage]
+    state.plan, state.notes = job.collectives.agreed(lambda: _plan(job, profile, clocks_mhz))
     for note in state.notes:
         job.say(note)
     _predict_memory(job, state.plan.schedule)
@@ -195,8 +196,9 @@ def run_phases(job: Job) -> PhaseRun[None]:
         extra = list(state.plan.schedule.extra_forwards)
         job.say(f"reconfigure: {policy.name}, extra forwards {extra}")
         threshold_s = _threshold_s(job, schedule, records[1:])
-        start = replace(state.plan, profile=_at_supported_clocks(job, state.plan.profile))
-        loop = OnlineReconfigurer(start, policy, threshold_s, job.collectives, job.print_grid)
+        loop = OnlineReconfigurer(
+            state.plan, policy, threshold_s, clocks_mhz, job.collectives, job.print_grid
+        )
         state.plan, state.reconfigure_steps, state.reconfigure_ended = yield from loop.run()
         ended = state.reconfigure_ended.value
         job.say(f"reconfigure: ended after {state.reconfigure_steps} steps, since {ended}")
@@ -342,14 +344,16 @@ def _wait_power(job: Job, clocks: Sequence[int]) -> WaitPower:
     return WaitPower(power_w)
 
 
-def _at_supported_clocks(job: Job, profile: Profile) -> Profile:
-    """The profile at all clocks that every GPU of a stage has: reconfiguring steps finer."""
-    by_stage = job.collectives.gather_by_stage(set(job.gpu.supported_frequencies_mhz))
-    return interpolated(profile, [set.intersection(*replicas) for replicas in by_stage])
+def _plan(
+    job: Job, profile: Profile, clocks_mhz: Sequence[set[int]]
+) -> tuple[Plan, tuple[str, ...]]:
+    """The plan to start from, and notes; called on the planner alone.
 
-
-def _plan(job: Job, profile: Profile) -> tuple[Plan, tuple[str, ...]]:
-    """The plan to start from, and notes; called on the planner alone."""
+    Args:
+        job: of this rank.
+        profile: of its stages.
+        clocks_mhz: for each stage, those of all its GPUs.
+    """
     given = job.config.plan_file
     notes: tuple[str, ...] = ()
     if given is None:
@@ -390,15 +394,14 @@ def _plan(job: Job, profile: Profile) -> tuple[Plan, tuple[str, ...]]:
             value=plan.schedule.name,
             remedy=f"Plan with --schedule {job.kept_order.name}, or let the job plan.",
         )
-    unsupported = set(np.unique(plan.frequency_mhz).tolist()) - set(
-        job.gpu.supported_frequencies_mhz
-    )
-    if unsupported:
-        raise SessionError(
-            f"The plan asks for clocks (MHz) that {job.gpu.name} does not have",
-            value=sorted(unsupported),
-            remedy="Use a profile of this GPU.",
-        )
+    for stage, supported in enumerate(clocks_mhz):
+        unsupported = set(plan.frequency_mhz[stage].tolist()) - supported
+        if unsupported:
+            raise SessionError(
+                f"The plan asks for clocks (MHz) that the GPUs of stage {stage} do not have",
+                value=sorted(unsupported),
+                remedy="Use a profile of these GPUs.",
+            )
     return plan, notes
 
 

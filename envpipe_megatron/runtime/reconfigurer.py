@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -45,6 +45,8 @@ class OnlineReconfigurer:
         plan: the plan to start from; every rank has the same.
         policy: greedy or balanced.
         threshold_s: from `no_bubble_threshold_s`.
+        clocks_mhz: for each stage, those of all its GPUs: units rise through clocks that were not
+            profiled too, of which waits tell enough.
         collectives: to the other ranks.
         print_grid: told of every look, as text.
     """
@@ -54,11 +56,13 @@ class OnlineReconfigurer:
         plan: Plan,
         policy: ReconfigurePolicy,
         threshold_s: float,
+        clocks_mhz: Sequence[Iterable[int]],
         collectives: Collectives,
         print_grid: Callable[[str], None],
     ) -> None:
-        self._plan = plan
+        self._plan = replace(plan, profile=replace(plan.profile, interpolates=True))
         self._policy = policy
+        self._clocks_mhz = clocks_mhz
         self._threshold_s = threshold_s
         self._collectives = collectives
         self._print_grid = print_grid
@@ -66,7 +70,7 @@ class OnlineReconfigurer:
     def run(self) -> PhaseRun[tuple[Plan, int, Ended]]:
         """The reconfigured plan, the steps that raised something, and why the loop ended."""
         schedule = self._plan.schedule
-        ladders = Ladders(schedule, self._plan.profile)
+        ladders = Ladders(schedule, self._plan.profile, self._clocks_mhz)
         shape = self._plan.frequency_mhz.shape
         frequency = self._plan.frequency_mhz.ravel().copy()
         steps = seen = 0

@@ -1,7 +1,8 @@
-"""Between measured clocks: rows are mixtures of their neighbours, and stand in no file."""
+"""Between profiled clocks: units are mixtures of the neighbouring rows, and no file has them."""
 
 import json
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -9,7 +10,6 @@ from core_cases import B, F, profile_of
 
 from envpipe_megatron import builders
 from envpipe_megatron.conditions import Conditions
-from envpipe_megatron.interpolation import interpolated
 from envpipe_megatron.plan import Plan, PlanError, read_plan
 from envpipe_megatron.policies.optimal import Optimizer
 from envpipe_megatron.policies.reconfigure import Ladders
@@ -21,46 +21,67 @@ MEASURED = profile_of(
         (0, B): {1200: (2.0, 24.0), 900: (3.0, 15.0)},
     }
 )
-DENSE = interpolated(MEASURED, [(1230, 1200, 1100, 850, 770)])
+BETWEEN = replace(MEASURED, interpolates=True)
 ONE_STAGE = builders.one_f_one_b(1, 1)
 
 
-def plan_at(forward_mhz, backward_mhz, profile=DENSE):
+def plan_at(forward_mhz, backward_mhz, profile=BETWEEN):
     frequency = np.array([[forward_mhz, backward_mhz]])
     return Plan("mine", ONE_STAGE, frequency, profile, Conditions((40.0,)))
 
 
-def test_a_row_between_is_linear_in_the_clock():
-    row = DENSE.row(0, F, 1100)
-    assert (row.time_s, row.energy_j) == pytest.approx((1.0 + 0.6 / 3, 10.0 - 3.0 / 3))
-    assert DENSE.row(0, F, 850).time_s == pytest.approx(1.8)
-    assert (row.interpolated, row.energy_uncertainty_j) == (True, None)
+def units_at(forward_mhz, backward_mhz, profile=BETWEEN):
+    time_s, energy_j = profile.lookup(
+        np.array([[forward_mhz, backward_mhz]]), ONE_STAGE.is_backward
+    )
+    return *time_s[0], *energy_j[0]
 
 
-def test_nothing_is_made_up_outside_of_what_was_measured():
-    assert [row.frequency_mhz for row in DENSE.rows[0][F]] == [1200, 1100, 900, 850, 800]
-    # The backward was measured down to 900 MHz alone.
-    assert [row.frequency_mhz for row in DENSE.rows[0][B]] == [1200, 1100, 900]
-    for old in (row for rows in MEASURED.rows[0].values() for row in rows):
-        assert old in [row for rows in DENSE.rows[0].values() for row in rows]
+def test_time_and_energy_are_linear_in_the_clock():
+    assert units_at(1100, 1000) == pytest.approx((1.0 + 0.6 / 3, 2.0 + 2 / 3, 9.0, 18.0))
+    assert units_at(850, 900)[0] == pytest.approx(1.8)
 
 
-def test_reconfiguring_steps_through_them():
-    ladders = Ladders(ONE_STAGE, DENSE)
-    assert [ladders.next_above(0, mhz, 30) for mhz in (800, 850, 900, 1100)] == [
-        850, 900, 1100, 1200,
-    ]  # fmt: skip
+def test_a_profiled_clock_takes_what_was_measured():
+    for clocks in product((1200, 900, 800), (1200, 900)):
+        assert units_at(*clocks) == units_at(*clocks, MEASURED)
+
+
+@pytest.mark.parametrize(
+    ("clocks", "profile", "shown"),
+    [
+        ((1100, 1200), MEASURED, "1100"),
+        ((1230, 1200), BETWEEN, "1230"),
+        ((790, 1200), BETWEEN, "790"),
+        ((800, 850), BETWEEN, "850"),  # its backward was measured down to 900 MHz alone
+    ],
+)
+def test_nothing_is_made_up_unasked_or_beyond_what_was_measured(clocks, profile, shown):
+    with pytest.raises(ProfileError, match=rf"{shown}.*Profiled there: 1200, 900"):
+        units_at(*clocks, profile)
+
+
+def test_reconfiguring_steps_through_the_clocks_there_are():
+    ladders = Ladders(ONE_STAGE, MEASURED, [{1230, 1200, 1100, 850, 770}])
+    above = [ladders.next_above(0, mhz, 30) for mhz in (800, 850, 900, 1100, 1200)]
+    assert above == [850, 1100, 1100, 1200, None]
+    assert ladders.next_above(1, 900, 30) == 1100
+    assert Ladders(ONE_STAGE, MEASURED, [{700}]).next_above(0, 800, 30) is None
 
 
 def test_the_profile_stays_that_of_its_file(tmp_path):
-    DENSE.write(tmp_path / "profile.csv")
-    assert DENSE.to_csv() == MEASURED.to_csv()
-    assert read_profile(tmp_path / "profile.csv").sha256 == DENSE.sha256
+    BETWEEN.write(tmp_path / "profile.csv")
+    assert BETWEEN.to_csv() == MEASURED.to_csv()
+    assert read_profile(tmp_path / "profile.csv").sha256 == BETWEEN.sha256
 
 
-def test_a_chunk_of_an_interpolated_row_is_one_too():
-    chunk = DENSE.for_chunks(2).row(0, F, 1100)
-    assert chunk == replace(DENSE.row(0, F, 1100), time_s=0.6, energy_j=4.5)
+def test_chunks_are_interpolated_too():
+    frequency = np.array([[1100, 1200]])
+    whole, part = (
+        profile.lookup(frequency, ONE_STAGE.is_backward)
+        for profile in (BETWEEN, BETWEEN.for_chunks(2))
+    )
+    assert np.allclose(part, np.array(whole) / 2)
 
 
 @pytest.mark.parametrize("clocks", [(1100, 1200), (1200, 1100), (850, 900)])
@@ -73,26 +94,17 @@ def test_a_plan_between_clocks_is_read_with_the_measured_profile(clocks, tmp_pat
     assert again.to_json() == plan_at(*clocks).to_json()
 
 
-def test_a_plan_of_measured_clocks_does_not_speak_of_it():
-    assert "interpolated" not in plan_at(800, 900).to_json()
+def test_other_plans_do_not_speak_of_it():
+    assert "interpolated" not in plan_at(800, 900, MEASURED).to_json()
 
 
 @pytest.mark.parametrize(
-    ("clocks", "says", "error", "shown"),
-    [
-        ((1100, 1200), None, ProfileError, "1100"),  # else a slip would be priced
-        ((1230, 1200), True, ProfileError, "1230"),
-        ((1200, 850), True, ProfileError, "850"),
-        ((1100, 1200), "yes", PlanError, "interpolated"),
-    ],
+    ("says", "error", "shown"), [(None, ProfileError, "1100"), ("yes", PlanError, "interpolated")]
 )
-def test_clocks_are_not_priced_unasked_or_beyond_what_was_measured(
-    clocks, says, error, shown, tmp_path
-):
-    data = plan_at(1100, 1200).to_json()
-    data |= {"frequency_mhz": [list(clocks)], "interpolated": says}
+def test_a_plan_file_must_say_so(says, error, shown, tmp_path):
+    data = plan_at(1100, 1200).to_json() | {"interpolated": says}
     if says is None:
-        del data["interpolated"]
+        del data["interpolated"]  # a slip of the pen is not priced
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(data))
     with pytest.raises(error, match=shown):
