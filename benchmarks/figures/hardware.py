@@ -24,7 +24,7 @@ class Place:
     """How a figure is made.
 
     Args:
-        size: one of `SIZES`; reduced trains one replica for all, in fewer steps.
+        size: one of `SIZES`; reduced trains one of several replicas for all, in fewer steps.
         gpus: of this machine; None emulates.
         backend: of the clocks of real GPUs.
         forward_ms: wall time of a pipeline's longest forward on emulated GPUs.

@@ -10,6 +10,8 @@ from typing import Any
 
 from figures.experiments import BASELINE, ENVELOPE, Job, Setting
 
+#: One more whenever the same request comes to something else: what was run before is run again.
+_EDITION = 2
 #: Iterations before anything is measured: the first is not looked at.
 WARMUP_ITERATIONS = 3
 #: In a run's folder, once it is done.
@@ -65,7 +67,7 @@ class RunRequest:
     def key(self) -> str:
         """What its results are found by: all of the request, and nothing else."""
         job, setting = self.job, self.setting
-        text = json.dumps(asdict(self), sort_keys=True)
+        text = json.dumps([_EDITION, asdict(self)], sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:10]
         words = (
             job.model, job.gpu, f"m{job.num_microbatches}", f"p{job.stages}", f"d{job.replicas}",

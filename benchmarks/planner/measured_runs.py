@@ -39,6 +39,8 @@ from envpipe_megatron.timeline import Timeline
 
 FloatArray = NDArray[np.float64]
 
+#: The system whose runs the published profiles' unit times are means over.
+PROFILED_SYSTEM = "perseus"
 #: The longest p2p latency and change time that are believed, s: a slow network takes a tenth of a
 #: second for a batch of activations, and clock changes are reported to take 3 to 10 ms.
 _LONGEST_LATENCY_S = 0.16
