@@ -217,6 +217,7 @@ def test_claims_tell_of_the_worst_prediction(tmp_path):
     ]
     of_runs, of_memory = validation_claims([validation], memory)
     assert "16 measured runs of 1 models" in of_runs.claim
+    assert "of the 16 runs that the profiles' times are not made from" in of_runs.claim
     assert "4, 3, 2 microbatches in flight" in of_memory.claim
     assert f"to {200 / 150:.1f} %" in of_memory.claim
     assert validation_claims([], []) == []
