@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -144,7 +144,10 @@ def make_cases() -> list[Case]:
 def emulated_profile() -> Profile:
     """What profiling four equal stages on such a GPU would give, without noise."""
     preset = load_preset(GPU)
-    clocks_mhz = sweep_range(preset.supported_frequencies_mhz, preset.control)
+    assert preset.control is not None
+    # As close as reconfiguring steps.
+    control = replace(preset.control, profile_step_mhz=30)
+    clocks_mhz = sweep_range(preset.supported_frequencies_mhz, control)
     profile: Profile = preset_profile(GPU, STAGES, UNIT_TIME_S, clocks_mhz[1:])
     return profile
 
