@@ -56,11 +56,7 @@ PARTS = (
     *(Part(name, f"{name}.py", own_folder=False) for name in EXPERIMENTS),
     Part("ablation", "ablation.py"),
     Part("overhead", "overhead.py"),
-    Part(
-        "planner_compare",
-        "planner/compare.py",
-        ("--lowtime-limit", "0", "--workload", "gpt3-175b", "--workload", "A100_"),
-    ),
+    Part("planner_compare", "planner/compare.py", ("--lowtime-limit", "0")),
     Part("planner_validation", "planner/validation.py"),
     Part("h200_validation", "planner/h200_validation.py"),
 )

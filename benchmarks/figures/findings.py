@@ -168,8 +168,14 @@ def _falls_with_microbatches(by_count: list[Row]) -> tuple[bool | None, str]:
         return False, _why_they_rise(by_count)
     if _saves_less(by_count[-1], by_count[0]):
         return True, ""
+    told = [
+        f"M = {few.job.num_microbatches} from {many.job.num_microbatches}"
+        for few, many in combinations(by_count, 2)
+        if _saves_less(many, few)
+    ]
+    apart = f"tell only {' and '.join(told)} apart" if told else "cannot tell these savings apart"
     finer = "; longer units (--forward-ms) tell finer" if by_count[0].emulated else ""
-    why = f"The meters cannot tell these savings apart{finer}."
+    why = f"The meters {apart}{finer}."
     falls = all(few.saving_percent >= many.saving_percent for few, many in pairwise(by_count))
     return None, why if falls else f"{why} {_why_they_rise(by_count)}"
 

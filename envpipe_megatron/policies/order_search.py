@@ -1,8 +1,8 @@
 """Order and frequencies planned together: the extra forwards whose optimal plan is cheapest.
 
 Every order is judged by its own linear program, so it is never a rule that decides how many extra
-forwards a stage gets. The search starts at 1F1B and at multiples of EnvPipe's counts (Choi et al.,
-ATC'23, section 4.2), lowered to the limits. From the best of them it takes away what its own
+forwards a stage gets. The search starts at 1F1B, at multiples of EnvPipe's counts (Choi et al.,
+ATC'23, section 4.2) and at even ramps, lowered to the limits. From the best of them it takes away what its own
 durations do not need, which a longest path tells in a tenth of a linear program's time, and then
 moves single stages, front parts and rear parts of the pipeline by one, as long as that saves
 energy.
@@ -36,7 +36,9 @@ Extra = tuple[int, ...]
 FloatArray = NDArray[np.float64]
 
 #: Multiples of EnvPipe's counts that the search starts from.
-_START_MULTIPLES = (0.5, 1.0, 1.5, 2.0, 3.0)
+_START_MULTIPLES = (1.0, 1.5, 2.0)
+#: The same for even ramps: how many more than the next stage each stage has.
+_START_RAMPS = (1, 2, 3)
 #: Units of all orders that one search may solve for: nine orders of 8 x 96.
 _UNIT_BUDGET = 14_000
 _FEWEST_ORDERS = 8
@@ -126,7 +128,8 @@ class OrderSearch:
         except ProfileError:  # no energy valley, which only EnvPipe's rule needs
             wanted = [0] * self._profile.num_stages
         scaled = [[math.ceil(m * count) for count in wanted] for m in _START_MULTIPLES]
-        seeds = {first, *map(limits.fit, [*scaled, *starts])}
+        ramps = [[fall * s for s in reversed(range(len(first)))] for fall in _START_RAMPS]
+        seeds = {first, *map(limits.fit, [*scaled, *ramps, *starts])}
         last = self.orders_tried + self._budget
         best = min(seeds, key=self._score)
         if math.isinf(self._energy(best)):
@@ -255,7 +258,9 @@ class OrderSearch:
 
 def _directions(num_stages: int) -> deque[Extra]:
     """One more or one less: on one stage, on a front part, on a rear part of the pipeline."""
-    moved = [tuple(int(s == stage) for s in range(num_stages)) for stage in range(num_stages)]
+    # From the rear, where counts are small and EnvPipe's, rounded down, miss most.
+    rearmost_first = [*reversed(range(num_stages - 1)), num_stages - 1]
+    moved = [tuple(int(s == stage) for s in range(num_stages)) for stage in rearmost_first]
     for stage in range(1, num_stages):
         moved.append(tuple(int(s <= stage) for s in range(num_stages)))
         moved.append(tuple(int(s >= stage) for s in range(num_stages)))

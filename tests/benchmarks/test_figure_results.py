@@ -321,6 +321,18 @@ def test_savings_must_fall_with_the_microbatches(
     assert savings[0].why.endswith("So.") == (points > 0 and profiled)
 
 
+@pytest.mark.usefixtures("some_time")
+def test_numbers_of_microbatches_that_can_be_told_apart_are_named(tmp_path):
+    saved = {4: 20, 8: 21.3, 16: 18.7}  # uncertain by 0.64 points each
+
+    def outcome_of(job, setting):
+        return ended() if setting == BASELINE else saving(saved[job.num_microbatches])
+
+    first, *_ = claims("fig13", tmp_path, outcome_of)
+    assert first.agrees is None
+    assert first.why.startswith("The meters tell only M = 8 from M = 16 apart; longer units")
+
+
 def test_why_few_microbatches_save_less(tmp_path):
     v100_profile(1.0, 4).write(tmp_path / "profile.csv")
     why = why_few_save_less(tmp_path / "profile.csv", (4, 16))
