@@ -2,10 +2,10 @@
 
 Every order is judged by its own linear program, so it is never a rule that decides how many extra
 forwards a stage gets. The search starts at 1F1B, at multiples of EnvPipe's counts (Choi et al.,
-ATC'23, section 4.2) and at even ramps, lowered to the limits. From the best of them it takes away what its own
-durations do not need, which a longest path tells in a tenth of a linear program's time, and then
-moves single stages, front parts and rear parts of the pipeline by one, as long as that saves
-energy.
+ATC'23, section 4.2) and at even ramps, lowered to the limits. From the best of them it takes away
+what its own durations do not need, which a longest path tells in a tenth of a linear program's
+time, and then moves single stages, front parts and rear parts of the pipeline by one, as long as
+that saves energy.
 """
 
 from __future__ import annotations
