@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import add
 
 import numpy as np
@@ -38,10 +39,10 @@ FloatArray = NDArray[np.float64]
 #: Multiples of EnvPipe's counts that the search starts from.
 _START_MULTIPLES = (1.0, 1.5, 2.0)
 #: The same for even ramps: how many more than the next stage each stage has.
-_START_RAMPS = (1, 2, 3)
-#: Units of all orders that one search may solve for: nine orders of 8 x 96.
-_UNIT_BUDGET = 14_000
-_FEWEST_ORDERS = 8
+_START_RAMPS = (0.5, 1.0, 2.0, 3.0)
+#: Units of all orders that a search may solve for beyond those that it starts from: six of 8 x 96.
+_UNIT_BUDGET = 9_000
+_FEWEST_ORDERS = 5
 #: Units of all orders whose longest path it may look at in between: 130 orders of 8 x 96.
 _LOOK_BUDGET = 200_000
 #: What a further microbatch in flight must save on the way, as a fraction of the energy: memory
@@ -128,13 +129,16 @@ class OrderSearch:
         except ProfileError:  # no energy valley, which only EnvPipe's rule needs
             wanted = [0] * self._profile.num_stages
         scaled = [[math.ceil(m * count) for count in wanted] for m in _START_MULTIPLES]
-        ramps = [[fall * s for s in reversed(range(len(first)))] for fall in _START_RAMPS]
-        seeds = {first, *map(limits.fit, [*scaled, *ramps, *starts])}
-        last = self.orders_tried + self._budget
+        ramps = [[int(fall * s) for s in reversed(range(len(first)))] for fall in _START_RAMPS]
+        fitted = [limits.fit(counts) for counts in (*scaled, *ramps, *starts)]
+        # Where memory holds the front back, what the rear may have beyond it often does harm.
+        falling = [limits.fit(list(accumulate(counts, min))) for counts in fitted]
+        seeds = {first, *fitted, *falling}
         best = min(seeds, key=self._score)
         if math.isinf(self._energy(best)):
             self.optimizer(first).relaxed(self._deadline_s)  # raises, and says why
         best = self._trimmed(best, limits)
+        last = self.orders_tried + self._budget
         directions = _directions(self._profile.num_stages)
         failed = 0  # directions in a row that led nowhere
         while failed < len(directions) and self.orders_tried < last:
