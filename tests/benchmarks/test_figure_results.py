@@ -330,7 +330,7 @@ def test_numbers_of_microbatches_that_can_be_told_apart_are_named(tmp_path):
 
     first, *_ = claims("fig13", tmp_path, outcome_of)
     assert first.agrees is None
-    assert first.why.startswith("The meters tell only M = 8 from M = 16 apart; longer units")
+    assert first.why.startswith("The meters tell only M = 8 from 16 apart; longer units")
 
 
 def test_why_few_microbatches_save_less(tmp_path):
