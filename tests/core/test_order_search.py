@@ -190,6 +190,22 @@ def test_large_jobs_are_searched_with_few_linear_programs():
     assert candidates[0].relaxed_energy_j < 0.99 * one_f_one_b.relaxed_energy_j
 
 
+@pytest.mark.parametrize("slow_stage", [0, 3, 7])
+def test_one_microbatch_more_in_flight_is_used_well(slow_stage):
+    """Rear stages have room for more than one extra forward then, and using it costs energy."""
+    profile = uniform_profile(8, CURVE, slowness=[1 + 0.1 * (s == slow_stage) for s in range(8)])
+    conditions = Conditions((10.0,) * 8)
+    deadline_s = all_maximum_s(builders.one_f_one_b(8, 48), profile, conditions)
+    front_parts = [tuple(int(s < count) for s in range(8)) for count in range(8)]
+    least_j = min(
+        Optimizer(builders.envpipe(8, 48, extra), profile, conditions).relaxed_energy_j(deadline_s)
+        for extra in front_parts
+    )
+    search = OrderSearch(profile, 48, conditions, deadline_s)
+    best = search.search(order_limits(8, 48, max_in_flight=[9] * 8))[0]
+    assert best.relaxed_energy_j < least_j * 1.002
+
+
 def test_counts_that_were_good_before_are_taken_up():
     profile = uniform_profile(3, CURVE, backward=2.0)
     conditions = Conditions((40.0,) * 3)
