@@ -19,7 +19,8 @@ full = pytest.mark.skipif(not FULL, reason="takes minutes: ENVPIPE_LM_FULL=1 run
 
 MICROBATCHES, ITERATIONS, WARMUP = 8, 12, 3
 PRESET, FORWARD_S = "a100-sxm", 0.01
-CLOCKS_MHZ = range(1410, 690, -120)
+#: Reconfiguring, a step of training for each 30 MHz, ends within a run.
+CLOCKS_MHZ = (1410, 1290)
 
 PP4 = "--pipeline-model-parallel-size 4"
 PP2 = "--pipeline-model-parallel-size 2"
