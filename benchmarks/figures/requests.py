@@ -65,7 +65,7 @@ class RunRequest:
 
     @property
     def key(self) -> str:
-        """What its results are found by: all of the request, and nothing else."""
+        """What its results are found by: all of the request, and the edition."""
         job, setting = self.job, self.setting
         text = json.dumps([_EDITION, asdict(self)], sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:10]

@@ -227,9 +227,7 @@ class Optimizer:
         return park(plan, min_dwell_s) if self._parking else plan
 
     def _iteration_time_s(self, duration_s: FloatArray) -> float:
-        shape = self.schedule.is_backward.shape
-        timeline = Timeline(self.schedule, duration_s.reshape(shape), self.conditions.latency_s)
-        return float((timeline.end_s[:, -1] + self._tail_s).max())
+        return iteration_time_s(self.schedule, duration_s, self.conditions)
 
     def _attainable(self, deadline_s: float) -> float:
         """The deadline, or the fastest iteration where that is later by rounding alone."""
@@ -244,6 +242,13 @@ class Optimizer:
                 "order.",
             )
         return max(deadline_s, fastest_s)
+
+
+def iteration_time_s(schedule: Schedule, duration_s: FloatArray, conditions: Conditions) -> float:
+    """When the last stage is done, tails included, with units of [num_units] durations, s."""
+    shape = schedule.is_backward.shape
+    timeline = Timeline(schedule, duration_s.reshape(shape), conditions.latency_s)
+    return float((timeline.end_s[:, -1] + conditions.tail_by_stage_s).max())
 
 
 def all_maximum_s(schedule: Schedule, profile: Profile, conditions: Conditions) -> float:

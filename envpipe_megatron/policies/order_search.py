@@ -27,11 +27,11 @@ from envpipe_megatron.policies.certificate import any_order_lower_bound_j
 from envpipe_megatron.policies.choices import make_choices
 from envpipe_megatron.policies.limits import OrderLimits, envpipe_counts
 from envpipe_megatron.policies.linear_program import LinearProgramError
-from envpipe_megatron.policies.optimal import GOOD_GAP, Optimizer
+from envpipe_megatron.policies.optimal import GOOD_GAP, Optimizer, iteration_time_s
 from envpipe_megatron.policies.waiting import waiting_floor_w
 from envpipe_megatron.profile import Profile, ProfileError
 from envpipe_megatron.schedule import Schedule
-from envpipe_megatron.timeline import RELATIVE_TOLERANCE, Timeline
+from envpipe_megatron.timeline import RELATIVE_TOLERANCE
 
 Extra = tuple[int, ...]
 FloatArray = NDArray[np.float64]
@@ -249,8 +249,7 @@ class OrderSearch:
         # All orders run forwards, and backwards, as their microbatches are numbered.
         duration_s[schedule.is_backward] = solved.duration_s[solved.schedule.is_backward]
         duration_s[~schedule.is_backward] = solved.duration_s[~solved.schedule.is_backward]
-        timeline = Timeline(schedule, duration_s, self._conditions.latency_s)
-        return float((timeline.end_s[:, -1] + self._conditions.tail_by_stage_s).max())
+        return iteration_time_s(schedule, duration_s, self._conditions)
 
     def _energy(self, extra: Extra) -> float:
         solved = self._solve(extra)
