@@ -15,8 +15,7 @@ from pathlib import Path
 
 from envpipe_megatron.cli.doctor_checks import Check, looked
 from envpipe_megatron.integrations import versions
-
-_INSTALL = "pip install 'envpipe-megatron[{extra}]'"
+from envpipe_megatron.patching.catalog import load_catalog
 
 
 def software_checks(driver_cuda: tuple[int, int] | None) -> list[Check]:
@@ -77,7 +76,7 @@ def constants_of(path: Path) -> dict[str, object]:
 def _torch(driver_cuda: tuple[int, int] | None) -> Check:
     folder = folder_of("torch")
     if folder is None:
-        return _check("torch", False, "not installed", _INSTALL.format(extra="megatron"))
+        return _check("torch", False, "not installed", "pip install 'torch>=2.11'")
     built = constants_of(folder / "version.py")
     version, cuda = built.get("__version__"), built.get("cuda")
     if not isinstance(cuda, str):
@@ -98,7 +97,8 @@ def _torch(driver_cuda: tuple[int, int] | None) -> Check:
 
 def _megatron_core() -> Check:
     name = "megatron-core"
-    wanted = _wanted(versions.MEGATRON_CORE, "megatron")
+    catalog = load_catalog()
+    wanted = f"Supported: {', '.join(patch.name for patch in catalog)}"
     folder = folder_of("megatron")
     package_info = folder / "core" / "package_info.py" if folder else None
     if package_info is None or not package_info.is_file():
@@ -108,13 +108,8 @@ def _megatron_core() -> Check:
         part for key in ("MAJOR", "MINOR", "PATCH") if type(part := said.get(key)) is int
     )
     evidence = f"{'.'.join(map(str, version))} at {package_info.parent}"
-    supported = versions.MEGATRON_CORE[0] <= version < versions.MEGATRON_CORE[1]
+    supported = any(patch.recognition.fits(package_info.parents[2]) for patch in catalog)
     return _check(name, supported, evidence, wanted)
-
-
-def _wanted(supported: tuple[tuple[int, ...], tuple[int, ...]], extra: str) -> str:
-    lowest, beyond = map(versions.as_text, supported)
-    return f"Use {lowest} or newer, below {beyond}: {_INSTALL.format(extra=extra)}"
 
 
 def _nvidia_ml_py() -> Check:
@@ -175,7 +170,8 @@ def _transformer_engine() -> Check:
 
 def _deepspeed() -> Check:
     name, version = "DeepSpeed", version_of("deepspeed")
-    wanted = f"{_wanted(versions.DEEPSPEED, 'deepspeed')}, with DS_BUILD_OPS=0"
+    lowest, beyond = map(versions.as_text, versions.DEEPSPEED)
+    wanted = f"DS_BUILD_OPS=0 pip install 'deepspeed>={lowest},<{beyond}'"
     if version is None:
         return _check(name, False, "not installed", f"Not needed for Megatron-LM. {wanted}")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])

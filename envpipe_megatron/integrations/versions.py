@@ -1,11 +1,10 @@
-"""Versions of the frameworks: from the first that was tested, below the next minor one.
+"""Versions of DeepSpeed: from the first that was tested, below the next minor one.
 
-What their engines are made of is not promised to stay.
+What its engine is made of is not promised to stay. Those of Megatron are the patches'.
 """
 
 from __future__ import annotations
 
-MEGATRON_CORE = ((0, 16, 1), (0, 17))
 DEEPSPEED = ((0, 19, 6), (0, 20))
 
 

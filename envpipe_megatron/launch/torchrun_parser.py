@@ -89,7 +89,7 @@ def _torchs_parser() -> argparse.ArgumentParser:
         raise EnvPipeError(
             "torch, whose torchrun is started, cannot be imported",
             value=str(error),
-            remedy="Install it into this Python: pip install 'envpipe-megatron[megatron]'.",
+            remedy="Install it into this Python: pip install 'torch>=2.11'.",
         ) from error
     try:
         return get_args_parser()

@@ -113,7 +113,7 @@ def _check_installed() -> None:
         if find_spec(module) is None:
             raise QuickstartError(
                 f"The quickstart needs {package}, which is not installed",
-                remedy="pip install 'envpipe-megatron[megatron]', or use make quickstart.",
+                remedy="pip install 'torch>=2.11' megatron-core==0.16.1, or use make quickstart.",
             )
 
 

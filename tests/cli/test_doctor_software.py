@@ -98,6 +98,11 @@ def test_good_packages(packages):
     assert_check(found["nvidia-ml-py"], True, "13.580")
 
 
+def test_every_version_with_a_patch_is_supported(packages):
+    packages.add("megatron", megatron_core((0, 19, 1)))
+    assert_check(packages.look()["megatron-core"], True, "0.19.1")
+
+
 def test_packages_that_will_not_do(packages):
     packages.add("torch", torch_of("13.0"))
     packages.add("megatron", megatron_core((0, 19, 0)))
@@ -106,7 +111,8 @@ def test_packages_that_will_not_do(packages):
     packages.distribution("nvidia_ml_py", "13.580")
     found = packages.look((12, 4))
     assert_check(found["torch"], False, "driver runs CUDA 12.4", "newer driver")
-    assert_check(found["megatron-core"], False, "0.19.0", "0.16.1 or newer, below 0.17")
+    # The tag core_v0.19.0 calls itself 0.19.1; there is no patch for what calls itself 0.19.0.
+    assert_check(found["megatron-core"], False, "0.19.0", "Megatron-LM core_v0.16.1, Megatron-LM c")
     assert_check(found["NVIDIA Apex"], False, "another package", "PyPI", "pip uninstall apex")
     assert_check(found["nvidia-ml-py"], False, "pynvml 11.5.3", "pip uninstall pynvml")
     # Each of those that are missing says whether it is needed at all.
@@ -135,5 +141,5 @@ def test_a_torch_without_cuda(packages):
 )
 def test_versions_of_deepspeed(packages, version, ok):
     packages.distribution("deepspeed", version)
-    remedy = () if ok else ("0.19.6 or newer, below 0.20", "DS_BUILD_OPS=0")
+    remedy = () if ok else ("DS_BUILD_OPS=0 pip install 'deepspeed>=0.19.6,<0.20'",)
     assert_check(packages.look()["DeepSpeed"], ok, version, *remedy)
