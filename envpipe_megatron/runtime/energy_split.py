@@ -53,7 +53,7 @@ def error_of_sum(
     """
     blocks: list[list[float]] = [[]]
     filled_s = 0.0
-    for energy_j, duration_s in zip(energies_j, durations_s, strict=False):
+    for energy_j, duration_s in zip(energies_j, durations_s, strict=True):
         if filled_s >= block_s * (1 - 1e-9):
             blocks.append([])
             filled_s = 0.0
@@ -70,9 +70,25 @@ def error_of_sum(
     return math.hypot(*off_j) * math.sqrt(count / (count - 1))
 
 
+@dataclass(frozen=True)
+class Split:
+    """Both kinds of one stage.
+
+    Args:
+        rows: of each kind, the highest clock first.
+        late_s: mean time for which a unit ran at the clock of the unit before it.
+        told_apart: False where the sweeps do not tell forwards from backwards; the energy of each
+            pair is then shared by time.
+    """
+
+    rows: dict[Kind, list[ProfileRow]]
+    late_s: float
+    told_apart: bool
+
+
 def split_energies(
     clocks_mhz: Sequence[int], together: Sequence[Measured], apart: Sequence[Measured]
-) -> tuple[dict[Kind, list[ProfileRow]], float]:
+) -> Split:
     """Rows of both kinds of one stage from two sweeps.
 
     With the pair energy S(f) of a clock, and S'(f) where backwards stay at the maximum, the
@@ -85,13 +101,13 @@ def split_energies(
     same equations. The level at the maximum is split by convention, so they hold for F and B as
     split, and the sum of both is as uncertain as S alone.
 
+    Where a third of a unit or more ran at the wrong clock, or an energy comes out no larger than
+    its uncertainty, the sweeps do not tell the kinds apart.
+
     Args:
         clocks_mhz: the clocks, the maximum first.
         together: forwards and backwards at each of these clocks.
         apart: forwards at each but the first, backwards at the maximum.
-
-    Returns:
-        the rows, and the mean time in s for which a unit ran at the clock of the unit before it.
     """
     top = together[0]
     lower = list(zip(together[1:], apart, strict=True))
@@ -105,41 +121,44 @@ def split_energies(
         [a.backward_s - top.backward_s for _, a in lower],
         top.backward_s,
     )
-    # Any split of the level will do (see the module); equal power is the natural one.
+    shared = [_by_time(m) for m in together]
+    # Any split of the level will do (see the profiler's module); equal power is the natural one.
+    energies, top_u = shared[:1], top.pair_uncertainty_j
     forward_share = top.forward_s / (top.forward_s + top.backward_s)
-    forward_top_j = top.pair_j * forward_share
-    top_u = top.pair_uncertainty_j
-    rows = {
-        Kind.FORWARD: [
-            ProfileRow(clocks_mhz[0], top.forward_s, forward_top_j, top_u * forward_share)
-        ],
-        Kind.BACKWARD: [
-            ProfileRow(
-                clocks_mhz[0],
-                top.backward_s,
-                top.pair_j - forward_top_j,
-                top_u * (1 - forward_share),
-            )
-        ],
-    }
-    for frequency, (m, a) in zip(clocks_mhz[1:], lower, strict=True):
+    for m, a in lower:
         late_forward = forward_late_s / top.forward_s
         late_backward = backward_late_s / m.backward_s
         pair_change_j = m.pair_j - top.pair_j
         gain = 1 / (1 - late_forward - late_backward)
         forward_change_j = gain * (a.pair_j - top.pair_j - late_backward * pair_change_j)
-        forward_j = min(max(forward_top_j + forward_change_j, 0.0), m.pair_j)
+        forward_j = top.pair_j * forward_share + forward_change_j
         # What the forward's energy changes by with S(max), S'(f) and S(f); the backward's is S - F.
         by_top, by_apart = forward_share - gain * (1 - late_backward), gain
         by_together = -gain * late_backward
         common = by_top * top_u, by_apart * a.pair_uncertainty_j
         forward_u = math.hypot(*common, by_together * m.pair_uncertainty_j)
         backward_u = math.hypot(*common, (1 - by_together) * m.pair_uncertainty_j)
-        rows[Kind.FORWARD].append(ProfileRow(frequency, m.forward_s, forward_j, forward_u))
-        rows[Kind.BACKWARD].append(
-            ProfileRow(frequency, m.backward_s, m.pair_j - forward_j, backward_u)
-        )
-    return rows, max(forward_late_s, backward_late_s)
+        energies.append((forward_j, forward_u, m.pair_j - forward_j, backward_u))
+    settled = forward_late_s < top.forward_s / 3 and backward_late_s < top.backward_s / 3
+    told_apart = settled and all(
+        forward_j > forward_u and backward_j > backward_u
+        for forward_j, forward_u, backward_j, backward_u in energies[1:]
+    )
+    rows: dict[Kind, list[ProfileRow]] = {kind: [] for kind in Kind}
+    for clock, m, (forward_j, forward_u, backward_j, backward_u) in zip(
+        clocks_mhz, together, energies if told_apart else shared, strict=True
+    ):
+        rows[Kind.FORWARD].append(ProfileRow(clock, m.forward_s, forward_j, forward_u))
+        rows[Kind.BACKWARD].append(ProfileRow(clock, m.backward_s, backward_j, backward_u))
+    return Split(rows, max(forward_late_s, backward_late_s), told_apart)
+
+
+def _by_time(measured: Measured) -> tuple[float, float, float, float]:
+    """Energy of a forward and its uncertainty, and a backward's, J, at equal power."""
+    share = measured.forward_s / (measured.forward_s + measured.backward_s)
+    pair_j, pair_u = measured.pair_j, measured.pair_uncertainty_j
+    forward_j = pair_j * share
+    return forward_j, pair_u * share, pair_j - forward_j, pair_u * (1 - share)
 
 
 def _late_s(stretch: Sequence[float], shift_s: Sequence[float], most_s: float) -> float:

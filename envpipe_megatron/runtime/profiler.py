@@ -29,6 +29,7 @@ from envpipe_megatron.runtime.collectives import Collectives, mean
 from envpipe_megatron.runtime.energy_meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.energy_split import (
     Measured,
+    Split,
     error_of_sum,
     mean_without_outliers,
     split_energies,
@@ -103,7 +104,7 @@ class _Point:
             ]
             metered_j = meter.window(begin_s, end_s).uncertainty_j
         except MeterError:
-            energies_j, metered_j = [math.nan], math.nan
+            energies_j, metered_j = [math.nan] * len(self.records), math.nan
         block_s = _BLOCK_REFRESHES * meter.refresh_s
         durations_s = [record.iteration_time_s for record in self.records]
         scatter_j = error_of_sum(energies_j, durations_s, block_s)
@@ -184,8 +185,7 @@ class OnlineProfiler:
             self._settings.measured_split_iterations,
             average=lambda times: float(np.mean(times)),
         )
-        own, change_s = split_energies(clocks, together, apart)
-        return self._merge(clocks, own, change_s, sidecar)
+        return self._merge(split_energies(clocks, together, apart), sidecar)
 
     def _sweep(
         self,
@@ -253,25 +253,25 @@ class OnlineProfiler:
             past = past or rises >= _RISES_TO_STOP
         return all(all(stage) for stage in self._collectives.gather_by_stage(past))
 
-    def _merge(
-        self,
-        clocks: Sequence[int],
-        own: dict[Kind, list[ProfileRow]],
-        change_s: float,
-        sidecar: Sidecar,
-    ) -> Profile:
+    def _merge(self, own: Split, sidecar: Sidecar) -> Profile:
         tails = (
             np.concatenate([ends_s for ends_s, _ in self._tails]),
             np.concatenate([gaps_s for _, gaps_s in self._tails]),
         )
-        by_stage = self._collectives.gather_by_stage((own, change_s, self._wait_power, tails))
+        by_stage = self._collectives.gather_by_stage((own, self._wait_power, tails))
         rows = []
         for stage, replicas in enumerate(by_stage):
+            if not all(split.told_apart for split, _, _ in replicas):
+                self._progress(
+                    f"profile: stage {stage}'s forwards cannot be told from its backwards by their "
+                    "energy; the energy of both is shared by time, and plans can save less. Larger "
+                    "microbatches, or more iterations at each clock, tell more"
+                )
             for kind in Kind:
                 for index, frequency in enumerate(
-                    row.frequency_mhz for row in replicas[0][0][kind]
+                    row.frequency_mhz for row in replicas[0][0].rows[kind]
                 ):
-                    measured = [replica[0][kind][index] for replica in replicas]
+                    measured = [split.rows[kind][index] for split, _, _ in replicas]
                     row = ProfileRow(
                         frequency,
                         mean([m.time_s for m in measured]),
@@ -282,16 +282,16 @@ class OnlineProfiler:
                     rows.append((stage, kind, row))
         wait_power = tuple(
             {
-                clock: mean([replica[2].at(clock) for replica in replicas])
-                for clock in replicas[0][2].power_w
+                clock: mean([power.at(clock) for _, power, _ in replicas])
+                for clock in replicas[0][1].power_w
             }
             for replicas in by_stage
         )
-        changes = [replica[1] for replicas in by_stage for replica in replicas]
+        changes = [split.late_s for replicas in by_stage for split, _, _ in replicas]
         facts = {
             "wait_power_w": wait_power,
             "frequency_change_s": max(changes),
-            "tail_time_s": self._tail_times_s([[r[3] for r in replicas] for replicas in by_stage]),
+            "tail_time_s": self._tail_times_s([[r[2] for r in replicas] for replicas in by_stage]),
         }
         full = Sidecar(**{**vars(sidecar), **facts})
         # One rank's arithmetic for all, so that every rank plans from the same bits.

@@ -629,24 +629,36 @@ def test_split_finds_the_energies_behind_late_clocks(forward_late_s, backward_la
             forward_s, forward_j = mixed(Kind.FORWARD, clocks[0], clock, forward_late_s)
             backward_s, backward_j = mixed(Kind.BACKWARD, clock, clocks[0], backward_late_s)
             apart.append(Measured(forward_s, backward_s, forward_j + backward_j))
-    rows, change_s = split_energies(clocks, together, apart)
-    assert change_s == pytest.approx(max(forward_late_s, backward_late_s), rel=0.01, abs=1e-9)
+    split = split_energies(clocks, together, apart)
+    assert split.told_apart
+    assert split.late_s == pytest.approx(max(forward_late_s, backward_late_s), rel=0.01, abs=1e-9)
     for kind in Kind:
-        for row in rows[kind]:
+        for row in split.rows[kind]:
             time_s, energy_j = truth(kind, row.frequency_mhz)
             assert row.time_s == pytest.approx(time_s)
             assert row.energy_j == pytest.approx(energy_j, rel=0.01)
 
 
-def test_split_keeps_the_sum_and_no_energy_below_zero():
+@pytest.mark.parametrize(
+    "apart",
+    [
+        Measured(0.13, 0.2, 5.0),  # absurd: less than a meter could say
+        Measured(0.13, 0.2, 90.0),  # more than both together
+        Measured(0.13, 0.2, 42.0, 4.0),  # 2 J of a forward, known to 5
+        Measured(0.11, 0.2, 55.0),  # most of each forward still ran at the highest clock
+        Measured(0.13, 0.25, 55.0),  # most of each backward ran at the forward's
+    ],
+)
+def test_energies_that_are_not_told_apart_are_shared_by_time(apart):
     clocks = [1400, 1000]
-    together = [Measured(0.1, 0.2, 60.0), Measured(0.13, 0.26, 50.0)]
-    apart = [Measured(0.13, 0.2, 5.0)]  # absurd: less than a meter could say
-    rows, _ = split_energies(clocks, together, apart)
+    together = [Measured(0.1, 0.2, 60.0, 3.0), Measured(0.13, 0.26, 50.0)]
+    split = split_energies(clocks, together, [apart])
+    assert not split.told_apart
     for index, pair in enumerate(together):
-        energies = [rows[kind][index].energy_j for kind in Kind]
-        assert sum(energies) == pytest.approx(pair.pair_j)
-        assert min(energies) >= 0
+        forward, backward = (split.rows[kind][index] for kind in Kind)
+        assert forward.energy_j == pytest.approx(pair.pair_j / 3)
+        assert backward.energy_j == pytest.approx(pair.pair_j * 2 / 3)
+        assert forward.energy_uncertainty_j == pytest.approx(pair.pair_uncertainty_j / 3)
 
 
 def test_split_carries_uncertainty_to_each_kind():
@@ -664,7 +676,7 @@ def test_split_carries_uncertainty_to_each_kind():
         ]
 
     sweeps = [
-        split_energies(clocks, noisy(clean, noise_j[:3]), noisy(lower, noise_j[3:]))[0]
+        split_energies(clocks, noisy(clean, noise_j[:3]), noisy(lower, noise_j[3:])).rows
         for _ in range(3000)
     ]
     for kind in Kind:
