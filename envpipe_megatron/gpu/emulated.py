@@ -134,7 +134,8 @@ class EmulatedGpu(Gpu):
         _check_time("time_at_max_s", time_at_max_s)
         _check_time("ready_s", ready_s)
         model = self.preset
-        with self._file.transaction() as state:
+
+        def run(state: EmulatedState) -> UnitRun:
             state.wait_until(ready_s, model.wait_power_w, model.refresh_s)
             start_s, start_mhz, energy_j = state.end_s, state.clock_mhz, 0.0
             work_left = 1.0
@@ -150,7 +151,9 @@ class EmulatedGpu(Gpu):
             end_s = state.end_s + work_left * model.unit_time_s(kind, end_mhz, time_at_max_s)
             energy_j += state.commit(end_s, model.busy_power_w(kind, end_mhz), model.refresh_s)
             state.settle()
-        return UnitRun(start_s, end_s, energy_j, start_mhz, end_mhz)
+            return UnitRun(start_s, end_s, energy_j, start_mhz, end_mhz)
+
+        return self._file.change(run)
 
     def advance_to(self, time_s: float) -> None:
         """Wait, at waiting power, up to a virtual instant in s; nothing if that has passed.
@@ -159,8 +162,8 @@ class EmulatedGpu(Gpu):
             GpuError: the time is negative or not finite.
         """
         _check_time("time_s", time_s)
-        with self._file.transaction() as state:
-            state.wait_until(time_s, self.preset.wait_power_w, self.preset.refresh_s)
+        model = self.preset
+        self._file.change(lambda s: s.wait_until(time_s, model.wait_power_w, model.refresh_s))
 
     def committed_end_s(self) -> float:
         """Return the virtual instant in s up to which work and waiting are committed."""
@@ -175,12 +178,14 @@ class EmulatedGpu(Gpu):
     def _lock(self, frequency_mhz: int) -> None:
         # A request carries the instant of the last committed end: that is when a real controller,
         # which waits for the previous unit to finish, makes it.
-        with self._file.transaction() as state:
-            state.request(frequency_mhz, frequency_mhz, self.preset.frequency_change_s)
+        self._request(frequency_mhz, frequency_mhz)
 
     def _reset(self) -> None:
-        with self._file.transaction() as state:
-            state.request(None, self.preset.max_frequency_mhz, self.preset.frequency_change_s)
+        self._request(None, self.preset.max_frequency_mhz)
+
+    def _request(self, requested_mhz: int | None, clock_mhz: int) -> None:
+        change_s = self.preset.frequency_change_s
+        self._file.change(lambda state: state.request(requested_mhz, clock_mhz, change_s))
 
     @property
     def requested_frequency_mhz(self) -> int | None:
@@ -217,8 +222,11 @@ class EmulatedGpu(Gpu):
         """
         if wall_minus_virtual_s is not None and not math.isfinite(wall_minus_virtual_s):
             raise GpuError("The anchor must be a finite number of s", value=wall_minus_virtual_s)
-        with self._file.transaction() as state:
+
+        def tie(state: EmulatedState) -> None:
             state.wall_minus_virtual_s = wall_minus_virtual_s
+
+        self._file.change(tie)
 
     def time_s(self) -> float:
         """Return virtual now in s: never beyond the committed end."""

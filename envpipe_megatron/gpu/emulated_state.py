@@ -37,7 +37,7 @@ class Segment:
 class EmulatedState:
     """What is known of one emulated GPU.
 
-    Mutable, unlike most data here: it is the working copy of one transaction, read from the file
+    Mutable, unlike most data here: it is the working copy of one change, read from the file
     and dropped after it is written.
 
     Attributes:

@@ -10,15 +10,17 @@ import fcntl
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.emulated_state import EmulatedState, parse_state
 
 ROOT_VARIABLE = "ENVPIPE_EMULATED_ROOT"
 _PREFIX, _SUFFIX = "gpu", ".json"
+
+Result = TypeVar("Result")
 
 
 class EmulatedStateError(GpuError):
@@ -81,17 +83,20 @@ class StateFile:
         except ValueError as error:
             raise self._broken(str(error)) from error
 
-    @contextmanager
-    def transaction(self) -> Iterator[EmulatedState]:
-        """Give the state for change, alone, and write it when the block ends without error.
+    def change(self, work: Callable[[EmulatedState], Result]) -> Result:
+        """Have `work` change the state, alone, and write it when that ends without error.
 
         Raises:
             EmulatedStateError: the state is missing or wrong, or cannot be written.
         """
-        with self._locked():
+
+        def read_and_write() -> Result:
             state = self.read()
-            yield state
+            result = work(state)
             self._write(state)
+            return result
+
+        return self._alone(read_and_write)
 
     def create(self, fresh: EmulatedState) -> EmulatedState:
         """Write `fresh` where no state exists; return the state that is there then.
@@ -104,28 +109,40 @@ class StateFile:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise self._unusable(error) from error
-        with self._locked():
+
+        def write_unless_there() -> EmulatedState:
             if self.path.exists():
                 return self.read()
             self._write(fresh)
             return fresh
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        # Opened anew each time: a lock belongs to the opened file, so threads of a process exclude
-        # each other, and a forked child does not share its parent's.
+        return self._alone(write_unless_there)
+
+    def _alone(self, work: Callable[[], Result]) -> Result:
+        """Do `work` under the lock.
+
+        Not a context manager: a signal handler may raise between its lines and the block, and what
+        its traceback then keeps locked is what the way out, which resets the clock, waits for. In
+        one frame Python looks for signals only where `finally` follows or nothing is locked.
+        """
+        descriptor = self._open_lock()
         try:
-            descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            return work()
+        finally:
+            # Said aloud: a child that was forked meanwhile keeps what is opened, and the lock.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+    def _open_lock(self) -> int:
+        # Opened anew each time: a lock belongs to the opened file, so threads exclude each other.
+        try:
+            return os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
             self.read()  # says that the GPU does not exist
             raise
         except OSError as error:
             raise self._unusable(error) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
 
     def _write(self, state: EmulatedState) -> None:
         # One name for the new file is enough under the lock, and what a killed writer left of it

@@ -384,7 +384,7 @@ def test_missing_gpu_lists_those_there_are(tmp_path):
     with pytest.raises(EmulatedStateError, match="Known in this folder: 2"):
         EmulatedGpu.open(tmp_path, 0)
     with pytest.raises(EmulatedStateError, match="none"):
-        StateFile(tmp_path / "nowhere", 0).transaction().__enter__()
+        StateFile(tmp_path / "nowhere", 0).change(lambda state: None)
 
 
 def test_folder_that_cannot_be_used(tmp_path):

@@ -1,5 +1,6 @@
 """Emulated GPUs seen from several processes and threads, some of which are killed."""
 
+import fcntl
 import json
 import os
 import random
@@ -134,3 +135,49 @@ def test_half_written_new_file_is_ignored(tmp_path, round_preset, left_behind):
     (tmp_path / "gpu0.json.new").write_bytes(left_behind)
     gpu.run_unit("forward", 1.0, 0.0)
     assert json.loads(gpu._file.path.read_text())["end_s"] == 1.0
+
+
+def test_whatever_a_signal_handler_raises_no_lock_is_kept(tmp_path):
+    """At a random instant of a change: the way out changes the same GPU, and must not wait for it.
+
+    The exception is kept, as one that is on its way out is: its traceback holds what frames hold.
+    """
+    gpu = EmulatedGpu.create("a100-sxm", 0, tmp_path)
+    randomness = random.Random(20)
+    before = signal.signal(signal.SIGALRM, lambda *_: sys.exit(1))
+    try:
+        for _ in range(5000):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, randomness.uniform(1e-6, 3e-4))
+                while True:
+                    gpu.lock_frequency(1200)
+            except SystemExit as error:
+                with (tmp_path / "gpu0.lock").open() as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # else: BlockingIOError
+                del error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    gpu.reset_frequency()
+    assert gpu.requested_frequency_mhz is None
+
+
+def test_a_child_that_was_forked_in_a_change_does_not_keep_the_lock(tmp_path):
+    """As a data loader's worker may be, while another thread changes the clock."""
+    file = EmulatedGpu.create("a100-sxm", 0, tmp_path)._file
+    keeps, ends = os.pipe()
+
+    def fork_meanwhile(state):
+        if os.fork() == 0:
+            os.close(ends)
+            os.read(keeps, 1)
+            os._exit(0)
+
+    try:
+        file.change(fork_meanwhile)
+        with (tmp_path / "gpu0.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(ends)
+        os.close(keeps)
+        os.wait()
