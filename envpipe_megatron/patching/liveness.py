@@ -19,6 +19,10 @@ from envpipe_megatron.patching.catalog import Hook
 #: Importing a framework from a cold network disk takes minutes; a hang should still end.
 _TIMEOUT_S = 600
 _SHOWN_CHARACTERS = 2000
+#: Where pip knows a package by another name than its module's.
+_PIP_NAMES = {"yaml": "pyyaml", "transformer_engine": "transformer-engine[pytorch]"}
+#: NVIDIA Apex and its extensions; what PyPI calls apex is something else.
+_APEX = {"apex", "amp_C"}
 
 
 class Outcome(StrEnum):
@@ -39,7 +43,8 @@ class Answer:
         hook: the hook.
         outcome: whether it is live, or why that is not known.
         detail: the file that the module came from, the dependency, or the error.
-        needs: end of a remedy: which Python the checkout asks for, where this one is too old.
+        needs: part of a remedy: the missing packages, or which Python the checkout asks for, where
+            this one is too old.
     """
 
     hook: Hook
@@ -59,7 +64,8 @@ class Answer:
                 f"Another {package} is installed and wins over the checkout, so the patch would "
                 "do nothing: uninstall it, or take it out of PYTHONPATH"
             ),
-            Outcome.DEPENDENCY: "Install it in this Python environment, then check again",
+            Outcome.DEPENDENCY: f"In this Python environment {self.needs or 'install it'}; "
+            "then check again",
             Outcome.IMPORT_FAILED: "Make this import work first" + self.needs,
         }[self.outcome]
 
@@ -100,11 +106,26 @@ def ask_hooks(root: Path, hooks: Sequence[Hook], name: str = "the checkout") -> 
         if done.returncode or not answers.exists():
             how = f"Python ended with {_exit(done.returncode)}"
             return _none(hooks, f"{how}: {done.stdout[-_SHOWN_CHARACTERS:].strip()}")
-        found = json.loads(answers.read_text())
-    needs = _newer_python(root, name)
+        found, missing = json.loads(answers.read_text())
+    needs = {
+        Outcome.IMPORT_FAILED: _newer_python(root, name),
+        Outcome.DEPENDENCY: _to_install(missing),
+    }
     return tuple(
-        Answer(hook, Outcome(answer["outcome"]), answer["detail"], needs)
+        Answer(
+            hook, outcome := Outcome(answer["outcome"]), answer["detail"], needs.get(outcome, "")
+        )
         for hook, answer in zip(hooks, found, strict=True)
+    )
+
+
+def _to_install(missing: Sequence[str]) -> str:
+    """Say how modules that are missing are installed; empty where none is."""
+    names = [_PIP_NAMES.get(name, name) for name in missing if name not in _APEX]
+    return " and ".join(
+        [f"pip install {' '.join(names)}"] * bool(names)
+        + ["build NVIDIA Apex from its source (PyPI's apex is something else)"]
+        * bool(_APEX & set(missing))
     )
 
 

@@ -5,13 +5,17 @@ of EnvPipe, so that it sees what a training script sees which is started from th
 """
 
 import importlib
+import importlib.util
 import inspect
 import json
 import sys
 import traceback
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 
 def main() -> None:
@@ -22,7 +26,45 @@ def main() -> None:
     own = str(Path(__file__).parent)
     sys.path[:] = [root, *(entry for entry in sys.path if entry != own)]
     answers = [ask(hook, Path(root)) for hook in request["hooks"]]
-    Path(sys.argv[2]).write_text(json.dumps(answers))
+    Path(sys.argv[2]).write_text(json.dumps([answers, missing_packages(request["hooks"])]))
+
+
+class StandIns(MetaPathFinder, Loader):
+    """Imports packages that are missing as if they were there, with whatever is asked of them."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        """Take the place of the named packages and all within them."""
+        known = fullname.partition(".")[0] in self.names
+        return ModuleSpec(fullname, self, is_package=True) if known else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module any name that is asked for."""
+        vars(module)["__getattr__"] = lambda _: MagicMock()
+
+
+def missing_packages(hooks: list[dict[str, Any]]) -> list[str]:
+    """Return the packages that imports of the hooks' modules ask for in vain, one after the other.
+
+    Only after the hooks were asked: each that is missing gets a stand-in, to come to the next one.
+    """
+    stand_ins = StandIns()
+    sys.meta_path.append(stand_ins)
+    for hook in hooks:
+        while True:
+            try:
+                importlib.import_module(hook["module"])
+                break
+            except ModuleNotFoundError as error:
+                name = (error.name or "").partition(".")[0]
+                if name in ("", *stand_ins.names) or importlib.util.find_spec(name) is not None:
+                    break
+                stand_ins.names.append(name)
+            except BaseException:  # a stand-in will not do; what is behind it stays unknown
+                break
+    return stand_ins.names
 
 
 def ask(hook: dict[str, Any], root: Path) -> dict[str, str]:

@@ -150,6 +150,24 @@ def test_why_an_import_fails_is_told(patched, tmp_path, monkeypatch, line, outco
     assert other.outcome is outcome
 
 
+def test_all_missing_packages_are_named_as_pip_knows_them(patched, tmp_path, monkeypatch):
+    site = write_tree(tmp_path, {"sitecustomize.py": "import sys; sys.modules['yaml'] = None\n"})
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    first = "import no_such.part\nclass Base(no_such.part.Base): pass\n"
+    write_tree(
+        patched,
+        {
+            "toy/__init__.py": "try:\n    import no_matter\nexcept ImportError:\n    pass\n",
+            "toy/schedules.py": f"{first}@no_such.jit\ndef get_func(): pass\nimport no_other\n",
+            "toy/training/loop.py": f"{first}from amp_C import multi\nimport no_third, yaml\n",
+        },
+    )
+    schedules, loop = ask_hooks(patched, [SCHEDULES, LOOP])
+    assert (schedules.outcome, loop.outcome) == (Outcome.DEPENDENCY, Outcome.DEPENDENCY)
+    assert "pip install no_such no_other no_third pyyaml and build NVIDIA Apex" in schedules.remedy
+    assert loop.remedy == schedules.remedy
+
+
 def test_the_probes_own_folder_is_not_on_the_path(patched):
     """As a training script sees it; this package has a journal.py there."""
     write_tree(patched, {"toy/training/loop.py": "import journal\n"})
@@ -230,7 +248,7 @@ def test_what_is_patched_and_cannot_be_proven_is_its_own_exit_status(run, patche
     said = run("check", patched)
     assert said.exit_code == 3
     assert "needs a package: toy.training.loop.envpipe: no_such_thing" in said.output
-    assert "Install it" in said.output
+    assert "pip install no_such_thing; then check again" in said.output
 
 
 def test_check_names_what_was_changed_and_what_is_stopped(run, patched):
