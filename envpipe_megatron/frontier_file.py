@@ -12,14 +12,17 @@ the same figures.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from envpipe_megatron.evaluation import PlanError
+from envpipe_megatron.files import read_text, replace_files
 from envpipe_megatron.plan import Plan, plan_from_json
 from envpipe_megatron.plan_fields import Fields
 from envpipe_megatron.profile import Profile
@@ -81,10 +84,8 @@ def write_frontier(plans: Sequence[Plan], csv_path: Path) -> Path:
         (plan.cost.iteration_time_s, plan.cost.energy_j, plan.energy_lower_bound_j)
         for plan in plans
     ]
-    with csv_path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(CSV_COLUMNS)
-        writer.writerows(figures)
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows([CSV_COLUMNS, *figures])
     baseline = plans[0].baseline.cost
     header = {
         "format": FRONTIER_FORMAT,
@@ -96,10 +97,8 @@ def write_frontier(plans: Sequence[Plan], csv_path: Path) -> Path:
         "profile_sha256": plans[0].profile.sha256,
     }
     plans_path = csv_path.with_suffix(".jsonl")
-    with plans_path.open("w") as file:
-        file.write(json.dumps(header) + "\n")
-        for plan in plans:
-            file.write(json.dumps(plan.to_json()) + "\n")
+    lines = (json.dumps(line) + "\n" for line in chain([header], (p.to_json() for p in plans)))
+    replace_files({csv_path: [table.getvalue()], plans_path: lines})
     return plans_path
 
 
@@ -110,7 +109,7 @@ def read_frontier(path: Path) -> StoredFrontier:
         PlanError: naming the file and the field that is wrong.
     """
     try:
-        header, *lines = path.read_text().splitlines()
+        header, *lines = read_text(path).splitlines()
         data = json.loads(header)
     except (OSError, ValueError) as error:
         raise FrontierError(f"Frontier {path} is not readable: {error}", remedy=_REMEDY) from error

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from envpipe_megatron import __version__, builders
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import read_text, replace_files
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.schedule import Kind, Schedule, Unit, unit
 
@@ -145,7 +146,7 @@ def read_freqs(path: Path) -> FrequencyFile:
         InterchangeError: naming file and line of what is not a literal of the right form.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path)
         body = ast.parse(text, str(path), mode="eval").body
     except SyntaxError as error:
         raise InterchangeError(
@@ -226,7 +227,7 @@ def write_freqs(plan: Plan, path: Path) -> None:
         f"# iteration time: {plan.cost.iteration_time_s}",
         f"# total cost with P2P: {plan.cost.energy_j}",
     ]
-    path.write_text("\n".join(lines) + "\n")
+    replace_files({path: ["\n".join(lines), "\n"]})
 
 
 def _entries(plan: Plan, stage: int) -> list[tuple[str, int]]:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import read_text
 from envpipe_megatron.profile import Profile, ProfileError, ProfileRow, make_profile
 from envpipe_megatron.schedule import Kind
 from envpipe_megatron.sidecar import Sidecar
@@ -296,8 +297,8 @@ def _layer_names(found: Mapping[str, object], path: Path) -> tuple[str, ...]:
 
 def _read_lines(path: Path) -> Iterator[_Line]:
     try:
-        lines = list(csv.reader(io.StringIO(path.read_text("utf-8-sig"), newline="")))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        lines = list(csv.reader(io.StringIO(read_text(path), newline="")))
+    except (OSError, ValueError, csv.Error) as error:
         raise PartitionError(
             f"Layer table {path} is not readable: {error}", remedy="Give a layer CSV."
         ) from error

@@ -22,6 +22,7 @@ from envpipe_megatron import __version__, builders
 from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.evaluation import Evaluation, evaluate
 from envpipe_megatron.evaluation import PlanError as PlanError
+from envpipe_megatron.files import replace_files
 from envpipe_megatron.plan_fields import Fields, read_object
 from envpipe_megatron.profile import Profile
 from envpipe_megatron.schedule import Schedule, ScheduleError, parse_unit
@@ -187,14 +188,18 @@ class Plan:
         return data
 
     def write(self, path: Path) -> None:
-        """Write the plan's JSON, one line a stage."""
+        """Write the plan's JSON, one line a stage.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         lines = []
         for name, value in self.to_json().items():
             text = json.dumps(value)
             if name in ("schedule", "frequency_mhz", "park_mhz"):
                 text = "[\n  " + ",\n  ".join(json.dumps(row) for row in value) + "]"
             lines.append(f" {json.dumps(name)}: {text}")
-        path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        replace_files({path: ["{\n", ",\n".join(lines), "\n}\n"]})
 
 
 def framework_schedule(schedule: Schedule) -> Schedule:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.conditions import WaitCurves
 from envpipe_megatron.evaluation import PlanError
+from envpipe_megatron.files import read_text
 from envpipe_megatron.schedule import Schedule
 from envpipe_megatron.sidecar import read_wait_power
 
@@ -130,7 +131,7 @@ def read_object(path: Path) -> dict[str, Any]:
         PlanError: the file is not readable, or holds something else.
     """
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise PlanError(f"Plan {path} is not readable JSON: {error}") from error
     if not isinstance(data, dict):

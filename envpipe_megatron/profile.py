@@ -23,14 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import decode, replace_files
 from envpipe_megatron.schedule import Kind
-from envpipe_megatron.sidecar import (
-    Sidecar,
-    check_lengths,
-    read_sidecar,
-    sidecar_path,
-    write_sidecar,
-)
+from envpipe_megatron.sidecar import Sidecar, check_lengths, read_sidecar, sidecar_path
 
 COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
 _RANK = "rank"
@@ -252,9 +247,19 @@ class Profile:
         return out.getvalue()
 
     def write(self, path: Path) -> None:
-        """Write the CSV, and the sidecar beside it."""
-        path.write_text(self.to_csv())
-        write_sidecar(self.sidecar, sidecar_path(path))
+        """Write the CSV, and the sidecar beside it; both or none.
+
+        Raises:
+            ProfileError: the CSV has the sidecar's name.
+            OSError: a file cannot be written.
+        """
+        if sidecar_path(path) == path:
+            raise ProfileError(
+                "A profile's sidecar is the .json of its name, so the profile itself cannot be",
+                value=path,
+                remedy="Call it .csv.",
+            )
+        replace_files({path: [self.to_csv()], sidecar_path(path): [self.sidecar.to_json_text()]})
 
 
 def make_profile(
@@ -306,9 +311,9 @@ def read_profile(path: Path) -> Profile:
     """
     try:
         content = path.read_bytes()
-        reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""))
+        reader = csv.reader(io.StringIO(decode(content), newline=""))
         lines = list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise ProfileError(
             f"Profile {path} is not readable: {error}", remedy="Give a profile CSV."
         ) from error

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import read_text
 
 SIDECAR_FORMAT = "envpipe-profile/1"
 
@@ -47,6 +48,17 @@ class Sidecar:
     frequency_change_s: float | None = None
     frequency_change_j: float | None = None
 
+    def to_json_text(self) -> str:
+        """The sidecar as its file holds it."""
+        data: dict[str, Any] = {"format": SIDECAR_FORMAT}
+        for name in _READERS:
+            value = getattr(self, name)
+            if name == "wait_power_w" and value is not None:
+                value = wait_power_entries(value)
+            if value is not None:
+                data[name] = list(value) if isinstance(value, tuple) else value
+        return json.dumps(data, indent=1) + "\n"
+
 
 def sidecar_path(profile_path: Path) -> Path:
     """Where the sidecar of a profile CSV stands."""
@@ -60,7 +72,7 @@ def read_sidecar(path: Path) -> Sidecar:
         SidecarError: naming the file and the field that is wrong.
     """
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(read_text(path))
     except (OSError, ValueError) as error:
         raise SidecarError(f"Sidecar {path} is not readable JSON: {error}") from error
     if not isinstance(data, dict) or data.get("format") != SIDECAR_FORMAT:
@@ -100,11 +112,6 @@ def check_lengths(sidecar: Sidecar, num_stages: int, path: Path) -> None:
                 f"{path}: field '{name}' has {len(value)} entries",
                 remedy=f"A pipeline of {num_stages} stages has {expected}.",
             )
-
-
-def write_sidecar(sidecar: Sidecar, path: Path) -> None:
-    """Write a sidecar JSON."""
-    path.write_text(json.dumps(_to_json(sidecar), indent=1) + "\n")
 
 
 def _non_negative(value: Any) -> float:
@@ -178,14 +185,3 @@ _READERS: dict[str, Any] = {
     "frequency_change_s": _non_negative,
     "frequency_change_j": _non_negative,
 }
-
-
-def _to_json(sidecar: Sidecar) -> dict[str, Any]:
-    data: dict[str, Any] = {"format": SIDECAR_FORMAT}
-    for name in _READERS:
-        value = getattr(sidecar, name)
-        if name == "wait_power_w" and value is not None:
-            value = wait_power_entries(value)
-        if value is not None:
-            data[name] = list(value) if isinstance(value, tuple) else value
-    return data

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs, counts, say
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import replace_files
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
     ClockControlForbiddenError,
@@ -91,7 +92,7 @@ def measure_latency(
             f'For the sidecar of a profile: "frequency_change_s": {result.frequency_change_s:.4f}',
         )
     if output:
-        output.write_text(json.dumps(result.to_json(), indent=1) + "\n")
+        replace_files({output: [json.dumps(result.to_json(), indent=1), "\n"]})
         say(console, f"Wrote {output}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from envpipe_megatron.profile import Profile
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUTPUT_FILE = click.Path(dir_okay=False, path_type=Path)
 OUTPUT_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+#: A file's mark stands within these.
+_HEAD_BYTES = 1 << 16
 
 logger = logging.getLogger(__name__)
 
@@ -79,19 +82,34 @@ class Finite(click.FloatRange):
         return number
 
 
-def check_outputs(written: Sequence[Path], read: Sequence[Path]) -> None:
+def check_outputs(
+    written: Sequence[Path], read: Sequence[Path], beside: Mapping[Path, str] | None = None
+) -> None:
     """Refuse, before any work is done, to write over an input, twice, or into no folder.
+
+    Args:
+        written: files that the user named.
+        read: the inputs.
+        beside: files that are written too and were not named, and the text that marks such a file:
+            one without it is somebody else's.
 
     Raises:
         EnvPipeError: naming the paths.
     """
-    targets = [path.resolve() for path in written]
+    beside = beside or {}
+    targets = [path.resolve() for path in (*written, *beside)]
     if set(targets) & {path.resolve() for path in read} or len(set(targets)) < len(targets):
         raise EnvPipeError(
             "An output would overwrite an input or another output",
-            value=[str(path) for path in written],
-            remedy="Give another --output.",
+            value=[*written, *beside],
+            remedy="These are written; give another --output.",
         )
+    for path, mark in beside.items():
+        if path.is_file() and mark.encode() not in path.read_bytes()[:_HEAD_BYTES]:
+            raise EnvPipeError(
+                f"{path} is written too, and what stands there is from elsewhere",
+                remedy="Give the output another name, or move that file.",
+            )
     for target in targets:
         if not target.parent.is_dir():
             raise EnvPipeError(

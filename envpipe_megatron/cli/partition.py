@@ -28,7 +28,7 @@ from envpipe_megatron.plan import Cost
 from envpipe_megatron.policies.partition_energy import FoundEnergy, least_energy, plan_cost
 from envpipe_megatron.policies.partition_search import Found, SplitSpace, least_bottleneck
 from envpipe_megatron.schedule import Kind
-from envpipe_megatron.sidecar import sidecar_path
+from envpipe_megatron.sidecar import SIDECAR_FORMAT, sidecar_path
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def partition(
       envpipe partition --layers layers.csv --num-stages 8 --num-microbatches 24
       --objective energy --blocking-power 84 --output profile.csv
     """
-    check_outputs([output, sidecar_path(output)], [layers_path])
+    check_outputs([output], [layers_path], {sidecar_path(output): SIDECAR_FORMAT})
     table = read_layers(layers_path)
     if blocking_power is None and table.has_energy:
         logger.warning(

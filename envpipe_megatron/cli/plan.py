@@ -21,7 +21,7 @@ from envpipe_megatron.cli.common import (
 )
 from envpipe_megatron.cli.conditions import conditions_options, read_conditions
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.frontier_file import write_frontier
+from envpipe_megatron.frontier_file import FRONTIER_FORMAT, write_frontier
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.memory_frontier import MemoryPoint
 from envpipe_megatron.policies.planner import (
@@ -149,10 +149,15 @@ def plan(
       envpipe plan --profile profile.csv --num-microbatches 24 --schedule envpipe
       --policy envelope --reconfigure balanced --output plan.json
     """
-    check_outputs(
-        [output, *_written(frontier_path, ".jsonl"), *_written(memory_path)],
-        [profile_path, sidecar_path(profile_path)],
-    )
+    beside: dict[Path, str] = {}
+    if frontier_path is not None:
+        beside[frontier_path.with_suffix(".jsonl")] = FRONTIER_FORMAT
+    named = [path for path in (frontier_path, memory_path) if path is not None]
+    if named:
+        from envpipe_megatron.report.style import PICTURE_MARK
+
+        beside |= {path.with_suffix(".png"): PICTURE_MARK for path in named}
+    check_outputs([output, *named], [profile_path, sidecar_path(profile_path)], beside)
     profile = read_profile(profile_path)
     request = PlanRequest(
         num_microbatches=num_microbatches,
@@ -196,13 +201,6 @@ def plan(
         _make_frontier(console, profile, request, frontier_points, frontier_path)
     if memory_path is not None:
         _make_memory_frontier(console, profile, request, memory_path)
-
-
-def _written(path: Path | None, *further: str) -> list[Path]:
-    """A CSV, its picture, and what else goes beside it."""
-    if path is None:
-        return []
-    return [path, *(path.with_suffix(suffix) for suffix in (".png", *further))]
 
 
 def _make_frontier(

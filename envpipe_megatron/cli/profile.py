@@ -13,6 +13,7 @@ from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun import run_torchrun
 from envpipe_megatron.profile import read_profile
 from envpipe_megatron.schedule import Kind
+from envpipe_megatron.sidecar import SIDECAR_FORMAT, sidecar_path
 
 
 class ProfileRunError(EnvPipeError):
@@ -36,7 +37,7 @@ def profile(output: Path, command: tuple[str, ...]) -> None:
       envpipe profile --output profile.csv -- --nproc-per-node 4 pretrain_gpt.py
       --pipeline-model-parallel-size 4 --train-iters 2000 ...
     """
-    check_outputs([output], [])
+    check_outputs([output], [], {sidecar_path(output): SIDECAR_FORMAT})
     output = output.resolve()
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
         flags = ["--envpipe", "--envpipe-profile-only", "--envpipe-output", folder]

@@ -11,8 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FOLDER, say, summary_table
+from envpipe_megatron.files import refuse_foreign
 from envpipe_megatron.plan import Plan, read_plan
 from envpipe_megatron.profile import read_profile
+
+#: What is left in the folder of pictures.
+_FILES = ("simulation.json", "timeline.png", "timeline_baseline.png", "energy_valley.png")
 
 
 @click.command()
@@ -33,13 +37,14 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
     if output is not None:
         from envpipe_megatron.report.plots import plot_energy_valley, plot_timeline
 
+        refuse_foreign(output, _FILES, _FILES[0])
         output.mkdir(parents=True, exist_ok=True)
         longest = max(facts["iteration_time_s"], facts["baseline"]["iteration_time_s"])
         for name, drawn in (("timeline", simulated), ("timeline_baseline", simulated.baseline)):
             title = f"{drawn.policy} on {drawn.schedule.name}"
             plot_timeline(drawn, output / f"{name}.png", title=title, x_max_s=longest)
         plot_energy_valley(profile, output / "energy_valley.png", title=profile_path.name)
-        (output / "simulation.json").write_text(json.dumps(facts, indent=1) + "\n")
+        (output / _FILES[0]).write_text(json.dumps(facts, indent=1) + "\n")
     if as_json:
         click.echo(json.dumps(facts, indent=1))
         return

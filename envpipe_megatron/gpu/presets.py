@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from envpipe_megatron.files import read_text
 from envpipe_megatron.gpu.base import GpuError
 
 Kind: TypeAlias = Literal["forward", "backward"]
@@ -240,8 +241,8 @@ def resolve_preset(name_or_path: str) -> Path:
 @cache
 def _load(path: Path) -> GpuPreset:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        table = tomllib.loads(read_text(path))
+    except (OSError, ValueError) as error:
         raise PresetError(
             f"Cannot read the GPU preset {path}: {error}", remedy="Repair or remove the file"
         ) from error

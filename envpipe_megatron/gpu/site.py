@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from envpipe_megatron.files import decode
 from envpipe_megatron.gpu.base import GpuError
 
 SITE_VARIABLE = "ENVPIPE_SITE_CONFIG"
@@ -94,14 +95,14 @@ def read_site_file(path: Path) -> SiteConfig:
     try:
         with path.open("rb") as file:
             _refuse_unsafe(path, os.fstat(file.fileno()))
-            document = tomllib.load(file)
+            document = tomllib.loads(decode(file.read()))
     except OSError as error:
         raise SiteConfigError(
             f"The site configuration cannot be read: {error.strerror}",
             value=str(path),
             remedy=f"Correct {SITE_VARIABLE}, or make the file readable",
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise SiteConfigError(f"The site configuration {path} is not TOML: {error}") from error
     return _parse(path, document)
 

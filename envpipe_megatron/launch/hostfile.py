@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import read_text
 
 # No leading dash: ssh would take such a host for an option.
 _HOST = re.compile(r"(?:\w[\w.-]*@)?[\w:][\w.:-]*", re.ASCII)
@@ -42,8 +43,11 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         OSError: the file cannot be read.
     """
     hosts: dict[str, Host] = {}
-    # A byte that is no text ends up in a host name, which is refused with its line.
-    for number, line in enumerate(path.read_text("utf-8", "replace").splitlines(), start=1):
+    try:
+        text = read_text(path)
+    except ValueError as error:
+        raise EnvPipeError(f"Hostfile {path} is not readable: {error}") from error
+    for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,17 +11,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from envpipe_megatron.files import replace_files
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.memory_frontier import MemoryPoint
 from envpipe_megatron.report.style import (
     BLUE,
-    DPI,
     GREEN,
     INK,
     MUTED,
     VERMILION,
     dress,
     new_figure,
+    save_png,
 )
 
 _PLAN, _BOUND, _BASELINE = BLUE, GREEN, VERMILION
@@ -47,7 +49,7 @@ def plot_frontier(plans: Sequence[Plan], path: Path, *, title: str) -> None:
         markeredgecolor=INK, markersize=8, label=f"{baseline.schedule.name} at the highest clocks",
     )  # fmt: skip
     axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=DPI)
+    save_png(figure, path)
 
 
 def plot_memory_frontier(points: Sequence[MemoryPoint], path: Path, *, title: str) -> None:
@@ -72,35 +74,36 @@ def plot_memory_frontier(points: Sequence[MemoryPoint], path: Path, *, title: st
         "+n: most extra forwards of a stage", (1, 0), xycoords="axes fraction",
         xytext=(-4, 5), textcoords="offset points", ha="right", fontsize=8, color=MUTED,
     )  # fmt: skip
-    figure.savefig(path, dpi=DPI)
+    save_png(figure, path)
 
 
 def write_memory_frontier(points: Sequence[MemoryPoint], path: Path) -> None:
     """Write a memory frontier's CSV, a row a limit."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(
+        (
+            "max_extra_forwards",
+            "peak_in_flight",
+            "iteration_time_s",
+            "energy_j",
+            "energy_lower_bound_j",
+            "saving_percent",
+        )
+    )
+    for point in points:
+        cost = point.plan.cost
         writer.writerow(
             (
-                "max_extra_forwards",
-                "peak_in_flight",
-                "iteration_time_s",
-                "energy_j",
-                "energy_lower_bound_j",
-                "saving_percent",
+                point.max_extra_forwards,
+                point.peak_in_flight,
+                cost.iteration_time_s,
+                cost.energy_j,
+                point.plan.energy_lower_bound_j,
+                cost.saving_percent(point.plan.baseline.cost),
             )
         )
-        for point in points:
-            cost = point.plan.cost
-            writer.writerow(
-                (
-                    point.max_extra_forwards,
-                    point.peak_in_flight,
-                    cost.iteration_time_s,
-                    cost.energy_j,
-                    point.plan.energy_lower_bound_j,
-                    cost.saving_percent(point.plan.baseline.cost),
-                )
-            )
+    replace_files({path: [table.getvalue()]})
 
 
 def _canvas(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:

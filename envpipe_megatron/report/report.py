@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from envpipe_megatron.files import refuse_foreign
 from envpipe_megatron.report.facts import ReportFacts
 from envpipe_megatron.report.pictures import pictures_of
 from envpipe_megatron.report.run_folder import RunFolder
@@ -23,13 +24,16 @@ def write_report(folder: RunFolder, facts: ReportFacts, output: Path) -> list[Se
         what the summary says.
 
     Raises:
+        EnvPipeError: the folder holds such files, and no report.
         OSError: a file cannot be written.
     """
+    pictures = list(pictures_of(folder, facts))
+    files = [f"{picture.name}.{kind}" for picture in pictures for kind in ("png", "svg")]
+    refuse_foreign(output, [SUMMARY_FILE, PAGE_FILE, *files], TRACE_FILE)
     output.mkdir(parents=True, exist_ok=True)
     trace = write_trace(
         output / TRACE_FILE, folder.timelines, folder.windows, dry_run=folder.dry_run
     )
-    pictures = list(pictures_of(folder, facts))
     for picture in pictures:
         save(picture.draw(), output, picture.name)
     sections = sections_of(folder, facts, trace, pictures)

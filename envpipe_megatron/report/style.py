@@ -14,6 +14,8 @@ from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 DPI = 150
+#: Stands in every PNG of ours.
+PICTURE_MARK = "EnvPipe for Megatron"
 _MOST_PIXELS = 2000  # of a side: the pictures of large pipelines
 INK, MUTED, GRID = "#1a1a1a", "#5f6368", "#e6e6e6"
 #: Okabe and Ito's, less black; https://jfly.uni-koeln.de/color/
@@ -61,6 +63,15 @@ def clock_map() -> Colormap:
     return LinearSegmentedColormap.from_list("clock", colormaps["viridis"](np.linspace(0.16, 1)))
 
 
+def save_png(figure: Figure, path: Path, dpi: float = DPI) -> None:
+    """Write a figure as PNG, marked as ours.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    figure.savefig(path, format="png", dpi=dpi, metadata={"Software": PICTURE_MARK})
+
+
 def save(figure: Figure, folder: Path, name: str) -> None:
     """Write a figure as PNG and as SVG; the same figure gives the same bytes.
 
@@ -71,5 +82,5 @@ def save(figure: Figure, folder: Path, name: str) -> None:
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # laid out once, and not again for each file
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(folder / f"{name}.png", dpi=dpi)
+        save_png(figure, folder / f"{name}.png", dpi)
         figure.savefig(folder / f"{name}.svg", dpi=dpi, metadata={"Date": None})

@@ -21,7 +21,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import replace_files
 from envpipe_megatron.plan import Plan, read_plan
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.profile import Profile, read_profile
@@ -154,14 +154,7 @@ def write_job(folder: Path, job: StoredJob) -> None:
     Raises:
         OSError: the disk is full, or the folder cannot be written.
     """
-    path = folder / JOB_FILE
-    new = folder / f".{JOB_FILE}.new"  # one rank writes, and no two starts at once
-    with new.open("w") as file:
-        json.dump(job.to_json(), file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())  # or a crash of the machine might leave the name without it
-    new.replace(path)
+    replace_files({folder / JOB_FILE: [json.dumps(job.to_json(), indent=1), "\n"]})
 
 
 def set_aside(folder: Path, given: Collection[Path | None] = ()) -> list[Path]:

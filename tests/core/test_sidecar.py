@@ -11,7 +11,6 @@ from envpipe_megatron.sidecar import (
     SidecarError,
     read_sidecar,
     sidecar_path,
-    write_sidecar,
 )
 
 FULL = Sidecar(
@@ -39,13 +38,13 @@ def read(tmp_path, data):
 @pytest.mark.parametrize("sidecar", [FULL, Sidecar(), Sidecar(gpu="é 'quoted'")])
 def test_round_trip(tmp_path, sidecar):
     path = tmp_path / "job.json"
-    write_sidecar(sidecar, path)
+    path.write_text(sidecar.to_json_text())
     assert read_sidecar(path) == sidecar
 
 
 def test_unknown_facts_are_left_out_of_the_file(tmp_path):
     path = tmp_path / "job.json"
-    write_sidecar(Sidecar(), path)
+    path.write_text(Sidecar().to_json_text())
     assert json.loads(path.read_text()) == {
         "format": SIDECAR_FORMAT,
         "tensor_parallel": 1,

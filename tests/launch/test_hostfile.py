@@ -4,10 +4,16 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.hostfile import Host, read_hostfile
 
 
-def read(tmp_path, text):
+def read(tmp_path, text, encoding="utf-8"):
     path = tmp_path / "hosts"
-    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    path.write_text(text, encoding=encoding)
     return read_hostfile(path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+def test_other_encodings_are_told_what_to_do(tmp_path, encoding):
+    with pytest.raises(EnvPipeError, match=r"hosts is not readable: .*save it as UTF-8"):
+        read(tmp_path, "nöde slots=8\n", encoding)
 
 
 def test_what_deepspeed_and_mpi_write(tmp_path):
@@ -52,7 +58,6 @@ def test_no_host(tmp_path, text):
         ("me@-oProxyCommand=reboot slots=8", "not the name of a host"),
         ("node;reboot slots=8", "not the name of a host"),
         ("@node slots=8", "not the name of a host"),
-        ("n\udcffde slots=8", "not the name of a host"),
         ("first slots=1", "named before, at {path}:1"),
         ("me@FIRST slots=1", "named before, at {path}:1"),
     ],

@@ -252,11 +252,11 @@ def test_nothing_is_kept_of_files_that_could_not_be_written(tmp_path, profile, p
 
 
 def test_a_folder_that_cannot_be_written_ends_no_training(tmp_path, caplog):
-    (tmp_path / ".job.json.new").mkdir()  # as little to be written as a file on a full disk
-    keeper = JobKeeper(tmp_path, FINGERPRINT)
+    gone = tmp_path / "gone"  # as little to be written as on a full disk
+    keeper = JobKeeper(gone, FINGERPRINT)
     keeper.keep_baseline(BASELINE)
     assert caplog.text.count("could not be written") == 1
-    assert not (tmp_path / "job.json").exists()
+    assert not gone.exists()
 
 
 def test_setting_aside_takes_up_where_it_was_killed(folder):

@@ -1,0 +1,94 @@
+"""Files that people name: read as UTF-8, replaced whole, and never another's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from envpipe_megatron.errors import EnvPipeError
+
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+def decode(content: bytes) -> str:
+    """The text of a file's bytes, without a byte order mark.
+
+    Raises:
+        ValueError: they are not UTF-8; it says what to do.
+    """
+    if content.startswith(_UTF_16):
+        raise ValueError("it is UTF-16; save it as UTF-8")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"line {line} is not UTF-8; save it as UTF-8 text") from error
+
+
+def read_text(path: Path) -> str:
+    """A file's text, without a byte order mark.
+
+    Raises:
+        ValueError: it is not UTF-8; it says what to do.
+        OSError: it cannot be read.
+    """
+    return decode(path.read_bytes())
+
+
+def replace_files(contents: Mapping[Path, Iterable[str]]) -> None:
+    """Write texts, each in parts; a failure or a kill leaves each file as it was, or new and whole.
+
+    All are written beside their places before the first takes its own. What is no ordinary file (a
+    pipe, `/dev/null`) is written into.
+
+    Raises:
+        OSError: a folder or file that cannot be written, which it names.
+    """
+    places: dict[Path, Path] = {}
+    try:
+        for path, parts in contents.items():
+            place = path.resolve()  # a link stays one
+            try:
+                _write_beside(place, parts, places)
+            except OSError as error:
+                error.filename = str(path)  # not the temporary name, and a full disk names none
+                raise
+        for new, place in places.items():
+            new.replace(place)
+    finally:
+        for new in places:
+            new.unlink(missing_ok=True)
+
+
+def _write_beside(place: Path, parts: Iterable[str], places: dict[Path, Path]) -> None:
+    new = place
+    if place.is_file() or not place.exists():
+        if place.exists() and not os.access(place, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        new = place.with_name(f".{place.name[:40]}.{os.getpid()}.new")
+        places[new] = place
+    with new.open("w", encoding="utf-8") as file:
+        file.writelines(parts)
+        if new is not place:
+            file.flush()
+            os.fsync(file.fileno())  # or a crash of the machine might leave the name without it
+    if new is not place and place.exists():
+        shutil.copymode(place, new)
+
+
+def refuse_foreign(folder: Path, names: Sequence[str], mark: str) -> None:
+    """Refuse to write over files in a folder, unless an earlier run of the command left its `mark`.
+
+    Raises:
+        EnvPipeError: naming the files.
+    """
+    found = [name for name in names if (folder / name).exists()]
+    if found and not (folder / mark).exists():
+        raise EnvPipeError(
+            f"{folder} holds files of the names to be written, which are from elsewhere",
+            value=found,
+            remedy="Give another folder with --output.",
+        )

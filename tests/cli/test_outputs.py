@@ -1,0 +1,136 @@
+"""What commands write beside what they were told to, and never over another's file."""
+
+import shutil
+
+import pytest
+from cli_helpers import plan_for, run, run_badly, run_well
+
+from envpipe_megatron.profile import read_profile
+from envpipe_megatron.schedule import Kind
+
+
+def layers_file(path):
+    """Four layers whose stages make a profile."""
+    rows = [
+        f"{layer},{kind.value},{f},{f / 1e5},{f / 10}"
+        for layer in range(4) for kind in Kind for f in (1200, 1000)
+    ]  # fmt: skip
+    path.write_text("\n".join(["layer,instruction,frequency,time,energy", *rows]) + "\n")
+    return path
+
+
+COMMANDS = {
+    "profile": ["--", "train.py"],
+    "partition": ["--num-stages", 2, "--num-microbatches", 4, "--layers", "layers.csv"],
+}
+
+
+@pytest.fixture
+def folder(tmp_path, profile_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    layers_file(tmp_path / "layers.csv")
+    (tmp_path / "train.py").write_text("raise SystemExit('was started')")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_profile_cannot_have_its_sidecars_name(folder, command):
+    message = run_badly(command, "--output", "x.json", *COMMANDS[command])
+    assert "x.json" in message
+    assert "overwrite" in message
+    assert not (folder / "x.json").exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_profiles_sidecar_overwrites_no_plan(folder, profile_path, command):
+    plan_for(profile_path, folder / "plan9.json")
+    before = (folder / "plan9.json").read_bytes()
+    message = run_badly(command, "--output", "plan9.csv", *COMMANDS[command])
+    assert "plan9.json" in message
+    assert "was started" not in message
+    assert (folder / "plan9.json").read_bytes() == before
+    assert not (folder / "plan9.csv").exists()
+
+
+def test_a_profile_is_written_again_with_its_sidecar(folder):
+    for _ in range(2):
+        run_well("partition", "--output", "p.csv", *COMMANDS["partition"], "--blocking-power", 80)
+    assert read_profile(folder / "p.csv").num_stages == 2
+
+
+def test_the_library_refuses_the_sidecars_name_too(folder, profile_path):
+    with pytest.raises(Exception, match=r"x\.json"):
+        read_profile(profile_path).write(folder / "x.json")
+    assert not (folder / "x.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "beside"),
+    [
+        ("--frontier", "front.csv", "front.jsonl"),
+        ("--frontier", "front.csv", "front.png"),
+        ("--memory-frontier", "memory.csv", "memory.png"),
+    ],
+)
+def test_a_frontier_overwrites_nothing_but_an_earlier_one(
+    folder, profile_path, option, name, beside
+):
+    def plan():
+        return run(
+            "plan", "--profile", profile_path, "--num-microbatches", 4, "--blocking-power", 80,
+            "--schedule", "auto", "--policy", "optimal", "--output", "plan.json", option, name,
+        )  # fmt: skip
+
+    (folder / beside).write_text("mine")
+    refused = plan()
+    assert refused.exit_code == 1
+    assert beside in " ".join(refused.stderr.split())
+    assert (folder / beside).read_text() == "mine"
+    assert not (folder / "plan.json").exists()
+    (folder / beside).unlink()
+    assert plan().exit_code == 0
+    assert plan().exit_code == 0
+    assert (folder / beside).stat().st_size > 100
+
+
+def test_pictures_overwrite_nothing_but_earlier_ones(folder, profile_path):
+    plan_for(profile_path, folder / "plan.json")
+    (folder / "timeline.png").write_text("mine")
+    words = ["simulate", "--profile", profile_path, "--plan", "plan.json", "--output"]
+    message = run_badly(*words, folder)
+    assert "timeline.png" in message
+    assert (folder / "timeline.png").read_text() == "mine"
+    for _ in range(2):
+        run_well(*words, folder / "pictures")
+
+
+def test_a_report_overwrites_nothing_but_an_earlier_one(folder, profile_path):
+    made = folder / "run"
+    made.mkdir()
+    shutil.copy(profile_path, made / "profile.csv")
+    (folder / "index.html").write_text("my page")
+    message = run_badly("report", made, "--output", folder)
+    assert "index.html" in message
+    assert (folder / "index.html").read_text() == "my page"
+    assert not (folder / "trace.json.gz").exists()
+    for _ in range(2):
+        run_well("report", made)
+
+
+def test_utf_16_is_told_to_be_saved_as_utf_8(folder, profile_path):
+    text = profile_path.read_text()
+    plan_for(profile_path, folder / "plan.json")
+    sidecar = profile_path.with_suffix(".json")
+    words = ["simulate", "--profile", profile_path, "--plan", folder / "plan.json"]
+    for path in (profile_path, sidecar, folder / "plan.json"):
+        kept = path.read_text() if path.exists() else '{"format": "envpipe-profile/1"}'
+        path.write_text(kept, encoding="utf-16")
+        message = run_badly(*words)
+        assert str(path) in message
+        assert "UTF-16; save it as UTF-8" in message
+        path.write_text(kept)
+    assert profile_path.read_text() == text
+    run_well(*words)
+    layers = folder / "layers.csv"
+    layers.write_text(layers.read_text(), encoding="utf-16")
+    assert "save it as UTF-8" in run_badly("partition", "--output", "p", *COMMANDS["partition"])

@@ -1,0 +1,99 @@
+"""Reading text, and replacing files whole."""
+
+import os
+
+import pytest
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import read_text, refuse_foreign, replace_files
+
+
+def left(folder):
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def breaking():
+    yield "half"
+    raise OSError(28, "No space left on device")
+
+
+def test_files_are_written_and_replaced(tmp_path):
+    (tmp_path / "a").write_text("old and longer")
+    replace_files({tmp_path / "a": ["ne", "w"], tmp_path / "b": ["é"]})
+    assert left(tmp_path) == {"a": "new", "b": "é"}
+
+
+def test_a_failed_write_leaves_all_files_as_they_were(tmp_path):
+    (tmp_path / "a").write_text("old")
+    with pytest.raises(OSError, match="No space") as caught:
+        replace_files({tmp_path / "a": ["new"], tmp_path / "b": breaking()})
+    assert caught.value.filename == str(tmp_path / "b")
+    assert left(tmp_path) == {"a": "old"}
+
+
+def test_the_old_file_stands_until_the_new_one_is_whole(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("old")
+
+    def parts():
+        assert path.read_text() == "old"
+        yield "new"
+        assert path.read_text() == "old"
+
+    replace_files({path: parts()})
+    assert path.read_text() == "new"
+
+
+def test_links_modes_and_devices_stay_what_they_are(tmp_path):
+    target = tmp_path / "target"
+    target.write_text("old")
+    target.chmod(0o640)
+    (tmp_path / "link").symlink_to("target")
+    replace_files({tmp_path / "link": ["new"], tmp_path / "dangling": ["x"]})
+    assert (tmp_path / "link").is_symlink()
+    assert (target.read_text(), target.stat().st_mode & 0o777) == ("new", 0o640)
+    device = tmp_path / "device"
+    device.symlink_to("/dev/null")
+    replace_files({device: ["gone"]})
+    assert device.is_char_device()
+
+
+def test_a_file_that_may_not_be_written_is_not_replaced(tmp_path):
+    path = tmp_path / "kept"
+    path.write_text("old")
+    path.chmod(0o400)
+    if os.access(path, os.W_OK):
+        pytest.skip("this user may write everything")
+    with pytest.raises(PermissionError) as caught:
+        replace_files({path: ["new"]})
+    assert caught.value.filename == str(path)
+    assert left(tmp_path) == {"kept": "old"}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_text_is_read_with_and_without_a_mark(tmp_path, encoding):
+    (tmp_path / "text").write_text("é,1", encoding=encoding)
+    assert read_text(tmp_path / "text") == "é,1"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("é,1".encode("utf-16"), "UTF-16; save it as UTF-8"),
+        (b"a\nb,\xe9", "line 2 is not UTF-8; save"),
+    ],
+)
+def test_other_encodings_are_told_what_to_do(tmp_path, content, said):
+    (tmp_path / "text").write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        read_text(tmp_path / "text")
+
+
+def test_files_of_the_same_names_need_the_mark(tmp_path):
+    refuse_foreign(tmp_path / "new", ["index.html"], "trace")
+    refuse_foreign(tmp_path, ["index.html"], "trace")
+    (tmp_path / "index.html").touch()
+    with pytest.raises(EnvPipeError, match=r"index\.html"):
+        refuse_foreign(tmp_path, ["index.html"], "trace")
+    (tmp_path / "trace").touch()
+    refuse_foreign(tmp_path, ["index.html"], "trace")
