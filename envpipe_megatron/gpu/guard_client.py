@@ -36,7 +36,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from envpipe_megatron.gpu.base import (
@@ -187,7 +189,9 @@ class Hold:
         self._lost = False
         self._undone: bool | None = None  # by the guard
         self._is_back = False
-        self._settled = threading.Event()
+        self._settled = False
+        #: Wakes who waits in `release`. An event's lock stays taken where a signal handler raises.
+        self._settling: SimpleQueue[None] = SimpleQueue()
         connection.setblocking(False)
         self._thread = threading.Thread(target=self._watch, name="envpipe-guard", daemon=True)
         self._thread.start()
@@ -206,7 +210,7 @@ class Hold:
             GuardError: the guard, or this process in its place, was not done in time, or the guard
                 could not undo the lease.
         """
-        if os.getpid() != self._pid or self._settled.is_set():
+        if os.getpid() != self._pid or self._settled:
             return
         self._gave_up = True
         self._send_release()
@@ -216,9 +220,10 @@ class Hold:
                 return
         else:
             # The driver may hang, and must not keep this thread as well.
-            self._settled.wait(timeout_s)
+            with suppress(Empty):
+                self._settling.get(timeout=timeout_s)
         if self._lost:
-            if self._settled.is_set():
+            if self._settled:
                 return
             raise GuardError(
                 "The guard has died or hangs, and what it held is not undone yet",
@@ -257,7 +262,7 @@ class Hold:
         beat_every_s = self._heartbeat_s / _BEATS_PER_HEARTBEAT
         next_beat_s = time.monotonic() + beat_every_s
         unanswered_since_s: float | None = None
-        while not (self._settled.is_set() or self._lost):
+        while not (self._settled or self._lost):
             now_s = time.monotonic()
             if until_s is not None and now_s >= until_s:
                 return
@@ -294,11 +299,15 @@ class Hold:
         elif event == "released":
             self._undone = bool(message.get("undone"))
             self._connection.close()
-            self._settled.set()
+            self._settle()
         elif event == "stop":
             self._tell(GuardEvent.STOP)
         elif event == "was_reset" and not self._gave_up:
             self._tell(GuardEvent.WAS_RESET)
+
+    def _settle(self) -> None:
+        self._settled = True
+        self._settling.put(None)
 
     def _tell(self, event: GuardEvent) -> bool:
         """Call back; return whether that went well."""
@@ -327,7 +336,7 @@ class Hold:
                 for record in others:
                     if not record.live and not record.rank_is_alive():
                         undo_lease(record, self._open_gpu)
-                if self._settled.is_set() and not others:
+                if self._settled and not others:
                     return
             except Exception:
                 _LOG.exception("clocks of job %s may still be locked", self.job)
@@ -350,7 +359,7 @@ class Hold:
 
     def _clean_own(self) -> None:
         """Reset this rank's GPU; when this rank locks no more, delete its lease and be done."""
-        if self._settled.is_set():
+        if self._settled:
             return
         gave_up = self._gave_up
         name = lease_name(self.address)
@@ -363,7 +372,7 @@ class Hold:
             self._open_gpu(self.address).reset_frequency()
             self._is_back = gave_up
         if gave_up and not left:
-            self._settled.set()
+            self._settle()
 
     def _is_own(self, record: LeaseRecord) -> bool:
         ours = record.job == self.job and record.uid == os.geteuid()

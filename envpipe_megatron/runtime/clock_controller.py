@@ -13,11 +13,13 @@ driver takes the lock once.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -68,10 +70,12 @@ class ClockController:
         self._on_start = on_start
         self._min_dwell_s = min_dwell_s
         self._relock = relock
-        #: Requests; an event to set when all before it are done; None to end.
-        self._queue: SimpleQueue[tuple[Completion, int] | threading.Event | None] = SimpleQueue()
+        #: Requests; a queue to answer when all before it are done; None to end.
+        self._queue: SimpleQueue[tuple[Completion, int] | SimpleQueue[None] | None] = SimpleQueue()
         #: Taken from the queue to be looked at, and not served yet. The thread's own.
-        self._next: tuple[Completion, int] | threading.Event | None = None
+        self._next: tuple[Completion, int] | SimpleQueue[None] | None = None
+        #: Each is answered, when the clock is back, with what went wrong.
+        self._resets: SimpleQueue[SimpleQueue[Exception | None]] = SimpleQueue()
         #: Held while the driver is called: nothing is locked after a reset by `close` or `stop`.
         self._driver = threading.Lock()
         self._failing = threading.Lock()
@@ -90,7 +94,12 @@ class ClockController:
         #: while one is under way.
         self.last_change_s = float("-inf")
         self.error: Exception | None = None
+        self._pid = os.getpid()
         _switch_interval.hold()
+        self._resetter = threading.Thread(
+            target=self._run_resets, name="envpipe-reset", daemon=True
+        )
+        self._resetter.start()
         self._thread = threading.Thread(target=self._run, name="envpipe-clock", daemon=True)
         self._thread.start()
 
@@ -118,26 +127,29 @@ class ClockController:
             if self.error is not None:
                 return
             self.error = error
-        logger.error("Clock control of %s stops, training goes on: %s", self._gpu.name, error)
         # The last clock may be a low one, which would slow the whole pipeline. Where the driver
         # refuses this too, `close` tries again, and says so.
         self._give_back()
+        logger.error("Clock control of %s stops, training goes on: %s", self._gpu.name, error)
 
     def wait_idle(self) -> None:
         """Return when every request made so far has been applied, held back, or given up."""
-        served = threading.Event()
+        served: SimpleQueue[None] = SimpleQueue()
         self._queue.put(served)
-        while not served.wait(_LOOK_S):
-            if self.error is not None or not self._thread.is_alive():
+        while self.error is None and self._thread.is_alive():
+            with suppress(Empty):
+                served.get(timeout=_LOOK_S)
                 return
 
     def close(self) -> None:
         """Stop the thread and undo its lock, if it ever set one; safe to call twice.
 
         The reset does not wait for a GPU that never finishes a unit, nor long for a driver that
-        does not come back from a lock (the thread resets the clock if it ever does). If it fails,
-        that is logged, and kept in `error` unless an earlier error is there.
+        does not come back (the clock is reset if it ever does). If it fails, that is logged, and
+        kept in `error` unless an earlier error is there. In a forked child nothing happens.
         """
+        if os.getpid() != self._pid:
+            return
         if not self._closing:
             self._closing = True
             self._queue.put(None)
@@ -179,14 +191,14 @@ class ClockController:
         while not self._closing:  # what `close` put into the queue may have been looked at already
             try:
                 item = self._take()
-                if isinstance(item, threading.Event):
-                    item.set()
+                if isinstance(item, SimpleQueue):
+                    item.put(None)
                 elif not self._closing and self.error is None:
                     self._serve(item)
             except Exception as error:  # a driver may fail in any way; training must go on
                 self.stop(error)
 
-    def _take(self) -> tuple[Completion, int] | threading.Event | None:
+    def _take(self) -> tuple[Completion, int] | SimpleQueue[None] | None:
         """The next item, or None when the time of a change held back has come (or on closing)."""
         if self._next is not None:
             item, self._next = self._next, None
@@ -236,9 +248,6 @@ class ClockController:
             self._gpu.lock_frequency(target)
             returned_s = time.monotonic()
             self.last_change_s = min(self.last_change_s, returned_s)
-            if self._closing or self.error is not None:
-                self._reset()  # the one who wanted that did not wait
-                return
         if due_s is not None:
             self._latencies_s.append((entered_s - due_s, returned_s - entered_s))
         self._held_back_mhz = None
@@ -251,13 +260,32 @@ class ClockController:
         return max(0.0, self._dwelling_since_s + self._min_dwell_s - self._gpu.time_s())
 
     def _give_back(self) -> Exception | None:
-        """Undo the lock, if there is one, and return what went wrong."""
-        if not self._driver.acquire(timeout=_JOIN_S):
-            return GpuError("A call that locks the clock does not return", value=self._gpu.name)
-        try:
-            return self._reset()
-        finally:
-            self._driver.release()
+        """Undo the lock, if there is one, and return what went wrong.
+
+        Never on the calling thread: that is the main thread mostly, which a signal handler that
+        raises may take out of the driver's library with the library's locks held, for the next
+        reset to wait for. And a driver may hang.
+        """
+        answer: SimpleQueue[Exception | None] = SimpleQueue()
+        self._resets.put(answer)
+        until_s = time.monotonic() + _JOIN_S
+        while self._resetter.is_alive():  # it ends when all is given back
+            with suppress(Empty):
+                return answer.get(timeout=_LOOK_S)
+            if time.monotonic() > until_s:
+                return GpuError(
+                    "A call that changes the clock does not return", value=self._gpu.name
+                )
+        return None
+
+    def _run_resets(self) -> None:
+        done = False
+        while not done:
+            answer = self._resets.get()
+            with self._driver:
+                problem = self._reset()
+                done = self._closing and not self._touched
+            answer.put(problem)
 
     def _reset(self) -> Exception | None:
         """As `_give_back`, while `_driver` is held."""

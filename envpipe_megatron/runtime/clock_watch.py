@@ -11,6 +11,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from envpipe_megatron.gpu.base import ClockState, Gpu
@@ -67,7 +69,7 @@ class ClockWatch:
         self._pairs: Counter[tuple[int, int]] = Counter()
         self._power_limits_w: Counter[float] = Counter()
         self.error: Exception | None = None
-        self._stop = threading.Event()
+        self._stop: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="envpipe-watch", daemon=True)
         self._thread.start()
 
@@ -88,7 +90,7 @@ class ClockWatch:
 
     def close(self) -> None:
         """Stop looking; a look that a driver does not come back from is left behind."""
-        self._stop.set()
+        self._stop.put(None)
         self._thread.join(_JOIN_S)
 
     def summary(self) -> dict[str, Any]:
@@ -125,7 +127,10 @@ class ClockWatch:
             }
 
     def _run(self) -> None:
-        while not self._stop.wait(self._period_s):
+        while True:
+            with suppress(Empty):
+                self._stop.get(timeout=self._period_s)
+                return
             self.sample()
 
     def _count(self, state: ClockState, settled: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -175,6 +176,7 @@ class Session:
         self._microbatches = 0
         self._broken = False
         self._closed = False
+        self._pid = os.getpid()
         #: The units of the last iteration, in the order in which this stage ran them.
         self.executed: list[str] = []
 
@@ -315,21 +317,24 @@ class Session:
     def close(self) -> None:
         """Give the clock back, then finish the energy log; safe to call twice.
 
-        The output folder gets a line a rank in the node's `clocks.jsonl`: `clock_summary`.
+        The output folder gets a line a rank in the node's `clocks.jsonl`: `clock_summary`. In a
+        forked child, which leaves the same way, nothing happens.
         """
-        if self._closed:
+        if os.getpid() != self._pid:
             return
-        self._closed = True
         # Each of these, whatever fails before, from the last one up: a disk that hangs holds up
         # neither the clock nor a bill that goes to the agent.
         with contextlib.ExitStack() as last:
-            last.callback(self._timeline.close)
-            last.callback(self._tell_of_clocks)
-            last.callback(self.meter.close)
-            if self._agent is not None:
-                last.callback(self._agent.close)
-            last.callback(self.energy_log.close)
-            last.callback(self.executor.let_counter_refresh)
+            if not self._closed:
+                self._closed = True
+                last.callback(self._timeline.close)
+                last.callback(self._tell_of_clocks)
+                last.callback(self.meter.close)
+                if self._agent is not None:
+                    last.callback(self._agent.close)
+                last.callback(self.energy_log.close)
+                last.callback(self.executor.let_counter_refresh)
+            # The second time too: a signal may have interrupted the first one.
             self._rank_clock.close()
 
     def _tell_of_clocks(self) -> None:

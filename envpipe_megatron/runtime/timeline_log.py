@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -50,8 +50,8 @@ class TimelineLog:
         self._left_out = 0
         self._samples: list[tuple[float, int | None, int]] = []
         self._samples_left = MOST_CLOCK_SAMPLES
-        #: None is behind the last line.
-        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(_MOST_WAITING)
+        #: None is behind the last line. Its lock cannot stay taken when a signal handler raises.
+        self._lines: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         if append is not None:
             self._thread = threading.Thread(
@@ -105,9 +105,9 @@ class TimelineLog:
         )
 
     def _put(self, line: dict[str, Any]) -> None:
-        try:
-            self._lines.put_nowait(line)
-        except queue.Full:
+        if self._lines.qsize() < _MOST_WAITING:
+            self._lines.put(line)
+        else:
             self._left_out += 1
 
     def close(self) -> None:
@@ -116,11 +116,8 @@ class TimelineLog:
             return
         if self._samples:
             self._put_samples()
-        try:
-            self._lines.put(None, timeout=_JOIN_S)
-            self._thread.join(_JOIN_S)
-        except queue.Full:
-            pass  # the thread still waits for its disk, as it does behind a join in vain
+        self._lines.put(None)
+        self._thread.join(_JOIN_S)
         if self._thread.is_alive():
             logger.error("The timeline is not complete: its file cannot be written any more")
         elif self._left_out:

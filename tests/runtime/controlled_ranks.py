@@ -77,7 +77,8 @@ def train_guarded(rank: int, root: Path, kill_guard: bool) -> Any:
     """Train with the guard, which dies in the middle or not.
 
     Returns:
-        leases and this rank's lock while it trained; what the clock came to.
+        leases and this rank's lock while it trained, and the lock when a child that it forked has
+        left the way it leaves itself; what the clock came to.
     """
     use_guards_of(root, "guarded")
     session, gpu = plain_stages.session(rank, _config(root), root, guarded=True)
@@ -85,18 +86,24 @@ def train_guarded(rank: int, root: Path, kill_guard: bool) -> Any:
         _iterate(session, rank, 2)
         leases = sorted(record.address.uid for record in list_leases() if record.live)
         locked_mhz = gpu.requested_frequency_mhz
+        child = os.fork()
+        if child == 0:
+            session.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        forked_mhz = gpu.requested_frequency_mhz
         dist.barrier()
         if kill_guard:
             hold = session._rank_clock._hold
             assert hold is not None
             if rank == 0:
                 os.kill(hold.guard_pid, signal.SIGKILL)
-            hold._settled.wait(20)
+            hold._thread.join(20)
         _iterate(session, rank, 2)
         after_mhz = gpu.requested_frequency_mhz
     finally:
         session.close()
-    return leases, locked_mhz, after_mhz, session.clock_summary()["error"]
+    return leases, locked_mhz, forked_mhz, after_mhz, session.clock_summary()["error"]
 
 
 def be_refused(rank: int, root: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -317,7 +318,7 @@ def test_close_does_not_wait_for_a_driver_that_hangs(gpu, monkeypatch):
     assert gpu.history == []
     assert isinstance(clock.error, GpuError)
     gpu.driver.set()
-    clock._thread.join(WAIT_S)
+    clock._resetter.join(WAIT_S)
     assert_given_back(gpu, after=[1000])
 
 
@@ -354,6 +355,76 @@ def test_stop_gives_up_control(gpu, clock, caplog):
     assert clock.error is error
     assert clock.summary()["error"] == "guard lost"
     assert [r.levelno for r in caplog.records] == [logging.ERROR]
+
+
+def test_wherever_a_signal_takes_the_main_thread_the_way_out_is_free():
+    """A SIGTERM handler that raises, at a random instant of a job or of its close.
+
+    Nothing that the first way left may make the second one wait, and the clock comes back.
+    """
+    code = """
+import random, signal, sys
+from fake_gpu import FakeGpu
+from envpipe_megatron.gpu.base import ClockState
+from envpipe_megatron.runtime.clock_controller import ClockController
+from envpipe_megatron.runtime.clock_watch import ClockWatch
+from envpipe_megatron.runtime.completion import Done
+from envpipe_megatron.runtime.timeline_log import TimelineLog
+
+def leave(*_):
+    left.append(True)
+    sys.exit(1)
+
+signal.signal(signal.SIGALRM, leave)
+randomness = random.Random(19)
+for _ in range(200):
+    left = []
+    gpu = FakeGpu()
+    clock, log = ClockController(gpu), TimelineLog(lambda line: None, {})
+    watch = ClockWatch(gpu, lambda: clock.last_change_s)
+    parts = (clock, watch, log)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, randomness.uniform(1e-6, 2e-3))
+        for number in range(10):
+            clock.request(gpu.supported_frequencies_mhz[number % 5], Done())
+            log._put({})
+        clock.wait_idle()
+        while not left:  # Python drops what is raised in a destructor
+            for part in parts:
+                part.close()
+    except SystemExit as error:
+        kept = error
+    for part in parts:
+        part.close()
+    assert gpu.requested_frequency_mhz is None, gpu.history
+    assert not any(part._thread.is_alive() for part in parts)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=environment)
+
+
+def test_the_main_thread_never_enters_the_driver(gpu, clock, monkeypatch):
+    """Where a signal handler raises out of it, the driver's library may keep its locks taken."""
+    entered = []
+    monkeypatch.setattr(FakeGpu, "_reset", lambda self: entered.append(threading.current_thread()))
+    clock.request(1000, Done())
+    clock.wait_idle()
+    clock.close()
+    assert entered
+    assert threading.current_thread() not in entered
+
+
+def test_close_does_not_wait_for_a_reset_that_hangs(gpu, monkeypatch):
+    monkeypatch.setattr(clock_controller, "_JOIN_S", 0.05)
+    returns = threading.Event()
+    monkeypatch.setattr(FakeGpu, "_reset", lambda self: returns.wait(WAIT_S))
+    clock = ClockController(gpu)
+    clock.request(1000, Done())
+    clock.wait_idle()
+    clock.close()
+    assert "does not return" in str(clock.error)
+    assert clock.in_driver  # so that the guard is left to bring the clock back
+    returns.set()
 
 
 def test_stop_while_the_driver_locks(gpu, clock):

@@ -47,9 +47,10 @@ def test_without_control_of_one_gpu_no_rank_asks_for_a_clock(three_ranks, tmp_pa
 
 def test_a_guarded_session_holds_its_gpu_and_gives_it_back(three_ranks, guards):
     told = three_ranks.run(controlled_ranks.train_guarded, guards, False)
-    for leases, locked_mhz, after_mhz, error in told:
+    for leases, locked_mhz, forked_mhz, after_mhz, error in told:
         assert leases == [f"{guards}#{index}" for index in range(3)]
         assert locked_mhz is not None
+        assert forked_mhz == locked_mhz
         assert after_mhz is not None
         assert error is None
     assert requested_mhz(guards, 3) == [None] * 3
@@ -61,7 +62,7 @@ def test_a_guarded_session_holds_its_gpu_and_gives_it_back(three_ranks, guards):
 
 def test_training_goes_on_at_baseline_clocks_when_the_guard_dies(three_ranks, guards):
     told = three_ranks.run(controlled_ranks.train_guarded, guards, True)
-    for _, locked_mhz, after_mhz, error in told:
+    for _, locked_mhz, _, after_mhz, error in told:
         assert locked_mhz is not None
         assert after_mhz is None
         assert "guard" in error
