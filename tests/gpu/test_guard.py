@@ -704,6 +704,18 @@ def test_the_reset_at_the_end_begins_after_the_end(node, round_):
     assert leased() == set()
 
 
+def test_a_reset_in_distress_says_when_it_is_done(node, round_):
+    """A guard without memory waits for that alone before it ends."""
+    gpu, posted = LateGpu(), queue.SimpleQueue()
+    address = node.addresses["emulated"][0]
+    holding = Holding(address, "job", None, GuardSettings(), lambda _: gpu, posted.put)
+    posted.get(timeout=DEADLINE_S)(100.0)
+    assert holding.reset_in_distress().wait(DEADLINE_S)
+    assert gpu.resets == 1
+    holding.leave()
+    undo_lease(*list_leases(), lambda _: gpu)
+
+
 def test_a_gpu_that_hangs_when_it_is_opened_is_given_up(node, round_):
     go_on, posted = threading.Event(), queue.SimpleQueue()
     address = node.addresses["emulated"][0]

@@ -333,6 +333,22 @@ def test_no_room_for_a_lease(gpu, monkeypatch):
     assert list(new_lease_folder().iterdir()) == []
 
 
+def test_a_lease_that_somebody_deleted_before_it_was_locked_is_made_anew(gpu, monkeypatch):
+    """Who finds it without lock and content takes it for one cut short."""
+    try_lock = lease_folder.LeaseFile.try_lock
+
+    def late(file):
+        monkeypatch.setattr(lease_folder.LeaseFile, "try_lock", try_lock)
+        (left,) = new_lease_folder().iterdir()
+        left.unlink()
+        return try_lock(file)
+
+    monkeypatch.setattr(lease_folder.LeaseFile, "try_lock", late)
+    lease = take(gpu.address)
+    assert [record.address for record in list_leases() if record.live] == [gpu.address]
+    lease.release()
+
+
 # --- whom to trust -------------------------------------------------------------------------------
 
 
