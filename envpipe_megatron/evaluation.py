@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.longest_path import LongestPath
 from envpipe_megatron.profile import Profile
 from envpipe_megatron.schedule import Kind, Schedule
-from envpipe_megatron.timeline import Timeline, latency_by_node
+from envpipe_megatron.timeline import Timeline
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -30,8 +31,8 @@ class Evaluation:
     """One iteration of a plan.
 
     Args:
-        timeline: start and end of each unit, at the durations that late clocks leave them.
-        iteration_time_s: until the last stage has ended its tail.
+        timeline: start and end of each unit, at the durations that late clocks leave them, and the
+            iteration time, tails included.
         unit_energy_j: [num_stages, units_per_stage] energy of each unit on one GPU.
         energy_by_stage_j: [num_stages] energy of units, waiting and clock changes on all GPUs of
             each stage.
@@ -40,7 +41,6 @@ class Evaluation:
     """
 
     timeline: Timeline
-    iteration_time_s: float
     unit_energy_j: FloatArray
     energy_by_stage_j: FloatArray
     clock_changes: IntArray
@@ -102,7 +102,7 @@ def evaluate(
         time_s, energy_j = _durations_with_late_clocks(schedule, frequency_mhz, profile, conditions)
     else:
         time_s, energy_j = profile.lookup(frequency_mhz, schedule.is_backward)
-    timeline = Timeline(schedule, time_s, conditions.latency_s)
+    timeline = Timeline(schedule, time_s, conditions.latency_s, conditions.tail_by_stage_s)
     return _bill(timeline, frequency_mhz, energy_j, conditions, park_mhz)
 
 
@@ -113,17 +113,12 @@ def _bill(
     conditions: Conditions,
     park_mhz: IntArray | None,
 ) -> Evaluation:
-    start_s, end_s = timeline.start_s, timeline.end_s
-    iteration_s = float(np.max(end_s[:, -1] + conditions.tail_by_stage_s))
     changes = np.count_nonzero(frequency_mhz != np.roll(frequency_mhz, 1, axis=1), axis=1)
     if conditions.wait_power_w is None:
-        waiting_s = iteration_s - timeline.duration_s.sum(axis=1)
+        waiting_s = timeline.iteration_time_s - timeline.duration_s.sum(axis=1)
         waiting_j = np.array(conditions.blocking_power_w) * waiting_s
     else:
-        # In steady state the waits before the first and after the last unit are one bubble.
-        wait_s = start_s.copy()
-        wait_s[:, 1:] -= end_s[:, :-1]
-        wait_s[:, 0] += iteration_s - end_s[:, -1]
+        wait_s = timeline.wait_s
         power_w = conditions.waiting_power_w(frequency_mhz)
         waiting_j = (power_w * wait_s).sum(axis=1)
         if park_mhz is not None:
@@ -133,9 +128,7 @@ def _bill(
             waiting_j += ((conditions.waiting_power_w(park_mhz) - power_w) * parked_s).sum(axis=1)
             changes = _changes_with_parking(frequency_mhz, park_mhz)
     by_stage_j = energy_j.sum(axis=1) + waiting_j + conditions.change_energy_j * changes
-    return Evaluation(
-        timeline, iteration_s, energy_j, conditions.gpus_by_stage * by_stage_j, changes
-    )
+    return Evaluation(timeline, energy_j, conditions.gpus_by_stage * by_stage_j, changes)
 
 
 def _check_parking(
@@ -175,29 +168,25 @@ def _durations_with_late_clocks(
     """
     shape, width = frequency_mhz.shape, schedule.units_per_stage
     times, energies = profile.lookup(frequency_mhz, schedule.is_backward)
-    time_s: list[float] = times.ravel().tolist()
+    path = LongestPath(schedule, times.ravel().tolist(), conditions.latency_s)
+    time_s, end_s = path.duration_s, path.end_s
     energy_j: list[float] = energies.ravel().tolist()
     wanted: list[int] = frequency_mhz.ravel().tolist()
     is_backward: list[bool] = schedule.is_backward.ravel().tolist()
-    source: list[int] = schedule.cross_dependency.tolist()
-    latency_s = latency_by_node(schedule, conditions.latency_s)
     change_s = conditions.change_time_s
-    end_s = [0.0] * schedule.num_units
     running = [wanted[stage * width] for stage in range(schedule.num_stages)]
     requested = running.copy()
     arrival_s = [0.0] * schedule.num_stages  # of the clock requested last
     at_clock = _AtAnyClock(profile)
-    for node in schedule.topological_order:
+    for node in path.order:
         stage, position = divmod(node, width)
-        previous_end_s = start_s = end_s[node - 1] if position else 0.0
-        if source[node] >= 0:
-            start_s = max(start_s, end_s[source[node]] + latency_s[node])
+        start_s = path.start_s(node)
         clock = wanted[node]
         if position:
-            if arrival_s[stage] <= previous_end_s:
+            if arrival_s[stage] <= end_s[node - 1]:
                 running[stage] = requested[stage]
             if clock != requested[stage]:
-                requested[stage], arrival_s[stage] = clock, previous_end_s + change_s
+                requested[stage], arrival_s[stage] = clock, end_s[node - 1] + change_s
             late_s = arrival_s[stage] - start_s
             if late_s > 0 and running[stage] != clock:
                 old_s, old_j = at_clock(stage, is_backward[node], running[stage])

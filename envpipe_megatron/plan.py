@@ -125,13 +125,13 @@ class Plan:
 
     @property
     def timeline(self) -> Timeline:
-        """Start and end of each unit under the plan; tails come after it."""
+        """Start and end of each unit under the plan, and the iteration with its tails."""
         return self.evaluation.timeline
 
     @cached_property
     def cost(self) -> Cost:
         """Iteration time and energy, over all GPUs that the conditions give the stages."""
-        return Cost(self.evaluation.iteration_time_s, float(self.energy_by_stage_j.sum()))
+        return Cost(self.timeline.iteration_time_s, float(self.energy_by_stage_j.sum()))
 
     @property
     def energy_by_stage_j(self) -> NDArray[np.float64]:

@@ -234,6 +234,14 @@ class Schedule:
         return order
 
     @cached_property
+    def topological_rank(self) -> list[int]:
+        """[num_units] where each node stands in `topological_order`."""
+        rank = [0] * self.num_units
+        for place, node in enumerate(self.topological_order):
+            rank[node] = place
+        return rank
+
+    @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
         """For each stage, the most microbatches (x chunks) whose activations it holds at once."""
         if self.forward_only:

@@ -293,4 +293,4 @@ def _predict(
     """What the evaluator says that a run takes, and its energy by stage."""
     evaluation = evaluate(workload.schedule, run.frequency_mhz, workload.profile, conditions)
     by_stage_j = evaluation.energy_by_stage_j
-    return Cost(evaluation.iteration_time_s, float(by_stage_j.sum())), by_stage_j
+    return Cost(evaluation.timeline.iteration_time_s, float(by_stage_j.sum())), by_stage_j

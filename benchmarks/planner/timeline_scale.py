@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from envpipe_megatron import builders
+from envpipe_megatron.longest_path import LongestPath
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
 from envpipe_megatron.profile import Profile, ProfileRow, make_profile, read_profile
@@ -72,14 +73,19 @@ def _measure_timeline(num_stages: int, num_microbatches: int, repeat: int) -> di
 
 
 def _updates_per_second(num_stages: int, num_microbatches: int, seconds: float) -> float:
-    """Changes of one random unit a second, by a tenth of its time up and down."""
+    """Changes of one random unit a second, by a tenth of its time up and down.
+
+    Earliest and latest ends are kept up to date.
+    """
     schedule = builders.one_f_one_b(num_stages, num_microbatches)
-    timeline = Timeline(schedule, _durations(schedule))
-    timeline.update({0: 0.05})  # the ranks of the topological order are made at the first
+    path = LongestPath(schedule, _durations(schedule).ravel().tolist())
+    path.find_ends()
+    path.find_latest_ends([0.0] * num_stages)
+    path.change(0, 0.05)  # the ranks of the topological order are made at the first
     rng = random.Random(0)
     count, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
-        timeline.update({rng.randrange(schedule.num_units): rng.uniform(0.045, 0.055)})
+        path.change(rng.randrange(schedule.num_units), rng.uniform(0.045, 0.055))
         count += 1
     return count / (time.perf_counter() - start)
 

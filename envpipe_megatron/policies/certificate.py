@@ -24,10 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
+from envpipe_megatron.longest_path import latency_by_node
 from envpipe_megatron.policies.choices import Choices
 from envpipe_megatron.policies.linear_program import LinearProgramError, Relaxed, node_keys
 from envpipe_megatron.schedule import Schedule
-from envpipe_megatron.timeline import Timeline, latency_by_node
+from envpipe_megatron.timeline import Timeline
 
 FloatArray = NDArray[np.float64]
 
@@ -63,9 +64,9 @@ def energy_lower_bound_j(
     total += float(np.dot(relaxed.deadline_dual, tail_s))
     fastest_s = np.array([unit.time_s[0] for unit in choices.units])[key]
     shape = (schedule.num_stages, schedule.units_per_stage)
-    ends = Timeline(schedule, fastest_s.reshape(shape), latency_s).end_s[:, -1] + tail_s
+    fastest = Timeline(schedule, fastest_s.reshape(shape), latency_s, tail_s)
     remaining = choices.waiting_power_w - float(relaxed.deadline_dual.sum())
-    return total + min(remaining * deadline_s, remaining * float(ends.max()))
+    return total + min(remaining * deadline_s, remaining * fastest.iteration_time_s)
 
 
 def price_flow(schedule: Schedule, relaxed: Relaxed) -> tuple[FloatArray, FloatArray]:

@@ -32,8 +32,7 @@ def shortest_dwell_s(plan: Plan) -> float:
     the same. Infinite where no stage changes its clock.
     """
     timeline, iteration_s = plan.timeline, plan.cost.iteration_time_s
-    before_s = np.roll(timeline.end_s, 1, axis=1)
-    before_s[:, 0] -= iteration_s
+    before_s = timeline.start_s - timeline.wait_s
     raise_s = timeline.start_s - plan.conditions.change_time_s
     shortest_s = math.inf
     for stage, clocks in enumerate(plan.frequency_mhz.tolist()):

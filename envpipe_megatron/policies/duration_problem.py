@@ -12,6 +12,7 @@ to the next; the iteration ends a tail after the last unit of each stage:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +41,8 @@ class DurationProblem:
         tail: [num_stages] time after it.
         waiting_cost: of a second of the iteration.
         fixed_cost: of all units at their fastest.
-        order: [num_nodes] every node after those it waits for.
+        num_nodes: how many units there are.
+        ends: [num_nodes] what each node is stretched by to their earliest ends.
     """
 
     target: IntArray
@@ -53,12 +55,8 @@ class DurationProblem:
     tail: FloatArray
     waiting_cost: float
     fixed_cost: float
-    order: IntArray
-
-    @property
-    def num_nodes(self) -> int:
-        """How many units there are."""
-        return len(self.order)
+    num_nodes: int
+    ends: Callable[[FloatArray], FloatArray]
 
     def by_node(self, by_segment: FloatArray) -> FloatArray:
         """[num_nodes] the sum over each node's segments."""

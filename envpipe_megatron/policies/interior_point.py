@@ -77,7 +77,7 @@ class InteriorPoint:
             SolverError: no durations meet the deadline, or the method came to no end.
         """
         problem = self._problem
-        ends = _longest_path(problem, problem.least)
+        ends = problem.ends(np.zeros(problem.num_nodes))
         fastest = float((ends[problem.last_node] + problem.tail).max())
         if deadline < fastest * (1 - _LATE):
             raise SolverError(f"the fastest iteration is {fastest / deadline:.6g} times as long")
@@ -126,8 +126,9 @@ class InteriorPoint:
     def _start(self, deadline: float, overtime_cost: float) -> Point:
         problem = self._problem
         segment = _FIRST_STRETCH * problem.width
-        length = problem.least + problem.by_node(segment)[problem.target]
-        end = _longest_path(problem, length + _FIRST_SLACK)
+        stretch = problem.by_node(segment)
+        length = problem.least + stretch[problem.target]
+        end = problem.ends(stretch + _FIRST_SLACK)
         iteration = float((end[problem.last_node] + problem.tail).max()) + _FIRST_SLACK
         slack = [
             end[problem.target] - source_end(problem, end) - length,
@@ -187,16 +188,3 @@ class InteriorPoint:
         )
         of_slack, of_price = point.longest_steps(step)
         return point.moved(step, min(1.0, _STEP * of_slack), min(1.0, _STEP * of_price))
-
-
-def _longest_path(problem: DurationProblem, length: FloatArray) -> FloatArray:
-    """[num_nodes] the earliest ends if dependencies have these lengths."""
-    inward: list[list[tuple[int, float]]] = [[] for _ in range(problem.num_nodes)]
-    for target, source, time in zip(
-        problem.target.tolist(), problem.source.tolist(), length.tolist(), strict=True
-    ):
-        inward[target].append((source, time))
-    end = [0.0] * (problem.num_nodes + 1)  # the last is the start, which stands at -1
-    for node in problem.order.tolist():
-        end[node] = max(end[source] + time for source, time in inward[node])
-    return np.array(end[:-1])

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.longest_path import LongestPath
 from envpipe_megatron.policies.choices import Choices
 from envpipe_megatron.policies.duration_problem import DurationProblem, Solution, SolverError
 from envpipe_megatron.policies.interior_point import InteriorPoint
 from envpipe_megatron.policies.simplex import Simplex
 from envpipe_megatron.schedule import Schedule
-from envpipe_megatron.timeline import latency_by_node
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -149,9 +149,14 @@ class DurationProgram:
         target = np.concatenate([inside, fed, free])
         source = np.concatenate([inside - 1, cross[fed], np.full(len(free), -1)])
         least_s = self._fastest_s[target]
-        least_s[len(inside) : len(inside) + len(fed)] += np.array(
-            latency_by_node(schedule, latency_s)
-        )[fed]
+        path = LongestPath(schedule, self._fastest_s.tolist(), latency_s)
+        least_s[len(inside) : len(inside) + len(fed)] += np.array(path.hop_s)[fed]
+
+        def ends(stretch: FloatArray) -> FloatArray:
+            path.duration_s = (self._fastest_s + stretch * time_unit_s).tolist()
+            path.find_ends()
+            return np.array(path.end_s) / time_unit_s
+
         widths_s = [np.diff(unit.time_s[unit.hull]) for unit in choices.units]
         slopes = [
             np.diff(unit.cost_j[unit.hull]) / width_s * (time_unit_s / self._cost_unit_j)
@@ -170,7 +175,8 @@ class DurationProgram:
             tail=tail_s / time_unit_s,
             waiting_cost=choices.waiting_power_w * time_unit_s / self._cost_unit_j,
             fixed_cost=float(fastest_j[key].sum()) / self._cost_unit_j,
-            order=np.array(schedule.topological_order),
+            num_nodes=schedule.num_units,
+            ends=ends,
         )
         return inside, fed, problem
 

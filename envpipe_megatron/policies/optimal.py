@@ -247,8 +247,8 @@ class Optimizer:
 def iteration_time_s(schedule: Schedule, duration_s: FloatArray, conditions: Conditions) -> float:
     """When the last stage is done, tails included, with units of [num_units] durations, s."""
     shape = schedule.is_backward.shape
-    timeline = Timeline(schedule, duration_s.reshape(shape), conditions.latency_s)
-    return float((timeline.end_s[:, -1] + conditions.tail_by_stage_s).max())
+    by_stage_s, tail_s = duration_s.reshape(shape), conditions.tail_by_stage_s
+    return Timeline(schedule, by_stage_s, conditions.latency_s, tail_s).iteration_time_s
 
 
 def all_maximum_s(schedule: Schedule, profile: Profile, conditions: Conditions) -> float:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from envpipe_megatron.conditions import WaitCurves
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.clock_runs import shortest_dwell_s
-from envpipe_megatron.policies.waiting import waiting_floor_w, waits_s
+from envpipe_megatron.policies.waiting import waiting_floor_w
 from envpipe_megatron.timeline import RELATIVE_TOLERANCE
 
 FloatArray = NDArray[np.float64]
@@ -102,7 +102,7 @@ def _best_clocks(plan: Plan, curves: WaitCurves) -> tuple[IntArray, FloatArray]:
     conditions, frequency = plan.conditions, plan.frequency_mhz
     before = np.roll(frequency, 1, axis=1)
     lowest = np.array([min(curve, key=curve.__getitem__) for curve in curves])
-    parked_s = waits_s(plan) - 2 * conditions.change_time_s
+    parked_s = plan.timeline.wait_s - 2 * conditions.change_time_s
     power_w = conditions.waiting_power_w(frequency)
     best_mhz, best_j = np.zeros_like(frequency), np.zeros(frequency.shape)
     for clock in (np.broadcast_to(lowest[:, None], frequency.shape), before):

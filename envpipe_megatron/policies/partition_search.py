@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron import builders
+from envpipe_megatron.longest_path import LongestPath
 from envpipe_megatron.partition import FloatArray, LayerTable, PartitionError, Split, in_flight_1f1b
 from envpipe_megatron.schedule import Kind
 from envpipe_megatron.timeline import RELATIVE_TOLERANCE
@@ -122,8 +123,6 @@ class SplitSpace:
     def iteration_times_s(self, splits: NDArray[np.int64]) -> FloatArray:
         """The 1F1B iteration time of many splits at the highest clocks.
 
-        The same longest path as `timeline.Timeline`'s, for all splits at once.
-
         Args:
             splits: [num_splits, num_stages] transformer layers on each stage.
 
@@ -132,24 +131,19 @@ class SplitSpace:
         """
         schedule = self._schedule
         width = schedule.units_per_stage
-        is_backward = schedule.is_backward.ravel().tolist()
-        cross = schedule.cross_dependency.tolist()
+        kinds = list(enumerate(schedule.is_backward.ravel().tolist()))
         edges = np.cumsum(np.pad(splits, ((0, 0), (1, 0))), axis=1)
         stages = np.arange(self.num_stages)
         batch = max(1, _BATCH_UNITS // schedule.num_units)
         times = []
         for some in np.array_split(edges, max(1, -(-len(edges) // batch))):
-            durations = [
+            by_kind_s = [
                 kind[stages, some[:, :-1], some[:, 1:]].T.copy()
                 for kind in (self.forward_s, self.backward_s)
             ]
-            ends = np.zeros((schedule.num_units, len(some)))
-            for node in schedule.topological_order:
-                start = ends[node - 1] if node % width else 0.0
-                if cross[node] >= 0:
-                    start = np.maximum(start, ends[cross[node]])
-                np.add(start, durations[is_backward[node]][node // width], out=ends[node])
-            times.append(ends[width - 1 :: width].max(axis=0))
+            path = LongestPath(schedule, [by_kind_s[k][node // width] for node, k in kinds])
+            path.find_ends(np.maximum)
+            times.append(np.max(path.end_s[width - 1 :: width], axis=0))
         return np.concatenate(times)
 
     def _layer_time_s(self) -> FloatArray:

@@ -1,15 +1,15 @@
 """EnvPipe's reconfiguring: raise frequencies on the critical path until it is the envelope.
 
-Choi et al., ATC'23, section 4.3, with the rules of the authors' code. One step takes the waits of
-one iteration and gives new frequencies; where the waits come from, a computed timeline or measured
-receives, is the caller's affair.
+Choi et al., ATC'23, section 4.3, with the rules of the authors' code. One step takes the critical
+path of one iteration and gives new frequencies; where the path comes from, a computed timeline or
+measured receives, is the caller's affair.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -18,12 +18,7 @@ from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.frequencies import Frequencies
 from envpipe_megatron.profile import Profile
 from envpipe_megatron.schedule import Kind, Schedule
-from envpipe_megatron.timeline import (
-    RELATIVE_TOLERANCE,
-    Timeline,
-    critical_path,
-    is_envelope,
-)
+from envpipe_megatron.timeline import is_envelope
 
 
 class Ended(StrEnum):
@@ -132,22 +127,19 @@ class Ladders:
 def step(
     schedule: Schedule,
     frequency_mhz: Sequence[int],
-    receive_wait_s: Callable[[int], float],
-    threshold_s: float,
+    path: list[int],
     policy: ReconfigurePolicy,
     ladders: Ladders,
 ) -> Step:
-    """One reconfigure step on the waits of one iteration.
+    """One reconfigure step on the critical path of one iteration.
 
     Args:
         schedule: the order of units.
         frequency_mhz: [num_units] the current frequency of each node.
-        receive_wait_s: how long a node waited for its input.
-        threshold_s: waits up to this count as none.
+        path: its nodes, from the end.
         policy: greedy or balanced.
         ladders: what frequencies there are.
     """
-    path = critical_path(schedule, receive_wait_s, threshold_s)
     if is_envelope(schedule, path):
         return Step(path, {}, Ended.ENVELOPE)
     targets = {
@@ -162,24 +154,20 @@ def step(
 
 
 def reconfigure(plan: Plan, policy: ReconfigurePolicy) -> Reconfigured:
-    """Repeat a policy's step offline, on the plan's own timeline."""
-    schedule, profile = plan.schedule, plan.profile
-    ladders = Ladders(schedule, profile)
-    timeline = Timeline(schedule, plan.timeline.duration_s, plan.conditions.latency_s)
-    frequency = plan.frequency_mhz.ravel().tolist()
-    is_backward = schedule.is_backward.ravel().tolist()
-    threshold_s = RELATIVE_TOLERANCE * timeline.iteration_time_s
+    """Repeat a policy's step offline, on what the evaluator says of the plan, late clocks and all.
+
+    The loop stands where `policy.max_steps` were taken, or where a step raises nothing.
+    """
+    schedule = plan.schedule
+    ladders = Ladders(schedule, plan.profile)
     steps = 0
     while True:
-        taken = step(schedule, frequency, timeline.receive_wait_s, threshold_s, policy, ladders)
+        frequency: list[int] = plan.frequency_mhz.ravel().tolist()
+        taken = step(schedule, frequency, plan.timeline.critical_path(), policy, ladders)
         if taken.ended or steps >= policy.max_steps:
-            ended = taken.ended or Ended.STEP_LIMIT
-            shape = plan.frequency_mhz.shape
-            return Reconfigured(np.array(frequency).reshape(shape), steps, ended)
-        changed = {}
+            return Reconfigured(plan.frequency_mhz, steps, taken.ended or Ended.STEP_LIMIT)
         for node, target in taken.raised.items():
             frequency[node] = target
-            kind = Kind.BACKWARD if is_backward[node] else Kind.FORWARD
-            changed[node] = profile.row(schedule.stage_of(node), kind, target).time_s
-        timeline.update(changed)
+        raised = np.array(frequency).reshape(plan.frequency_mhz.shape)
+        plan = replace(plan, frequency_mhz=raised)
         steps += 1

@@ -21,10 +21,11 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
+from envpipe_megatron.longest_path import LongestPath
 from envpipe_megatron.policies.choices import Choices
 from envpipe_megatron.policies.linear_program import node_keys
 from envpipe_megatron.schedule import Schedule
-from envpipe_megatron.timeline import RELATIVE_TOLERANCE, latency_by_node
+from envpipe_megatron.timeline import RELATIVE_TOLERANCE
 
 FloatArray = NDArray[np.float64]
 
@@ -114,15 +115,7 @@ class Rounding:
         deadline_s: float,
         chosen: Sequence[int],
     ) -> None:
-        self._width = schedule.units_per_stage
-        self._cross: list[int] = schedule.cross_dependency.tolist()
-        self._successor: list[int] = schedule.cross_successor.tolist()
-        self._order = schedule.topological_order
-        self._rank = [0] * schedule.num_units
-        for rank, node in enumerate(self._order):
-            self._rank[node] = rank
-        self._latency: list[float] = latency_by_node(schedule, latency_s)
-        self._last_end: list[float] = (deadline_s - tail_s).tolist()
+        self._last_end_s: list[float] = (deadline_s - tail_s).tolist()
         key = node_keys(schedule).tolist()
         hull: list[list[int]] = [unit.hull.tolist() for unit in choices.units]
         self._hull: list[list[int]] = [hull[k] for k in key]
@@ -131,26 +124,18 @@ class Rounding:
         self._time: list[list[float]] = [time_s[k] for k in key]
         self._cost: list[list[float]] = [cost_j[k] for k in key]
         self.chosen = list(chosen)
-        self._duration: list[float] = [
-            times[i] for times, i in zip(self._time, self.chosen, strict=True)
-        ]
+        duration_s = [times[i] for times, i in zip(self._time, self.chosen, strict=True)]
         # Far below what a sum of durations loses by rounding on its way to the deadline.
         self._tolerance_s = 1e-3 * RELATIVE_TOLERANCE * deadline_s
         self._work = 0
-        self._earliest_end = [0.0] * schedule.num_units
-        self._latest_end = [0.0] * schedule.num_units
-        self._find_earliest_ends()
-        self._find_latest_ends()
+        self._path = LongestPath(schedule, duration_s, latency_s)
+        self._path.find_ends()
+        self._path.find_latest_ends(self._last_end_s)
 
     @property
     def cost_j(self) -> float:
         """Planning cost of all units."""
         return sum(costs[i] for costs, i in zip(self._cost, self.chosen, strict=True))
-
-    @property
-    def end_s(self) -> list[float]:
-        """[num_units] the earliest end of each node."""
-        return self._earliest_end
 
     def carry(self, duration_s: FloatArray) -> None:
         """Choose anew, following relaxed durations: who is early enough rounds up.
@@ -161,14 +146,14 @@ class Rounding:
             duration_s: [num_units], which meet the deadline.
         """
         relaxed_s: list[float] = duration_s.tolist()
-        self._duration = relaxed_s.copy()
-        self._find_latest_ends()
-        for node in self._order:
-            self._duration[node] = 0.0
-            start = self._find_earliest_end(node)
-            self._take_nearest(node, relaxed_s[node], self._latest_end[node] - start)
-            self._earliest_end[node] = start + self._duration[node]
-        self._find_latest_ends()
+        path = self._path
+        path.duration_s = relaxed_s.copy()
+        path.find_latest_ends(self._last_end_s)
+        for node in path.order:
+            start = path.start_s(node)
+            self._take_nearest(node, relaxed_s[node], path.latest_end_s[node] - start)
+            path.end_s[node] = start + path.duration_s[node]
+        path.find_latest_ends(self._last_end_s)
 
     def carry_back(self, duration_s: FloatArray) -> None:
         """Choose anew as `carry` does, from the last unit to the first.
@@ -179,14 +164,15 @@ class Rounding:
             duration_s: [num_units], which meet the deadline.
         """
         relaxed_s: list[float] = duration_s.tolist()
-        self._duration = relaxed_s.copy()
-        self._find_earliest_ends()
-        start = [end - relaxed for end, relaxed in zip(self._earliest_end, relaxed_s, strict=True)]
-        for node in reversed(self._order):
-            end = self._find_latest_end(node)
+        path = self._path
+        path.duration_s = relaxed_s.copy()
+        path.find_ends()
+        start = [end - relaxed for end, relaxed in zip(path.end_s, relaxed_s, strict=True)]
+        for node in reversed(path.order):
+            end = path.find_latest_end(node)
             self._take_nearest(node, relaxed_s[node], end - start[node])
-            self._latest_end[node] = end
-        self._find_earliest_ends()
+            path.latest_end_s[node] = end
+        path.find_ends()
 
     def _take_nearest(self, node: int, relaxed_s: float, allowed_s: float) -> None:
         """The first hull choice that is not faster than relaxed, or the slowest that is allowed."""
@@ -199,7 +185,7 @@ class Rounding:
         ):
             at += 1
         self.chosen[node] = hull[at]
-        self._duration[node] = times[hull[at]]
+        self._path.duration_s[node] = times[hull[at]]
 
     def repair(self) -> None:
         """Make units faster until the deadline holds, the cheapest step on a late path first.
@@ -209,7 +195,7 @@ class Rounding:
         while late := [
             node
             for node, index in enumerate(self.chosen)
-            if index and self._latest_end[node] - self._earliest_end[node] < -self._tolerance_s
+            if index and self._slack_s(node) < -self._tolerance_s
         ]:
             step_j = {node: self._step_cost_j(node) for node in late}
             cheapest = min(late, key=step_j.__getitem__)
@@ -272,6 +258,9 @@ class Rounding:
             self._choose(node, now)
         return 0.0
 
+    def _slack_s(self, node: int) -> float:
+        return self._path.latest_end_s[node] - self._path.end_s[node]
+
     def _step_cost_j(self, node: int) -> float:
         costs, index = self._cost[node], self.chosen[node]
         return costs[index - 1] - costs[index]
@@ -305,8 +294,7 @@ class Rounding:
     def _best_slower(self, node: int) -> tuple[float, int] | None:
         """The slower choice that fits and saves most a second, with that saving in J/s."""
         times, costs, now = self._time[node], self._cost[node], self.chosen[node]
-        slack = self._latest_end[node] - self._earliest_end[node]
-        slowest = bisect_right(times, times[now] + slack + self._tolerance_s) - 1
+        slowest = bisect_right(times, times[now] + self._slack_s(node) + self._tolerance_s) - 1
         best = None
         for index in range(now + 1, slowest + 1):
             rate = (costs[now] - costs[index]) / (times[index] - times[now])
@@ -317,72 +305,6 @@ class Rounding:
     def _choose(self, node: int, index: int) -> set[int]:
         """Change a node's choice; returns the nodes whose earliest or latest end moved."""
         self.chosen[node] = index
-        self._duration[node] = self._time[node][index]
-        rank, order, width = self._rank, self._order, self._width
-        moved: set[int] = set()
-        pending = [rank[node]]
-        last = -1
-        while pending:
-            at = heappop(pending)
-            if at == last:
-                continue
-            last, here = at, order[at]
-            end = self._find_earliest_end(here)
-            if end == self._earliest_end[here]:
-                continue
-            self._earliest_end[here] = end
-            moved.add(here)
-            if (here + 1) % width:
-                heappush(pending, rank[here + 1])
-            if self._successor[here] >= 0:
-                heappush(pending, rank[self._successor[here]])
-        # Upwards: ranks negated, so that the heap yields the last node first.
-        pending = []
-        self._push_sources(node, pending)
-        last = 1
-        while pending:
-            at = heappop(pending)
-            if at == last:
-                continue
-            last, here = at, order[-at]
-            end = self._find_latest_end(here)
-            if end == self._latest_end[here]:
-                continue
-            self._latest_end[here] = end
-            moved.add(here)
-            self._push_sources(here, pending)
+        moved = self._path.change(node, self._time[node][index])
         self._work += len(moved)
         return moved
-
-    def _find_earliest_ends(self) -> None:
-        for node in self._order:
-            self._earliest_end[node] = self._find_earliest_end(node)
-
-    def _find_latest_ends(self) -> None:
-        for node in reversed(self._order):
-            self._latest_end[node] = self._find_latest_end(node)
-
-    def _push_sources(self, node: int, pending: list[int]) -> None:
-        if node % self._width:
-            heappush(pending, -self._rank[node - 1])
-        if self._cross[node] >= 0:
-            heappush(pending, -self._rank[self._cross[node]])
-
-    def _find_earliest_end(self, node: int) -> float:
-        start = self._earliest_end[node - 1] if node % self._width else 0.0
-        source = self._cross[node]
-        if source >= 0:
-            arrival = self._earliest_end[source] + self._latency[node]
-            start = max(start, arrival)
-        return start + self._duration[node]
-
-    def _find_latest_end(self, node: int) -> float:
-        if (node + 1) % self._width:
-            latest = self._latest_end[node + 1] - self._duration[node + 1]
-        else:
-            latest = self._last_end[node // self._width]
-        receiver = self._successor[node]
-        if receiver >= 0:
-            limit = self._latest_end[receiver] - self._duration[receiver] - self._latency[receiver]
-            latest = min(latest, limit)
-        return latest

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.clock_runs import ClockTable
-from envpipe_megatron.policies.waiting import waits_s
 from envpipe_megatron.timeline import RELATIVE_TOLERANCE
 
 FloatArray = NDArray[np.float64]
@@ -65,8 +64,8 @@ def saving_moves(
         change_j: [num_stages] energy of one change on all GPUs of the stage.
         deadline_s: of the iteration.
     """
-    slack_s = plan.timeline.slack_s() + (deadline_s - plan.cost.iteration_time_s)
-    wait_s = waits_s(plan)
+    slack_s = plan.timeline.slack_s + (deadline_s - plan.cost.iteration_time_s)
+    wait_s = plan.timeline.wait_s
     moves: list[Move] = []
     for stage, row in enumerate(index):
         bounds = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), len(row)]
@@ -116,7 +115,7 @@ def hurry(
     width = plan.schedule.units_per_stage
     planned_s, _ = plan.profile.lookup(plan.frequency_mhz, plan.schedule.is_backward)
     late_s = plan.timeline.duration_s - planned_s
-    path = _longest_path(plan)
+    path = plan.timeline.critical_path()
     on_path = set(path)
     options: list[tuple[float, float, int, int, int]] = []  # J/s, s, stage, position, clock
     for node in path:
@@ -150,25 +149,6 @@ def hurry(
         if missing_s <= 0:
             break
     return hurried if options else None
-
-
-def _longest_path(plan: Plan) -> list[int]:
-    """Nodes of a path that sets the iteration time, tails included, from its end to its start."""
-    width = plan.schedule.units_per_stage
-    cross = plan.schedule.cross_dependency
-    wait_s = waits_s(plan).ravel()
-    threshold_s = RELATIVE_TOLERANCE * plan.cost.iteration_time_s
-    last_stage = np.argmax(plan.timeline.end_s[:, -1] + plan.conditions.tail_by_stage_s)
-    path = [int(last_stage + 1) * width - 1]
-    while True:
-        node = path[-1]
-        source = int(cross[node])
-        if source >= 0 and (node % width == 0 or wait_s[node] > threshold_s):
-            path.append(source)
-        elif node % width:
-            path.append(node - 1)
-        else:
-            return path
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from envpipe_megatron.policies.clock_runs import (
 from envpipe_megatron.policies.linear_program import Relaxed
 from envpipe_megatron.policies.run_moves import hurry, saving_moves
 from envpipe_megatron.policies.shared_clocks import solve_shared_clocks
-from envpipe_megatron.policies.waiting import waits_s
 from envpipe_megatron.timeline import RELATIVE_TOLERANCE
 
 FloatArray = NDArray[np.float64]
@@ -158,7 +157,7 @@ class _RunSearch:
 
     def _costs(self, plan: Plan, price_w: FloatArray) -> tuple[FloatArray, LateClocks | None]:
         """Costs of units at each clock, with the waits before them as they are in a plan."""
-        conditions, wait_s = plan.conditions, waits_s(plan)
+        conditions, wait_s = plan.conditions, plan.timeline.wait_s
         cost_j = self._table.cost_j
         if conditions.wait_power_w is not None:
             above_w = conditions.waiting_power_w(self._table.frequency_mhz)

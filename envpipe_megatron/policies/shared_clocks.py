@@ -8,7 +8,6 @@ unit if it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +16,10 @@ from scipy.optimize import linprog
 from scipy.sparse import bmat, csr_matrix
 
 from envpipe_megatron.conditions import Conditions
+from envpipe_megatron.longest_path import LongestPath
 from envpipe_megatron.policies.clock_runs import ClockTable
 from envpipe_megatron.policies.linear_program import LinearProgramError
 from envpipe_megatron.schedule import Schedule
-from envpipe_megatron.timeline import latency_by_node
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -81,22 +80,32 @@ def solve_shared_clocks(
     first_step = (np.cumsum(steps) - steps)[run]
     first_row = np.cumsum(steps[run]) - steps[run]
     step = np.arange(len(node)) + (first_step - first_row)[node]
-    times = table.time_s[np.arange(num_units) % width, np.arange(num_units) // width]
+    units = np.arange(num_units)
+    times = table.time_s[units % width, units // width]
     higher, lower = (
         np.concatenate([hull[ends] for hull, _ in hulls]) for ends in (slice(-1), slice(1, None))
     )
     longer_s = times[node, lower[step]] - times[node, higher[step]]
     longer = csr_matrix((longer_s / time_unit_s, (node, step)), (num_units, num_steps))
-    fastest = times[np.arange(num_units), np.array([hull[0] for hull, _ in hulls])[run]]
+    fastest = times[units, np.array([hull[0] for hull, _ in hulls])[run]]
 
-    rows = _dependencies(schedule, conditions, table, index)
+    path = LongestPath(schedule, fastest.tolist(), conditions.latency_s)
+    # By how much of their delay late clocks lengthen a unit; a stage's first is never late.
+    change_s = conditions.change_time_s
+    new, old = index.ravel(), np.roll(index, 1, axis=1).ravel()
+    k = np.maximum(0.0, 1.0 - times[units, new] / times[units, old])
+    k[::width] = 0.0
+    rows = _dependencies(schedule, np.array(path.hop_s), k, change_s)
     target = np.concatenate(rows.target)
     least_s = np.concatenate(rows.least_s) + fastest[target]
     waits = csr_matrix((np.ones(len(target)), (np.arange(len(target)), target)))
     last = np.arange(1, num_stages + 1) * width - 1
     ends = csr_matrix((np.ones(num_stages), (np.arange(num_stages), last)), (num_stages, num_units))
-    fastest_end_s = rows.ends_s(schedule.topological_order, fastest)[last]
-    fastest_iteration_s = float((fastest_end_s + conditions.tail_by_stage_s).max())
+    for unit in path.order:
+        start_s = path.start_s(unit)
+        late_s = max(0.0, path.end_s[unit - 1] + change_s - start_s)
+        path.end_s[unit] = start_s + path.duration_s[unit] + k[unit] * late_s
+    fastest_iteration_s = float((np.array(path.end_s)[last] + conditions.tail_by_stage_s).max())
     latest = max(deadline_s, fastest_iteration_s) / time_unit_s
     # Columns: ends of units, steps of runs, the iteration.
     solved = linprog(
@@ -156,25 +165,9 @@ class _Rows:
         entries = (np.concatenate(weight), (np.concatenate(row), np.concatenate(node)))
         return csr_matrix(entries, (count, num_units))
 
-    def ends_s(self, order: Sequence[int], duration_s: FloatArray) -> FloatArray:
-        """[num_units] the earliest ends for some durations; `order` is topological."""
-        rows: list[list[tuple[float, list[tuple[int, float]]]]] = [[] for _ in duration_s]
-        for target, least_s, sources in zip(self.target, self.least_s, self._sources, strict=True):
-            for at, node in enumerate(target.tolist()):
-                weighted = [(int(nodes[at]), float(weights[at])) for nodes, weights in sources]
-                rows[node].append((float(least_s[at]), weighted))
-        end_s = np.zeros(len(duration_s))
-        for node in order:
-            start_s = max(
-                least_s + sum(weight * end_s[source] for source, weight in weighted)
-                for least_s, weighted in rows[node]
-            )
-            end_s[node] = start_s + duration_s[node]
-        return end_s
-
 
 def _dependencies(
-    schedule: Schedule, conditions: Conditions, table: ClockTable, index: IntArray
+    schedule: Schedule, hop_s: FloatArray, k: FloatArray, change_time_s: float
 ) -> _Rows:
     """What each unit waits for, late clocks among it.
 
@@ -188,20 +181,14 @@ def _dependencies(
     nodes = np.arange(schedule.num_units)
     inside = nodes % width > 0
     cross = schedule.cross_dependency.astype(np.int64)
-    hop_s = np.array(latency_by_node(schedule, conditions.latency_s))
-    k = np.zeros(schedule.num_units)
-    if conditions.change_time_s:
-        times = table.time_s[nodes % width, nodes // width]
-        new, old = index.ravel(), np.roll(index, 1, axis=1).ravel()
-        k = np.where(inside, np.maximum(0.0, 1.0 - times[nodes, new] / times[nodes, old]), 0.0)
-    late_s = k * conditions.change_time_s
+    late_s = k * change_time_s
     one = np.ones(schedule.num_units)
     rows = _Rows()
     same = nodes[inside]
     rows.add(same, late_s[same], (same - 1, one[same]))
     fed = nodes[cross >= 0]
     rows.add(fed, hop_s[fed], (cross[fed], one[fed]))
-    both = fed[k[fed] > 0]
+    both = fed[late_s[fed] > 0]
     rows.add(
         both,
         late_s[both] + (1.0 - k[both]) * hop_s[both],

@@ -1,4 +1,4 @@
-"""How long the stages of a plan wait, and at what power."""
+"""At what power the stages of a plan wait."""
 
 from __future__ import annotations
 
@@ -13,18 +13,6 @@ from envpipe_megatron.timeline import RELATIVE_TOLERANCE
 FloatArray = NDArray[np.float64]
 
 
-def waits_s(plan: Plan) -> FloatArray:
-    """[num_stages, units_per_stage] the wait before each unit.
-
-    The first unit's takes in the wait after the stage's last: in steady state they are one.
-    """
-    timeline = plan.timeline
-    wait_s = timeline.start_s.copy()
-    wait_s[:, 1:] -= timeline.end_s[:, :-1]
-    wait_s[:, 0] += plan.cost.iteration_time_s - timeline.end_s[:, -1]
-    return wait_s
-
-
 def mean_waiting_power_w(plan: Plan) -> FloatArray:
     """[num_stages] what one waiting GPU uses, over all waits of an iteration.
 
@@ -34,8 +22,8 @@ def mean_waiting_power_w(plan: Plan) -> FloatArray:
     by_gpu_j = result.energy_by_stage_j / conditions.gpus_by_stage
     changes_j = conditions.change_energy_j * result.clock_changes
     waiting_j = by_gpu_j - result.unit_energy_j.sum(axis=1) - changes_j
-    waiting_s = result.iteration_time_s - result.timeline.duration_s.sum(axis=1)
-    long = waiting_s > RELATIVE_TOLERANCE * result.iteration_time_s
+    waiting_s = plan.cost.iteration_time_s - result.timeline.duration_s.sum(axis=1)
+    long = waiting_s > RELATIVE_TOLERANCE * plan.cost.iteration_time_s
     return np.where(long, waiting_j / np.where(long, waiting_s, 1.0), conditions.blocking_power_w)
 
 

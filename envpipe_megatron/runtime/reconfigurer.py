@@ -14,6 +14,7 @@ from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.executor import FloatArray
 from envpipe_megatron.runtime.orders import IterationOrder, PhaseRun
 from envpipe_megatron.schedule import Schedule
+from envpipe_megatron.timeline import critical_path
 
 #: The end must be seen in this many iterations in a row: one iteration's waits are noisy.
 _CONFIRMATIONS = 2
@@ -79,14 +80,8 @@ class OnlineReconfigurer:
             record = yield IterationOrder(Phase.RECONFIGURE, schedule, frequency.reshape(shape))
             by_stage = self._collectives.gather_by_stage(record.receive_wait_s)
             waits = np.concatenate([np.mean(replicas, axis=0) for replicas in by_stage])
-            taken = step(
-                schedule,
-                frequency.tolist(),
-                waits.__getitem__,
-                self._threshold_s,
-                self._policy,
-                ladders,
-            )
+            path = critical_path(schedule, waits.tolist(), self._threshold_s)
+            taken = step(schedule, frequency.tolist(), path, self._policy, ladders)
             self._print_grid(
                 f"Reconfigure step {iteration}\n" + grid(schedule, frequency.tolist(), waits, taken)
             )

@@ -44,7 +44,7 @@ def test_brute_force_prices_as_the_evaluator_does():
         result = evaluate(
             schedule, np.array(frequency).reshape(schedule.is_backward.shape), profile, conditions
         )
-        assert everything.iteration_time_s[at] == pytest.approx(result.iteration_time_s)
+        assert everything.iteration_time_s[at] == pytest.approx(result.timeline.iteration_time_s)
         assert everything.energy_j[at] == pytest.approx(result.energy_by_stage_j.sum())
 
 

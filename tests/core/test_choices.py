@@ -131,7 +131,7 @@ def test_costs_and_waiting_power_add_up_to_the_energy_of_an_iteration(seed):
         frequency.append([u.frequency_mhz[at] for u, at in zip(units, picked, strict=True)])
         cost_j += sum(u.cost_j[at] for u, at in zip(units, picked, strict=True))
     result = evaluate(schedule, np.array(frequency), job.profile, conditions)
-    total_j = cost_j + choices.waiting_power_w * result.iteration_time_s
+    total_j = cost_j + choices.waiting_power_w * result.timeline.iteration_time_s
     assert total_j == pytest.approx(result.energy_by_stage_j.sum(), rel=1e-9)
     # A later end of the last tail is waiting of all GPUs, and nothing else.
     later = replace(

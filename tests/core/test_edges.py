@@ -12,7 +12,7 @@ from envpipe_megatron.plan import Plan, PlanError, max_frequencies, read_plan
 from envpipe_megatron.policies.planner import PlannerError, PlanRequest, make_plan
 from envpipe_megatron.profile import ProfileError, ProfileRow, make_profile, read_profile
 from envpipe_megatron.schedule import Kind, Schedule, ScheduleError, Unit
-from envpipe_megatron.timeline import Timeline, TimelineError
+from envpipe_megatron.timeline import Timeline
 
 
 def profile(num_stages=2, frequencies=(1400, 1000)):
@@ -148,9 +148,3 @@ def test_sidecar_fields_are_checked(tmp_path, name, value):
     path.with_suffix(".json").write_text(json.dumps({"format": "envpipe-profile/1", name: value}))
     with pytest.raises(EnvPipeError, match=name):
         read_profile(path)
-
-
-def test_negative_duration_is_refused_by_update():
-    timeline = Timeline(builders.one_f_one_b(2, 2), np.ones((2, 4)))
-    with pytest.raises(TimelineError, match="F0 on stage 0"):
-        timeline.update({0: -5.0})

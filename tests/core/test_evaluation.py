@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from envpipe_megatron import builders
 from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.evaluation import PlanError, evaluate
+from envpipe_megatron.longest_path import latency_by_node
 from envpipe_megatron.plan import Plan, max_frequencies
 from envpipe_megatron.profile import ProfileError
-from envpipe_megatron.timeline import Timeline, latency_by_node
+from envpipe_megatron.timeline import Timeline
 
 PROFILE = profile_of(
     {
@@ -48,7 +49,7 @@ def parking(**at):
 
 def test_without_conditions():
     result = evaluated()
-    assert result.iteration_time_s == result.timeline.iteration_time_s == 9.0
+    assert result.timeline.iteration_time_s == 9.0
     assert result.unit_energy_j.sum(axis=1).tolist() == UNITS_J.tolist()
     assert result.energy_by_stage_j.tolist() == [UNITS_J[0] + 40 * 1.5, UNITS_J[1] + 50 * 3]
     assert result.clock_changes.tolist() == [2, 0]
@@ -58,13 +59,13 @@ class TestTail:
     def test_the_iteration_lasts_until_the_last_tail_ends(self):
         # Stage 0 ends its units at 9, stage 1 at 7.
         result = evaluated(tail_time_s=(0.5, 3.0))
-        assert result.iteration_time_s == 10.0
-        assert result.timeline.iteration_time_s == 9.0
+        assert result.timeline.iteration_time_s == 10.0
+        assert result.timeline.end_s.max() == 9.0
         assert result.energy_by_stage_j.tolist() == [UNITS_J[0] + 40 * 2.5, UNITS_J[1] + 50 * 4]
 
     def test_a_tail_that_ends_before_the_last_unit_is_free(self):
         free, plain = evaluated(tail_time_s=(0.0, 2.0)), evaluated()
-        assert free.iteration_time_s == 9.0
+        assert free.timeline.iteration_time_s == 9.0
         assert free.energy_by_stage_j.tolist() == plain.energy_by_stage_j.tolist()
 
 
@@ -72,7 +73,7 @@ def test_energies_count_for_each_gpu_of_a_stage():
     plain = evaluated(change_energy_j=0.25).energy_by_stage_j
     several = evaluated(gpus_per_stage=(2, 4), change_energy_j=0.25)
     assert several.energy_by_stage_j.tolist() == [2 * plain[0], 4 * plain[1]]
-    assert several.iteration_time_s == 9.0
+    assert several.timeline.iteration_time_s == 9.0
 
 
 class TestWaitingPowerByClock:
@@ -85,7 +86,7 @@ class TestWaitingPowerByClock:
         frequency = FREQUENCY.copy()
         frequency[1, 3] = 900  # B1 takes 5-8.1 there and 8.1-10.1 on stage 0
         result = evaluated(frequency, wait_power_w=CURVES, tail_time_s=(1.0, 0.0))
-        assert result.iteration_time_s == pytest.approx(11.1)
+        assert result.timeline.iteration_time_s == pytest.approx(11.1)
         assert result.energy_by_stage_j == pytest.approx(
             [UNITS_J[0] + 30 * 1.5 + 60 * (1.1 + 1.0), 11 + 25 + 11 + 15.5 + 50 * (1 + 3.0)]
         )
@@ -118,7 +119,7 @@ class TestLateClock:
         timeline = result.timeline
         assert timeline.duration_s[0] == pytest.approx([1, second, 3, last])
         assert timeline.start_s[0] == pytest.approx([0, 1, 4, 7])
-        assert result.iteration_time_s == pytest.approx(7 + last)
+        assert result.timeline.iteration_time_s == pytest.approx(7 + last)
         assert result.unit_energy_j[0] == pytest.approx(
             [10, 0.4 * 10 + 0.6 * 7, 15, 0.4 / 3 * 15 + (1 - 0.4 / 3) * 24]
         )
@@ -170,7 +171,7 @@ class TestParking:
         saved = plain.energy_by_stage_j - parked.energy_by_stage_j
         assert saved == pytest.approx([20 * 1.5 - 2 * 0.25, 0])
         assert parked.clock_changes.tolist() == [4, 0]
-        assert parked.iteration_time_s == 9.0
+        assert parked.timeline.iteration_time_s == 9.0
 
     def test_both_changes_are_billed_at_the_clock_of_the_unit(self):
         # B0 waits 2 s and B1 one; two changes of 0.25 s are left out of each.
@@ -305,7 +306,7 @@ def test_changes_that_take_nothing_change_nothing(seed):
     instant = replace(conditions, wait_power_w=flat, change_time_s=1e-300)
     for other in (replace(conditions, wait_power_w=flat), instant):
         result = evaluate(schedule, frequency, profile, other)
-        assert result.iteration_time_s == pytest.approx(plain.iteration_time_s)
+        assert result.timeline.iteration_time_s == pytest.approx(plain.timeline.iteration_time_s)
         assert result.energy_by_stage_j == pytest.approx(plain.energy_by_stage_j)
         assert result.clock_changes.tolist() == plain.clock_changes.tolist()
 
@@ -421,10 +422,11 @@ def test_what_the_evaluation_says_fits_together(seed):
     plan = Plan("mine", schedule, frequency, profile, conditions)
     result = plan.evaluation
     assert plan.cost.energy_j == pytest.approx(plan.energy_by_stage_j.sum())
-    again = Timeline(schedule, result.timeline.duration_s, conditions.latency_s)
-    assert again.end_s.tolist() == result.timeline.end_s.tolist()
-    ends = result.timeline.end_s[:, -1] + conditions.tail_time_s
-    assert plan.cost.iteration_time_s == ends.max()
+    timeline = result.timeline
+    again = Timeline(schedule, timeline.duration_s, conditions.latency_s, conditions.tail_time_s)
+    assert again.end_s.tolist() == timeline.end_s.tolist()
+    ends = timeline.end_s[:, -1] + conditions.tail_time_s
+    assert plan.cost.iteration_time_s == again.iteration_time_s == ends.max()
     # Waiting takes between 20 and 99 W; what is left of a stage's energy beside it is known.
     waiting = (
         plan.energy_by_stage_j / conditions.gpus_by_stage

@@ -15,7 +15,7 @@ from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.parking import park, parking_worth
-from envpipe_megatron.policies.waiting import mean_waiting_power_w, waiting_floor_w, waits_s
+from envpipe_megatron.policies.waiting import mean_waiting_power_w, waiting_floor_w
 from envpipe_megatron.schedule import Schedule
 
 PROFILE = profile_of(
@@ -128,8 +128,9 @@ def test_worth_of_parking_by_the_time_of_a_change():
 
 class TestWaiting:
     def test_waits_take_the_end_of_the_iteration_to_its_start(self):
-        assert waits_s(plan_of()).tolist() == [[0, 0, 2, 1], [3, 0, 0, 0]]
-        assert waits_s(plan_of(tail_time_s=(1.0, 0.0))).tolist() == [[1, 0, 2, 1], [4, 0, 0, 0]]
+        assert plan_of().timeline.wait_s.tolist() == [[0, 0, 2, 1], [3, 0, 0, 0]]
+        tailed = plan_of(tail_time_s=(1.0, 0.0))
+        assert tailed.timeline.wait_s.tolist() == [[1, 0, 2, 1], [4, 0, 0, 0]]
 
     def test_mean_power_is_that_of_the_clocks_that_are_waited_at(self):
         # B0 waits 2 s at 900 MHz; it ends at 7, so B1, at 1200, does not wait.

@@ -42,8 +42,7 @@ def steps_of(plan, policy, *, until=1):
         outcome = step(
             plan.schedule,
             frequency.ravel().tolist(),
-            timeline.receive_wait_s,
-            1e-9,
+            timeline.critical_path(),
             policy,
             ladders,
         )

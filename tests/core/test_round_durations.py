@@ -118,8 +118,8 @@ def test_after_carrying_ends_are_those_of_a_fresh_start(carry, seed):
     rounding = rounding_of(case, [0] * case.schedule.num_units)
     carry(rounding, relaxed.duration_s)
     fresh = rounding_of(case, rounding.chosen)
-    assert rounding.end_s == fresh.end_s
-    assert rounding._latest_end == fresh._latest_end
+    assert rounding._path.end_s == fresh._path.end_s
+    assert rounding._path.latest_end_s == fresh._path.latest_end_s
 
 
 def test_work_is_limited():

@@ -204,7 +204,7 @@ def test_ends_that_are_kept_up_to_date_are_those_of_a_fresh_start(seed):
             node = case.rng.randrange(len(case.units))
             rounding._choose(node, case.rng.randint(0, case.slowest[node]))
         fresh = case.rounding(rounding.chosen)
-        assert rounding.end_s == fresh.end_s
-        assert rounding._latest_end == fresh._latest_end
+        assert rounding._path.end_s == fresh._path.end_s
+        assert rounding._path.latest_end_s == fresh._path.latest_end_s
     timeline = case.timeline(rounding.chosen)
-    assert rounding.end_s == timeline.end_s.ravel().tolist()
+    assert rounding._path.end_s == timeline.end_s.ravel().tolist()

@@ -1,4 +1,4 @@
-"""Timelines against a naive recursion; updates, slack and critical paths against the timeline."""
+"""Timelines against a naive recursion; slack and critical paths against the timeline."""
 
 import itertools
 import random
@@ -75,8 +75,8 @@ def test_2_by_2_by_hand():
     assert timeline.start_s.tolist() == [[0, 1, 4, 7], [1, 2, 4, 5]]
     assert timeline.end_s.tolist() == [[1, 2, 6, 9], [2, 4, 5, 7]]
     assert timeline.iteration_time_s == 9
-    assert [timeline.receive_wait_s(node) for node in range(4)] == [0, 0, 2, 1]
-    assert [timeline.receive_wait_s(node) for node in range(4, 8)] == [1, 0, 0, 0]
+    # In steady state the wait before a stage's first unit is one with that after its last.
+    assert timeline.wait_s.tolist() == [[0, 0, 2, 1], [1 + 2, 0, 0, 0]]
 
 
 def test_latency_counts_on_every_hop_both_ways():
@@ -94,54 +94,12 @@ def test_the_hop_back_to_stage_0_takes_the_longest_latency():
     assert timeline.iteration_time_s == 12 + hops
 
 
-@pytest.mark.parametrize("make", [
-    lambda: builders.one_f_one_b(5, 12),
-    lambda: builders.interleaved(4, 8, 2),
-    lambda: builders.envpipe(4, 12, [6, 4, 2, 0]),
-    lambda: random_schedule(random.Random(3), 5, 6),
-])  # fmt: skip
-def test_hundreds_of_updates_equal_a_timeline_made_anew_to_the_last_bit(make):
-    schedule = make()
-    rng = random.Random(11)
-    duration = [rng.uniform(0.1, 2) for _ in range(schedule.num_units)]
-    latency = [rng.uniform(0, 0.3) for _ in range(schedule.num_stages - 1)]
-    shape = (schedule.num_stages, schedule.units_per_stage)
-    timeline = Timeline(schedule, np.reshape(duration, shape), latency)
-    for _ in range(300):
-        changes = {
-            rng.randrange(schedule.num_units): rng.choice([0.0, rng.uniform(0.01, 4)])
-            for _ in range(rng.choice([1, 1, 2, 10]))
-        }
-        timeline.update(changes)
-        for node, value in changes.items():
-            duration[node] = value
-        anew = Timeline(schedule, np.reshape(duration, shape), latency)
-        assert np.array_equal(timeline.start_s, anew.start_s)
-        assert np.array_equal(timeline.end_s, anew.end_s)
-        assert np.array_equal(timeline.duration_s, anew.duration_s)
-
-
-def test_an_update_to_the_same_duration_changes_nothing():
-    timeline = Timeline(builders.one_f_one_b(2, 2), np.ones((2, 4)))
-    before = timeline.end_s
-    timeline.update({3: 1.0})
-    timeline.update({})
-    assert np.array_equal(timeline.end_s, before)
-
-
-def test_an_update_that_moves_a_start_but_not_its_end():
-    timeline = Timeline(builders.one_f_one_b(2, 1), [[2, 1], [2, 1]])
-    timeline.update({0: 3.0, 2: 1.0})  # F0 on stage 0 a second longer, on stage 1 as much shorter
-    assert timeline.start_s.tolist() == [[0, 5], [3, 4]]
-    assert timeline.end_s.tolist() == [[3, 6], [4, 5]]
-
-
 @settings(max_examples=40, deadline=None)
 @given(SEEDS)
 def test_slack_is_exactly_what_a_unit_can_be_delayed_by(seed):
     _, schedule, duration, latency = random_case(seed)
     timeline = Timeline(schedule, duration, latency)
-    iteration, slack = timeline.iteration_time_s, timeline.slack_s()
+    iteration, slack = timeline.iteration_time_s, timeline.slack_s
     assert slack.min() == pytest.approx(0, abs=1e-9)
     for stage in range(schedule.num_stages):
         for position in range(schedule.units_per_stage):
@@ -173,15 +131,23 @@ def test_the_critical_path_is_contiguous_and_as_long_as_the_iteration(seed):
         assert min(abs(gap - hop) for hop in hops) < 1e-7
         total += gap + timeline.duration_s.ravel()[node]
     assert total == pytest.approx(timeline.iteration_time_s)
-    assert timeline.slack_s().ravel()[path].max() < 1e-7
+    assert timeline.slack_s.ravel()[path].max() < 1e-7
 
 
 def test_critical_path_of_measured_waits_ignores_waits_up_to_the_threshold():
     schedule = builders.one_f_one_b(2, 2)  # nodes 0-3: F0 F1 B0 B1; 4-7: F0 B0 F1 B1
-    waits = dict.fromkeys(range(8), 0.0) | {3: 0.010}
-    measured = waits.__getitem__
+    measured = [0.0, 0.0, 0.0, 0.010, *[0.0] * 4]
     assert critical_path(schedule, measured, 0.010) == [3, 2, 1, 0]
     assert critical_path(schedule, measured, 0.009) == [3, 7, 6, 5, 4, 0]
+
+
+def test_tails_decide_where_the_critical_path_ends_and_what_slack_there_is():
+    schedule = builders.one_f_one_b(2, 2)  # as by hand above: stages end at 9 and at 7
+    timeline = Timeline(schedule, [[1, 1, 2, 2], [1, 2, 1, 2]], tail_s=[0.5, 4])
+    assert timeline.iteration_time_s == 7 + 4
+    assert timeline.critical_path() == [7, 6, 5, 4, 0]
+    assert timeline.wait_s[:, 0].tolist() == [11 - 9, 1 + 11 - 7]
+    assert timeline.slack_s.tolist() == [[0, 2, 2.5, 1.5], [0, 0, 0, 0]]
 
 
 def test_is_envelope():
@@ -228,7 +194,5 @@ def test_impossible_latencies_are_refused(latency):
 def test_the_callers_array_is_not_kept():
     duration = np.ones((2, 4))
     timeline = Timeline(builders.one_f_one_b(2, 2), duration)
-    timeline.update({0: 9.0})
-    assert duration.max() == 1
-    timeline.end_s[:] = 0
-    assert timeline.iteration_time_s > 0
+    duration[0, 0] = 9.0
+    assert timeline.duration_s.max() == 1
