@@ -233,7 +233,7 @@ class _TimeModel:
                 change_time_s=change_time_s,
             )
             times = [
-                evaluate(schedule, run.frequency_mhz, profile, conditions).iteration_time_s
+                evaluate(schedule, run.frequency_mhz, profile, conditions).timeline.iteration_time_s
                 for run in self._runs
             ]
         else:  # durations do not change: an eighth of the time
