@@ -392,3 +392,10 @@ def test_folder_that_cannot_be_used(tmp_path):
     file.write_text("in the way")
     with pytest.raises(EmulatedStateError, match=ROOT_VARIABLE):
         EmulatedGpu.create("a40", 0, file / "node")
+
+
+def test_a_state_that_cannot_be_written_is_not_lost_in_silence(gpu):
+    gpu._file.path.with_name("gpu0.json.new").mkdir()  # in the way
+    with pytest.raises(EmulatedStateError, match="Cannot write the state"):
+        gpu.lock_frequency(400)
+    assert gpu.requested_frequency_mhz is None

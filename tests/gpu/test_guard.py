@@ -785,6 +785,12 @@ def test_job_key_tells_jobs_and_nodes_apart_and_ranks_not():
     assert len({job_key(environ) for environ in different}) == len(different)
 
 
+def test_a_runtime_folder_that_cannot_be_made_is_named(monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/proc/self")  # this user's; nothing can be made there
+    with pytest.raises(GuardError, match=r"cannot be made.*/proc/self/envpipe"):
+        runtime_folder()
+
+
 def test_the_runtime_folder_is_the_users_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     folder = runtime_folder()
