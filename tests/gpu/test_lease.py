@@ -333,20 +333,31 @@ def test_no_room_for_a_lease(gpu, monkeypatch):
     assert list(new_lease_folder().iterdir()) == []
 
 
-def test_a_lease_that_somebody_deleted_before_it_was_locked_is_made_anew(gpu, monkeypatch):
-    """Who finds it without lock and content takes it for one cut short."""
+def before_the_next_lock(monkeypatch, do):
+    """Do something between the opening of a lease and its lock."""
     try_lock = lease_folder.LeaseFile.try_lock
 
     def late(file):
         monkeypatch.setattr(lease_folder.LeaseFile, "try_lock", try_lock)
-        (left,) = new_lease_folder().iterdir()
-        left.unlink()
+        do()
         return try_lock(file)
 
     monkeypatch.setattr(lease_folder.LeaseFile, "try_lock", late)
+
+
+def test_a_lease_that_somebody_deleted_before_it_was_locked_is_made_anew(gpu, monkeypatch):
+    """Who finds it without lock and content takes it for one cut short."""
+    before_the_next_lock(monkeypatch, lambda: [p.unlink() for p in new_lease_folder().iterdir()])
     lease = take(gpu.address)
     assert [record.address for record in list_leases() if record.live] == [gpu.address]
     lease.release()
+
+
+def test_a_lease_that_is_released_while_it_is_looked_at_is_in_nobodys_way(gpu, monkeypatch):
+    before_the_next_lock(monkeypatch, take(gpu.address).release)
+    fake = FakeGpu()
+    take(gpu.address, rank=dead(), open_gpu=fake).release()
+    assert fake.resets == 0
 
 
 # --- whom to trust -------------------------------------------------------------------------------
