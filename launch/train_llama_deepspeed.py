@@ -203,6 +203,8 @@ def train(args: argparse.Namespace) -> None:
     tokens, needed = make_tokens(args, shape.vocabulary_size)
     # A tokenizer may know more tokens than the model; with fewer, the model keeps its size.
     shape = dataclasses.replace(shape, vocabulary_size=max(shape.vocabulary_size, needed))
+    if os.environ.get("RANK", "0") == "0":
+        print("DeepSpeed starts; its first start on CPUs compiles for a minute or more", flush=True)
     deepspeed.init_distributed()
     is_first = dist.get_rank() == 0
     num_stages = dist.get_world_size()
@@ -228,6 +230,8 @@ def train(args: argparse.Namespace) -> None:
         model_parameters=[weight for weight in model.parameters() if weight.requires_grad],
         envpipe=settings or None,
     )
+    if is_first:
+        print(f"{args.train_steps} steps begin; the first one takes longest", flush=True)
     data = batches(tokens, engine.train_micro_batch_size_per_gpu(), args.sequence_length, args.seed)
     for step in range(1, args.train_steps + 1):
         begun = time.monotonic()

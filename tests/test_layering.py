@@ -45,3 +45,10 @@ sys.exit(f"imported: {heavy}" if heavy else 0)
     seen = set(done.stdout.split())
     for name in ("cli.plan", "plan", "policies.planner", "gpu.emulated"):
         assert f"envpipe_megatron.{name}" in seen
+
+
+def test_no_folder_on_a_path_passes_for_a_package_that_may_be_missing():
+    """Tests put these on sys.path; a folder is a package to Python, whatever is in it."""
+    for parent in ("benchmarks", "benchmarks/planner", "benchmarks/megatron_lm", "launch", "tests"):
+        folders = {path.name for path in (REPOSITORY / parent).iterdir() if path.is_dir()}
+        assert not folders & {"deepspeed", "megatron", "torch", "transformers", "lowtime", "apex"}

@@ -1,8 +1,9 @@
-"""EnvPipe around a pipeline of plain PyTorch, which keeps its own order of units.
+r"""EnvPipe around a pipeline of plain PyTorch, which keeps its own order of units.
 
-Four stages on a machine without GPUs:
+Four stages on a machine without GPUs; emulated GPUs take their time, here 10 ms for a forward:
 
-    ENVPIPE_EMULATED_GPU=a100-sxm torchrun --nproc-per-node 4 launch/examples/torch_pipelining.py
+    ENVPIPE_EMULATED_GPU=a100-sxm ENVPIPE_EMULATED_FORWARD_S=0.01 \
+        torchrun --nproc-per-node 4 launch/examples/torch_pipelining.py
 """
 
 import os
@@ -40,6 +41,8 @@ def train(model: torch.nn.Module, data: torch.Tensor, steps: int, **settings) ->
     pipeline = InstrumentedPipeline(dist.group.WORLD, MICROBATCHES, message=message, **settings)
     stage.pipeline = pipeline
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=torch.nn.functional.mse_loss)
+    if rank == stages - 1:
+        print(f"{steps} steps on {stages} stages; a line every 10 steps", flush=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     losses: list[float] = []
     of_microbatches: list[torch.Tensor] = []
@@ -67,5 +70,5 @@ if __name__ == "__main__":
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     layers = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()
     data = torch.randn(MICROBATCHES * MICROBATCH, WIDTH)
-    train(torch.nn.Sequential(*layers).to(device), data.to(device), steps=300)
+    train(torch.nn.Sequential(*layers).to(device), data.to(device), steps=200)
     dist.destroy_process_group()

@@ -1,6 +1,7 @@
-"""What each layer of a model takes on this GPU, and what splits by different methods make of it.
+r"""What each layer of a model takes on this GPU, and what splits by different methods make of it.
 
-    python benchmarks/deepspeed/split_layers.py --model gpt-350m --num-stages 4 --output layers.csv
+    python benchmarks/deepspeed_engine/split_layers.py --model gpt-350m --num-stages 4 \
+        --output layers.csv
 
 Needs one GPU, whose clocks stay as they are. Prints the slowest stage of each method's split, a
 forward and a backward of one microbatch; the stage that takes longest decides a pipeline's time.

@@ -1,6 +1,6 @@
 """DeepSpeed's own pipeline engine against the same under EnvPipe: losses, weights, step time.
 
-    torchrun --nproc-per-node 4 benchmarks/deepspeed/compare_engines.py --output results.json
+    torchrun --nproc-per-node 4 benchmarks/deepspeed_engine/compare_engines.py --output results.json
 
 One process a GPU holds an engine for each arm: DeepSpeed's own, EnvPipe in DeepSpeed's order, and
 EnvPipe in its own. All are fed the same batches and random numbers. First each trains the same
