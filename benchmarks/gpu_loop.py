@@ -88,7 +88,7 @@ def run_loop(bench: Bench, output: Path) -> dict[str, Any]:
         "clock": session.clock_summary(),
         "metered": {phase: asdict(total) for phase, total in session.energy_log.totals.items()},
     }
-    stages = [replicas[0] for replicas in bench.collectives.gather_by_stage(mine)]
+    stages = bench.collectives.in_pipeline(mine)
     return {"control": chosen.why, "said": said, "notes": session.state.notes, "stages": stages}
 
 

@@ -40,7 +40,7 @@ from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.frequencies import envelope
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.profile import ProfileRow, make_profile, read_profile
-from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.collectives import all_pipelines, make_collectives
 from envpipe_megatron.runtime.executor import CudaExecutor, Executor
 from envpipe_megatron.runtime.links import MAX_CTAS, make_channel
 from envpipe_megatron.runtime.session import Session, SessionConfig
@@ -103,10 +103,8 @@ class Bench:
         self.model = self._build()
         self.initial = [p.detach().clone() for p in self.model.parameters()]
         pipeline = parallel_state.get_pipeline_model_parallel_group()
-        self.host_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
-        assert self.host_group is not None
-        self.collectives = Collectives(
-            self.host_group, self.stage, self.num_stages, self.host_group
+        self.collectives = make_collectives(
+            all_pipelines(dist.get_process_group_ranks(pipeline)), timedelta(seconds=60)
         )
         self.channel = make_channel(
             pipeline,
@@ -184,12 +182,14 @@ class Bench:
         reference = self.train("megatron-core 1f1b")
         again = self.train("megatron-core 1f1b")
         report: dict[str, Any] = {
-            "megatron-core 1f1b": {"repeats_itself": self.everywhere(equal(reference, again))}
+            "megatron-core 1f1b": {
+                "repeats_itself": self.collectives.on_all(equal(reference, again))
+            }
         }
         names = [name for name in self.functions if name.startswith("interpreter")]
         for name in names:
             report[name] = {
-                "bit_equal": self.everywhere(equal(reference, self.train(name))),
+                "bit_equal": self.collectives.on_all(equal(reference, self.train(name))),
                 "peak_memory_gib": self._peak_memory(name),
             }
         report["megatron-core 1f1b"]["peak_memory_gib"] = self._peak_memory("megatron-core 1f1b")
@@ -233,7 +233,7 @@ class Bench:
         torch.cuda.reset_peak_memory_stats()
         self.run_steps(name, 1)
         mine = torch.cuda.max_memory_allocated() / 2**30
-        return [round(stage[0], 2) for stage in self.collectives.gather_by_stage(mine)]
+        return [round(peak, 2) for peak in self.collectives.in_pipeline(mine)]
 
     def time_s(self, name: str) -> float:
         """Time of an iteration on the slowest stage, from a block of them."""
@@ -243,9 +243,7 @@ class Bench:
         self.run_steps(name, self.options["block_iterations"])
         torch.cuda.synchronize()
         own = (time.perf_counter() - begin) / self.options["block_iterations"]
-        slowest = torch.tensor([own], dtype=torch.float64)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.host_group)
-        return float(slowest)
+        return self.collectives.latest(own)
 
     def run_steps(self, name: str, count: int) -> None:
         """Run iterations of one of the functions."""
@@ -270,10 +268,6 @@ class Bench:
         generator = torch.Generator(self.device).manual_seed(step)
         for _ in range(self.options["num_microbatches"]):
             yield torch.randint(0, self.vocabulary, shape, generator=generator, device=self.device)
-
-    def everywhere(self, holds: bool) -> bool:
-        """Whether it is so on every rank."""
-        return all(all(stage) for stage in self.collectives.gather_by_stage(holds))
 
     def _build(self) -> GPTModel:
         options = self.options

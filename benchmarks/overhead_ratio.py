@@ -84,7 +84,7 @@ def _compare(options: dict[str, Any]) -> list[TimeRatio]:
     stock = "megatron-core 1f1b"
     names = [name for name in bench.functions if name.startswith("interpreter")]
     reference = bench.train(stock)
-    same = {name: bench.everywhere(equal(reference, bench.train(name))) for name in names}
+    same = {name: bench.collectives.on_all(equal(reference, bench.train(name))) for name in names}
     times: dict[str, list[float]] = {name: [] for name in (stock, *names)}
     for block in range(options["blocks"]):
         # Whoever comes first in a round comes last in the next.

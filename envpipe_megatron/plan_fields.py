@@ -14,8 +14,9 @@ from envpipe_megatron.conditions import WaitCurves
 from envpipe_megatron.evaluation import PlanError
 from envpipe_megatron.files import read_text
 from envpipe_megatron.schedule import Schedule
-from envpipe_megatron.sidecar import MAX_FREQUENCY_MHZ, read_wait_power
+from envpipe_megatron.sidecar import read_wait_power
 
+_MAX_FREQUENCY_MHZ = 1_000_000
 _MAX_GPUS = 1_000_000
 
 
@@ -29,7 +30,8 @@ class Fields:
     def wrong(self, name: str, remedy: str) -> PlanError:
         """The error for one field."""
         value = self.data.get(name)
-        return PlanError(f"{self.path}: field '{name}' is wrong", value=value, remedy=remedy)
+        shown = value if len(repr(value)) < 80 else f"{repr(value)[:77]}..."
+        return PlanError(f"{self.path}: field '{name}' is wrong", value=shown, remedy=remedy)
 
     def count(self, name: str, default: int | None = None) -> int:
         """A positive whole number."""
@@ -68,7 +70,7 @@ class Fields:
         rows, width = self.rows(name, schedule.num_stages), schedule.units_per_stage
         if any(
             len(row) != width
-            or not all(type(f) is int and lowest <= f < MAX_FREQUENCY_MHZ for f in row)
+            or not all(type(f) is int and lowest <= f < _MAX_FREQUENCY_MHZ for f in row)
             for row in rows
         ):
             raise self.wrong(

@@ -20,7 +20,7 @@ from envpipe_megatron.gpu.emulated import EmulatedGpu
 from envpipe_megatron.gpu.emulated_state import EmulatedState, parse_state
 from envpipe_megatron.runtime import emulated_executor, wait_power
 from envpipe_megatron.runtime.channel import P2PChannel
-from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.collectives import Collectives, make_collectives
 from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.links import make_channel
 from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
@@ -121,6 +121,12 @@ def channel(timeout_s: float, *, stamped: bool = True) -> P2PChannel:
     return make_channel(dist.group.WORLD, stamped=stamped, timeout=timedelta(seconds=timeout_s))
 
 
+@lru_cache
+def lone_pipeline(stages: int) -> Collectives:
+    """Of all ranks, kept: each gloo group has threads that wake a hundred times a second."""
+    return make_collectives([range(stages)], timedelta(seconds=30))
+
+
 def session(
     rank: int,
     config: SessionConfig,
@@ -141,7 +147,7 @@ def session(
         seen_as: what the session gets for the emulated GPU.
     """
     stages = dist.get_world_size()
-    collectives = Collectives(dist.group.WORLD, rank, stages, dist.group.WORLD)
+    collectives = lone_pipeline(stages)
     gpu = EmulatedGpu.create(preset, rank if gpu_index is None else gpu_index, root)
     fast_time = FastTime()
     if fast:

@@ -22,7 +22,7 @@ from envpipe_megatron.gpu.emulated import EmulatedGpu
 from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.quickstart import ranks
-from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.collectives import make_collectives
 from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor, Fidelity
 from envpipe_megatron.runtime.executor import CudaExecutor, Executor
 from envpipe_megatron.runtime.links import make_channel
@@ -60,14 +60,12 @@ class Rank:
         self.rank, self.stages = dist.get_rank(), stages
         self.replica, self.stage = divmod(self.rank, stages)
         replicas = dist.get_world_size() // stages
-        everyone = _group(range(replicas * stages), "gloo")
         pipelines = [range(r * stages, (r + 1) * stages) for r in range(replicas)]
-        own = [(_group(members, None), _group(members, "gloo")) for members in pipelines]
-        pipeline, host_pipeline = own[self.replica]
-        peers = [_group(range(s, replicas * stages, stages), None) for s in range(stages)]
+        pipeline = [_group(members) for members in pipelines][self.replica]
+        peers = [_group(range(s, replicas * stages, stages)) for s in range(stages)]
         #: The replicas of this stage.
         self.peers = peers[self.stage]
-        self.collectives = Collectives(everyone, self.stage, stages, host_pipeline)
+        self.collectives = make_collectives(pipelines, _TIMEOUT)
         self.channel = make_channel(pipeline, stamped=emulated, timeout=_TIMEOUT)
 
     @property
@@ -81,10 +79,8 @@ class Rank:
         return self.stage == self.stages - 1
 
 
-def _group(members: range, backend: str | None) -> dist.ProcessGroup:
-    group: dist.ProcessGroup | None = dist.new_group(
-        list(members), timeout=_TIMEOUT, backend=backend
-    )
+def _group(members: range) -> dist.ProcessGroup:
+    group: dist.ProcessGroup | None = dist.new_group(list(members), timeout=_TIMEOUT)
     assert group is not None
     return group
 
@@ -112,8 +108,8 @@ class Run:
         self.losses: list[list[float]] = []
         self._executor: Executor | None = None
 
-    def train(self) -> Outcome:
-        """Train until all steps are measured; what it came to, on every rank."""
+    def train(self) -> Outcome | None:
+        """Train until all steps are measured; what it came to, on the first rank."""
         rehearse(self.model, self.layers, self._any_input())
         gpu, control = self._open_gpu()
         session = self._session(gpu)
@@ -246,8 +242,8 @@ class Run:
             sends[Kind.FORWARD] = receives[Kind.BACKWARD] = spec((shapes[rank.stage],))
         return StageSpecs(receives, sends)
 
-    def _outcome(self, session: Session, gpu: str, control: str) -> Outcome:
-        """What the run came to, on every rank."""
+    def _outcome(self, session: Session, gpu: str, control: str) -> Outcome | None:
+        """What the run came to, on the first rank."""
         emulated = self._executor if isinstance(self._executor, EmulatedExecutor) else None
         fidelity = emulated.fidelity if emulated else Fidelity()
         mine = RankOutcome(
@@ -256,7 +252,9 @@ class Run:
             fidelity.overruns,
             str(session.clock.error or ""),
         )
-        gathered = self.rank.collectives.gather_by_stage((mine, self.losses))
+        gathered = self.rank.collectives.all_to_planner((mine, self.losses))
+        if not gathered:
+            return None
         everyone = [entry for stage in gathered for entry, _ in stage]
         return Outcome.of_ranks(everyone, gathered[-1][0][1], session.state, gpu, control)
 
@@ -278,7 +276,7 @@ def main() -> None:
             emit("begun", key=request.key)
         run = Run(rank, request, batch.folder, number)
         outcome = run.train()
-        if rank.rank == 0:
+        if outcome is not None:
             outcome.write(run.folder / RESULT_FILE)
     dist.barrier()
     dist.destroy_process_group()

@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,11 +19,11 @@ import torch.distributed as dist
 from envpipe_megatron import __version__, builders
 from envpipe_megatron.channel_model import QUEUES_VARIABLE
 from envpipe_megatron.energy_file import Phase
-from envpipe_megatron.errors import EnvPipeError, plain
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.device import open_device
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import end_of_job
-from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.collectives import Collectives, all_pipelines, make_collectives
 from envpipe_megatron.runtime.links import make_channel
 from envpipe_megatron.runtime.profiler import ProfilerSettings
 from envpipe_megatron.runtime.session import Session, SessionConfig
@@ -103,13 +103,9 @@ class Job:
     ) -> None:
         self.options = options
         self.say = say
-        host_group = dist.new_group(
-            backend="gloo", timeout=placement.timeout, group_desc="envpipe-host"
-        )
-        assert host_group is not None
         stage, num_stages = placement.stage, placement.num_stages
-        # Replicas meet in every iteration, so emulated time runs for all of them together.
-        self.collectives = Collectives(host_group, stage, num_stages, host_group)
+        pipelines = all_pipelines(dist.get_process_group_ranks(placement.pipeline_group))
+        self.collectives = make_collectives(pipelines, placement.timeout)
         num_microbatches = placement.num_microbatches
         check_same_everywhere(self.collectives, _of_all_ranks(options, num_microbatches))
         check_in_flight(options.max_in_flight, num_stages, num_microbatches)
@@ -126,7 +122,7 @@ class Job:
             placement.pipeline_group,
             stamped=self.device.emulated,
             timeout=placement.timeout,
-            host_group=host_group,
+            host_group=self.collectives.pipeline.transport,
         )
         self.session = Session(
             SessionConfig(
@@ -253,19 +249,25 @@ def check_same_everywhere(collectives: Collectives, facts: Mapping[str, object])
     Raises:
         JobError: on every rank, with what differs.
     """
-    everyone = [own for replicas in collectives.gather_by_stage(facts) for own in replicas]
+    planners = collectives.from_planner(facts)
     different = {
-        name: sorted({str(own[name]) for own in everyone})
-        for name in facts
-        if any(own[name] != everyone[0][name] for own in everyone)
+        name: {str(value), str(planners[name])}
+        for name, value in facts.items()
+        if value != planners[name]
     }
-    if different:
+    found = _joined(collectives.by_stage(different, _joined))
+    if found:
         raise JobError(
             "The ranks of this job were started differently",
-            value=different,
+            value={name: sorted(found[name]) for name in facts if name in found},
             remedy="Give all nodes the same options, the same ENVPIPE_TYPE, ENVPIPE_SCHEDULING, "
             f"ENVPIPE_RECONFIGURE and {QUEUES_VARIABLE}, and one version of the package.",
         )
+
+
+def _joined(parts: Sequence[Mapping[str, set[str]]]) -> dict[str, set[str]]:
+    names = {name for part in parts for name in part}
+    return {name: set().union(*(part.get(name, ()) for part in parts)) for name in names}
 
 
 def _of_all_ranks(options: Options, num_microbatches: int) -> dict[str, object]:
@@ -293,7 +295,7 @@ def check_in_flight(
     needed = list(builders.one_f_one_b(num_stages, num_microbatches).peak_in_flight)
     if any(own < least for own, least in zip(limits, needed, strict=True)):
         raise JobError(
-            f"The limit of microbatches in flight is below what 1F1B holds, {plain(needed)}",
+            f"The limit of microbatches in flight is below what 1F1B holds, {needed}",
             value=limit,
             remedy=f"Give at least {needed[0]}, or one number for each stage.",
         )

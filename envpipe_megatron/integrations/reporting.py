@@ -88,7 +88,7 @@ def end_of_job(session: Session, collectives: Collectives, output_dir: Path | No
         CollectivesError: a rank is gone or silent.
     """
     own = session.summary()
-    by_stage = collectives.gather_by_stage(own)
+    by_stage = collectives.all_to_planner(own)
     if not collectives.is_planner:
         return []
     memory = session.state.memory

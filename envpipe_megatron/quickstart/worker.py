@@ -23,7 +23,7 @@ from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.quickstart import model as quickstart_model
 from envpipe_megatron.quickstart import ranks
 from envpipe_megatron.quickstart.settings import RUNS, Settings
-from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.collectives import make_collectives
 from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor, Fidelity
 from envpipe_megatron.runtime.links import make_channel
 from envpipe_megatron.runtime.profiler import ProfilerSettings
@@ -48,9 +48,7 @@ class QuickstartRank:
         self.rank = dist.get_rank()
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
         self.last = parallel_state.is_pipeline_last_stage()
-        group = parallel_state.get_pipeline_model_parallel_group()
-        assert dist.group.WORLD is not None
-        self.collectives = Collectives(dist.group.WORLD, self.stage, settings.num_stages, group)
+        self.collectives = make_collectives([range(settings.num_stages)], _TIMEOUT)
         self.gpu = EmulatedGpu.create(settings.preset, self.rank)
         #: For each run, the losses of its iterations' microbatches (on the last stage).
         self.losses: dict[str, list[list[float]]] = {}
@@ -185,7 +183,7 @@ class QuickstartRank:
             "weights_sha256": digest,
             "losses_bit_equal": self.losses[run][:common] == self.losses[baseline][:common],
         }
-        stages = [replicas[0] for replicas in self.collectives.gather_by_stage(mine)]
+        stages = self.collectives.in_pipeline(mine)
         state = session.state
         if self.collectives.is_planner:
             emit(

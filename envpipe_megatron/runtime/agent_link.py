@@ -23,6 +23,7 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from envpipe_megatron.gpu.base import Gpu
@@ -105,17 +106,16 @@ def connect_to_agent(
     """
     path = os.environ.get(AGENT_VARIABLE)
     link = _connected(path, gpu, labels) if path else None
-    endpoint = None
+    endpoint: Any = None
     if link is not None and collectives.is_planner:
         with _told("adds nothing up"):
             endpoint = link.collector(os.environ.get("MASTER_ADDR", ""))
     billed = None if link is None else (link.node, gpu.address.uid)
-    told = [t for stage in collectives.gather_by_stage((endpoint, billed)) for t in stage]
-    known = next((endpoint for endpoint, _ in told if endpoint is not None), None)
+    known = collectives.from_planner(endpoint)
+    gpus = list(chain.from_iterable(collectives.all_to_planner(billed)))
     if link is not None and known is not None:
         link.send_to(known)
     if link is not None and collectives.is_planner:
-        gpus = [billed for _, billed in told]
         # Ranks may share a GPU. What no agent bills is missing from the job's bill.
         link.job({"num_gpus": len(set(gpus) - {None}) + gpus.count(None)})
     return link

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,8 @@ class P2PChannel:
         timeout: after which a silent neighbour is an error; None where the group watches over that
             itself (NCCL, whose `wait` would block the host if it were given a time).
         capacity: for orders that need a deeper channel to be refused or lowered.
-        host_group: gloo's, for the headers of messages that vary; None where none will.
+        host_group: gloo's, of the pipeline's stages in their order, for the headers of messages
+            that vary; None where none will.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class P2PChannel:
         stamped: bool,
         timeout: timedelta | None,
         capacity: int | None = None,
-        host_group: dist.ProcessGroup | None = None,
+        host_group: Any = None,
     ) -> None:
         #: The global rank of each stage.
         self.ranks = list(ranks)
@@ -154,7 +156,7 @@ class P2PChannel:
             works = self._start(dist.isend, destination, group, tag, stamp, payload)
             if self._vary:
                 header = TensorSpec.of(payload).header()
-                works += self._exchange_header(dist.isend, unit.kind, destination, header)
+                works.append(self._host_group.send([header], destination, _header_tag(unit.kind)))
         except RuntimeError as error:
             raise self._lost(f"sending the output of {unit}", destination, error) from error
         self._sent.append(_Send(str(unit), destination, works, payload, stamp, header))
@@ -209,22 +211,10 @@ class P2PChannel:
         """What a unit's input carries, as its sender says."""
         source, header = self._neighbour(unit.kind, -1), empty_header()
         try:
-            for work in self._exchange_header(dist.irecv, unit.kind, source, header):
-                work.wait()
+            self._host_group.recv([header], source, _header_tag(unit.kind)).wait()
         except RuntimeError as error:
             raise self._lost(f"waiting for the header of {unit}", source, error) from error
         return TensorSpec.of_header(header, self._receives[unit.kind].device)
-
-    def _exchange_header(
-        self,
-        transfer: Callable[..., dist.Work | None],
-        kind: Kind,
-        neighbour: int,
-        header: torch.Tensor,
-    ) -> list[dist.Work]:
-        tag = _HEADER_TAG + list(Kind).index(kind)
-        work = transfer(header, self.ranks[neighbour], group=self._host_group, tag=tag)
-        return [] if work is None else [work]
 
     def _post_next(self, kind: Kind, spec: TensorSpec | None) -> None:
         if not self._expected[kind] or spec is None:
@@ -284,6 +274,10 @@ class P2PChannel:
             f"(rank {self.ranks[neighbour]}), while {doing}: {reason}",
             remedy="Look at that rank's log for the first error; clocks are reset on the way out.",
         )
+
+
+def _header_tag(kind: Kind) -> int:
+    return _HEADER_TAG + list(Kind).index(kind)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from scipy.special import stdtrit
 
@@ -103,15 +104,11 @@ class JobEnergy:
         mean: an average step on an average GPU, those of a stage standing in for its unmetered
             ones; its energy is None where a stage has no metered GPU.
         by_stage: for each stage, an average step on an average of its GPUs.
-        num_gpus: of the job.
-        unmetered_gpus: whose counters were not seen.
     """
 
     phases: Mapping[str, int]
     mean: StepEnergy
     by_stage: tuple[StepEnergy, ...]
-    num_gpus: int
-    unmetered_gpus: int
 
 
 @dataclass(frozen=True)
@@ -348,48 +345,75 @@ class PhaseMean:
         )
 
 
-def gather_intervals(by_stage: Sequence[Sequence[IntervalEnergy]]) -> JobEnergy | None:
-    """All GPUs' intervals together; None where a GPU has no step in its interval.
+class StepSums(NamedTuple):
+    """Average steps of several GPUs, added up: a job's ranks exchange these few numbers.
 
     Args:
-        by_stage: for each stage, the intervals of its GPUs.
+        gpus: how many.
+        steps: those of them that have a step.
+        iterations: of their steps.
+        time_s: of them.
+        certain: those whose time has an uncertainty.
+        time_uncertainty_s: of these.
+        metered: those whose energy is known.
+        energy_j: of these.
+        metering_variance_j2: of these.
     """
-    steps = [[interval.step for interval in stage] for stage in by_stage]
-    known = [[step for step in stage if step is not None] for stage in steps]
-    if [len(stage) for stage in known] != [len(stage) for stage in steps]:
-        return None
-    return JobEnergy(
-        by_stage[0][0].phases,
-        mean_over_gpus(known),
-        tuple(mean_over_gpus([stage]) for stage in known),
-        sum(len(stage) for stage in known),
-        sum(step.energy_j is None for stage in known for step in stage),
-    )
+
+    gpus: float
+    steps: float = 0.0
+    iterations: float = 0.0
+    time_s: float = 0.0
+    certain: float = 0.0
+    time_uncertainty_s: float = 0.0
+    metered: float = 0.0
+    energy_j: float = 0.0
+    metering_variance_j2: float = 0.0
+
+    @classmethod
+    def of(cls, step: StepEnergy | None) -> StepSums:
+        """Of one GPU."""
+        if step is None:
+            return cls(1)
+        return cls(
+            1,
+            1,
+            step.iterations,
+            step.time_s,
+            step.time_uncertainty_s is not None,
+            step.time_uncertainty_s or 0.0,
+            step.energy_j is not None,
+            step.energy_j or 0.0,
+            (step.metering_uncertainty_j or 0.0) ** 2,
+        )
 
 
-def mean_over_gpus(by_stage: Sequence[Sequence[StepEnergy]]) -> StepEnergy:
-    """An average step on an average GPU.
+def mean_over_gpus(by_stage: Sequence[StepSums]) -> StepEnergy | None:
+    """An average step on an average GPU; None where one has no step.
 
     A GPU without a figure is taken to be like the others of its stage, which do the same work.
     """
-    gpus = [step for stage in by_stage for step in stage]
-    errors_s = [step.time_uncertainty_s for step in gpus if step.time_uncertainty_s is not None]
-    energy_j = variance = 0.0
-    unknown = False
-    for stage in by_stage:
-        metered = [step for step in stage if step.energy_j is not None]
-        unknown |= not metered
-        for step in metered:
-            share = len(stage) / len(metered) / len(gpus)
-            energy_j += share * (step.energy_j or 0.0)
-            variance += (share * (step.metering_uncertainty_j or 0.0)) ** 2
+    gpus = sum(stage.gpus for stage in by_stage)
+    if gpus != sum(stage.steps for stage in by_stage):
+        return None
+    certain = gpus == sum(stage.certain for stage in by_stage)
+    energy_j = metering_uncertainty_j = None
+    if all(stage.metered for stage in by_stage):
+        share = [stage.gpus / stage.metered / gpus for stage in by_stage]
+        energy_j = sum(part * stage.energy_j for part, stage in zip(share, by_stage, strict=True))
+        metering_uncertainty_j = math.hypot(
+            *(
+                part * math.sqrt(stage.metering_variance_j2)
+                for part, stage in zip(share, by_stage, strict=True)
+            )
+        )
     return StepEnergy(
-        gpus[0].iterations,
-        statistics.fmean(step.time_s for step in gpus),
+        round(sum(stage.iterations for stage in by_stage) / gpus),
+        sum(stage.time_s for stage in by_stage) / gpus,
         # All take their steps together, so that a mean over GPUs scatters no less.
-        statistics.fmean(errors_s) if len(errors_s) == len(gpus) else None,
-        None if unknown else energy_j,
-        None if unknown else math.sqrt(variance),
+        sum(stage.time_uncertainty_s for stage in by_stage) / gpus if certain else None,
+        energy_j,
+        metering_uncertainty_j,
     )
 
 

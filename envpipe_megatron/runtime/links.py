@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from envpipe_megatron.channel_model import hardware_capacity
 from envpipe_megatron.runtime.channel import ChannelError, P2PChannel
+from envpipe_megatron.runtime.collectives import all_pipelines
 from envpipe_megatron.schedule import Kind
 
 #: A transfer whose peer is not ready yet spins, and holds its SMs while units compute. Measured on
@@ -27,7 +29,7 @@ def make_channel(
     timeout: timedelta,
     num_chunks: int = 1,
     max_ctas: int = MAX_CTAS,
-    host_group: dist.ProcessGroup | None = None,
+    host_group: Any = None,
 ) -> P2PChannel:
     """The channel of this rank over a pipeline's process group.
 
@@ -42,7 +44,7 @@ def make_channel(
         timeout: after which a silent neighbour is an error.
         num_chunks: with more than one, the last stage and the first are neighbours too.
         max_ctas: thread blocks, and so SMs, that one NCCL transfer may hold.
-        host_group: gloo's, of at least the pipeline's ranks; needed over NCCL for messages that
+        host_group: gloo's, of the same ranks in the same order; needed over NCCL for messages that
             vary.
 
     Raises:
@@ -88,8 +90,6 @@ def _nccl_links(
     All ranks of the job take part in making every group, in one order: where communicators are
     brought up eagerly, making one splits the job's own.
     """
-    pipelines: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(pipelines, list(ranks))
     size = len(ranks)
     hops = [
         (kind, sender, (sender + step) % size)
@@ -98,7 +98,7 @@ def _nccl_links(
         if wraps or 0 <= sender + step < size
     ]
     groups: dict[tuple[Kind, int], dist.ProcessGroup] = {}
-    for pipeline in sorted({tuple(pipeline) for pipeline in pipelines}):
+    for pipeline in all_pipelines(ranks):
         for kind, sender, receiver in hops:
             pair = sorted((pipeline[sender], pipeline[receiver]))
             options = dist.ProcessGroupNCCL.Options()

@@ -20,7 +20,7 @@ from enum import Enum
 
 import numpy as np
 
-from envpipe_megatron.errors import EnvPipeError, plain
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.device_memory import MemorySource, Reading
 from envpipe_megatron.runtime.interpreter import StageWork
@@ -222,7 +222,7 @@ class JobMemory:
         predicted = [
             s.predicted_peak_bytes(peak) for s, peak in zip(self.stages, peaks, strict=True)
         ]
-        self._say(f"memory: in flight {plain(peaks)}, predicted peak {_gib(predicted)} GiB")
+        self._say(f"memory: in flight {list(peaks)}, predicted peak {_gib(predicted)} GiB")
         for number, (stage, bytes_) in enumerate(zip(self.stages, predicted, strict=True)):
             most = stage.baseline_peak_bytes + stage.room_bytes
             if bytes_ > (1 + RELATIVE_TOLERANCE) * most:
@@ -235,8 +235,8 @@ class JobMemory:
         full = [number for number, replicas in enumerate(everyone) if not all(replicas)]
         if full:
             raise MemoryFullError(
-                f"Stages {plain(full)} have no memory for the microbatches in flight of this "
-                f"order, {_gib(predicted)} GiB at its peak",
+                f"Stages {full} have no memory for the microbatches in flight of this order, "
+                f"{_gib(predicted)} GiB at its peak",
                 value=list(peaks),
                 remedy="Let fewer be in flight, or leave their number to what memory allows.",
             )

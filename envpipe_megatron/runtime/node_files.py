@@ -29,9 +29,9 @@ class NodeFiles:
 
     def __init__(self, folder: Path | None, collectives: Collectives) -> None:
         self.node = socket.gethostname()
-        nodes = {node for replicas in collectives.gather_by_stage(self.node) for node in replicas}
+        alike = collectives.on_all(self.node == collectives.from_planner(self.node))
         name = re.sub(r"[^\w.-]", "_", self.node)
-        self._of_node = f"-{name}" if len(nodes) > 1 else ""
+        self._of_node = "" if alike else f"-{name}"
         self._folder = folder
 
     def appender(self, name: str) -> Callable[[dict[str, Any]], None] | None:

@@ -13,7 +13,7 @@ import numpy as np
 from envpipe_megatron import builders
 from envpipe_megatron.channel_model import find_stall
 from envpipe_megatron.energy_file import Phase
-from envpipe_megatron.errors import EnvPipeError, plain
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.overrides import override_for, sweep_range
 from envpipe_megatron.gpu.presets import load_preset
@@ -372,7 +372,7 @@ def _plan(
         made = make_plan(profile, request)
         plan, notes = made.plan, made.notes
         if limit is not None:
-            notes = (*notes, f"Memory holds at most {plain(limit)} microbatches in flight.")
+            notes = (*notes, f"Memory holds at most {list(limit)} microbatches in flight.")
     else:
         plan = read_plan(given, profile)
         if plan.schedule.num_microbatches != job.num_microbatches:

@@ -36,15 +36,14 @@ def open_rank_gpu(
     """
     site = collectives.everywhere(read_site)
     chosen = collectives.everywhere(lambda: choose_control(wanted, site, require=require))
-    by_stage = collectives.gather_by_stage(chosen)
-    everyone = [control for stage in by_stage for control in stage]
-    without = next((control for control in everyone if control.backend is None), None)
-    if without is not None:
-        if collectives.is_planner and without.warning is not None:
-            logger.warning("%s", without.warning)
-        chosen = without
+    backends = collectives.to_planner({str(chosen.backend)}, lambda found: set().union(*found))
+    first = collectives.first(chosen if chosen.backend is None else None)
+    if first is not None:
+        _, chosen = first
+        if collectives.is_planner and chosen.warning is not None:
+            logger.warning("%s", chosen.warning)
     gpu = collectives.everywhere(lambda: open_controlled(uid, chosen, site))
     if collectives.is_planner and chosen.backend is not None:
-        backends = sorted({str(control.backend) for control in everyone})
-        logger.info("clocks are controlled by %s: %s", ", ".join(backends), chosen.why)
+        names = ", ".join(sorted(set().union(*backends)))
+        logger.info("clocks are controlled by %s: %s", names, chosen.why)
     return gpu, chosen

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.energy_file import FRAMEWORK, PLAN, Phase
-from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.collectives import SUM, Collectives
 from envpipe_megatron.runtime.energy_log import EnergyLog
 from envpipe_megatron.runtime.energy_meter import EnergyMeter
 from envpipe_megatron.runtime.executor import StageRecord
@@ -23,8 +23,8 @@ from envpipe_megatron.runtime.interval_energy import (
     JobEnergy,
     PhaseMean,
     StepEnergy,
+    StepSums,
     compare,
-    gather_intervals,
     mean_over_gpus,
 )
 
@@ -117,11 +117,9 @@ class TrainingEnergy:
             return
         own = self._warmup.measure(self._meter)
         self._warmup = None
-        by_stage = self._collectives.gather_by_stage(own)
-        known = [[step for step in stage if step is not None] for stage in by_stage]
-        if own is not None and [len(stage) for stage in known] == [len(s) for s in by_stage]:
-            stages = tuple(mean_over_gpus([stage]) for stage in known)
-            self._know_baseline(BaselineEnergy(mean_over_gpus(known), stages, own))
+        mean, stages = self._over_gpus(own)
+        if mean is not None:
+            self._know_baseline(BaselineEnergy(mean, stages, own))
         elif self._collectives.is_planner:
             logger.info(
                 "The warm-up is no baseline, so no saving is told: without its first step it must "
@@ -139,11 +137,22 @@ class TrainingEnergy:
 
     def gather(self, interval: IntervalEnergy) -> JobEnergy | None:
         """The interval over all GPUs; on all ranks together."""
-        job = gather_intervals(self._collectives.gather_by_stage(interval))
-        if job is not None and len(job.phases) == 1:
-            (phase,) = job.phases
-            self._job_phases.setdefault(phase, PhaseMean()).add(job.mean)
-        return job
+        mean, by_stage = self._over_gpus(interval.step)
+        if mean is None:
+            return None
+        if len(interval.phases) == 1:
+            (phase,) = interval.phases
+            self._job_phases.setdefault(phase, PhaseMean()).add(mean)
+        return JobEnergy(interval.phases, mean, by_stage)
+
+    def _over_gpus(
+        self, step: StepEnergy | None
+    ) -> tuple[StepEnergy | None, tuple[StepEnergy, ...]]:
+        """An average step on all GPUs, and on those of each stage; none where one has no step."""
+        by_stage = self._collectives.by_stage(np.array(StepSums.of(step), dtype=np.float64), SUM)
+        sums = [StepSums(*stage.tolist()) for stage in by_stage]
+        means = [mean_over_gpus([stage]) for stage in sums]
+        return mean_over_gpus(sums), tuple(mean for mean in means if mean is not None)
 
     def summary(self) -> dict[str, Any]:
         """What was metered so far, of this GPU and as far as it was gathered of the job.

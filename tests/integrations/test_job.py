@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,20 +28,40 @@ from envpipe_megatron.integrations.megatron_lm.hooks import check_model
 from envpipe_megatron.integrations.refusals import RefusedError
 
 
-def ranks(*facts: dict[str, object]) -> Any:
-    """Collectives through which every rank of the only stage tells its facts."""
-    return SimpleNamespace(gather_by_stage=lambda own: [list(facts)])
+def told_to(*facts: dict[str, object]) -> list[str]:
+    """What ranks are told that begin with these facts, each in a thread."""
+    met = Barrier(len(facts), timeout=20)
+    told: dict[int, Any] = {}
+
+    def begin(rank: int) -> str:
+        def by_stage(own: Any, merge: Any) -> list[Any]:
+            told[rank] = own
+            met.wait()
+            return [merge(list(told.values()))]
+
+        ranks: Any = SimpleNamespace(from_planner=lambda own: facts[0], by_stage=by_stage)
+        try:
+            check_same_everywhere(ranks, facts[rank])
+        except JobError as error:
+            return str(error)
+        return "nothing"
+
+    with ThreadPoolExecutor(len(facts)) as threads:
+        return list(threads.map(begin, range(len(facts))))
 
 
 def test_ranks_that_were_started_differently_are_refused_with_what_differs() -> None:
-    here = {"policy": "envelope", "CUDA_DEVICE_MAX_CONNECTIONS": None, "microbatches": 8}
-    check_same_everywhere(ranks(here, here), here)
+    here: dict[str, object] = {
+        "policy": "envelope",
+        "CUDA_DEVICE_MAX_CONNECTIONS": None,
+        "microbatches": 8,
+    }
+    assert told_to(here, here) == ["nothing", "nothing"]
     there = {**here, "policy": "baseline", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    for own in (here, there):
-        with pytest.raises(JobError, match="started differently") as error:
-            check_same_everywhere(ranks(here, there, here), own)
-        assert "(got policy: (baseline, envelope), CUDA_DEVICE" in str(error.value)
-        assert "microbatches" not in str(error.value)
+    for text in told_to(here, there, here):
+        assert "started differently" in text
+        assert "{'policy': ['baseline', 'envelope'], 'CUDA_DEVICE" in text
+        assert "microbatches" not in text
 
 
 @pytest.mark.parametrize("limit", [None, "memory", 4, 9, (4, 3, 2, 1), (5, 3, 3, 1)])
@@ -49,7 +71,7 @@ def test_a_limit_that_1f1b_keeps(limit: Any) -> None:
 
 @pytest.mark.parametrize("limit", [3, (4, 3, 1, 1), (3, 3, 2, 1)])
 def test_a_limit_below_what_1f1b_holds(limit: Any) -> None:
-    with pytest.raises(JobError, match=r"1F1B holds, 4, 3, 2, 1 .*at least 4"):
+    with pytest.raises(JobError, match=r"1F1B holds, \[4, 3, 2, 1\].*at least 4"):
         check_in_flight(limit, 4, 8)
 
 

@@ -8,6 +8,7 @@ part of the package.
 from __future__ import annotations
 
 import contextlib
+import functools
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -37,7 +38,7 @@ from envpipe_megatron.gpu.emulated import EmulatedGpu
 from envpipe_megatron.integrations.megatron_core import ForwardBackward
 from envpipe_megatron.integrations.megatron_cpu import use_cpu
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.collectives import Collectives, make_collectives
 from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.links import make_channel
 from envpipe_megatron.runtime.profiler import ProfilerSettings
@@ -328,9 +329,18 @@ class _RecordingSession(Session):
         return lambda schedule: _RecordingWork(make_work(schedule), self._num_chunks, executed)
 
 
+@functools.cache
+def _collectives(stages: int) -> Collectives:
+    replicas = range(dist.get_world_size() // stages)
+    return make_collectives(
+        [range(first, dist.get_world_size(), len(replicas)) for first in replicas],
+        timedelta(seconds=20),
+    )
+
+
 def _session(rank: int, job: Job, ours: Ours, root: Path, result: Result) -> Session:
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    collectives = Collectives(dist.group.WORLD, result.stage, job.stages, pipeline)
+    collectives = _collectives(job.stages)
     gpu = _RecordingGpu.create("a100-sxm", rank, root)
     gpu.history_mhz = result.locked_mhz
     if ours.clocks_mhz:

@@ -19,7 +19,6 @@ from envpipe_megatron.gpu.lease import list_leases
 from envpipe_megatron.gpu.nvml import list_nvml_gpus
 from envpipe_megatron.gpu.read_through import ReadOnlyGpu
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.profiler import ProfilerSettings
 from envpipe_megatron.runtime.rank_gpu import open_rank_gpu
 from envpipe_megatron.runtime.session import Session, SessionConfig
@@ -184,7 +183,7 @@ def choose(
     control.has_sys_admin = lambda: True  # whoever runs the tests; the library is a fake
     control.in_user_namespace = lambda: False
     stages = dist.get_world_size()
-    collectives = Collectives(dist.group.WORLD, rank, stages, dist.group.WORLD)
+    collectives = plain_stages.lone_pipeline(stages)
     try:
         uid = list_nvml_gpus()[rank].uid
         gpu, chosen = open_rank_gpu(uid, collectives, wanted, require=require)

@@ -45,9 +45,13 @@ class Ranks:
         ]
         self.gathered: list[Any] = []
 
-    def gather_by_stage(self, own: Any) -> list[list[Any]]:
-        self.gathered.append(own)
-        return [[own], self.others]
+    def from_planner(self, endpoint: Any) -> Any:
+        self._endpoint = endpoint
+        return endpoint if self.is_planner else self.others[0][0]
+
+    def all_to_planner(self, billed: Any) -> list[list[Any]]:
+        self.gathered.append((self._endpoint, billed))
+        return [[billed], [billed for _, billed in self.others]] if self.is_planner else []
 
 
 class PretendedAgent:

@@ -17,9 +17,12 @@ class Nodes:
     def __init__(self, *names):
         self.names = names
 
-    def gather_by_stage(self, own):
+    def from_planner(self, own):
         assert own in self.names
-        return [[name] for name in self.names]
+        return self.names[0]
+
+    def on_all(self, holds):
+        return all(name == self.names[0] for name in self.names)
 
 
 def files(monkeypatch, folder, node, *nodes):

@@ -182,14 +182,12 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
                 )
             receives[Kind.BACKWARD] = TensorSpec.of(gradients)
         # Those of this pipeline: parts of partitioned activations may differ in size.
-        by_stage = self._job.collectives.gather_by_stage((dist.get_rank(), receives))
-        everyone = {rank: own for stage in by_stage for rank, own in stage}
-        ranks = self.session.pipeline_ranks
+        by_stage = self._job.collectives.in_pipeline(receives)
         sends = {}
         if not self.is_last_stage():
-            sends[Kind.FORWARD] = everyone[ranks[self.stage_id + 1]][Kind.FORWARD]
+            sends[Kind.FORWARD] = by_stage[self.stage_id + 1][Kind.FORWARD]
         if not self.is_first_stage():
-            sends[Kind.BACKWARD] = everyone[ranks[self.stage_id - 1]][Kind.BACKWARD]
+            sends[Kind.BACKWARD] = by_stage[self.stage_id - 1][Kind.BACKWARD]
         here = {kind: TensorSpec(s.shapes, s.dtypes, self.device) for kind, s in sends.items()}
         return StageSpecs(receives, here, vary=self.dynamic_shape)
 

@@ -1,0 +1,43 @@
+"""What ranks of a pool exchange in the tests of collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from envpipe_megatron.runtime import collectives
+from envpipe_megatron.runtime.collectives import MEDIAN, SUM, make_collectives
+from envpipe_megatron.runtime.host_group import FRAME_BYTES, HostGroup
+
+
+def exchange(rank: int, pipelines: Sequence[Sequence[int]], fan_in: int) -> dict[str, Any]:
+    """What each kind of exchange gives this rank."""
+    with (
+        patch.object(collectives, "FAN_IN", fan_in),
+        patch.object(collectives, "HostGroup", side_effect=HostGroup) as groups,
+    ):
+        made = make_collectives(pipelines, timedelta(seconds=20))
+    numbers = np.array([[rank, 0.1 * rank]])
+    hiccup_s = np.array([1000.0 if rank == 3 else 1.0])
+    return {
+        "groups": [list(call.args[0]) for call in groups.call_args_list],
+        "is_planner": made.is_planner,
+        "num_replicas": made.num_replicas,
+        "in_pipeline": made.in_pipeline(rank),
+        "sum": [stage.tolist() for stage in made.by_stage(numbers, SUM)],
+        "median": [stage.tolist() for stage in made.by_stage(hiccup_s, MEDIAN)],
+        "to_planner": made.to_planner(rank, max),
+        "objects": made.by_stage({rank}, lambda parts: set().union(*parts)),
+        "all": made.all_to_planner(rank),
+        "latest": made.latest(float(rank)),
+        "on_all": [made.on_all(True), made.on_all(rank != 3)],
+        "first": [made.first(None), made.first(rank if rank == 5 else None)],
+        "from_planner": made.from_planner(str(rank)),
+        "long": len(made.from_planner("x" * FRAME_BYTES * (rank + 7))),
+        "long_of_all": [len(text) for text in made.in_pipeline("x" * 40 * rank)],
+        "agreed": made.agreed(lambda: rank),
+    }
