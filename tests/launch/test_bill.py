@@ -350,6 +350,12 @@ def test_a_gpu_that_serves_another_stage_after_a_restart():
     assert gpu["phases"]["steady"]["energy_j"] == 30
 
 
+def test_a_gpu_that_serves_another_rank_after_a_restart_is_told_by_the_last():
+    made = bill(window(0, 0, 10.0, rank=0, stage=0), window(0, 1, 20.0, rank=3, stage=0))
+    (gpu,) = bill_facts(made, Tariff())["gpus"]
+    assert (gpu["rank"], gpu["energy_j"]) == (3, 30)
+
+
 ENVPIPE_COLUMNS = [
     "Model", "Microbatch size", "Minibatch size", "Type", "Scheduling", "Reconfig",
     "Throughput (sample/s)", "Energy (mJ)",

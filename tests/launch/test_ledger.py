@@ -118,6 +118,24 @@ def bills() -> Iterator[Billed]:
         yield made
 
 
+class WaitingGpu(FakeGpu):
+    """Its first reading comes with the next refresh."""
+
+    def read_energy(self):
+        self.now_s = max(self.now_s, 5.1)
+        return super().read_energy()
+
+
+def test_a_bill_begins_at_the_first_reading_which_may_wait_for_a_refresh():
+    with billed(WaitingGpu(now_s=5.03, counter_j=uneven_j)) as bills:
+        assert bills.begin_s == pytest.approx(5.1)
+        bills.at_each(5.2, 8.0)
+        bills.ledger.take(window(6.0, 7.0))
+        bills.ledger.finish()
+        assert bills.phases == ["between", "steady", "between"]
+        bills.check()
+
+
 # Windows -------------------------------------------------------------------------------------
 
 
