@@ -211,6 +211,20 @@ def make_conditions(
     )
 
 
+def known_conditions(profile: Profile) -> Conditions:
+    """All that a profile's sidecar knows of its job; waiting costs nothing where it knows no power.
+
+    Raises:
+        ConditionsError: a value that is wrong.
+    """
+    sidecar = profile.sidecar
+    return make_conditions(
+        profile,
+        blocking_power_w=sidecar.blocking_power_w or 0.0,
+        use=[use for use, name in SIDECAR_FIELDS.items() if getattr(sidecar, name) is not None],
+    )
+
+
 def _for_each(value: Any, count: int) -> tuple[Any, ...]:
     """One number as a tuple of `count`, several as they are."""
     return (value,) * count if np.ndim(value) == 0 else tuple(value)

@@ -48,6 +48,12 @@ class Sidecar:
     frequency_change_s: float | None = None
     frequency_change_j: float | None = None
 
+    @property
+    def blocking_power_w(self) -> tuple[float, ...] | None:
+        """For each stage, the power of a GPU that waits at the highest clock; None if unknown."""
+        curves = self.wait_power_w
+        return None if curves is None else tuple(curve[max(curve)] for curve in curves)
+
     def to_json_text(self) -> str:
         """The sidecar as its file holds it."""
         data: dict[str, Any] = {"format": SIDECAR_FORMAT}

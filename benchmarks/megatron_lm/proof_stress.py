@@ -18,8 +18,8 @@ from envpipe_megatron import builders
 from envpipe_megatron.channel_model import fit_to_channel
 from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.runtime import interpreter, session
+from envpipe_megatron.runtime.job_context import Job
 from envpipe_megatron.runtime.orders import PhaseRun, constant_order
-from envpipe_megatron.runtime.phases import Job
 from envpipe_megatron.schedule import Schedule, ScheduleError, Unit
 
 #: Of an H200 at its highest clock; where the clock is another, delays are longer by as much.

@@ -138,8 +138,8 @@ def known_blocking_power(
     """The blocking power that was given, or the sidecar's, or 0 with a warning, in W."""
     if given_w is not None:
         return given_w
-    if profile.sidecar.wait_power_w is not None:
-        return tuple(curve[max(curve)] for curve in profile.sidecar.wait_power_w)
+    if profile.sidecar.blocking_power_w is not None:
+        return profile.sidecar.blocking_power_w
     logger.warning(
         "No blocking power is known: waiting is taken to cost nothing, and savings are off. "
         "Give --blocking-power (an A100 SXM waits at 83.6 W, an A40 at 70.4 W)."

@@ -159,6 +159,7 @@ class Job:
                 "type": options.policy,
                 "scheduling": options.scheduling,
                 "reconfigure": options.reconfigure,
+                "notes": list(self.session.state.notes),
             }
         )
 

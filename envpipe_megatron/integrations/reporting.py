@@ -124,6 +124,7 @@ def _bill(summary: Mapping[str, Any]) -> Iterator[str]:
         yield "steady against baseline: " + ", ".join(
             comparison_parts(Comparison(**summary["job"]["comparison"]))
         )
+    yield from dict.fromkeys(note for rank in summary["ranks"] for note in rank["notes"])
     warnings = {
         followed["warning"]
         for rank in summary["ranks"]

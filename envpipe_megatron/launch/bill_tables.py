@@ -145,6 +145,8 @@ def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
         lines.append(f"cost: {facts['cost']:.4g} at {tariff.price_per_kwh:g} a kWh")
     if "co2_g" in facts:
         lines.append(f"CO2: {facts['co2_g']:.4g} g at {tariff.grid_g_per_kwh:g} g a kWh")
+    notes = bill.facts.get("notes")
+    lines += [str(note) for note in notes] if isinstance(notes, list) else []
     lines += [f"INCOMPLETE: {reason}" for reason in bill.missing()]
     return lines
 

@@ -213,7 +213,7 @@ class JobKeeper:
         self.found: StoredJob | None = None
         try:
             self.found = read_job(folder, fingerprint, profile_file)
-        except (JobFileError, OSError) as error:
+        except Exception as error:  # a kept file may fail in any way, and the job must start
             self._start_over(error)
         self.job = self.found or StoredJob(fingerprint)
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -243,6 +243,11 @@ class JobKeeper:
             return  # an older one, which the disk had no room to replace
         digests = {PLAN_FILE: _digest(path)}
         self._put(replace(self.job, plan=digests, reconfigure_steps=steps, reconfigure_ended=ended))
+
+    def forget_profile(self) -> None:
+        """Let the next start measure a profile, where an earlier start's was of no use."""
+        if self.found is not None and self.job.profile == self.found.profile != {}:
+            self._put(replace(self.job, profile={}, plan={}))
 
     def keep_baseline(self, baseline: BaselineEnergy) -> None:
         """The baseline has been measured."""

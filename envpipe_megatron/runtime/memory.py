@@ -23,6 +23,7 @@ import numpy as np
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.device_memory import MemorySource, Reading
+from envpipe_megatron.runtime.going_on import everyones, in_words
 from envpipe_megatron.runtime.interpreter import StageWork
 from envpipe_megatron.runtime.messages import StageSpecs
 from envpipe_megatron.schedule import Kind, Schedule, Unit
@@ -179,7 +180,12 @@ class JobMemory:
             specs: what messages carry. A stage keeps its input or what it made of it, so no
                 microbatch holds less than a message.
         """
-        everyone = self._collectives.gather_by_stage(self._own(schedule, specs))
+        own = None
+        try:
+            own = self._own(schedule, specs)
+        except Exception as error:
+            logger.error("This rank's memory is not known: %s", in_words(error))
+        everyone = self._collectives.gather_by_stage(own)
         stages = []
         for replicas in everyone:
             known = [own for own in replicas if own is not None]
@@ -211,32 +217,39 @@ class JobMemory:
 
         Raises:
             MemoryFullError: it is not to be had, on all ranks alike.
+            GoesOnError: it cannot be told, on all ranks alike; nothing is known from here on.
+            CollectivesError: a rank is gone or silent.
         """
-        if self.stages is None or self._source is None:  # on every rank alike
+        source, stages = self._source, self.stages
+        if stages is None or source is None:  # on every rank alike
             return
         peaks = schedule.peak_in_flight
+
+        def reserve() -> tuple[bool, list[float]]:
+            predicted = [s.predicted_peak_bytes(n) for s, n in zip(stages, peaks, strict=True)]
+            self._say(f"memory: in flight {list(peaks)}, predicted peak {_gib(predicted)} GiB")
+            for number, (stage, bytes_) in enumerate(zip(stages, predicted, strict=True)):
+                most = stage.baseline_peak_bytes + stage.room_bytes
+                if bytes_ > (1 + RELATIVE_TOLERANCE) * most:
+                    self._warn(
+                        f"Stage {number} may run out of memory: {peaks[number]} microbatches in "
+                        f"flight need {bytes_ / _GIB:.2f} GiB, and {most / _GIB:.2f} GiB may be "
+                        "used"
+                    )
+            most_here = math.ceil(predicted[self._stage]) + self._unusable_bytes
+            return source.reserve(most_here), predicted
+
+        self.stages = None  # unless it is known
+        everyone = everyones(self._collectives, reserve)
         self.stages = tuple(
             replace(stage, in_flight=peak, measured_peak_bytes=None)
-            for stage, peak in zip(self.stages, peaks, strict=True)
+            for stage, peak in zip(stages, peaks, strict=True)
         )
-        predicted = [
-            s.predicted_peak_bytes(peak) for s, peak in zip(self.stages, peaks, strict=True)
-        ]
-        self._say(f"memory: in flight {list(peaks)}, predicted peak {_gib(predicted)} GiB")
-        for number, (stage, bytes_) in enumerate(zip(self.stages, predicted, strict=True)):
-            most = stage.baseline_peak_bytes + stage.room_bytes
-            if bytes_ > (1 + RELATIVE_TOLERANCE) * most:
-                self._warn(
-                    f"Stage {number} may run out of memory: {stage.in_flight} microbatches in "
-                    f"flight need {bytes_ / _GIB:.2f} GiB, and {most / _GIB:.2f} GiB may be used"
-                )
-        ready = self._source.reserve(math.ceil(predicted[self._stage]) + self._unusable_bytes)
-        everyone = self._collectives.gather_by_stage(ready)
-        full = [number for number, replicas in enumerate(everyone) if not all(replicas)]
+        full = [n for n, replicas in enumerate(everyone) if not all(ready for ready, _ in replicas)]
         if full:
             raise MemoryFullError(
                 f"Stages {full} have no memory for the microbatches in flight of this order, "
-                f"{_gib(predicted)} GiB at its peak",
+                f"{_gib(everyone[0][0][1])} GiB at its peak",
                 value=list(peaks),
                 remedy="Let fewer be in flight, or leave their number to what memory allows.",
             )

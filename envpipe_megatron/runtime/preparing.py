@@ -7,8 +7,8 @@ from dataclasses import replace
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.runtime.device_memory import MemorySource
+from envpipe_megatron.runtime.job_context import SessionConfig
 from envpipe_megatron.runtime.memory_limit import check_memory_is_known
-from envpipe_megatron.runtime.phases import SessionConfig
 
 
 def prepare(

@@ -18,11 +18,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 
 from envpipe_megatron.energy_file import Phase
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.profile import Profile, ProfileRow, make_profile
 from envpipe_megatron.runtime.clock_controller import ClockController
 from envpipe_megatron.runtime.collectives import Collectives, mean
@@ -35,6 +35,7 @@ from envpipe_megatron.runtime.energy_split import (
     split_energies,
 )
 from envpipe_megatron.runtime.executor import FloatArray, StageRecord
+from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, everyones
 from envpipe_megatron.runtime.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.tail import ends_and_gaps_s, tail_times_s
 from envpipe_megatron.runtime.wait_power import WaitPower
@@ -47,7 +48,7 @@ _RISES_TO_STOP = 5
 _BLOCK_REFRESHES = 5
 
 
-class ProfilerError(EnvPipeError):
+class ProfilerError(GoesOnError):
     """A sweep that cannot be made or read."""
 
 
@@ -127,6 +128,10 @@ class _Point:
         )
 
 
+#: Of one rank: rows and how late changes are, power of waiting, ends and gaps for the tail.
+_Parts: TypeAlias = tuple[Split, WaitPower, tuple[FloatArray, FloatArray]]
+
+
 class OnlineProfiler:
     """Profiles a pipeline that trains by the framework's own order.
 
@@ -171,7 +176,7 @@ class OnlineProfiler:
         """Sweep, and give the profile of the whole pipeline to every rank.
 
         Raises:
-            ProfilerError: a meter or the control of a clock failed; on all ranks.
+            GoesOnError: a meter, the control of a clock or what reads them failed; on all ranks.
         """
         clocks = self._clocks
         together = yield from self._sweep(
@@ -185,7 +190,12 @@ class OnlineProfiler:
             self._settings.measured_split_iterations,
             average=lambda times: float(np.mean(times)),
         )
-        return self._merge(split_energies(clocks, together, apart), sidecar)
+        by_stage = everyones(
+            self._collectives,
+            lambda: (split_energies(clocks, together, apart), self._wait_power, self._all_tails()),
+        )
+        # One rank's arithmetic for all, so that every rank plans from the same bits.
+        return by_planner(self._collectives, lambda: self._merge(by_stage, sidecar))
 
     def _sweep(
         self,
@@ -203,9 +213,7 @@ class OnlineProfiler:
             for _ in range(self._settings.settle_iterations):
                 settled = yield order
             if open_point is not None:
-                points.append(open_point.read(self._meter, self._wait_power))
-                self._tails.append(ends_and_gaps_s(open_point.records))
-                self._check(points[-1])
+                points.append(self._read(open_point))
                 if stop_early and self._all_past_valley(points):
                     break
             if index == len(clocks):
@@ -227,11 +235,16 @@ class OnlineProfiler:
             self._shortest_s = min(min(stage) for stage in times)
         return max(measured, math.ceil(self._settings.min_window_s / self._shortest_s))
 
-    def _check(self, point: Measured) -> None:
-        """Raise on every rank if one's clock is not controlled, or its meter is wrong."""
-        problem = None if self._clock.error is None else str(self._clock.error)
-        everyone = self._collectives.gather_by_stage((point.pair_j, problem))
-        for stage, replicas in enumerate(everyone):
+    def _read(self, point: _Point) -> Measured:
+        """What was measured; raise on every rank if one's clock or meter is wrong."""
+        measured: list[Measured] = []
+
+        def read() -> tuple[float, str | None]:
+            measured.append(point.read(self._meter, self._wait_power))
+            self._tails.append(ends_and_gaps_s(point.records))
+            return measured[0].pair_j, None if self._clock.error is None else str(self._clock.error)
+
+        for stage, replicas in enumerate(everyones(self._collectives, read)):
             for pair_j, problem in replicas:
                 if problem is not None:  # it ran at one clock and would be told for many
                     raise ProfilerError(
@@ -244,6 +257,7 @@ class OnlineProfiler:
                         value=pair_j,
                         remedy="Give a profile by file, or profile for longer at each clock.",
                     )
+        return measured[0]
 
     def _all_past_valley(self, points: Sequence[Measured]) -> bool:
         """Whether every stage has seen enough rises of energy in a row, now or before."""
@@ -253,12 +267,14 @@ class OnlineProfiler:
             past = past or rises >= _RISES_TO_STOP
         return all(all(stage) for stage in self._collectives.gather_by_stage(past))
 
-    def _merge(self, own: Split, sidecar: Sidecar) -> Profile:
-        tails = (
+    def _all_tails(self) -> tuple[FloatArray, FloatArray]:
+        return (
             np.concatenate([ends_s for ends_s, _ in self._tails]),
             np.concatenate([gaps_s for _, gaps_s in self._tails]),
         )
-        by_stage = self._collectives.gather_by_stage((own, self._wait_power, tails))
+
+    def _merge(self, by_stage: Sequence[Sequence[_Parts]], sidecar: Sidecar) -> Profile:
+        """The profile of the whole pipeline from the parts of its ranks."""
         rows = []
         for stage, replicas in enumerate(by_stage):
             if not all(split.told_apart for split, _, _ in replicas):
@@ -291,23 +307,21 @@ class OnlineProfiler:
         facts = {
             "wait_power_w": wait_power,
             "frequency_change_s": max(changes),
-            "tail_time_s": self._tail_times_s([[r[2] for r in replicas] for replicas in by_stage]),
+            "tail_time_s": _tail_times_s([[r[2] for r in replicas] for replicas in by_stage]),
         }
         full = Sidecar(**{**vars(sidecar), **facts})
-        # One rank's arithmetic for all, so that every rank plans from the same bits.
-        profile = make_profile(rows, source="the online profile", sidecar=full)
-        return self._collectives.from_planner(profile)
+        return make_profile(rows, source="the online profile", sidecar=full)
 
-    @staticmethod
-    def _tail_times_s(
-        by_stage: Sequence[Sequence[tuple[FloatArray, FloatArray]]],
-    ) -> tuple[float, ...] | None:
-        """Each stage's tail, the mean over replicas; None if no iteration followed another."""
-        replicas = list(zip(*by_stage, strict=True))
-        if not replicas[0][0][0].size:
-            return None
-        each = [
-            tail_times_s([ends_s for ends_s, _ in pipeline], [gaps_s for _, gaps_s in pipeline])
-            for pipeline in replicas
-        ]
-        return tuple(np.mean(each, axis=0).tolist())
+
+def _tail_times_s(
+    by_stage: Sequence[Sequence[tuple[FloatArray, FloatArray]]],
+) -> tuple[float, ...] | None:
+    """Each stage's tail, the mean over replicas; None if no iteration followed another."""
+    replicas = list(zip(*by_stage, strict=True))
+    if not replicas[0][0][0].size:
+        return None
+    each = [
+        tail_times_s([ends_s for ends_s, _ in pipeline], [gaps_s for _, gaps_s in pipeline])
+        for pipeline in replicas
+    ]
+    return tuple(np.mean(each, axis=0).tolist())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -9,9 +10,11 @@ import numpy as np
 
 from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.plan import Plan
+from envpipe_megatron.policies.frequencies import Frequencies
 from envpipe_megatron.policies.reconfigure import Ended, Ladders, ReconfigurePolicy, Step, step
 from envpipe_megatron.runtime.collectives import Collectives
-from envpipe_megatron.runtime.executor import FloatArray
+from envpipe_megatron.runtime.executor import FloatArray, StageRecord
+from envpipe_megatron.runtime.going_on import by_planner
 from envpipe_megatron.runtime.orders import IterationOrder, PhaseRun
 from envpipe_megatron.schedule import Schedule
 from envpipe_megatron.timeline import critical_path
@@ -39,6 +42,47 @@ def no_bubble_threshold_s(waits_s: Sequence[FloatArray], shortest_unit_s: float)
     return float(median[least] + 4 * 1.4826 * deviation + _LEAST_BUBBLE * shortest_unit_s)
 
 
+def measured_threshold_s(
+    schedule: Schedule, records: Sequence[StageRecord], collectives: Collectives
+) -> float:
+    """`no_bubble_threshold_s` of a pipeline's iterations at full clock; every rank calls it.
+
+    Args:
+        schedule: that they ran.
+        records: of this rank, one for each iteration.
+        collectives: to the other ranks.
+
+    Raises:
+        GoesOnError: it cannot be told.
+        CollectivesError: a rank is gone or silent.
+    """
+    own = [(record.receive_wait_s, record.unit_time_s.min()) for record in records]
+    by_stage = collectives.gather_by_stage(own)
+    receives = schedule.receives.copy()
+    receives[:, 0] = False  # waits for the pipeline to fill
+
+    def threshold_s() -> float:
+        waits_s = [
+            np.concatenate(
+                [
+                    over_replicas_s([replica[index][0] for replica in stage])[mask]
+                    for stage, mask in zip(by_stage, receives, strict=True)
+                ]
+            )
+            for index in range(len(records))
+        ]
+        shortest_s = min(unit_s for stage in by_stage for replica in stage for _, unit_s in replica)
+        return no_bubble_threshold_s(waits_s, shortest_s)
+
+    return by_planner(collectives, threshold_s)
+
+
+def over_replicas_s(waits_s: Sequence[FloatArray]) -> FloatArray:
+    """A stage's waits over its replicas: the median, which the hiccup of one does not move."""
+    median_s: FloatArray = np.median(waits_s, axis=0)
+    return median_s
+
+
 class OnlineReconfigurer:
     """Runs a policy's steps on measured waits until one of its ends.
 
@@ -49,7 +93,7 @@ class OnlineReconfigurer:
         clocks_mhz: for each stage, those of all its GPUs: units rise through clocks that were not
             profiled too, of which waits tell enough.
         collectives: to the other ranks.
-        print_grid: told of every look, as text.
+        print_grid: told of every look on the planner, as text.
     """
 
     def __init__(
@@ -61,7 +105,7 @@ class OnlineReconfigurer:
         collectives: Collectives,
         print_grid: Callable[[str], None],
     ) -> None:
-        self._plan = replace(plan, profile=replace(plan.profile, interpolates=True))
+        self._plan = plan
         self._policy = policy
         self._clocks_mhz = clocks_mhz
         self._threshold_s = threshold_s
@@ -69,9 +113,13 @@ class OnlineReconfigurer:
         self._print_grid = print_grid
 
     def run(self) -> PhaseRun[tuple[Plan, int, Ended]]:
-        """The reconfigured plan, the steps that raised something, and why the loop ended."""
+        """The reconfigured plan, the steps that raised something, and why the loop ended.
+
+        Raises:
+            GoesOnError: a step failed.
+            CollectivesError: a rank is gone or silent.
+        """
         schedule = self._plan.schedule
-        ladders = Ladders(schedule, self._plan.profile, self._clocks_mhz)
         shape = self._plan.frequency_mhz.shape
         frequency = self._plan.frequency_mhz.ravel().copy()
         steps = seen = 0
@@ -79,25 +127,43 @@ class OnlineReconfigurer:
         for iteration in range(self._policy.max_steps):
             record = yield IterationOrder(Phase.RECONFIGURE, schedule, frequency.reshape(shape))
             by_stage = self._collectives.gather_by_stage(record.receive_wait_s)
-            waits = np.concatenate([np.mean(replicas, axis=0) for replicas in by_stage])
-            path = critical_path(schedule, waits.tolist(), self._threshold_s)
-            taken = step(schedule, frequency.tolist(), path, self._policy, ladders)
-            self._print_grid(
-                f"Reconfigure step {iteration}\n" + grid(schedule, frequency.tolist(), waits, taken)
-            )
-            seen = seen + 1 if taken.ended else 0
-            if taken.ended and seen == _CONFIRMATIONS:
-                ended = taken.ended
+            look = functools.partial(self._look, iteration, frequency, by_stage)
+            raised, why = by_planner(self._collectives, look)
+            seen = seen + 1 if why else 0
+            if why and seen == _CONFIRMATIONS:
+                ended = why
                 break
-            for node, target in taken.raised.items():
+            for node, target in raised.items():
                 frequency[node] = target
-            steps += bool(taken.raised)
-        plan = replace(
+            steps += bool(raised)
+        made = functools.partial(self._made, frequency.reshape(shape))
+        return by_planner(self._collectives, made), steps, ended
+
+    def _made(self, frequency: Frequencies) -> Plan:
+        return replace(
             self._plan,
             policy=f"{self._plan.policy}-{self._policy.name}",
-            frequency_mhz=frequency.reshape(shape),
+            frequency_mhz=frequency,
+            profile=replace(self._plan.profile, interpolates=True),
         )
-        return plan, steps, ended
+
+    def _look(
+        self, iteration: int, frequency: Frequencies, by_stage: Sequence[Sequence[FloatArray]]
+    ) -> tuple[dict[int, int], Ended | None]:
+        """A step on measured waits; called on the planner alone."""
+        schedule = self._plan.schedule
+        clocks_mhz = frequency.tolist()
+        waits = np.concatenate([over_replicas_s(replicas) for replicas in by_stage])
+        path = critical_path(schedule, waits.tolist(), self._threshold_s)
+        taken = step(schedule, clocks_mhz, path, self._policy, self._ladders)
+        self._print_grid(
+            f"Reconfigure step {iteration}\n" + grid(schedule, clocks_mhz, waits, taken)
+        )
+        return taken.raised, taken.ended
+
+    @functools.cached_property
+    def _ladders(self) -> Ladders:
+        return Ladders(self._plan.schedule, self._plan.profile, self._clocks_mhz)
 
 
 def grid(

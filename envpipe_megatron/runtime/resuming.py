@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,9 +13,12 @@ from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.runtime.channel import P2PChannel
 from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.going_on import in_words
 from envpipe_megatron.runtime.interval_energy import BaselineEnergy
+from envpipe_megatron.runtime.job_context import SessionConfig, SessionState, least_warmup
 from envpipe_megatron.runtime.job_file import PLAN_FILE, PROFILE_FILE, JobKeeper, StoredJob
-from envpipe_megatron.runtime.phases import SessionConfig, SessionState, least_warmup
+
+logger = logging.getLogger(__name__)
 
 #: Of a plan's request, what is the job's own or follows from what the fingerprint holds.
 _NO_WISHES = ("num_microbatches", "blocking_power_w", "conditions", "channel_capacity")
@@ -62,15 +66,26 @@ class Resumed:
         say(f"resumed: {done} of the job started {found.starts[0]} are done")
 
     def keep(self, state: SessionState, phase: Phase, baseline: BaselineEnergy | None) -> None:
-        """Keep what is new since the last iteration."""
+        """Keep what is new since the last iteration.
+
+        A new profile from which no plan could be made is kept, as the next start may have more
+        memory or a newer package. One of an earlier start is not: the next one measures anew.
+        """
         if self.keeper is None:
             return
-        if state.profile is not None and self.config.profile_file is None:
-            self.keeper.keep_profile(state.profile)
-        if phase is Phase.STEADY and state.plan is not None and self.config.plan_file is None:
-            self.keeper.keep_plan(state.plan, state.reconfigure_steps, state.reconfigure_ended)
-        if baseline is not None:
-            self.keeper.keep_baseline(baseline)
+        made_plan = self.config.plan_file is None or (self.found is not None and self.found.plan)
+        try:
+            if state.profile is not None and self.config.profile_file is None:
+                self.keeper.keep_profile(state.profile)
+            if phase is Phase.STEADY and state.plan is not None and made_plan:
+                self.keeper.keep_plan(state.plan, state.reconfigure_steps, state.reconfigure_ended)
+            if phase is Phase.STEADY and state.plan is None and self.found is not None:
+                self.keeper.forget_profile()
+            if baseline is not None:
+                self.keeper.keep_baseline(baseline)
+        except Exception as error:
+            # Each of them is tried once.
+            logger.error("What was found is not kept for another start: %s", in_words(error))
 
 
 def resume(

@@ -20,17 +20,12 @@ from envpipe_megatron.runtime.energy_meter import EnergyMeter
 from envpipe_megatron.runtime.executor import Executor, StageRecord
 from envpipe_megatron.runtime.interpreter import StageWork, execute
 from envpipe_megatron.runtime.interval_energy import BaselineEnergy, IntervalEnergy, JobEnergy
+from envpipe_megatron.runtime.job_context import Job, SessionConfig, SessionError, SessionState
 from envpipe_megatron.runtime.memory import JobMemory
 from envpipe_megatron.runtime.messages import StageSpecs
 from envpipe_megatron.runtime.node_files import NodeFiles
 from envpipe_megatron.runtime.orders import IterationOrder, PhaseRun
-from envpipe_megatron.runtime.phases import (
-    Job,
-    SessionConfig,
-    SessionError,
-    SessionState,
-    run_phases,
-)
+from envpipe_megatron.runtime.phases import run_phases
 from envpipe_megatron.runtime.preparing import prepare, without_control
 from envpipe_megatron.runtime.rank_clock import RankClock, make_everywhere
 from envpipe_megatron.runtime.resuming import Resumed, resume
@@ -248,7 +243,8 @@ class Session:
 
         Args:
             facts: of JSON's types: `tokens_per_iteration`, `samples_per_iteration`, `model`,
-                `microbatch_size`, `type`, `scheduling`, `reconfigure`; those that are known.
+                `microbatch_size`, `type`, `scheduling`, `reconfigure`, `notes`; those that are
+                known.
         """
         if self._agent is not None and self._collectives.is_planner:
             self._agent.job(facts)
@@ -398,6 +394,7 @@ class Session:
                 self._print_grid,
                 self._memory,
                 kept_order,
+                self._resumed.found,
             )
             self._phases = run_phases(job)
             self._order = next(self._phases)
@@ -410,7 +407,7 @@ class Session:
         assert self._order is not None
         if self._record is not None:
             record, ended, self._record = self._record, self._order.phase, None
-            begin_s = self.executor.now_s()
+            begin_s, notes = self.executor.now_s(), self.state.notes
             self._broken = True  # until the phases have taken it in
             if ended is not Phase.WARMUP:
                 self._energy.settle_baseline()
@@ -419,6 +416,8 @@ class Session:
             finally:  # a profile outlives a planning that fails
                 self._resumed.keep(self.state, self._order.phase, self.baseline)
             self._broken = False
+            if self.state.notes != notes:
+                self.describe_job({"notes": list(self.state.notes)})
             if self._order.phase is not ended:
                 self._energy.add_between_phases(self.state.iteration, begin_s)
         return self._order

@@ -10,6 +10,7 @@ from envpipe_megatron.conditions import (
     SIDECAR_FIELDS,
     Conditions,
     ConditionsError,
+    known_conditions,
     make_conditions,
 )
 from envpipe_megatron.sidecar import Sidecar
@@ -193,3 +194,11 @@ class TestOverrides:
     def test_are_checked(self, field, value):
         with pytest.raises(ConditionsError, match=field):
             make_conditions(profile(), **{"blocking_power_w": 80.0, field: value})
+
+
+def test_all_that_is_known_is_what_the_sidecar_holds():
+    conditions = known_conditions(profile())
+    assert conditions == make_conditions(profile(), blocking_power_w=80.0, use=list(SIDECAR_FIELDS))
+    assert known_conditions(profile(Sidecar())) == Conditions((0.0,) * 3)
+    some = Sidecar(tail_time_s=(0.4, 0.4, 0.5))
+    assert known_conditions(profile(some)) == Conditions((0.0,) * 3, 0.0, (0.4, 0.4, 0.5))

@@ -285,6 +285,13 @@ def test_a_lost_node_makes_the_bill_incomplete_everywhere(tmp_path):
     assert lines[-2:] == [f"INCOMPLETE: {reason}" for reason in facts["missing"]]
 
 
+def test_what_the_job_notes_stands_in_the_bill():
+    assert "no plan: why" in bill_lines(bill(job(notes=["no plan: why"]), window()), Tariff())
+    assert bill_lines(bill(job(notes="wrong"), window()), Tariff()) == bill_lines(
+        bill(window()), Tariff()
+    )
+
+
 def test_the_last_of_two_facts_counts():
     made = bill(job(num_gpus=4, model="a"), window(), job(num_gpus=1))
     assert made.facts == {"num_gpus": 1, "model": "a"}

@@ -12,6 +12,7 @@ import torch
 from fake_memory import FakeMemory, FakeStage, Sizes
 from plain_stages import PlainWork
 
+from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.runtime.memory import StageMemory
 from envpipe_megatron.runtime.profiler import ProfilerSettings
@@ -51,6 +52,7 @@ class Told:
     notes: tuple[str, ...] = ()
     peak_in_flight: tuple[int, ...] = ()
     memory: tuple[StageMemory, ...] | None = None
+    bill: list[str] = field(default_factory=list)
     readings_by_phase: dict[str, int] = field(default_factory=dict)
     peak_bytes: int = 0
     activation_bytes: tuple[float, ...] | None = None
@@ -64,12 +66,14 @@ def train(
     microbatches: int,
     request: dict[str, Any],
     profile_file: Path | None = None,
+    **options: Any,
 ) -> Told:
     """Train past the compared iterations of the steady phase.
 
     Args:
         capacities: of each rank's device; None where there is no memory to watch.
         request: options of `PlanRequest`.
+        options: of the session.
     """
     told = Told()
     config = SessionConfig(
@@ -87,6 +91,7 @@ def train(
         time_at_max_s=TIMES,
         say=told.said.append,
         memory=device if capacities else None,
+        **options,
     )
     gpu.supported_frequencies_mhz = gpu.supported_frequencies_mhz[::20]  # a short sweep
     try:
@@ -107,6 +112,7 @@ def train(
             steady += phase == "steady"
     finally:
         session.close()
+    told.bill = end_of_job(session, session._collectives, root)
     state = session.state
     told.phase, told.notes, told.memory = state.phase.value, state.notes, state.memory
     if state.plan is not None and state.profile is not None:

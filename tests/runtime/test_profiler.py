@@ -47,7 +47,7 @@ def profile_by_hand(
 ) -> tuple[Profile, list[str]]:
     """Profile one stage of two microbatches; a pair's energy by forward and backward clock."""
     said: list[str] = []
-    collectives = SimpleNamespace(gather_by_stage=lambda x: [[x]], from_planner=lambda x: x)
+    collectives = SimpleNamespace(gather_by_stage=lambda x: [[x]], agreed=lambda make: make())
     profiler = OnlineProfiler(
         builders.one_f_one_b(1, 2),
         CLOCKS_MHZ,

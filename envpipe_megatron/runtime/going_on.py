@@ -1,0 +1,74 @@
+"""What of EnvPipe may fail in a job that trains: training goes on without it.
+
+A part that fails on one rank alone must be known to all of them, or they would wait for each other.
+So it is tried where it runs, the ranks agree on the outcome, and all of them raise `GoesOnError`,
+which `phases.run_phases` turns into the framework's own order at the highest clock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.runtime.collectives import Collectives
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Of an error's text: notes go through the sockets of agents.
+_MOST_CHARACTERS = 1000
+
+
+class GoesOnError(EnvPipeError):
+    """A part of EnvPipe has failed, on all ranks alike: training goes on without it."""
+
+
+def in_words(error: Exception) -> str:
+    """An error as a note; where it is none that a user is meant to read, its stack is logged."""
+    if isinstance(error, EnvPipeError):
+        text = str(error)
+    else:
+        logger.error("A fault of EnvPipe's, please report it", exc_info=error)
+        text = f"{type(error).__name__}: {error}"
+    return text[:_MOST_CHARACTERS]
+
+
+def by_planner(collectives: Collectives, make: Callable[[], T]) -> T:
+    """What the planner makes, on every rank.
+
+    Raises:
+        GoesOnError: it could not be made, for whatever reason.
+        CollectivesError: a rank is gone or silent.
+    """
+
+    def tried() -> T:
+        try:
+            return make()
+        except Exception as error:
+            raise GoesOnError(in_words(error)) from error
+
+    return collectives.agreed(tried)
+
+
+def everyones(collectives: Collectives, make: Callable[[], T]) -> list[list[T]]:
+    """What each rank makes, to every rank: for each stage, those of all its replicas.
+
+    Raises:
+        GoesOnError: a rank could not make its own, for whatever reason.
+        CollectivesError: a rank is gone or silent.
+    """
+    own: list[T] = []
+    failure = ""
+    try:
+        own.append(make())
+    except Exception as error:
+        failure = in_words(error)
+    by_stage = collectives.gather_by_stage((own, failure))
+    for stage, replicas in enumerate(by_stage):
+        for _, failure in replicas:
+            if failure:
+                raise GoesOnError(f"Stage {stage}: {failure}")
+    return [[made for own, _ in replicas for made in own] for replicas in by_stage]
