@@ -112,6 +112,9 @@ class ForwardBackward:
             # Not by the interpreter: evaluation loads kernels of its own, and a kernel that is
             # loaded while a posted receive spins hangs.
             self._session.pause()
+        elif not alone:  # before the framework's own iterations, too
+            check_supported(config, len(chunks), groups.pp.size())
+            self._check_ranks(groups)
         if alone or forward_only or self._framework_iterations_left:
             self._framework_iterations_left -= not (alone or forward_only)
             framework_function = self._framework_function or get_forward_backward_func()
@@ -132,8 +135,6 @@ class ForwardBackward:
                 force_all_reduce=force_all_reduce,
             )
             return losses
-        check_supported(config, len(chunks), groups.pp.size())
-        self._check_ranks(groups)
         shapes = get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
@@ -242,9 +243,6 @@ class _MegatronWork:
             )
         backwards = {u.chunk: u for u in schedule.stages[self._stage] if u.kind is Kind.BACKWARD}
         self._last_backwards = frozenset(backwards.values())
-        # Megatron's window of partial checkpointing: the most forwards that await a backward.
-        self._checkpoint_window = schedule.warmup_forwards[self._stage] + 1
-        self._forwards = 0
         self._inputs: dict[tuple[int, int], Tensors] = {}
         self._outputs: dict[tuple[int, int], Tensors] = {}
         self._no_sync = contextlib.ExitStack()
@@ -255,8 +253,6 @@ class _MegatronWork:
 
     def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Run a forward; what a backward needs is kept."""
-        config = self._config
-        checkpointed = config.num_microbatches_with_partial_activation_checkpoints
         input_tensor: Tensors = list(inputs) if inputs is not None else [None]
         several = len(self._chunks) > 1
         output_tensor, num_tokens = forward_step(
@@ -266,19 +262,13 @@ class _MegatronWork:
             self._num_microbatches,
             input_tensor,
             self.losses,
-            config,
+            self._config,
             cp_group_size=self._groups.cp.size(),
-            checkpoint_activations_microbatch=(
-                None
-                if checkpointed is None
-                else self._forwards % self._checkpoint_window >= checkpointed
-            ),
             is_first_microbatch=unit.microbatch == 0,
             current_microbatch=unit.microbatch,
             vp_stage=unit.chunk if several else None,
             is_last_stage=self.last_stage and unit.chunk == len(self._chunks) - 1,
         )
-        self._forwards += 1
         self.num_tokens += num_tokens
         outputs = output_tensor if isinstance(output_tensor, list) else [output_tensor]
         key = (unit.microbatch, unit.chunk)
@@ -351,6 +341,10 @@ def check_supported(config: Any, num_chunks: int, num_stages: int) -> None:
         "variable_seq_lengths": config.variable_seq_lengths,
         "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
         "fine_grained_activation_offloading": config.fine_grained_activation_offloading,
+        # What a unit costs then depends on the order that plans choose.
+        "num_microbatches_with_partial_activation_checkpoints": (
+            config.num_microbatches_with_partial_activation_checkpoints is not None
+        ),
         "microbatch_group_size_per_vp_stage other than the pipeline's size": (
             num_chunks > 1 and group not in (None, num_stages)
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping
 
 from envpipe_megatron.errors import EnvPipeError
@@ -24,6 +25,27 @@ def above_one(*names: str) -> Asks:
     return lambda args: any((getattr(args, name, None) or 1) > 1 for name in names)
 
 
+def frees_while_training(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torch's allocator is told to give memory back at any time.
+
+    That waits for all that the device does, and so for a posted receive whose sender may be waiting
+    for this stage: both would hang.
+    """
+    settings = [
+        setting.partition(":")
+        for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+        for setting in environment.get(variable, "").split(",")
+    ]
+    return any(
+        name.strip() == "garbage_collection_threshold" and value.strip() not in ("", "0", "0.0")
+        for name, _, value in settings
+    )
+
+
+#: What no framework may ask of torch, and whether the environment does.
+FREES_WHILE_TRAINING = "garbage_collection_threshold in PYTORCH_CUDA_ALLOC_CONF"
+
+
 def check_refused(args: argparse.Namespace, refused: Mapping[str, Asks]) -> None:
     """Refuse a job without a pipeline, or with what is not proven to give the same result.
 
@@ -41,6 +63,8 @@ def check_refused(args: argparse.Namespace, refused: Mapping[str, Asks]) -> None
             remedy="Give --pipeline-model-parallel-size of at least 2, or leave --envpipe out.",
         )
     asked_for = [feature for feature, asks in refused.items() if asks(args)]
+    if frees_while_training():
+        asked_for.append(FREES_WHILE_TRAINING)
     if asked_for:
         raise RefusedError(
             f"Under --envpipe, these are refused until they are proven: {'; '.join(asked_for)}",

@@ -200,6 +200,11 @@ def test_a_pipeline_is_needed() -> None:
         ({"timing_log_level": 2}, "--timing-log-level 2"),
         ({"rerun_mode": "report_stats"}, "report_stats"),
         ({"pipeline_model_parallel_comm_backend": "ucc"}, "comm-backend ucc"),
+        ({"empty_unused_memory_level": 1}, "--empty-unused-memory-level"),
+        (
+            {"num_microbatches_with_partial_activation_checkpoints": 0},
+            "--num-microbatches-with-partial-activation-checkpoints",
+        ),
         ({"save_dgrads_interval": 10}, "saving activations and gradients"),
     ],
 )
@@ -220,8 +225,21 @@ def test_defaults_of_megatron_are_not_refused() -> None:
         rerun_mode="validate_results",
         pipeline_model_parallel_comm_backend=None,
         iterations_to_skip=[],
+        empty_unused_memory_level=0,
+        num_microbatches_with_partial_activation_checkpoints=None,
     )
     assert not [feature for feature, asked in REFUSED.items() if asked(defaults)]
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_an_allocator_that_frees_while_training_is_refused(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "expandable_segments:True, garbage_collection_threshold:0.0")
+    check_supported(plain())
+    monkeypatch.setenv(variable, "expandable_segments:True, garbage_collection_threshold:0.8")
+    with pytest.raises(EnvPipeError, match="garbage_collection_threshold"):
+        check_supported(plain())
 
 
 def test_the_user_guide_lists_what_is_refused() -> None:

@@ -33,7 +33,6 @@ class Job:
     deallocate: bool = True
     reducer: tuple[str, ...] | None = None
     recompute: bool = False
-    partial_checkpoint: int | None = None
     per_token_loss: bool = False
     evaluate_after: int | None = None
 
@@ -69,7 +68,6 @@ class Result:
         grads: of the last step, by a name that holds the global number of the layer.
         weights: after the last step, by the same names.
         evaluated: what evaluation reduced.
-        checkpointed: what megatron-core's step function asked of each forward.
         executed: of each iteration, evaluation included, the units in the order they ran.
         locked_mhz: what this rank's GPU was told, in order.
         phases: of each training iteration.
@@ -82,7 +80,6 @@ class Result:
     grads: Bits = field(default_factory=dict)
     weights: Bits = field(default_factory=dict)
     evaluated: list[bytes] = field(default_factory=list)
-    checkpointed: list[bool | None] = field(default_factory=list)
     executed: list[list[str]] = field(default_factory=list)
     locked_mhz: list[int] = field(default_factory=list)
     phases: list[str] = field(default_factory=list)

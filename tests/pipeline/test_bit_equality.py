@@ -314,7 +314,6 @@ def test_two_stages_and_two_replicas(stock, ours, tmp_path, reducer, name):
 
 FEATURES = {
     "full recomputation": Job(2, 6, recompute=True),
-    "partial checkpointing": Job(4, 6, partial_checkpoint=1),
     "per-token loss": Job(2, 6, per_token_loss=True, reducer=()),
     "per-token loss, overlap": Job(2, 6, per_token_loss=True, reducer=("overlap_grad_reduce",)),
     "evaluation": Job(2, 6, evaluate_after=1),
@@ -332,9 +331,6 @@ def test_features(stock, ours, tmp_path, feature):
     references = stock(job)
     assert_executed(job, results, schedule)
     assert_same_bits(results, references)
-    if job.partial_checkpoint:
-        for runs in (results, references):
-            assert {flag for run in runs for flag in run.checkpointed} == {False, True}
     if job.evaluate_after is not None:
         assert any(result.evaluated for result in results)
         # Evaluation leaves no trace in training.
@@ -365,25 +361,6 @@ def test_gradients_are_reduced_behind_the_last_backward(ours, tmp_path, descendi
     by_stage = sorted(results, key=lambda result: (result.stage, result.replica))
     for one, other in zip(by_stage[::2], by_stage[1::2], strict=True):
         assert one.weights == other.weights
-
-
-CHECKPOINTED = {
-    "1f1b": (Job(4, 6, partial_checkpoint=1), builders.one_f_one_b(4, 6)),
-    "interleaved": (Job(2, 6, chunks=2, partial_checkpoint=1), builders.interleaved(2, 6, 2)),
-}
-
-
-@pytest.mark.parametrize("name", CHECKPOINTED)
-def test_as_many_forwards_are_checkpointed_as_by_megatron(stock, ours, tmp_path, name):
-    job, schedule = CHECKPOINTED[name]
-    results, references = ours(job, by_plan(tmp_path, schedule)), stock(job)
-    assert [r.checkpointed for r in results] == [r.checkpointed for r in references]
-    assert_same_bits(results, references)
-
-
-def test_evaluation_under_partial_checkpointing(stock, ours, tmp_path):
-    job = Job(2, 6, partial_checkpoint=1, evaluate_after=1)
-    assert_same_bits(ours(job, by_plan(tmp_path, builders.one_f_one_b(2, 6))), stock(job))
 
 
 def test_a_pipeline_of_one_stage_is_left_to_megatron(stock, ours):

@@ -144,12 +144,11 @@ def _train(job: Job, session: Session | None, result: Result) -> None:
         seq_length=SEQUENCE,
         micro_batch_size=MICROBATCH,
     )
-    forward_step = partial(_forward_step, result.checkpointed)
     steady_steps = step = 0
     while True:
         clear_grads()
         reduced = call(
-            forward_step_func=forward_step, data_iterator=_data(job, step, result.replica)
+            forward_step_func=_forward_step, data_iterator=_data(job, step, result.replica)
         )
         result.losses.append([_bits(entry["loss"]) for entry in reduced])
         steady_steps += session is not None and session.state.phase is Phase.STEADY
@@ -159,19 +158,19 @@ def _train(job: Job, session: Session | None, result: Result) -> None:
             result.grads = _named_bits(chunks, _gradient)
         finish_step()
         if job.evaluate_after == step:
-            _evaluate(job, call, forward_step, result)
+            _evaluate(job, call, result)
         if last:
             break
         step += 1
     result.weights = _named_bits(chunks, lambda parameter: parameter.detach())
 
 
-def _evaluate(job: Job, call: Any, forward_step: Any, result: Result) -> None:
+def _evaluate(job: Job, call: Any, result: Result) -> None:
     """Forwards alone: once for losses, once for what is not a loss."""
     for collect in (False, True):
         with torch.no_grad():
             reduced = call(
-                forward_step_func=forward_step,
+                forward_step_func=_forward_step,
                 data_iterator=_data(job, 1000, result.replica),
                 forward_only=True,
                 collect_non_loss_data=collect,
@@ -181,7 +180,6 @@ def _evaluate(job: Job, call: Any, forward_step: Any, result: Result) -> None:
 
 def _build(job: Job) -> tuple[list[torch.nn.Module], Callable[[], None], Callable[[], None]]:
     """The chunks of this stage, what clears their gradients, and what steps their weights."""
-    checkpoints = job.recompute or job.partial_checkpoint is not None
     config = TransformerConfig(
         num_layers=max(4, job.stages * job.chunks),
         hidden_size=HIDDEN,
@@ -202,10 +200,9 @@ def _build(job: Job) -> tuple[list[torch.nn.Module], Callable[[], None], Callabl
         overlap_p2p_comm=job.chunks > 1,
         batch_p2p_comm=job.chunks == 1,
         calculate_per_token_loss=job.per_token_loss,
-        recompute_granularity="full" if checkpoints else None,
-        recompute_method="block" if checkpoints else None,
-        recompute_num_layers=1 if checkpoints else None,
-        num_microbatches_with_partial_activation_checkpoints=job.partial_checkpoint,
+        recompute_granularity="full" if job.recompute else None,
+        recompute_method="block" if job.recompute else None,
+        recompute_num_layers=1 if job.recompute else None,
     )
     chunks: list[torch.nn.Module] = []
     for chunk in range(job.chunks):
@@ -393,15 +390,9 @@ def _data(job: Job, step: int, replica: int) -> Any:
 
 
 def _forward_step(
-    checkpointed: list[bool | None],
-    data_iterator: Iterator[torch.Tensor],
-    model: torch.nn.Module,
-    checkpoint: bool | None = None,
+    data_iterator: Iterator[torch.Tensor], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Any]:
     config: Any = get_model_config(model)
-    checkpointed.append(checkpoint)
-    if checkpoint is not None:
-        config.recompute_num_layers = int(checkpoint)
     tokens = next(data_iterator)
     positions = torch.arange(SEQUENCE).expand(MICROBATCH, SEQUENCE)
     mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None]

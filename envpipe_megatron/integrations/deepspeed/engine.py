@@ -21,6 +21,7 @@ from deepspeed.runtime.utils import PartitionedTensor
 from envpipe_megatron.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.job import Job
+from envpipe_megatron.integrations.refusals import FREES_WHILE_TRAINING, frees_while_training
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.runtime.executor import StageRecord
 from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
@@ -322,6 +323,7 @@ def check_engine(engine: PipelineEngine) -> None:
         f"dynamic_shape with {QUEUES_VARIABLE} below 8": (
             engine.dynamic_shape and hardware_capacity(os.environ) is not None
         ),
+        FREES_WHILE_TRAINING: frees_while_training(),
     }
     _refuse(not_run)
     check_units(engine)

@@ -78,6 +78,14 @@ REFUSED: Mapping[str, Asks] = {
     "timers inside of forwards and backwards (--timing-log-level 2)": lambda args: (
         (getattr(args, "timing_log_level", None) or 0) > 1
     ),
+    # What an order's first receive found ready is gone; taking it anew may wait for that receive.
+    "memory given back in each iteration (--empty-unused-memory-level)": on(
+        "empty_unused_memory_level"
+    ),
+    # What a unit costs then depends on the order that plans choose.
+    "--num-microbatches-with-partial-activation-checkpoints": lambda args: (
+        getattr(args, "num_microbatches_with_partial_activation_checkpoints", None) is not None
+    ),
     # Their kernels are used for the first time in mid-training, beside a posted receive.
     "saving activations and gradients while training (--save-dgrads-interval and the like)": on(
         "save_activations_interval", "save_dgrads_interval", "save_wgrads_interval"
