@@ -205,10 +205,11 @@ class Profile:
             ):
                 wanted = frequency_mhz[stage][mask]
                 clocks, times_s, energies_j = self.curve(stage, kind)
+                at = np.searchsorted(clocks, wanted, side="right") - 1
                 if self.interpolates:
-                    known = (clocks[0] <= wanted) & (wanted <= clocks[-1])
+                    known = (at >= 0) & (wanted <= clocks[-1])
                 else:
-                    known = np.isin(wanted, clocks)
+                    known = clocks[at] == wanted
                 if not known.all():
                     self.row(stage, kind, int(wanted[~known][0]))  # raises, and says why
                 time_s[stage][mask] = np.interp(wanted, clocks, times_s)

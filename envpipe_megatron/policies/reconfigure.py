@@ -154,20 +154,24 @@ def step(
 
 
 def reconfigure(plan: Plan, policy: ReconfigurePolicy) -> Reconfigured:
-    """Repeat a policy's step offline, on what the evaluator says of the plan, late clocks and all.
+    """Repeat a policy's step offline, until the path that the evaluator gives the plan is done.
 
-    The loop stands where `policy.max_steps` were taken, or where a step raises nothing.
+    Late clocks are left out until nothing else is on the path: a unit that rises alone comes late
+    itself, and raising those around it one by one would end with whole stages at the top.
     """
-    schedule = plan.schedule
+    schedule, conditions = plan.schedule, plan.conditions
     ladders = Ladders(schedule, plan.profile)
+    frequency: list[int] = plan.frequency_mhz.ravel().tolist()
     steps = 0
-    while True:
-        frequency: list[int] = plan.frequency_mhz.ravel().tolist()
-        taken = step(schedule, frequency, plan.timeline.critical_path(), policy, ladders)
-        if taken.ended or steps >= policy.max_steps:
-            return Reconfigured(plan.frequency_mhz, steps, taken.ended or Ended.STEP_LIMIT)
-        for node, target in taken.raised.items():
-            frequency[node] = target
-        raised = np.array(frequency).reshape(plan.frequency_mhz.shape)
-        plan = replace(plan, frequency_mhz=raised)
-        steps += 1
+    for change_time_s in sorted({0.0, conditions.change_time_s}):
+        conditions = replace(conditions, change_time_s=change_time_s)
+        while True:
+            frequency_mhz = np.array(frequency).reshape(plan.frequency_mhz.shape)
+            now = replace(plan, frequency_mhz=frequency_mhz, conditions=conditions)
+            taken = step(schedule, frequency, now.timeline.critical_path(), policy, ladders)
+            if taken.ended or steps >= policy.max_steps:
+                break
+            for node, target in taken.raised.items():
+                frequency[node] = target
+            steps += 1
+    return Reconfigured(frequency_mhz, steps, taken.ended or Ended.STEP_LIMIT)

@@ -16,6 +16,7 @@ from envpipe_megatron.policies.reconfigure import (
     RECONFIGURE_POLICIES,
     Ended,
     Ladders,
+    Step,
     reconfigure,
     step,
 )
@@ -156,9 +157,51 @@ def test_ends_when_nothing_on_the_path_can_rise():
     for policy in (GREEDY, BALANCED):
         result = reconfigure(plan, policy)
         assert result.ended is Ended.NOTHING_CAN_RISE
-        after = replace(plan, frequency_mhz=result.frequency_mhz)
-        path = after.timeline.critical_path()
-        assert {int(result.frequency_mhz.ravel()[node]) for node in path} == {1200}
+        path = replace(plan, frequency_mhz=result.frequency_mhz).timeline.critical_path()
+        frequency = result.frequency_mhz.ravel().tolist()
+        assert {frequency[node] for node in path} == {1200}
+        last = step(plan.schedule, frequency, path, policy, Ladders(plan.schedule, profile))
+        assert last == Step(path, {}, Ended.NOTHING_CAN_RISE)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([GREEDY, BALANCED]))
+def test_the_end_that_is_said_is_true_of_the_plan_with_its_tails_and_late_clocks(seed, policy):
+    rng = random.Random(seed)
+    p = rng.randint(2, 5)
+    slowness = [rng.uniform(0.7, 1.3) for _ in range(p)]
+    profile = uniform_profile(p, CURVE, slowness=slowness)
+    conditions = Conditions(
+        (0.0,) * p,
+        latency_s=rng.choice([0.0, 0.1]),
+        tail_time_s=tuple(rng.uniform(0, 3) for _ in range(p)),
+        change_time_s=rng.choice([0.0, 0.05, 0.5]),
+    )
+    plan = plan_of(builders.one_f_one_b(p, rng.randint(1, 9)), profile)
+    plan = replace(plan, conditions=conditions)
+    result = reconfigure(plan, policy)
+    after = replace(plan, frequency_mhz=result.frequency_mhz)
+    path = after.timeline.critical_path()
+    last = int((after.timeline.end_s[:, -1] + conditions.tail_time_s).argmax())
+    assert path[0] == (last + 1) * plan.schedule.units_per_stage - 1
+    if result.ended is Ended.ENVELOPE:
+        assert is_envelope(plan.schedule, path)
+    else:
+        assert result.ended is Ended.NOTHING_CAN_RISE
+        assert not is_envelope(plan.schedule, path)
+        assert {int(result.frequency_mhz.flat[node]) for node in path} == {1200}
+
+
+def test_tails_that_end_the_iteration_leave_what_ends_before_them_alone():
+    """The last stage's tail is longer than all other stages take after it: they have the time."""
+    profile = uniform_profile(4, CURVE)
+    plan = plan_of(builders.one_f_one_b(4, 8), profile)
+    tailed = replace(plan, conditions=Conditions((0.0,) * 4, tail_time_s=(0.0, 0.0, 0.0, 20.0)))
+    result = reconfigure(tailed, BALANCED)
+    after = replace(tailed, frequency_mhz=result.frequency_mhz)
+    assert after.cost.iteration_time_s == pytest.approx(tailed.baseline.cost.iteration_time_s)
+    untailed = replace(tailed, frequency_mhz=reconfigure(plan, BALANCED).frequency_mhz)
+    assert after.cost.energy_j < untailed.cost.energy_j
 
 
 def test_ends_at_the_limit_of_steps():
