@@ -144,7 +144,7 @@ def make_conditions(
     profile: Profile,
     *,
     blocking_power_w: float | Sequence[float],
-    use: Collection[str] | None = None,
+    use: Collection[str] = (),
     latency_s: float | Sequence[float] | None = None,
     tail_time_s: float | Sequence[float] | None = None,
     gpus_per_stage: int | Sequence[int] | None = None,
@@ -157,9 +157,8 @@ def make_conditions(
     Args:
         profile: of the job.
         blocking_power_w: one number, or one for each stage.
-        use: which of `SIDECAR_FIELDS` to take from the sidecar. None takes the latency where it is
-            known; a collection takes exactly what it names, and each must be known.
-        latency_s: one number, or one for each boundary.
+        use: which of `SIDECAR_FIELDS` to take from the sidecar, each of which must be known.
+        latency_s: one number, or one for each boundary; by default the sidecar's where it is known.
         tail_time_s: one number, or one for each stage.
         gpus_per_stage: one number, or one for each stage.
         wait_power_w: as `Conditions` takes it.
@@ -172,10 +171,8 @@ def make_conditions(
             lacks.
     """
     sidecar, stages = profile.sidecar, profile.num_stages
-    if use is None:
-        use = ("latency",) if sidecar.p2p_latency_s is not None else ()
     given: dict[str, Any] = {
-        "latency": latency_s,
+        "latency": sidecar.p2p_latency_s if latency_s is None else latency_s,
         "tail": tail_time_s,
         "tensor-parallel": gpus_per_stage,
         "wait-power": wait_power_w,

@@ -186,7 +186,7 @@ def _plan(schedule: Schedule, profile: Profile) -> Plan:
     conditions = make_conditions(
         profile,
         blocking_power_w=[curve[max(curve)] for curve in powers],
-        use=("latency", "tail"),
+        use=["tail"],
     )
     clocks = max_frequencies(schedule, profile)
     return Plan("baseline", schedule, clocks, profile, conditions)

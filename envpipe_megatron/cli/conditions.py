@@ -25,8 +25,8 @@ _OPTIONS = (
         "--use",
         type=click.Choice(list(SIDECAR_FIELDS)),
         multiple=True,
-        help="Take this from the profile's sidecar; repeat for more. Default: the latency, where "
-        "it is known.",
+        help="Take this, too, from the profile's sidecar; repeat for more. The latency is taken "
+        "unasked where it is known.",
     ),
     click.option(
         "--p2p-latency",
@@ -76,7 +76,7 @@ def read_conditions(
     return make_conditions(
         profile,
         blocking_power_w=known_blocking_power(profile, _single(blocking_power)),
-        use=use or None,
+        use=use,
         latency_s=_single(p2p_latency),
         tail_time_s=_single(tail_time),
         gpus_per_stage=_single(tensor_parallel),

@@ -117,12 +117,15 @@ def test_conditions_are_options_and_stand_in_the_plan(profile_path, tmp_path):
 
 def test_conditions_come_from_the_sidecar_when_asked_for(profile_path, tmp_path):
     sidecar = {"format": "envpipe-profile/1", "tail_time_s": [0.3, 0.3, 0.3, 0.4]}
+    sidecar["p2p_latency_s"] = [0.01, 0.02, 0.01]
     profile_path.with_suffix(".json").write_text(json.dumps(sidecar))
     output = tmp_path / "plan.json"
     plan_for(profile_path, output)
     assert "tail_time_s" not in json.loads(output.read_text())
     plan_for(profile_path, output, "--use", "tail")
-    assert json.loads(output.read_text())["tail_time_s"] == [0.3, 0.3, 0.3, 0.4]
+    plan = json.loads(output.read_text())
+    assert plan["tail_time_s"] == [0.3, 0.3, 0.3, 0.4]
+    assert plan["p2p_latency_s"] == [0.01, 0.02, 0.01]  # as without the option
     message = run_badly(
         "plan", "--profile", profile_path, "--num-microbatches", 4, "--output", output,
         "--use", "change",

@@ -109,9 +109,6 @@ class TestFromTheSidecar:
         assert made == Conditions((80.0,) * 3, (0.1, 0.2))
         assert make_conditions(profile(Sidecar()), blocking_power_w=80.0) == PLAIN
 
-    def test_nothing_when_nothing_is_asked_for(self):
-        assert make_conditions(profile(), blocking_power_w=80.0, use=()) == PLAIN
-
     @pytest.mark.parametrize(
         ("name", "fields"),
         [
@@ -122,9 +119,9 @@ class TestFromTheSidecar:
             ("change", {"change_time_s": 0.01, "change_energy_j": 0.2}),
         ],
     )
-    def test_each_when_asked_for(self, name, fields):
+    def test_each_when_asked_for_beside_the_latency(self, name, fields):
         made = make_conditions(profile(), blocking_power_w=80.0, use=[name])
-        assert made == Conditions((80.0,) * 3, **fields)
+        assert made == Conditions((80.0,) * 3, **{"latency_s": FULL.p2p_latency_s, **fields})
 
     def test_all_names_are_tried_here(self):
         everything = make_conditions(profile(), blocking_power_w=80.0, use=SIDECAR_FIELDS)
@@ -166,7 +163,7 @@ class TestOverrides:
     )
 
     @pytest.mark.parametrize("sidecar", [FULL, Sidecar()])
-    @pytest.mark.parametrize("use", [None, (), tuple(SIDECAR_FIELDS)])
+    @pytest.mark.parametrize("use", [(), tuple(SIDECAR_FIELDS)])
     def test_win_over_the_sidecar_and_need_none(self, sidecar, use):
         made = make_conditions(profile(sidecar), blocking_power_w=80.0, use=use, **self.given)
         assert made == self.expected
@@ -176,7 +173,7 @@ class TestOverrides:
 
     def test_one_for_each_stage(self):
         made = make_conditions(
-            profile(), blocking_power_w=(1, 2, 3), use=(), tail_time_s=(0, 0, 1),
+            profile(), blocking_power_w=(1, 2, 3), tail_time_s=(0, 0, 1),
             gpus_per_stage=(1, 2, 4), latency_s=(0.1, 0),
         )  # fmt: skip
         assert made == Conditions((1.0, 2.0, 3.0), (0.1, 0.0), (0.0, 0.0, 1.0), (1, 2, 4))
