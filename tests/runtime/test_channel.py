@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -177,3 +178,44 @@ def test_what_nccl_gave_up_ends_the_step(monkeypatch, lost, result):
         step()
     results |= {"receive": [0, 0], "send": [0, 0]}
     step()
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_each_message_takes_its_own_link(monkeypatch, stage):
+    """Over gloo all links are one group; over NCCL another's would hang both ends."""
+    taken = []
+    for transfer in ("isend", "irecv"):
+        monkeypatch.setattr(
+            dist,
+            transfer,
+            lambda tensor, peer, group, tag, transfer=transfer: taken.append(
+                (transfer, peer, group)
+            ),
+        )
+    links: Any = {(kind, sender): (kind, sender) for kind in Kind for sender in range(3)}
+    ranks = [10, 11, 12]
+    made = channel.P2PChannel(ranks, stage, links, stamped=False, timeout=timedelta(seconds=1))
+    schedule, expected = one_f_one_b(3, 1), []
+    made.begin_step(schedule, SPECS)
+    for unit in schedule.stages[stage]:
+        towards = 1 if unit.kind is Kind.FORWARD else -1
+        if 0 <= stage - towards < 3:
+            made.receive(unit)
+            expected.append(("irecv", ranks[stage - towards], (unit.kind, stage - towards)))
+        if 0 <= stage + towards < 3:
+            made.send(unit, [torch.zeros(1)], None)
+            expected.append(("isend", ranks[stage + towards], (unit.kind, stage)))
+    made.end_step()
+    assert sorted(taken) == sorted(expected)
+
+
+@pytest.mark.parametrize("vary", [False, True])
+@pytest.mark.parametrize("capacity", [None, 1])
+def test_messages_that_vary_are_refused_over_one_queue_alone(monkeypatch, vary, capacity):
+    monkeypatch.setattr(dist, "irecv", lambda *a, **kw: None)
+    links: Any = dict.fromkeys((kind, sender) for kind in Kind for sender in range(2))
+    timeout = timedelta(seconds=1)
+    made = channel.P2PChannel([0, 1], 0, links, stamped=False, timeout=timeout, capacity=capacity)
+    refused = pytest.raises(channel.ChannelError, match="several hardware queues")
+    with refused if vary and capacity else nullcontext():
+        made.begin_step(one_f_one_b(2, 2), replace(SPECS, vary=vary))

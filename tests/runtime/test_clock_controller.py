@@ -239,6 +239,32 @@ def test_a_change_held_back_is_made_when_its_time_has_come(gpu):
     clock.close()
 
 
+def test_a_controller_with_nothing_to_change_sleeps(gpu, clock, monkeypatch):
+    """It asks for the time where a change is held back; without an end, that would take a core."""
+    looks: list[float] = []
+    monkeypatch.setattr(gpu, "time_s", lambda: looks.append(0.0) or 0.0)
+    clock.request(1000, Done())
+    clock.wait_idle()
+    running = Unit()
+    clock.request(1200, running)
+    clock.request(1000, running)  # what is set already, once the first of both is stale
+    running.end()
+    clock.wait_idle()
+    assert gpu.history == [1000]
+    assert not looks
+
+
+def test_the_first_of_two_errors_is_kept(gpu):
+    clock = ClockController(gpu)
+    clock.request(1000, Done())
+    clock.wait_idle()
+    gpu.error, gpu.reset_error = GpuError("no lock"), GpuError("no reset")
+    clock.request(1200, Done())
+    clock.wait_idle()
+    clock.close()
+    assert clock.error is gpu.error
+
+
 @pytest.mark.parametrize("error", [GpuError("driver"), OSError("gone")])
 def test_failing_driver_stops_control_and_not_training(gpu, clock, error):
     clock.request(1000, Done())

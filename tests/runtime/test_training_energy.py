@@ -221,6 +221,27 @@ def test_an_interval_of_hours_outlives_the_meters_memory():
     meter.close()
 
 
+def test_steps_are_metered_together_and_not_before_their_end_was_seen():
+    """Else each end adds its uncertainty, and what was extrapolated stays in the bill."""
+    gpu = FakeGpu()
+    gpu.refresh_s = 1.0
+    gpu.counter_j = lambda time_s: 100 * time_s + 20 * np.sin(3 * time_s)
+    meter = EnergyMeter(gpu, poll_s=3600, horizon_s=1000.0)
+    interval = IntervalMeter(meter)
+    for end_s in range(10, 1501, 10):
+        for time_s in range(end_s - 10, end_s - 5):
+            gpu.now_s = time_s
+            meter._sample()
+        interval.add("steady", end_s - 10, end_s - 5)  # its end was not seen yet
+        interval.add("steady", end_s - 5, end_s)
+    gpu.now_s = 1500
+    meter._sample()
+    lap = interval.lap()
+    assert lap.energy_j == pytest.approx(gpu.counter_j(1500) - gpu.counter_j(0), abs=1e-6)
+    assert lap.metering_uncertainty_j < 3 * meter.window(900, 1500).uncertainty_j
+    meter.close()
+
+
 def test_laps_add_up_where_the_counter_had_refreshed():
     gpu = FakeGpu()
     gpu.counter_j = lambda time_s: 100 * time_s + 20 * np.sin(3 * time_s)
