@@ -332,6 +332,14 @@ def test_an_order_without_memory_ends_the_job_on_all_ranks():
     assert job.everywhere(run) == [True] * 4
 
 
+def test_what_lies_before_training_is_no_steps_peak():
+    """A checkpoint that is read, say."""
+    job = FakeJob(2, 6, lambda rank: Sizes())
+    for device in job.devices:
+        device.use(500_000)
+    assert all(memory.step_peak_bytes < 200_000 for memory in job.learn())
+
+
 def test_nothing_is_looked_at_once_the_plan_runs():
     job = FakeJob(2, 6, lambda rank: Sizes())
     job.learn()
