@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,13 @@ class CudaMemory:
 
 
 def device_memory() -> MemorySource | None:
-    """The memory of this rank's device; None where no CUDA device is in use."""
+    """The memory of this rank's device; None where no CUDA device is in use, or tells nothing."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         return None
-    return CudaMemory()
+    memory = CudaMemory()
+    try:
+        memory.read()
+    except Exception as error:  # an allocator of somebody else's need not count
+        logger.warning("The memory of this rank's device is not known: %s", error)
+        return None
+    return memory

@@ -8,6 +8,8 @@ which `phases.run_phases` turns into the framework's own order at the highest cl
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -18,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+#: How often the planner says that it is still busy: more often than any collective's time-out.
+_LOOK_S = 5.0
 #: Of an error's text: notes go through the sockets of agents.
 _MOST_CHARACTERS = 1000
 
@@ -51,6 +55,48 @@ def by_planner(collectives: Collectives, make: Callable[[], T]) -> T:
             raise GoesOnError(in_words(error)) from error
 
     return collectives.agreed(tried)
+
+
+def by_planner_in_time(
+    collectives: Collectives, make: Callable[[], T], longest_s: float, look_s: float = _LOOK_S
+) -> T:
+    """As `by_planner`, for what may take longer than a collective waits, or for ever.
+
+    Args:
+        collectives: to all ranks.
+        make: called on a thread, which is left behind where it takes too long.
+        longest_s: how long it may take.
+        look_s: how often the others hear of it.
+
+    Raises:
+        GoesOnError: it could not be made, or not in time.
+        CollectivesError: a rank is gone or silent.
+    """
+    made: list[T] = []
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="envpipe-planner", daemon=True)
+    until_s = time.monotonic() + longest_s
+    if collectives.is_planner:
+        thread.start()
+
+    def look() -> list[T]:
+        thread.join(look_s)
+        if failures:
+            raise failures[0]
+        if not made and time.monotonic() > until_s:
+            raise GoesOnError(f"It took longer than {longest_s:g} s")
+        return made
+
+    while not (found := by_planner(collectives, look)):
+        pass
+    return found[0]
 
 
 def everyones(collectives: Collectives, make: Callable[[], T]) -> list[list[T]]:

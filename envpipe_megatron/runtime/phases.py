@@ -16,7 +16,7 @@ from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
 from envpipe_megatron.profile import Profile, read_profile
 from envpipe_megatron.runtime.collectives import mean
 from envpipe_megatron.runtime.executor import StageRecord
-from envpipe_megatron.runtime.going_on import GoesOnError, by_planner
+from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, everyones
 from envpipe_megatron.runtime.job_context import Job, SessionConfig
 from envpipe_megatron.runtime.memory import MemoryFullError, Watch
 from envpipe_megatron.runtime.memory_limit import knows_memory, with_memory
@@ -211,9 +211,13 @@ def _swept_clocks(job: Job) -> tuple[int, ...]:
         ProfilerError: GPUs with different clocks, or a single one; on all ranks.
     """
     preset = job.config.gpu_preset
-    override = load_preset(preset).control if preset else override_for(job.gpu.name)
-    clocks = sweep_range(job.gpu.supported_frequencies_mhz, override)
-    everyone = job.collectives.gather_by_stage(clocks)
+
+    def own() -> tuple[int, ...]:
+        override = load_preset(preset).control if preset else override_for(job.gpu.name)
+        return sweep_range(job.gpu.supported_frequencies_mhz, override)
+
+    everyone = everyones(job.collectives, own)
+    clocks = everyone[0][0]
     if any(other != clocks for stage in everyone for other in stage):
         raise ProfilerError(
             "The GPUs of the pipeline support different clocks",

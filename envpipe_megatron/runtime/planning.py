@@ -12,10 +12,13 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.plan import Plan, read_plan
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.profile import Profile
-from envpipe_megatron.runtime.going_on import GoesOnError, by_planner
+from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, by_planner_in_time
 from envpipe_megatron.runtime.job_context import Job, SessionError
 from envpipe_megatron.runtime.memory import MemoryFullError
 from envpipe_megatron.runtime.memory_limit import in_flight_limit
+
+#: Planning must end while GPUs wait for it; 64 stages x 1,024 microbatches take some minutes.
+_LONGEST_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def adopt_plan(job: Job, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Ad
             return Adopted(plan, (), made_now=False)
         except (GoesOnError, MemoryFullError) as error:
             job.say(f"the plan of an earlier start is made anew: {error}")
-    made = by_planner(job.collectives, online)
+    made = by_planner_in_time(job.collectives, online, _LONGEST_S)
     if isinstance(made, EnvPipeError):
         raise made
     try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import going_on_ranks
 import pytest
@@ -14,6 +16,7 @@ from rank_pool import RankFailedError
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.planner import PlannerError
 from envpipe_megatron.profile import read_profile
+from envpipe_megatron.runtime.going_on import GoesOnError, by_planner_in_time
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -52,6 +55,7 @@ def check_own_order(told, text):
         Fault("runtime.planning:_check"),
         Fault("runtime.memory:StageMemory.predicted_peak_bytes", victim=1),
         Fault("runtime.memory:StageMemory.predicted_peak_bytes", victim=None),
+        Fault("runtime.phases:sweep_range", victim=1),
         Fault("runtime.profiler:split_energies", victim=2),
         Fault("runtime.profiler:make_profile", error=EnvPipeError),
         Fault("runtime.profiler:_Point.read", victim=1, call=3),
@@ -83,6 +87,16 @@ def test_what_is_not_needed_for_a_plan_may_fail(three_ranks, tmp_path, fault):
     for one in three_ranks.run(going_on_ranks.train, tmp_path, ENVELOPE, (fault,)):
         assert one.phase == "steady"
         assert one.peak_in_flight != ()
+
+
+def test_planning_that_never_ends_is_left_behind():
+    ended, looks = threading.Event(), []
+    collectives = SimpleNamespace(is_planner=True, agreed=lambda make: looks.append(0) or make())
+    with pytest.raises(GoesOnError, match="longer than"):
+        by_planner_in_time(collectives, ended.wait, longest_s=0.05, look_s=0.01)
+    assert len(looks) > 1  # the others heard of it meanwhile
+    ended.set()
+    assert by_planner_in_time(collectives, ended.wait, longest_s=60.0) is True
 
 
 def test_a_solver_may_fail_anywhere(three_ranks, tmp_path):

@@ -17,7 +17,7 @@ from envpipe_megatron import builders
 from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.policies.planner import BY_MEMORY, PlanRequest
 from envpipe_megatron.profile import ProfileRow, make_profile
-from envpipe_megatron.runtime.device_memory import device_memory
+from envpipe_megatron.runtime.device_memory import CudaMemory, device_memory
 from envpipe_megatron.runtime.memory import (
     PREDICTION_ERROR,
     SAFETY_MARGIN,
@@ -460,6 +460,17 @@ def test_cuda_memory_reads_the_allocators_counters(monkeypatch):
     assert memory.peak_bytes() == 800
 
 
+def test_an_allocator_that_counts_nothing_leaves_memory_unknown(monkeypatch, caplog):
+    def refuse(device):
+        raise RuntimeError("it does not support getDeviceStats")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", refuse)
+    assert device_memory() is None
+    assert "getDeviceStats" in caplog.text
+
+
 def test_cuda_memory_that_is_cached_already_is_not_taken_again(monkeypatch):
     """The allocator gives a piece that it holds before it asks the driver."""
     pieces, asked, driver = [40, 300], [], 500
@@ -481,7 +492,7 @@ def test_cuda_memory_that_is_cached_already_is_not_taken_again(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
     monkeypatch.setattr(torch, "empty", empty)
-    memory = device_memory()
+    memory = CudaMemory()
     assert memory.reserve(900)
     assert not asked
     assert memory.reserve(1_200)
