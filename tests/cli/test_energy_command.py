@@ -67,6 +67,14 @@ def test_two_hand_started_nodes_add_up_to_the_joule(tmp_path):
     assert both["job"]["average_power_w"] == pytest.approx(math.fsum(all_j) / 4800)
 
 
+def test_lines_that_are_given_twice_are_told_of(tmp_path, caplog):
+    log = write(tmp_path / "whole.jsonl", window())
+    run_well("energy", "sum", log)
+    assert "given twice" not in caplog.text
+    run_well("energy", "sum", log, log)
+    assert "1 lines were given twice and counted once" in caplog.text
+
+
 def test_lines_that_are_given_twice_count_once(tmp_path):
     entries = [window(iteration=i, energy_j=10 + i) for i in range(6)]
     whole = write(tmp_path / "whole.jsonl", *entries)

@@ -114,6 +114,9 @@ def test_a_rank_that_starts_again_goes_on_where_the_bill_ended(nodes):
     assert bill(agent).total().energy_j == pytest.approx(nodes.counted_j(gpu), rel=1e-12)
     ranks = [line["rank"] for line in lines(agent) if line.get("phase") == "steady"]
     assert ranks == [0, 1, 2]
+    # What lies between is of the rank that comes next.
+    between = [line["rank"] for line in lines(agent) if line.get("phase") == "between"]
+    assert sorted(set(between)) == [1, 2]
 
 
 NONSENSE = [

@@ -205,6 +205,10 @@ def test_saving_against_the_jobs_own_baseline():
     assert "slower 5.92 +- " in line
 
 
+def test_a_job_has_as_many_steps_as_the_gpu_that_told_of_most():
+    assert bill(*steady(0, 90.0), window(1, 0)).steps("steady").iterations == 4
+
+
 def test_steps_that_take_the_same_time_have_a_known_uncertainty():
     got = bill(job(baseline=BASELINE), *steady(0, 90.0, (2.0, 2.0, 2.0))).comparison()
     assert got.slowdown_uncertainty_percent is not None
@@ -428,6 +432,12 @@ def test_runs_are_shown_where_there_are_some():
     show_bill(bill(window()), Tariff(), Console(file=without))
     assert "first" in with_runs.getvalue()
     assert "run" not in without.getvalue()
+
+
+def test_a_gpu_without_any_time_is_shown_too():
+    console = Console(file=io.StringIO(), width=200)
+    show_bill(bill(window(0, 0, 0.0, duration_s=0.0)), Tariff(), console)
+    assert "GPU-0" in console.file.getvalue()
 
 
 def test_an_empty_bill_is_shown_too():

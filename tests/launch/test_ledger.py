@@ -344,6 +344,21 @@ def test_a_counter_that_goes_back_spoils_one_line(reloaded, caplog):
     reloaded.check(377)
 
 
+def test_figures_that_stood_in_before_a_counter_went_back_stay(reloaded, monkeypatch):
+    monkeypatch.setattr(ledger_module, "_PATIENCE_S", 0.0)
+    reloaded.at_each(5.1, 6.0)
+    with monkeypatch.context() as stalled:
+        stall(reloaded, stalled)
+        reloaded.at(7.0)
+        reloaded.ledger.take(window(5.0, 6.0, 0))
+        reloaded.ledger.take(window(6.0, 7.0, 1))
+    reloaded.at_each(7.1, 9.0)
+    for begin in (7, 8):
+        reloaded.ledger.take(window(begin, begin + 1, begin))
+    assert [line["energy_j"] for line in reloaded.lines] == pytest.approx([100, 77, 77, 100])
+    reloaded.check(354)
+
+
 def test_a_counter_that_goes_back_while_nothing_trains(reloaded, caplog):
     """What it had counted is lost; it is told once, and later windows are right."""
     reloaded.at_each(5.1, 6.0)
