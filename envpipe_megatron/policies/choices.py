@@ -8,6 +8,7 @@ Chung et al., SOSP'24, section 4.1).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from envpipe_megatron.schedule import Kind
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+Choice = tuple[float, float, int]  #: time in s, cost in J, and whose they are
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,30 @@ def make_choices(
 def _unit_choices(
     profile: Profile, stage: int, kind: Kind, waiting_power_w: float, gpus: int
 ) -> UnitChoices:
-    kept: list[tuple[float, float, int]] = []
-    rows = profile.rows[stage][kind]
-    for time_s, cost_j, frequency in sorted(
+    kept = unbeaten(
         (row.time_s, gpus * (row.energy_j - waiting_power_w * row.time_s), row.frequency_mhz)
-        for row in rows
-    ):
-        if not kept or cost_j < kept[-1][1]:
-            kept.append((time_s, cost_j, frequency))
+        for row in profile.rows[stage][kind]
+    )
+    times, costs, frequencies = zip(*kept, strict=True)
+    return UnitChoices(
+        np.array(frequencies, dtype=np.int64),
+        np.array(times),
+        np.array(costs),
+        np.array(lower_hull(kept), dtype=np.int64),
+    )
+
+
+def unbeaten(choices: Iterable[Choice]) -> list[Choice]:
+    """Those that no other beats in both time and cost, by rising time and falling cost."""
+    kept: list[Choice] = []
+    for choice in sorted(choices):
+        if not kept or choice[1] < kept[-1][1]:
+            kept.append(choice)
+    return kept
+
+
+def lower_hull(kept: Sequence[Choice]) -> list[int]:
+    """Indices of the unbeaten choices on the lower convex hull of cost over time."""
     hull: list[int] = []
     for index, (time_s, cost_j, _) in enumerate(kept):
         while len(hull) >= 2:
@@ -88,10 +106,4 @@ def _unit_choices(
                 break
             hull.pop()
         hull.append(index)
-    times, costs, frequencies = zip(*kept, strict=True)
-    return UnitChoices(
-        np.array(frequencies, dtype=np.int64),
-        np.array(times),
-        np.array(costs),
-        np.array(hull, dtype=np.int64),
-    )
+    return hull

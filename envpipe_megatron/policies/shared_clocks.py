@@ -17,6 +17,7 @@ from scipy.sparse import bmat, csr_matrix
 
 from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.longest_path import LongestPath
+from envpipe_megatron.policies.choices import lower_hull, unbeaten
 from envpipe_megatron.policies.clock_runs import ClockTable
 from envpipe_megatron.policies.linear_program import LinearProgramError
 from envpipe_megatron.schedule import Schedule
@@ -218,29 +219,11 @@ def _hulls(
         key = (stage, stop - node - backwards, backwards)
         if key not in known:
             at = slice(position, position + stop - node)
-            known[key] = _lower_hull(
-                np.flatnonzero(table.profiled[at, stage].all(axis=0)),
-                table.time_s[at, stage].sum(axis=0),
-                table.cost_j[at, stage].sum(axis=0),
-            )
+            clocks = np.flatnonzero(table.profiled[at, stage].all(axis=0))
+            time_s = table.time_s[at, stage].sum(axis=0)[clocks].tolist()
+            cost_j = table.cost_j[at, stage].sum(axis=0)[clocks].tolist()
+            kept = unbeaten(zip(time_s, cost_j, clocks.tolist(), strict=True))
+            _, hull_j, hull = zip(*(kept[index] for index in lower_hull(kept)), strict=True)
+            known[key] = np.array(hull, dtype=np.int64), np.array(hull_j)
         hulls.append(known[key])
     return hulls
-
-
-def _lower_hull(
-    clocks: IntArray, time_s: FloatArray, cost_j: FloatArray
-) -> tuple[IntArray, FloatArray]:
-    """Those of some clocks that no mixture of others beats in both time and cost."""
-    hull: list[int] = []
-    for clock in sorted(clocks.tolist(), key=lambda c: (time_s[c], cost_j[c])):
-        if hull and cost_j[clock] >= cost_j[hull[-1]]:
-            continue
-        while len(hull) >= 2:
-            a, b = hull[-2:]
-            here, beyond = time_s[b] - time_s[a], time_s[clock] - time_s[a]
-            if (cost_j[b] - cost_j[a]) * beyond < (cost_j[clock] - cost_j[a]) * here:
-                break
-            hull.pop()
-        hull.append(clock)
-    chosen = np.array(hull, dtype=np.int64)
-    return chosen, cost_j[chosen]
