@@ -14,6 +14,7 @@ import click
 from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FOLDER, Finite
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.hostfile import read_hostfile
+from envpipe_megatron.launch.looking import look
 from envpipe_megatron.launch.node_processes import NodeProcess, run_nodes
 from envpipe_megatron.launch.ssh import carried_environment, ssh_command
 from envpipe_megatron.launch.torchrun_options import (
@@ -161,7 +162,11 @@ def _file_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
     metavar="NAME",
     help="Carry this variable to the hosts, too; repeat for more.",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be started where, and start nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Say what would be started where and what was found for it here, and start nothing.",
+)
 @click.option("--until-stdin-ends", is_flag=True, hidden=True)
 @click.pass_context
 def launch(
@@ -194,6 +199,9 @@ def launch(
         if dry_run:
             torchrun = (sys.executable, "-m", "torch.distributed.run", *plan.arguments)
             _show("this node", torchrun, plan)
+        found = look(splitter.parser.read(plan.arguments))
+        if dry_run:
+            click.echo("".join(f"  {line}\n" for line in found), nl=False)
             return
         from envpipe_megatron.launch.node import NodeSettings, run_node
 

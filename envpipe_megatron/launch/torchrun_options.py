@@ -18,7 +18,7 @@ COMMAND_LINE = "command line"
 DEFAULT = "default"
 HOSTFILE = "hostfile"
 #: torchrun's own default.
-_MASTER_PORT = "29500"
+MASTER_PORT = "29500"
 #: EnvPipe's names of torchrun's options, in the order in which they are shown.
 VARIABLES = {
     "--nnodes": "NNODES",
@@ -180,7 +180,7 @@ def _options_of_host(
         known.add("--node-rank", str(rank), HOSTFILE)
         if not known.has_endpoint:
             known.fill("--master-addr", lambda: (hosts[0].name, HOSTFILE))
-            known.fill("--master-port", lambda: (_MASTER_PORT, DEFAULT))
+            known.fill("--master-port", lambda: (MASTER_PORT, DEFAULT))
     return known.complete(options, script)
 
 

@@ -39,7 +39,7 @@ class TorchrunParser:
     """
 
     def __init__(self) -> None:
-        self._parser = _Parser(prog="torchrun", parents=[_torchs_parser()], add_help=False)
+        self._parser = _parser()
         defaults = vars(self._parser.parse_args([_SCRIPT]))
         #: Whether torchrun takes a free port by itself where one node is all. torch 2.11 does not.
         self.picks_free_port = defaults["master_port"] is None
@@ -64,6 +64,15 @@ class TorchrunParser:
             )
         return False
 
+    @staticmethod
+    def read(arguments: Sequence[str]) -> argparse.Namespace:
+        """Return all options as torchrun itself reads them, its variables and defaults among them.
+
+        Raises:
+            EnvPipeError: torchrun would refuse them.
+        """
+        return _parser().parse_args(arguments)
+
     def given(self, options: Sequence[str]) -> dict[str, Any]:
         """Return the values of options that were given, under names like `nproc_per_node`.
 
@@ -80,6 +89,10 @@ class TorchrunParser:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise EnvPipeError(f"torchrun refuses its options: {message}", remedy=_SEE_HELP)
+
+
+def _parser() -> _Parser:
+    return _Parser(prog="torchrun", parents=[_torchs_parser()], add_help=False)
 
 
 def _torchs_parser() -> argparse.ArgumentParser:

@@ -23,9 +23,11 @@ OWN = [name for option in launch.params for name in option.opts]
 
 
 @pytest.fixture(autouse=True)
-def started(monkeypatch):
-    """What would have been run; nothing is."""
+def started(monkeypatch, tmp_path):
+    """What would have been run, in a folder with a script train.py; nothing is."""
     calls = []
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
 
     def run_node(arguments, settings):
         calls.append((list(arguments), settings))
@@ -161,7 +163,82 @@ def test_a_dry_run_tells_the_command_and_where_values_come_from(started, monkeyp
         "--nproc-per-node 4: command line",
         "--node-rank 1: NODE_RANK",
         "--master-addr first: PET_MASTER_ADDR",
+        "script train.py: is there",
+        "rendezvous: first, port 29500, where the node of rank 0 listens",
     ]
+
+
+# What is looked for before anything is started
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["no.py", "--arg"], "no such script to run (got 'no.py')"),
+        (["-m", "no_such.train"], "no such module to run (got 'no_such.train')"),
+        (["-m", "train.py"], None),  # Python looks for train alone first
+        (["-m", "json.tool"], None),
+        (["--no-python", "no-such-program"], "no such program to run (got 'no-such-program')"),
+        (["--no-python", "sh"], None),
+        (["--no-python", "./train.py"], "no such program"),  # may not be executed
+        (["--run-path", "no.py"], "no such script"),
+        (["-"], None),  # of standard input
+        (["."], None),  # a folder may have a __main__.py
+    ],
+)
+def test_what_is_run_is_there(started, words, message):
+    if message is None:
+        run_well(*words)
+        assert "is there" in run_well("--dry-run", *words).stdout
+        assert len(started) == 1
+        return
+    assert message in run_badly(*words)
+    dry = run("--dry-run", *words)
+    assert (dry.exit_code, message in " ".join(dry.stderr.split())) == (1, True)
+    assert "this node:" in dry.stdout
+    assert started == []
+
+
+def test_another_python_may_have_other_modules(monkeypatch):
+    monkeypatch.setenv("PYTHON_EXEC", "/opt/python")
+    assert "not looked for" in run_well("--dry-run", "-m", "no_such.train").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "used"),
+    [
+        (["--master-port={port}"], True),
+        (["--nnodes=2", "--node-rank=0", "--master-addr=else", "--master-port={port}"], True),
+        (["--nnodes=2", "--node-rank=0", "--rdzv-endpoint=else:{port}"], True),
+        (["--nnodes=2", "--node-rank=1", "--master-addr=first", "--master-port={port}"], False),
+        (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:{port}"], False),  # is joined
+        (["--standalone", "--master-port={port}"], False),
+        ([], False),
+    ],
+)
+def test_the_node_of_rank_0_needs_its_port(started, words, used):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = [word.format(port=port) for word in words]
+        if used:
+            assert f"listens at the port of the rendezvous (got {port})" in run_badly(
+                *words, "train.py"
+            )
+            assert started == []
+        else:
+            run_well(*words, "train.py")
+    run_well(*words, "train.py")
+    told = run_well("--dry-run", *words, "train.py").stdout
+    assert (f"rendezvous: port {port} of this node is free" in told) is used
+
+
+def test_ports_are_torchruns_own(monkeypatch):
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", "first")
+    assert "has no port (got 'first')" in run_badly("train.py")
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", "first:70000")
+    assert "has no port" in run_badly("train.py")
+    monkeypatch.setenv("PET_RDZV_BACKEND", "c10d")
+    assert "c10d at first:70000" in run_well("--dry-run", "train.py").stdout
 
 
 def test_a_dry_run_of_hosts_tells_the_ssh_commands(started, monkeypatch, tmp_path, hosts):

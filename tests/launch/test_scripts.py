@@ -254,7 +254,9 @@ def test_its_pods_are_pods(job):
 
 
 @pytest.mark.parametrize(("replica", "rank"), [("Master", "0"), ("Worker", "1")])
-def test_its_command_finds_the_operators_variables(job, monkeypatch, replica, rank):
+def test_its_command_finds_the_operators_variables(job, monkeypatch, tmp_path, replica, rank):
+    (tmp_path / "pretrain_gpt.py").touch()
+    monkeypatch.chdir(tmp_path)
     spec = job["spec"]["pytorchReplicaSpecs"]
     operators = {
         "PET_NNODES": str(sum(each["replicas"] for each in spec.values())),
