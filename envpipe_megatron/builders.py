@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from envpipe_megatron.schedule import Kind, Schedule, ScheduleError, Unit, unit
+from envpipe_megatron.schedule import Kind, Schedule, ScheduleError, Unit, check_size, unit
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
@@ -69,7 +69,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
         ScheduleError: a job that Megatron refuses too: one chunk, fewer microbatches than stages,
             or a last group smaller than the pipeline.
     """
-    _check_job(num_stages, num_microbatches)
+    _check_job(num_stages, num_microbatches, num_chunks)
     if num_chunks < 2:
         raise ScheduleError(
             "The interleaved schedule needs at least two chunks a stage",
@@ -100,7 +100,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
 
 def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """Forwards alone, as in evaluation; with chunks in Megatron's groups."""
-    _check_job(num_stages, num_microbatches)
+    _check_job(num_stages, num_microbatches, num_chunks)
     order = tuple(
         unit(Kind.FORWARD, microbatch, chunk)
         for first in range(0, num_microbatches, num_stages)
@@ -211,7 +211,7 @@ def limit_step(extra_forwards: Sequence[int], max_step: int) -> list[int]:
     return limited
 
 
-def _check_job(num_stages: int, num_microbatches: int) -> None:
+def _check_job(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:
     for what, count in (("stage", num_stages), ("microbatch", num_microbatches)):
         if count < 1:
             raise ScheduleError(
@@ -219,6 +219,7 @@ def _check_job(num_stages: int, num_microbatches: int) -> None:
                 value=count,
                 remedy="Give a positive number.",
             )
+    check_size(num_stages, num_microbatches, num_chunks)  # before its units are made
 
 
 def _from_warmups(name: str, warmups: Iterable[int], num_microbatches: int) -> Schedule:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.profile import Profile
+from envpipe_megatron.sidecar import MAX_FREQUENCY_MHZ
 
 FloatArray = NDArray[np.float64]
 WaitCurves: TypeAlias = tuple[Mapping[int, float], ...]
@@ -31,7 +32,6 @@ SIDECAR_FIELDS = {
     "change": "frequency_change_s",
 }
 
-_MAX_FREQUENCY_MHZ = 1_000_000
 #: Fields in words, for messages.
 _WORDS = {
     "blocking_power_w": "Blocking power",
@@ -269,7 +269,7 @@ def _curves(given: WaitCurves, stages: int) -> WaitCurves:
     for curve in given:
         clocks = sorted(curve)
         powers_w = _amounts("wait_power_w", [curve[f] for f in clocks], len(clocks), "W")
-        if not 0 < clocks[0] <= clocks[-1] < _MAX_FREQUENCY_MHZ:
+        if not 0 < clocks[0] <= clocks[-1] < MAX_FREQUENCY_MHZ:
             raise ConditionsError("wait_power_w has a clock that no GPU has", value=clocks)
         curves.append(dict(zip(clocks, powers_w, strict=True)))
     return tuple(curves)

@@ -37,8 +37,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text, replace_files
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.schedule import Kind, Schedule, Unit, unit
-
-_MAX_FREQUENCY_MHZ = 1_000_000
+from envpipe_megatron.sidecar import MAX_FREQUENCY_MHZ
 
 
 class InterchangeError(EnvPipeError):
@@ -195,7 +194,7 @@ class _Parser:
 
     def _frequency(self, node: ast.expr) -> int:
         value = node.value if isinstance(node, ast.Constant) else None
-        if type(value) is not int or not 0 < value < _MAX_FREQUENCY_MHZ:
+        if type(value) is not int or not 0 < value < MAX_FREQUENCY_MHZ:
             raise self._refused(node, "a frequency in whole MHz")
         return value
 

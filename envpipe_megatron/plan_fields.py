@@ -14,9 +14,8 @@ from envpipe_megatron.conditions import WaitCurves
 from envpipe_megatron.evaluation import PlanError
 from envpipe_megatron.files import read_text
 from envpipe_megatron.schedule import Schedule
-from envpipe_megatron.sidecar import read_wait_power
+from envpipe_megatron.sidecar import MAX_FREQUENCY_MHZ, read_wait_power
 
-_MAX_FREQUENCY_MHZ = 1_000_000
 _MAX_GPUS = 1_000_000
 
 
@@ -70,7 +69,7 @@ class Fields:
         rows, width = self.rows(name, schedule.num_stages), schedule.units_per_stage
         if any(
             len(row) != width
-            or not all(type(f) is int and lowest <= f < _MAX_FREQUENCY_MHZ for f in row)
+            or not all(type(f) is int and lowest <= f < MAX_FREQUENCY_MHZ for f in row)
             for row in rows
         ):
             raise self.wrong(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,11 +26,21 @@ from numpy.typing import NDArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import decode, replace_files
 from envpipe_megatron.schedule import Kind
-from envpipe_megatron.sidecar import Sidecar, check_lengths, read_sidecar, sidecar_path
+from envpipe_megatron.sidecar import (
+    MAX_FREQUENCY_MHZ,
+    Sidecar,
+    check_lengths,
+    read_sidecar,
+    sidecar_path,
+)
 
 COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
 _RANK = "rank"
 _UNCERTAINTY = "energy_uncertainty_j"
+#: Mean power of a unit. A GPU draws more than the first when idle; none draws nearly the second.
+_POWERS_W = (5.0, 5000.0)
+
+logger = logging.getLogger(__name__)
 
 
 class ProfileError(EnvPipeError):
@@ -49,11 +60,12 @@ class ProfileRow:
     energy_uncertainty_j: float | None = None
 
     def __post_init__(self) -> None:
-        if not (self.frequency_mhz > 0 and 0 < self.time_s < math.inf) or not (
+        if not (0 < self.frequency_mhz < MAX_FREQUENCY_MHZ and 0 < self.time_s < math.inf) or not (
             0 <= self.energy_j < math.inf
         ):
             raise ProfileError(
-                "A profile row needs a frequency and a time above 0 and an energy of at least 0",
+                "A profile row needs a frequency (MHz) that a GPU has, a time (s) above 0 and an "
+                "energy (J) of at least 0",
                 value=(self.frequency_mhz, self.time_s, self.energy_j),
             )
         if not 0 <= (self.energy_uncertainty_j or 0.0) < math.inf:
@@ -307,6 +319,8 @@ def make_profile(
 def read_profile(path: Path) -> Profile:
     """Read a profile CSV, and its sidecar if there is one.
 
+    Powers that no GPU has are told in a warning.
+
     Raises:
         ProfileError: naming file, line and value of what is wrong.
     """
@@ -328,6 +342,7 @@ def read_profile(path: Path) -> Profile:
         )
     seen: dict[tuple[int, Kind, int, str], int] = {}
     by_rank: dict[tuple[int, Kind, int], list[ProfileRow]] = {}
+    implausible: list[tuple[float, str]] = []
     for number, cells in enumerate(lines[1:], start=2):
         if not any(cell.strip() for cell in cells):
             continue
@@ -349,6 +364,8 @@ def read_profile(path: Path) -> Profile:
                 remedy=f"The first stands on line {seen[*key, rank]}; keep one.",
             )
         seen[*key, rank] = number
+        if not _POWERS_W[0] <= row.energy_j / row.time_s <= _POWERS_W[1]:
+            implausible.append((row.energy_j / row.time_s, where))
         by_rank.setdefault(key, []).append(row)
     rows = [
         (stage, kind, _one_gpu(frequency_mhz, ranks))
@@ -357,7 +374,24 @@ def read_profile(path: Path) -> Profile:
     sidecar = read_sidecar(sidecar_path(path)) if sidecar_path(path).exists() else Sidecar()
     profile = make_profile(rows, source=str(path), sidecar=sidecar)
     check_lengths(sidecar, profile.num_stages, sidecar_path(path))
+    _check_powers(profile, implausible)
     return Profile(profile.rows, hashlib.sha256(content).hexdigest(), str(path), sidecar)
+
+
+def _check_powers(profile: Profile, implausible: Sequence[tuple[float, str]]) -> None:
+    for stage, kinds in enumerate(profile.rows):
+        if not any(row.energy_j for rows in kinds.values() for row in rows):
+            raise ProfileError(
+                f"{profile.source}: stage {stage} has no energy in any row",
+                remedy="Energy is what a plan saves: give J of one GPU and one microbatch.",
+            )
+    if implausible:
+        power_w, where = implausible[0]
+        logger.warning(
+            "%s: %.3g W, and %d more rows with powers that no GPU has (%g W to %g W). Times are in "
+            "s, and energies in J of one GPU and one microbatch: correct the file if its are not.",
+            where, power_w, len(implausible) - 1, *_POWERS_W,
+        )  # fmt: skip
 
 
 def _one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:
@@ -386,7 +420,10 @@ def _parse_row(cells: Mapping[str, str], where: str) -> tuple[int, Kind, Profile
     uncertainty_j = None
     if text := cells.get(_UNCERTAINTY, ""):
         uncertainty_j = _number(text, f"{where}: {_UNCERTAINTY} (J)")
-    row = ProfileRow(int(frequency), time_s, energy_j, uncertainty_j)
+    try:
+        row = ProfileRow(int(frequency), time_s, energy_j, uncertainty_j)
+    except ProfileError as error:
+        raise ProfileError(f"{where}: {error}") from error
     return int(stage), Kind(instruction), row
 
 

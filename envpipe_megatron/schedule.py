@@ -19,6 +19,12 @@ from envpipe_megatron.errors import EnvPipeError
 IntArray = NDArray[np.int32]
 
 
+#: About twice what 128 stages with 8,192 microbatches each need.
+MAX_UNITS = 4_000_000
+#: What a unit takes at least of whoever plans, as `envpipe plan` of 1F1B was seen to.
+_UNIT_BYTES, _UNIT_S = 750, 2e-5
+
+
 class ScheduleError(EnvPipeError):
     """A schedule that cannot run: a unit is missing, repeated, too early, or never ready."""
 
@@ -79,6 +85,23 @@ def parse_unit(text: str) -> Unit:
     return unit(_KIND_BY_LETTER[letter], int(microbatch), int(chunk or 0))
 
 
+def check_size(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:
+    """Refuse a pipeline of more units than can be planned.
+
+    Raises:
+        ScheduleError: saying what it would take.
+    """
+    units = 2 * num_stages * num_microbatches * num_chunks
+    if units > MAX_UNITS:
+        chunks = f" x {num_chunks} chunks" if num_chunks > 1 else ""
+        raise ScheduleError(
+            f"{num_stages} stages{chunks} x {num_microbatches} microbatches are {units:,} units, "
+            f"and at most {MAX_UNITS:,} are planned: these would take "
+            f"{units * _UNIT_BYTES / 1e9:.3g} GB and {units * _UNIT_S / 60:.3g} minutes or more",
+            remedy="Give the microbatches of one iteration on one replica.",
+        )
+
+
 @dataclass(frozen=True)
 class Schedule:
     """For each stage, the order of its units; checked to be executable when it is made.
@@ -115,6 +138,7 @@ class Schedule:
                 "A schedule needs at least one stage and one chunk",
                 value=(len(self.stages), self.num_chunks),
             )
+        check_size(len(self.stages), self.num_microbatches, self.num_chunks)
         if not self.forward_only:
             self._check_forward_before_backward()
         self.topological_order  # noqa: B018 - computed now, so that a deadlock is found here

@@ -13,6 +13,8 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text
 
 SIDECAR_FORMAT = "envpipe-profile/1"
+#: No GPU has such a clock: the number is not in MHz.
+MAX_FREQUENCY_MHZ = 1_000_000
 
 
 class SidecarError(EnvPipeError):
@@ -162,7 +164,9 @@ def read_wait_power(entries: Any) -> tuple[Mapping[int, float], ...]:
             raise ValueError from missing
         if type(stage) is not int or frequency in by_stage.setdefault(stage, {}):
             raise ValueError
-        by_stage[stage][_count(frequency)] = _non_negative(power)
+        if _count(frequency) >= MAX_FREQUENCY_MHZ:
+            raise ValueError
+        by_stage[stage][frequency] = _non_negative(power)
     if sorted(by_stage) != list(range(len(by_stage))):
         raise ValueError
     return tuple(by_stage[stage] for stage in range(len(by_stage)))

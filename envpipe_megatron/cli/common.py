@@ -15,6 +15,7 @@ from rich.table import Table
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.profile import Profile
+from envpipe_megatron.sidecar import sidecar_path
 
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUTPUT_FILE = click.Path(dir_okay=False, path_type=Path)
@@ -140,9 +141,13 @@ def known_blocking_power(
         return given_w
     if profile.sidecar.blocking_power_w is not None:
         return profile.sidecar.blocking_power_w
+    sidecar = sidecar_path(Path(profile.source))
     logger.warning(
-        "No blocking power is known: waiting is taken to cost nothing, and savings are off. "
-        "Give --blocking-power (an A100 SXM waits at 83.6 W, an A40 at 70.4 W)."
+        "No blocking power is known, for %s %s: waiting is taken to cost nothing, and savings are "
+        "off. Give --blocking-power (an A100 SXM waits at 83.6 W, an A40 at 70.4 W)%s.",
+        sidecar,
+        "does not tell it" if sidecar.exists() else "is missing",
+        "" if sidecar.exists() else ", or copy the profile's sidecar there",
     )
     return 0.0
 

@@ -123,10 +123,11 @@ def read_run_folder(path: Path) -> RunFolder:
         (),
     )
     missing += _untold_stages(folder)
-    if not lines.timelines.iterations and not folder.windows and profile is None and plan is None:
+    if not lines.timelines.iterations and not folder.windows:
         raise RunFolderError(
-            f"Nothing of a run is in {path}",
-            remedy="Give the folder that --output, --envpipe-output or the quickstart wrote.",
+            f"No run has left timeline*.jsonl or energy*.jsonl in {path}",
+            remedy="Give the folder that --output, --envpipe-output or the quickstart wrote; "
+            "envpipe simulate draws a profile and a plan alone.",
         )
     return replace(folder, missing=tuple(missing))
 

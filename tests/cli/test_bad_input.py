@@ -43,6 +43,7 @@ def assert_says(message, *parts):
         ("0,forward,1200,0.1,40.0", "0,forward,1200,0.1", ["line 2", "few columns"]),
         ("0,forward,1000", "0,forward,1200", ["line 3", "second row", "1200", "line 2"]),
         ("0,forward,1200", "0,sideways,1200", ["line 2", "sideways", "forward or backward"]),
+        ("0,forward,1200", "0,forward,1e20", ["line 2", "MHz", "that a GPU has"]),
         ("0,forward,1200", "0.5,forward,1200", ["line 2", "stage", "0.5", "whole number"]),
     ],
 )
@@ -99,6 +100,63 @@ def test_a_sidecar_of_another_number_of_stages(profile_path, tmp_path):
 def test_no_microbatch_at_all(profile_path, tmp_path, count):
     message = plan_badly(profile_path, tmp_path, microbatches=count)
     assert_says(message, "at least one microbatch", f"(got {count})", "positive number")
+
+
+@pytest.mark.parametrize("count", [100_000_000, 2_000_000_000])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--schedule", "1f1b"],
+        ["--schedule", "gpipe"],
+        ["--schedule", "envpipe", "--policy", "envelope", "--channel-capacity", 1],
+        ["--schedule", "auto", "--policy", "optimal"],
+        ["--schedule", "interleaved", "--num-chunks", 2],
+    ],
+)
+def test_more_microbatches_than_can_be_planned(profile_path, tmp_path, count, options):
+    message = plan_badly(profile_path, tmp_path, *options, microbatches=count)
+    assert_says(message, f"{count} microbatches", "at most 4,000,000", "GB", "minutes")
+
+
+def test_more_microbatches_than_any_file_has(profile_path, plan_path, tmp_path):
+    layers = tmp_path / "layers.csv"
+    rows = [f"{n},{k},1200,0.1,40" for n in range(4) for k in ("forward", "backward")]
+    layers.write_text("\n".join(["layer,instruction,frequency,time,energy", *rows]))
+    message = run_badly(
+        "partition", "--layers", layers, "--num-stages", 2, "--num-microbatches", 2_000_000_000,
+        "--output", tmp_path / "p.csv",
+    )  # fmt: skip
+    assert_says(message, "2000000000 microbatches", "at most 4,000,000")
+    change(plan_path, num_microbatches=2_000_000_000)
+    assert_says(simulate_badly(profile_path, plan_path), "'num_microbatches'", "fewer units")
+
+
+def scaled(path, column, factor):
+    """Multiply a column of a profile."""
+    header, *rows = [line.split(",") for line in path.read_text().splitlines()]
+    for row in rows:
+        row[column] = str(float(row[column]) * factor)
+    path.write_text("\n".join(map(",".join, [header, *rows])))
+
+
+def test_a_profile_without_energies(profile_path, tmp_path):
+    scaled(profile_path, 4, 0)
+    assert_says(plan_badly(profile_path, tmp_path), str(profile_path), "stage 0 has no energy")
+
+
+@pytest.mark.parametrize(("column", "factor"), [(3, 1000), (4, 1000), (4, 1e9), (4, 1e-3)])
+def test_powers_that_no_gpu_has_are_told_with_row_and_remedy(
+    profile_path, tmp_path, caplog, column, factor
+):
+    plan_for(profile_path, tmp_path / "plan.json")
+    assert not caplog.records
+    scaled(profile_path, column, factor)
+    plan_for(profile_path, tmp_path / "plan.json")
+    (record,) = caplog.records
+    assert_says(
+        record.getMessage(), f"{profile_path}, line 2", " W, and 31 more", "5 W to 5000 W",
+        "Times are in s", "energies in J",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("count", ["many", "2.5", ""])

@@ -41,11 +41,13 @@ def test_a_straggler_slows_the_plan_down_and_saves(frontier, profile_path, tmp_p
         [("--factor", 1.0), ("--factor", 1.1), ("--time", 1.1 * baseline_s), ("--time", 1e6)]
     ):
         output = tmp_path / f"straggler{number}.json"
-        run_well(
+        shown = run_well(
             "straggler", "--profile", profile_path, "--frontier", stored, *how, "--output", output
-        )
+        ).stdout
         plan = json.loads(output.read_text())
         allowed_s = how[1] * (baseline_s if how[0] == "--factor" else 1)
+        assert f"The plan takes {plan['iteration_time_s']:.4f} s, the slower" in shown
+        assert f"replica {allowed_s:.4f} s" in shown
         assert plan["iteration_time_s"] <= allowed_s * (1 + 1e-9)
         energy_j.append(plan["energy_j"])
     assert energy_j[0] > energy_j[1] == energy_j[2] >= energy_j[3]

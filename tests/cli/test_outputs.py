@@ -1,7 +1,5 @@
 """What commands write beside what they were told to, and never over another's file."""
 
-import shutil
-
 import pytest
 from cli_helpers import plan_for, run, run_badly, run_well
 
@@ -102,19 +100,6 @@ def test_pictures_overwrite_nothing_but_earlier_ones(folder, profile_path):
     assert (folder / "timeline.png").read_text() == "mine"
     for _ in range(2):
         run_well(*words, folder / "pictures")
-
-
-def test_a_report_overwrites_nothing_but_an_earlier_one(folder, profile_path):
-    made = folder / "run"
-    made.mkdir()
-    shutil.copy(profile_path, made / "profile.csv")
-    (folder / "index.html").write_text("my page")
-    message = run_badly("report", made, "--output", folder)
-    assert "index.html" in message
-    assert (folder / "index.html").read_text() == "my page"
-    assert not (folder / "trace.json.gz").exists()
-    for _ in range(2):
-        run_well("report", made)
 
 
 def test_utf_16_is_told_to_be_saved_as_utf_8(folder, profile_path):

@@ -189,6 +189,9 @@ def test_without_any_blocking_power_it_is_0_and_standard_error_warns(profile_pat
     assert result.returncode == 0
     assert json.loads(plan.read_text())["blocking_power_w"] == [0] * 4
     assert "No blocking power is known" in result.stderr
+    # The message is broken over lines, within paths too.
+    said = "".join(result.stderr.split())
+    assert f"{profile_path.with_suffix('.json')}ismissing" in said
     assert "--blocking-power" in result.stderr
     assert "blocking power" not in result.stdout
     assert envpipe(*wanted, "--blocking-power", 0).stderr == ""  # 0 was asked for

@@ -168,8 +168,24 @@ def test_runs_in_one_folder_are_compared_with_each_other(tmp_path):
     assert {"timeline_baseline", "timeline_envpipe"} <= made
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path):
-    (tmp_path / "notes.txt").write_text("none of ours")
+def test_a_folder_of_something_else_is_refused(tmp_path, profile_path):
+    """A profile alone is no run either: its page would be empty."""
+    (tmp_path / "summary.json").write_text('{"of": "something else"}')
     message = run_badly("report", tmp_path)
-    assert "Nothing of a run is in" in message
+    assert "No run has left timeline*.jsonl or energy*.jsonl" in message
+    assert str(profile_path.parent) in message
     assert not (tmp_path / "report").exists()
+
+
+def test_a_report_overwrites_nothing_but_an_earlier_one(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    write_run(run)
+    page = tmp_path / "index.html"
+    page.write_text("my page")
+    message = run_badly("report", run, "--output", tmp_path)
+    assert "index.html" in message
+    assert page.read_text() == "my page"
+    assert not (tmp_path / "trace.json.gz").exists()
+    for _ in range(2):
+        run_well("report", run)
