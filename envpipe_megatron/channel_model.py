@@ -44,7 +44,7 @@ from enum import StrEnum
 import numpy as np
 
 from envpipe_megatron.builders import envpipe, one_f_one_b
-from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.errors import EnvPipeError, plain
 from envpipe_megatron.schedule import Schedule, Unit
 
 #: Says how many hardware queues a process has on a GPU.
@@ -261,7 +261,7 @@ def fit_to_channel(
     stall = find_stall(envpipe(num_stages, num_microbatches, fitted), capacity)
     if stall is not None:
         raise ChannelModelError(
-            f"Extra forwards lowered to {fitted} stall still: {stall}",
+            f"Extra forwards lowered to {plain(fitted)} stall still: {stall}",
             value=list(wanted),
             remedy="This is a fault of this software, please report it. " + _REMEDY,
         )

@@ -29,8 +29,7 @@ class Fields:
     def wrong(self, name: str, remedy: str) -> PlanError:
         """The error for one field."""
         value = self.data.get(name)
-        shown = value if len(repr(value)) < 80 else f"{repr(value)[:77]}..."
-        return PlanError(f"{self.path}: field '{name}' is wrong", value=shown, remedy=remedy)
+        return PlanError(f"{self.path}: field '{name}' is wrong", value=value, remedy=remedy)
 
     def count(self, name: str, default: int | None = None) -> int:
         """A positive whole number."""

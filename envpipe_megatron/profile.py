@@ -349,7 +349,9 @@ def read_profile(path: Path) -> Profile:
         where = f"{path}, line {number}"
         if len(cells) <= max(header.index(name) for name in COLUMNS):
             raise ProfileError(
-                f"{where}: too few columns", value=",".join(cells), remedy=f"Needed: {COLUMNS}."
+                f"{where}: too few columns",
+                value=",".join(cells),
+                remedy=f"Needed: {', '.join(COLUMNS)}.",
             )
         named = {name: cell.strip() for name, cell in zip(header, cells, strict=False)}
         stage, kind, row = _parse_row(named, where)

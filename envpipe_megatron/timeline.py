@@ -45,7 +45,7 @@ class Timeline:
             raise TimelineError(
                 "Durations must be [num_stages, units_per_stage]",
                 value=durations.shape,
-                remedy=f"The schedule is {shape}.",
+                remedy=f"The schedule is {shape[0]} x {shape[1]}.",
             )
         valid = (durations >= 0) & np.isfinite(durations)
         if not valid.all():

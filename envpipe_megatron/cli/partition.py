@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FILE, Finite, check_outputs, say
+from envpipe_megatron.errors import plain
 from envpipe_megatron.partition import (
     EMBEDDING,
     LOSS,
@@ -226,7 +227,7 @@ def _about_even_split(job: _Job, found: Found, even: Split | None, flags: tuple[
     if even is None:
         layers, stages = job.space.table.num_transformer_layers, job.space.num_stages
         return f"Megatron has no even split of {layers} layers over {stages} stages."
-    text = f"Even split: {even}" + (f", with {' '.join(flags)}." if flags else ".")
+    text = f"Even split: {plain(even)}" + (f", with {' '.join(flags)}." if flags else ".")
     if not job.fits(even):
         text += " It does not keep the memory limit."
     if job.space.table.has_energy and job.iteration_time_s(even) > found.iteration_time_s:

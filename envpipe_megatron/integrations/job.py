@@ -19,7 +19,7 @@ import torch.distributed as dist
 from envpipe_megatron import __version__, builders
 from envpipe_megatron.channel_model import QUEUES_VARIABLE
 from envpipe_megatron.energy_file import Phase
-from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.errors import EnvPipeError, plain
 from envpipe_megatron.integrations.device import open_device
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import end_of_job
@@ -296,7 +296,7 @@ def check_in_flight(
     needed = list(builders.one_f_one_b(num_stages, num_microbatches).peak_in_flight)
     if any(own < least for own, least in zip(limits, needed, strict=True)):
         raise JobError(
-            f"The limit of microbatches in flight is below what 1F1B holds, {needed}",
+            f"The limit of microbatches in flight is below what 1F1B holds, {plain(needed)}",
             value=limit,
             remedy=f"Give at least {needed[0]}, or one number for each stage.",
         )

@@ -22,7 +22,7 @@ from envpipe_megatron.report.style import (
     VERMILION,
     dress,
     new_figure,
-    save_png,
+    save_picture,
 )
 
 _PLAN, _BOUND, _BASELINE = BLUE, GREEN, VERMILION
@@ -49,7 +49,7 @@ def plot_frontier(plans: Sequence[Plan], path: Path, *, title: str) -> None:
         markeredgecolor=INK, markersize=8, label=f"{baseline.schedule.name} at the highest clocks",
     )  # fmt: skip
     axes.legend(frameon=False, fontsize=8)
-    save_png(figure, path)
+    save_picture(figure, path)
 
 
 def plot_memory_frontier(points: Sequence[MemoryPoint], path: Path, *, title: str) -> None:
@@ -74,7 +74,7 @@ def plot_memory_frontier(points: Sequence[MemoryPoint], path: Path, *, title: st
         "+n: most extra forwards of a stage", (1, 0), xycoords="axes fraction",
         xytext=(-4, 5), textcoords="offset points", ha="right", fontsize=8, color=MUTED,
     )  # fmt: skip
-    save_png(figure, path)
+    save_picture(figure, path)
 
 
 def write_memory_frontier(points: Sequence[MemoryPoint], path: Path) -> None:

@@ -23,7 +23,15 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.profile import Profile, ProfileError
 from envpipe_megatron.report.gantt import FloatArray, draw_timeline, legend_handles
-from envpipe_megatron.report.style import DPI, INK, MUTED, SKY, add_colour_bar, clock_map, save_png
+from envpipe_megatron.report.style import (
+    DPI,
+    INK,
+    MUTED,
+    SKY,
+    add_colour_bar,
+    clock_map,
+    save_picture,
+)
 from envpipe_megatron.schedule import Kind, Schedule
 
 #: Boxes of more units stand in an SVG as a picture, which viewers are quicker with.
@@ -80,7 +88,7 @@ def plot_timeline(
         if show_critical_path and not measured and not plan.schedule.forward_only
         else (),
     )
-    save_png(figure, path)
+    save_picture(figure, path)
 
 
 def timeline_figure(
@@ -171,7 +179,7 @@ def default_frequency_range_mhz(plan: Plan) -> tuple[float, float]:
 
 def plot_energy_valley(profile: Profile, path: Path, *, title: str) -> None:
     """Write the energy of one microbatch over frequency, a panel a stage."""
-    save_png(energy_valley_figure(profile, title=title), path)
+    save_picture(energy_valley_figure(profile, title=title), path)
 
 
 def energy_valley_figure(
@@ -258,7 +266,7 @@ def _times(
         raise PlotError(
             "Measured starts and ends must both be [num_stages, units_per_stage]",
             value=(start.shape, end.shape),
-            remedy=f"The schedule is {shape}.",
+            remedy=f"The schedule is {shape[0]} x {shape[1]}.",
         )
     if not np.all(np.isfinite(start) & np.isfinite(end) & (end >= start)):
         raise PlotError("A measured unit ends before it starts, or is not measured at all")

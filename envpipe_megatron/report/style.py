@@ -63,13 +63,14 @@ def clock_map() -> Colormap:
     return LinearSegmentedColormap.from_list("clock", colormaps["viridis"](np.linspace(0.16, 1)))
 
 
-def save_png(figure: Figure, path: Path, dpi: float = DPI) -> None:
-    """Write a figure as PNG, marked as ours.
+def save_picture(figure: Figure, path: Path, dpi: float = DPI) -> None:
+    """Write a figure in the format of the file's name; a PNG is marked as ours.
 
     Raises:
         OSError: the file cannot be written.
     """
-    figure.savefig(path, format="png", dpi=dpi, metadata={"Software": PICTURE_MARK})
+    mark = {"Software": PICTURE_MARK} if path.suffix == ".png" else None
+    figure.savefig(path, dpi=dpi, metadata=mark)
 
 
 def save(figure: Figure, folder: Path, name: str) -> None:
@@ -82,5 +83,5 @@ def save(figure: Figure, folder: Path, name: str) -> None:
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # laid out once, and not again for each file
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        save_png(figure, folder / f"{name}.png", dpi)
+        save_picture(figure, folder / f"{name}.png", dpi)
         figure.savefig(folder / f"{name}.svg", dpi=dpi, metadata={"Date": None})

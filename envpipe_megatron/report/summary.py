@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envpipe_megatron import __version__
+from envpipe_megatron.errors import plain
 from envpipe_megatron.report.facts import ReportFacts, StepFacts
 from envpipe_megatron.report.pictures import Picture
 from envpipe_megatron.report.run_folder import RunFolder
@@ -152,7 +153,7 @@ def _notes(folder: RunFolder, facts: ReportFacts) -> Iterator[str]:
         extra, peak = folder.plan.schedule.extra_forwards, folder.plan.schedule.peak_in_flight
         yield (
             f"Plan: {folder.plan.policy} on {folder.plan.schedule.name}, extra forwards "
-            f"{list(extra)}, peak in flight {list(peak)}."
+            f"{plain(extra)}; peak in flight {plain(peak)}."
         )
 
 

@@ -128,7 +128,12 @@ class Collectives:
                 outcome = None, error
             except Exception as error:  # the others must not wait for what never comes
                 own = error
-                outcome = None, CollectivesError(f"The planning rank cannot go on: {error!r}")
+                outcome = (
+                    None,
+                    CollectivesError(
+                        f"The planning rank cannot go on: {type(error).__name__}: {error}"
+                    ),
+                )
         value, failure = self.from_planner(outcome)
         if own is not None:
             raise own

@@ -27,7 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.errors import EnvPipeError, plain
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.plan import Plan, read_plan
 from envpipe_megatron.policies.reconfigure import Ended
@@ -340,4 +340,4 @@ def _aside(path: Path, number: int) -> Path:
 
 
 def _shown(fingerprint: Mapping[str, Any], key: str) -> str:
-    return repr(fingerprint[key]) if key in fingerprint else "not told"
+    return plain(fingerprint[key]) if key in fingerprint else "not told"

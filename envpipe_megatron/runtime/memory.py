@@ -20,7 +20,7 @@ from enum import Enum
 
 import numpy as np
 
-from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.errors import EnvPipeError, plain
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.device_memory import MemorySource, Reading
 from envpipe_megatron.runtime.going_on import everyones, in_words
@@ -227,7 +227,7 @@ class JobMemory:
 
         def reserve() -> tuple[bool, list[float]]:
             predicted = [s.predicted_peak_bytes(n) for s, n in zip(stages, peaks, strict=True)]
-            self._say(f"memory: in flight {list(peaks)}, predicted peak {_gib(predicted)} GiB")
+            self._say(f"memory: in flight {plain(peaks)}, predicted peak {_gib(predicted)} GiB")
             for number, (stage, bytes_) in enumerate(zip(stages, predicted, strict=True)):
                 most = stage.baseline_peak_bytes + stage.room_bytes
                 if bytes_ > (1 + RELATIVE_TOLERANCE) * most:
@@ -248,8 +248,8 @@ class JobMemory:
         full = [n for n, replicas in enumerate(everyone) if not all(ready for ready, _ in replicas)]
         if full:
             raise MemoryFullError(
-                f"Stages {full} have no memory for the microbatches in flight of this order, "
-                f"{_gib(everyone[0][0][1])} GiB at its peak",
+                f"Stages {plain(full)} have no memory for the microbatches in flight of this "
+                f"order, {_gib(everyone[0][0][1])} GiB at its peak",
                 value=list(peaks),
                 remedy="Let fewer be in flight, or leave their number to what memory allows.",
             )

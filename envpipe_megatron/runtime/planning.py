@@ -8,7 +8,7 @@ from pathlib import Path
 
 from envpipe_megatron.channel_model import find_stall
 from envpipe_megatron.conditions import known_conditions
-from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.errors import EnvPipeError, plain
 from envpipe_megatron.plan import Plan, read_plan
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.profile import Profile
@@ -105,7 +105,7 @@ def make_online(job: Job, profile: Profile) -> tuple[Plan, tuple[str, ...]]:
     made = make_plan(profile, request)
     notes = made.notes
     if limit is not None:
-        notes = (*notes, f"Memory holds at most {list(limit)} microbatches in flight.")
+        notes = (*notes, f"Memory holds at most {plain(limit)} microbatches in flight.")
     return made.plan, notes
 
 

@@ -169,7 +169,10 @@ def test_microbatches_that_are_no_number(profile_path, tmp_path, count):
     [
         (["--reconfigure", "balanced"], ["envelope", "'balanced'", "--policy envelope"]),
         (["--policy", "uniform", "--reconfigure", "greedy"], ["envelope", "uniform", "'greedy'"]),
-        (["--schedule", "envpipe", "--max-in-flight", "2,3"], ["in flight", "(2, 3)", "4 stages"]),
+        (
+            ["--schedule", "envpipe", "--max-in-flight", "2,3"],
+            ["in flight", "(got 2, 3)", "4 stages"],
+        ),
         (["--schedule", "envpipe", "--max-in-flight", "3"], ["Stage 0", "(got 3)", "holds 4"]),
         (
             ["--schedule", "envpipe", "--max-in-flight", "4,3,1,1"],
@@ -211,7 +214,7 @@ def change(plan_path, **fields):
     ("field", "value", "said"),
     [
         ("format", "envpipe-plan/2", ["'envpipe-plan/2'", "'envpipe-plan/1'"]),
-        ("format", None, ["None", "'envpipe-plan/1'"]),
+        ("format", None, ["got nothing", "'envpipe-plan/1'"]),
         ("num_microbatches", "eight", ["'eight'"]),
         ("schedule", [["F0", "B0"]], ["4 lists"]),
         ("schedule", [["F0", "X0"] * 8] * 4, ["X0"]),

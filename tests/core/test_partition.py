@@ -516,7 +516,7 @@ def test_the_stage_profile_sums_layers_and_is_a_profile(tmp_path):
         ("0,forward,1200", "0,forward,1200.5", ["line 6", "frequency", "'1200.5'"]),
         ("0,forward,1200", "0,forward,900", ["line 7", "second row", "900"]),
         ("0,forward,1200,0.1", "0,forward,1200,soon", ["line 6", "time", "'soon'"]),
-        ("0,forward,1200,0.1", "0,forward,1200,0", ["line 6", "time above 0"]),
+        ("0,forward,1200,0.1", "0,forward,1200,0", ["line 6", "time (s) above 0"]),
         ("0,forward,1200,0.1", "0,forward,1200,-1", ["line 6", "time", "'-1'"]),
         ("0,forward,1200,0.1,1", "0,forward,1200,0.1,nan", ["line 6", "energy", "'nan'"]),
         ("0,forward,1200,0.1,1,8", "0,forward,1200,0.1,1", ["line 6", "few columns"]),

@@ -117,7 +117,7 @@ def test_the_sidecars_latency_counts():
         (PlanRequest(8, "1f1b", num_chunks=2), "2"),
         (PlanRequest(8, "envpipe", num_chunks=2), "2"),
         (PlanRequest(8, "auto", "optimal", num_chunks=2), "2"),
-        (PlanRequest(8, "envpipe", max_in_flight=(5, 5)), r"\(5, 5\)"),
+        (PlanRequest(8, "envpipe", max_in_flight=(5, 5)), r"\(got 5, 5\)"),
     ],
 )
 def test_wishes_that_contradict_each_other_are_refused(request_, value):

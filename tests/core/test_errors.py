@@ -1,0 +1,45 @@
+"""How messages show values."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.schedule import Kind
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("quick", "'quick'"),
+        ("", "''"),
+        ("two\nlines\x1b[2J", r"'two\nlines\x1b[2J'"),
+        ("it's", "'it's'"),
+        (b"torn \xff", "'torn \ufffd'"),
+        (Path("a/p.csv"), "'a/p.csv'"),
+        (Kind.FORWARD, "'forward'"),
+        (["p2.csv"], "p2.csv"),
+        ([Path("p2.csv"), Path("my p.csv")], "p2.csv, 'my p.csv'"),
+        ((3, None), "3, nothing"),
+        ([], "nothing"),
+        (["", "a,b"], "'', 'a,b'"),
+        ([[1, 2], [3]], "(1, 2), (3)"),
+        ([Kind.FORWARD, Kind.BACKWARD], "forward, backward"),
+        ({"order": Kind.FORWARD, "steps": 3}, "order: forward, steps: 3"),
+        ({}, "nothing"),
+        (None, "nothing"),
+        (True, "true"),
+        (0.25, "0.25"),
+        (np.float64(0.25), "0.25"),
+        ((np.int64(3), np.int64(4)), "3, 4"),
+        (list(range(1000)), f"{', '.join(map(str, range(1000)))[:197]}..."),
+    ],
+)
+def test_values_are_shown_as_plain_text(value, shown):
+    assert str(EnvPipeError("Wrong", value=value)) == f"Wrong (got {shown})"
+
+
+def test_the_remedy_follows_the_value():
+    assert str(EnvPipeError("Wrong", value=3, remedy="Give 4.")) == "Wrong (got 3). Give 4."
+    assert str(EnvPipeError("Wrong")) == "Wrong"
