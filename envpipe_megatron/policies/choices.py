@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.profile import Profile
-from envpipe_megatron.schedule import Kind
+from envpipe_megatron.schedule import Kind, Schedule
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -51,6 +51,12 @@ class Choices:
 
     units: tuple[UnitChoices, ...]
     waiting_power_w: float
+
+
+def node_keys(schedule: Schedule) -> IntArray:
+    """[num_units] the index of each node's stage and kind in `Choices.units`."""
+    stages = np.arange(schedule.num_stages, dtype=np.int64)[:, None]
+    return (2 * stages + schedule.is_backward).ravel()
 
 
 def make_choices(

@@ -72,10 +72,8 @@ class Solution:
         segment: [num_segments] how far each is used.
         edge_price: [num_edges] dual of each dependency.
         deadline_price: [num_stages] dual of the end of each stage.
-        cost: of units and waiting.
     """
 
     segment: FloatArray
     edge_price: FloatArray
     deadline_price: FloatArray
-    cost: float

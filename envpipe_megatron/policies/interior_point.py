@@ -74,25 +74,13 @@ class InteriorPoint:
         """Minimise for a deadline.
 
         Raises:
-            SolverError: no durations meet the deadline, or the method came to no end.
+            SolverError: the method came to no end.
         """
-        problem = self._problem
-        ends = problem.ends(np.zeros(problem.num_nodes))
-        fastest = float((ends[problem.last_node] + problem.tail).max())
-        if deadline < fastest * (1 - _LATE):
-            raise SolverError(f"the fastest iteration is {fastest / deadline:.6g} times as long")
         # A band is too narrow to share: with more than one thread LAPACK takes 10 times as long.
         # Numbers that overflow end as a gap that is too large, which is an error of its own.
         with threadpool_limits(limits=1, user_api="blas"), np.errstate(all="ignore"):
             point = self._solve(deadline)
-        segment = np.minimum(point.slack[BELOW], problem.width)
-        iteration = deadline - float(point.slack[EARLY_LATE][0])
-        return Solution(
-            segment,
-            point.price[EDGE],
-            point.price[LAST],
-            problem.fixed_cost + float(problem.slope @ segment) + problem.waiting_cost * iteration,
-        )
+        return Solution(point.slack[BELOW], point.price[EDGE], point.price[LAST])
 
     def _solve(self, deadline: float) -> Point:
         for dearer in (1.0, 10.0, 100.0, 1000.0):

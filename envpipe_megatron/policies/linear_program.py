@@ -3,9 +3,10 @@
 With the convex hull of cost over time of each unit, the cheapest iteration that meets a deadline is
 a linear program: one end time a unit, one bounded variable a hull segment, one row a dependency
 (the project's facts on planning; the continuous relaxation of Perseus' problem, Chung et al.,
-SOSP'24, section 4). It is solved exactly at every size: by HiGHS' simplex, which solves again for
-another deadline from where it stood, and by an interior-point method of our own where the simplex
-would take minutes.
+SOSP'24, section 4). HiGHS' simplex solves it, for another deadline from where it stood, and an
+interior-point method of our own where the simplex would take minutes. No answer is taken unchecked:
+one longest path shows that its durations are in time, and a bound by additions that no others are
+cheaper.
 """
 
 from __future__ import annotations
@@ -17,21 +18,28 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.longest_path import LongestPath
-from envpipe_megatron.policies.choices import Choices
-from envpipe_megatron.policies.duration_problem import DurationProblem, Solution, SolverError
+from envpipe_megatron.policies.certificate import Prices, energy_lower_bound_j
+from envpipe_megatron.policies.choices import Choices, node_keys
+from envpipe_megatron.policies.duration_problem import DurationProblem, SolverError
 from envpipe_megatron.policies.interior_point import InteriorPoint
 from envpipe_megatron.policies.simplex import Simplex
 from envpipe_megatron.schedule import Schedule
+from envpipe_megatron.timeline import RELATIVE_TOLERANCE, Timeline
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 #: Up to this many units the simplex solves within about a second.
 _MAX_SIMPLEX_UNITS = 2_000
+#: Later than the deadline by this fraction is a solver's tolerance.
+_LATE = 1e-6
+#: An answer may be this much dearer than its bound, as a fraction of the iteration's energy and of
+#: what slower units can save: a little more than the interior point's disturbed slopes can cost.
+_GAP = 6e-4
 
 
 class LinearProgramError(EnvPipeError):
-    """A deadline that no frequencies meet, or a solver that gave up."""
+    """A deadline that no frequencies meet, or solvers that all failed; the message says which."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +48,15 @@ class Relaxed:
 
     Args:
         duration_s: [num_units] duration of each node; between profiled times.
-        cost_j: planning cost plus waiting power x iteration time: the least energy that any
-            durations on the hulls can have.
-        same_stage_dual: [num_units] what a second later end of the unit before on the same stage
-            costs through this unit, J/s.
-        cross_dual: [num_units] the same for the unit on the neighbour stage that feeds it.
-        deadline_dual: [num_stages] the same for each stage's last unit and the deadline.
+        cost_j: planning cost plus waiting power x iteration time, of these durations.
+        lower_bound_j: what no durations on the hulls go below, by the prices; see `certificate`.
+        prices: what a second is worth where units wait for each other.
     """
 
     duration_s: FloatArray
     cost_j: float
-    same_stage_dual: FloatArray
-    cross_dual: FloatArray
-    deadline_dual: FloatArray
+    lower_bound_j: float
+    prices: Prices
 
 
 class DurationProgram:
@@ -74,59 +78,100 @@ class DurationProgram:
         tail_s: FloatArray,
         max_simplex_units: int = _MAX_SIMPLEX_UNITS,
     ) -> None:
-        self._schedule = schedule
+        self._schedule, self._choices = schedule, choices
+        self._latency_s, self._tail_s = latency_s, tail_s
         key = node_keys(schedule)
         fastest_s = np.array([unit.time_s[0] for unit in choices.units])
         # Seconds and joules of any size become numbers around 1, for which tolerances are made.
         self._time_unit_s = float(fastest_s.mean())
         self._cost_unit_j = max(float(u.cost_j[0] - u.cost_j[-1]) for u in choices.units) or 1.0
         self._fastest_s = fastest_s[key]
+        #: With every unit at its fastest.
+        self.fastest_iteration_s = self._iteration_s(self._fastest_s)
         self._nodes, self._cross_nodes, problem = self._problem(choices, key, latency_s, tail_s)
+        self._stated = problem
         if schedule.num_units <= max_simplex_units:
             self._solver: Simplex | InteriorPoint = Simplex(problem)
         else:
             # Like places of the stages depend on each other.
             position = np.arange(schedule.num_units) % schedule.units_per_stage
             self._solver = InteriorPoint(problem, position)
-        self._stated = problem
+
+    def attainable(self, deadline_s: float) -> float:
+        """The deadline, or the fastest iteration where that is later by rounding alone.
+
+        Raises:
+            LinearProgramError: no durations meet the deadline.
+        """
+        fastest_s = self.fastest_iteration_s
+        if deadline_s < fastest_s * (1 - RELATIVE_TOLERANCE):
+            raise LinearProgramError(
+                f"Schedule '{self._schedule.name}' takes longer than the deadline (s) at any "
+                "frequencies",
+                value=deadline_s,
+                remedy=f"Its fastest iteration takes {fastest_s:.6g} s: allow "
+                f"{fastest_s / deadline_s:.4f} times the time (--deadline-factor), or use another "
+                "order.",
+            )
+        return max(deadline_s, fastest_s)
 
     def solve(self, deadline_s: float) -> Relaxed:
         """Minimise for a deadline.
 
         Raises:
-            LinearProgramError: no durations meet the deadline, or the solver gave up.
+            LinearProgramError: no durations meet the deadline, or every solver failed.
         """
-        solution = self._solve(deadline_s)
-        per_second = self._cost_unit_j / self._time_unit_s
-        same_stage_dual = np.zeros(self._schedule.num_units)
-        cross_dual = np.zeros(self._schedule.num_units)
-        price = solution.edge_price * per_second
-        same_stage_dual[self._nodes] = price[: len(self._nodes)]
-        cross_dual[self._cross_nodes] = price[len(self._nodes) :][: len(self._cross_nodes)]
-        return Relaxed(
-            self._fastest_s + self._stated.by_node(solution.segment) * self._time_unit_s,
-            solution.cost * self._cost_unit_j,
-            same_stage_dual,
-            cross_dual,
-            solution.deadline_price * per_second,
-        )
-
-    def _solve(self, deadline_s: float) -> Solution:
-        deadline = deadline_s / self._time_unit_s
+        deadline_s = self.attainable(deadline_s)
         if isinstance(self._solver, InteriorPoint):
             try:
-                return self._solver.solve(deadline)
+                return self._solved(deadline_s)
             except SolverError:  # badly conditioned: the simplex takes longer and is exact
                 self._solver = Simplex(self._stated)
         try:
-            return self._solver.solve(deadline)
+            return self._solved(deadline_s)
         except SolverError as error:
             raise LinearProgramError(
-                f"The linear program of schedule '{self._schedule.name}' has no solution for this "
-                f"deadline (s): {error}",
+                f"The linear program of schedule '{self._schedule.name}' was not solved for this "
+                f"deadline (s), although it can be met: {error}",
                 value=deadline_s,
-                remedy="Allow more time.",
+                remedy="Allow a little more time, or use another order.",
             ) from error
+
+    def _solved(self, deadline_s: float) -> Relaxed:
+        """The solver's answer, checked.
+
+        Raises:
+            SolverError: there is none, or it is late, or dearer than its own bound.
+        """
+        problem = self._stated
+        solution = self._solver.solve(deadline_s / self._time_unit_s)
+        segment = np.clip(solution.segment, 0.0, problem.width)
+        duration_s = self._fastest_s + problem.by_node(segment) * self._time_unit_s
+        end_s = self._iteration_s(duration_s)
+        if not end_s <= deadline_s * (1 + _LATE):
+            raise SolverError(f"the answer is late by {end_s / deadline_s - 1:.1e} of the deadline")
+        per_second = self._cost_unit_j / self._time_unit_s
+        price_w = solution.edge_price * per_second
+        prices = Prices(
+            np.zeros(problem.num_nodes),
+            np.zeros(problem.num_nodes),
+            solution.deadline_price * per_second,
+        )
+        prices.same_stage_w[self._nodes] = price_w[: len(self._nodes)]
+        prices.cross_w[self._cross_nodes] = price_w[len(self._nodes) :][: len(self._cross_nodes)]
+        bound_j = energy_lower_bound_j(
+            self._schedule, self._choices, self._latency_s, self._tail_s, deadline_s, prices
+        )
+        units_j = (problem.fixed_cost + float(problem.slope @ segment)) * self._cost_unit_j
+        cost_j = units_j + self._choices.waiting_power_w * end_s
+        can_save_j = -float(problem.slope @ problem.width) * self._cost_unit_j
+        if not cost_j - bound_j <= _GAP * (abs(cost_j) + can_save_j):
+            raise SolverError(f"the answer costs {cost_j:.6g} J, and is bounded by {bound_j:.6g} J")
+        return Relaxed(duration_s, cost_j, bound_j, prices)
+
+    def _iteration_s(self, duration_s: FloatArray) -> float:
+        by_stage = duration_s.reshape(self._schedule.is_backward.shape)
+        return Timeline(self._schedule, by_stage, self._latency_s, self._tail_s).iteration_time_s
 
     def _problem(
         self,
@@ -179,9 +224,3 @@ class DurationProgram:
             ends=ends,
         )
         return inside, fed, problem
-
-
-def node_keys(schedule: Schedule) -> IntArray:
-    """[num_units] the index of each node's stage and kind in `Choices.units`."""
-    stages = np.arange(schedule.num_stages, dtype=np.int64)[:, None]
-    return (2 * stages + schedule.is_backward).ravel()

@@ -8,7 +8,7 @@ from itertools import chain, count, takewhile
 
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.limits import OrderLimits
-from envpipe_megatron.policies.order_search import Extra, OrderSearch
+from envpipe_megatron.policies.order_search import WORTH, Extra, OrderSearch
 
 #: Limits on the extra forwards of every stage; beyond them, multiples of the last.
 _LIMITS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
@@ -30,8 +30,8 @@ class MemoryPoint:
 def memory_frontier(search: OrderSearch, limits: OrderLimits) -> list[MemoryPoint]:
     """Plans for rising limits, as far as more memory still saves energy.
 
-    Every search starts from what tighter limits found, and a limit that buys nothing is left out,
-    so that every further point saves energy.
+    Every search starts from what tighter limits found, and a limit that buys next to nothing
+    (`WORTH`) is left out, so that every further point saves energy.
 
     Raises:
         LinearProgramError: not even 1F1B meets the deadline.
@@ -43,7 +43,7 @@ def memory_frontier(search: OrderSearch, limits: OrderLimits) -> list[MemoryPoin
         candidates = search.search(within, best)
         best = (candidates[0].extra_forwards,)
         plan = search.plan(candidates)
-        if not points or plan.cost.energy_j < points[-1].plan.cost.energy_j:
+        if not points or plan.cost.energy_j < points[-1].plan.cost.energy_j * (1 - WORTH):
             points.append(MemoryPoint(most, plan))
         if max(best[0]) < most:  # more memory would not be used
             break

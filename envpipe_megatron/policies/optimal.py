@@ -14,14 +14,12 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.plan import Plan, framework_schedule, max_frequencies
-from envpipe_megatron.policies.certificate import energy_lower_bound_j
-from envpipe_megatron.policies.choices import Choices, make_choices
+from envpipe_megatron.policies.choices import Choices, make_choices, node_keys
 from envpipe_megatron.policies.frequencies import baseline, uniform
 from envpipe_megatron.policies.linear_program import (
     DurationProgram,
     LinearProgramError,
     Relaxed,
-    node_keys,
 )
 from envpipe_megatron.policies.parking import park
 from envpipe_megatron.policies.rounding import round_durations
@@ -98,8 +96,7 @@ class Optimizer:
     @property
     def fastest_s(self) -> float:
         """Iteration time with every unit at its fastest frequency, none of them late."""
-        fastest_s = np.array([unit.time_s[0] for unit in self._floor.choices.units])
-        return self._iteration_time_s(fastest_s[node_keys(self.schedule)])
+        return self._floor.program.fastest_iteration_s
 
     def cheapest_s(self) -> float:
         """Iteration time beyond which waiting costs more than slower units save."""
@@ -114,7 +111,7 @@ class Optimizer:
         Raises:
             LinearProgramError: no frequencies meet the deadline.
         """
-        return self._floor.program.solve(self._attainable(deadline_s))
+        return self._floor.program.solve(deadline_s)
 
     def relaxed_energy_j(self, deadline_s: float) -> float:
         """The energy of `relaxed`, J."""
@@ -135,19 +132,11 @@ class Optimizer:
         if not min_dwell_s >= 0:
             raise LinearProgramError("The dwell time (s) must be zero or more", value=min_dwell_s)
         schedule, conditions = self.schedule, self.conditions
-        deadline_s = self._attainable(deadline_s)
+        deadline_s = self._floor.program.attainable(deadline_s)
         at_floor = self._floor.program.solve(deadline_s)
-        bound_j = energy_lower_bound_j(
-            schedule,
-            self._floor.choices,
-            conditions.latency_s,
-            self._tail_s,
-            deadline_s,
-            at_floor,
-        )
         best = self._round(self._usual, deadline_s, at_floor)
         if conditions.wait_power_w is not None:
-            second = self._round(self._at_mean_power_of(best.plan), deadline_s)
+            second = self._round(self._at_mean_power_of(best.plan), deadline_s, at_floor)
             best = min(best, second, key=lambda rounded: self._parked(rounded.plan).cost.energy_j)
         plan: Plan | None = best.plan
         if conditions.change_time_s or conditions.change_energy_j or min_dwell_s:
@@ -165,7 +154,7 @@ class Optimizer:
         plan = self._parked(plan, min_dwell_s)
         if not min_dwell_s:
             plan = self._or_by_rule(plan, deadline_s)
-        return replace(plan, energy_lower_bound_j=bound_j)
+        return replace(plan, energy_lower_bound_j=at_floor.lower_bound_j)
 
     def _or_by_rule(self, plan: Plan, deadline_s: float) -> Plan:
         """The plan, or that of a simple rule where it is cheaper.
@@ -196,14 +185,10 @@ class Optimizer:
             self._at_mean = self._priced(mean_w)
         return self._at_mean
 
-    def _round(
-        self, priced: _Priced, deadline_s: float, at_floor: Relaxed | None = None
-    ) -> _Rounded:
+    def _round(self, priced: _Priced, deadline_s: float, at_floor: Relaxed) -> _Rounded:
         """A plan for the waiting powers of a linear program; clocks are never late for it."""
         schedule, choices = self.schedule, priced.choices
-        relaxed = at_floor
-        if relaxed is None or priced is not self._floor:
-            relaxed = priced.program.solve(deadline_s)
+        relaxed = at_floor if priced is self._floor else priced.program.solve(deadline_s)
         # Not always the deadline: where waiting costs more than slower units save, it is earlier.
         end_s = min(deadline_s, self._iteration_time_s(relaxed.duration_s))
         waiting_j = choices.waiting_power_w * end_s
@@ -228,20 +213,6 @@ class Optimizer:
 
     def _iteration_time_s(self, duration_s: FloatArray) -> float:
         return iteration_time_s(self.schedule, duration_s, self.conditions)
-
-    def _attainable(self, deadline_s: float) -> float:
-        """The deadline, or the fastest iteration where that is later by rounding alone."""
-        fastest_s = self.fastest_s
-        if deadline_s < fastest_s * (1 - RELATIVE_TOLERANCE):
-            raise LinearProgramError(
-                f"Schedule '{self.schedule.name}' takes longer than the deadline (s) at any "
-                "frequencies",
-                value=deadline_s,
-                remedy=f"Its fastest iteration takes {fastest_s:.6g} s: allow "
-                f"{fastest_s / deadline_s:.4f} times the time (--deadline-factor), or use another "
-                "order.",
-            )
-        return max(deadline_s, fastest_s)
 
 
 def iteration_time_s(schedule: Schedule, duration_s: FloatArray, conditions: Conditions) -> float:

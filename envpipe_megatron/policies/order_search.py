@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from envpipe_megatron import builders
 from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.plan import Plan
-from envpipe_megatron.policies.certificate import any_order_lower_bound_j
+from envpipe_megatron.policies.any_order import any_order_lower_bound_j
 from envpipe_megatron.policies.choices import make_choices
 from envpipe_megatron.policies.limits import OrderLimits, envpipe_counts
 from envpipe_megatron.policies.linear_program import LinearProgramError
@@ -47,7 +47,7 @@ _FEWEST_ORDERS = 5
 _LOOK_BUDGET = 200_000
 #: What a further microbatch in flight must save on the way, as a fraction of the energy: memory
 #: that buys nothing is not taken.
-_WORTH = 2e-5
+WORTH = 2e-5
 #: The best orders by their relaxed energy are rounded; what rounding costs differs a little.
 _ROUNDED = 2
 
@@ -154,28 +154,32 @@ class OrderSearch:
         return [Candidate(e, self._energy(e)) for e in sorted(known, key=self._score)]
 
     def plan(self, candidates: Sequence[Candidate]) -> Plan:
-        """The cheapest plan of the first few orders that a search found, and of 1F1B.
+        """The best plan of the first few orders that a search found, and of 1F1B.
 
-        1F1B's is made only where it could be the cheapest, so that no search ends above it.
+        The best is the cheapest, but for savings that are not worth their memory. 1F1B's is made
+        only where it could be the best, so that no search ends above it.
 
         Raises:
             LinearProgramError: late clocks or the dwell time leave no plan to any of them.
         """
         best: Plan | None = None
+        least_j = math.inf
         refused: LinearProgramError | None = None
         for rank, candidate in enumerate(candidates):
             if rank >= _ROUNDED and any(candidate.extra_forwards):
                 continue
-            if best is not None and candidate.relaxed_energy_j >= best.cost.energy_j:
+            extra = candidate.extra_forwards
+            if _worth_j(candidate.relaxed_energy_j, extra) >= least_j:
                 continue
-            optimizer = self.optimizer(candidate.extra_forwards)
+            optimizer = self.optimizer(extra)
             try:
                 plan = optimizer.plan(self._deadline_s, self._min_dwell_s)
             except LinearProgramError as error:
                 refused = error
                 continue
-            if best is None or plan.cost.energy_j < best.cost.energy_j:
-                best = plan
+            worth_j = _worth_j(plan.cost.energy_j, extra)
+            if worth_j < least_j:
+                best, least_j = plan, worth_j
         if best is None:
             assert refused is not None  # there is a candidate, and it got no plan
             raise refused
@@ -256,7 +260,12 @@ class OrderSearch:
         return math.inf if solved is None else solved.energy_j
 
     def _score(self, extra: Extra) -> float:
-        return self._energy(extra) * (1 + _WORTH * sum(extra))
+        return _worth_j(self._energy(extra), extra)
+
+
+def _worth_j(energy_j: float, extra: Extra) -> float:
+    """What orders and their plans are compared by: memory that buys next to nothing is a loss."""
+    return energy_j * (1 + WORTH * sum(extra))
 
 
 def _directions(num_stages: int) -> deque[Extra]:

@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.longest_path import LongestPath
-from envpipe_megatron.policies.choices import Choices
-from envpipe_megatron.policies.linear_program import node_keys
+from envpipe_megatron.policies.choices import Choices, node_keys
 from envpipe_megatron.schedule import Schedule
 from envpipe_megatron.timeline import RELATIVE_TOLERANCE
 

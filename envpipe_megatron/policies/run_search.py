@@ -105,7 +105,9 @@ class _RunSearch:
             _SHY_FACTOR * self._change_j + _SHY_OF_UNIT * self._unit_j,
             min_dwell_s + margin_s,
         )
-        self._price_w = price_flow(plan.schedule, relaxed)[0].reshape(plan.frequency_mhz.shape)
+        self._price_w = price_flow(plan.schedule, relaxed.prices)[0].reshape(
+            plan.frequency_mhz.shape
+        )
 
     def search(self) -> Plan | None:
         """The best plan found."""

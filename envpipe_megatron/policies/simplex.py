@@ -43,7 +43,6 @@ class Simplex:
             np.array(solution.col_value)[problem.num_nodes : iteration],
             prices[: len(problem.target)],
             prices[len(problem.target) :],
-            float(highs.getObjectiveValue()),
         )
 
 
@@ -85,5 +84,4 @@ def _model(problem: DurationProblem) -> highspy.HighsLp:
     model.a_matrix_.start_ = matrix.indptr
     model.a_matrix_.index_ = matrix.indices
     model.a_matrix_.value_ = matrix.data
-    model.offset_ = problem.fixed_cost
     return model

@@ -10,10 +10,9 @@ from planning_cases import every_schedule, random_conditions, random_profile, tr
 from envpipe_megatron import builders
 from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.evaluation import evaluate
-from envpipe_megatron.policies.certificate import energy_lower_bound_j
+from envpipe_megatron.policies.certificate import Prices, energy_lower_bound_j
 from envpipe_megatron.policies.choices import make_choices
 from envpipe_megatron.policies.limits import order_limits
-from envpipe_megatron.policies.linear_program import Relaxed
 from envpipe_megatron.policies.optimal import Optimizer, all_maximum_s
 from envpipe_megatron.policies.order_search import OrderSearch
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
@@ -86,9 +85,7 @@ def test_whatever_the_duals_are_the_bound_holds():
         best_j = optimizer.plan(deadline_s).energy_lower_bound_j
         numbers = np.random.default_rng(seed)
         for _ in range(10):
-            guess = Relaxed(
-                np.zeros(schedule.num_units),
-                0.0,
+            guess = Prices(
                 numbers.random(schedule.num_units),
                 numbers.random(schedule.num_units) * numbers.integers(0, 2, schedule.num_units),
                 numbers.random(schedule.num_stages) * rng.choice([0, 1, 50, 1000]),

@@ -2,25 +2,27 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_cases import needs, random_orders
+from core_cases import B, F, needs, profile_of, random_orders
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_cases import random_job, random_profile
+from planning_cases import Job, random_job, random_profile
 from scipy.optimize import linprog
 
 from envpipe_megatron import builders
-from envpipe_megatron.policies.choices import make_choices
+from envpipe_megatron.conditions import Conditions
+from envpipe_megatron.policies.choices import make_choices, node_keys
 from envpipe_megatron.policies.duration_problem import DurationProblem
 from envpipe_megatron.policies.interior_point import InteriorPoint
 from envpipe_megatron.policies.linear_program import (
     DurationProgram,
     LinearProgramError,
-    node_keys,
 )
 from envpipe_megatron.policies.newton_step import BandMatrix, NewtonStep, Point, Residual
+from envpipe_megatron.policies.simplex import Simplex
 from envpipe_megatron.schedule import Schedule
 from envpipe_megatron.timeline import Timeline
 
@@ -51,14 +53,11 @@ def any_schedule(rng, stages, microbatches):
 class Case:
     """A random order of a random job, with a deadline between the fastest iteration and never."""
 
-    def __init__(self, seed, max_microbatches=6, factors=(1.0, 1.0, 1.02, 1.2, 2.0, 1000.0)):
+    def __init__(
+        self, seed, max_microbatches=6, factors=(1.0, 1.0, 1.02, 1.2, 2.0, 1000.0), job=None
+    ):
         self.rng = random.Random(seed)
-        job = random_job(
-            self.rng,
-            stages=(1, 2, 3, 4),
-            max_microbatches=max_microbatches,
-            max_frequencies=self.rng.choice([2, 4, 10]),
-        )
+        job = (job or self._job)(self.rng, max_microbatches)
         self.schedule = any_schedule(self.rng, job.num_stages, job.num_microbatches)
         self.conditions = job.conditions
         self.tail_s = job.conditions.tail_by_stage_s
@@ -69,6 +68,10 @@ class Case:
         self.hulls = [(unit.time_s[unit.hull], unit.cost_j[unit.hull]) for unit in units]
         self.fastest_s = self.iteration_s([times[0] for times, _ in self.hulls])
         self.deadline_s = self.rng.choice(factors) * self.fastest_s
+
+    @staticmethod
+    def _job(rng, max_microbatches):
+        return random_job(rng, (1, 2, 3, 4), max_microbatches, rng.choice([2, 4, 10]))
 
     def program(self, max_simplex_units):
         return DurationProgram(
@@ -220,9 +223,73 @@ def test_a_deadline_before_the_fastest_iteration_is_refused(max_simplex_units, s
     case = Case(seed)
     program = case.program(max_simplex_units)
     program.solve(case.fastest_s)
-    with pytest.raises(LinearProgramError, match=case.schedule.name) as error:
+    with pytest.raises(LinearProgramError, match="at any frequencies") as error:
         program.solve(0.999 * case.fastest_s)
+    assert case.schedule.name in str(error.value)
     assert error.value.remedy
+
+
+def wild_job(rng, max_microbatches):
+    """A job whose times and energies span six orders of magnitude, as no pipeline's do."""
+    stages = rng.choice([1, 2, 3])
+    table = {}
+    for at in itertools.product(range(stages), (F, B)):
+        time_s, energy_j = 10 ** rng.uniform(-3, 3), 10 ** rng.uniform(-3, 3)
+        table[at] = {
+            clock: (time_s * rng.uniform(0.5, 2), energy_j * rng.uniform(0.5, 2))
+            for clock in rng.sample(range(400, 2000, 15), rng.randint(1, 6))
+        }
+    power_w, latency_s = rng.choice([0.0, 60.0]), rng.choice([0.0, 0.01])
+    conditions = Conditions((power_w,) * stages, (latency_s,) * (stages - 1))
+    return Job(profile_of(table), rng.randint(1, max_microbatches), conditions)
+
+
+def test_the_interior_point_method_forced_on_1250_programs_never_ends_wrong():
+    """However badly conditioned they are; another solver may have to be asked."""
+    for seed in range(1250):
+        case = Case(seed, max_microbatches=4, job=wild_job)
+        relaxed = case.program(INTERIOR_POINT).solve(case.deadline_s)
+        assert case.iteration_s(relaxed.duration_s) <= case.deadline_s * (1 + 1e-6), seed
+        # Any prices give a bound (test_certificate), so an answer that is near it is right.
+        can_save_j = sum(float(cost_j[0] - cost_j[-1]) for _, cost_j in case.hulls)
+        cost_j = case.cost_j(relaxed.duration_s)
+        assert cost_j - relaxed.lower_bound_j <= 1e-3 * (abs(cost_j) + can_save_j), seed
+
+
+def wrong(solution, problem, how):
+    """An answer that is late, too dear, or proven by nothing."""
+    none, all_of_it = np.zeros_like(problem.width), problem.width.copy()
+    return {
+        "late": replace(solution, segment=all_of_it),
+        "dear": replace(solution, segment=none),
+        "unproven": replace(solution, deadline_price=np.zeros_like(problem.tail)),
+        "not a number": replace(solution, deadline_price=np.full_like(problem.tail, np.nan)),
+    }[how]
+
+
+@pytest.mark.parametrize("how", ["late", "dear", "unproven", "not a number"])
+@pytest.mark.parametrize("solver", [Simplex, InteriorPoint])
+def test_a_wrong_answer_is_noticed(monkeypatch, solver, how):
+    schedule = builders.one_f_one_b(3, 5)
+    profile = random_profile(random.Random(7), 3, 6)
+    choices = make_choices(profile, np.full(3, 70.0), np.ones(3, dtype=np.int64))
+    right, asked = (
+        DurationProgram(schedule, choices, 0.0, np.zeros(3), units)
+        for units in (SIMPLEX, {Simplex: SIMPLEX, InteriorPoint: INTERIOR_POINT}[solver])
+    )
+    deadline_s = 1.05 * right.fastest_iteration_s
+    optimum_j = right.solve(deadline_s).cost_j
+    solve = solver.solve
+
+    def solve_wrongly(self, deadline):
+        return wrong(solve(self, deadline), self._problem, how)
+
+    monkeypatch.setattr(solver, "solve", solve_wrongly)
+    if solver is InteriorPoint:  # the simplex is asked instead
+        assert asked.solve(deadline_s).cost_j == pytest.approx(optimum_j)
+    else:
+        with pytest.raises(LinearProgramError, match="although it can be met"):
+            asked.solve(deadline_s)
 
 
 @SOLVERS

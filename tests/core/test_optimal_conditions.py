@@ -112,6 +112,23 @@ class TestWaitingPowerByClock:
             assert plan.cost.energy_j <= other.cost.energy_j
             assert plan.energy_lower_bound_j <= plan.cost.energy_j
 
+    @pytest.mark.parametrize("seed", [0, 39, 105, 129])
+    def test_the_same_on_odd_profiles(self, seed):
+        """Where durations for the least waiting power round to a dearer plan at the usual one."""
+        rng = random.Random(seed)
+        job = random_job(rng, max_frequencies=6)
+        schedule = builders.one_f_one_b(job.num_stages, job.num_microbatches)
+        powers_w = tuple(max(60.0, power_w) for power_w in job.conditions.blocking_power_w)
+        least = rng.choice([0.1, 0.3, 0.6])
+        curves = tuple({400: least * w, 2000: w * rng.choice([1, 1.2])} for w in powers_w)
+        ignored = replace(job.conditions, blocking_power_w=powers_w)
+        known = replace(ignored, wait_power_w=curves)
+        deadline_s = all_maximum_s(schedule, job.profile, ignored) * rng.choice([1.0, 1.1, 1.3])
+        plan = Optimizer(schedule, job.profile, known).plan(deadline_s)
+        blind = Optimizer(schedule, job.profile, ignored).plan(deadline_s)
+        blind_j = replace(blind, conditions=known).cost.energy_j
+        assert plan.cost.energy_j <= blind_j * (1 + 1e-9)
+
     def test_a_blocking_power_that_is_far_off_is_mended(self):
         # At 300 W waiting seems so dear that units run faster than they should.
         conditions = replace(self.conditions, blocking_power_w=(300.0,) * 4)

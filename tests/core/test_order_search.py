@@ -3,13 +3,14 @@
 import random
 from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace as Namespace
 
 import numpy as np
 import pytest
 from core_cases import uniform_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_cases import random_job
+from planning_cases import Job, random_job
 
 from envpipe_megatron import builders
 from envpipe_megatron.channel_model import completes
@@ -17,8 +18,9 @@ from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.policies import order_search
 from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.policies.linear_program import LinearProgramError
+from envpipe_megatron.policies.memory_frontier import memory_frontier
 from envpipe_megatron.policies.optimal import Optimizer, all_maximum_s
-from envpipe_megatron.policies.order_search import OrderSearch
+from envpipe_megatron.policies.order_search import Candidate, OrderSearch
 from envpipe_megatron.profile import read_profile
 
 SEEDS = st.integers(0, 2**32)
@@ -155,6 +157,29 @@ def test_on_small_jobs_the_search_nearly_always_finds_the_best_of_all_extra_forw
         missed.append(found_j / least_j - 1)
     assert np.mean(np.array(missed) > 1e-6) <= 0.05
     assert max(missed) < 0.02
+
+
+@pytest.mark.parametrize(("saved", "taken"), [(1e-16, False), (1e-5, False), (1e-4, True)])
+def test_a_microbatch_is_not_taken_for_next_to_nothing(monkeypatch, saved, taken):
+    """Neither by a plan nor by a point of the memory frontier: 0.002 % each is what it must buy."""
+    job = Job(uniform_profile(2, CURVE), 4, Conditions((10.0,) * 2))
+
+    def rounded(extra):
+        return Namespace(cost=Namespace(energy_j=100.0 * (1 - saved * sum(extra))), extra=extra)
+
+    def optimizer(self, extra, *_):
+        return Namespace(plan=lambda *_: rounded(extra))
+
+    monkeypatch.setattr(OrderSearch, "optimizer", optimizer)
+    monkeypatch.setattr(
+        OrderSearch, "search", lambda *_: [Candidate((1, 0), 99.0), Candidate((0, 0), 99.1)]
+    )
+    search, _ = search_of(job)
+    assert search.plan(search.search()).extra == ((1, 0) if taken else (0, 0))
+    found = iter([(0, 0), (1, 0)])
+    monkeypatch.setattr(OrderSearch, "search", lambda *_: [Candidate(next(found), 99.0)])
+    points = memory_frontier(search, order_limits(2, 4, max_extra_forwards=1))
+    assert [point.max_extra_forwards for point in points] == ([0, 1] if taken else [0])
 
 
 def test_what_an_order_does_not_need_is_taken_away_without_costing_energy(monkeypatch):

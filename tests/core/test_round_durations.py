@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_linear_program import INTERIOR_POINT, SIMPLEX, SOLVERS, Case
 
-from envpipe_megatron.policies.linear_program import node_keys
+from envpipe_megatron.policies.choices import node_keys
 from envpipe_megatron.policies.rounding import Rounding, hull_floor, round_durations
 
 SEEDS = st.integers(0, 2**32)

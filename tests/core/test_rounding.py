@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from planning_cases import random_job
 
 from envpipe_megatron import builders
-from envpipe_megatron.policies.choices import make_choices
-from envpipe_megatron.policies.linear_program import node_keys
+from envpipe_megatron.policies.choices import make_choices, node_keys
 from envpipe_megatron.policies.rounding import Rounding, hull_floor
 from envpipe_megatron.schedule import Schedule
 from envpipe_megatron.timeline import Timeline

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from planning_cases import random_job
 
 from envpipe_megatron import builders
-from envpipe_megatron.policies.choices import make_choices
+from envpipe_megatron.policies.choices import make_choices, node_keys
 from envpipe_megatron.policies.clock_runs import make_clock_table
-from envpipe_megatron.policies.linear_program import DurationProgram, node_keys
+from envpipe_megatron.policies.linear_program import DurationProgram
 from envpipe_megatron.policies.shared_clocks import solve_shared_clocks
 from envpipe_megatron.timeline import Timeline
 
