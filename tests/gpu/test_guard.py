@@ -16,6 +16,7 @@ import pytest
 from guard_rounds import DEADLINE_S, Node, Round
 from stale_leases import undo_stale
 
+from envpipe_megatron.gpu import guard as guard_module
 from envpipe_megatron.gpu import guard_loop, guard_protocol
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
@@ -789,6 +790,12 @@ def test_a_runtime_folder_that_cannot_be_made_is_named(monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/proc/self")  # this user's; nothing can be made there
     with pytest.raises(GuardError, match=r"cannot be made.*/proc/self/envpipe"):
         runtime_folder()
+
+
+def test_what_a_guard_must_be_given(capsys):
+    with pytest.raises(SystemExit):
+        guard_module.main([])
+    assert "required: --socket, --job, --log" in capsys.readouterr().err
 
 
 def test_the_runtime_folder_is_the_users_alone(tmp_path, monkeypatch):
