@@ -177,6 +177,7 @@ class TestOverrides:
             gpus_per_stage=(1, 2, 4), latency_s=(0.1, 0),
         )  # fmt: skip
         assert made == Conditions((1.0, 2.0, 3.0), (0.1, 0.0), (0.0, 0.0, 1.0), (1, 2, 4))
+        assert made.tail_by_stage_s.tolist() == [0.0, 0.0, 1.0]  # kept where one of them is not 0
 
     @pytest.mark.parametrize(
         ("field", "value"),

@@ -139,6 +139,12 @@ class TestLadders:
         for node in (0, 1):
             assert self.ladders.next_above(node, frequency, granularity) == target
 
+    def test_all_clocks_of_a_gpu_between_those_that_were_profiled(self):
+        profile = uniform_profile(1, dict.fromkeys((800, 1005), (1, 1)))
+        ladders = Ladders(self.schedule, profile, [[700, 800, 900, 1005, 1100]])
+        climb = [ladders.next_above(0, clock, 30) for clock in (700, 800, 900, 1005)]
+        assert climb == [800, 900, 1005, None]
+
 
 def test_ends_when_the_path_is_the_envelope():
     # At M = 8 the last stage is the bottleneck, so the inside can keep pace with it.
@@ -190,6 +196,16 @@ def test_the_end_that_is_said_is_true_of_the_plan_with_its_tails_and_late_clocks
         assert result.ended is Ended.NOTHING_CAN_RISE
         assert not is_envelope(plan.schedule, path)
         assert {int(result.frequency_mhz.flat[node]) for node in path} == {1200}
+
+
+@pytest.mark.parametrize("policy", [GREEDY, BALANCED])
+def test_late_clocks_raise_units_only_beyond_what_is_raised_without_them(policy):
+    """From the start they would: a unit that rises alone comes late, and so do those around it."""
+    plan = plan_of(builders.one_f_one_b(4, 8), uniform_profile(4, CURVE))
+    late = replace(plan, conditions=Conditions((0.0,) * 4, change_time_s=0.3))
+    without, result = reconfigure(plan, policy), reconfigure(late, policy)
+    assert result.steps >= without.steps
+    assert (result.frequency_mhz >= without.frequency_mhz).all()
 
 
 def test_tails_that_end_the_iteration_leave_what_ends_before_them_alone():
