@@ -69,7 +69,7 @@ def test_flags_and_a_profile_that_can_be_planned(layers_path, tmp_path, objectiv
     assert "exact" in text
     assert "embedding, 0-2" in text
     assert "7, loss" in text
-    assert "(2, 3, 3), with --account-for-embedding-in-pipeline-split." in text
+    assert "2, 3, 3, with --account-for-embedding-in-pipeline-split." in text
     profile = read_profile(output)
     times = [kinds["forward"][0].time_s for kinds in profile.rows]
     assert times == pytest.approx([0.035, 0.04, 0.03])
@@ -80,7 +80,7 @@ def test_against_the_even_split(tmp_path):
     layers = write_layers(tmp_path / "layers.csv", transformer_layers=16, heavy=5)
     text = partition(layers, tmp_path / "profile.csv", "--blocking-power", 80).stdout
     assert flag(text, "--pipeline-model-parallel-layout") == "Et*4|t*4|t*5|t*3L"
-    assert "(4, 4, 4, 4)" in text
+    assert "4, 4, 4, 4" in text
     rows = {
         line.split("│")[1].strip(): line.split("│") for line in text.splitlines() if "│" in line
     }
@@ -126,7 +126,7 @@ def test_memory_limit(tmp_path):
     ).stdout
     assert flag(free, "--pipeline-model-parallel-layout").startswith("Et*2|")
     assert flag(held, "--pipeline-model-parallel-layout").startswith("Et|")
-    assert "(2, 2, 2, 2). It does not keep the memory limit" in held
+    assert "2, 2, 2, 2. It does not keep the memory limit" in held
     assert read_profile(tmp_path / "held.csv").sidecar.free_bytes is not None
     message = partition_badly(layers, tmp_path / "no.csv", "--memory-limit", "2e9")
     for part in ("stage", "tightest", "2e+09 bytes", "--memory-limit"):
