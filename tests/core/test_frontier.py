@@ -126,6 +126,11 @@ def test_the_csv_holds_times_energies_and_bounds(plans, stored_path):
     ]
 
 
+def test_a_frontier_may_be_one_plan(plans, tmp_path):
+    stored = read_frontier(write_frontier(plans[:1], tmp_path / "frontier.csv"))
+    assert stored.plan_for(1e9, PROFILE).cost == plans[0].cost
+
+
 def test_a_straggler_gets_the_slowest_plan_that_just_meets_it(plans, stored_path):
     stored = read_frontier(stored_path)
     assert stored.baseline_s == plans[0].baseline.cost.iteration_time_s

@@ -399,3 +399,8 @@ def test_a_state_that_cannot_be_written_is_not_lost_in_silence(gpu):
     with pytest.raises(EmulatedStateError, match="Cannot write the state"):
         gpu.lock_frequency(400)
     assert gpu.requested_frequency_mhz is None
+
+
+def test_a_new_folder_is_its_users_alone(tmp_path):
+    EmulatedGpu.create("a40", 0, tmp_path / "node")
+    assert (tmp_path / "node").stat().st_mode & 0o777 == 0o700
