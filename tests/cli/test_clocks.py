@@ -76,8 +76,9 @@ def test_show_one_gpu_by_index_or_uuid(node):
     assert node.uuids[2] in by_index
     assert "GPU 0" not in by_index
     assert "GPU 2" in run_well("clocks", "show", "--gpu", node.uuids[2]).stdout
-    message = run_badly("clocks", "show", "--gpu", 4)
-    assert "no such GPU (got '4')" in message
+    for wanted in (["--gpu", 4], ["--gpu", 0, "--gpu", 4]):
+        message = run_badly("clocks", "show", *wanted)
+        assert "no such GPU (got '4')" in message
     assert node.uuids[3] in message
 
 

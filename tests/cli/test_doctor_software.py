@@ -130,6 +130,19 @@ def test_broken_packages_are_a_no_and_stop_nothing(packages):
     assert_check(found["megatron-core"], False, "could not be looked at: UnicodeDecodeError")
 
 
+def test_a_driver_runs_every_cuda_of_its_major_version(packages):
+    packages.add("torch", torch_of("12.8"))
+    assert_check(
+        packages.look((12, 4))["torch"], True, "built for CUDA 12.8", "driver runs CUDA 12.4"
+    )
+
+
+def test_a_pynvml_of_unknown_version_is_not_trusted(packages):
+    packages.distribution("pynvml", "dev")
+    packages.distribution("nvidia_ml_py", "13.580")
+    assert_check(packages.look()["nvidia-ml-py"], False, "pynvml dev", "pip uninstall pynvml")
+
+
 def test_a_torch_without_cuda(packages):
     packages.add("torch", torch_of(None))
     assert_check(packages.look()["torch"], False, "without CUDA", "quickstart", "CUDA build")

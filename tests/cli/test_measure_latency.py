@@ -7,8 +7,10 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from envpipe_megatron.cli import clocks_latency
 from envpipe_megatron.cli.clocks_latency import measure_latency
 from envpipe_megatron.cli.common import ErrorsAsMessages
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.lease_folder import LEASE_DIR_VARIABLE
 from envpipe_megatron.gpu.presets import load_preset
@@ -38,6 +40,13 @@ def test_emulated_gpu_tells_its_presets_latency(invoke, tmp_path, monkeypatch):
     assert written["frequency_change_s"] == pytest.approx(expected_s, abs=4e-4)
     assert '"frequency_change_s": 0.01' in result.output
     assert "1980 -> 990" in result.output
+
+
+def test_a_device_that_cuda_does_not_show_is_refused(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(EnvPipeError, match="CUDA shows 2 GPUs"):
+        clocks_latency._cuda_device(2)
 
 
 def test_forbidden_before_anything_is_touched(invoke, fake_nvml, monkeypatch):

@@ -63,8 +63,11 @@ def test_training_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"train.py"}
 
 
-def test_a_node_without_the_planner_has_no_profile(tmp_path: Path) -> None:
-    code, told = profile(tmp_path, "", "--standalone", "--node-rank=0")
+@pytest.mark.parametrize(
+    "several", ["--node-rank=0", "--node_rank=0", "--nnodes=1", "--rdzv-endpoint=localhost:0"]
+)
+def test_a_node_without_the_planner_has_no_profile(tmp_path: Path, several: str) -> None:
+    code, told = profile(tmp_path, "", "--standalone", several)
     assert code == 0
     assert "on the node of rank 0" in told
     assert {path.name for path in tmp_path.iterdir()} == {"train.py"}
