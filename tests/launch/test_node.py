@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import shutil
 import signal
 import socket
@@ -143,6 +144,26 @@ def test_a_folder_too_deep_for_sockets_is_refused(nodes, train, output, monkeypa
 
 
 # Signals -------------------------------------------------------------------------------------
+
+
+def test_a_guard_that_ends_is_followed_by_one_other(monkeypatch):
+    guards: queue.Queue[socket.socket] = queue.Queue()
+
+    def connect(*_: object) -> socket.socket:
+        here, there = socket.socketpair()
+        guards.put(there)
+        return here
+
+    monkeypatch.setattr(node, "connect_to_guard", connect)
+    with node._guarded("n0"):
+        with guards.get(timeout=LONG_S) as first:
+            first.settimeout(0.1)
+            with pytest.raises(TimeoutError):  # while it lives, it is kept
+                first.recv(1)
+        second = guards.get(timeout=LONG_S)
+    assert second.recv(1) == b""
+    assert guards.empty()
+    second.close()
 
 
 def test_the_first_signal_and_the_others():
