@@ -289,8 +289,9 @@ def test_lookup_gives_each_unit_its_own_row():
     time_s, energy_j = profile.lookup(frequency, backward)
     assert time_s.tolist() == [[1, 2, 4], [6, 6, 3]]
     assert energy_j.tolist() == [[10, 6, 12], [18, 60, 30]]
-    with pytest.raises(ProfileError, match="got 1000"):
-        profile.lookup(np.where(frequency == 900, 1000, frequency), backward)
+    for other in (600, 1000, 1500):  # below, between and above those that were profiled
+        with pytest.raises(ProfileError, match=f"got {other}"):
+            profile.lookup(np.where(frequency == 900, other, frequency), backward)
 
 
 def test_no_rows_make_no_profile():
