@@ -18,7 +18,7 @@ from envpipe_megatron.partition import (
     stage_memory_bytes,
     stage_profile,
 )
-from envpipe_megatron.policies import partition_search
+from envpipe_megatron.policies import partition_energy, partition_search
 from envpipe_megatron.policies.partition_energy import least_energy, plan_cost
 from envpipe_megatron.policies.partition_search import (
     SplitSpace,
@@ -242,6 +242,14 @@ def test_fewer_plans_than_splits_are_not_called_exact():
     assert everything.cost.energy_j <= some.cost.energy_j
     # The estimate knows good splits: three plans come within 2 % of the best.
     assert some.cost.energy_j <= 1.02 * everything.cost.energy_j
+
+
+def test_at_one_clock_and_with_time_to_spare_the_energy_estimate_is_exact():
+    table = table_of(np.ones(4), np.full(4, 2.0), curve={1000: (1.0, 400.0)})
+    space = SplitSpace(table, 2, 4)
+    estimate_j = partition_energy._energy_estimate_j(space, space.allowed, 1e6, 80.0)
+    _, first, after = np.nonzero(space.allowed)
+    assert estimate_j[space.allowed] == pytest.approx((400.0 - 80.0) * 3.0 * (after - first))
 
 
 def test_energy_needs_energies():
