@@ -131,7 +131,7 @@ def read_job(
     )
     if differing:
         shown = "; ".join(
-            f"{key}: {_shown(job.fingerprint, key)} then, {_shown(wanted, key)} now"
+            f"{key} was {_shown(job.fingerprint, key)} and is now {_shown(wanted, key)}"
             for key in differing
         )
         raise JobFileError(f"{path} is of another job: {shown}")

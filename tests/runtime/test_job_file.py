@@ -94,13 +94,13 @@ def test_an_empty_folder_holds_no_job(tmp_path):
 @pytest.mark.parametrize(
     ("change", "shown"),
     [
-        ({"hidden_size": 4096}, "hidden_size: 2048 then, 4096 now"),
-        ({"gpu": "NVIDIA A100"}, "gpu: 'NVIDIA H200' then, 'NVIDIA A100' now"),
-        ({"stages": [1, 3]}, r"stages: \[1, 2\] then, \[1, 3\] now"),
-        ({"swiglu": None}, "swiglu: not told then, None now"),
+        ({"hidden_size": 4096}, "hidden_size was 2048 and is now 4096"),
+        ({"gpu": "NVIDIA A100"}, "gpu was 'NVIDIA H200' and is now 'NVIDIA A100'"),
+        ({"stages": [1, 3]}, "stages was 1, 2 and is now 1, 3"),
+        ({"swiglu": None}, "swiglu was not told and is now nothing"),
         (
             {"recompute": "full", "hidden_size": 1},
-            "hidden_size: 2048 then, 1 now; recompute: None then, 'full' now",
+            "hidden_size was 2048 and is now 1; recompute was nothing and is now 'full'",
         ),
     ],
 )
@@ -126,7 +126,7 @@ def test_another_job_is_told_from_this_one_and_kept(folder, caplog, change, show
 
 def test_a_missing_key_is_another_job_too(folder):
     fewer = {key: value for key, value in FINGERPRINT.items() if key != "gpu"}
-    with pytest.raises(JobFileError, match="gpu: 'NVIDIA H200' then, not told now"):
+    with pytest.raises(JobFileError, match="gpu was 'NVIDIA H200' and is now not told"):
         read_job(folder, fewer)
 
 
