@@ -168,7 +168,7 @@ def write_csv(bill: Bill, path: Path) -> None:
                 own = tuple(facts.get(name, "") for name in ("type", "scheduling", "reconfigure"))
             rows.writerow(
                 (
-                    facts.get("model", ""), facts.get("microbatch_size", ""), samples or "", *own,
+                    facts.get("model", ""), facts.get("microbatch_size", ""), samples, *own,
                     samples / step.time_s if samples else "", total.energy_j * 1e3,
                     phase, total.num_gpus, step.iterations, step.time_s,
                     step.energy_j * total.num_gpus, total.average_power_w,

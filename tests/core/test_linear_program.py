@@ -267,12 +267,18 @@ def wrong(solution, problem, how):
     }[how]
 
 
+@pytest.mark.parametrize("unit_j", [1.0, 1e-6])
 @pytest.mark.parametrize("how", ["late", "dear", "unproven", "not a number"])
 @pytest.mark.parametrize("solver", [Simplex, InteriorPoint])
-def test_a_wrong_answer_is_noticed(monkeypatch, solver, how):
+def test_a_wrong_answer_is_noticed(monkeypatch, solver, how, unit_j):
     schedule = builders.one_f_one_b(3, 5)
     profile = random_profile(random.Random(7), 3, 6)
-    choices = make_choices(profile, np.full(3, 70.0), np.ones(3, dtype=np.int64))
+    rows = tuple(
+        {k: [replace(row, energy_j=row.energy_j * unit_j) for row in kinds[k]] for k in kinds}
+        for kinds in profile.rows
+    )
+    profile = replace(profile, rows=rows)
+    choices = make_choices(profile, np.full(3, 70.0 * unit_j), np.ones(3, dtype=np.int64))
     right, asked = (
         DurationProgram(schedule, choices, 0.0, np.zeros(3), units)
         for units in (SIMPLEX, {Simplex: SIMPLEX, InteriorPoint: INTERIOR_POINT}[solver])

@@ -14,6 +14,7 @@ from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.gpu.presets import load_preset, preset_folder
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.profile import ProfileRow, make_profile
+from envpipe_megatron.runtime.emulated_executor import Fidelity
 from envpipe_megatron.schedule import Kind, Schedule
 from envpipe_megatron.timeline import Timeline
 
@@ -131,6 +132,12 @@ def test_overruns_are_counted(three_ranks, tmp_path, late_every, trusted):
         assert outcomes[1][2] is False
     else:
         assert sum(overruns for _, overruns, _ in outcomes) <= 1  # a busy machine may add one
+
+
+def test_one_unit_of_a_hundred_may_overrun():
+    assert Fidelity().trusted
+    assert Fidelity(units=100, overruns=1).trusted
+    assert not Fidelity(units=100, overruns=2).trusted
 
 
 def test_profiler_finds_the_model(three_ranks, tmp_path):
