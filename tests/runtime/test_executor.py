@@ -1,0 +1,67 @@
+"""CUDA events around units, on a stand-in for CUDA that takes the time it is told."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from envpipe_megatron import builders
+from envpipe_megatron.runtime import executor
+
+
+class Cuda:
+    """Work on one stream takes `time_s` along; the host is as far."""
+
+    def __init__(self):
+        self.time_s, self.stream, self.made = 100.0, object(), 0
+        cuda = self
+
+        class Event:
+            def __init__(self, **_):
+                cuda.made += 1
+
+            def record(self, stream):
+                assert stream is cuda.stream
+                self.at_s = cuda.time_s
+
+            def elapsed_time(self, later):
+                return (later.at_s - self.at_s) * 1e3
+
+            def synchronize(self):
+                pass
+
+        self.Event = Event
+
+    def current_stream(self):
+        return self.stream
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> Cuda:
+    cuda = Cuda()
+    monkeypatch.setattr(executor, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(executor, "time", SimpleNamespace(monotonic=lambda: cuda.time_s))
+    return cuda
+
+
+def test_units_and_waits_are_timed_by_events_that_are_used_every_other_iteration(cuda):
+    timed, schedule = executor.CudaExecutor(), builders.one_f_one_b(1, 1)
+    ends = []
+    for number in range(4):
+        cuda.time_s = begin_s = 100.0 * (number + 1)
+        timed.begin_iteration(schedule, 0)
+        for wait_s, unit_s in ((0.0, 0.5), (0.25, 1.0)):
+            cuda.time_s += wait_s
+            timed.begin_unit(None)
+            cuda.time_s += unit_s
+            ends.append(timed.end_unit()[1])
+        cuda.time_s += 2.0  # the optimizer's
+        record = timed.end_iteration()
+        assert record.start_s.tolist() == pytest.approx([0.0, 0.75])
+        assert record.end_s.tolist() == pytest.approx([0.5, 1.75])
+        assert record.receive_wait_s.tolist() == pytest.approx([0.0, 0.25])
+        assert record.begin_s == pytest.approx(begin_s)
+        assert (record.iteration_time_s, record.wall_time_s) == pytest.approx((1.75, 3.75))
+        if number == 1:
+            made = cuda.made
+            assert not set(ends[:2]) & set(ends[2:])  # the controller may still look at them
+    assert cuda.made == made
