@@ -38,6 +38,7 @@ from envpipe_megatron.policies.choices import make_choices
 from envpipe_megatron.policies.linear_program import DurationProgram, LinearProgramError
 from envpipe_megatron.policies.planner import PlanRequest, build_schedule
 from envpipe_megatron.policies.rounding import round_durations
+from envpipe_megatron.policies.simplex import Simplex
 from envpipe_megatron.profile import Profile, read_profile
 
 SIZES = ("4x16", "8x24", "8x96", "8x256", "16x256", "16x512", "32x512", "32x1024", "64x1024")
@@ -161,6 +162,7 @@ def measure_highs(job: Job, solver: str) -> dict[str, float]:
         conditions.tail_by_stage_s,
         max_simplex_units=schedule.num_units,
     )
+    assert isinstance(program._solver, Simplex)
     for option, value in {"simplex": {}, "ipm": _IPM}[solver].items():
         program._solver._highs.setOptionValue(option, value)
     start_s = time.process_time()
