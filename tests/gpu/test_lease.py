@@ -222,6 +222,13 @@ def test_while_its_rank_lives_a_stale_lease_stays_and_its_gpu_is_reset(gpu):
     assert undo_stale(open_gpu) == [gpu.address]
 
 
+def test_a_lease_that_is_being_written_is_not_undone(gpu):
+    record = left_by_a_dead_guard(gpu.address, dead())
+    record.path.write_bytes(b"")
+    assert not undo_lease(record, open_gpu)
+    assert record.path.exists()
+
+
 def test_live_leases_are_left_alone(gpu):
     lease = take(gpu.address)
     gpu.lock_frequency(1200)

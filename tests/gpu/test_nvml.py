@@ -17,6 +17,7 @@ from envpipe_megatron.gpu.base import (
     UnsupportedFrequencyError,
 )
 from envpipe_megatron.gpu.nvml import NvmlGpu, list_nvml_gpus
+from envpipe_megatron.gpu.nvml_errors import NvmlNotSupportedError
 from envpipe_megatron.gpu.opening import open_gpu
 
 LOCK = "nvmlDeviceSetGpuLockedClocks"
@@ -64,6 +65,12 @@ def test_found_by_pci_bus_id_with_the_uuid_as_address(node, written):
     gpu = NvmlGpu(written(node.pci_bus_ids[2]))
     assert (gpu.address.uid, gpu.index) == (node.uuids[2], 2)
     assert gpu.pci_bus_id == node.pci_bus_ids[2]
+
+
+def test_a_gpu_without_clocks_to_choose_from(node, monkeypatch):
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetSupportedGraphicsClocks", lambda *_: [])
+    with pytest.raises(NvmlNotSupportedError, match=f"lists no SM clocks.*{node.uuids[0]}"):
+        _ = NvmlGpu(node.uuids[0]).supported_frequencies_mhz
 
 
 def test_lock_and_reset(node):
