@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,6 +165,19 @@ def test_a_guard_that_ends_is_followed_by_one_other(monkeypatch):
     assert second.recv(1) == b""
     assert guards.empty()
     second.close()
+
+
+def test_without_another_guard_the_node_goes_on(monkeypatch):
+    here, there = socket.socketpair()
+    ends, failed = iter([here]), []
+    ended = threading.Event()
+    monkeypatch.setattr(node, "connect_to_guard", lambda *_: next(ends))
+    monkeypatch.setattr(node.logger, "exception", lambda *_: ended.set())
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    with node._guarded("n0"):
+        there.close()
+        assert ended.wait(LONG_S)
+    assert not failed
 
 
 def test_the_first_signal_and_the_others():

@@ -56,6 +56,17 @@ def test_timelines_alone_tell_what_set_the_clocks(tmp_path, name):
     assert (folder.dry_run, folder.emulated) == (name == "dry_run", name == "emulated")
 
 
+@pytest.mark.parametrize(
+    ("start_us", "end_us"),
+    [([-1, 10], [5, 20]), ([0, 10], [5, 9]), ([0, 4], [5, 20]), ([0], [5]), ([0, 10], [5])],
+)
+def test_timelines_that_no_stage_can_have_are_left_out(tmp_path, start_us, end_us):
+    put_timeline(tmp_path)
+    put_timeline(tmp_path, start_us=start_us, end_us=end_us)
+    timelines = read_run_folder(tmp_path).timelines
+    assert (len(timelines.iterations), len(timelines.unreadable)) == (1, 1)
+
+
 def test_a_gpu_is_on_the_node_that_its_timelines_name(tmp_path):
     put_timeline(tmp_path)
     put_energy(tmp_path)
