@@ -93,6 +93,8 @@ class Collectives:
 
     def first(self, value: T | None) -> tuple[int, T] | None:
         """The first stage that has a value, and one of its replicas' values; None without any."""
+        if self.on_all(value is None):
+            return None
         stages = self.by_stage(value, lambda parts: next((p for p in parts if p is not None), None))
         return next((found for found in enumerate(stages) if found[1] is not None), None)  # type: ignore[return-value]  # its value is there
 
@@ -166,10 +168,6 @@ class Collectives:
         """The latest of all ranks' times: replicas meet in every iteration."""
         return self.from_planner(max(self.to_planner(time_s, max), default=None))
 
-    def gather_by_stage(self, value: T) -> list[list[T]]:
-        """Every rank's value, to every rank: for each stage, those of all its replicas."""
-        return self.from_planner(self.all_to_planner(value))
-
     @contextmanager
     def _names_the_loss(self) -> Iterator[None]:
         try:
@@ -240,8 +238,3 @@ def tree_groups(member: int, size: int) -> list[range]:
         groups.append(range(first, min(first + step * width, size), step))
         step *= width
     return [group for group in groups if len(group) > 1]
-
-
-def mean(values: Sequence[float]) -> float:
-    """Mean over replicas."""
-    return sum(values) / len(values)

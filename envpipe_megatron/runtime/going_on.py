@@ -99,22 +99,21 @@ def by_planner_in_time(
     return found[0]
 
 
-def everyones(collectives: Collectives, make: Callable[[], T]) -> list[list[T]]:
-    """What each rank makes, to every rank: for each stage, those of all its replicas.
+def on_every_rank(collectives: Collectives, make: Callable[[], T]) -> T:
+    """What this rank makes, once every rank has made its own.
 
     Raises:
-        GoesOnError: a rank could not make its own, for whatever reason.
+        GoesOnError: a rank could not, for whatever reason.
         CollectivesError: a rank is gone or silent.
     """
     own: list[T] = []
-    failure = ""
+    failure = None
     try:
         own.append(make())
     except Exception as error:
         failure = in_words(error)
-    by_stage = collectives.gather_by_stage((own, failure))
-    for stage, replicas in enumerate(by_stage):
-        for _, failure in replicas:
-            if failure:
-                raise GoesOnError(f"Stage {stage}: {failure}")
-    return [[made for own, _ in replicas for made in own] for replicas in by_stage]
+    first = collectives.first(failure)
+    if first is not None:
+        stage, failure = first
+        raise GoesOnError(f"Stage {stage}: {failure}")
+    return own[0]

@@ -23,7 +23,7 @@ import numpy as np
 from envpipe_megatron.errors import EnvPipeError, plain
 from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.device_memory import MemorySource, Reading
-from envpipe_megatron.runtime.going_on import everyones, in_words
+from envpipe_megatron.runtime.going_on import in_words, on_every_rank
 from envpipe_megatron.runtime.interpreter import StageWork
 from envpipe_megatron.runtime.messages import StageSpecs
 from envpipe_megatron.schedule import Kind, Schedule, Unit
@@ -185,23 +185,12 @@ class JobMemory:
             own = self._own(schedule, specs)
         except Exception as error:
             logger.error("This rank's memory is not known: %s", in_words(error))
-        everyone = self._collectives.gather_by_stage(own)
-        stages = []
-        for replicas in everyone:
-            known = [own for own in replicas if own is not None]
-            if len(known) < len(replicas):
-                self.stages = None
-                return
-            stages.append(
-                StageMemory(
-                    max(own.activation_bytes for own in known),
-                    known[0].baseline_in_flight,
-                    max(own.baseline_peak_bytes for own in known),
-                    min(own.room_bytes for own in known),
-                    max(own.step_peak_bytes for own in known),
-                )
-            )
-        self.stages = tuple(stages)
+        found = self._collectives.by_stage(own, _least_room)
+        stages = tuple(stage for stage in found if stage is not None)
+        if len(stages) < len(found):
+            self.stages = None
+            return
+        self.stages = stages
         self._say(
             f"memory (GiB): peak {_gib(s.baseline_peak_bytes for s in stages)}, a microbatch in "
             f"flight {_gib(s.activation_bytes for s in stages)}, room for more "
@@ -225,8 +214,10 @@ class JobMemory:
             return
         peaks = schedule.peak_in_flight
 
-        def reserve() -> tuple[bool, list[float]]:
-            predicted = [s.predicted_peak_bytes(n) for s, n in zip(stages, peaks, strict=True)]
+        predicted: list[float] = []
+
+        def reserve() -> bool:
+            predicted.extend(s.predicted_peak_bytes(n) for s, n in zip(stages, peaks, strict=True))
             self._say(f"memory: in flight {plain(peaks)}, predicted peak {_gib(predicted)} GiB")
             for number, (stage, bytes_) in enumerate(zip(stages, predicted, strict=True)):
                 most = stage.baseline_peak_bytes + stage.room_bytes
@@ -237,19 +228,19 @@ class JobMemory:
                         "used"
                     )
             most_here = math.ceil(predicted[self._stage]) + self._unusable_bytes
-            return source.reserve(most_here), predicted
+            return source.reserve(most_here)
 
         self.stages = None  # unless it is known
-        everyone = everyones(self._collectives, reserve)
+        ready = on_every_rank(self._collectives, reserve)
         self.stages = tuple(
             replace(stage, in_flight=peak, measured_peak_bytes=None)
             for stage, peak in zip(stages, peaks, strict=True)
         )
-        full = [n for n, replicas in enumerate(everyone) if not all(ready for ready, _ in replicas)]
+        full = [n for n, holds in enumerate(self._collectives.by_stage(ready, all)) if not holds]
         if full:
             raise MemoryFullError(
                 f"Stages {plain(full)} have no memory for the microbatches in flight of this "
-                f"order, {_gib(everyone[0][0][1])} GiB at its peak",
+                f"order, {_gib(predicted)} GiB at its peak",
                 value=list(peaks),
                 remedy="Let fewer be in flight, or leave their number to what memory allows.",
             )
@@ -264,8 +255,7 @@ class JobMemory:
         """Hold the prediction against the peak that this rank saw while the order ran."""
         if self.stages is None:
             return
-        everyone = self._collectives.gather_by_stage(peak_bytes)
-        measured = [max(peak or 0 for peak in replicas) for replicas in everyone]
+        measured = self._collectives.by_stage(peak_bytes or 0, max)
         self.stages = tuple(
             replace(stage, measured_peak_bytes=peak)
             for stage, peak in zip(self.stages, measured, strict=True)
@@ -323,6 +313,20 @@ class _WatchedWork:
         """Let the unit end first."""
         self._work.sent(unit)
         self._unit_ended(unit)
+
+
+def _least_room(replicas: Sequence[StageMemory | None]) -> StageMemory | None:
+    """Of replicas of a stage what each of them can do; None where one does not know."""
+    known = [own for own in replicas if own is not None]
+    if len(known) < len(replicas):
+        return None
+    return StageMemory(
+        max(own.activation_bytes for own in known),
+        known[0].baseline_in_flight,
+        max(own.baseline_peak_bytes for own in known),
+        min(own.room_bytes for own in known),
+        max(own.step_peak_bytes for own in known),
+    )
 
 
 def _input_bytes(specs: StageSpecs) -> int:

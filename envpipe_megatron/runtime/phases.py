@@ -14,9 +14,8 @@ from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.plan import Plan, check_stages
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
 from envpipe_megatron.profile import Profile, read_profile
-from envpipe_megatron.runtime.collectives import mean
 from envpipe_megatron.runtime.executor import StageRecord
-from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, everyones
+from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
 from envpipe_megatron.runtime.job_context import Job, SessionConfig
 from envpipe_megatron.runtime.memory import MemoryFullError, Watch
 from envpipe_megatron.runtime.memory_limit import knows_memory, with_memory
@@ -81,8 +80,8 @@ def _save_energy(
     """
     config, state = job.config, job.state
     profile = state.profile = yield from _profile(job, schedule)
-    by_stage = job.collectives.gather_by_stage(set(job.gpu.supported_frequencies_mhz))
-    clocks_mhz = [set.intersection(*replicas) for replicas in by_stage]
+    own = set(job.gpu.supported_frequencies_mhz)
+    clocks_mhz = job.collectives.by_stage(own, lambda replicas: set.intersection(*replicas))
     adopted = adopt_plan(job, profile, clocks_mhz)
     plan = state.plan = adopted.plan
     state.notes = adopted.notes
@@ -175,14 +174,15 @@ def _profile(job: Job, schedule: Schedule) -> PhaseRun[Profile]:
     if job.gpu.address.backend == "dry_run":
         job.say("profile: a dry run changes no clock, so energies and plan show the loop alone")
     wait_power = _wait_power(job, clocks)
-    hops_s = job.collectives.gather_by_stage(
-        measure_p2p_latency_s(job.stage, job.num_stages, job.channel, job.specs, job.executor)
-    )
+    hop_s = measure_p2p_latency_s(job.stage, job.num_stages, job.channel, job.specs, job.executor)
+    hops_s = [
+        total / job.collectives.num_replicas for total in job.collectives.by_stage(hop_s, sum)
+    ]
     known = replace(
         job.config.facts,
         gpu=job.gpu.name,
         num_chunks=schedule.num_chunks,
-        p2p_latency_s=tuple(mean(replicas) for replicas in hops_s[:-1]),
+        p2p_latency_s=tuple(hops_s[:-1]),
     )
     profiler = OnlineProfiler(
         schedule,
@@ -216,9 +216,9 @@ def _swept_clocks(job: Job) -> tuple[int, ...]:
         override = load_preset(preset).control if preset else override_for(job.gpu.name)
         return sweep_range(job.gpu.supported_frequencies_mhz, override)
 
-    everyone = everyones(job.collectives, own)
-    clocks = everyone[0][0]
-    if any(other != clocks for stage in everyone for other in stage):
+    here = on_every_rank(job.collectives, own)
+    clocks = job.collectives.from_planner(here)
+    if not job.collectives.on_all(here == clocks):
         raise ProfilerError(
             "The GPUs of the pipeline support different clocks",
             remedy="Profile each kind of GPU alone and give the profile by file.",
@@ -234,8 +234,7 @@ def _wait_power(job: Job, clocks: Sequence[int]) -> WaitPower:
     for frequency in sorted(wait_clocks(clocks), reverse=True):
         if power_w:
             follows = job.clock.error is None and job.gpu.address.backend != "dry_run"
-            everyone = job.collectives.gather_by_stage(follows)
-            if not all(all(stage) for stage in everyone):
+            if not job.collectives.on_all(follows):
                 break
         job.say(f"profile: waiting power at {frequency} MHz")
         power_w[frequency] = measure_wait_power(

@@ -18,14 +18,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeAlias
 
 import numpy as np
 
 from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.profile import Profile, ProfileRow, make_profile
 from envpipe_megatron.runtime.clock_controller import ClockController
-from envpipe_megatron.runtime.collectives import Collectives, mean
+from envpipe_megatron.runtime.collectives import SUM, Collectives
 from envpipe_megatron.runtime.energy_meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.energy_split import (
     Measured,
@@ -35,7 +34,7 @@ from envpipe_megatron.runtime.energy_split import (
     split_energies,
 )
 from envpipe_megatron.runtime.executor import FloatArray, StageRecord
-from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, everyones
+from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
 from envpipe_megatron.runtime.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.tail import ends_and_gaps_s, tail_times_s
 from envpipe_megatron.runtime.wait_power import WaitPower
@@ -128,8 +127,23 @@ class _Point:
         )
 
 
-#: Of one rank: rows and how late changes are, power of waiting, ends and gaps for the tail.
-_Parts: TypeAlias = tuple[Split, WaitPower, tuple[FloatArray, FloatArray]]
+@dataclass(frozen=True)
+class _Parts:
+    """What replicas of a stage have measured: added up but for the last two.
+
+    Args:
+        rows: for each kind and clock, time in s, energy in J and its variance in J^2.
+        power_w: of waiting, at each clock at which it was measured.
+        tail_s: one number; none where no iteration followed another.
+        late_s: how late changes of the clock are; the most of all.
+        told_apart: whether the sweeps told forwards from backwards; on all.
+    """
+
+    rows: FloatArray
+    power_w: FloatArray
+    tail_s: FloatArray
+    late_s: float
+    told_apart: bool
 
 
 class OnlineProfiler:
@@ -190,12 +204,12 @@ class OnlineProfiler:
             self._settings.measured_split_iterations,
             average=lambda times: float(np.mean(times)),
         )
-        by_stage = everyones(
-            self._collectives,
-            lambda: (split_energies(clocks, together, apart), self._wait_power, self._all_tails()),
-        )
+        split = on_every_rank(self._collectives, lambda: split_energies(clocks, together, apart))
+        tails = self._collectives.in_pipeline(self._all_tails())
+        own = on_every_rank(self._collectives, lambda: self._own(split, tails))
+        stages = self._collectives.to_planner(own, _added)
         # One rank's arithmetic for all, so that every rank plans from the same bits.
-        return by_planner(self._collectives, lambda: self._merge(by_stage, sidecar))
+        return by_planner(self._collectives, lambda: self._merge(split, stages, sidecar))
 
     def _sweep(
         self,
@@ -231,33 +245,36 @@ class OnlineProfiler:
     def _iterations(self, measured: int, settled: StageRecord) -> int:
         """How many iterations fill the least window; the same on every rank."""
         if self._shortest_s is None:
-            times = self._collectives.gather_by_stage(settled.iteration_time_s)
-            self._shortest_s = min(min(stage) for stage in times)
+            self._shortest_s = min(self._collectives.by_stage(settled.iteration_time_s, min))
         return max(measured, math.ceil(self._settings.min_window_s / self._shortest_s))
 
     def _read(self, point: _Point) -> Measured:
         """What was measured; raise on every rank if one's clock or meter is wrong."""
-        measured: list[Measured] = []
 
-        def read() -> tuple[float, str | None]:
-            measured.append(point.read(self._meter, self._wait_power))
+        def read() -> Measured:
             self._tails.append(ends_and_gaps_s(point.records))
-            return measured[0].pair_j, None if self._clock.error is None else str(self._clock.error)
+            return point.read(self._meter, self._wait_power)
 
-        for stage, replicas in enumerate(everyones(self._collectives, read)):
-            for pair_j, problem in replicas:
-                if problem is not None:  # it ran at one clock and would be told for many
-                    raise ProfilerError(
-                        f"Clock control of stage {stage} ended before it was profiled: {problem}"
-                    )
-                if not 0 < pair_j < math.inf:
-                    raise ProfilerError(
-                        f"The energy counter of stage {stage} failed while it was profiled: "
-                        "energy of one forward and backward (J)",
-                        value=pair_j,
-                        remedy="Give a profile by file, or profile for longer at each clock.",
-                    )
-        return measured[0]
+        measured = on_every_rank(self._collectives, read)
+        # A stage that ran at one clock would be told for many.
+        ended = self._collectives.first(
+            None if self._clock.error is None else str(self._clock.error)
+        )
+        if ended is not None:
+            stage, problem = ended
+            raise ProfilerError(
+                f"Clock control of stage {stage} ended before it was profiled: {problem}"
+            )
+        wrong = self._collectives.first(None if 0 < measured.pair_j < math.inf else measured.pair_j)
+        if wrong is not None:
+            stage, pair_j = wrong
+            raise ProfilerError(
+                f"The energy counter of stage {stage} failed while it was profiled: "
+                "energy of one forward and backward (J)",
+                value=pair_j,
+                remedy="Give a profile by file, or profile for longer at each clock.",
+            )
+        return measured
 
     def _all_past_valley(self, points: Sequence[Measured]) -> bool:
         """Whether every stage has seen enough rises of energy in a row, now or before."""
@@ -265,7 +282,7 @@ class OnlineProfiler:
         for before, after in pairwise(points):
             rises = rises + 1 if after.pair_j > before.pair_j else 0
             past = past or rises >= _RISES_TO_STOP
-        return all(all(stage) for stage in self._collectives.gather_by_stage(past))
+        return self._collectives.on_all(past)
 
     def _all_tails(self) -> tuple[FloatArray, FloatArray]:
         return (
@@ -273,55 +290,66 @@ class OnlineProfiler:
             np.concatenate([gaps_s for _, gaps_s in self._tails]),
         )
 
-    def _merge(self, by_stage: Sequence[Sequence[_Parts]], sidecar: Sidecar) -> Profile:
-        """The profile of the whole pipeline from the parts of its ranks."""
+    def _own(self, split: Split, tails: Sequence[tuple[FloatArray, FloatArray]]) -> _Parts:
+        ends_s, gaps_s = [ends for ends, _ in tails], [gaps for _, gaps in tails]
+        own_tail_s = tail_times_s(ends_s, gaps_s)[[self._stage]] if ends_s[0].size else np.empty(0)
+        rows = [row for kind in Kind for row in split.rows[kind]]
+        power_w = [self._wait_power.at(clock) for clock in self._wait_power.power_w]
+        return _Parts(
+            np.array([(r.time_s, r.energy_j, (r.energy_uncertainty_j or 0.0) ** 2) for r in rows]),
+            np.array(power_w),
+            own_tail_s,
+            split.late_s,
+            split.told_apart,
+        )
+
+    def _merge(self, split: Split, stages: Sequence[_Parts], sidecar: Sidecar) -> Profile:
+        """The profile of the whole pipeline; all of its ranks have measured at the same clocks."""
+        replicas = self._collectives.num_replicas
+        clocks = [(kind, row.frequency_mhz) for kind in Kind for row in split.rows[kind]]
         rows = []
-        for stage, replicas in enumerate(by_stage):
-            if not all(split.told_apart for split, _, _ in replicas):
+        for stage, parts in enumerate(stages):
+            if not parts.told_apart:
                 self._progress(
                     f"profile: stage {stage}'s forwards cannot be told from its backwards by their "
                     "energy; the energy of both is shared by time, and plans can save less. Larger "
                     "microbatches, or more iterations at each clock, tell more"
                 )
-            for kind in Kind:
-                for index, frequency in enumerate(
-                    row.frequency_mhz for row in replicas[0][0].rows[kind]
-                ):
-                    measured = [split.rows[kind][index] for split, _, _ in replicas]
-                    row = ProfileRow(
-                        frequency,
-                        mean([m.time_s for m in measured]),
-                        mean([m.energy_j for m in measured]),
-                        math.hypot(*(m.energy_uncertainty_j or 0.0 for m in measured))
-                        / len(measured),
-                    )
-                    rows.append((stage, kind, row))
-        wait_power = tuple(
-            {
-                clock: mean([power.at(clock) for _, power, _ in replicas])
-                for clock in replicas[0][1].power_w
-            }
-            for replicas in by_stage
-        )
-        changes = [split.late_s for replicas in by_stage for split, _, _ in replicas]
+            for (kind, frequency), (time_s, energy_j, variance) in zip(
+                clocks, parts.rows.tolist(), strict=True
+            ):
+                row = ProfileRow(
+                    frequency,
+                    time_s / replicas,
+                    energy_j / replicas,
+                    math.sqrt(variance) / replicas,
+                )
+                rows.append((stage, kind, row))
         facts = {
-            "wait_power_w": wait_power,
-            "frequency_change_s": max(changes),
-            "tail_time_s": _tail_times_s([[r[2] for r in replicas] for replicas in by_stage]),
+            "wait_power_w": tuple(
+                dict(
+                    zip(
+                        self._wait_power.power_w,
+                        (parts.power_w / replicas).tolist(),
+                        strict=True,
+                    )
+                )
+                for parts in stages
+            ),
+            "frequency_change_s": max(parts.late_s for parts in stages),
+            # None where no iteration followed another.
+            "tail_time_s": tuple(t / replicas for parts in stages for t in parts.tail_s.tolist())
+            or None,
         }
         full = Sidecar(**{**vars(sidecar), **facts})
         return make_profile(rows, source="the online profile", sidecar=full)
 
 
-def _tail_times_s(
-    by_stage: Sequence[Sequence[tuple[FloatArray, FloatArray]]],
-) -> tuple[float, ...] | None:
-    """Each stage's tail, the mean over replicas; None if no iteration followed another."""
-    replicas = list(zip(*by_stage, strict=True))
-    if not replicas[0][0][0].size:
-        return None
-    each = [
-        tail_times_s([ends_s for ends_s, _ in pipeline], [gaps_s for _, gaps_s in pipeline])
-        for pipeline in replicas
-    ]
-    return tuple(np.mean(each, axis=0).tolist())
+def _added(replicas: Sequence[_Parts]) -> _Parts:
+    return _Parts(
+        SUM([parts.rows for parts in replicas]),
+        SUM([parts.power_w for parts in replicas]),
+        SUM([parts.tail_s for parts in replicas]),
+        max(parts.late_s for parts in replicas),
+        all(parts.told_apart for parts in replicas),
+    )

@@ -12,7 +12,7 @@ from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.frequencies import Frequencies
 from envpipe_megatron.policies.reconfigure import Ended, Ladders, ReconfigurePolicy, Step, step
-from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.collectives import MEDIAN, Collectives
 from envpipe_megatron.runtime.executor import FloatArray, StageRecord
 from envpipe_megatron.runtime.going_on import by_planner
 from envpipe_megatron.runtime.orders import IterationOrder, PhaseRun
@@ -25,7 +25,9 @@ _CONFIRMATIONS = 2
 _LEAST_BUBBLE = 0.01
 
 
-def no_bubble_threshold_s(waits_s: Sequence[FloatArray], shortest_unit_s: float) -> float:
+def no_bubble_threshold_s(
+    waits_s: Sequence[FloatArray] | FloatArray, shortest_unit_s: float
+) -> float:
     """The longest receive wait that still counts as none, from measured iterations.
 
     Somewhere in a pipeline at full clock an input is always there before it is asked for; that
@@ -56,31 +58,18 @@ def measured_threshold_s(
         GoesOnError: it cannot be told.
         CollectivesError: a rank is gone or silent.
     """
-    own = [(record.receive_wait_s, record.unit_time_s.min()) for record in records]
-    by_stage = collectives.gather_by_stage(own)
+    own_waits_s = np.array([record.receive_wait_s for record in records])
+    shortest_s = min(float(record.unit_time_s.min()) for record in records)
+    by_stage = collectives.to_planner(own_waits_s, MEDIAN)
+    shortest = collectives.to_planner(shortest_s, min)
     receives = schedule.receives.copy()
     receives[:, 0] = False  # waits for the pipeline to fill
 
     def threshold_s() -> float:
-        waits_s = [
-            np.concatenate(
-                [
-                    over_replicas_s([replica[index][0] for replica in stage])[mask]
-                    for stage, mask in zip(by_stage, receives, strict=True)
-                ]
-            )
-            for index in range(len(records))
-        ]
-        shortest_s = min(unit_s for stage in by_stage for replica in stage for _, unit_s in replica)
-        return no_bubble_threshold_s(waits_s, shortest_s)
+        waits_s = [stage[:, mask] for stage, mask in zip(by_stage, receives, strict=True)]
+        return no_bubble_threshold_s(np.concatenate(waits_s, axis=1), min(shortest))
 
     return by_planner(collectives, threshold_s)
-
-
-def over_replicas_s(waits_s: Sequence[FloatArray]) -> FloatArray:
-    """A stage's waits over its replicas: the median, which the hiccup of one does not move."""
-    median_s: FloatArray = np.median(waits_s, axis=0)
-    return median_s
 
 
 class OnlineReconfigurer:
@@ -126,8 +115,9 @@ class OnlineReconfigurer:
         ended = Ended.STEP_LIMIT
         for iteration in range(self._policy.max_steps):
             record = yield IterationOrder(Phase.RECONFIGURE, schedule, frequency.reshape(shape))
-            by_stage = self._collectives.gather_by_stage(record.receive_wait_s)
-            look = functools.partial(self._look, iteration, frequency, by_stage)
+            # The hiccup of one replica must not look like a bubble.
+            waits_s = self._collectives.to_planner(record.receive_wait_s, MEDIAN)
+            look = functools.partial(self._look, iteration, frequency, waits_s)
             raised, why = by_planner(self._collectives, look)
             seen = seen + 1 if why else 0
             if why and seen == _CONFIRMATIONS:
@@ -148,12 +138,12 @@ class OnlineReconfigurer:
         )
 
     def _look(
-        self, iteration: int, frequency: Frequencies, by_stage: Sequence[Sequence[FloatArray]]
+        self, iteration: int, frequency: Frequencies, waits_s: Sequence[FloatArray]
     ) -> tuple[dict[int, int], Ended | None]:
         """A step on measured waits; called on the planner alone."""
         schedule = self._plan.schedule
         clocks_mhz = frequency.tolist()
-        waits = np.concatenate([over_replicas_s(replicas) for replicas in by_stage])
+        waits = np.concatenate(waits_s)
         path = critical_path(schedule, waits.tolist(), self._threshold_s)
         taken = step(schedule, clocks_mhz, path, self._policy, self._ladders)
         self._print_grid(

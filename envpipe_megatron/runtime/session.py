@@ -109,8 +109,7 @@ class Session:
             lambda: prepare(config, gpu, memory, reads_files=collectives.is_planner)
         )
         self._files = NodeFiles(config.output_dir, collectives)
-        everyone = collectives.gather_by_stage(controllable)
-        self._controlled = all(all(stage) for stage in everyone)
+        self._controlled = collectives.on_all(controllable)
         self._config = config if self._controlled else without_control(config)
         self._resumed = Resumed(self._config)
         if not self._controlled:

@@ -7,6 +7,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from envpipe_megatron import builders
 from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.policies.planner import BY_MEMORY, PlanRequest
 from envpipe_megatron.profile import ProfileRow, make_profile
+from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.device_memory import CudaMemory, device_memory
 from envpipe_megatron.runtime.memory import (
     PREDICTION_ERROR,
@@ -37,24 +39,25 @@ PLENTY = 10**9
 
 
 class Meeting:
-    """Collectives of ranks that are threads; each stage has so many replicas."""
+    """A host group whose ranks are threads; the first leads."""
 
-    def __init__(self, stages, replicas=1):
-        self.stages, self.replicas = stages, replicas
-        self.values = [None] * (stages * replicas)
-        self.barrier = Barrier(len(self.values), timeout=20)
+    def __init__(self, size):
+        self.values = [None] * size
+        self.barrier = Barrier(size, timeout=20)
 
-    def of(self, rank):
-        def gather_by_stage(value):
-            self.values[rank] = value
+    def of(self, index):
+        def exchange(value):
+            self.values[index] = value
             self.barrier.wait()
-            by_stage = [self.values[s :: self.stages] for s in range(self.stages)]
+            everyone = list(self.values)
             self.barrier.wait()
-            return by_stage
+            return everyone
 
-        gather_by_stage.gather_by_stage = gather_by_stage
-        gather_by_stage.is_planner = rank == 0
-        return gather_by_stage
+        return SimpleNamespace(
+            leads=index == 0,
+            gather=lambda value: exchange(value) if index == 0 else exchange(value)[:0],
+            broadcast=lambda value: exchange(value)[0],
+        )
 
 
 class FakeJob:
@@ -62,13 +65,16 @@ class FakeJob:
 
     def __init__(self, stages, microbatches, sizes, *, seed=0, replicas=1, capacity=PLENTY):
         self.own = builders.one_f_one_b(stages, microbatches)
-        meeting = Meeting(stages, replicas)
+        pipelines = [Meeting(stages) for _ in range(replicas)]
+        trees = [Meeting(replicas) for _ in range(stages)]
         self.said = []
         self.devices, self.ranks = [], []
         for rank in range(stages * replicas):
             device = FakeMemory(capacity)
             stage = FakeStage(device, sizes(rank), random.Random(100 * seed + rank))
-            memory = JobMemory(device, rank % stages, meeting.of(rank), self._say(rank))
+            replica, own = divmod(rank, stages)
+            ranks = Collectives(own, pipelines[replica].of(own), [trees[own].of(replica)], replicas)
+            memory = JobMemory(device, own, ranks, self._say(rank))
             self.devices.append(device)
             self.ranks.append((rank % stages, stage, memory))
 

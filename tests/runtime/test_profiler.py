@@ -10,6 +10,7 @@ import pytest
 
 from envpipe_megatron import builders
 from envpipe_megatron.profile import Profile
+from envpipe_megatron.runtime.collectives import Collectives
 from envpipe_megatron.runtime.energy_meter import MeterError
 from envpipe_megatron.runtime.executor import StageRecord
 from envpipe_megatron.runtime.profiler import OnlineProfiler, ProfilerError, ProfilerSettings
@@ -47,7 +48,8 @@ def profile_by_hand(
 ) -> tuple[Profile, list[str]]:
     """Profile one stage of two microbatches; a pair's energy by forward and backward clock."""
     said: list[str] = []
-    collectives = SimpleNamespace(gather_by_stage=lambda x: [[x]], agreed=lambda make: make())
+    alone = SimpleNamespace(leads=True, gather=lambda own: [own], broadcast=lambda own: own)
+    collectives = Collectives(0, alone, [], 1)  # type: ignore[arg-type]
     profiler = OnlineProfiler(
         builders.one_f_one_b(1, 2),
         CLOCKS_MHZ,
@@ -55,7 +57,7 @@ def profile_by_hand(
         SimpleNamespace(error=None),  # type: ignore[arg-type]
         meter,  # type: ignore[arg-type]
         WaitPower({CLOCKS_MHZ[0]: 50.0}),
-        collectives,  # type: ignore[arg-type]
+        collectives,
         ProfilerSettings(min_window_s=0.1),
         said.append,
     )

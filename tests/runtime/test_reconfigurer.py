@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from envpipe_megatron import builders
-from envpipe_megatron.runtime.reconfigurer import measured_threshold_s, over_replicas_s
+from envpipe_megatron.runtime.collectives import MEDIAN
+from envpipe_megatron.runtime.reconfigurer import measured_threshold_s
 
 REPLICAS, ITERATIONS = 16, 10
 
@@ -24,13 +25,14 @@ def test_hiccups_of_single_replicas_are_no_bubbles():
         return waits_s + 0.01 * (rng.random(waits_s.shape) < 0.01)
 
     warmup = [iteration() for _ in range(ITERATIONS)]
-    gathered = [
-        [[(waits_s[stage, replica], 0.02) for waits_s in warmup] for replica in range(REPLICAS)]
-        for stage in range(shape[0])
-    ]
-    collectives = SimpleNamespace(gather_by_stage=lambda own: gathered, agreed=lambda make: make())
+    #: For each stage, that of each replica: waits [ITERATIONS, units_per_stage], shortest units.
+    gathered = [np.array(warmup).transpose(1, 2, 0, 3), np.full((shape[0], REPLICAS), 0.02)]
+    collectives = SimpleNamespace(
+        to_planner=lambda own, merge: [merge(list(stage)) for stage in gathered.pop(0)],
+        agreed=lambda make: make(),
+    )
     own = SimpleNamespace(receive_wait_s=np.zeros(shape[1]), unit_time_s=np.ones(shape[1]))
     threshold_s = measured_threshold_s(schedule, [own] * ITERATIONS, collectives)
     assert 5e-4 < threshold_s < 1e-3
-    misread = [over_replicas_s(stage) > threshold_s for stage in iteration()]
+    misread = [MEDIAN(list(stage)) > threshold_s for stage in iteration()]
     assert np.mean(misread) < 0.001
