@@ -1,6 +1,7 @@
 """What EnvPipe's own machinery costs.
 
 - training thread: what the calls around one unit take, with clocks, without, and with messages;
+- log line: what ranks exchange then, against a gather of every rank's objects to every rank;
 - controller: from the end of a unit to the call of the driver, by what the training thread does;
 - iteration: time over that of megatron-core's own 1F1B, in turns, on two CPU ranks over gloo that
   really compute;
@@ -35,6 +36,7 @@ from overhead_measures import (
     Measure,
     controller_measures,
     iteration_measures,
+    log_line_measures,
     log_measures,
     message_measure,
     of_part,
@@ -53,6 +55,8 @@ KEY = "gpt3-175b_a100_sxm_mb96"
 _STAGES, _MICROBATCHES = 8, 96
 #: More ranks than two would share the two cores of a small machine, and measure each other.
 NUM_RANKS = 2
+#: Of the jobs whose log lines are measured, which wait for cores as well as for each other.
+LOG_LINE_RANKS = (8, 16, 32, 64)
 #: What measures the same on GPUs, and changes no clock there.
 ON_GPUS = (
     "ENVPIPE_FORBID_CLOCK_CONTROL=1 torchrun --nproc-per-node 2 benchmarks/gpu_control.py "
@@ -63,6 +67,7 @@ COMMAND = "python benchmarks/overhead.py"
 #: Each part, and how its claim begins.
 SENTENCES = {
     "training thread": "The calls around a unit take the training thread, median and p99: ",
+    "log line": "What ranks exchange at a log line takes, median and p99: ",
     "controller": "From a unit's end to the call of the driver, median and p99: ",
     "iteration": "Time of an iteration over megatron-core's own 1F1B, median and 95 %: ",
     "logs": "Logs take on disk: ",
@@ -108,6 +113,9 @@ def _measured(seconds: float, ratio: RatioSettings, console: Console) -> Iterato
     yield from thread_measures(seconds)
     yield from controller_measures(seconds)
     yield from planning_measures(_workload(), repeats=1)
+    for ranks in LOG_LINE_RANKS:
+        with RankPool(ranks, timeout_s=300) as pool:
+            yield from log_line_measures(pool)
     with RankPool(NUM_RANKS) as pool:
         yield message_measure(pool, seconds)
         yield from log_measures(pool)

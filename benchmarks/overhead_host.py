@@ -20,8 +20,10 @@ from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.gpu.dry_run import DryRunGpu
 from envpipe_megatron.runtime.channel import P2PChannel
 from envpipe_megatron.runtime.clock_controller import ClockController
+from envpipe_megatron.runtime.collectives import SUM, make_collectives
 from envpipe_megatron.runtime.completion import Completion, Done
 from envpipe_megatron.runtime.executor import StageRecord, make_record
+from envpipe_megatron.runtime.interval_energy import StepEnergy, StepSums
 from envpipe_megatron.runtime.links import make_channel
 from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.orders import IterationOrder
@@ -166,3 +168,31 @@ def _null_iterations(
             run.end_unit([message])
         run.end()
         found.append((time.perf_counter() - begin_s) / len(run.units))
+
+
+def log_line_s(rank: int, stages: int, rounds: int, *, of_all: bool) -> list[tuple[float, float]]:
+    """What the exchange of a log line takes, wall and CPU time in s, for each of several.
+
+    Every rank of the job calls it; its pipelines have so many stages.
+
+    Args:
+        rank: this one.
+        stages: p.
+        rounds: how many log lines.
+        of_all: every rank's object to every rank over one group, in place of the runtime's sums.
+    """
+    world = dist.get_world_size()
+    step = StepEnergy(10, 1.0, 0.01, 300.0, 0.5)
+    pipelines = [range(first, first + stages) for first in range(0, world, stages)]
+    ranks = make_collectives(pipelines, timedelta(seconds=300))
+    found = []
+    for _ in range(WARM_UP + rounds):
+        dist.barrier()
+        begin_s, cpu_s = time.perf_counter(), time.process_time()
+        if of_all:
+            dist.all_gather_object([None] * world, (rank % stages, step))
+        else:
+            ranks.by_stage(np.array(StepSums.of(step)), SUM)
+        found.append((time.perf_counter() - begin_s, time.process_time() - cpu_s))
+    dist.barrier()  # before connections are closed
+    return found[WARM_UP:]

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ from envpipe_megatron.runtime.clock_controller import SWITCH_INTERVAL_S, spread
 if TYPE_CHECKING:
     from rank_pool import RankPool  # type: ignore[import-not-found]  # of tests/
 
+#: Of each job whose log lines are measured, and how many lines.
+LOG_LINE_STAGES, LOG_LINES = 8, 20
 #: Python's own switch interval, s.
 _USUAL_INTERVAL_S = 5e-3
 
@@ -31,7 +34,7 @@ class Measure:
     """One thing that was measured.
 
     Args:
-        part: training thread, controller, iteration, logs or planning.
+        part: training thread, log line, controller, iteration, logs or planning.
         what: in words.
         unit: of the figures.
         median: of all samples.
@@ -70,6 +73,24 @@ def message_measure(pool: RankPool, seconds: float) -> Measure:
         "training thread", what, "us a unit", times["median"], times["p99"],
         count=int(times["count"]),
     )  # fmt: skip
+
+
+def log_line_measures(pool: RankPool) -> Iterator[Measure]:
+    """What ranks exchange at a log line, against a gather of all objects to all."""
+    stages = min(pool.size, LOG_LINE_STAGES)
+    for of_all, what in ((True, "all objects to all ranks"), (False, "sums in trees")):
+        log_line = partial(overhead_host.log_line_s, of_all=of_all)
+        by_rank = pool.run(log_line, stages, LOG_LINES)
+        wall = spread(1e3 * max(s for s, _ in lines) for lines in zip(*by_rank, strict=True))
+        cpu_ms = median(1e3 * cpu_s for lines in by_rank for _, cpu_s in lines)
+        yield Measure(
+            "log line", f"{what}, {pool.size} ranks", "ms", wall["median"], wall["p99"],
+            count=int(wall["count"]),
+        )  # fmt: skip
+        yield Measure(
+            "log line", f"{what}, {pool.size} ranks", "ms of a rank's CPU", cpu_ms,
+            count=int(wall["count"]),
+        )  # fmt: skip
 
 
 def controller_measures(seconds: float) -> Iterator[Measure]:

@@ -21,6 +21,7 @@ from planning_workloads import preset_workload
 ROOT = Path(__file__).resolve().parents[2]
 MEASURES = [
     Measure("training thread", "with clocks", "us a unit", 2.0, 9.0, count=100),
+    Measure("log line", "sums in trees, 64 ranks", "ms", 100.0, 150.0, count=20),
     Measure("controller", "training thread waits", "us after a unit's end", 90.0, 400.0, count=50),
     Measure("iteration", "1f1b", "of megatron-core's time", 1.01, low=0.99, high=1.03, count=12),
     Measure("logs", "energy.jsonl", "bytes a rank and iteration", 400.0),
@@ -88,7 +89,7 @@ def test_rows_picture_and_claims_are_of_what_was_measured(tmp_path, monkeypatch)
     assert all(row["basis"].startswith("measured on") for row in rows)
     claims = read_claims(tmp_path / "claims.json")
     assert [claim.figure for claim in claims] == ["overhead"] * len(MEASURES)
-    assert "1.010 (0.990 to 1.030)" in claims[2].claim
+    assert "1.010 (0.990 to 1.030)" in claims[3].claim
     assert (tmp_path / "overhead.png").exists()
 
 
