@@ -122,9 +122,9 @@ def channel(timeout_s: float, *, stamped: bool = True) -> P2PChannel:
 
 
 @lru_cache
-def lone_pipeline(stages: int) -> Collectives:
+def lone_pipeline(stages: int, timeout_s: float = 30.0) -> Collectives:
     """Of all ranks, kept: each gloo group has threads that wake a hundred times a second."""
-    return make_collectives([range(stages)], timedelta(seconds=30))
+    return make_collectives([range(stages)], timedelta(seconds=timeout_s))
 
 
 def session(
@@ -133,6 +133,7 @@ def session(
     root: Path,
     *,
     timeout_s: float = 10.0,
+    collectives_timeout_s: float = 30.0,
     preset: str = "a100-sxm",
     time_at_max_s: Mapping[Kind, float] | None = None,
     fast: bool = True,
@@ -147,7 +148,7 @@ def session(
         seen_as: what the session gets for the emulated GPU.
     """
     stages = dist.get_world_size()
-    collectives = lone_pipeline(stages)
+    collectives = lone_pipeline(stages, collectives_timeout_s)
     gpu = EmulatedGpu.create(preset, rank if gpu_index is None else gpu_index, root)
     fast_time = FastTime()
     if fast:

@@ -31,7 +31,7 @@ def test_a_clone_with_uncommitted_changes_is_refused(checkout, catalog):
     (checkout / "untracked").write_text("is no change")
     git(checkout, "mv", "untouched.txt", "moved name.txt")
     (checkout / "toy/training/__init__.py").write_text("edited = True\n")
-    named = ("'moved name.txt'", "'toy/training/__init__.py'", "Commit or stash")
+    named = ("'moved name.txt'", "toy/training/__init__.py", "Commit or stash")
     refused(apply_patch, checkout, catalog, *named)
     git(checkout, "commit", "-a", "-q", "-m", "own work")
     apply_patch(checkout, catalog)

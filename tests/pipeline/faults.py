@@ -33,7 +33,11 @@ def train(
 ) -> dict[str, Any]:
     """Train until the victim fails in its second step; tell how that looked from here."""
     session, gpu = plain_stages.session(
-        rank, SessionConfig(PlanRequest(MICROBATCHES)), root, timeout_s=timeout_s
+        rank,
+        SessionConfig(PlanRequest(MICROBATCHES)),
+        root,
+        timeout_s=timeout_s,
+        collectives_timeout_s=timeout_s,
     )
     steps = 0
 
