@@ -204,6 +204,18 @@ def test_what_an_order_does_not_need_is_taken_away_without_costing_energy(monkey
     assert any(taken)
 
 
+def test_small_jobs_may_try_many_orders_and_the_largest_a_few(monkeypatch):
+    _, job = any_job(5)
+    tried = []
+    for units, fewest in ((0, 0), (0, 2), (10**6, 0)):
+        monkeypatch.setattr(order_search, "_UNIT_BUDGET", units)
+        monkeypatch.setattr(order_search, "_FEWEST_ORDERS", fewest)
+        search, _ = search_of(job, 1.05)
+        search.search(order_limits(job.num_stages, job.num_microbatches))
+        tried.append(search.orders_tried)
+    assert tried[0] < tried[1] < tried[2]
+
+
 def test_large_jobs_are_searched_with_few_linear_programs():
     profile = uniform_profile(8, CURVE, slowness=[1, 1, 1, 1, 1, 1, 1, 1.2])
     own = builders.one_f_one_b(8, 96)
