@@ -180,6 +180,34 @@ def test_what_nccl_gave_up_ends_the_step(monkeypatch, lost, result):
     step()
 
 
+@pytest.mark.parametrize("silent", ["irecv", "isend"])
+def test_a_silent_neighbour_is_waited_for_no_longer_than_told(monkeypatch, silent):
+    """The group may have a patience of its own, of half an hour."""
+    patience = timedelta(seconds=7)
+
+    def transfer(name: str) -> Any:
+        def wait(timeout: timedelta) -> None:
+            assert timeout == patience
+            if name == silent:
+                raise RuntimeError("timed out")
+
+        return SimpleNamespace(wait=wait, is_completed=lambda: False)
+
+    for name in ("irecv", "isend"):
+        monkeypatch.setattr(dist, name, lambda *a, name=name, **kw: transfer(name))
+    links: Any = dict.fromkeys((kind, sender) for kind in Kind for sender in range(2))
+    made = channel.P2PChannel([0, 1], 0, links, stamped=False, timeout=patience)
+
+    def step() -> None:
+        made.expect({Kind.BACKWARD: 1}, SPECS)
+        made.send(Unit(Kind.FORWARD, 0), [torch.zeros(1)], None)
+        made.receive(Unit(Kind.BACKWARD, 0))
+        made.end_step()
+
+    with pytest.raises(channel.ChannelError, match=r"lost its neighbour, stage 1 \(rank 1\)"):
+        step()
+
+
 @pytest.mark.parametrize("stage", range(3))
 def test_each_message_takes_its_own_link(monkeypatch, stage):
     """Over gloo all links are one group; over NCCL another's would hang both ends."""
