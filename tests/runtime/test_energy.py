@@ -392,6 +392,14 @@ def test_what_is_not_training_is_not_billed(gpu, tmp_path):
     meter.close()
 
 
+def test_a_bill_begins_with_the_step_not_with_its_first_unit(gpu, meter):
+    log = EnergyLog(meter, None, {})
+    at(meter, gpu, *np.arange(0.0, 6.0, 0.1))
+    assert log.add("warmup", 0, record(1.0, 0.5), RECEIVES, begun_s=0.75) == 0.75
+    log.interrupt()
+    assert log.add("warmup", 1, record(3.0, 0.5), RECEIVES, begun_s=3.25) == 3.0
+
+
 def test_failing_counter_stops_the_log_and_not_training(gpu, tmp_path, caplog):
     meter = EnergyMeter(gpu, poll_s=3600)
     log = EnergyLog(meter, partial(append_line, tmp_path / "log"), {})
