@@ -97,8 +97,6 @@ class EmulatedState:
             # Back to the clock that is still in force: nothing is on its way any more.
             going_back = target_mhz == self.clock_mhz
             self.pending = None if going_back else (target_mhz, self.end_s + change_s)
-            if change_s == 0:
-                self.settle()
 
     def wait_until(self, time_s: float, power_w: float, refresh_s: float) -> None:
         """Commit waiting up to `time_s`; nothing where that has passed."""
