@@ -50,9 +50,8 @@ def replace_files(contents: Mapping[Path, Iterable[str]]) -> None:
     places: dict[Path, Path] = {}
     try:
         for path, parts in contents.items():
-            place = path.resolve()  # a link stays one
             try:
-                _write_beside(place, parts, places)
+                _write_beside(path, parts, places)
             except OSError as error:
                 error.filename = str(path)  # not the temporary name, and a full disk names none
                 raise
@@ -63,19 +62,21 @@ def replace_files(contents: Mapping[Path, Iterable[str]]) -> None:
             new.unlink(missing_ok=True)
 
 
-def _write_beside(place: Path, parts: Iterable[str], places: dict[Path, Path]) -> None:
-    new = place
-    if place.is_file() or not place.exists():
-        if place.exists() and not os.access(place, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        new = place.with_name(f".{place.name[:40]}.{os.getpid()}.new")
-        places[new] = place
+def _write_beside(path: Path, parts: Iterable[str], places: dict[Path, Path]) -> None:
+    if path.exists() and not path.is_file():
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(parts)
+        return
+    place = path.resolve()  # a link stays one
+    if place.exists() and not os.access(place, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    new = place.with_name(f".{place.name[:40]}.{os.getpid()}-{len(places)}.new")
+    places[new] = place
     with new.open("w", encoding="utf-8") as file:
         file.writelines(parts)
-        if new is not place:
-            file.flush()
-            os.fsync(file.fileno())  # or a crash of the machine might leave the name without it
-    if new is not place and place.exists():
+        file.flush()
+        os.fsync(file.fileno())  # or a crash of the machine might leave the name without it
+    if place.exists():
         shutil.copymode(place, new)
 
 

@@ -12,6 +12,7 @@ cheaper.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,8 @@ IntArray = NDArray[np.int64]
 _MAX_SIMPLEX_UNITS = 2_000
 #: Later than the deadline by this fraction is a solver's tolerance.
 _LATE = 1e-6
+#: By this fraction a late answer's deadline is brought forward for the second try.
+_EARLIER = 1e-5
 #: An answer may be this much dearer than its bound, as a fraction of the iteration's energy and of
 #: what slower units can save: a little more than the interior point's disturbed slopes can cost.
 _GAP = 6e-4
@@ -122,29 +125,33 @@ class DurationProgram:
             LinearProgramError: no durations meet the deadline, or every solver failed.
         """
         deadline_s = self.attainable(deadline_s)
-        if isinstance(self._solver, InteriorPoint):
+        # What is badly conditioned ends late by a hair; the simplex takes longer and is exact.
+        earlier_s = max(self.fastest_iteration_s, deadline_s * (1 - _EARLIER))
+        failure: SolverError | None = None
+        for exact, aim_s in ((False, deadline_s), (False, earlier_s), (True, deadline_s)):
             try:
-                return self._solved(deadline_s)
-            except SolverError:  # badly conditioned: the simplex takes longer and is exact
-                self._solver = Simplex(self._stated)
-        try:
-            return self._solved(deadline_s)
-        except SolverError as error:
-            raise LinearProgramError(
-                f"The linear program of schedule '{self._schedule.name}' was not solved for this "
-                f"deadline (s), although it can be met: {error}",
-                value=deadline_s,
-                remedy="Allow a little more time, or use another order.",
-            ) from error
+                return self._solved(self._simplex if exact else self._solver, aim_s, deadline_s)
+            except SolverError as error:
+                failure = error
+        raise LinearProgramError(
+            f"The linear program of schedule '{self._schedule.name}' was not solved for this "
+            f"deadline (s), although it can be met: {failure}",
+            value=deadline_s,
+            remedy="Allow a little more time, or use another order.",
+        ) from failure
 
-    def _solved(self, deadline_s: float) -> Relaxed:
-        """The solver's answer, checked.
+    @cached_property
+    def _simplex(self) -> Simplex:
+        return self._solver if isinstance(self._solver, Simplex) else Simplex(self._stated)
+
+    def _solved(self, solver: Simplex | InteriorPoint, aim_s: float, deadline_s: float) -> Relaxed:
+        """A solver's answer for a deadline that it aims at, checked.
 
         Raises:
             SolverError: there is none, or it is late, or dearer than its own bound.
         """
         problem = self._stated
-        solution = self._solver.solve(deadline_s / self._time_unit_s)
+        solution = solver.solve(aim_s / self._time_unit_s)
         segment = np.clip(solution.segment, 0.0, problem.width)
         duration_s = self._fastest_s + problem.by_node(segment) * self._time_unit_s
         end_s = self._iteration_s(duration_s)

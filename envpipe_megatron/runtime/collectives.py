@@ -101,7 +101,7 @@ class Collectives:
     def all_to_planner(self, value: T) -> list[list[T]]:
         """For each stage, the value of each replica, on the planner; elsewhere nothing.
 
-        The one exchange in which what a rank takes in grows with the job.
+        Beside `all_pipelines`, the one exchange in which what a rank takes in grows with the job.
         """
         return self.to_planner([value], lambda parts: list(chain.from_iterable(parts)))
 

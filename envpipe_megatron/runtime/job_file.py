@@ -247,7 +247,10 @@ class JobKeeper:
     def forget_profile(self) -> None:
         """Let the next start measure a profile, where an earlier start's was of no use."""
         if self.found is not None and self.job.profile == self.found.profile != {}:
-            self._put(replace(self.job, profile={}, plan={}))
+            forgotten = replace(
+                self.job, profile={}, plan={}, reconfigure_steps=0, reconfigure_ended=None
+            )
+            self._put(forgotten)
 
     def keep_baseline(self, baseline: BaselineEnergy) -> None:
         """The baseline has been measured."""
@@ -260,7 +263,7 @@ class JobKeeper:
             return
         try:
             write_job(self._folder, job)
-        except OSError as error:
+        except Exception as error:  # of a disk, or of facts that are none of JSON's
             logger.error(
                 "%s could not be written, training goes on; started again, the job begins anew: %s",
                 self._folder / JOB_FILE,

@@ -10,6 +10,7 @@ from envpipe_megatron.channel_model import find_stall
 from envpipe_megatron.conditions import known_conditions
 from envpipe_megatron.errors import EnvPipeError, plain
 from envpipe_megatron.plan import Plan, read_plan
+from envpipe_megatron.policies.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.profile import Profile
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, by_planner_in_time
@@ -62,7 +63,8 @@ def adopt_plan(job: Job, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Ad
             plan, notes = make_online(job, profile)
             _check(job, plan, clocks_mhz)
         except EnvPipeError as error:
-            if job.config.profile_file is None or job.keeps_profile:
+            given = job.config.profile_file is not None and not job.keeps_profile
+            if not given or isinstance(error, LinearProgramError):  # a solver's, or of conditions
                 raise
             return error  # says what is wrong with what the user gave
         return plan, notes
@@ -75,10 +77,14 @@ def adopt_plan(job: Job, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Ad
     if path is not None:
         try:
             plan = by_planner(job.collectives, lambda: by_file(path))
-            job.predict_memory(plan.schedule)
-            return Adopted(plan, (), made_now=False)
-        except (GoesOnError, MemoryFullError) as error:
+        except GoesOnError as error:
             job.say(f"the plan of an earlier start is made anew: {error}")
+        else:
+            try:
+                job.predict_memory(plan.schedule)
+                return Adopted(plan, (), made_now=False)
+            except MemoryFullError as error:
+                job.say(f"the plan of an earlier start is made anew: {error}")
     made = by_planner_in_time(job.collectives, online, _LONGEST_S)
     if isinstance(made, EnvPipeError):
         raise made

@@ -1,6 +1,7 @@
 """Reading text, and replacing files whole."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -97,3 +98,17 @@ def test_files_of_the_same_names_need_the_mark(tmp_path):
         refuse_foreign(tmp_path, ["index.html"], "trace")
     (tmp_path / "trace").touch()
     refuse_foreign(tmp_path, ["index.html"], "trace")
+
+
+def test_files_whose_long_names_begin_alike_are_two(tmp_path):
+    name = "gpt3-175b-a100-sxm-tensor8-pipeline8-microbatch4-2026-profile"
+    replace_files({tmp_path / f"{name}.csv": ["table"], tmp_path / f"{name}.json": ["facts"]})
+    assert left(tmp_path) == {f"{name}.csv": "table", f"{name}.json": "facts"}
+
+
+def test_a_pipe_is_written_into_by_any_name_of_it():
+    reads, writes = os.pipe()
+    with os.fdopen(reads) as told:
+        replace_files({Path(f"/dev/fd/{writes}"): ["through"]})
+        os.close(writes)
+        assert told.read() == "through"

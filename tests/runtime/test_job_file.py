@@ -259,6 +259,11 @@ def test_a_folder_that_cannot_be_written_ends_no_training(tmp_path, caplog):
     assert not gone.exists()
 
 
+def test_facts_that_are_none_of_jsons_end_no_training(tmp_path, caplog):
+    JobKeeper(tmp_path, {**FINGERPRINT, "type": object()})
+    assert "training goes on" in caplog.text
+
+
 def test_setting_aside_takes_up_where_it_was_killed(folder):
     """The job file goes last, so what is left is set aside by the next start."""
     before = files(folder)

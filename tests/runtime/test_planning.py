@@ -9,9 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from envpipe_megatron.conditions import known_conditions
-from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.policies.linear_program import LinearProgramError
+from envpipe_megatron.policies.planner import PlannerError, PlanRequest, make_plan
 from envpipe_megatron.profile import read_profile
-from envpipe_megatron.runtime.planning import make_online
+from envpipe_megatron.runtime import planning
+from envpipe_megatron.runtime.going_on import GoesOnError
+from envpipe_megatron.runtime.planning import adopt_plan, make_online
 from envpipe_megatron.sidecar import Sidecar
 
 PUBLISHED = Path(__file__).parents[3] / "shared/data/perseus_sosp24/emulation/stage_profile"
@@ -38,3 +41,25 @@ def test_late_clocks_make_no_online_plan_slow():
     assert plan.conditions.change_time_s == 0.05
     assert plan.cost.slowdown_percent(plan.baseline.cost) < 1e-6
     assert plan.cost.saving_percent(plan.baseline.cost) > 12
+
+
+@pytest.mark.parametrize(
+    ("failure", "ends_as"), [(LinearProgramError, GoesOnError), (PlannerError, PlannerError)]
+)
+def test_of_a_profile_that_the_user_named_a_solver_that_fails_ends_no_training(
+    monkeypatch, failure, ends_as
+):
+    def fails(job, profile):
+        raise failure("of a test")
+
+    monkeypatch.setattr(planning, "make_online", fails)
+    collectives = SimpleNamespace(is_planner=True, from_planner=lambda value: value)
+    collectives.agreed = lambda make: make()
+    job = SimpleNamespace(
+        config=SimpleNamespace(profile_file=Path("named.csv"), plan_file=None),
+        keeps_profile=False,
+        keeps_plan=False,
+        collectives=collectives,
+    )
+    with pytest.raises(ends_as, match="of a test"):
+        adopt_plan(job, None, [])
