@@ -17,7 +17,7 @@ from guard_rounds import DEADLINE_S, Node, Round
 from stale_leases import undo_stale
 
 from envpipe_megatron.gpu import guard as guard_module
-from envpipe_megatron.gpu import guard_loop, guard_protocol
+from envpipe_megatron.gpu import guard_client, guard_loop, guard_protocol
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
     ClockControlForbiddenError,
@@ -418,6 +418,24 @@ def test_a_guard_that_hangs_is_a_lost_one(round_):
     guard.kill()
     guard.wait()
     round_.await_back([hold.address])
+
+
+def test_a_guard_that_answers_is_not_lost_however_little_it_has_to_say(round_, monkeypatch):
+    start_guard(round_, "--heartbeat-s", "3")
+    beats, events = queue.SimpleQueue(), queue.SimpleQueue()
+    plain_send = guard_client.send
+
+    def send(connection, message):
+        plain_send(connection, message)
+        if message["op"] == "beat":
+            beats.put(message)
+
+    monkeypatch.setattr(guard_client, "send", send)
+    hold = hold_gpu(round_.addresses[0], round_.job, on_event=events.put)
+    for _ in range(3):
+        beats.get(timeout=DEADLINE_S)
+    assert events.empty()
+    hold.release()
 
 
 def test_the_lease_stays_where_the_callback_fails_because_the_rank_may_still_lock(round_):
