@@ -158,9 +158,7 @@ class Bench:
                     profile_file=profile_file,
                     plan_file=plan_file,
                 ),
-                DryRunGpu(
-                    name="dry run", supported_frequencies_mhz=preset.supported_frequencies_mhz
-                ),
+                DryRunGpu(supported_frequencies_mhz=preset.supported_frequencies_mhz),
                 lambda settle: self.make_executor(),
                 self.channel,
                 self.collectives,

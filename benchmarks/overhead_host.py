@@ -92,7 +92,7 @@ def thread_costs_ns(seconds: float, *, clocks: bool) -> list[int]:
         clocks: whether each unit's clock is requested from a controller, or from nobody.
     """
     order = _order(1)
-    gpu = DryRunGpu(name="dry run", supported_frequencies_mhz=CLOCKS_MHZ)
+    gpu = DryRunGpu(supported_frequencies_mhz=CLOCKS_MHZ)
     controller = ClockController(gpu) if clocks else None
     request: Callable[[int, Completion], None] = (
         controller.request if controller else lambda frequency_mhz, after: None
@@ -131,7 +131,7 @@ def pipeline_unit_s(rank: int, seconds: float) -> list[float]:
     world = dist.group.WORLD
     assert world is not None
     channel = make_channel(world, stamped=False, timeout=timedelta(seconds=30))
-    gpu = DryRunGpu(name="dry run", supported_frequencies_mhz=CLOCKS_MHZ)
+    gpu = DryRunGpu(supported_frequencies_mhz=CLOCKS_MHZ)
     controller = ClockController(gpu)
     try:
         return _null_iterations(rank, seconds, order, channel, controller)

@@ -79,7 +79,7 @@ class StampingGpu(DryRunGpu):
     """A dry run that notes the instant of each lock (ns) and its clock."""
 
     def __init__(self) -> None:
-        super().__init__(name="dry run", supported_frequencies_mhz=CLOCKS_MHZ)
+        super().__init__(supported_frequencies_mhz=CLOCKS_MHZ)
         self.entered: list[tuple[int, int]] = []
 
     def _lock(self, frequency_mhz: int) -> None:

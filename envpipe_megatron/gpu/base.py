@@ -115,13 +115,12 @@ class Gpu(ABC):
     name: str
     supported_frequencies_mhz: tuple[int, ...]
 
-    def __init_subclass__(cls, **kwargs: object) -> None:
+    def __init_subclass__(cls) -> None:
         """Refuse a subclass (or a mixin of it) that replaces a guarded method.
 
         Raises:
             TypeError: when the class does so.
         """
-        super().__init_subclass__(**kwargs)
         for method in ("lock_frequency", "reset_frequency"):
             if getattr(cls, method) is not getattr(Gpu, method):
                 raise TypeError(

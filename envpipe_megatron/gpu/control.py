@@ -8,6 +8,7 @@ driver (a script's sudo rule, a virtual GPU); what says no has a reason and a re
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,7 +118,7 @@ def _controllable_gpus() -> list[str]:
         return found
     if obstacles:
         raise obstacles[0]
-    raise GpuError("NVML sees no GPU", remedy="Make GPUs visible to this process")
+    raise GpuError("No GPU is seen by NVML", remedy="Make GPUs visible to this process")
 
 
 def _check(backend: str, site: SiteConfig, pci_bus_ids: Sequence[str]) -> Control:
@@ -165,30 +166,32 @@ def has_sys_admin() -> bool:
 
 
 def _look_at_zeusd(site: SiteConfig, pci_bus_ids: Sequence[str]) -> Control:
-    connection = ZeusdConnection(zeusd_socket(site), _ZEUSD_LOOK_S)
     try:
-        offer = connection.discover()
-        if CONTROL_GROUP not in offer.groups:
-            return Control(
-                "zeusd",
-                False,
-                f"zeusd at {connection.path} offers {', '.join(sorted(offer.groups)) or 'nothing'}",
-                f"Start zeusd with --enable {CONTROL_GROUP}",
-            )
-        if offer.auth_required:
-            connection.check_token()
-        missing = [name for name in pci_bus_ids if pci_address(name) not in offer.gpu_ids]
-        if missing:
-            return Control(
-                "zeusd",
-                False,
-                f"zeusd at {connection.path} does not manage {', '.join(missing)}",
-                "Have zeusd see all GPUs of the machine, and restart it after changes",
-            )
+        with closing(ZeusdConnection(zeusd_socket(site), _ZEUSD_LOOK_S)) as connection:
+            return _ask_zeusd(connection, pci_bus_ids)
     except GpuError as error:
         return Control("zeusd", False, _lower(error.what), error.remedy)
-    finally:
-        connection.close()
+
+
+def _ask_zeusd(connection: ZeusdConnection, pci_bus_ids: Sequence[str]) -> Control:
+    offer = connection.discover()
+    if CONTROL_GROUP not in offer.groups:
+        return Control(
+            "zeusd",
+            False,
+            f"zeusd at {connection.path} offers {', '.join(sorted(offer.groups)) or 'nothing'}",
+            f"Start zeusd with --enable {CONTROL_GROUP}",
+        )
+    if offer.auth_required:
+        connection.check_token()
+    missing = [name for name in pci_bus_ids if pci_address(name) not in offer.gpu_ids]
+    if missing:
+        return Control(
+            "zeusd",
+            False,
+            f"zeusd at {connection.path} does not manage {', '.join(missing)}",
+            "Have zeusd see all GPUs of the machine, and restart it after changes",
+        )
     return Control("zeusd", True, f"zeusd at {connection.path} offers {CONTROL_GROUP} to this user")
 
 

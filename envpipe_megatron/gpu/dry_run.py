@@ -2,17 +2,12 @@
 
 import logging
 import time
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from envpipe_megatron.gpu.base import ClockState, EnergyReading, Gpu, GpuAddress, GpuError
+from envpipe_megatron.gpu.base import ClockState, EnergyReading, Gpu, GpuAddress
 
 _LOG = logging.getLogger(__name__)
-
-HISTORY_LENGTH = 4096
-"""Requests remembered: about one long iteration of many microbatches, and no leak over days."""
 
 
 class DryRunGpu(Gpu):
@@ -23,52 +18,29 @@ class DryRunGpu(Gpu):
 
     Args:
         reader: the GPU to read from.
-        name: product name; needed without a reader.
-        supported_frequencies_mhz: clock table in MHz, any order; needed without a reader.
-
-    Raises:
-        GpuError: neither a reader nor a table of clocks was given.
+        supported_frequencies_mhz: without a reader, the clock table in MHz, highest first.
     """
 
     drives_hardware: ClassVar[bool] = False
 
     def __init__(
-        self,
-        reader: Gpu | None = None,
-        *,
-        name: str | None = None,
-        supported_frequencies_mhz: Sequence[int] = (),
+        self, reader: Gpu | None = None, *, supported_frequencies_mhz: tuple[int, ...] = ()
     ) -> None:
-        table = supported_frequencies_mhz or (reader.supported_frequencies_mhz if reader else ())
-        if not table:
-            raise GpuError(
-                "A dry-run GPU without another GPU to read from needs a table of clocks",
-                remedy="Pass supported_frequencies_mhz, for example those of a preset",
-            )
         self.address = GpuAddress("dry_run", reader.address.uid if reader else f"none#{id(self)}")
-        self.name = name or (reader.name if reader else "dry run")
-        self.supported_frequencies_mhz = tuple(sorted(set(table), reverse=True))
+        self.name = reader.name if reader else "dry run"
+        self.supported_frequencies_mhz = (
+            reader.supported_frequencies_mhz if reader else supported_frequencies_mhz
+        )
         self._reader = reader
         self._requested_mhz: int | None = None
-        self._history: deque[int | None] = deque(maxlen=HISTORY_LENGTH)
-
-    @property
-    def would_set(self) -> list[int | None]:
-        """The clocks in MHz that would have been set, oldest first, None for a reset.
-
-        Bounded to the last `HISTORY_LENGTH`.
-        """
-        return list(self._history)
 
     def _lock(self, frequency_mhz: int) -> None:
         _LOG.info("dry run: would lock %s at %d MHz", self.name, frequency_mhz)
         self._requested_mhz = frequency_mhz
-        self._history.append(frequency_mhz)
 
     def _reset(self) -> None:
         _LOG.info("dry run: would reset the clock of %s", self.name)
         self._requested_mhz = None
-        self._history.append(None)
 
     @property
     def requested_frequency_mhz(self) -> int | None:

@@ -12,8 +12,10 @@ from envpipe_megatron.gpu.command import CommandGpu
 from envpipe_megatron.gpu.control import (
     CHOICES,
     ChosenControl,
+    Control,
     check_controls,
     choose_control,
+    first_allowed,
     open_controlled,
 )
 from envpipe_megatron.gpu.dry_run import DryRunGpu
@@ -88,7 +90,9 @@ def test_a_plain_user_without_anything(machine):
     assert not any(check.allowed for check in found.values())
     assert "CAP_SYS_ADMIN" in found["nvml"].reason
     assert "no zeusd at" in found["zeusd"].reason
-    assert "lock_command" in found["command"].reason
+    assert "no lock_command is set in " in found["command"].reason
+    nowhere = {check.backend: check for check in check_controls(SiteConfig())}
+    assert nowhere["command"].reason == ("no lock_command is set (there is no site configuration)")
 
 
 def test_each_right_allows_its_back_end(machine):
@@ -145,9 +149,11 @@ def test_every_no_of_zeusd(machine, monkeypatch):
         return check.reason + " | " + check.remedy
 
     zeusd = machine.start_zeusd()
-    zeusd.groups = ("gpu-read",)
-    assert "offers gpu-read" in said()
-    assert "--enable gpu-control" in said()
+    where = f"zeusd at {zeusd.path}"
+    zeusd.groups = ()
+    assert said() == f"{where} offers nothing | Start zeusd with --enable gpu-control"
+    zeusd.groups = ("gpu-read", "cpu-read")
+    assert said() == f"{where} offers cpu-read, gpu-read | Start zeusd with --enable gpu-control"
     zeusd.groups = ("gpu-read", "gpu-control")
     zeusd.tokens = {"poor": ["gpu-read"], "good": ["gpu-control"]}
     assert "ZEUSD_TOKEN" in said()
@@ -155,8 +161,10 @@ def test_every_no_of_zeusd(machine, monkeypatch):
     assert "not gpu-control" in said()
     monkeypatch.setenv("ZEUSD_TOKEN", "good")
     assert machine.look()["zeusd"].allowed
-    zeusd.gpus = {"0000:99:00.0": {"id": 0}}
-    assert "does not manage" in said()
+    for bus_id in machine.nvml.pci_bus_ids[1:3]:
+        del zeusd.gpus[bus_id]
+    missing = ", ".join(machine.nvml.pci_bus_ids[1:3])
+    assert said().startswith(f"{where} does not manage {missing} | Have zeusd see all GPUs")
     zeusd.stop()
     zeusd.path.write_text("")
     assert "no zeusd at" in said()
@@ -182,6 +190,15 @@ def test_nothing_is_controlled_that_cannot_be_read(machine):
         assert not check.allowed
         assert "different versions" in check.reason
         assert "reboot" in check.remedy
+
+
+def test_a_machine_without_gpus(machine, monkeypatch):
+    monkeypatch.setattr(control, "list_nvml_gpus", lambda: ())
+    for check in machine.look().values():
+        assert (check.reason, check.remedy) == (
+            "no GPU is seen by NVML",
+            "Make GPUs visible to this process",
+        )
 
 
 def test_a_gpu_that_cannot_be_read_does_not_forbid_the_others(machine, monkeypatch):
@@ -253,6 +270,15 @@ def test_a_common_reason_is_said_once(machine, monkeypatch):
     monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "yes")
     chosen = choose_control("auto", machine.site)
     assert chosen.warning.count("ENVPIPE_FORBID_CLOCK_CONTROL is set") == 1
+
+
+def test_a_reason_without_a_remedy_adds_none():
+    controls = [Control("nvml", False, "no"), Control("zeusd", False, "none", "Start it")]
+    chosen = first_allowed("auto", controls)
+    assert chosen == ChosenControl(
+        "auto", None, "none is allowed (nvml: no; zeusd: none)", ("Start it.",)
+    )
+    assert chosen.warning.endswith("all the same. Start it.")
 
 
 def test_required_control_is_an_error_where_none_is_allowed(machine):
@@ -389,6 +415,26 @@ def test_capabilities_go_with_the_user():
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may have the capability or not")
 def test_a_user_has_no_capability():
     assert not control.has_sys_admin()
+
+
+@pytest.mark.parametrize(
+    ("effective", "has"),
+    [("CapEff:\t0000000000200000\n", True), ("CapEff:\t000001ffffdfffff\n", False), ("", False)],
+)
+def test_the_effective_capability_counts(monkeypatch, effective, has):
+    permitted = f"CapPrm:\t{0 if has else 2**21:016x}\n"
+    monkeypatch.setattr(control.Path, "read_text", lambda _: permitted + effective)
+    assert control.has_sys_admin() is has
+
+
+@pytest.mark.parametrize("uid", [0, 1])
+def test_where_proc_is_not_mounted_root_counts(monkeypatch, uid):
+    def read_text(path):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(control.Path, "read_text", read_text)
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    assert control.has_sys_admin() is (uid == 0)
 
 
 def test_a_user_namespace_is_noticed():

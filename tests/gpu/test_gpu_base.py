@@ -1,20 +1,22 @@
 """The guard against clock control, and what the base class checks for every back end."""
 
 import logging
+import time
 
 import pytest
+from plain_reader import UUID, PlainReader, assert_reads_through
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
     ClockControlForbiddenError,
+    ClockState,
     EnergyReading,
     Gpu,
     GpuAddress,
-    GpuError,
     UnsupportedFrequencyError,
 )
-from envpipe_megatron.gpu.dry_run import HISTORY_LENGTH, DryRunGpu
+from envpipe_megatron.gpu.dry_run import DryRunGpu
 from envpipe_megatron.gpu.emulated import EmulatedGpu
 
 
@@ -61,11 +63,15 @@ def test_forbidden_hardware_is_not_reached(monkeypatch, value):
     monkeypatch.setenv(FORBID_VARIABLE, value)  # after the object was made: read at each call
     with pytest.raises(ClockControlForbiddenError, match=FORBID_VARIABLE):
         gpu.lock_frequency(1395)
-    with pytest.raises(ClockControlForbiddenError, match=FORBID_VARIABLE):
+    with pytest.raises(ClockControlForbiddenError, match=FORBID_VARIABLE) as caught:
         gpu.reset_frequency()
     with pytest.raises(ClockControlForbiddenError):  # the guard comes before the check of the clock
         gpu.lock_frequency(1)
     assert gpu.calls == [1380]
+    assert str(caught.value) == (
+        "Refused to reset the clock on fake: ENVPIPE_FORBID_CLOCK_CONTROL is set (got "
+        f"{value!r}). Unset ENVPIPE_FORBID_CLOCK_CONTROL, or use the dry_run or emulated back end"
+    )
 
 
 @pytest.mark.parametrize("value", ["", "0", " "])
@@ -107,28 +113,31 @@ def test_unsupported_clock_names_the_nearest(wanted_mhz, nearest):
 
 
 def test_dry_run_reads_through_but_sets_nothing(caplog):
-    hardware = HardwareGpu()
-    gpu = DryRunGpu(hardware)
+    reader = PlainReader()
+    gpu = DryRunGpu(reader)
+    assert gpu.address == GpuAddress("dry_run", UUID)
+    assert_reads_through(gpu)
     with caplog.at_level(logging.INFO):
         gpu.lock_frequency(1380)
+        assert_reads_through(gpu, requested_mhz=1380)
         gpu.reset_frequency()
-    assert hardware.calls == []
-    assert gpu.would_set == [1380, None]
-    assert "would lock fake at 1380 MHz" in caplog.text
-    assert gpu.read_energy() == hardware.read_energy()
-    assert (gpu.observed_frequency_mhz, gpu.power_w, gpu.time_s()) == (1395, 250.0, 3.5)
+    assert_reads_through(gpu)
+    assert [record.message for record in caplog.records] == [
+        "dry run: would lock plain at 1380 MHz",
+        "dry run: would reset the clock of plain",
+    ]
     with pytest.raises(UnsupportedFrequencyError):
         gpu.lock_frequency(1400)
 
 
 def test_dry_run_alone():
-    gpu = DryRunGpu(name="paper", supported_frequencies_mhz=[900, 1000])
-    for _ in range(HISTORY_LENGTH + 5):
-        gpu.lock_frequency(900)
-    assert len(gpu.would_set) == HISTORY_LENGTH
-    assert (gpu.observed_frequency_mhz, gpu.power_w) == (1000, 0.0)
-    first, second = gpu.read_energy(), gpu.read_energy()
-    assert first.energy_j == 0.0
-    assert second.time_s >= first.time_s
-    with pytest.raises(GpuError, match="table of clocks"):
-        DryRunGpu()
+    gpu = DryRunGpu(supported_frequencies_mhz=(1000, 900))
+    assert gpu.address.backend == "dry_run"
+    assert gpu.address != DryRunGpu(supported_frequencies_mhz=(1000, 900)).address
+    gpu.lock_frequency(900)
+    assert gpu.clock_state() == ClockState(900, 1000)
+    assert (gpu.name, gpu.power_w) == ("dry run", 0.0)
+    before_s = time.monotonic()
+    reading = gpu.read_energy()
+    assert reading == EnergyReading(0.0, reading.time_s, 0.0)
+    assert before_s <= reading.time_s <= gpu.time_s() <= time.monotonic()
