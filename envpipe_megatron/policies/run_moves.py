@@ -124,12 +124,12 @@ def hurry(
         time_s, cost_j = table.time_s[position, stage], table.cost_j[position, stage]
         faster = table.profiled[position, stage] & (time_s < time_s[now] * (1 - RELATIVE_TOLERANCE))
         if faster.any():
-            clock = int(np.where(faster, time_s, 0.0).argmax())
+            clock = int(max(np.flatnonzero(faster), key=time_s.__getitem__))
             gained_s = float(time_s[now] - time_s[clock])
             more_j = float(cost_j[clock] - cost_j[now])
             options.append((more_j / gained_s, gained_s, stage, position, clock))
         before = position - 1
-        if position and late_s[stage, position] > 0 and table.profiled[before, stage, now]:
+        if late_s[stage, position] > 0 and table.profiled[before, stage, now]:
             time_s, cost_j = table.time_s[before, stage], table.cost_j[before, stage]
             old = int(index[stage, before])
             gained_s = float(late_s[stage, position])
@@ -168,7 +168,7 @@ class _Run:
 
     def to_other_clock(self, change_j: float) -> Iterator[Move]:
         """The whole run at another clock."""
-        possible: NDArray[np.bool_] = np.logical_and.reduce(self.profiled, axis=0)
+        possible = self.profiled.all(axis=0)
         more_j, more_s = self.more_j.sum(axis=0), self.more_s.sum(axis=0)
         slower = np.flatnonzero(possible & (more_j < 0) & (more_s > 0))
         steps = slower[np.argsort(more_s[slower])][:_STEPS].tolist()

@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from planning_cases import random_profile
 from envpipe_megatron import builders
 from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.plan import Plan
-from envpipe_megatron.policies import run_moves
 from envpipe_megatron.policies.clock_runs import (
     LateClocks,
     RunFinder,
@@ -201,25 +199,3 @@ class TestClockTable:
         index = self.table.index_of(clocks)
         assert index.tolist() == [[0, 2], [0, 1]]
         assert self.table.frequencies(index).tolist() == clocks.tolist()
-
-
-def test_a_run_gives_its_neighbours_as_many_units_as_have_time():
-    run = run_moves._Run(
-        stage=1,
-        begin=3,
-        now=0,
-        sides=(1, 1),
-        is_alone=False,
-        profiled=np.ones((4, 2), dtype=bool),
-        more_j=np.array([[0.0, -1.0]] * 4),
-        more_s=np.array([[0.0, 0.5]] * 4),
-        wait_s=np.zeros(4),
-        slack_s=np.array([0.5, 1.0, 1.2, 5.0]),
-    )
-    # Three at the front would be 1.5 s late where 1.2 s are free; the three at the end fit.
-    assert list(run.to_neighbour()) == [
-        run_moves.Move(1, 3, 4, 1, 1.0, 0.5),
-        run_moves.Move(1, 4, 7, 1, 3.0, 1.5),
-    ]
-    waits = replace(run, wait_s=np.array([0.0, 0.0, 0.3, 0.0]))
-    assert next(waits.to_neighbour()) == run_moves.Move(1, 3, 6, 1, 3.0, 1.5)
