@@ -25,9 +25,6 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime.messages import Message, StageSpecs, TensorSpec, empty_header
 from envpipe_megatron.schedule import Kind, Schedule, Unit
 
-_STAMP_TAG, _PAYLOAD_TAG = 0, 1
-#: Of a forward's header; a backward's comes next. Payloads and stamps have lower ones.
-_HEADER_TAG = 4
 #: Of torch's WorkResult, which has no name in Python.
 _SUCCESS = 0
 
@@ -118,7 +115,7 @@ class P2PChannel:
         self._expected = dict(messages)
         if not vary:
             for kind in messages:
-                self._post_next(kind, self._receives.get(kind))
+                self._post_next(kind)
 
     def receive(self, unit: Unit) -> Message:
         """Wait for a unit's input; on a GPU the stream waits, not the host.
@@ -134,7 +131,7 @@ class P2PChannel:
         except RuntimeError as error:
             raise self._lost(f"waiting for the input of {unit}", posted.source, error) from error
         if not self._vary:
-            self._post_next(unit.kind, self._receives[unit.kind])
+            self._post_next(unit.kind)
         stamp = float(posted.stamp.item()) if posted.stamp is not None else None
         for tensor in posted.tensors:
             tensor.requires_grad_(unit.kind is Kind.FORWARD and tensor.is_floating_point())
@@ -147,13 +144,13 @@ class P2PChannel:
         by swapping its storage (`.data =`), which would corrupt a pending send of it.
         """
         destination = self._neighbour(unit.kind, +1)
-        group, tag = self._link(unit.kind, destination=True)
+        group = self._groups[unit.kind, self._stage]
         # The transfer reads the storage as it is now; later changes of `.data` do not reach it.
         payload = [tensor.detach().contiguous() for tensor in tensors]
         stamp = torch.tensor([sent_s], dtype=torch.float64) if self._stamped else None
         header = None
         try:
-            works = self._start(dist.isend, destination, group, tag, stamp, payload)
+            works = self._start(dist.isend, destination, group, unit.kind, stamp, payload)
             if self._vary:
                 header = TensorSpec.of(payload).header()
                 works.append(self._host_group.send([header], destination, _header_tag(unit.kind)))
@@ -216,16 +213,16 @@ class P2PChannel:
             raise self._lost(f"waiting for the header of {unit}", source, error) from error
         return TensorSpec.of_header(header, self._receives[unit.kind].device)
 
-    def _post_next(self, kind: Kind, spec: TensorSpec | None) -> None:
-        if not self._expected[kind] or spec is None:
+    def _post_next(self, kind: Kind, told: TensorSpec | None = None) -> None:
+        if not self._expected[kind]:
             return
         self._expected[kind] -= 1
         source = self._neighbour(kind, -1)
-        group, tag = self._link(kind, destination=False)
-        tensors = spec.make()
+        group = self._groups[kind, source]
+        tensors = (told or self._receives[kind]).make()
         stamp = torch.empty(1, dtype=torch.float64) if self._stamped else None
         try:
-            works = self._start(dist.irecv, source, group, tag, stamp, tensors)
+            works = self._start(dist.irecv, source, group, kind, stamp, tensors)
         except RuntimeError as error:
             raise self._lost("posting a receive", source, error) from error
         self._posted[kind] = _Receive(source, works, tensors, stamp)
@@ -235,7 +232,7 @@ class P2PChannel:
         transfer: Callable[..., dist.Work | None],
         neighbour: int,
         group: dist.ProcessGroup,
-        tag: int,
+        kind: Kind,
         stamp: torch.Tensor | None,
         tensors: Sequence[torch.Tensor],
     ) -> list[dist.Work]:
@@ -243,12 +240,11 @@ class P2PChannel:
         rank = self.ranks[neighbour]
         # Transports know no truth values.
         parts = [
-            (tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor, _PAYLOAD_TAG)
-            for tensor in tensors
+            tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor for tensor in tensors
         ]
         if stamp is not None:
-            parts.insert(0, (stamp, _STAMP_TAG))
-        started = [transfer(part, rank, group=group, tag=tag + offset) for part, offset in parts]
+            parts = [stamp, *parts]
+        started = [transfer(part, rank, group=group, tag=_tag(kind)) for part in parts]
         works = [work for work in started if work is not None]
         if self._timeout is None:
             self._outcomes += [
@@ -262,11 +258,6 @@ class P2PChannel:
         direction = towards if kind is Kind.FORWARD else -towards
         return (self._stage + direction) % len(self.ranks)
 
-    def _link(self, kind: Kind, *, destination: bool) -> tuple[dist.ProcessGroup, int]:
-        """Group and first tag of the link that a kind takes to or from this stage."""
-        sender = self._stage if destination else self._neighbour(kind, -1)
-        return self._groups[kind, sender], 2 * list(Kind).index(kind)
-
     def _lost(self, doing: str, neighbour: int, error: RuntimeError) -> ChannelError:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return ChannelError(
@@ -276,8 +267,14 @@ class P2PChannel:
         )
 
 
+def _tag(kind: Kind) -> int:
+    """Of the stamps and tensors of a kind, which come in the order in which they were sent."""
+    return list(Kind).index(kind)
+
+
 def _header_tag(kind: Kind) -> int:
-    return _HEADER_TAG + list(Kind).index(kind)
+    """Headers are read before the messages that they follow."""
+    return len(Kind) + _tag(kind)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def ends_and_gaps_s(records: Sequence[StageRecord]) -> tuple[FloatArray, FloatAr
     gaps_s = [
         after.begin_s - (before.begin_s + before.end_s[-1]) for before, after in pairwise(records)
     ]
-    return np.array(ends_s), np.array(gaps_s, dtype=np.float64)
+    return np.array(ends_s), np.array(gaps_s)
 
 
 def tail_times_s(ends_s: ArrayLike, gaps_s: ArrayLike) -> FloatArray:
@@ -47,7 +47,7 @@ def tail_times_s(ends_s: ArrayLike, gaps_s: ArrayLike) -> FloatArray:
     Returns:
         [num_stages], zero or more.
     """
-    end, gap = np.asarray(ends_s, dtype=np.float64), np.asarray(gaps_s, dtype=np.float64)
+    end, gap = np.asarray(ends_s), np.asarray(gaps_s)
     slack = end.max(axis=0) - end
     # Clocks of host and GPU differ by microseconds: an emulated gap is its slack but for rounding.
     waited = gap >= slack - 1e-9

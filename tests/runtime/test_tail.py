@@ -11,7 +11,7 @@ from envpipe_megatron.runtime.tail import ends_and_gaps_s, tail_times_s
 
 def records(ends_s: list[float], begins_s: list[float]) -> list[StageRecord]:
     return [
-        make_record([0.0], [end], begin, end, end)
+        make_record([0.0, 0.5 * end], [0.4 * end, end], begin, end, end)
         for end, begin in zip(ends_s, begins_s, strict=True)
     ]
 
