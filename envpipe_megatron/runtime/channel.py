@@ -71,9 +71,6 @@ class P2PChannel:
         #: words of `channel_model`; None where sends never do.
         self.capacity = capacity
         self._host_group = host_group
-        self._vary = False
-        self._receives: Mapping[Kind, TensorSpec] = {}
-        self._expected: dict[Kind, int] = {}
         self._posted: dict[Kind, _Receive] = {}
         self._sent: deque[_Send] = deque()
         #: How each transfer of the step ends, and the neighbour; kept in place of the transfers,
@@ -109,10 +106,10 @@ class P2PChannel:
 
     def expect(self, messages: dict[Kind, int], specs: StageSpecs, *, vary: bool = False) -> None:
         """Expect so many messages of each kind until `end_step`, with headers if they vary."""
-        self._receives = specs.receives
+        self._receives: Mapping[Kind, TensorSpec] = specs.receives
         self._vary = vary
         self._outcomes.clear()
-        self._expected = dict(messages)
+        self._expected: dict[Kind, int] = dict(messages)
         if not vary:
             for kind in messages:
                 self._post_next(kind)

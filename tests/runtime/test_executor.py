@@ -12,11 +12,15 @@ class Cuda:
     """Work on one stream takes `time_s` along; the host is as far."""
 
     def __init__(self):
-        self.time_s, self.stream, self.made = 100.0, object(), 0
+        self.time_s, self.made = 100.0, 0
+        self.waited: list[str] = []
+        self.stream = SimpleNamespace(synchronize=lambda: self.waited.append("stream"))
         cuda = self
 
         class Event:
-            def __init__(self, **_):
+            def __init__(self, *, enable_timing, blocking):
+                assert enable_timing
+                assert blocking is executor.BLOCKING_EVENTS
                 cuda.made += 1
 
             def record(self, stream):
@@ -27,7 +31,7 @@ class Cuda:
                 return (later.at_s - self.at_s) * 1e3
 
             def synchronize(self):
-                pass
+                cuda.waited.append("event")
 
         self.Event = Event
 
@@ -55,7 +59,9 @@ def test_units_and_waits_are_timed_by_events_that_are_used_every_other_iteration
             cuda.time_s += unit_s
             ends.append(timed.end_unit()[1])
         cuda.time_s += 2.0  # the optimizer's
+        assert not cuda.waited
         record = timed.end_iteration()
+        assert cuda.waited.pop() == "event"
         assert record.start_s.tolist() == pytest.approx([0.0, 0.75])
         assert record.end_s.tolist() == pytest.approx([0.5, 1.75])
         assert record.receive_wait_s.tolist() == pytest.approx([0.0, 0.25])
@@ -65,3 +71,23 @@ def test_units_and_waits_are_timed_by_events_that_are_used_every_other_iteration
             made = cuda.made
             assert not set(ends[:2]) & set(ends[2:])  # the controller may still look at them
     assert cuda.made == made
+
+
+def test_outside_iterations_the_hosts_clock_tells_the_time(cuda, monkeypatch):
+    timed = executor.CudaExecutor()
+    assert timed.now_s() == timed.meet() == 100.0
+    timed.wait_for_message(None)
+    assert cuda.waited == ["stream"]
+    slept: list[float] = []
+    monkeypatch.setattr(executor.time, "sleep", slept.append, raising=False)
+    timed.let_counter_refresh()
+    assert slept == [0.2]
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+def test_another_thread_looks_at_events_on_this_threads_device(cuda, in_use):
+    devices: list[int] = []
+    cuda.is_initialized, cuda.current_device = lambda: in_use, lambda: 5
+    cuda.set_device = devices.append
+    executor.same_device()()
+    assert devices == [5] * in_use

@@ -91,12 +91,14 @@ def test_transfers_that_cannot_work_are_refused(backend, monkeypatch):
 class Transfer:
     """One of NCCL's: `wait` returns at once, and the watchdog tells how it ended, or not yet."""
 
-    def __init__(self, result: int | None) -> None:
+    def __init__(self, result: int | None, waited: list[int]) -> None:
         self._future: Future[int] = Future()
+        self._waited = waited
         if result is not None:
             self._future.set_result(result)
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        self._waited.append(1)
 
     def is_completed(self) -> bool:
         return True
@@ -110,9 +112,10 @@ class Transfer:
 def test_what_nccl_gave_up_ends_the_step(monkeypatch, lost, result):
     """Else the step's garbage goes into the framework's collectives."""
     results: dict[str, list[int | None]] = {"receive": [0, None], "send": [0, None]}
+    waited: list[int] = []
     for name, transfer in (("receive", "irecv"), ("send", "isend")):
         monkeypatch.setattr(
-            dist, transfer, lambda *a, name=name, **kw: Transfer(results[name].pop(0))
+            dist, transfer, lambda *a, name=name, **kw: Transfer(results[name].pop(0), waited)
         )
     links: Any = dict.fromkeys((kind, sender) for kind in Kind for sender in range(2))
     made = channel.P2PChannel([0, 1], 0, links, stamped=False, timeout=None)
@@ -126,6 +129,7 @@ def test_what_nccl_gave_up_ends_the_step(monkeypatch, lost, result):
         made.end_step()
 
     step()  # those of which the watchdog does not know yet are no error
+    assert len(waited) == 2  # by the stream, for each receive
     results |= {"receive": [0, 0], "send": [0, 0]}
     results[lost][1] = result
     with pytest.raises(channel.ChannelError, match=r"lost its neighbour, stage 1 \(rank 1\)"):
@@ -370,6 +374,7 @@ def test_a_transfer_that_cannot_begin_names_the_neighbour(monkeypatch, fails, wh
 def test_an_error_without_words_is_named_by_its_kind(monkeypatch):
     loopback = Loopback(monkeypatch)
     made = loopback.channel(2)
+    made.expect({}, SPECS)
 
     def silent(*_: Any, **__: Any) -> Any:
         raise RuntimeError(" \n")
