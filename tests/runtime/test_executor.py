@@ -48,12 +48,12 @@ def cuda(monkeypatch) -> Cuda:
 
 
 def test_units_and_waits_are_timed_by_events_that_are_used_every_other_iteration(cuda):
-    timed, schedule = executor.CudaExecutor(), builders.one_f_one_b(1, 1)
+    timed, schedule = executor.CudaExecutor(), builders.one_f_one_b(1, 2)
     ends = []
     for number in range(4):
         cuda.time_s = begin_s = 100.0 * (number + 1)
         timed.begin_iteration(schedule, 0)
-        for wait_s, unit_s in ((0.0, 0.5), (0.25, 1.0)):
+        for wait_s, unit_s in ((0.0, 0.5), (0.25, 1.0), (0.0, 2.0)):
             cuda.time_s += wait_s
             timed.begin_unit(None)
             cuda.time_s += unit_s
@@ -62,14 +62,14 @@ def test_units_and_waits_are_timed_by_events_that_are_used_every_other_iteration
         assert not cuda.waited
         record = timed.end_iteration()
         assert cuda.waited.pop() == "event"
-        assert record.start_s.tolist() == pytest.approx([0.0, 0.75])
-        assert record.end_s.tolist() == pytest.approx([0.5, 1.75])
-        assert record.receive_wait_s.tolist() == pytest.approx([0.0, 0.25])
+        assert record.start_s.tolist() == pytest.approx([0.0, 0.75, 1.75])
+        assert record.end_s.tolist() == pytest.approx([0.5, 1.75, 3.75])
+        assert record.receive_wait_s.tolist() == pytest.approx([0.0, 0.25, 0.0])
         assert record.begin_s == pytest.approx(begin_s)
-        assert (record.iteration_time_s, record.wall_time_s) == pytest.approx((1.75, 3.75))
+        assert (record.iteration_time_s, record.wall_time_s) == pytest.approx((3.75, 5.75))
         if number == 1:
             made = cuda.made
-            assert not set(ends[:2]) & set(ends[2:])  # the controller may still look at them
+            assert not set(ends[:3]) & set(ends[3:])  # the controller may still look at them
     assert cuda.made == made
 
 
