@@ -63,12 +63,10 @@ class Lease:
     """A lease that this process holds. Made by `take`.
 
     Attributes:
-        address: its GPU.
         path: its file.
     """
 
-    def __init__(self, address: GpuAddress, path: Path, file: LeaseFile) -> None:
-        self.address = address
+    def __init__(self, path: Path, file: LeaseFile) -> None:
         self.path = path
         self._file = file
 
@@ -109,7 +107,7 @@ class Lease:
             with opened_folder(home) as folder:
                 file = _create(folder, home / name, lease_content(address, job, rank))
             if file is not None:
-                return cls(address, home / name, file)
+                return cls(home / name, file)
 
     def release(self) -> None:
         """Delete the lease. The GPU must be reset, and nobody left who could lock it.
@@ -119,11 +117,7 @@ class Lease:
         """
         try:
             with opened_folder(self.path.parent) as folder:
-                self._file.unlink(folder)
-        except OSError as error:
-            raise LeaseFolderError(
-                f"A lease could not be deleted: {error.strerror}", value=str(self.path)
-            ) from error
+                _unlink(self._file, folder, self.path)
         finally:
             self._file.close()
 
@@ -174,7 +168,7 @@ def undo_lease(record: LeaseRecord, open_gpu: OpenGpu, *, gave_up: bool = False)
     with opened_folder(record.path.parent) as folder, _locked(folder, record.path) as file:
         if file is None:
             return False
-        now = read_lease(file, record.path, live=False)
+        now = read_lease(file, record.path)
         if now is None:
             return False
         if (now.job, now.address, now.guard) != (record.job, record.address, record.guard):
@@ -217,12 +211,11 @@ def _clear_the_way(
     start_s = time.monotonic()
     while (file := _open(folder, path)) is not None:
         try:
-            if file.try_lock():
-                if not file.is_current(folder):
-                    continue
-                record = read_lease(file, path, live=False)
-            else:
-                record = read_lease(file, path, live=True)
+            taken = file.try_lock()
+            if taken and not file.is_current(folder):
+                continue
+            record = read_lease(file, path)
+            if not taken:
                 if time.monotonic() - start_s < _worth_waiting_s(record, patience_s):
                     time.sleep(_POLL_S)
                     continue
@@ -244,7 +237,6 @@ def _clear_the_way(
                 _bring_back(record.address, open_gpu, late=record.rank != rank)
             # One without content was cut short before its guard promised anything to a rank.
             _unlink(file, folder, path)
-            return
         finally:
             file.close()
 

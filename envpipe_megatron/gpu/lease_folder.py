@@ -85,7 +85,7 @@ def opened_folder(path: Path, *, create: bool = False) -> Iterator[int]:
     if create:
         _make(path)
     try:
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         raise LeaseFolderError(
             f"The folder of leases cannot be used: {error.strerror}",
@@ -125,9 +125,9 @@ def _owner_by_name(path: Path) -> int | None:
 
 
 def _refuse_unsafe(path: Path, status: os.stat_result) -> None:
-    trusted = {0, os.geteuid()}
+    trusted: set[int | None] = {0, os.geteuid()}
     if os.geteuid() == 0:
-        trusted.add(_owner_by_name(path) or 0)
+        trusted.add(_owner_by_name(path))
     if status.st_uid not in trusted:
         raise LeaseFolderError(
             f"The folder of leases {path} belongs to a stranger, who could delete leases",
@@ -157,7 +157,7 @@ class LeaseFile:
         """Create a file that does not exist; None where it does. May raise OSError."""
         # Never opened for writing where it exists: a sticky folder's protection
         # (fs.protected_regular) refuses that with another error for another user's file.
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         try:
             descriptor = os.open(name, flags, 0o644, dir_fd=folder)
         except FileExistsError:
@@ -173,9 +173,9 @@ class LeaseFile:
             LeaseFolderError: something else than a regular file has that name.
             OSError: it cannot be opened.
         """
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            status = os.lstat(name, dir_fd=folder)
             if stat.S_ISREG(status.st_mode):
                 descriptor = os.open(name, flags, dir_fd=folder)
                 if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -198,16 +198,13 @@ class LeaseFile:
         return self._flock(fcntl.LOCK_EX)
 
     def is_locked(self) -> bool:
-        """Return whether another opened file has the lock.
+        """Return whether another opened file has the lock; to be closed soon where none has.
 
         Raises:
             LeaseFolderError: there are no such locks here.
         """
         # Shared, so that two who look at once do not see each other.
-        if not self._flock(fcntl.LOCK_SH):
-            return True
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        return False
+        return not self._flock(fcntl.LOCK_SH)
 
     def _flock(self, kind: int) -> bool:
         try:
@@ -225,7 +222,7 @@ class LeaseFile:
     def is_current(self, folder: int) -> bool:
         """Return whether the name still means this file in its folder."""
         try:
-            there = os.stat(self._name, dir_fd=folder, follow_symlinks=False)
+            there = os.lstat(self._name, dir_fd=folder)
         except FileNotFoundError:
             return False
         return os.path.samestat(there, os.fstat(self._descriptor))

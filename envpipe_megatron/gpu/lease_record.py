@@ -7,6 +7,7 @@ import re
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.lease_folder import LeaseFile
@@ -37,7 +38,6 @@ class LeaseRecord:
         uid: who made the file.
         guard: the process that looks, or looked, after it.
         rank: the process that may lock the clock; None where the guard cannot see it.
-        created: when, ISO 8601 in UTC.
         live: whether its guard lives.
     """
 
@@ -47,7 +47,6 @@ class LeaseRecord:
     uid: int
     guard: ProcessIdentity
     rank: ProcessIdentity | None
-    created: str
     live: bool
 
     def rank_is_alive(self) -> bool:
@@ -94,7 +93,7 @@ def lease_content(address: GpuAddress, job: str, rank: ProcessIdentity | None) -
     return json.dumps(document).encode() + b"\n"
 
 
-def read_lease(file: LeaseFile, path: Path, *, live: bool) -> LeaseRecord | None:
+def read_lease(file: LeaseFile, path: Path, *, live: bool = False) -> LeaseRecord | None:
     """Return what a lease file says; None where its writing was cut short.
 
     Raises:
@@ -122,7 +121,6 @@ def read_lease(file: LeaseFile, path: Path, *, live: bool) -> LeaseRecord | None
             uid=file.owner_uid(),  # what it says itself, anybody could write
             guard=_identity(document["guard"]),
             rank=None if document["rank"] is None else _identity(document["rank"]),
-            created=printable(str(document["created"])),
             live=live,
         )
         named = lease_name(record.address)
@@ -135,9 +133,7 @@ def read_lease(file: LeaseFile, path: Path, *, live: bool) -> LeaseRecord | None
     return record
 
 
-def _identity(document: object) -> ProcessIdentity:
-    if not isinstance(document, dict):
-        raise TypeError("a process must be an object")
+def _identity(document: Any) -> ProcessIdentity:
     pid = int(document["pid"])
     if not 0 < pid <= _MAX_PID:
         raise ValueError(f"no process has the number {pid}")

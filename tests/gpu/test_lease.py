@@ -5,6 +5,8 @@ import fcntl
 import json
 import multiprocessing
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +31,7 @@ from envpipe_megatron.gpu.lease_folder import (
     new_lease_folder,
     opened_lease_folders,
 )
-from envpipe_megatron.gpu.lease_record import LeaseFileError, lease_name
+from envpipe_megatron.gpu.lease_record import LeaseFileError, LeaseRecord, lease_name
 from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.gpu.process_identity import ProcessIdentity, wait_for_any_end
 
@@ -71,6 +73,10 @@ def me():
     return ProcessIdentity.of(os.getpid())
 
 
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def dead():
     process = subprocess.Popen(["sleep", "60"])
     identity = ProcessIdentity.of(process.pid)
@@ -102,17 +108,27 @@ def left_by_a_dead_guard(address, rank, job="dead job"):
 
 
 def test_a_lease_says_who_holds_the_gpu_and_goes_with_its_release(folder, gpu):
+    before = open_files()
     lease = take(gpu.address, "my job")
     (record,) = list_leases()
-    assert (record.address, record.job, record.uid) == (gpu.address, "my job", os.geteuid())
-    assert (record.guard, record.rank, record.live) == (me(), me(), True)
+    assert record == LeaseRecord(
+        path=folder / lease_name(gpu.address),
+        address=gpu.address,
+        job="my job",
+        uid=os.geteuid(),
+        guard=me(),
+        rank=me(),
+        live=True,
+    )
     document = json.loads(lease.path.read_text())
-    assert document["format"] == "envpipe-lease/1"
+    assert (document["format"], document["uid"]) == ("envpipe-lease/1", os.geteuid())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", document["created"])
     assert lease.path.stat().st_mode & 0o777 == 0o644
     assert folder.stat().st_mode & 0o7777 == 0o1777
     lease.release()
     assert list_leases() == []
     assert list(folder.iterdir()) == []
+    assert open_files() == before
 
 
 @pytest.mark.parametrize("umask", [0o077, 0])
@@ -182,6 +198,20 @@ def test_takers_exclude_each_other(gpu):
     assert list_leases() == []
 
 
+def test_whoever_is_second_finds_the_first_however_close(gpu, monkeypatch):
+    create, first = lease_folder.LeaseFile.create, []
+
+    def late(folder, name):
+        monkeypatch.setattr(lease_folder.LeaseFile, "create", create)
+        first.append(take(gpu.address, "first"))
+        return create(folder, name)
+
+    monkeypatch.setattr(lease_folder.LeaseFile, "create", late)
+    with pytest.raises(LeaseHeldError, match="job first"):
+        take(gpu.address, "second")
+    first[0].release()
+
+
 # --- stale leases --------------------------------------------------------------------------------
 
 
@@ -213,12 +243,62 @@ def test_while_its_rank_lives_a_stale_lease_stays_and_its_gpu_is_reset(gpu):
     gpu.lock_frequency(1200)
     assert undo_stale(open_gpu) == []
     assert gpu.requested_frequency_mhz is None  # though the rank may lock it again
+    once = FakeGpu()
+    once.late_request_s = 1e-3
+    assert undo_stale(once) == []
+    assert once.resets == 1  # no request of the dead is under way
     with pytest.raises(LeaseHeldError, match="whose guard has died"):
         take(gpu.address, "next")
-    assert undo_lease(record, open_gpu, gave_up=True)  # it said that it will not
+    assert undo_lease(record, once, gave_up=True)  # it said that it will not
+    assert (once.resets, list_leases()) == (2, [])
     left_by_a_dead_guard(gpu.address, ProcessIdentity.of(rank.pid))
     rank.kill()
     rank.wait()
+    assert undo_stale(open_gpu) == [gpu.address]
+    assert list_leases() == []
+
+
+def test_the_lease_of_another_job_in_its_place_is_not_undone(gpu):
+    former = left_by_a_dead_guard(gpu.address, dead(), "former")
+    former.path.unlink()
+    left_by_a_dead_guard(gpu.address, dead(), "later")
+    fake = FakeGpu()
+    assert not undo_lease(former, fake)
+    assert (fake.resets, [record.job for record in list_leases()]) == (0, ["later"])
+
+
+def test_a_lease_that_goes_while_leases_are_listed_is_none(gpu, monkeypatch):
+    lease, open_file = take(gpu.address), lease_folder.LeaseFile.open
+
+    def late(folder, name):
+        lease.path.unlink()
+        return open_file(folder, name)
+
+    monkeypatch.setattr(lease_folder.LeaseFile, "open", late)
+    assert list_leases() == []
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("namespace", [None, 1])
+def test_a_lease_lives_as_long_as_it_is_locked(gpu, namespace):
+    """Whether its guard can be seen from here or not."""
+    lease = take(gpu.address)
+    if namespace:
+        document = json.loads(lease.path.read_text())
+        document["guard"]["pid_namespace"] = document["rank"]["pid_namespace"] = namespace
+        lease.path.write_text(json.dumps(document))
+    assert list_leases()[0].live
+    lease.abandon()
+    assert not list_leases()[0].live
+    taken = take(gpu.address)
+    assert (list_leases()[0].guard, list_leases()[0].live) == (me(), True)
+    taken.release()
+
+
+def test_a_rank_that_nobody_can_see_is_not_waited_for(gpu):
+    Lease.take(gpu.address, "job", rank=None, open_gpu=open_gpu).abandon()
+    (record,) = list_leases()
+    assert (record.rank, record.rank_is_alive()) == (None, False)
     assert undo_stale(open_gpu) == [gpu.address]
 
 
@@ -239,12 +319,41 @@ def test_live_leases_are_left_alone(gpu):
     lease.release()
 
 
-def test_requests_of_the_dead_that_may_be_under_way_are_waited_for(gpu):
+def test_requests_of_the_dead_that_may_be_under_way_are_waited_for(gpu, monkeypatch):
     left_by_a_dead_guard(gpu.address, dead())
-    fake = FakeGpu()
-    fake.late_request_s = 0.01
+    fake, resets = FakeGpu(), []
+    fake.late_request_s = 7.0
+    clock = Clock(monkeypatch, lambda: resets.append(fake.resets))
     assert undo_stale(fake) == [gpu.address]
-    assert fake.resets == 2
+    assert (resets, fake.resets, clock.now_s) == ([1], 2, 1007.0)
+
+
+def test_other_gpus_that_are_held_keep_no_lease_from_being_undone(gpu):
+    lease = take(gpu.address)
+    left_by_a_dead_guard(REAL, dead())
+    assert undo_stale(FakeGpu()) == [REAL]
+    left_by_a_dead_guard(REAL, dead())
+    take(REAL, open_gpu=FakeGpu()).release()
+    lease.release()
+
+
+def test_a_rank_that_takes_its_own_lease_again_has_no_late_requests(gpu):
+    fake = FakeGpu()
+    fake.late_request_s = 1e-3
+    left_by_a_dead_guard(gpu.address, me())
+    take(gpu.address, rank=me(), open_gpu=fake).release()
+    assert fake.resets == 1
+    left_by_a_dead_guard(gpu.address, dead())
+    take(gpu.address, rank=me(), open_gpu=fake).release()
+    assert fake.resets == 3
+
+
+def test_who_holds_a_gpu_is_called_by_name_where_he_has_one():
+    root, nobody = (
+        LeaseHeldError("Held", job="j", pid=3, uid=uid, remedy="Wait") for uid in (0, 2**30)
+    )
+    assert str(root) == "Held (got 'job j, guard 3, user root'). Wait"
+    assert str(nobody) == "Held (got 'job j, guard 3, user 1073741824'). Wait"
 
 
 @pytest.mark.parametrize("content", [b"", b'{"format": "envpipe-le'])
@@ -299,6 +408,7 @@ def test_whoever_keeps_a_dead_guards_lease_locked_does_not_keep_the_clock_locked
     gpu.lock_frequency(1200)
     with record.path.open() as file:  # any user may read it, which is enough to lock it
         fcntl.flock(file, fcntl.LOCK_EX)
+        assert not list_leases()[0].live
         take(gpu.address, patience_s=0.01).release()
     assert gpu.requested_frequency_mhz is None
 
@@ -315,7 +425,19 @@ def test_where_leases_cannot_be_locked_this_is_said(gpu, monkeypatch):
     lease.release()
 
 
-@pytest.mark.parametrize("change", [{"address": "x"}, {"guard": 3}, {"rank": []}, {"job": None}])
+@pytest.mark.parametrize("pid", [1, 2**31 - 1])
+def test_every_number_that_a_process_may_have_is_one(gpu, pid):
+    lease = take(gpu.address)
+    document = json.loads(lease.path.read_text())
+    document["guard"]["pid"] = pid
+    lease.path.write_text(json.dumps(document))
+    assert [record.guard.pid for record in list_leases()] == [pid]
+    lease.release()
+
+
+@pytest.mark.parametrize(
+    "change", [{"address": "x"}, {"guard": 3}, {"rank": []}, {"rank": "me"}, {"job": None}]
+)
 def test_wrong_fields_are_named_and_nothing_is_done(folder, gpu, change):
     lease = take(gpu.address)
     document = json.loads(lease.path.read_text())
@@ -330,14 +452,130 @@ def test_wrong_fields_are_named_and_nothing_is_done(folder, gpu, change):
     assert path.exists()
 
 
-def test_no_room_for_a_lease(gpu, monkeypatch):
+@pytest.mark.parametrize("fits", [None, 1])
+def test_no_room_for_a_lease(folder, gpu, monkeypatch, fits):
     def full(descriptor, content):
-        raise OSError(28, "No space left on device")
+        if fits is None:
+            raise OSError(28, "No space left on device")
+        return len(content) - fits
 
+    before = open_files()
     monkeypatch.setattr(lease_folder.os, "write", full)
-    with pytest.raises(LeaseFolderError, match="No space left"):
+    said = "No space left on device" if fits is None else "no space for a whole lease"
+    with pytest.raises(LeaseFolderError, match=f"cannot be written: {said}"):
         take(gpu.address)
-    assert list(new_lease_folder().iterdir()) == []
+    assert list(folder.iterdir()) == []
+    assert open_files() == before
+
+
+def test_a_lease_that_cannot_be_deleted_is_left_for_others_to_undo(gpu, monkeypatch):
+    before = open_files()
+    lease = take(gpu.address)
+
+    def unlink(name, dir_fd):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(lease_folder.os, "unlink", unlink)
+    with pytest.raises(LeaseFolderError, match=r"could not be deleted: Operation.*owner or root"):
+        lease.release()
+    assert open_files() == before
+    (record,) = list_leases()
+    with pytest.raises(LeaseFolderError, match="could not be deleted"):
+        undo_lease(record, open_gpu, gave_up=True)
+    assert [record.live for record in list_leases()] == [False]
+
+
+class Clock:
+    """Time that passes while somebody sleeps, and what happens meanwhile."""
+
+    def __init__(self, monkeypatch, meanwhile=lambda: None):
+        self.now_s, self._meanwhile = 1000.0, meanwhile
+        monkeypatch.setattr(lease_module, "time", self)
+
+    def monotonic(self):
+        return self.now_s
+
+    def sleep(self, time_s):
+        self.now_s += time_s
+        self._meanwhile()
+
+
+@pytest.mark.parametrize(
+    ("guard", "rank", "waits_s", "error"),
+    [
+        pytest.param({}, {}, 0.0, LeaseHeldError, id="a job that lives"),
+        pytest.param({}, {"start_ticks": 1}, 5.0, LeaseHeldError, id="its rank has ended"),
+        pytest.param({"start_ticks": 1}, None, 15.0, None, id="somebody undoes it"),
+        pytest.param({"pid_namespace": 1}, {}, 0.2, LeaseHeldError, id="a guard out of sight"),
+        pytest.param(None, None, 5.0, LeaseFileError, id="being written"),
+    ],
+)
+def test_how_long_a_lease_that_is_locked_is_waited_for(
+    gpu, monkeypatch, guard, rank, waits_s, error
+):
+    lease = take(gpu.address)
+    document = json.loads(lease.path.read_text())
+    document["guard"] = {**document["guard"], **(guard or {})}
+    document["rank"] = None if rank is None else {**document["rank"], **rank}
+    lease.path.write_text("" if guard is None else json.dumps(document))
+    clock, begin_s, later = Clock(monkeypatch), 1000.0, dead()
+    if error is None:
+        take(gpu.address, rank=later, patience_s=5.0).release()
+    else:
+        with pytest.raises(error):
+            take(gpu.address, rank=later, patience_s=5.0)
+    assert clock.now_s - begin_s == pytest.approx(waits_s, abs=0.03)
+    monkeypatch.undo()
+    lease.release()
+
+
+def test_a_lease_that_is_released_meanwhile_is_taken(gpu, monkeypatch):
+    lease = take(gpu.address, rank=dead())
+    Clock(monkeypatch, lease.release)
+    take(gpu.address, patience_s=1.0).release()
+
+
+def test_an_empty_lease_is_never_taken_for_stale_at_once(folder, gpu, monkeypatch):
+    """A mere look locks it for a moment."""
+    take(gpu.address).release()
+    path = folder / lease_name(gpu.address)
+    path.touch()
+    with path.open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        clock = Clock(monkeypatch)
+        with pytest.raises(LeaseFileError, match=f"locked that is empty.*{path.name}"):
+            take(gpu.address, patience_s=0.0)
+        assert clock.now_s == pytest.approx(1000.2, abs=0.03)
+        Clock(monkeypatch, looking.close)
+        take(gpu.address, patience_s=0.0).release()
+
+
+def test_who_undoes_a_lease_waits_for_those_who_look_at_it(gpu, monkeypatch):
+    record = left_by_a_dead_guard(gpu.address, dead())
+    fake = FakeGpu()
+    with record.path.open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        clock = Clock(monkeypatch)
+        assert not undo_lease(record, fake)
+        assert clock.now_s == pytest.approx(1000.2, abs=0.03)
+        Clock(monkeypatch, looking.close)
+        assert undo_lease(record, fake)
+    assert (fake.resets, list_leases()) == (1, [])
+
+
+def test_a_lease_that_somebody_locks_before_its_maker_is_made_anew(folder, gpu, monkeypatch):
+    take(gpu.address).release()
+    looking = []
+
+    def look():
+        looking.append((folder / lease_name(gpu.address)).open())
+        fcntl.flock(looking[0], fcntl.LOCK_SH)
+
+    before_the_next_lock(monkeypatch, look)
+    Clock(monkeypatch, lambda: looking[0].close())
+    lease = take(gpu.address)
+    assert [record.live for record in list_leases()] == [True]
+    lease.release()
 
 
 def before_the_next_lock(monkeypatch, do):
@@ -389,6 +627,43 @@ def test_what_is_no_file_blocks_nobody(folder, gpu, make):
     with pytest.raises(LeaseFolderError, match="not a regular file"):
         take(gpu.address)
     assert list_leases() == []
+
+
+@pytest.mark.parametrize(("make", "said"), [(os.mkfifo, "not a regular"), (None, "cannot be read")])
+def test_what_takes_a_leases_place_in_the_last_moment_is_not_opened(
+    folder, gpu, tmp_path, monkeypatch, make, said
+):
+    take(gpu.address).release()
+    plain = Path(__file__).stat()
+    make = make or (lambda path: path.symlink_to(__file__))
+    make(folder / lease_name(gpu.address))
+    monkeypatch.setattr(lease_folder.os, "lstat", lambda *_, **__: plain)
+    before = open_files()
+    with pytest.raises(LeaseFolderError, match=said):
+        take(gpu.address)
+    assert open_files() == before
+
+
+def test_a_folder_that_is_none_is_refused(folder, gpu):
+    folder.write_text("")
+    with pytest.raises(LeaseFolderError, match="cannot be used: Not a directory"):
+        list_leases()
+
+
+def test_a_folder_that_cannot_be_made_is_said(folder, gpu, monkeypatch):
+    monkeypatch.setenv(LEASE_DIR_VARIABLE, str(folder / "deeper"))
+    with pytest.raises(LeaseFolderError, match=f"cannot be made: No such file.*{folder}/deeper"):
+        take(gpu.address)
+
+
+def test_looking_and_releasing_make_no_folder(folder, gpu):
+    assert list_leases() == []
+    assert not folder.exists()
+    lease = take(gpu.address)
+    shutil.rmtree(folder)
+    with pytest.raises(LeaseFolderError, match="cannot be used: No such file"):
+        lease.release()
+    assert not folder.exists()
 
 
 def test_a_link_in_place_of_the_folder_is_refused(folder, gpu, tmp_path):
@@ -503,6 +778,26 @@ def test_folders_without_the_variable(defaults, monkeypatch):
 
 
 @needs_root
+def test_a_users_folders(defaults, monkeypatch):
+    """Those that root has made are trusted by everybody."""
+    shared, own = defaults
+    be(monkeypatch, 2000)
+    theirs = own / "envpipe-leases-2000"
+    for path in (theirs, own / "envpipe-leases-2001"):
+        path.mkdir()
+    assert new_lease_folder() == theirs
+    assert folders() == [theirs]
+    shared.mkdir(parents=True)
+    assert new_lease_folder() == shared
+    assert folders() == [shared, theirs]
+    os.chown(theirs, 1, 1)
+    assert folders() == [shared]
+    monkeypatch.setenv(LEASE_DIR_VARIABLE, str(own / "envpipe-leases-2001"))
+    os.chown(theirs, 2000, 2000)
+    assert folders() == [own / "envpipe-leases-2001"]
+
+
+@needs_root
 def test_root_finds_the_folders_of_all_users(defaults, monkeypatch):
     shared, own = defaults
     assert new_lease_folder() == shared
@@ -550,10 +845,27 @@ def test_a_stale_lease_beside_a_live_one_resets_nothing(defaults, planted_first)
     assert fake.resets == 0
 
 
+@needs_root
+def test_stale_leases_of_one_gpu_in_two_folders_are_both_undone(defaults):
+    _, own = defaults
+    record = left_by_a_dead_guard(REAL, dead())
+    (own / "envpipe-leases-0").mkdir()
+    shutil.copy(record.path, own / "envpipe-leases-0")
+    assert undo_stale(FakeGpu()) == [REAL, REAL]
+    assert list_leases() == []
+
+
 @pytest.mark.parametrize("umask", [0o077, 0])
-def test_whoever_makes_the_shared_folder_others_can_use_it(defaults, umask):
+def test_whoever_makes_the_shared_folder_others_can_use_it(defaults, umask, monkeypatch):
     shared, own = defaults
     before = os.umask(umask)
+    chmod, at_first = Path.chmod, []
+
+    def note(path, mode):
+        at_first.append(path.stat().st_mode & 0o7777)
+        chmod(path, mode)
+
+    monkeypatch.setattr(Path, "chmod", note)
     try:
         with lease_folder.opened_folder(shared, create=True):
             pass
@@ -563,6 +875,7 @@ def test_whoever_makes_the_shared_folder_others_can_use_it(defaults, umask):
         os.umask(before)
     modes = [p.stat().st_mode & 0o7777 for p in (shared.parent, shared, next(own.iterdir()))]
     assert modes == [0o755, 0o1777, 0o755]
+    assert at_first == [0o700] * 3  # nobody puts anything there before it is sticky
 
 
 def test_a_shared_folder_that_cannot_be_reached_is_none(defaults):
