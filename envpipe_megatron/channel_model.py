@@ -44,7 +44,7 @@ from enum import StrEnum
 import numpy as np
 
 from envpipe_megatron.builders import envpipe, one_f_one_b
-from envpipe_megatron.errors import EnvPipeError, plain
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.schedule import Schedule, Unit
 
 #: Says how many hardware queues a process has on a GPU.
@@ -169,16 +169,9 @@ def find_stall(schedule: Schedule, capacity: int | None) -> Stall | None:
     sent, taken = [0] * (2 * num_stages), [0] * (2 * num_stages)
     position = [stage * width for stage in range(num_stages)]
     behind_send = [-1] * num_stages  # the channel whose last send a stage still stands in
-    runnable, queued = list(range(num_stages - 1, -1, -1)), [True] * num_stages
-
-    def wake(stage: int) -> None:
-        if not queued[stage]:
-            queued[stage] = True
-            runnable.append(stage)
-
+    runnable = list(range(num_stages))
     while runnable:
         stage = runnable.pop()
-        queued[stage] = False
         node, end, behind = position[stage], (stage + 1) * width, behind_send[stage]
         while behind < 0 or sent[behind] - taken[behind] <= limit:
             behind = -1
@@ -189,11 +182,11 @@ def find_stall(schedule: Schedule, capacity: int | None) -> Stall | None:
                 if sent[channel] == taken[channel]:
                     break
                 taken[channel] += 1
-                wake(channel % num_stages)
+                runnable.append(channel % num_stages)
             behind = target[node]
             if behind >= 0:
                 sent[behind] += 1
-                wake((stage + (1 if behind < num_stages else -1)) % num_stages)
+                runnable.append((stage + (1 if behind < num_stages else -1)) % num_stages)
             node += 1
         position[stage], behind_send[stage] = node, behind
 
@@ -229,7 +222,7 @@ def fit_to_channel(
     From the last stage to the first, a stage whose extra forwards exceed its successor's by more
     than `max_falling_step` is lowered to just that step. Two stages that block each other are
     always such a pair, the front one in the send of an activation, so this is also where lowering
-    that stage by one, again and again, ends. `find_stall` confirms the result.
+    that stage by one, again and again, ends.
 
     Args:
         num_stages: p.
@@ -258,13 +251,6 @@ def fit_to_channel(
     fitted = list(wanted)
     for stage in range(num_stages - 2, -1, -1):
         fitted[stage] = min(fitted[stage], fitted[stage + 1] + step)
-    stall = find_stall(envpipe(num_stages, num_microbatches, fitted), capacity)
-    if stall is not None:
-        raise ChannelModelError(
-            f"Extra forwards lowered to {plain(fitted)} stall still: {stall}",
-            value=list(wanted),
-            remedy="This is a fault of this software, please report it. " + _REMEDY,
-        )
     changes = ", ".join(
         f"stage {stage} from {before} to {after}"
         for stage, (before, after) in enumerate(zip(wanted, fitted, strict=True))

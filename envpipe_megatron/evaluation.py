@@ -7,6 +7,7 @@ rest of the iteration, for as many GPUs as the stage has.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,19 +115,15 @@ def _bill(
     park_mhz: IntArray | None,
 ) -> Evaluation:
     changes = np.count_nonzero(frequency_mhz != np.roll(frequency_mhz, 1, axis=1), axis=1)
-    if conditions.wait_power_w is None:
-        waiting_s = timeline.iteration_time_s - timeline.duration_s.sum(axis=1)
-        waiting_j = np.array(conditions.blocking_power_w) * waiting_s
-    else:
-        wait_s = timeline.wait_s
-        power_w = conditions.waiting_power_w(frequency_mhz)
-        waiting_j = (power_w * wait_s).sum(axis=1)
-        if park_mhz is not None:
-            parked = park_mhz > 0
-            parked_s = np.where(parked, wait_s - 2 * conditions.change_time_s, 0.0)
-            _check_parking(timeline.schedule, parked, parked_s, wait_s)
-            waiting_j += ((conditions.waiting_power_w(park_mhz) - power_w) * parked_s).sum(axis=1)
-            changes = _changes_with_parking(frequency_mhz, park_mhz)
+    wait_s = timeline.wait_s
+    power_w = conditions.waiting_power_w(frequency_mhz)
+    waiting_j = (power_w * wait_s).sum(axis=1)
+    if park_mhz is not None:
+        parked = park_mhz > 0
+        parked_s = np.where(parked, wait_s - 2 * conditions.change_time_s, 0.0)
+        _check_parking(timeline.schedule, parked, parked_s, wait_s)
+        waiting_j += ((conditions.waiting_power_w(park_mhz) - power_w) * parked_s).sum(axis=1)
+        changes = _changes_with_parking(frequency_mhz, park_mhz)
     by_stage_j = energy_j.sum(axis=1) + waiting_j + conditions.change_energy_j * changes
     return Evaluation(timeline, energy_j, conditions.gpus_by_stage * by_stage_j, changes)
 
@@ -177,45 +174,32 @@ def _durations_with_late_clocks(
     running = [wanted[stage * width] for stage in range(schedule.num_stages)]
     requested = running.copy()
     arrival_s = [0.0] * schedule.num_stages  # of the clock requested last
-    at_clock = _AtAnyClock(profile)
+    at_clock = cache(partial(_at_any_clock, profile))
     for node in path.order:
-        stage, position = divmod(node, width)
+        stage = node // width
         start_s = path.start_s(node)
         clock = wanted[node]
-        if position:
-            if arrival_s[stage] <= end_s[node - 1]:
-                running[stage] = requested[stage]
-            if clock != requested[stage]:
-                requested[stage], arrival_s[stage] = clock, end_s[node - 1] + change_s
-            late_s = arrival_s[stage] - start_s
-            if late_s > 0 and running[stage] != clock:
-                old_s, old_j = at_clock(stage, is_backward[node], running[stage])
-                old_share = min(1.0, late_s / old_s)
-                time_s[node] = old_share * old_s + (1 - old_share) * time_s[node]
-                energy_j[node] = old_share * old_j + (1 - old_share) * energy_j[node]
+        if arrival_s[stage] <= end_s[node - 1]:
+            running[stage] = requested[stage]
+        if clock != requested[stage]:  # never of a first unit
+            requested[stage], arrival_s[stage] = clock, end_s[node - 1] + change_s
+        late_s = arrival_s[stage] - start_s
+        if late_s > 0 and running[stage] != clock:
+            old_s, old_j = at_clock(stage, is_backward[node], running[stage])
+            old_share = min(1.0, late_s / old_s)
+            time_s[node] = old_share * old_s + (1 - old_share) * time_s[node]
+            energy_j[node] = old_share * old_j + (1 - old_share) * energy_j[node]
         end_s[node] = start_s + time_s[node]
     return np.array(time_s).reshape(shape), np.array(energy_j).reshape(shape)
 
 
-class _AtAnyClock:
+def _at_any_clock(
+    profile: Profile, stage: int, backward: bool, frequency_mhz: int
+) -> tuple[float, float]:
     """Time and energy of a stage's forward or backward at a clock that need not be profiled."""
-
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
-        self._known: dict[tuple[int, bool, int], tuple[float, float]] = {
-            (stage, kind is Kind.BACKWARD, row.frequency_mhz): (row.time_s, row.energy_j)
-            for stage, kinds in enumerate(profile.rows)
-            for kind, rows in kinds.items()
-            for row in rows
-        }
-
-    def __call__(self, stage: int, backward: bool, frequency_mhz: int) -> tuple[float, float]:
-        key = (stage, backward, frequency_mhz)
-        if key not in self._known:
-            curve = self._profile.curve(stage, Kind.BACKWARD if backward else Kind.FORWARD)
-            clocks, times_s, energies_j = curve
-            self._known[key] = (
-                float(np.interp(frequency_mhz, clocks, times_s)),
-                float(np.interp(frequency_mhz, clocks, energies_j)),
-            )
-        return self._known[key]
+    curve = profile.curve(stage, Kind.BACKWARD if backward else Kind.FORWARD)
+    clocks, times_s, energies_j = curve
+    return (
+        float(np.interp(frequency_mhz, clocks, times_s)),
+        float(np.interp(frequency_mhz, clocks, energies_j)),
+    )

@@ -18,6 +18,7 @@ from envpipe_megatron.channel_model import (
     completes,
     find_stall,
     fit_to_channel,
+    hardware_capacity,
     max_falling_step,
 )
 from envpipe_megatron.schedule import Kind, Schedule, ScheduleError, Unit, parse_unit
@@ -368,7 +369,8 @@ def test_order_that_needs_a_channel_of_four() -> None:
 
 
 def test_messages_taken_in_another_order_than_sent_are_refused() -> None:
-    schedule = schedule_of(2, "F0 F1 B0 B1", "F1 F0 B0 B1")  # executable with named messages
+    # Executable with named messages.
+    schedule = schedule_of(3, "F0 F1 F2 B0 B1 B2", "F2 F1 F0 B0 B1 B2")
     for call in (check_message_order, lambda s: completes(s, None)):
         with pytest.raises(ChannelModelError, match="F0 on stage 0 before F1 on stage 0") as error:
             call(schedule)
@@ -379,7 +381,10 @@ def test_fit_says_what_it_lowered_and_what_to_do() -> None:
     fit = fit_to_channel(4, 16, [12, 10, 4, 0], 1)
     assert fit.extra_forwards == (3, 2, 1, 0)
     assert fit.lowered
-    assert "stage 0 from 12 to 3, stage 1 from 10 to 2, stage 2 from 4 to 1" in fit.reason
+    assert fit.reason.startswith(
+        "Extra forwards lowered on stage 0 from 12 to 3, stage 1 from 10 to 2, stage 2 from 4 to "
+        "1: on a channel of capacity 1 they may fall by at most 1 from a stage to the next."
+    )
     assert "CUDA_DEVICE_MAX_CONNECTIONS=8" in fit.reason
     assert fit_to_channel(4, 16, [12, 10, 4, 0], 2).extra_forwards == (9, 6, 3, 0)
     unlimited = fit_to_channel(4, 16, [12, 10, 4, 0], None)
@@ -404,6 +409,20 @@ def test_two_stages_with_chunks_use_four_channels() -> None:
 
 def test_one_stage_with_chunks_uses_no_channel() -> None:
     assert completes(builders.interleaved(1, 3, 2), 0)
+    order = "F0.0 F1.0 F1.1 F0.1 B0.1 B1.1 B0.0 B1.0"  # chunks pass tensors on in any order
+    alone = Schedule("by hand", 2, 2, (tuple(parse_unit(text) for text in order.split()),))
+    assert completes(alone, 0)
+
+
+@pytest.mark.parametrize(
+    ("queues", "capacity"),
+    [(None, None), ("1", 1), ("7", 1), ("8", None), ("32", None), ("", None), ("many", None)],
+)
+def test_fewer_hardware_queues_than_usual_make_a_channel_of_one(
+    queues: str | None, capacity: int | None
+) -> None:
+    environment = {} if queues is None else {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
+    assert hardware_capacity(environment) == capacity
 
 
 def test_negative_capacity_is_refused() -> None:

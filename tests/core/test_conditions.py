@@ -52,6 +52,12 @@ def test_equal_conditions_compare_equal(same):
     assert same == PLAIN
 
 
+def test_conditions_of_one_stage_alone_are_kept():
+    conditions = Conditions((80.0,) * 3, tail_time_s=(0, 0, 1), gpus_per_stage=(1, 1, 2))
+    assert conditions.tail_by_stage_s.tolist() == [0.0, 0.0, 1.0]
+    assert conditions.gpus_by_stage.tolist() == [1, 1, 2]
+
+
 def test_one_latency_is_one_for_each_boundary():
     assert Conditions((80.0,) * 3, 0.5) == Conditions((80.0,) * 3, (0.5, 0.5))
     assert Conditions((80.0,), 0.5).latency_s == ()
@@ -90,6 +96,7 @@ class TestWaitingPower:
                 ({900: 1.0}, {}),
                 ({900: -1.0}, {900: 1.0}),
                 ({900: 1.0}, {0: 1.0}),
+                ({900: 1.0}, {1_000_000: 1.0}),
                 ({900: 1.0}, {10**400: 1.0}),
                 ({900: 1.0}, {900: float("nan")}),
             )
@@ -177,7 +184,6 @@ class TestOverrides:
             gpus_per_stage=(1, 2, 4), latency_s=(0.1, 0),
         )  # fmt: skip
         assert made == Conditions((1.0, 2.0, 3.0), (0.1, 0.0), (0.0, 0.0, 1.0), (1, 2, 4))
-        assert made.tail_by_stage_s.tolist() == [0.0, 0.0, 1.0]  # kept where one of them is not 0
 
     @pytest.mark.parametrize(
         ("field", "value"),

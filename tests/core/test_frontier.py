@@ -118,12 +118,28 @@ def stored_path(plans, tmp_path):
 
 
 def test_the_csv_holds_times_energies_and_bounds(plans, stored_path):
-    with stored_path.with_suffix(".csv").open() as file:
-        rows = list(csv.reader(file))
+    text = stored_path.with_suffix(".csv").read_bytes().decode()
+    assert "\r" not in text
+    rows = list(csv.reader(text.splitlines()))
     assert tuple(rows[0]) == CSV_COLUMNS
     assert [[float(cell) for cell in row] for row in rows[1:]] == [
         [p.cost.iteration_time_s, p.cost.energy_j, p.energy_lower_bound_j] for p in plans
     ]
+
+
+def test_the_header_of_the_plans_holds_the_same_figures(plans, stored_path):
+    baseline = plans[0].baseline.cost
+    assert json.loads(stored_path.read_text().splitlines()[0]) == {
+        "format": "envpipe-frontier/1",
+        "iteration_time_s": [p.cost.iteration_time_s for p in plans],
+        "energy_j": [p.cost.energy_j for p in plans],
+        "energy_lower_bound_j": [p.energy_lower_bound_j for p in plans],
+        "baseline": {
+            "iteration_time_s": baseline.iteration_time_s,
+            "energy_j": baseline.energy_j,
+        },
+        "profile_sha256": PROFILE.sha256,
+    }
 
 
 def test_a_frontier_may_be_one_plan(plans, tmp_path):
@@ -157,6 +173,10 @@ def test_where_no_plan_is_fast_enough_the_fastest_is_given(plans, stored_path):
         (lambda header: header["iteration_time_s"].pop(), "iteration_time_s"),
         (lambda header: header.update(baseline=3), "baseline"),
         (lambda header: header.pop("baseline"), "baseline"),
+        *[
+            (lambda header, time_s=bad: header["baseline"].update(iteration_time_s=time_s), "baseline")
+            for bad in ("9", None, 0, -0.5, float("inf"), float("nan"))
+        ],
     ],
 )
 def test_a_broken_header_is_named(stored_path, change, said):
@@ -165,6 +185,13 @@ def test_a_broken_header_is_named(stored_path, change, said):
     change(header)
     stored_path.write_text(json.dumps(header) + "\n" + rest)
     with pytest.raises(PlanError, match=said):
+        read_frontier(stored_path)
+
+
+def test_a_frontier_without_plans_is_refused(stored_path):
+    header = json.loads(stored_path.read_text().splitlines()[0]) | {"iteration_time_s": []}
+    stored_path.write_text(json.dumps(header) + "\n")
+    with pytest.raises(FrontierError, match="holds no plans"):
         read_frontier(stored_path)
 
 
