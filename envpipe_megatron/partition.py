@@ -181,7 +181,7 @@ def megatron_even_split(num_layers: int, num_stages: int) -> tuple[Split, tuple[
     Returns:
         None where Megatron refuses all of these.
     """
-    for embedding, loss in ((0, 0), (1, 1), (1, 0), (0, 1)):
+    for embedding, loss in ((0, 0), (1, 1), (1, 0)):  # the loss alone splits as the embedding
         share, left = divmod(num_layers + embedding + loss, num_stages)
         split = [share] * num_stages
         split[0] -= embedding
@@ -269,7 +269,7 @@ def read_layers(path: Path) -> LayerTable:
 
     return LayerTable(
         names,
-        {kind: np.array(frequencies[kind], dtype=np.int64) for kind in Kind},
+        {kind: np.array(frequencies[kind]) for kind in Kind},
         table("time_s"),
         table("energy_j"),
         columns.get("memory"),

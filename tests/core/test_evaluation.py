@@ -150,7 +150,9 @@ class TestLateClock:
             [(0, kind, row) for kind in (F, B) for row in PROFILE.rows[0][kind]], source="one stage"
         )
         result = evaluate(builders.one_f_one_b(1, 2), frequency, profile, conditions)
-        assert result.unit_energy_j.tolist() == [[10, 24, 7, 0.25 / 1.5 * 15 + (1 - 0.25 / 1.5) * 24]]
+        assert result.unit_energy_j.tolist() == [
+            [10, 24, 7, 0.25 / 1.5 * 15 + (1 - 0.25 / 1.5) * 24]
+        ]
 
     def test_a_wait_hides_it(self):
         frequency = FREQUENCY.copy()

@@ -174,7 +174,10 @@ def test_where_no_plan_is_fast_enough_the_fastest_is_given(plans, stored_path):
         (lambda header: header.update(baseline=3), "baseline"),
         (lambda header: header.pop("baseline"), "baseline"),
         *[
-            (lambda header, time_s=bad: header["baseline"].update(iteration_time_s=time_s), "baseline")
+            (
+                lambda header, time_s=bad: header["baseline"].update(iteration_time_s=time_s),
+                "baseline",
+            )
             for bad in ("9", None, 0, -0.5, float("inf"), float("nan"))
         ],
     ],

@@ -12,6 +12,7 @@ from envpipe_megatron.partition import (
     LayerTable,
     PartitionError,
     first_last_flags,
+    layout_flags,
     megatron_even_split,
     megatron_layout,
     read_layers,
@@ -28,6 +29,7 @@ from envpipe_megatron.policies.partition_search import (
 )
 from envpipe_megatron.profile import read_profile
 from envpipe_megatron.schedule import Kind
+from envpipe_megatron.sidecar import Sidecar
 from envpipe_megatron.timeline import Timeline
 
 F, B = Kind.FORWARD, Kind.BACKWARD
@@ -323,6 +325,27 @@ def test_the_memory_limit_reaches_the_planner():
     assert free.energy_j < held.energy_j  # more in flight saves more
 
 
+def test_the_facts_of_a_split_are_those_that_are_known():
+    ones, weights = np.ones(4), np.array([1.0, 2.0, 4.0, 8.0])
+    assert stage_profile(table_of(ones, ones), (1, 3), 50.0).sidecar == Sidecar()
+    table = table_of(ones, ones, activation_bytes=weights)
+    assert stage_profile(table, (1, 3)).sidecar == Sidecar(activation_bytes=(1.0, 14.0))
+    table = table_of(ones, ones, activation_bytes=weights, memory_bytes=10 * weights)
+    assert stage_profile(table, (1, 3), 50.0).sidecar == Sidecar(
+        activation_bytes=(1.0, 14.0),
+        free_bytes=(39.0, 0.0),  # nothing, where not even one microbatch fits
+    )
+
+
+def test_energies_of_one_kind_of_unit_are_energies():
+    table = table_of(np.ones(2), np.ones(2))
+    assert table.has_energy
+    table.energy_j[B][:] = 0.0
+    assert table.has_energy
+    table.energy_j[F][:] = 0.0
+    assert not table.has_energy
+
+
 @pytest.mark.parametrize(("layers", "stages"), [(1, 3), (2, 4)])
 def test_fewer_layers_than_stages(layers, stages):
     with pytest.raises(PartitionError, match=f"too few layers for {stages} stages"):
@@ -381,6 +404,7 @@ def test_layouts_as_they_look():
     assert megatron_layout((3, 4, 4, 2)) == "Et*3|(t*4|)*2t*2L"
     assert megatron_layout((0, 1, 2, 0)) == "E|t|t*2|L"
     assert megatron_layout((1, 1)) == "Et|tL"
+    assert layout_flags((1, 2)) == "--pipeline-model-parallel-layout 'Et|t*2L'"
 
 
 @given(splits)
@@ -505,6 +529,18 @@ def test_reading_a_table(tmp_path):
     assert plain.num_transformer_layers == 3
 
 
+def test_blank_lines_zeros_and_further_cells_are_accepted(tmp_path):
+    path = write_layers(tmp_path / "layers.csv", ("00", "1"), HEADER + ",memory", ",0")
+    first, *rest = path.read_text().splitlines()
+    path.write_text(
+        "\n".join([first, "", " ,,", *[line.replace(",1,0", ",0,0,7") for line in rest]])
+    )
+    table = read_layers(path)
+    assert table.names == ("0", "1")
+    assert table.memory_bytes.tolist() == [0.0, 0.0]
+    assert not table.has_energy
+
+
 def test_the_stage_profile_sums_layers_and_is_a_profile(tmp_path):
     table = table_of([0.1, 0.2, 0.3], [0.2, 0.2, 0.5], loss=True)
     stage_profile(table, (1, 1)).write(tmp_path / "profile.csv")
@@ -520,6 +556,7 @@ def test_the_stage_profile_sums_layers_and_is_a_profile(tmp_path):
     [
         ("layer,", "stage,", ["line 1", "stage,instruction", "must start with layer,"]),
         ("embedding,forward,1200", "head,forward,1200", ["line 2", "'head'", "embedding"]),
+        ("0,forward,1200", "\u00b2,forward,1200", ["line 6", "'\u00b2'"]),
         ("0,forward,1200", "0,sideways,1200", ["line 6", "'sideways'"]),
         ("0,forward,1200", "0,forward,1200.5", ["line 6", "frequency", "'1200.5'"]),
         ("0,forward,1200", "0,forward,900", ["line 7", "second row", "900"]),
@@ -530,6 +567,7 @@ def test_the_stage_profile_sums_layers_and_is_a_profile(tmp_path):
         ("0,forward,1200,0.1,1,8", "0,forward,1200,0.1,1", ["line 6", "few columns"]),
         ("0,forward,1200,0.1,1,8", "0,forward,1200,0.1,1,9", ["line 7", "memory", "layer 0", "9"]),
         ("0,forward,1200,0.1,1,8", "0,forward,1200,0.1,1,x", ["line 6", "memory", "'x'"]),
+        ("0,forward,1200,0.1,1,8", "0,forward,1200,0.1,1,inf", ["line 6", "memory", "'inf'"]),
         ("0,forward,1200", "0,forward,1100", ["layer 0 forward", "1100", "[1200, 900]"]),
     ],
 )
@@ -550,6 +588,17 @@ def test_tables_that_miss_something(tmp_path):
         read_layers(write_layers(path, ("0", "2")))
     with pytest.raises(PartitionError, match="no layer 0"):
         read_layers(write_layers(path, ("embedding", "loss")))
+    with pytest.raises(PartitionError, match="no layer 0"):
+        read_layers(write_layers(path, ("2", "3")))
+    write_layers(path).write_text(
+        path.read_text().replace("1,backward,1200,0.1,1", "1,backward,1200,0.1")
+    )
+    with pytest.raises(PartitionError, match=r"line 12: too few columns"):
+        read_layers(path)
+    kept = write_layers(path).read_text().splitlines()
+    path.write_text("\n".join(line for line in kept if "backward" not in line))
+    with pytest.raises(PartitionError, match=r"layer embedding backward .* or none"):
+        read_layers(path)
     kept = write_layers(path).read_text().splitlines()
     path.write_text("\n".join(line for line in kept if not line.startswith("1,backward")))
     with pytest.raises(PartitionError, match=r"layer 1 backward .* or none"):
