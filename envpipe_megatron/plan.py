@@ -99,9 +99,7 @@ class Plan:
                 value=self.frequency_mhz.shape,
                 remedy=f"The schedule is {shape[0]} x {shape[1]}.",
             )
-        if self.park_mhz is not None and (
-            self.park_mhz.shape != shape or self.park_mhz.min(initial=0) < 0
-        ):
+        if self.park_mhz is not None and (self.park_mhz.shape != shape or self.park_mhz.min() < 0):
             raise PlanError(
                 "'park_mhz' needs one clock, or 0, for each unit of each stage",
                 value=self.park_mhz.shape,

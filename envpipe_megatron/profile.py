@@ -68,10 +68,9 @@ class ProfileRow:
                 "energy (J) of at least 0",
                 value=(self.frequency_mhz, self.time_s, self.energy_j),
             )
-        if not 0 <= (self.energy_uncertainty_j or 0.0) < math.inf:
-            raise ProfileError(
-                "The uncertainty of an energy is at least 0", value=self.energy_uncertainty_j
-            )
+        known = self.energy_uncertainty_j
+        if known is not None and not 0 <= known < math.inf:
+            raise ProfileError("The uncertainty of a row's energy is at least 0", value=known)
 
     def per_chunk(self, num_chunks: int) -> ProfileRow:
         """The row of one of so many equal parts of the unit."""

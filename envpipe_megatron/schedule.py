@@ -127,18 +127,12 @@ class Schedule:
     stages: tuple[tuple[Unit, ...], ...]
 
     def __post_init__(self) -> None:
-        if self.num_microbatches < 1:
+        counts = (len(self.stages), self.num_microbatches, self.num_chunks)
+        if min(counts) < 1:
             raise ScheduleError(
-                "A schedule needs at least one microbatch",
-                value=self.num_microbatches,
-                remedy="Give a positive number of microbatches.",
+                "A schedule needs at least one stage, one microbatch and one chunk", value=counts
             )
-        if not self.stages or self.num_chunks < 1:
-            raise ScheduleError(
-                "A schedule needs at least one stage and one chunk",
-                value=(len(self.stages), self.num_chunks),
-            )
-        check_size(len(self.stages), self.num_microbatches, self.num_chunks)
+        check_size(*counts)
         if not self.forward_only:
             self._check_forward_before_backward()
         self.topological_order  # noqa: B018 - computed now, so that a deadlock is found here
@@ -202,7 +196,7 @@ class Schedule:
         source_chunk[source_stage >= self.num_stages] += 1
         exists = (source_chunk >= 0) & (source_chunk < self.num_chunks)
         source_code = (
-            self.is_backward * self.num_chunks + np.clip(source_chunk, 0, self.num_chunks - 1)
+            self.is_backward * self.num_chunks + source_chunk % self.num_chunks
         ) * self.num_microbatches + microbatch
         source = node_of_code[source_stage % self.num_stages, source_code]
         return np.where(exists, source, -1).astype(np.int32).ravel()
@@ -241,15 +235,14 @@ class Schedule:
                 done[node] = 1
                 order.append(node)
                 waiting = successor[node]
-                if waiting >= 0 and next_node[waiting // width] == waiting:
+                if next_node[waiting // width] == waiting:  # which -1, nobody, never is
                     runnable.append(waiting // width)
                 node += 1
             next_node[stage] = node
         if len(order) < self.num_units:
             stuck = [
                 f"{self.describe(node)} waits for {self.describe(cross[node])}"
-                for stage, node in enumerate(next_node)
-                if node < (stage + 1) * width
+                for node in next_node  # in a circle, no stage gets to its end
             ]
             raise ScheduleError(
                 f"Schedule '{self.name}' would deadlock: " + "; ".join(stuck),

@@ -123,10 +123,23 @@ def test_profiles_made_in_memory_are_checked(rows):
         make_profile(rows, source="made for a test")
 
 
-@pytest.mark.parametrize("row", [(0, 1, 1), (1400, float("nan"), 1), (1400, 1, -1), (1400, 0, 1)])
+@pytest.mark.parametrize(
+    "row",
+    [
+        *[(clock, 1, 1) for clock in (0, 1_000_000)],
+        *[(1400, time_s, 1) for time_s in (0, float("nan"), float("inf"))],
+        *[(1400, 1, energy_j) for energy_j in (-1, -0.5, float("inf"))],
+        *[(1400, 1, 1, uncertainty_j) for uncertainty_j in (-0.5, float("inf"))],
+    ],
+)
 def test_rows_made_in_memory_are_checked(row):
     with pytest.raises(ProfileError, match="row"):
         ProfileRow(*row)
+
+
+@pytest.mark.parametrize("row", [(1, 1e-9, 0), (999_999, 1e9, 1, 0.0), (1400, 1, 1, 0.5)])
+def test_rows_may_hold_little_and_much(row):
+    assert ProfileRow(*row).frequency_mhz == row[0]
 
 
 @pytest.mark.parametrize(

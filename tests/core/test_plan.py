@@ -115,6 +115,7 @@ def test_maximum_frequencies_are_by_stage_and_kind():
         {"park_mhz": -FREQUENCY},
         {"energy_lower_bound_j": 0.0},
         {"energy_lower_bound_j": float("nan")},
+        {"energy_lower_bound_j": float("inf")},
         {"profile": uniform_profile(3, {1200: (1, 1)})},
     ],
 )
@@ -184,6 +185,20 @@ def test_the_file_holds_what_the_format_says(tmp_path):
     assert data["profile_sha256"] == PROFILE.sha256
     optional = "p2p_latency_s", *OPTIONAL_FIELDS, "park_mhz", "energy_lower_bound_j"
     assert not set(optional) & set(data)
+    assert not set(optional) & set(small_plan(park_mhz=0 * FREQUENCY).to_json())
+
+
+def test_the_file_gives_each_stage_a_line(tmp_path):
+    realistic_plan().write(tmp_path / "plan.json")
+    lines = (tmp_path / "plan.json").read_text().splitlines()
+    for field, first, second in (
+        ("schedule", '["F0", "F1", "B0", "B1"]', '["F0", "B0", "F1", "B1"]'),
+        ("frequency_mhz", "[1200, 900, 900, 1200]", "[1200, 1200, 1200, 1200]"),
+        ("park_mhz", "[0, 0, 300, 0]", "[0, 0, 0, 0]"),
+    ):
+        at = lines.index(f' "{field}": [')
+        assert lines[at + 1] == f"  {first},"
+        assert lines[at + 2].rstrip(",") == f"  {second}]"
 
 
 OPTIONAL_FIELDS = {
@@ -239,6 +254,7 @@ class TestLowerBound:
     def test_gap(self):
         assert small_plan().gap_percent is None
         assert small_plan(energy_lower_bound_j=325.0).gap_percent == pytest.approx(4.0)
+        assert small_plan(energy_lower_bound_j=0.5).gap_percent == pytest.approx(67500.0)
 
     def test_above_the_plans_energy_is_refused(self, tmp_path):
         path = tampered(tmp_path, energy_lower_bound_j=338.01)
@@ -263,6 +279,13 @@ def test_a_profile_of_whole_stages_prices_a_plan_with_chunks(tmp_path):
     plan = Plan("mine", schedule, frequency, PROFILE.for_chunks(2), Conditions((1.0, 1.0)))
     plan.write(tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json", PROFILE).cost == plan.cost
+
+
+def test_a_plan_of_forwards_alone_is_read_again(tmp_path):
+    schedule = builders.forward_only(2, 3)
+    frequency = np.array([[1200, 900, 1200], [900, 1200, 1200]])
+    small_plan(schedule=schedule, frequency_mhz=frequency).write(tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json", PROFILE).schedule == schedule
 
 
 def tampered(tmp_path, **changes):
@@ -298,6 +321,7 @@ NOT_COUNTS = (0, -1, 2.0, "2", True, None, [2], ...)
                 [],
                 [["F0", "F1", "B0", "B1"]],
                 [["F0", "F1", "B0", "B1"], "F0"],
+                [["F0", "F1", "B0", "B1"], []],
                 [["F0", "F1", "B0", "B1"], ["F0", "B0", "F1"]],
                 [["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B2"]],
                 [["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "X1"]],
@@ -319,7 +343,7 @@ NOT_COUNTS = (0, -1, 2.0, "2", True, None, [2], ...)
                 [[1200] * 4, 1200],
                 [[1200] * 4, [1200, 1200, 1200, 1200.0]],
                 [[1200] * 4, [1200, 1200, 1200, "1200"]],
-                [[1200] * 4, [1200, 1200, 1200, -1200]],
+                *[[[1200] * 4, [1200, 1200, 1200, clock]] for clock in (-1200, 0, 1_000_000)],
                 [[1200] * 4, [1200, 1200, 1200, None]],
                 [[1200] * 4, [1200, 1200, 1200, True]],
             )
@@ -337,7 +361,7 @@ NOT_COUNTS = (0, -1, 2.0, "2", True, None, [2], ...)
         ],
         *[
             ("gpus_per_stage", bad)
-            for bad in (None, 8, [], [8], [8, 0], [8, 2.0], [8, "8"], [8, True], [8, 10**30])
+            for bad in (None, 8, [], [8], [8, 0], [8, 2.0], [8, "8"], [8, True], [8, 1_000_000])
         ],
         *[
             ("wait_power_w", bad)
@@ -367,7 +391,7 @@ NOT_COUNTS = (0, -1, 2.0, "2", True, None, [2], ...)
                 [[0] * 4],
                 [[0] * 4, [0] * 3],
                 [[0] * 4, [0, 0, 0, 300.0]],
-                [[0] * 4, [0, 0, 0, -300]],
+                [[0] * 4, [0, 0, 0, -1]],
                 [[0] * 4, [300, 0, 0, 0]],  # without waiting power by clock
             )
         ],

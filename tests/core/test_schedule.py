@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from envpipe_megatron import builders
 from envpipe_megatron.errors import EnvPipeError, plain
-from envpipe_megatron.schedule import Kind, Schedule, ScheduleError, Unit, parse_unit, unit
+from envpipe_megatron.schedule import (
+    Kind,
+    Schedule,
+    ScheduleError,
+    Unit,
+    check_size,
+    parse_unit,
+    unit,
+)
 
 
 @st.composite
@@ -84,7 +92,12 @@ GOOD = ("F0 F1 B0 B1", "F0 B0 F1 B1")
         (("F0 F1", "F0 B0"), "'B0'"),
         (("F0 B1 F1 B0", "F0 B0 F1 B1"), "Stage 0 runs B1 before its forward"),
         (("F0 B0 F1 B1", "F1 B1 F0 B0"), "B0 on stage 0 waits for B0 on stage 1"),
-        (("F0 B0 F1 B1", "F1 B1 F0 B0"), "F1 on stage 1 waits for F1 on stage 0"),
+        (
+            ("F0 B0 F1 B1", "F1 B1 F0 B0"),
+            "Schedule 'x' would deadlock: B0 on stage 0 waits for B0 on stage 1; F1 on stage 1 "
+            "waits for F1 on stage 0. Each",
+        ),
+        (("B0 F0 B1 F1", "F0 B0 F1 B1"), "Stage 0 runs B0 before its forward"),
         (("", "F0 B0 F1 B1"), "Stage 0 lacks a unit (got 'F0')"),
     ],
 )
@@ -100,11 +113,24 @@ def test_errors_name_the_chunk_where_there_are_chunks():
         Schedule("x", 2, 2, tuple(tuple(o) for o in orders))
 
 
+def test_a_pipeline_may_have_four_million_units():
+    check_size(2, 1_000_000)
+    check_size(2, 250_000, 4)
+    with pytest.raises(ScheduleError, match=r"2 stages x 1000001 microbatches are 4,000,004 units"):
+        check_size(2, 1_000_001)
+    told = (
+        "2 stages x 4 chunks x 1000000 microbatches are 16,000,000 units, and at most 4,000,000 "
+        "are planned: these would take 12 GB and 5.33 minutes or more."
+    )
+    with pytest.raises(ScheduleError, match=re.escape(told)):
+        check_size(2, 1_000_000, 4)
+
+
 @pytest.mark.parametrize(
-    ("microbatches", "chunks", "stages"), [(0, 1, GOOD), (2, 0, GOOD), (2, 1, ())]
+    ("microbatches", "chunks", "stages"), [(0, 1, GOOD), (2, 0, GOOD), (2, 1, ()), (0, 1, ("", ""))]
 )
 def test_empty_jobs_are_refused(microbatches, chunks, stages):
-    with pytest.raises(ScheduleError):
+    with pytest.raises(ScheduleError, match="at least one stage, one microbatch and one chunk"):
         Schedule("x", microbatches, chunks, parse_stages(*stages))
 
 
@@ -167,6 +193,7 @@ def test_extra_forwards_are_those_beyond_1f1b_also_with_few_microbatches():
     assert builders.one_f_one_b(4, 2).extra_forwards == (0, 0, 0, 0)
     assert builders.envpipe(4, 8, [4, 3, 1, 0]).extra_forwards == (4, 3, 1, 0)
     assert builders.gpipe(3, 6).extra_forwards == (3, 4, 5)
+    assert builders.forward_only(2, 3).warmup_forwards == (3, 3)
 
 
 @pytest.mark.parametrize("u", units_of(3, 2))
