@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -125,7 +126,7 @@ class EnergyTotal:
 
 
 def _added(left: Iterable[Fraction], right: Iterable[Fraction]) -> tuple[Fraction, ...]:
-    return tuple(a + b for a, b in zip(left, right, strict=True))
+    return tuple(map(operator.add, left, right))
 
 
 class Ranges:
@@ -144,7 +145,7 @@ class Ranges:
                 kept.append((low, high))
             else:
                 first, last = min(first, low), max(last, high)
-        self._ranges = sorted([*kept, (first, last)])
+        self._ranges = [*kept, (first, last)]
 
     def __len__(self) -> int:
         return sum(high - low + 1 for low, high in self._ranges)
@@ -265,7 +266,6 @@ class Bill:
         made.nodes = {name: replace(node) for name, node in self.nodes.items()}
         made.facts = dict(self.facts)
         made.iterations = copy.copy(self.iterations)
-        made.unreadable = self.unreadable
         return made
 
     def total(self) -> EnergyTotal:
@@ -301,17 +301,17 @@ class Bill:
 
     def fact(self, name: str) -> float | None:
         """A number above 0 that the job told of itself; None where it told none."""
-        value = self.facts.get(name, 0)
+        value: Any = self.facts.get(name)
         return value if type(value) in (int, float) and 0 < value < math.inf else None
 
     def steps(self, phase: str) -> StepEnergy | None:
         """A step of a phase on an average GPU; None where a GPU tells none."""
         told = [bill.step for bill in self.phases.values() if bill.window.phase == phase]
-        known = [step for step in told if step is not None and step.energy_j is not None]
+        known = [step for step in told if step is not None]
         if not known or len(known) < len(told):
             return None
         count = len(known)
-        metering_j = [step.metering_uncertainty_j for step in known]
+        errors_j = [m for s in known if (m := s.metering_uncertainty_j) is not None]
         errors_s = [s.time_uncertainty_s for s in known if s.time_uncertainty_s is not None]
         return StepEnergy(
             max(step.iterations for step in known),
@@ -319,18 +319,16 @@ class Bill:
             # GPUs of a job step together: their times scatter together, too.
             max(errors_s, default=None),
             math.fsum(step.energy_j or 0.0 for step in known) / count,
-            None
-            if None in metering_j
-            else math.sqrt(math.fsum((m or 0.0) ** 2 for m in metering_j)) / count,
+            math.hypot(*errors_j) / count if len(errors_j) == count else None,
         )
 
     def comparison(self) -> Comparison | None:
         """Steady steps against the baseline that the job measured; None where one is not known."""
-        steady, baseline = self.steps(Phase.STEADY.value), self.facts.get("baseline")
-        if steady is None or not baseline:
+        steady = self.steps(Phase.STEADY.value)
+        if steady is None:
             return None
         try:
-            return compare(steady, StepEnergy(**baseline))
+            return compare(steady, StepEnergy(**self.facts.get("baseline", {})))
         except (TypeError, ZeroDivisionError):  # it is none that this version knows
             return None
 

@@ -7,6 +7,7 @@ import gc
 import io
 import json
 import math
+import re
 from dataclasses import astuple
 from fractions import Fraction
 from pathlib import Path
@@ -17,7 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from envpipe_megatron.launch.bill import Bill, EnergyTotal, Ranges, bill_of, per_unit
+from envpipe_megatron.launch.bill import (
+    Bill,
+    EnergyTotal,
+    NodeBill,
+    Ranges,
+    bill_of,
+    per_unit,
+)
 from envpipe_megatron.launch.bill_tables import (
     Tariff,
     bill_facts,
@@ -86,6 +94,26 @@ def test_a_sum_of_sums_is_the_sum_of_all(entries, cut):
     assert left == whole
 
 
+def test_sums_come_by_run_rank_stage_gpu_and_phase():
+    """What a line does not say comes first, and a phase that nobody knows last."""
+    places = [
+        ("", None, 1, "n0", "steady"),
+        ("", 0, None, "n1", "steady"),
+        ("", 0, 0, "n0", "warm-up"),
+        ("", 0, 0, "n0", "steady"),
+        ("", 0, 0, "n0", "between"),
+        ("", 0, 0, "n0", "a new one"),
+        ("", 0, 0, "n0", "newer"),
+        ("", 0, 0, "n1", "warm-up"),
+        ("", 0, 1, "n0", "framework"),
+        ("", 1, 0, "n0", "framework"),
+        ("a", 0, 0, "n0", "framework"),
+    ]
+    names = ("run", "rank", "stage", "node", "phase")
+    made = bill(*(window(**dict(zip(names, place, strict=True))) for place in reversed(places)))
+    assert list(made.total_by(lambda w: tuple(getattr(w, name) for name in names))) == places
+
+
 def test_what_one_window_does_not_say_is_not_known_of_the_sum():
     knows, knows_not = window(), window(energy_uncertainty_j=None, idle_s=None)
     total = bill(knows, knows).total()
@@ -106,6 +134,7 @@ def test_ranges_are_a_set(pieces):
         ranges.add(first, first + more)
         numbers.update(range(first, first + more + 1))
         assert len(ranges) == len(numbers)
+        assert len(ranges._ranges) == sum(number - 1 not in numbers for number in numbers)
 
 
 def reachable(thing: object) -> int:
@@ -161,6 +190,8 @@ def test_windows_of_many_iterations():
         window(0, 0, 300.0, last_iteration=2, duration_s=6.0),
         window(0, 3, 100.0),
         window(0, 5, 1.0, last_iteration=4),  # the wrong way round: no iteration
+        window(0, None, 1.0, last_iteration=7),
+        window(0, 7, 1.0, last_iteration=None),
     )
     assert len(made.iterations) == 4
     assert made.steps("steady").iterations == 4
@@ -207,6 +238,17 @@ def test_saving_against_the_jobs_own_baseline():
 
 def test_a_job_has_as_many_steps_as_the_gpu_that_told_of_most():
     assert bill(*steady(0, 90.0), window(1, 0)).steps("steady").iterations == 4
+
+
+def test_a_step_of_an_average_gpu():
+    """Both scatter alike; the one that says less of its metering leaves it unknown."""
+    slow = [window(0, i, 0.0, duration_s=3.0 + i, energy_uncertainty_j=0.6) for i in range(2)]
+    fast = [window(1, i, 50.0, duration_s=1.0, energy_uncertainty_j=0.8) for i in range(2)]
+    error_s, error_j = error_of_mean([3.0, 4.0]), math.hypot(0.6, 0.6, 0.8, 0.8) / 2 / 2
+    mean = StepEnergy(2, (3.5 + 1.0) / 2, error_s, 25.0, pytest.approx(error_j))
+    assert bill(*slow, *fast).steps("steady") == mean
+    fast[0]["energy_uncertainty_j"] = None
+    assert bill(*slow, *fast).steps("steady").metering_uncertainty_j is None
 
 
 def test_steps_that_take_the_same_time_have_a_known_uncertainty():
@@ -265,6 +307,18 @@ def test_a_node_that_begins_again_runs_again():
     assert made.nodes["n0"].exit_code is None
     assert len(made.missing()) == 1
     assert bill(*entries, note("ended", exit_code=0)).missing() == []
+
+
+def test_a_node_that_was_lost_and_begins_again_leaves_a_gap():
+    entries = [note("begun", "n1"), note("begun"), window(), note("begun"), note("ended")]
+    made = bill(*entries, note("unheard-of", "n1"), note("begun"), note("ended"))
+    assert made.nodes["n0"] == NodeBill(agent=True, lost=1)
+    assert made.nodes["n1"] == NodeBill(agent=True, running=True)
+    gap = "was lost and started again: its energy between them is not in the bill"
+    lost = "was lost: its energy up to its last line is in the bill"
+    assert made.missing() == [f"n1 {lost}", f"n0 {gap}"]
+    made = bill(*entries, note("begun", "n1"), note("begun"))
+    assert made.missing() == [f"n0 {lost}", f"n1 {lost}", f"n0 {gap}", f"n1 {gap}"]
 
 
 def test_logs_without_an_agent_miss_nothing():
@@ -333,6 +387,126 @@ def test_cost_and_co2():
     assert "cost: 0.5 at 0.25 a kWh" in lines
     assert "CO2: 800 g at 400 g a kWh" in lines
     assert not any(line.startswith(("cost", "CO2")) for line in bill_lines(made, Tariff()))
+
+
+def told(energy_j: float, error_j: float, gpus: int, windows: int, *shares_s: float) -> dict:
+    """A sum in the JSON."""
+    return {
+        "energy_j": energy_j,
+        "energy_uncertainty_j": pytest.approx(error_j),
+        "gpu_seconds": sum(shares_s),
+        "average_power_w": energy_j / sum(shares_s),
+        "num_gpus": gpus,
+        "windows": windows,
+        **dict(zip(("compute_s", "blocking_s", "idle_s"), shares_s, strict=True)),
+    }
+
+
+#: Two iterations and a checkpoint on one GPU, one iteration on that of a node that is still there.
+MIXED = (
+    note("begun", "n1"),
+    window(1, 0, 40.0, node="n1", rank=0) | {"gpu": "H100"},
+    window(0, 0, 100.0, rank=1),
+    window(0, 1, 120.0, rank=1, energy_uncertainty_j=1.2),
+    window(
+        0, None, 60.0, rank=1, phase="between", duration_s=4.0, compute_s=0.0, blocking_s=0.0,
+        idle_s=4.0, stage=None,
+    ),
+    job(num_gpus=3, tokens_per_iteration=50, notes=["no plan: why"]),
+)  # fmt: skip
+
+
+def test_json_of_a_bill():
+    shown = bill_facts(bill(*MIXED), Tariff(price_per_kwh=3.6e6))
+    steady, between = told(220.0, 1.3, 1, 2, 2.0, 1.0, 1.0), told(60.0, 0.5, 1, 1, 0.0, 0.0, 4.0)
+    first = told(280.0, math.hypot(1.3, 0.5), 1, 3, 2.0, 1.0, 5.0)
+    other = told(40.0, 0.5, 1, 1, 1.0, 0.5, 0.5)
+    all_ = told(320.0, math.hypot(1.3, 0.5, 0.5), 2, 4, 3.0, 1.5, 5.5)
+    each = {"iterations": 2, "energy_per_iteration_j": 160.0, "energy_per_token_j": 3.2}
+    ended = {"agent": False, "running": False, "exit_code": None, "lost": 0}
+    missing = [
+        "n1 was lost: its energy up to its last line is in the bill",
+        "1 of 3 GPUs sent nothing",
+    ]
+    assert shown == {
+        "job": {**all_, **each, "cost": 320.0},
+        "complete": False,
+        "missing": missing,
+        "comparison": None,
+        "facts": {"num_gpus": 3, "tokens_per_iteration": 50, "notes": ["no plan: why"]},
+        "nodes": [
+            {"node": "n0", **first, **ended, "agent": True},
+            {"node": "n1", **other, **ended, "agent": True, "running": True},
+        ],
+        "stages": [
+            {"stage": 1, **other},
+            {"stage": None, **between},
+            {"stage": 0, **steady},
+        ],
+        "gpus": [
+            {
+                "node": "n1", "gpu_uid": "GPU-1", "gpu": "H100", "rank": 0, "stage": 1, **other,
+                "phases": {"steady": other},
+            },
+            {
+                "node": "n0", "gpu_uid": "GPU-0", "gpu": "NVIDIA A100", "rank": 1, "stage": 0,
+                **first, "phases": {"steady": steady, "between": between},
+            },
+        ],
+        "phases": [
+            {"run": "", "phase": "steady", **told(260.0, math.hypot(1.3, 0.5), 2, 3, 3, 1.5, 1.5)},
+            {"run": "", "phase": "between", **between},
+        ],
+    }  # fmt: skip
+    going_on = bill_facts(bill(*MIXED), Tariff(price_per_kwh=3.6e6), over=False)
+    assert going_on == {**shown, "missing": []}
+
+
+def test_tables_and_sentences_of_a_bill():
+    shown = io.StringIO()
+    tariff = Tariff(3.6e6, 7.2e6)
+    unshared = window(2, 0, 7.25, energy_uncertainty_j=None, idle_s=None, node="0123456789abcdef")
+    made = bill(*MIXED, {**unshared, "gpu_uid": "0123456789abcdefg"})
+    show_bill(made, tariff, Console(file=shown, width=200))
+    assert "│ between │       60.0 │" in shown.getvalue()
+    lines = [line.strip() for line in shown.getvalue().splitlines()]
+    assert [line for line in lines if line.startswith(("By", "The job"))] == [
+        "By phase", "By node and GPU", "By stage", "By node", "The job"
+    ]  # fmt: skip
+    figures = ["energy (J)", "+- (J)", "GPU time (s)", "power (W)", "units/receives/ rest (%)"]
+    checkpoint = ["60.0", "0.5", "4.0", "15.0", "0/0/100"]
+    first = ["280.0", "1.4", "8.0", "35.0", "25/12/62"]
+    other = ["40.0", "0.5", "2.0", "20.0", "50/25/25"]
+    odd = ["7.2", "", "2.0", "3.6", ""]
+    assert [re.split(" *[│┃] *", line)[1:-1] for line in lines if line[:1] in ("│", "┃")] == [
+        ["phase", *figures],
+        ["steady", "267.2", "", "8.0", "33.4", ""],
+        ["between", *checkpoint],
+        ["node", "GPU", *figures],
+        ["n1", "GPU-1", *other],
+        ["n0", "GPU-0", *first],
+        ["0123456789abcdef", "012345678…bcdefg", *odd],
+        ["stage", *figures],
+        ["1", *other],
+        ["", *checkpoint],
+        ["0", "220.0", "1.3", "4.0", "55.0", "50/25/25"],
+        ["2", *odd],
+        ["node", *figures],
+        ["n1", *other],
+        ["n0", *first],
+        ["0123456789abcdef", *odd],
+        ["job", *figures],
+        ["all", "327.2", "", "12.0", "27.3", ""],
+    ]
+    assert lines[-6:] == bill_lines(made, tariff)
+    assert lines[-6:] == [
+        "327.2 J on 3 GPUs, 27.3 W each on average",
+        "2 iterations: 163.6 J per iteration, 3.272 J per token",
+        "cost: 327.2 at 3.6e+06 a kWh",
+        "CO2: 654.5 g at 7.2e+06 g a kWh",
+        "no plan: why",
+        "INCOMPLETE: n1 was lost: its energy up to its last line is in the bill",
+    ]
 
 
 def test_json_adds_up_in_every_direction():
@@ -424,6 +598,13 @@ def test_names_are_shown_as_they_are():
     assert "[red]GPU" in shown.getvalue()
     assert "x" * 60 not in shown.getvalue()
     assert "200.0 J on 2 GPUs, 50.0 W each on average" in shown.getvalue()
+
+
+def test_names_are_whole_on_a_narrow_terminal():
+    shown = io.StringIO()
+    made = bill(window(node="0123456789abcdef", gpu_uid="fedcba9876543210"))
+    show_bill(made, Tariff(), Console(file=shown, width=80))
+    assert "│ 9abcdef   │ 6543210   │" in shown.getvalue()
 
 
 def test_runs_are_shown_where_there_are_some():

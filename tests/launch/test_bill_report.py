@@ -26,16 +26,28 @@ def grown(report_dir) -> list[dict]:
     return [json.loads(line) for line in (report_dir / "bill.jsonl").read_text().splitlines()]
 
 
-def test_a_bill_that_grows_and_ends(tmp_path, bill, capfd):
+def test_a_bill_that_grows_and_ends(tmp_path, bill, capfd, caplog):
+    for node in ("n2", "n1", "n0"):
+        (tmp_path / f"energy-{node}.jsonl").touch()
     report = BillReport(tmp_path, Tariff(price_per_kwh=0.2))
     report.tell("5 iterations", bill)
     report.end(bill)
-    assert "[envpipe] 5 iterations\n" in capfd.readouterr().err
+    out, err = capfd.readouterr()
+    assert err == (
+        f"[envpipe] 5 iterations\n"
+        f"[envpipe] the bill is in {tmp_path}: bill.json, bill.csv, and as it grew bill.jsonl\n"
+    )
+    assert "By node and GPU" in out
+    assert "cost: 5.556e-06 at 0.2 a kWh\n" in out
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/energy-{node}.jsonl is not in this bill; `envpipe energy sum` adds it"
+        for node in ("n1", "n2")
+    ]
     first, last = grown(tmp_path)
     assert not first["complete"], "the job goes on"
     assert last == json.loads((tmp_path / "bill.json").read_text())
     assert last["job"]["cost"] == pytest.approx(0.2 * bill.total().energy_j / 3.6e6)
-    assert (tmp_path / "bill.csv").exists()
+    assert len((tmp_path / "bill.csv").read_text().splitlines()) == 2
 
 
 def test_a_terminal_that_is_stopped_holds_up_nothing(tmp_path, bill, monkeypatch):
