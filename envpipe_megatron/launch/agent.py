@@ -138,12 +138,7 @@ class NodeAgent:
         self.log.close()
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -248,7 +243,7 @@ class NodeAgent:
                 self._loop.remove_reader(connection)
 
     async def _welcome(self, hello: Mapping[str, Any]) -> GpuLedger:
-        labels = {k: v for k, v in hello.items() if k not in ("op", "backend", "node")}
+        labels = {k: v for k, v in hello.items() if k not in ("op", "backend")}
         parse_line(json.dumps({**labels, "energy_j": 0, "duration_s": 0}).encode())  # or ValueError
         uid = str(hello["gpu_uid"])
         async with self._opening.setdefault(uid, asyncio.Lock()):  # ranks may share a GPU

@@ -81,12 +81,9 @@ class Collector:
             host: the name or address under which other nodes know this one.
         """
         if self._server is None:
-            if socket.has_dualstack_ipv6():
-                listener = socket.create_server(
-                    ("", 0), family=socket.AF_INET6, dualstack_ipv6=True
-                )
-            else:
-                listener = socket.create_server(("", 0))
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
             _notice_silence(listener)
             self._server = await asyncio.start_server(self._serve, sock=listener, backlog=_BACKLOG)
         port = self._server.sockets[0].getsockname()[1]

@@ -152,7 +152,7 @@ class EnergyMeter:
 
     def _check_seen(self, end_s: float) -> None:
         last_s = self._times_s[-1] if self._times_s else -math.inf
-        if end_s <= last_s:
+        if self._times_s and end_s <= last_s:
             return
         if self.error is not None:
             raise MeterError(f"The energy counter of {self._gpu.name} failed: {self.error}")

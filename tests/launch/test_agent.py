@@ -20,6 +20,7 @@ import pytest
 from agent_ranks import LONG_S, Rank, connect
 
 from envpipe_megatron.energy_file import read_energy_logs
+from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.guard_protocol import receive, send
 from envpipe_megatron.launch import agent as agent_module
 from envpipe_megatron.launch import node_log
@@ -57,7 +58,10 @@ def bill(*agents: NodeAgent) -> Bill:
 
 def test_a_rank_from_hello_to_bye(nodes):
     agent, gpu = nodes.agent(), nodes.gpu()
-    rank = nodes.rank(agent, gpu).say_hello()
+    rank = nodes.rank(agent, gpu)
+    until(agent.connected)
+    assert agent.connected() == [f"process {os.getpid()}"]
+    rank.say_hello()
     assert agent.connected() == ["rank 0"]
     send(rank.connection, {"op": "job", "facts": {"num_gpus": 1}})
     gpu.advance_to(gpu.time_s() + 0.35)
@@ -72,8 +76,11 @@ def test_a_rank_from_hello_to_bye(nodes):
     assert made.missing() == []
     assert len(made.iterations) == 3
     (line,) = [line for line in lines(agent) if line.get("phase") == "between"]
-    assert {key: line[key] for key in ("node", "gpu", "gpu_uid", "rank", "stage")} == {
-        "node": "n0", "gpu": gpu.name, "gpu_uid": gpu.address.uid, "rank": 0, "stage": 0
+    metered = ("begin_s", "duration_s", "energy_j", "energy_uncertainty_j", "idle_s")
+    assert {key: value for key, value in line.items() if key not in metered} == {
+        "format": "envpipe-energy/1", "phase": "between", "node": "n0", "gpu": gpu.name,
+        "gpu_uid": gpu.address.uid, "rank": 0, "stage": 0, "first_iteration": 0,
+        "last_iteration": 0, "compute_s": 0.0, "blocking_s": 0.0,
     }  # fmt: skip
     assert agent.bill is None
 
@@ -205,6 +212,12 @@ def test_a_hello_without_a_gpu_is_hung_up_on(nodes):
     assert rank.is_hung_up()
 
 
+@pytest.mark.parametrize(("backend", "opened"), [("emulated", "emulated"), ("nvml", "none")])
+def test_gpus_are_opened_for_reading_alone(monkeypatch, backend, opened):
+    monkeypatch.setattr(agent_module, "open_gpu", lambda address: address)
+    assert agent_module._open_for_reading(backend, "GPU-1") == GpuAddress(opened, "GPU-1")
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
 def test_another_user_is_not_served(nodes):
     """Though file permissions would let it in."""
@@ -306,16 +319,19 @@ def test_a_full_disk_is_told_once_and_its_energy_is_billed_later(nodes, monkeypa
         tried.release()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as filled:
-        filled.setattr(node_log, "append_line", full)
-        for iteration in range(3):
-            rank.train(iteration)
-            gpu.advance_to(gpu.time_s() + 0.2)
-            assert tried.acquire(timeout=LONG_S)
-    rank.train(3)
+    for times in (1, 2):
+        with monkeypatch.context() as filled:
+            filled.setattr(node_log, "append_line", full)
+            for iteration in range(3):
+                rank.train(iteration)
+                gpu.advance_to(gpu.time_s() + 0.2)
+                assert tried.acquire(timeout=LONG_S)
+        rank.train(3)
+        gpu.advance_to(gpu.time_s() + 0.2)
+        until(lambda written=2 * times: len(lines(agent)) > written)
+        assert caplog.text.count("cannot take a line") == times
     rank.bye()
     assert agent.wait_until_none_is_connected(LONG_S)
-    assert caplog.text.count("cannot take a line") == 1
     assert bill(agent).total().energy_j == pytest.approx(nodes.counted_j(gpu), rel=1e-12)
 
 

@@ -387,6 +387,17 @@ def test_a_counter_that_cannot_be_read_at_first(monkeypatch):
         assert bills.ledger.metered_j >= bills.lines[-1]["energy_j"]
 
 
+def test_a_counter_that_is_never_read_leaves_the_ranks_own_figures(monkeypatch):
+    monkeypatch.setattr(ledger_module, "_PATIENCE_S", 0.0)
+    with billed(FakeGpu(now_s=5.0, error=GpuError("no"))) as bills:
+        bills.at(6.0)
+        bills.ledger.take(window(5.5, 5.8))
+        assert bills.spans("steady") == [(5.0, 5.8)]
+        bills.ledger.finish()
+        bills.check(77 * 0.3)
+        assert bills.ledger.metered_j == bills.ledger.energy_j
+
+
 def test_a_gpu_that_does_not_tell_the_time_is_refused(monkeypatch):
     gpu = FakeGpu()
     monkeypatch.setattr(gpu, "time_s", lambda: (_ for _ in ()).throw(GpuError("lost")))
@@ -461,11 +472,14 @@ def test_a_window_that_is_none_changes_nothing(bills, bad):
     bills.check()
 
 
-def test_a_window_may_tell_no_shares(bills):
+@pytest.mark.parametrize("unknown", [["compute_s"], ["blocking_s"], ["compute_s", "blocking_s"]])
+def test_a_window_may_tell_no_shares(bills, unknown):
     bills.at_each(5.1, 6.0)
-    bills.ledger.take(window(5.0, 6.0, compute_s=None, blocking_s=None, idle_s=None))
+    told = window(5.0, 6.0, **dict.fromkeys([*unknown, "idle_s"]))
+    bills.ledger.take(told)
     (line,) = bills.lines
-    assert line["compute_s"] is None
+    shares = ("compute_s", "blocking_s", "idle_s")
+    assert [line[name] for name in shares] == [told[name] for name in shares]
     assert line["energy_j"] == pytest.approx(uneven_j(6) - uneven_j(5))
 
 
