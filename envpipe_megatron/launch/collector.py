@@ -97,7 +97,7 @@ class Collector:
             self._telling.cancel()
         for task in self._connections:
             task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await asyncio.gather(*self._connections)
 
     async def all_ended(self, timeout_s: float) -> bool:
         """Whether every node that ever sent something ends its bill, within a time."""

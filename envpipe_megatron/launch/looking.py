@@ -54,7 +54,7 @@ def _is_importable(package: str) -> bool:
     try:
         here = PathFinder.find_spec(package, [str(Path.cwd()), *sys.path])
         return (here or find_spec(package)) is not None
-    except (ImportError, ValueError):
+    except ValueError:  # it is no name, or one without a file, as __main__
         return False
 
 

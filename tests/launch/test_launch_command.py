@@ -6,6 +6,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -176,12 +177,15 @@ def test_a_dry_run_tells_the_command_and_where_values_come_from(started, monkeyp
     [
         (["no.py", "--arg"], "no such script to run (got 'no.py')"),
         (["-m", "no_such.train"], "no such module to run (got 'no_such.train')"),
+        (["-m", ".train"], "no such module to run (got '.train')"),
         (["-m", "train.py"], None),  # Python looks for train alone first
         (["-m", "json.tool"], None),
         (["--no-python", "no-such-program"], "no such program to run (got 'no-such-program')"),
         (["--no-python", "sh"], None),
         (["--no-python", "./train.py"], "no such program"),  # may not be executed
         (["--run-path", "no.py"], "no such script"),
+        (["--run-path", "--no-python", "train.py"], None),  # which counts for more
+        (["--run-path", "-m", "json.tool"], "no such script"),
         (["-"], None),  # of standard input
         (["."], None),  # a folder may have a __main__.py
     ],
@@ -199,28 +203,54 @@ def test_what_is_run_is_there(started, words, message):
     assert started == []
 
 
+def test_a_module_may_be_found_by_a_hook(monkeypatch):
+    """As those of packages that are installed to be edited."""
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            return ModuleSpec(name, None) if name == "edited" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    told = run_well("--dry-run", "-m", "edited.train").stdout
+    assert "module edited.train: is there" in told
+
+
 def test_another_python_may_have_other_modules(monkeypatch):
     monkeypatch.setenv("PYTHON_EXEC", "/opt/python")
     assert "not looked for" in run_well("--dry-run", "-m", "no_such.train").stdout
 
 
 @pytest.mark.parametrize(
-    ("words", "used"),
+    ("words", "where"),
     [
-        (["--master-port={port}"], True),
-        (["--nnodes=2", "--node-rank=0", "--master-addr=else", "--master-port={port}"], True),
-        (["--nnodes=2", "--node-rank=0", "--rdzv-endpoint=else:{port}"], True),
-        (["--nnodes=2", "--node-rank=1", "--master-addr=first", "--master-port={port}"], False),
-        (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:{port}"], False),  # is joined
-        (["--standalone", "--master-port={port}"], False),
-        ([], False),
+        (["--master-port={port}"], None),
+        (["--nnodes=2", "--node-rank=0", "--master-addr=else", "--master-port={port}"], None),
+        (["--nnodes=2", "--node-rank=0", "--rdzv-endpoint=else:{port}"], None),
+        (
+            ["--nnodes=2", "--node-rank=1", "--master-addr=first", "--master-port={port}"],
+            "first, port {port}, where the node of rank 0 listens",
+        ),
+        (
+            ["--nnodes=2", "--node-rank=1", "--rdzv-endpoint=first:{port}"],
+            "first, port {port}, where the node of rank 0 listens",
+        ),
+        # It is joined.
+        (
+            ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:{port}"],
+            "c10d at localhost:{port}",
+        ),
+        (["--rdzv-backend=c10d", "--nnodes=2"], "c10d at its default"),
+        (["--standalone", "--master-port={port}"], "torchrun takes a free port of this node"),
+        (["--nnodes=1:1"], "torchrun takes a free port of this node"),
+        ([], "torchrun takes a free port of this node"),
     ],
 )
-def test_the_node_of_rank_0_needs_its_port(started, words, used):
+def test_the_node_of_rank_0_needs_its_port(started, words, where):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         words = [word.format(port=port) for word in words]
-        if used:
+        if where is None:
             assert f"listens at the port of the rendezvous (got {port})" in run_badly(
                 *words, "train.py"
             )
@@ -229,7 +259,25 @@ def test_the_node_of_rank_0_needs_its_port(started, words, used):
             run_well(*words, "train.py")
     run_well(*words, "train.py")
     told = run_well("--dry-run", *words, "train.py").stdout
-    assert (f"rendezvous: port {port} of this node is free" in told) is used
+    free = "port {port} of this node is free"
+    assert told.splitlines()[-1] == f"  rendezvous: {(where or free).format(port=port)}"
+
+
+def test_a_port_may_be_taken_again_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as other:
+            server.accept()[0].close()  # first, so that the kernel keeps this end for a while
+            assert other.recv(1) == b""
+    run_well(f"--master-port={port}", "train.py")
+
+
+def test_a_port_that_cannot_be_looked_at_is_left_to_torchrun(monkeypatch):
+    def refuse(self, address):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    run_well("--master-port=80", "train.py")
 
 
 def test_ports_are_torchruns_own(monkeypatch):

@@ -11,6 +11,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,8 @@ from typing import Any
 import pytest
 from agent_ranks import Nodes
 
-from envpipe_megatron.gpu.guard_protocol import GuardError, send
-from envpipe_megatron.launch import bill_report, node
+from envpipe_megatron.gpu.guard_protocol import GuardError, GuardSettings, send, socket_path
+from envpipe_megatron.launch import bill_report, node, prometheus
 from envpipe_megatron.launch.node import NodeSettings, run_node
 from envpipe_megatron.launch.prometheus import MetricsError
 from envpipe_megatron.launch.signals import Signals
@@ -44,8 +45,16 @@ def output(monkeypatch) -> Iterator[Path]:
 def train(monkeypatch, output) -> Callable[..., int]:
     """Runs a node whose torchrun is one rank that trains an iteration; returns its exit status."""
 
-    def run(nodes: Nodes, *, others: bool = False, code: int = 0, **settings: Any) -> int:
+    def run(
+        nodes: Nodes,
+        *,
+        others: bool = False,
+        code: int = 0,
+        meanwhile: Callable[..., None] = lambda *given: None,
+        **settings: Any,
+    ) -> int:
         def torchrun(arguments: object, environment: dict[str, str], signals: Signals) -> int:
+            meanwhile(arguments, environment, signals)
             agent: Any = SimpleNamespace(
                 socket_path=environment["ENVPIPE_AGENT_SOCKET"], log=SimpleNamespace(node="n0")
             )
@@ -60,14 +69,19 @@ def train(monkeypatch, output) -> Callable[..., int]:
             return code
 
         monkeypatch.setattr(node, "run_torchrun", torchrun)
-        return run_node([], NodeSettings(output, "n0", **settings))
+        return run_node(["--", "train.py"], NodeSettings(output, "n0", **settings))
 
     return run
 
 
 def notes(output: Path) -> list[str]:
-    lines = (output / "energy-n0.jsonl").read_text().splitlines()
-    return [entry["note"] for line in lines if "note" in (entry := json.loads(line))]
+    lines = map(json.loads, (output / "energy-n0.jsonl").read_text().splitlines())
+    return [entry["note"] for entry in lines if "note" in entry]
+
+
+def exit_codes(output: Path) -> list[int]:
+    lines = map(json.loads, (output / "energy-n0.jsonl").read_text().splitlines())
+    return [entry["exit_code"] for entry in lines if "exit_code" in entry]
 
 
 def bill_of(output: Path) -> dict[str, Any]:
@@ -78,7 +92,92 @@ def test_a_node_from_begin_to_end(nodes, train, output):
     assert train(nodes, code=3) == 3
     assert bill_of(output)["complete"]
     assert notes(output) == ["begun", "ended"]
+    assert exit_codes(output) == [3]
     assert (output / "bill.csv").exists()
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_nodes_settings_and_torchruns_environment(
+    nodes, train, output, monkeypatch, capfd, wanted
+):
+    served, given = [], []
+
+    def serve(agent: Any, address: str, port: int) -> Callable[[], None]:
+        served.append((agent.log.node, address, port))
+        return lambda: served.append("ended")
+
+    def meanwhile(arguments: object, environment: dict[str, str], signals: Signals) -> None:
+        given.append((arguments, signals.until_stdin_ends))
+        guard = environment.pop("ENVPIPE_GUARD_SOCKET", None)
+        assert guard == (None if wanted else "no guard")
+        assert list(environment) == ["ENVPIPE_AGENT_SOCKET"]
+
+    monkeypatch.setattr(prometheus, "serve_metrics", serve)
+    monkeypatch.setattr(Signals, "_watch_stdin", lambda self: None)
+    settings: dict[str, Any] = {"prometheus_port": None, "bill_interval": 0}
+    if wanted:
+        monkeypatch.setenv("ENVPIPE_GUARD_SOCKET", "one that there is")
+        settings = {
+            "bill_interval": 1, "price_per_kwh": 3.6e6, "grid_g_per_kwh": 7.2e6,
+            "prometheus_port": 9, "prometheus_address": "::1", "until_stdin_ends": True,
+        }  # fmt: skip
+    assert train(nodes, meanwhile=meanwhile, **settings) == 0
+    assert given == [(["--", "train.py"], wanted)]
+    assert served == ([("n0", "::1", 9), "ended"] if wanted else [])
+    job = bill_of(output)["job"]
+    assert job.get("cost") == (pytest.approx(job["energy_j"]) if wanted else None)
+    assert job.get("co2_g") == (pytest.approx(2 * job["energy_j"]) if wanted else None)
+    assert ("] 1 iterations: " in capfd.readouterr().err) is wanted
+
+
+class Ended:
+    """An agent at its end."""
+
+    def __init__(self, *own_j: float, late: list[str] | None = None, **facts: Any) -> None:
+        self.log = SimpleNamespace(path="its log")
+        self.finished: list[tuple[int, float]] = []
+        self._ledgers = [SimpleNamespace(energy_j=energy_j) for energy_j in own_j]
+        self._late = late or []
+        self.__dict__ |= {"bill": None, "trouble": "", **facts}
+
+    def ledgers(self) -> list[Any]:
+        return self._ledgers
+
+    def finish(self, exit_code: int, wait_s: float) -> list[str]:
+        self.finished.append((exit_code, wait_s))
+        return self._late
+
+
+@pytest.mark.parametrize(
+    ("agent", "code", "said", "waits_s"),
+    [
+        (Ended(), 0, ["no rank of this node told of its training"], 0.0),
+        (Ended(), 3, [], 0.0),
+        (Ended(1.25, 2.5), 0, ["3.8 J on this node, in its log\n"], LONG_S),
+        (
+            Ended(1.0, trouble="why"),
+            5,
+            ["1.0 J on this node, in its log\n", "the job's bill may lack them: why\n"],
+            LONG_S,
+        ),
+    ],
+)
+def test_what_a_node_says_that_has_no_bill(output, capfd, agent, code, said, waits_s):
+    node._bill(agent, code, None)  # type: ignore[arg-type]
+    lines = capfd.readouterr().err.splitlines(keepends=True)
+    assert len(lines) == len(said)
+    assert all(f"[envpipe] {text}" in line for text, line in zip(said, lines, strict=True))
+    assert agent.finished == [(code, waits_s)]
+
+
+def test_nodes_that_are_late_are_named_with_the_bill(output, caplog):
+    told: list[object] = []
+    agent = Ended(1.0, late=["n1", "n2"], bill="the bill")
+    node._bill(agent, 0, SimpleNamespace(end=told.append))  # type: ignore[arg-type]
+    assert told == ["the bill"]
+    assert [record.getMessage()[:21] for record in caplog.records] == [
+        "n1 did not end in tim", "n2 did not end in tim"
+    ]  # fmt: skip
 
 
 def test_signals_while_other_nodes_are_waited_for_end_the_waiting(
@@ -123,6 +222,7 @@ def test_a_start_that_fails_is_no_lost_node(nodes, train, output, caplog):
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(MetricsError):
         train(nodes, prometheus_port=taken.getsockname()[1])
     assert notes(output) == ["begun", "ended"]
+    assert exit_codes(output) == [1]
     assert train(nodes) == 0
     assert bill_of(output)["complete"]
 
@@ -150,13 +250,16 @@ def test_a_folder_too_deep_for_sockets_is_refused(nodes, train, output, monkeypa
 def test_a_guard_that_ends_is_followed_by_one_other(monkeypatch):
     guards: queue.Queue[socket.socket] = queue.Queue()
 
-    def connect(*_: object) -> socket.socket:
+    def connect(job: str, settings: GuardSettings, identity: None, until_s: float) -> socket.socket:
+        assert (job, settings, identity) == (f"launch {os.getpid()} on n0", GuardSettings(), None)
+        assert 0 < until_s - time.monotonic() < LONG_S
         here, there = socket.socketpair()
         guards.put(there)
         return here
 
     monkeypatch.setattr(node, "connect_to_guard", connect)
-    with node._guarded("n0"):
+    with node._guarded("n0") as path:
+        assert path == str(socket_path(f"launch {os.getpid()} on n0"))
         with guards.get(timeout=LONG_S) as first:
             first.settimeout(0.1)
             with pytest.raises(TimeoutError):  # while it lives, it is kept
@@ -191,6 +294,59 @@ def test_the_first_signal_and_the_others():
         os.kill(os.getpid(), signal.SIGTERM)
     assert taken == ["first", "again", "again", "first of others"]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
+def stdin() -> Iterator[int]:
+    """Standard input is a pipe, whose other end this is."""
+    before, (its_end, end) = os.dup(0), os.pipe()
+    os.dup2(its_end, 0)
+    os.close(its_end)
+    yield end
+    with contextlib.suppress(OSError):  # a test has closed it
+        os.close(end)
+    os.dup2(before, 0)
+    os.close(before)
+
+
+def test_the_end_of_standard_input_is_a_sigterm(stdin):
+    def end_it() -> None:
+        os.close(stdin)
+        threading.Event().wait(LONG_S)
+
+    with Signals(until_stdin_ends=True):
+        os.write(stdin, b"x" * 5000)  # is passed over
+        with pytest.raises(SystemExit) as ended:
+            end_it()
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_standard_input_that_ends_later_means_nothing(stdin, monkeypatch):
+    killed: list[object] = []
+    monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
+    before = set(threading.enumerate())
+    with Signals(until_stdin_ends=True):
+        (watching,) = set(threading.enumerate()) - before
+        assert watching.daemon
+    os.close(stdin)
+    watching.join(LONG_S)
+    assert not killed
+
+
+def test_standard_input_is_not_watched_unless_asked_for():
+    before = set(threading.enumerate())
+    with Signals():
+        assert set(threading.enumerate()) <= before
 
 
 def test_a_signal_that_means_nothing_yet_ends_the_process():
