@@ -83,7 +83,7 @@ class StartLock:
 
         May raise OSError.
         """
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         while True:
             descriptor = os.open(self._path, flags, 0o600)
             try:

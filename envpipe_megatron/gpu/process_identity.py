@@ -62,10 +62,8 @@ def _number_in_use(pid: int) -> bool:
     # /proc may be mounted so that it hides other users' processes; the kernel still tells.
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from cli_helpers import run, run_badly, run_well
+from fake_zeusd import FakeZeusd
 
 from envpipe_megatron.gpu import control, resetting
 from envpipe_megatron.gpu.base import GpuAddress
@@ -14,6 +15,7 @@ from envpipe_megatron.gpu.lease import Lease
 from envpipe_megatron.gpu.lease_folder import LeaseFolderError
 from envpipe_megatron.gpu.nvml import NvmlGpu
 from envpipe_megatron.gpu.opening import open_gpu
+from envpipe_megatron.gpu.process_identity import ProcessIdentity
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +46,10 @@ def lock(node, *indices, mhz=1200):
 
 def locked(node):
     return [index for index, uuid in enumerate(node.uuids) if node.locked_mhz(uuid)]
+
+
+def leases():
+    return list(Path(os.environ["ENVPIPE_LEASE_DIR"]).iterdir())
 
 
 def dead_job_leaves(uuid, backend="nvml", job="job 7"):
@@ -122,7 +128,7 @@ def test_reset_gives_every_clock_back_and_says_so(node):
     assert locked(node) == []
     for index, uuid in enumerate(node.uuids):
         assert f"GPU {index} ({uuid}): reset by nvml" in shown
-    assert not list(Path(os.environ["ENVPIPE_LEASE_DIR"]).iterdir())
+    assert leases() == []
 
 
 def test_reset_one_gpu_alone(node):
@@ -168,6 +174,38 @@ def test_what_dead_jobs_left_is_undone_also_on_gpus_that_are_not_shown(node, mon
     assert not any(path.exists() for path in paths)
 
 
+def test_jobs_that_live_on_gpus_that_are_not_shown_are_left_alone(node, monkeypatch):
+    before = lock(node, 0, 3)
+    lease = Lease.take(GpuAddress("nvml", node.uuids[3]), "job 9", rank=None, open_gpu=open_gpu)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", node.uuids[0])
+    shown = run_well("clocks", "reset").stdout
+    assert node.uuids[3] not in shown
+    assert [call.uuid for call in node.changes()[before:]] == [node.uuids[0]]
+    lease.release()
+
+
+def test_the_lease_of_a_rank_that_lives_stays(node, monkeypatch):
+    lock(node, 3)
+    rank = ProcessIdentity.of(os.getpid())
+    Lease.take(GpuAddress("nvml", node.uuids[3]), "job 7", rank=rank, open_gpu=open_gpu).abandon()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", node.uuids[0])
+    result = run("clocks", "reset")
+    assert result.exit_code == 1
+    assert f"GPU 3 ({node.uuids[3]}): not reset: the clock was reset or is just" in result.stdout
+    assert "the lease of job job 7 stays: its rank lives" in result.stdout
+    assert locked(node) == []
+    assert len(leases()) == 1
+
+
+def test_a_lease_is_undone_by_its_own_back_end_where_that_is_allowed(node, tmp_path):
+    zeusd = FakeZeusd(tmp_path / "zeusd.sock")
+    zeusd.gpus = {bus_id: {"id": index} for index, bus_id in enumerate(node.pci_bus_ids)}
+    dead_job_leaves(node.uuids[2], backend="zeusd")
+    run_well("clocks", "reset")
+    assert [values["gpu_ids"] for _, values in zeusd.changes] == ["2"]
+    zeusd.stop()
+
+
 def test_a_lease_of_a_back_end_that_is_not_allowed_here_is_undone_by_another(node):
     lock(node, 2)
     dead_job_leaves(node.uuids[2], backend="zeusd")
@@ -187,8 +225,20 @@ def test_no_room_for_a_lease_does_not_keep_a_clock_locked(node, monkeypatch):
     assert locked(node) == []
 
 
-def test_no_room_for_a_lease_still_respects_one_that_is_there(node, monkeypatch):
+def test_an_unsafe_folder_of_leases_keeps_no_clock_locked(node):
     lock(node, 0)
+    dead_job_leaves(node.uuids[0])
+    Path(os.environ["ENVPIPE_LEASE_DIR"]).chmod(0o777)
+    result = run("clocks", "reset")
+    assert result.exit_code == 1
+    assert f"GPU 0 ({node.uuids[0]}): reset by nvml, without a lease: Others may" in result.stdout
+    assert "not sticky" in result.stderr
+    assert locked(node) == []
+
+
+def test_no_room_for_a_lease_still_respects_one_that_is_there(node, monkeypatch):
+    lock(node, 0, 1)
+    dead_job_leaves(node.uuids[1])
     held = Lease.take(GpuAddress("nvml", node.uuids[0]), "job 9", rank=None, open_gpu=open_gpu)
 
     def no_room(*arguments, **more):
@@ -197,7 +247,8 @@ def test_no_room_for_a_lease_still_respects_one_that_is_there(node, monkeypatch)
     monkeypatch.setattr(resetting.Lease, "take", no_room)
     result = run("clocks", "reset")
     assert result.exit_code == 1
-    assert "job job 9 holds it" in result.stdout
+    assert f"GPU 0 ({node.uuids[0]}): not reset: job job 9 holds it. Wait" in result.stdout
+    assert f"GPU 1 ({node.uuids[1]}): reset by nvml, without a lease" in result.stdout
     assert locked(node) == [0]
     monkeypatch.undo()
     held.release()
@@ -211,6 +262,7 @@ def test_a_gpu_that_cannot_be_reset_fails_and_the_others_are_reset(node):
     assert f"GPU 1 ({node.uuids[1]}): not reset" in result.stdout
     assert "gave up waiting" in result.stdout
     assert locked(node) == [1]
+    assert leases() == []
 
 
 def test_a_user_without_rights_is_told_so_for_each_gpu(node, monkeypatch):

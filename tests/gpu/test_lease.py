@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ from envpipe_megatron.gpu.lease_folder import (
 )
 from envpipe_megatron.gpu.lease_record import LeaseFileError, LeaseRecord, lease_name
 from envpipe_megatron.gpu.opening import open_gpu
-from envpipe_megatron.gpu.process_identity import ProcessIdentity, wait_for_any_end
+from envpipe_megatron.gpu.process_identity import ProcessIdentity
 
 REAL = GpuAddress("nvml", "GPU-11111111-2222-3333-4444-555555555555")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -902,36 +901,3 @@ def test_leases_made_before_root_made_the_shared_folder_count(defaults, gpu, mon
     with pytest.raises(LeaseHeldError):
         take(gpu.address)
     first.release()
-
-
-# --- processes -----------------------------------------------------------------------------------
-
-
-def test_identity_follows_a_process_and_not_its_number():
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    identity = ProcessIdentity.of(process.pid)
-    assert identity.is_alive() is True
-    another = ProcessIdentity(process.pid, identity.start_ticks + 1, identity.pid_namespace)
-    assert another.is_alive() is False
-    elsewhere = ProcessIdentity(process.pid, identity.start_ticks, 1)
-    assert elsewhere.is_alive() is None
-    process.kill()
-    wait_for_any_end([identity], 20.0)
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert identity.is_alive() is False  # a zombie holds nothing
-    process.wait()
-    assert identity.is_alive() is False
-    assert ProcessIdentity.of(process.pid) is None
-
-
-def test_a_name_with_brackets_does_not_deceive(tmp_path):
-    program = tmp_path / "a) R 1 (b"
-    program.symlink_to("/bin/sleep")
-    process = subprocess.Popen([str(program), "60"])
-    while "a) R 1 (b" not in Path(f"/proc/{process.pid}/comm").read_text():
-        pass
-    identity = ProcessIdentity.of(process.pid)
-    assert identity.is_alive() is True
-    process.kill()
-    process.wait()
-    assert identity.is_alive() is False
