@@ -85,7 +85,7 @@ def parse_unit(text: str) -> Unit:
     return unit(_KIND_BY_LETTER[letter], int(microbatch), int(chunk or 0))
 
 
-def check_size(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:
+def check_size(num_stages: int, num_microbatches: int, num_chunks: int) -> None:
     """Refuse a pipeline of more units than can be planned.
 
     Raises:
@@ -132,7 +132,6 @@ class Schedule:
             raise ScheduleError(
                 "A schedule needs at least one stage, one microbatch and one chunk", value=counts
             )
-        check_size(*counts)
         if not self.forward_only:
             self._check_forward_before_backward()
         self.topological_order  # noqa: B018 - computed now, so that a deadlock is found here
@@ -183,21 +182,16 @@ class Schedule:
         after; with chunks the last stage and the first are neighbours too. The last backward chunk
         of the last stage needs its own forward only, which stands earlier on the same stage.
         """
-        position = np.empty((self.num_stages, self.units_per_stage), dtype=np.int32)
-        stages = np.arange(self.num_stages, dtype=np.int32)[:, None]
-        position[stages, self._codes] = np.arange(self.units_per_stage, dtype=np.int32)
-        node_of_code = position + stages * self.units_per_stage
-
-        microbatch, chunk = self._codes % self.num_microbatches, self.chunks
-        direction = np.where(self.is_backward, 1, -1)
-        source_stage = stages + direction
-        source_chunk = chunk.copy()
+        stages = np.arange(self.num_stages)[:, None]
+        node_of_code = self._position_of_code + stages * self.units_per_stage
+        source_stage = stages + np.where(self.is_backward, 1, -1)
+        source_chunk = self.chunks
         source_chunk[source_stage < 0] -= 1
         source_chunk[source_stage >= self.num_stages] += 1
         exists = (source_chunk >= 0) & (source_chunk < self.num_chunks)
         source_code = (
             self.is_backward * self.num_chunks + source_chunk % self.num_chunks
-        ) * self.num_microbatches + microbatch
+        ) * self.num_microbatches + self.microbatches
         source = node_of_code[source_stage % self.num_stages, source_code]
         return np.where(exists, source, -1).astype(np.int32).ravel()
 
@@ -209,7 +203,7 @@ class Schedule:
     @cached_property
     def cross_successor(self) -> IntArray:
         """[num_units] the node that receives from a node, or -1: `cross_dependency` inverted."""
-        successor = np.full(self.num_units, -1, dtype=np.int32)
+        successor = np.full_like(self.cross_dependency, -1)
         receivers = np.flatnonzero(self.cross_dependency >= 0)
         successor[self.cross_dependency[receivers]] = receivers
         return successor
@@ -345,6 +339,11 @@ class Schedule:
             rows[stage] = codes
         return rows
 
+    @cached_property
+    def _position_of_code(self) -> NDArray[np.intp]:
+        """[num_stages, units_per_stage] where the unit of each code stands in its stage's order."""
+        return np.argsort(self._codes, axis=1)
+
     @property
     def microbatches(self) -> IntArray:
         """[num_stages, units_per_stage] the microbatch of the unit there."""
@@ -357,7 +356,7 @@ class Schedule:
 
     def _check_forward_before_backward(self) -> None:
         forwards = self.num_microbatches * self.num_chunks
-        position = np.argsort(self._codes, axis=1)
+        position = self._position_of_code
         early = np.argwhere(position[:, forwards:] < position[:, :forwards])
         if early.size:
             stage, code = (int(x) for x in early[0])

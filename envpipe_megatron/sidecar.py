@@ -58,14 +58,10 @@ class Sidecar:
 
     def to_json_text(self) -> str:
         """The sidecar as its file holds it."""
-        data: dict[str, Any] = {"format": SIDECAR_FORMAT}
-        for name in _READERS:
-            value = getattr(self, name)
-            if name == "wait_power_w" and value is not None:
-                value = wait_power_entries(value)
-            if value is not None:
-                data[name] = list(value) if isinstance(value, tuple) else value
-        return json.dumps(data, indent=1) + "\n"
+        known = {name: value for name, value in vars(self).items() if value is not None}
+        if self.wait_power_w is not None:
+            known["wait_power_w"] = wait_power_entries(self.wait_power_w)
+        return json.dumps({"format": SIDECAR_FORMAT, **known}, indent=1) + "\n"
 
 
 def sidecar_path(profile_path: Path) -> Path:

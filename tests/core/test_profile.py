@@ -77,6 +77,27 @@ def test_a_wrong_header_is_refused_with_the_right_one(tmp_path, header):
         read(tmp_path, header and f"{header}\n{GOOD}")
 
 
+def test_powers_that_no_gpu_has_are_told_with_the_first_line(tmp_path, caplog):
+    forwards = "0,forward,1200,2.0,10\n0,forward,1000,1.0,5000\n"  # 5 W and 5,000 W might be
+    read(tmp_path, f"{HEADER}\n{forwards}0,backward,1200,1.0,10\n")
+    assert caplog.text == ""
+    read(tmp_path, f"{HEADER}\n{forwards}0,backward,1200,1.0,4.9\n0,backward,1000,1.0,5001\n")
+    assert "line 4: 4.9 W, and 1 more rows with powers that no GPU has (5 W to 5000" in caplog.text
+
+
+def test_a_stage_without_any_energy_is_refused(tmp_path):
+    half = GOOD + "1,forward,1200,1.0,0\n1,backward,1200,1.0,{}\n"
+    assert read(tmp_path, f"{HEADER}\n{half.format(20)}").num_stages == 2
+    with pytest.raises(ProfileError, match=r"job\.csv: stage 1 has no energy in any row"):
+        read(tmp_path, f"{HEADER}\n{half.format(0)}")
+
+
+def test_a_profile_is_not_written_over_its_own_sidecar(tmp_path):
+    with pytest.raises(ProfileError, match=r"cannot be \(got .*job\.json"):
+        read(tmp_path, f"{HEADER}\n{GOOD}").write(tmp_path / "job.json")
+    assert not (tmp_path / "job.json").exists()
+
+
 def test_columns_are_found_by_name_as_pandas_finds_them(tmp_path):
     plain = read(tmp_path, f"{HEADER}\n{GOOD}")
     turned = [",".join([line.split(",")[i] for i in (4, 1, 0, 3, 2)]) for line in GOOD.split()]
@@ -152,7 +173,7 @@ def test_whatever_follows_the_header_is_read_or_refused(tmp_path_factory, text):
 
 def test_extra_columns_blanks_bom_and_crlf_are_accepted(tmp_path):
     plain = read(tmp_path, f"{HEADER}\n{GOOD}")
-    dressed = f"\ufeff{HEADER},samples\n 0 ,forward, 1200 ,1.0,10,7\n\n0,backward,1200,2.0,20,8\n"
+    dressed = f"\ufeff{HEADER},samples\n 0 ,forward, 1200 ,1.0,10,7\n\n0,backward,1200,2.0,20\n"
     assert read(tmp_path, dressed).rows == plain.rows
     assert read(tmp_path, dressed.replace("\n", "\r\n")).rows == plain.rows
 
@@ -292,6 +313,8 @@ def test_lookup_gives_each_unit_its_own_row():
     for other in (600, 1000, 1500):  # below, between and above those that were profiled
         with pytest.raises(ProfileError, match=f"got {other}"):
             profile.lookup(np.where(frequency == 900, other, frequency), backward)
+    with pytest.raises(ProfileError, match=r"stage 0 forward .*got 1000"):  # the first of several
+        profile.lookup(np.array([[1000, 1001, 900], [1002, 1200, 1200]]), backward)
 
 
 def test_no_rows_make_no_profile():

@@ -114,10 +114,10 @@ def test_errors_name_the_chunk_where_there_are_chunks():
 
 
 def test_a_pipeline_may_have_four_million_units():
-    check_size(2, 1_000_000)
+    check_size(2, 1_000_000, 1)
     check_size(2, 250_000, 4)
     with pytest.raises(ScheduleError, match=r"2 stages x 1000001 microbatches are 4,000,004 units"):
-        check_size(2, 1_000_001)
+        check_size(2, 1_000_001, 1)
     told = (
         "2 stages x 4 chunks x 1000000 microbatches are 16,000,000 units, and at most 4,000,000 "
         "are planned: these would take 12 GB and 5.33 minutes or more."

@@ -9,6 +9,7 @@ from envpipe_megatron.sidecar import (
     SIDECAR_FORMAT,
     Sidecar,
     SidecarError,
+    check_lengths,
     read_sidecar,
     sidecar_path,
 )
@@ -45,11 +46,9 @@ def test_round_trip(tmp_path, sidecar):
 def test_unknown_facts_are_left_out_of_the_file(tmp_path):
     path = tmp_path / "job.json"
     path.write_text(Sidecar().to_json_text())
-    assert json.loads(path.read_text()) == {
-        "format": SIDECAR_FORMAT,
-        "tensor_parallel": 1,
-        "num_chunks": 1,
-    }
+    assert path.read_text() == (
+        '{\n "format": "envpipe-profile/1",\n "tensor_parallel": 1,\n "num_chunks": 1\n}\n'
+    )
 
 
 def test_the_example_of_the_format_is_read(tmp_path):
@@ -65,6 +64,30 @@ def test_the_example_of_the_format_is_read(tmp_path):
     assert sidecar.p2p_latency_s == (0.0002,) * 3
     assert sidecar.tail_time_s is None
     assert sidecar.frequency_change_j is None
+
+
+def test_the_blocking_power_is_that_at_the_highest_clock():
+    curves = ({900: 70.0, 1410: 60.0, 1200: 65.0}, {1000: 80.0})
+    assert Sidecar(wait_power_w=curves).blocking_power_w == (60.0, 80.0)
+    assert Sidecar().blocking_power_w is None
+
+
+@pytest.mark.parametrize(
+    ("field", "entries"),
+    [
+        ("wait_power_w", ({900: 70.0},)),
+        ("p2p_latency_s", (0.1, 0.1, 0.1)),
+        ("p2p_latency_s", (0.1,)),
+        *[(name, (1.0,) * 2) for name in ("tail_time_s", "activation_bytes", "free_bytes")],
+    ],
+)
+def test_facts_of_another_pipeline_are_refused(tmp_path, field, entries):
+    with pytest.raises(SidecarError, match=f"field '{field}' has {len(entries)} entries"):
+        check_lengths(Sidecar(**{field: entries}), 3, tmp_path / "job.json")
+
+
+def test_facts_of_as_many_stages_are_taken(tmp_path):
+    check_lengths(FULL, 2, tmp_path / "job.json")
 
 
 def test_it_stands_beside_its_csv(tmp_path):
@@ -91,6 +114,10 @@ def test_it_stands_beside_its_csv(tmp_path):
         ],
         ("wait_power_w", [{"stage": 1, "frequency_mhz": 900, "power_w": 1}]),  # no stage 0
         ("wait_power_w", [{"stage": 0, "frequency_mhz": 900}]),
+        ("wait_power_w", [{"stage": 0, "frequency_mhz": 900, "power_w": w} for w in (1, 2)]),
+        ("wait_power_w", [{"stage": 0, "frequency_mhz": 1_000_000, "power_w": 1}]),
+        ("wait_power_w", [{"stage": 0.0, "frequency_mhz": 900, "power_w": 1}]),
+        ("wait_power_w", [{"stage": 0, "frequency_mhz": "900", "power_w": 1}]),
         ("wait_power_w", [{"stage": 0, "frequency_mhz": 900, "power_w": -1}]),
         ("wait_power_w", [{"stage": 0, "frequency_mhz": 0, "power_w": 1}]),
         ("wait_power_w", [{"stage": "x", "frequency_mhz": 900, "power_w": 1}]),
