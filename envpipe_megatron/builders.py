@@ -76,7 +76,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
             value=num_chunks,
             remedy="Use 1f1b for one chunk.",
         )
-    if num_microbatches < num_stages or num_microbatches % num_stages:
+    if num_microbatches % num_stages:
         raise ScheduleError(
             f"The interleaved schedule over {num_stages} stages needs a multiple of "
             f"{num_stages} microbatches",
@@ -149,17 +149,14 @@ def envpipe_extra_forwards(
         max_in_flight=max_in_flight,
     )
     extra: list[int] = []
-    at_cap = True
+    ahead = num_microbatches
     for stage, cap in enumerate(caps):
         behind = num_stages - stage - 1
         wanted = math.floor(backward_time_s[stage] * behind / forward_time_s[stage] + 1e-9)
-        count = min(wanted, cap)
-        # The stage before must keep ahead, unless memory or the batch alone holds it back; and
-        # even then no stage can warm up with more forwards than that one has sent.
-        if extra:
-            count = min(count, extra[-1] + at_cap)
-        extra.append(count)
-        at_cap = count == cap
+        extra.append(min(wanted, cap, ahead))
+        # This stage must keep ahead of the next, unless memory or the batch alone holds it back;
+        # and even then that one cannot warm up with more forwards than this one has sent.
+        ahead = extra[-1] + (extra[-1] == cap)
     if max_warmup_step is not None:
         extra = limit_step(extra, max_warmup_step)
     return extra

@@ -135,7 +135,7 @@ class FrequencyFile:
                         remedy="Use the order that the file was made for.",
                     )
         rows = [[entry.frequency_mhz for entry in entries] for entries in self.stages]
-        return np.array(rows, dtype=np.int64)
+        return np.array(rows)
 
 
 def read_freqs(path: Path) -> FrequencyFile:

@@ -149,8 +149,8 @@ def latency_by_node(schedule: Schedule, latency_s: float | Sequence[float]) -> l
         TimelineError: neither one time nor one for each boundary, or below zero.
     """
     boundaries = schedule.num_stages - 1
-    by_boundary = np.atleast_1d(np.asarray(latency_s, dtype=np.float64))
-    if np.ndim(latency_s) == 0:
+    by_boundary = np.asarray(latency_s, dtype=np.float64)
+    if by_boundary.ndim == 0:
         by_boundary = np.repeat(by_boundary, boundaries)
     valid = np.isfinite(by_boundary) & (by_boundary >= 0)
     if by_boundary.shape != (boundaries,) or not np.all(valid):
@@ -166,7 +166,7 @@ def latency_by_node(schedule: Schedule, latency_s: float | Sequence[float]) -> l
     chunk = schedule.chunks.ravel()
     wraps = chunk[cross] != chunk  # only the hop back to stage 0 changes the chunk
     boundary = np.where(wraps, boundaries, np.minimum(stage, source_stage))
-    by_node = np.where(cross >= 0, hop[np.clip(boundary, 0, boundaries)], 0.0)
+    by_node = np.where(cross >= 0, hop[boundary], 0.0)
     hops_s: list[float] = by_node.tolist()
     return hops_s
 

@@ -16,7 +16,7 @@ import io
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -100,7 +100,7 @@ class Profile:
     rows: tuple[Mapping[Kind, tuple[ProfileRow, ...]], ...]
     sha256: str
     source: str
-    sidecar: Sidecar = field(default_factory=Sidecar)
+    sidecar: Sidecar
     interpolates: bool = False
 
     @property
@@ -311,8 +311,7 @@ def make_profile(
             )
         stages.append(kinds)
     profile = Profile(tuple(stages), "", source, sidecar or Sidecar())
-    digest = hashlib.sha256(profile.to_csv().encode()).hexdigest()
-    return Profile(profile.rows, digest, source, profile.sidecar)
+    return replace(profile, sha256=hashlib.sha256(profile.to_csv().encode()).hexdigest())
 
 
 def read_profile(path: Path) -> Profile:
@@ -376,7 +375,7 @@ def read_profile(path: Path) -> Profile:
     profile = make_profile(rows, source=str(path), sidecar=sidecar)
     check_lengths(sidecar, profile.num_stages, sidecar_path(path))
     _check_powers(profile, implausible)
-    return Profile(profile.rows, hashlib.sha256(content).hexdigest(), str(path), sidecar)
+    return replace(profile, sha256=hashlib.sha256(content).hexdigest())
 
 
 def _check_powers(profile: Profile, implausible: Sequence[tuple[float, str]]) -> None:

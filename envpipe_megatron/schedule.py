@@ -191,7 +191,7 @@ class Schedule:
         exists = (source_chunk >= 0) & (source_chunk < self.num_chunks)
         source_code = (
             self.is_backward * self.num_chunks + source_chunk % self.num_chunks
-        ) * self.num_microbatches + self.microbatches
+        ) * self.num_microbatches + self._codes % self.num_microbatches
         source = node_of_code[source_stage % self.num_stages, source_code]
         return np.where(exists, source, -1).astype(np.int32).ravel()
 
@@ -343,11 +343,6 @@ class Schedule:
     def _position_of_code(self) -> NDArray[np.intp]:
         """[num_stages, units_per_stage] where the unit of each code stands in its stage's order."""
         return np.argsort(self._codes, axis=1)
-
-    @property
-    def microbatches(self) -> IntArray:
-        """[num_stages, units_per_stage] the microbatch of the unit there."""
-        return self._codes % self.num_microbatches
 
     @property
     def chunks(self) -> IntArray:

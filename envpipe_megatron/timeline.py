@@ -60,7 +60,7 @@ class Timeline:
         self._path.find_ends()
         #: [num_stages, units_per_stage] end of each unit; the iteration starts at 0.
         self.end_s: FloatArray = np.array(self._path.end_s).reshape(shape)
-        self._tail_s = np.broadcast_to(np.asarray(tail_s, dtype=np.float64), shape[:1])
+        self._tail_s = np.broadcast_to(tail_s, shape[:1])
         stage_end_s = self.end_s[:, -1] + self._tail_s
         #: Until the last stage has ended its tail.
         self.iteration_time_s = float(stage_end_s.max())

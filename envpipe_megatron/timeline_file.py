@@ -239,7 +239,7 @@ def _shared_labels(
 
 def _integers(values: Any) -> NDArray[np.int64]:
     array = np.asarray(values)
-    if array.ndim != 1 or not array.size or array.dtype != np.int64:
+    if array.ndim != 1 or array.dtype != np.int64:  # none at all are floats
         raise TypeError
     return array
 

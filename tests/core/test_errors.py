@@ -28,6 +28,8 @@ from envpipe_megatron.schedule import Kind
         ([Kind.FORWARD, Kind.BACKWARD], "forward, backward"),
         ({"order": Kind.FORWARD, "steps": 3}, "order: forward, steps: 3"),
         ({}, "nothing"),
+        (198 * "x", f"'{198 * 'x'}'"),
+        (199 * "x", f"'{196 * 'x'}..."),
         (None, "nothing"),
         (True, "true"),
         (0.25, "0.25"),

@@ -59,12 +59,20 @@ def test_links_modes_and_devices_stay_what_they_are(tmp_path):
     assert device.is_char_device()
 
 
-def test_a_file_that_may_not_be_written_is_not_replaced(tmp_path):
+def test_a_text_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
+    path, synced = tmp_path / "a", []
+    path.write_text("old")
+    monkeypatch.setattr(
+        os, "fsync", lambda file: synced.append((os.fstat(file).st_size, path.read_text()))
+    )
+    replace_files({path: ["longer"]})
+    assert synced == [(len("longer"), "old")]
+
+
+def test_a_file_that_may_not_be_written_is_not_replaced(tmp_path, monkeypatch):
     path = tmp_path / "kept"
     path.write_text("old")
-    path.chmod(0o400)
-    if os.access(path, os.W_OK):
-        pytest.skip("this user may write everything")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everything
     with pytest.raises(PermissionError) as caught:
         replace_files({path: ["new"]})
     assert caught.value.filename == str(path)
@@ -82,6 +90,7 @@ def test_text_is_read_with_and_without_a_mark(tmp_path, encoding):
     [
         ("é,1".encode("utf-16"), "UTF-16; save it as UTF-8"),
         (b"a\nb,\xe9", "line 2 is not UTF-8; save"),
+        (b"\n\xe9\n", "line 2 is not UTF-8; save"),
     ],
 )
 def test_other_encodings_are_told_what_to_do(tmp_path, content, said):

@@ -78,7 +78,7 @@ def test_a_wrong_header_is_refused_with_the_right_one(tmp_path, header):
 
 
 def test_powers_that_no_gpu_has_are_told_with_the_first_line(tmp_path, caplog):
-    forwards = "0,forward,1200,2.0,10\n0,forward,1000,1.0,5000\n"  # 5 W and 5,000 W might be
+    forwards = "0,forward,1200,2.0,10\n0,forward,1000,2.0,10000\n"  # 5 W and 5,000 W might be
     read(tmp_path, f"{HEADER}\n{forwards}0,backward,1200,1.0,10\n")
     assert caplog.text == ""
     read(tmp_path, f"{HEADER}\n{forwards}0,backward,1200,1.0,4.9\n0,backward,1000,1.0,5001\n")

@@ -75,6 +75,7 @@ def test_2_by_2_by_hand():
     assert timeline.start_s.tolist() == [[0, 1, 4, 7], [1, 2, 4, 5]]
     assert timeline.end_s.tolist() == [[1, 2, 6, 9], [2, 4, 5, 7]]
     assert timeline.iteration_time_s == 9
+    assert timeline.duration_s.dtype == timeline.start_s.dtype == np.float64
     # In steady state the wait before a stage's first unit is one with that after its last.
     assert timeline.wait_s.tolist() == [[0, 0, 2, 1], [1 + 2, 0, 0, 0]]
 
