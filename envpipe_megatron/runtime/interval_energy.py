@@ -62,12 +62,10 @@ class StepEnergy:
         Energies of single steps cannot be told where they are shorter than ten refreshes of the
         counter: their scatter is taken to be that of their times.
         """
-        if None in (self.power_w, self.time_uncertainty_s, self.metering_uncertainty_j):
+        power_w, metering_j = self.power_w, self.metering_uncertainty_j
+        if power_w is None or metering_j is None or self.time_uncertainty_s is None:
             return None
-        assert self.power_w is not None  # for the type checker
-        assert self.time_uncertainty_s is not None
-        assert self.metering_uncertainty_j is not None
-        return math.hypot(self.metering_uncertainty_j, self.power_w * self.time_uncertainty_s)
+        return math.hypot(metering_j, power_w * self.time_uncertainty_s)
 
 
 @dataclass(frozen=True)
@@ -180,7 +178,6 @@ class IntervalMeter:
 
     def __init__(self, meter: EnergyMeter) -> None:
         self._meter = meter
-        self._end_s = -math.inf
         #: The last span of the lap before, and the energy that was told of it.
         self._told: tuple[float, float, float] | None = None
         self._begin_anew()
@@ -259,7 +256,8 @@ class IntervalMeter:
             if self._energy_j is not None:
                 self._energy_j += energy.energy_j
                 self._variance += energy.uncertainty_j**2
-                self._told = (begin_s, end_s, energy.energy_j) if is_lap else None
+                if is_lap:
+                    self._told = begin_s, end_s, energy.energy_j
         self._spans = []
 
     def _correct(self) -> None:
@@ -285,8 +283,7 @@ class BaselineSteps:
 
     def end_step(self, end_s: float) -> None:
         """The last step ends only now."""
-        if self._steps:
-            self._steps[-1] = self._steps[-1][0], end_s
+        self._steps[-1] = self._steps[-1][0], end_s
 
     def measure(self, meter: EnergyMeter) -> StepEnergy | None:
         """An average step, without the first and others at the start that take much longer.
@@ -361,20 +358,20 @@ class StepSums(NamedTuple):
     """
 
     gpus: float
-    steps: float = 0.0
-    iterations: float = 0.0
-    time_s: float = 0.0
-    certain: float = 0.0
-    time_uncertainty_s: float = 0.0
-    metered: float = 0.0
-    energy_j: float = 0.0
-    metering_variance_j2: float = 0.0
+    steps: float
+    iterations: float
+    time_s: float
+    certain: float
+    time_uncertainty_s: float
+    metered: float
+    energy_j: float
+    metering_variance_j2: float
 
     @classmethod
     def of(cls, step: StepEnergy | None) -> StepSums:
         """Of one GPU."""
         if step is None:
-            return cls(1)
+            return cls(1, *[0] * 8)
         return cls(
             1,
             1,

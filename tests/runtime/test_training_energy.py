@@ -17,6 +17,7 @@ from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.runtime.energy_meter import EnergyMeter
 from envpipe_megatron.runtime.interval_energy import (
     BaselineSteps,
+    IntervalEnergy,
     IntervalMeter,
     PhaseMean,
     StepEnergy,
@@ -24,6 +25,7 @@ from envpipe_megatron.runtime.interval_energy import (
     compare,
     error_of_mean,
     mean_over_gpus,
+    percent,
 )
 
 pytestmark = pytest.mark.xdist_group("pipeline")
@@ -160,6 +162,42 @@ def test_a_baseline_of_less_than_ten_refreshes_says_nothing():
     meter.close()
 
 
+@pytest.mark.parametrize(
+    ("steps_s", "ended_s", "counted"),
+    [
+        ([], None, 0),
+        ([1.0], None, 0),
+        ([1.0, 1.0], None, 0),  # one that counts tells nothing of scatter
+        ([1.0, 0.75, 0.5], None, 2),  # just ten refreshes; 0.75 s is just 1.2 of the median
+        ([1.0, 0.6875, 0.5], None, 0),
+        ([1.0, 1.25, 1.0, 1.0, 1.0], None, 3),
+        ([1.0, 1.0, 1.25, 1.0, 1.0], None, 4),  # not at the start
+        ([1.0, 0.5, 0.5], 2.5, 2),  # the last of them ended later
+    ],
+)
+def test_which_steps_of_a_warm_up_are_its_baseline(steps_s, ended_s, counted):
+    gpu = FakeGpu(refresh_s=0.125)
+    meter = EnergyMeter(gpu, poll_s=3600)
+    look(meter, gpu, 6.0)
+    steps = BaselineSteps()
+    ends_s = list(itertools.accumulate(steps_s))
+    for end_s, duration_s in zip(ends_s, steps_s, strict=True):
+        steps.add(end_s - duration_s, end_s)
+    if ended_s is not None:
+        steps.end_step(ended_s)
+        steps_s[-1] += ended_s - ends_s[-1]
+    measured = steps.measure(meter)
+    if not counted:
+        assert measured is None
+    else:
+        kept_s = steps_s[-counted:]
+        assert measured.iterations == counted
+        assert measured.time_s == pytest.approx(np.mean(kept_s))
+        assert measured.energy_j == pytest.approx(100 * np.mean(kept_s))
+        assert measured.time_uncertainty_s == error_of_mean(kept_s)
+    meter.close()
+
+
 @pytest.mark.parametrize(("saved", "noise", "count"), [(0.0, 0.02, 3), (0.0, 0.05, 10)])
 def test_a_saving_is_not_claimed_where_there_is_none(saved, noise, count):
     """Short baselines of noisy steps: a claim is wrong in 2.5 % of jobs at most, and a bit."""
@@ -185,13 +223,57 @@ def test_savings_and_slowdowns_carry_their_uncertainty():
     assert found.slowdown_percent == pytest.approx(2)
     assert found.slowdown_uncertainty_percent == pytest.approx(100 * 1.02 * 0.01)
     assert found.saves_for_sure
+    assert not replace(found, saving_uncertainty_percent=20 / 1.96).saves_for_sure
+    assert replace(found, saving_uncertainty_percent=10.2).saves_for_sure
     once = compare(replace(step, time_uncertainty_s=None), baseline)
     assert once.saving_percent == pytest.approx(20)
     assert once.saving_uncertainty_percent is None
     assert not once.saves_for_sure
     unmetered = compare(replace(step, energy_j=None), baseline)
-    assert unmetered.saving_percent is None
-    assert unmetered.slowdown_percent == pytest.approx(2)
+    assert unmetered == replace(found, saving_percent=None, saving_uncertainty_percent=None)
+    assert not unmetered.saves_for_sure
+    assert compare(step, replace(baseline, energy_j=None)) == unmetered
+    # 320 +- 4 J in 1.02 +- 0.02 s, of which 3.5 J by the scatter of the time.
+    both = StepEnergy(100, 1.25, 0.02, 320.0, 4.0)
+    assert both.power_w == 256
+    assert both.energy_uncertainty_j == pytest.approx(math.hypot(4, 256 * 0.02))
+    found = compare(both, baseline)
+    assert found.saving_uncertainty_percent == pytest.approx(
+        100 * math.hypot(both.energy_uncertainty_j, 0.8 * 5) / 400
+    )
+    assert found.slowdown_percent == pytest.approx(25)
+    assert found.slowdown_uncertainty_percent == pytest.approx(100 * math.hypot(0.02, 1.25 * 0.01))
+    longer = replace(baseline, time_s=4.0)
+    assert compare(both, longer).slowdown_percent == pytest.approx(-68.75)
+    assert compare(both, longer).slowdown_uncertainty_percent == pytest.approx(
+        25 * math.hypot(0.02, 1.25 / 4 * 0.01)
+    )
+    assert compare(both, replace(baseline, time_uncertainty_s=None)) == replace(
+        found, saving_uncertainty_percent=None, slowdown_uncertainty_percent=None
+    )
+    nothing = StepEnergy(2, 0.0, 0.0, 0.0, 0.001)
+    assert nothing.power_w is None
+    assert nothing.energy_uncertainty_j is None
+    assert compare(step, replace(baseline, energy_j=0.0)).saving_percent is None
+
+
+@pytest.mark.parametrize(
+    ("value", "uncertainty", "said"),
+    [
+        (None, None, "not known"),
+        (12.345, None, "12.35 %"),
+        (-0.5, 0.25, "-0.50 +- 0.49 %"),
+        (0.0, 0.0, "0.00 +- 0.00 %"),
+    ],
+)
+def test_percent_has_its_interval_where_that_is_known(value, uncertainty, said):
+    assert percent(value, uncertainty) == said
+
+
+def test_a_mean_of_two_has_an_error_and_of_one_none():
+    assert error_of_mean([3.0]) is None
+    # 12.706 of 1.96 is Student's t of one degree of freedom at 95 %; the deviation is sqrt(2).
+    assert error_of_mean([3.0, 5.0]) == pytest.approx(12.706 / 1.96, rel=1e-4)
 
 
 # Intervals ------------------------------------------------------------------------------------
@@ -201,6 +283,60 @@ def look(meter: EnergyMeter, gpu: FakeGpu, until_s: float) -> None:
     for time_s in np.arange(gpu.now_s, until_s + 0.01, 0.05):
         gpu.now_s = time_s
         meter._sample()
+
+
+def test_what_a_lap_says():
+    gpu = FakeGpu(refresh_s=0.125, counter_j=lambda time_s: 128 * time_s)  # no rounding in these
+    meter = EnergyMeter(gpu, poll_s=3600)
+    for tick in range(64):
+        gpu.now_s = tick / 8
+        meter._sample()
+    interval = IntervalMeter(meter)
+    interval.add("warm-up", 0.5, 1.0)
+    interval.add("warm-up", 1.0, 1.75)
+    interval.add_between("plan", 1.75, 2.25)
+    interval.add("steady", 2.5, 2.75)
+    interval.end_step(3.25)
+    interval.end_step(3.0)  # it has ended already
+    lap = interval.lap()
+    uncertainty_j = math.sqrt(2) * 0.001  # of two spans, each known to the counter's resolution
+    assert lap == IntervalEnergy(
+        {"warm-up": 2, "plan": 0, "steady": 1},
+        2.5,
+        320.0,
+        pytest.approx(uncertainty_j),
+        StepEnergy(
+            3,
+            2.5 / 3,
+            error_of_mean([0.5, 0.75, 0.75]),
+            320 / 3,
+            pytest.approx(uncertainty_j / 3),
+        ),
+    )
+    assert lap.iterations == 3
+    interval.end_step(4.0)  # the lap's last step goes on after it
+    assert interval.lap() == IntervalEnergy({}, 0.75, 96.0, 0.001, None)
+    interval.add_between("plan", 4.0, 4.5)
+    assert interval.lap() == IntervalEnergy({"plan": 0}, 0.5, 64.0, 0.001, None)
+    assert interval.lap() == IntervalEnergy({}, 0.0, 0.0, 0.0, None)
+    meter.close()
+
+
+def test_what_a_lap_told_too_high_is_made_up_for_once():
+    gpu = FakeGpu(counter_j=lambda time_s: 400 * min(time_s, 1) + 100 * max(time_s - 1, 0))
+    meter = EnergyMeter(gpu, poll_s=3600)
+    look(meter, gpu, 1.0)
+    interval = IntervalMeter(meter)
+    interval.add("steady", 0.0, 0.5)
+    interval.add("steady", 0.75, 1.2)
+    assert interval.lap().energy_j == pytest.approx(200 + 180)  # 0.2 s at 400 W, not at 100
+    assert interval.lap().energy_j == 0  # nothing to correct yet
+    look(meter, gpu, 3.0)
+    interval.add("steady", 1.2, 2.0)
+    assert interval.lap().energy_j == pytest.approx(80 - 60)
+    interval.add("steady", 2.0, 3.0)
+    assert interval.lap().energy_j == pytest.approx(100)
+    meter.close()
 
 
 def test_an_interval_of_hours_outlives_the_meters_memory():
@@ -318,13 +454,29 @@ def test_gpus_of_a_stage_stand_in_for_each_other():
     mean = mean_over_gpus([stage(100.0, None), stage(300.0, 320.0)])
     assert mean.energy_j == pytest.approx((100 + 100 + 300 + 320) / 4)
     assert mean.metering_uncertainty_j == pytest.approx(math.hypot(6, 3, 3) / 4)
-    assert mean_over_gpus([stage(None), stage(300.0)]).energy_j is None
+    unmetered = mean_over_gpus([stage(None), stage(300.0)])
+    assert unmetered == StepEnergy(4, 1.0, 0.1, None, None)
     assert mean_over_gpus([stage(100.0), StepSums.of(None)]) is None
+    unlike = [StepEnergy(4, 1.0, 0.1, 100.0, 3.0), StepEnergy(2, 2.0, 0.3, 300.0, 4.0)]
+    assert mean_over_gpus([StepSums.of(step) for step in unlike]) == StepEnergy(
+        3, 1.5, 0.2, 200.0, 2.5
+    )
+    unlike[1] = replace(unlike[1], time_uncertainty_s=None)
+    assert mean_over_gpus([StepSums.of(step) for step in unlike]).time_uncertainty_s is None
 
 
 def test_a_job_of_single_steps_a_lap_has_a_mean_with_an_error():
     mean = PhaseMean()
     assert mean.step is None
+    only = StepEnergy(5, 1.0, 0.01, 100.0, 1.0)
+    mean.add(only)
+    assert mean.step == only
+    mean.add(StepEnergy(3, 2.0, 0.02, 300.0, 2.0))
+    # A lap counts by its steps: 5 of 1 s, 3 of 2 s; their uncertainties are 5 and 6 J.
+    assert mean.step == StepEnergy(
+        8, 11 / 8, error_of_mean([1.0, 2.0]), 1400 / 8, pytest.approx(math.hypot(5, 6) / 8)
+    )
+    mean = PhaseMean()
     for time_s in (1.0, 1.1, 0.9):
         mean.add(StepEnergy(1, time_s, None, 100 * time_s, 1.0))
     mean.add(StepEnergy(1, 50.0, None, None, None))
