@@ -244,4 +244,3 @@ class EnergyMeter:
             if times[-1] - times[0] > 2 * self._horizon_s:
                 old = bisect_left(times, times[-1] - self._horizon_s)
                 del times[:old], energies[:old], self._time_uncertainties_s[:old]
-                self._breaks = [(a, b) for a, b in self._breaks if b > times[0]]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import multiprocessing as mp
 import os
 import resource
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +21,9 @@ from fake_gpu import FakeGpu
 
 from envpipe_megatron.energy_file import append_line, name_of_run, read_energy_logs
 from envpipe_megatron.gpu.base import EnergyReading, GpuError
-from envpipe_megatron.runtime import energy_meter
-from envpipe_megatron.runtime.energy_log import EnergyLog
-from envpipe_megatron.runtime.energy_meter import EnergyMeter, MeterError
+from envpipe_megatron.runtime import energy_log, energy_meter
+from envpipe_megatron.runtime.energy_log import EnergyLog, PhaseTotals
+from envpipe_megatron.runtime.energy_meter import EnergyMeter, MeterError, WindowEnergy
 from envpipe_megatron.runtime.energy_split import (
     Measured,
     error_of_sum,
@@ -92,6 +94,7 @@ def test_old_samples_are_forgotten(gpu):
     meter = EnergyMeter(gpu, poll_s=3600, horizon_s=1.0)
     at(meter, gpu, *np.arange(0.1, 10.05, 0.1))
     assert len(meter._times_s) <= 21
+    assert len(meter._energies_j) == len(meter._time_uncertainties_s) == len(meter._times_s)
     assert meter.energy_j(9.0, 10.0) == pytest.approx(100)
     meter.close()
 
@@ -282,6 +285,50 @@ def test_windows_are_as_uncertain_as_they_say(gpu, monkeypatch, alternate_s, tim
     assert 0.05 < np.linalg.norm(errors) / np.linalg.norm(uncertainties) < 1
 
 
+def test_the_uncertainty_of_a_window_by_hand(gpu, monkeypatch):
+    """Ten refreshes at 100 W, ten at 300 W, and one whose instant is known to 10 ms."""
+    gpu.refresh_s = 0.125
+    gpu.counter_j = lambda time_s: 100 * time_s + 200 * max(0.0, time_s - 1.25)
+    read_energy = gpu.read_energy
+
+    def some_told_late():
+        reading = read_energy()
+        return replace(reading, time_uncertainty_s=0.01 if reading.time_s == 0.375 else 0.0)
+
+    monkeypatch.setattr(gpu, "read_energy", some_told_late)
+    meter = EnergyMeter(gpu, poll_s=3600)
+    assert meter.window(0.0, 0.0) == WindowEnergy(0.0, 0.001)  # nothing is known but this instant
+    at(meter, gpu, 0.125)
+    # A single power: it may have been anything.
+    assert meter.window(0.0, 0.1).uncertainty_j == pytest.approx(math.hypot(12.5, 12.5), rel=1e-6)
+    at(meter, gpu, *np.arange(0.25, 1.51, 0.125))
+
+    def spread_w(low: int, high: int) -> float:
+        """Of so many powers before the step and after it."""
+        return 200 * math.sqrt(low * high) / (low + high)
+
+    past_j = meter.window(0.0, 1.8).uncertainty_j  # 0.3 s past the last refresh
+    assert past_j == pytest.approx(spread_w(4, 2) * 0.3, rel=1e-6)
+    at(meter, gpu, *np.arange(1.625, 2.51, 0.125))
+    for start_s, end_s, wanted_j in [
+        (0.0, 0.6, 0.0),  # the five refreshes on each side have the same power
+        (0.0, 0.7, spread_w(10, 1) * 0.125),
+        (0.0, 1.5, spread_w(4, 7) * 0.125),
+        (0.0, 1.8, spread_w(1, 10) * 0.125),
+        (0.0, 1.9, 0.0),
+        (0.0, 2.6, 0.0),
+        (1.5, 1.5, math.sqrt(2) * spread_w(4, 7) * 0.125),
+        (0.2, 0.6, 0.0),
+        (0.3, 0.6, 100 * 0.01),
+        (0.45, 0.6, 100 * 0.01),
+        (0.55, 0.6, 0.0),
+    ]:
+        found_j = meter.window(start_s, end_s).uncertainty_j
+        assert found_j == pytest.approx(math.hypot(wanted_j, 0.001), rel=1e-6), (start_s, end_s)
+    meter.close()
+    assert not meter._thread.is_alive()
+
+
 # Log -----------------------------------------------------------------------------------------
 
 
@@ -429,6 +476,20 @@ def test_time_is_shared_out_between_units_receives_and_the_rest(gpu, tmp_path):
     assert sum(w["compute_s"] for w in windows) == pytest.approx(6 * 0.25)
     # The first unit of each iteration receives nothing: what it waits for is not a neighbour.
     assert sum(w["blocking_s"] for w in windows) == pytest.approx(6 * 0.05)
+    assert windows[0] == {
+        "format": "envpipe-energy/1",
+        "rank": 3,
+        "phase": "steady",
+        "first_iteration": 0,
+        "last_iteration": 1,
+        "begin_s": 0.0,
+        "duration_s": pytest.approx(1.1),
+        "energy_j": pytest.approx(110),
+        "energy_uncertainty_j": pytest.approx(0.001),
+        "compute_s": pytest.approx(0.5),
+        "blocking_s": pytest.approx(0.1),
+        "idle_s": pytest.approx(0.5),
+    }
     for window in windows:
         parts_s = window["compute_s"] + window["blocking_s"] + window["idle_s"]
         assert parts_s == pytest.approx(window["duration_s"])
@@ -445,9 +506,9 @@ def test_a_window_grows_while_the_counter_stands_still(gpu, tmp_path, monkeypatc
     meter = EnergyMeter(gpu, poll_s=3600)
     log = EnergyLog(meter, partial(append_line, tmp_path / "log"), {})
     for iteration in range(40):
-        if iteration == 10:
+        if iteration in (10, 28):
             stall(gpu, monkeypatch)
-        if iteration == 20:
+        if iteration in (20, 38):
             monkeypatch.undo()
         begin_s = 0.5 * iteration
         at(meter, gpu, *np.arange(begin_s, begin_s + 0.5, 0.05), begin_s + 0.5)
@@ -459,7 +520,7 @@ def test_a_window_grows_while_the_counter_stands_still(gpu, tmp_path, monkeypatc
     assert iterations == list(range(40))  # the counter had counted on: nothing is lost
     assert sum(w["energy_j"] for w in windows) == pytest.approx(2000)
     assert max(w["duration_s"] for w in windows) > 5
-    assert caplog.text.count("no refresh of the counter since") == 1
+    assert caplog.text.count("no refresh of the counter since") == 2  # once each time
 
 
 def test_a_counter_that_never_comes_back_ends_the_log_at_its_last_refresh(
@@ -478,6 +539,72 @@ def test_a_counter_that_never_comes_back_ends_the_log_at_its_last_refresh(
     windows = read(tmp_path / "log")
     assert windows[-1]["last_iteration"] == 12
     assert sum(w["energy_j"] for w in windows) == pytest.approx(650)
+    assert log.totals.keys() == {"steady"}
+    assert log.totals["steady"].iterations == 13
+
+
+def test_windows_that_wait_in_vain_are_given_up_one_by_one(gpu, meter, monkeypatch, caplog):
+    monkeypatch.setattr(energy_log, "_MOST_WAITING", 2)
+    log = EnergyLog(meter, None, {})
+    at(meter, gpu, *np.arange(0.0, 1.05, 0.1))
+    stall(gpu, monkeypatch)
+    for iteration in range(5):  # a phase each: four are waiting before the last is counted
+        log.add(f"phase {iteration}", iteration, record(iteration + 2.0, 1.0), RECEIVES)
+    log.add("phase 5", 5, record(7.0, 1.0), RECEIVES)
+    monkeypatch.undo()
+    at(meter, gpu, *np.arange(1.1, 8.15, 0.1))
+    log.close()
+    # The counter had counted on, for those that nobody had given up.
+    assert list(log.totals) == ["phase 2", "phase 3", "phase 4", "phase 5"]
+    assert [total.energy_j for total in log.totals.values()] == pytest.approx([100] * 4)
+    assert caplog.text.count("has a gap") == 1
+
+
+def test_what_lies_between_phases_and_what_the_framework_runs(gpu, tmp_path):
+    gpu.refresh_s, gpu.counter_j = 0.125, lambda time_s: 128 * time_s  # no rounding in these
+    meter = EnergyMeter(gpu, poll_s=3600)
+    at(meter, gpu, *np.arange(0.0, 5.01, 0.125))
+    log = EnergyLog(meter, partial(append_line, tmp_path / "log"), {"rank": 3})
+    assert log.add("warm-up", 7, record(0.5, 0.5), RECEIVES, begun_s=0.25) == 0.25
+    log.end_step(1.0)  # the optimizer took no time
+    assert log.add_between_phases(8, 1.25, 1.5) == 1.0
+    assert log.add("steady", 8, record(1.75, 0.5), RECEIVES) == 1.5
+    log.end_step(2.0)  # that was of an earlier one
+    assert log.add_step_of_framework(9, 2.5, 3.0) == 2.5
+    assert log.add_step_of_framework(6, 3.25, 3.5) == 3.0  # a framework may count anew
+    assert log.add("steady", 10, record(3.75, 0.5), RECEIVES) == 3.5
+    log.close()
+    meter.close()
+
+    def line(phase, first, last, begin_s, duration_s, compute_s=0.0, blocking_s=0.0):
+        return {
+            "format": "envpipe-energy/1",
+            "rank": 3,
+            "phase": phase,
+            "first_iteration": first,
+            "last_iteration": last,
+            "begin_s": begin_s,
+            "duration_s": duration_s,
+            "energy_j": 128 * duration_s,
+            "energy_uncertainty_j": 0.001,
+            "compute_s": pytest.approx(compute_s),
+            "blocking_s": pytest.approx(blocking_s),
+            "idle_s": pytest.approx(duration_s - compute_s - blocking_s),
+        }
+
+    assert read(tmp_path / "log") == [
+        line("warm-up", 7, 7, 0.25, 0.75, 0.25, 0.05),
+        line("plan", 8, 8, 1.0, 0.5),
+        line("steady", 8, 8, 1.5, 0.75, 0.25, 0.05),
+        line("framework", 6, 9, 2.5, 1.0),
+        line("steady", 10, 10, 3.5, 0.75, 0.25, 0.05),
+    ]
+    assert log.totals == {
+        "warm-up": PhaseTotals(96.0, 0.001, 0.75, 1),
+        "plan": PhaseTotals(64.0, 0.001, 0.5, 0),
+        "steady": PhaseTotals(192.0, pytest.approx(math.sqrt(2) * 0.001), 1.5, 2),
+        "framework": PhaseTotals(128.0, 0.001, 1.0, 2),
+    }
 
 
 def test_a_counter_that_goes_back_costs_one_window(gpu, tmp_path, caplog):
@@ -670,28 +797,41 @@ def test_energies_that_are_not_told_apart_are_shared_by_time(apart):
 
 
 def test_split_carries_uncertainty_to_each_kind():
-    """The spread of many noisy sweeps is what one of them says of itself."""
-    rng = np.random.default_rng(3)
+    """Each of the three energies that a row stands on moves it; together, by its uncertainty."""
     clocks = [1400, 1200, 1000]
-    clean = [(0.10, 0.20, 60.0), (0.117, 0.233, 54.0), (0.14, 0.28, 51.0)]
-    lower = [(0.116, 0.203, 57.8), (0.138, 0.206, 56.9)]
-    noise_j = (0.3, 0.2, 0.25, 0.15, 0.35)
-
-    def noisy(points, noise_j):
-        return [
-            Measured(f, b, j + rng.normal(0, u), u)
-            for (f, b, j), u in zip(points, noise_j, strict=True)
-        ]
-
-    sweeps = [
-        split_energies(clocks, noisy(clean, noise_j[:3]), noisy(lower, noise_j[3:])).rows
-        for _ in range(3000)
+    together = [
+        Measured(0.10, 0.20, 60.0, 0.3),
+        Measured(0.117, 0.233, 54.0, 0.2),
+        Measured(0.14, 0.28, 51.0, 0.25),
     ]
-    for kind in Kind:
-        for index in range(len(clocks)):
-            rows = [sweep[kind][index] for sweep in sweeps]
-            spread_j = np.std([row.energy_j for row in rows])
-            assert rows[0].energy_uncertainty_j == pytest.approx(spread_j, rel=0.08)
+    apart = [Measured(0.116, 0.203, 57.8, 0.15), Measured(0.138, 0.206, 56.9, 0.35)]
+    split = split_energies(clocks, together, apart)
+    assert split.told_apart
+    moved = {kind: np.zeros((5, 3)) for kind in Kind}
+    for index, pair in enumerate([*together, *apart]):
+        pairs = [*together, *apart]
+        pairs[index] = replace(pair, pair_j=pair.pair_j + pair.pair_uncertainty_j)
+        other = split_energies(clocks, pairs[:3], pairs[3:])
+        for kind, rows in split.rows.items():
+            moved[kind][index] = [
+                b.energy_j - a.energy_j for a, b in zip(rows, other.rows[kind], strict=True)
+            ]
+    for kind, rows in split.rows.items():
+        assert [row.frequency_mhz for row in rows] == clocks
+        stated_j = [row.energy_uncertainty_j for row in rows]
+        assert stated_j == pytest.approx(np.linalg.norm(moved[kind], axis=0))
+        assert min(stated_j) > 0.05
+
+
+def test_a_split_without_lower_clocks_or_with_early_ones():
+    alone = split_energies([1400], [Measured(0.1, 0.3, 60.0)], [])
+    assert (alone.told_apart, alone.late_s) == (True, 0.0)
+    assert [alone.rows[kind][0].energy_j for kind in Kind] == pytest.approx([15, 45])
+    # Shorter than at its own clock: noise, since no unit runs at a clock before it was asked for.
+    together = [Measured(0.1, 0.2, 60.0), Measured(0.13, 0.26, 50.0)]
+    early = split_energies([1400, 1000], together, [Measured(0.131, 0.199, 55.0)])
+    assert (early.told_apart, early.late_s) == (True, 0.0)
+    assert early.rows[Kind.FORWARD][1].energy_j == pytest.approx(20 - 5)
 
 
 @pytest.mark.parametrize("duration_s", [0.11, 0.3, 1.0])

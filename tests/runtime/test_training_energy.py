@@ -14,6 +14,7 @@ from fake_gpu import FakeGpu
 from rank_pool import RankPool
 
 from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.runtime import interval_energy
 from envpipe_megatron.runtime.energy_meter import EnergyMeter
 from envpipe_megatron.runtime.interval_energy import (
     BaselineSteps,
@@ -322,7 +323,7 @@ def test_what_a_lap_says():
     meter.close()
 
 
-def test_what_a_lap_told_too_high_is_made_up_for_once():
+def test_what_a_lap_told_too_high_is_made_up_for_once(monkeypatch):
     gpu = FakeGpu(counter_j=lambda time_s: 400 * min(time_s, 1) + 100 * max(time_s - 1, 0))
     meter = EnergyMeter(gpu, poll_s=3600)
     look(meter, gpu, 1.0)
@@ -331,11 +332,13 @@ def test_what_a_lap_told_too_high_is_made_up_for_once():
     interval.add("steady", 0.75, 1.2)
     assert interval.lap().energy_j == pytest.approx(200 + 180)  # 0.2 s at 400 W, not at 100
     assert interval.lap().energy_j == 0  # nothing to correct yet
-    look(meter, gpu, 3.0)
-    interval.add("steady", 1.2, 2.0)
-    assert interval.lap().energy_j == pytest.approx(80 - 60)
-    interval.add("steady", 2.0, 3.0)
-    assert interval.lap().energy_j == pytest.approx(100)
+    look(meter, gpu, 4.0)
+    monkeypatch.setattr(interval_energy, "_LONGEST_PENDING_S", 0.5)
+    for begin_s in (1.2, 2.0, 2.8):  # what came before is metered with the next
+        interval.add("steady", begin_s, begin_s + 0.8)
+    assert interval.lap().energy_j == pytest.approx(240 - 60)
+    interval.add("steady", 3.6, 4.0)
+    assert interval.lap().energy_j == pytest.approx(40)
     meter.close()
 
 
