@@ -109,6 +109,17 @@ def test_its_thread_sees_refreshes_by_itself(gpu):
     assert meter._energies_j == pytest.approx([0, 10, 20, 30])
 
 
+def test_between_two_polls_the_counter_is_read_where_it_is_asked_for_alone(gpu, monkeypatch):
+    reads = []
+    read_energy = gpu.read_energy
+    monkeypatch.setattr(gpu, "read_energy", lambda: (reads.append(1), read_energy())[1])
+    meter = EnergyMeter(gpu, poll_s=3600)
+    for wanted in range(1, 6):
+        assert len(reads) == wanted
+        meter.catch_up()
+    meter.close()
+
+
 def test_failing_counter_is_a_named_error(gpu, meter):
     gpu.error = GpuError("the driver is gone")
     meter.catch_up()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +15,14 @@ import step_ranks
 from fake_gpu import FakeGpu
 from rank_pool import RankPool
 
+from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.runtime import interval_energy
+from envpipe_megatron.runtime.energy_log import EnergyLog
 from envpipe_megatron.runtime.energy_meter import EnergyMeter
+from envpipe_megatron.runtime.executor import StageRecord
 from envpipe_megatron.runtime.interval_energy import (
+    BaselineEnergy,
     BaselineSteps,
     IntervalEnergy,
     IntervalMeter,
@@ -28,6 +34,7 @@ from envpipe_megatron.runtime.interval_energy import (
     mean_over_gpus,
     percent,
 )
+from envpipe_megatron.runtime.training_energy import TrainingEnergy
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -58,6 +65,165 @@ def test_laps_and_log_are_what_the_counter_says(three_ranks, tmp_path, seed):
             assert [stage.energy_j for stage in job.by_stage] == pytest.approx(energies_j)
             assert job.mean.energy_j == pytest.approx(np.mean(energies_j))
             assert job.mean.time_s == pytest.approx(laps[0][0].duration_s / job.mean.iterations)
+
+
+class OneRank:
+    """Training on one GPU at 128 W, at instants that a test says; two stages are like it."""
+
+    def __init__(self, baseline: BaselineEnergy | None = None) -> None:
+        self.gpu = FakeGpu(refresh_s=0.125, counter_j=lambda time_s: 128 * time_s)  # no rounding
+        self.meter = EnergyMeter(self.gpu, poll_s=3600)
+        look(self.meter, self.gpu, 20.0)
+        self.now_s = 0.0
+        self.described: list[object] = []
+        self.energy = TrainingEnergy(
+            self.meter,
+            EnergyLog(self.meter, None, {}),
+            lambda: self.now_s,
+            SimpleNamespace(is_planner=True, by_stage=lambda sums, merge: [merge([sums])] * 2),
+            baseline,
+            self.described.append,
+        )
+
+    def step(self, phase: Phase | None, begin_s: float, unit_s: float, end_s: float) -> None:
+        """From `begin_s` to `end_s`; its iteration, if it has one, from `unit_s` for half a s."""
+        self.now_s = begin_s
+        self.energy.begin_step()
+        if phase is not None:
+            self.iterate(phase, unit_s)
+        self.now_s = end_s
+        self.energy.end_step(1)
+
+    def iterate(self, phase: Phase, begin_s: float) -> None:
+        zero = np.zeros(1)
+        record = StageRecord(zero, zero, zero, begin_s, 0.5, 0.5)
+        self.energy.add(phase, 1, record, np.array([False]))
+
+
+def test_all_that_is_told_of_one_job():
+    job = OneRank()
+    energy = job.energy
+    assert energy.gather(energy.lap()) is None
+    energy.add_between_phases(0, 0.5)  # no step has begun: it is nobody's
+    energy.end_step(0)  # nor this
+    job.step(None, 0.5, 0.5, 1.0)
+    energy.pause()
+    for begin_s, end_s in ((1.5, 2.25), (2.25, 3.25), (3.25, 4.0)):
+        job.step(Phase.WARMUP, begin_s, begin_s + 0.125, end_s)
+    energy.begin_step()
+    energy.pause()  # a step that was begun and not run
+    energy.end_step(0)
+    assert energy.baseline is None
+    energy.settle_baseline()
+    warm = StepEnergy(2, 0.875, error_of_mean([1.0, 0.75]), 112.0, 0.0005)
+    assert energy.baseline == BaselineEnergy(
+        replace(warm, metering_uncertainty_j=pytest.approx(0.0005 / math.sqrt(2))),
+        (warm, warm),
+        warm,
+    )
+    assert job.described == [{"baseline": asdict(energy.baseline.mean)}]
+    mixed = energy.lap()
+    assert mixed.phases == {"framework": 1, "warm-up": 3}
+    gathered = energy.gather(mixed)
+    assert gathered.phases == mixed.phases
+    assert gathered.mean == replace(
+        mixed.step, metering_uncertainty_j=mixed.step.metering_uncertainty_j / math.sqrt(2)
+    )
+    assert gathered.by_stage == (mixed.step, mixed.step)
+    job.now_s = 5.0
+    energy.begin_step()
+    job.now_s = 6.5
+    energy.add_between_phases(5, 5.5)  # from the step's begin, which was earlier
+    job.iterate(Phase.STEADY, 6.625)
+    job.now_s = 7.25
+    energy.end_step(5)
+    assert energy.lap() == IntervalEnergy(
+        {"plan": 0, "steady": 1}, 2.25, 288.0, 0.001, StepEnergy(1, 2.25, None, 288.0, 0.001)
+    )
+    for begin_s in (7.25, 7.75):
+        job.step(Phase.STEADY, begin_s, begin_s, begin_s + 0.5)
+    steady = energy.gather(energy.lap()).mean
+    energy.settle_baseline()  # was settled
+    job.step(Phase.WARMUP, 9.0, 9.0, 9.5)  # is not settled again
+    assert energy.baseline.mean.iterations == 2
+    energy.log.close()
+
+    def told(step: StepEnergy) -> dict[str, object]:
+        return {**asdict(step), "power_w": step.power_w}
+
+    def of_gpu(step: StepEnergy, total_s: float) -> dict[str, object]:
+        whole = {"total_energy_j": 128 * total_s, "total_duration_s": total_s}
+        return {**told(step), **whole}
+
+    times_s = {"framework": 0.5, "warm-up": 3.75, "steady": 1.75}
+    own = {
+        name: StepEnergy(
+            steps,
+            times_s[name] / steps,
+            0.0,
+            128 * times_s[name] / steps,
+            pytest.approx(uncertainty_j / steps),
+        )
+        for name, steps, uncertainty_j in (
+            ("framework", 1, 0.001),
+            ("warm-up", 4, 0.001 * math.sqrt(2)),  # of two windows
+            ("steady", 3, 0.001),
+        )
+    }
+    summary = energy.summary()
+    assert summary == {
+        "gpu": {
+            "total_energy_j": 128 * 7.5,
+            "total_duration_s": 7.5,
+            "phases": {
+                **{name: of_gpu(step, times_s[name]) for name, step in own.items()},
+                "plan": {"iterations": 0, "total_energy_j": 192.0, "total_duration_s": 1.5},
+            },
+            "comparison": summary["gpu"]["comparison"],
+        },
+        "job": {
+            "phases": {"steady": told(steady)},
+            "comparison": asdict(compare(steady, energy.baseline.mean)),
+        },
+        "baseline": told(energy.baseline.mean),
+    }
+    assert summary["gpu"]["comparison"]["saving_percent"] == pytest.approx(100 / 3)
+    assert summary["gpu"]["comparison"]["saving_uncertainty_percent"] == pytest.approx(
+        100 * 2 / 3 * warm.energy_uncertainty_j / 112, rel=1e-4
+    )
+    job.meter.close()
+
+
+def test_a_baseline_of_an_earlier_start_is_not_measured_again():
+    mean = StepEnergy(4, 1.0, 0.1, 100.0, 0.5)
+    job = OneRank(BaselineEnergy(mean, (mean, mean)))
+    assert job.described == [{"baseline": asdict(mean)}]
+    for begin_s in (1.0, 2.0, 3.0):
+        job.step(Phase.WARMUP, begin_s, begin_s, begin_s + 1)
+    job.energy.settle_baseline()
+    assert job.energy.baseline == BaselineEnergy(mean, (mean, mean))
+    assert len(job.described) == 1
+    job.step(Phase.STEADY, 4.0, 4.0, 4.5)
+    job.energy.log.close()
+    summary = job.energy.summary()
+    assert summary["gpu"]["comparison"] is None  # what this GPU took then is not known
+    assert summary["baseline"] == {**asdict(mean), "power_w": 100.0}
+    job.meter.close()
+
+
+def test_where_the_warm_up_is_no_baseline_that_is_said(caplog):
+    caplog.set_level(logging.INFO)
+    job = OneRank()
+    job.energy.settle_baseline()
+    assert job.energy.baseline is None
+    assert "must have at least two, and last 1.2 s" in caplog.text
+    job.step(Phase.STEADY, 4.0, 4.0, 4.5)
+    job.energy.log.close()
+    summary = job.energy.summary()
+    assert summary["baseline"] is None
+    assert summary["gpu"]["comparison"] is None
+    assert summary["job"] == {"phases": {}, "comparison": None}
+    job.meter.close()
 
 
 def test_laps_between_refreshes_are_as_uncertain_as_they_say(three_ranks, tmp_path):
