@@ -198,7 +198,7 @@ class Collector:
 
 def _notice_silence(listener: socket.socket) -> None:
     """Set what its connections inherit."""
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):  # macOS calls the first one otherwise
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -127,7 +127,9 @@ def test_the_live_sum_is_that_of_the_files(tmp_path):
                 await asyncio.sleep(0)
             for agent in nodes:
                 await agent.is_known()
+                sending = agent.uplink._task
                 agent.uplink.send_to(dict(endpoint))  # told of again
+                assert agent.uplink._task is sending
             assert sorted(collector.running()) == ["a", "b"]
             for agent in nodes:
                 agent.log.end(0)
@@ -678,6 +680,24 @@ async def pretending(serve: Serve) -> AsyncIterator[dict[str, Any]]:
         yield {"host": "127.0.0.1", "port": port, "token": ""}
     finally:
         server.close()
+
+
+def test_an_uplink_that_stops_hangs_up(tmp_path):
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        begun.set()
+        await reader.read()
+        ended.set()
+
+    async def test() -> None:
+        async with pretending(listen) as nowhere, agents(tmp_path, "a") as (agent,):
+            agent.uplink.send_to(nowhere)
+            await begun.wait()
+            await agent.uplink.close()
+            await ended.wait()
+
+    run(test())
 
 
 @pytest.mark.parametrize("answers", [b"", b'{"have": 0}\n'])

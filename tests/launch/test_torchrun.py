@@ -1,11 +1,15 @@
-"""What becomes of ranks whose torchrun was killed."""
+"""How torchrun is started and ended, and what becomes of ranks whose torchrun was killed."""
 
 import os
 import signal
 import subprocess
 import sys
+import threading
 
-from envpipe_megatron.launch import torchrun
+import pytest
+
+from envpipe_megatron.launch import child, torchrun
+from envpipe_megatron.launch.signals import Signals
 
 DEAF = """
 import signal
@@ -13,6 +17,97 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("ready", flush=True)
 signal.pause()
 """
+
+
+class Process:
+    """A torchrun that the test plays.
+
+    Args:
+        code: what it ends with.
+        meanwhile: happens while it is waited for.
+    """
+
+    def __init__(self, code: int, meanwhile=lambda: None) -> None:
+        self.code, self._meanwhile = code, meanwhile
+        self.told: list[str] = []
+        self.killed = threading.Event()
+
+    def wait(self) -> int:
+        self._meanwhile()
+        return self.code
+
+    def terminate(self) -> None:
+        self.told.append("terminate")
+
+    def kill(self) -> None:
+        self.told.append("kill")
+        self.killed.set()
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Runs a torchrun; returns what it gave, how it was started, and the marks that were ended."""
+
+    def run_it(process, signals):
+        started, ended = [], []
+
+        def start(command, **how):
+            started.append((command, how))
+            return process
+
+        monkeypatch.setattr(subprocess, "Popen", start)
+        monkeypatch.setattr(torchrun, "_end_marked", ended.append)
+        code = torchrun.run_torchrun(["--nnodes", "1", "a.py"], {"A": "b"}, signals)
+        return code, *started, ended
+
+    return run_it
+
+
+@pytest.mark.parametrize("stdin", [True, False])
+@pytest.mark.parametrize(("status", "code"), [(0, 0), (7, 7), (-9, 137)])
+def test_torchruns_exit_status_is_the_launchers(run, monkeypatch, status, code, stdin):
+    monkeypatch.setenv("OWN", "own")
+    told, (command, how), ended = run(Process(status), Signals(until_stdin_ends=stdin))
+    assert told == code
+    assert command == [
+        sys.executable, child.__file__, str(os.getpid()), sys.executable,
+        "-m", "torch.distributed.run", "--nnodes", "1", "a.py",
+    ]  # fmt: skip
+    mark = how["env"].pop("ENVPIPE_TORCHRUN")
+    assert how == {
+        "env": {**os.environ, "A": "b"},
+        "stdin": subprocess.DEVNULL if stdin else None,
+        "start_new_session": True,
+    }
+    assert ended == ([mark] if code == 137 else [])
+
+
+def test_the_first_signal_ends_torchrun_and_the_second_kills_it(run, capfd):
+    def interrupt():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    process = Process(0, interrupt)
+    with Signals() as signals:
+        run(process, signals)
+    assert process.told == ["terminate", "kill"]
+    assert "ending the ranks (once more: kill them)" in capfd.readouterr().err
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            assert thread.finished.is_set(), "it would kill whoever has the pid by then"
+
+
+def test_a_torchrun_that_does_not_end_is_killed(run, monkeypatch):
+    monkeypatch.setattr(torchrun, "_PATIENCE_S", 0.0)
+
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert process.killed.wait(20)
+
+    process = Process(-9, interrupt)
+    with Signals() as signals:
+        run(process, signals)
+    assert process.told == ["terminate", "kill"]
 
 
 def test_what_outlives_a_killed_torchrun_is_told_to_end_then_killed(monkeypatch):
