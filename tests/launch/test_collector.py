@@ -686,6 +686,7 @@ def test_an_uplink_that_stops_hangs_up(tmp_path):
     begun, ended = asyncio.Event(), asyncio.Event()
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
         begun.set()
         await reader.read()
         ended.set()
