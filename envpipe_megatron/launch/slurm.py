@@ -59,8 +59,7 @@ class Slurm:
         Raises:
             EnvPipeError: as `num_nodes` does.
         """
-        if self.num_nodes() is None:
-            return None
+        self.num_nodes()
         found = self._first("SLURM_NODEID")
         if found is not None:
             self._number(*found, lowest=0)

@@ -253,8 +253,9 @@ class JobKeeper:
             self._put(forgotten)
 
     def keep_baseline(self, baseline: BaselineEnergy) -> None:
-        """The baseline has been measured."""
-        if self.job.baseline is None:
+        """The baseline has been measured; one without energies is measured anew by each start."""
+        steps = (baseline.mean, *baseline.by_stage)
+        if self.job.baseline is None and all(step.energy_j for step in steps):
             self._put(replace(self.job, baseline=replace(baseline, own=None)))
 
     def _put(self, job: StoredJob) -> None:

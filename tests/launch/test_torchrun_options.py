@@ -215,6 +215,34 @@ def test_a_bad_variable_is_named(prefix, name, value):
     assert repr(value) in message
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("NNODES", "2:2"),
+        ("NNODES", "1"),
+        ("MASTER_PORT", "1"),
+        ("MASTER_PORT", "65535"),
+        ("NPROC_PER_NODE", "1"),
+        ("NPROC_PER_NODE", "auto"),
+    ],
+)
+def test_the_least_and_the_most_are_taken(name, value):
+    environ = TWO_NODES | {"NODE_RANK": "0"} | {name: value}
+    assert value in values(here("train.py", **environ)).values()
+
+
+def test_an_address_of_nothing_is_refused():
+    message = refused("--nnodes=2", "--node-rank=0", "--master-addr=", "train.py")
+    assert "--master-addr is not the name or address of a host" in message
+
+
+@pytest.mark.parametrize(("count", "processes"), [(0, "1"), (2, "gpu")])
+def test_gpus_are_counted_by_torch(monkeypatch, count, processes):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    plan = options_here((), ("train.py",), {}, SPLITTER.parser)
+    assert plan.options == (f"--nproc-per-node={processes}",)
+
+
 def test_a_bad_option_is_named():
     assert "--nnodes is not a number of nodes" in refused("--nnodes", "two", "train.py")
 
@@ -305,10 +333,11 @@ def test_a_list_that_is_none_of_slurms(hosts):
 @pytest.mark.parametrize("step", [None, "", "4294967290", "4294967291"])
 def test_the_batch_script_of_several_nodes_is_refused(step):
     environ = {name: value for name, value in SLURM.items() if "STEP" not in name}
+    environ["SLURM_NNODES"] = "2"
     if step is not None:
         environ["SLURM_STEP_ID"] = step
     message = refused("train.py", **environ)
-    assert "4 nodes" in message
+    assert "2 nodes" in message
     assert "srun --ntasks-per-node=1" in message
     assert num_nodes(here("--nnodes=1", "train.py", **environ)) == "1"
     assert num_nodes(here("--standalone", "train.py", **environ)) == "1"
@@ -332,7 +361,18 @@ def test_several_tasks_on_a_node_are_refused(name, value):
     "name", ["SLURM_STEP_NUM_NODES", "SLURM_NODEID", "SLURM_GPUS_ON_NODE", "SLURM_JOB_ID"]
 )
 def test_a_bad_variable_of_slurms_is_named(name):
-    assert f"{name} is not a whole number" in refused("train.py", **SLURM | {name: "x"})
+    least = int(name == "SLURM_STEP_NUM_NODES")
+    for value in ("x", "-1", *["0"] * least):
+        message = refused("train.py", **SLURM | {name: value})
+        assert f"{name} is not a whole number of at least {least} (got '{value}')" in message
+
+
+def test_slurms_first_node_has_rank_0_and_one_without_a_rank_is_refused():
+    assert values(here("train.py", **SLURM | {"SLURM_NODEID": "0"}))["--node-rank"] == "0"
+    assert "NODE_RANK" in refused("train.py", **SLURM | {"SLURM_NODEID": ""})
+    assert "MASTER_ADDR" in refused(
+        "train.py", **SLURM | {"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""}
+    )
 
 
 def test_jobs_and_steps_of_a_node_get_ports_of_their_own():

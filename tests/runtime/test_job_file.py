@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import multiprocessing as mp
 import os
 import random
@@ -36,15 +37,19 @@ STEP = StepEnergy(9, 0.6, 0.01, 210.5, 0.4)
 BASELINE = BaselineEnergy(STEP, (STEP, replace(STEP, energy_j=190.0)))
 
 
-@pytest.fixture(scope="module")
-def profile() -> Profile:
+def profiled(watts: float = 100.0) -> Profile:
     rows = [
-        (stage, kind, ProfileRow(f, 1410 / f, f / 1e3))
+        (stage, kind, ProfileRow(f, 1410 / f, watts * f / 1e3))
         for stage in range(2)
         for kind in Kind
         for f in (1410, 1200, 990)
     ]
     return make_profile(rows, source="made for a test")
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return profiled()
 
 
 @pytest.fixture(scope="module")
@@ -207,20 +212,123 @@ def files_and_folders(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_files_that_cannot_be_read_as_what_they_were_start_over(folder, profile):
+@pytest.mark.parametrize(
+    ("name", "keeps_plan"), [("profile.csv", True), ("profile.csv", False), ("plan.json", True)]
+)
+def test_files_that_cannot_be_read_as_what_they_were_start_over(folder, name, keeps_plan):
     """Their digests are right: another version of the package wrote them."""
     text = "stage,instruction,frequency,time\n0,forward,1410,1.0\n"
-    (folder / "profile.csv").write_text(text)
-    job = read_job_unchecked(folder)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    write_job(folder, replace(job, profile={**job.profile, "profile.csv": digest}))
+    job = read_job(folder, FINGERPRINT)
+    (folder / name).write_text(text)
+    part = "plan" if name == "plan.json" else "profile"
+    digests = {**getattr(job, part), name: hashlib.sha256(text.encode()).hexdigest()}
+    write_job(folder, replace(job, **{"plan": job.plan if keeps_plan else {}, part: digests}))
     with pytest.raises(JobFileError, match="cannot be read"):
         read_job(folder, FINGERPRINT)
 
 
-def read_job_unchecked(folder: Path) -> StoredJob:
+@pytest.mark.parametrize(
+    ("part", "name", "value", "why"),
+    [
+        (None, "format", "envpipe-job/2", "its format is 'envpipe-job/2', not 'envpipe-job/1'"),
+        ("mean", "time_s", True, "'time_s' of its baseline is True"),
+        ("mean", "time_s", "1", "'time_s' of its baseline is '1'"),
+        ("mean", "time_s", -0.5, "'time_s' of its baseline is -0.5"),
+        ("mean", "time_s", math.inf, "'time_s' of its baseline is inf"),
+        ("mean", "energy_j", None, "'energy_j' of its baseline is None"),
+        ("mean", "time_s", 0.0, "its baseline takes nothing"),
+        ("mean", "energy_j", 0.0, "its baseline takes nothing"),
+        (None, "profile", {"profile.json": "0"}, "its profile is not profile.csv"),
+        (None, "plan", {"other.json": "0"}, "its plan is not plan.json"),
+        (None, "plan", {"sub/plan.json": "0"}, "'sub/plan.json' is no file of its folder"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named(folder, part, name, value, why):
     data = json.loads((folder / "job.json").read_text())
-    return StoredJob(data["fingerprint"], tuple(data["starts"]), data["profile"], data["plan"])
+    (data["baseline"][part] if part else data)[name] = value
+    (folder / "job.json").write_text(json.dumps(data))
+    with pytest.raises(JobFileError) as error:
+        read_job(folder, FINGERPRINT)
+    assert str(error.value) == f"{folder}/job.json is damaged: ValueError: {why}"
+
+
+def test_a_baseline_that_is_certain_and_whole_numbers_are_read(folder):
+    exact = replace(STEP, time_s=1, time_uncertainty_s=0.0, metering_uncertainty_j=0)
+    stored = replace(read_job(folder, FINGERPRINT), baseline=BaselineEnergy(exact, (exact,)))
+    write_job(folder, stored)
+    assert read_job(folder, FINGERPRINT) == stored
+
+
+@pytest.mark.parametrize("energy_j", [None, 0.0])
+def test_a_baseline_without_energies_is_measured_anew(tmp_path, energy_j):
+    """Kept, it would be taken for damage, and all the rest set aside with it."""
+    keeper = JobKeeper(tmp_path, FINGERPRINT)
+    unmetered = replace(STEP, energy_j=energy_j)
+    keeper.keep_baseline(BaselineEnergy(STEP, (STEP, unmetered)))
+    keeper.keep_baseline(BaselineEnergy(unmetered, (STEP, STEP)))
+    assert read_job(tmp_path, FINGERPRINT) == keeper.job
+    assert keeper.job.baseline is None
+    keeper.keep_baseline(BASELINE)
+    assert read_job(tmp_path, FINGERPRINT).baseline == BASELINE
+
+
+def test_what_is_kept_is_not_kept_again(folder, profile, plan):
+    keeper = JobKeeper(folder, FINGERPRINT)
+    first = keeper.job
+    keeper.keep_baseline(BaselineEnergy(replace(STEP, energy_j=1.0), ()))
+    assert keeper.job == first
+    keeper.keep_profile(profile)
+    keeper.keep_plan(plan, 3, None)
+    once = keeper.job
+    assert once == replace(first, reconfigure_steps=3, reconfigure_ended=None)
+    for name in ("profile.json", "plan.json"):
+        (folder / name).write_text("{}")
+    keeper.keep_profile(profile)
+    keeper.keep_plan(plan, 4, Ended.ENVELOPE)
+    assert keeper.job == once
+
+
+@pytest.mark.parametrize("text", [None, "{"])
+def test_a_plan_that_was_not_written_whole_is_not_kept(tmp_path, plan, text):
+    keeper = JobKeeper(tmp_path, FINGERPRINT)
+    if text is not None:
+        (tmp_path / "plan.json").write_text(text)
+    keeper.keep_plan(plan, 1, None)
+    assert keeper.job.plan == {}
+
+
+def test_a_profile_of_no_use_is_forgotten_with_its_plan(folder):
+    """But not one that this start has measured."""
+    keeper = JobKeeper(folder, FINGERPRINT)
+    keeper.forget_profile()
+    job = read_job(folder, FINGERPRINT)
+    assert job == StoredJob(FINGERPRINT, keeper.job.starts, baseline=BASELINE)
+    measured = profiled(watts=120.0)
+    measured.write(folder / "profile.csv")
+    keeper.keep_profile(measured)
+    keeper.forget_profile()
+    assert read_job(folder, FINGERPRINT).phases_done == ("warm-up", "profile")
+
+
+def test_a_new_jobs_profile_is_not_forgotten(tmp_path, profile):
+    keeper = JobKeeper(tmp_path, FINGERPRINT)
+    profile.write(tmp_path / "profile.csv")
+    keeper.keep_profile(profile)
+    keeper.forget_profile()
+    assert keeper.job.phases_done == ("profile",)
+
+
+def test_a_plan_by_a_given_profile_is_found_again(tmp_path, profile, plan):
+    (tmp_path / "given").mkdir()
+    given = tmp_path / "given" / "mine.csv"
+    profile.write(given)
+    keeper = JobKeeper(tmp_path, FINGERPRINT, given)
+    plan.write(tmp_path / "plan.json")
+    keeper.keep_plan(plan, 2, None)
+    again = JobKeeper(tmp_path, FINGERPRINT, given)
+    assert (again.found.phases_done, again.found.reconfigure_steps) == (("plan",), 2)
+    again.forget_profile()  # which is none of its own
+    assert again.job.phases_done == ("plan",)
 
 
 def test_files_that_somebody_gave_stay_where_they_are(folder, profile, plan):
@@ -259,6 +367,20 @@ def test_a_folder_that_cannot_be_written_ends_no_training(tmp_path, caplog):
     assert not gone.exists()
 
 
+def test_a_folder_whose_files_cannot_be_set_aside_keeps_them(folder, monkeypatch, caplog):
+    before = files(folder)
+
+    def refuse(path: Path, target: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    keeper = JobKeeper(folder, {"other": 1})
+    keeper.keep_baseline(BASELINE)
+    assert keeper.found is None
+    assert files(folder) == before
+    assert "Its files stay as they are" in caplog.text
+
+
 def test_facts_that_are_none_of_jsons_end_no_training(tmp_path, caplog):
     JobKeeper(tmp_path, {**FINGERPRINT, "type": object()})
     assert "training goes on" in caplog.text
@@ -274,6 +396,11 @@ def test_setting_aside_takes_up_where_it_was_killed(folder):
     assert left["plan.old2.json"] == before["plan.json"]
     assert left["job.old2.json"] == before["job.json"]
     assert set_aside(folder) == [folder / "job.old3.json"]
+
+
+def test_the_job_file_is_set_aside_last(folder):
+    names = ["profile.old1.csv", "profile.old1.json", "plan.old1.json", "job.old1.json"]
+    assert set_aside(folder) == [folder / name for name in names]
 
 
 def write_for_ever(folder: Path, begun: object) -> None:
