@@ -302,9 +302,7 @@ def test_a_wrong_answer_is_noticed(monkeypatch, solver, how, unit_j):
 def test_units_without_a_choice_are_no_trouble(max_simplex_units):
     profile = random_profile(random.Random(3), 3, 2)
     rows = tuple({kind: listed[:1] for kind, listed in kinds.items()} for kinds in profile.rows)
-    choices = make_choices(
-        type(profile)(rows, profile.sha256, profile.source), np.zeros(3), np.ones(3, dtype=np.int64)
-    )
+    choices = make_choices(replace(profile, rows=rows), np.zeros(3), np.ones(3, dtype=np.int64))
     schedule = builders.one_f_one_b(3, 5)
     program = DurationProgram(schedule, choices, 0.0, np.zeros(3), max_simplex_units)
     times_s = np.array([unit.time_s[0] for unit in choices.units])[node_keys(schedule)]
