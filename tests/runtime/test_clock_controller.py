@@ -17,7 +17,7 @@ from fake_gpu import FakeGpu
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.guard_client import GuardEvent
 from envpipe_megatron.runtime import clock_controller, rank_clock
-from envpipe_megatron.runtime.clock_controller import ClockController
+from envpipe_megatron.runtime.clock_controller import ClockController, spread
 from envpipe_megatron.runtime.completion import Done
 from envpipe_megatron.runtime.rank_clock import RankClock
 
@@ -534,18 +534,20 @@ def test_waiting_ends_when_control_is_given_up(gpu, clock):
     unit.end()
 
 
-def test_switch_interval_is_short_while_a_controller_lives(gpu, monkeypatch):
+@pytest.mark.parametrize("before_s", [0.005, 1e-5])
+def test_switch_interval_is_short_while_a_controller_lives(gpu, monkeypatch, before_s):
     monkeypatch.setattr(clock_controller, "_switch_interval", clock_controller._SwitchInterval())
-    interval_s = {"now": 0.005}
+    interval_s = {"now": before_s}
+    short_s = min(before_s, 1e-4)
     monkeypatch.setattr(sys, "getswitchinterval", lambda: interval_s["now"])
     monkeypatch.setattr(sys, "setswitchinterval", lambda s: interval_s.update(now=s))
     one, other = ClockController(gpu), ClockController(gpu)
-    assert interval_s["now"] == clock_controller.SWITCH_INTERVAL_S
+    assert interval_s["now"] == short_s
     one.close()
     one.close()
-    assert interval_s["now"] == clock_controller.SWITCH_INTERVAL_S
+    assert interval_s["now"] == short_s
     other.close()
-    assert interval_s["now"] == 0.005
+    assert interval_s["now"] == before_s
 
 
 def test_summary_counts_what_reached_the_driver(gpu, clock):
@@ -558,6 +560,50 @@ def test_summary_counts_what_reached_the_driver(gpu, clock):
     for name in ("wake_to_lock_s", "lock_call_s"):
         assert summary[name]["count"] == 2
         assert 0 <= summary[name]["median"] <= summary[name]["p99"] <= summary[name]["max"]
+
+
+def test_how_fast_a_request_was_served(gpu, monkeypatch):
+    """Of each: known at 10 s, in the driver at 10.25 s, back at 11 s; then 0.5 and 2 s."""
+    told_s = iter([10.0, 10.25, 11.0, 20.0, 20.5, 22.5, 30.0, 30.0, 31.0])
+    monkeypatch.setattr(
+        clock_controller, "time", SimpleNamespace(monotonic=lambda: next(told_s, 40.0))
+    )
+    clock = ClockController(gpu, relock=True)
+    changed_s = [clock.last_change_s]
+    for frequency in (1000, 1200, 1200):
+        clock.request(frequency, Done())
+        clock.wait_idle()
+        changed_s.append(clock.last_change_s)
+    clock.close()
+    # The third locked what was locked: the clock runs as it did.
+    assert changed_s == [float("-inf"), 11.0, 22.5, 22.5]
+    assert clock.summary() == {
+        "changes": 3,
+        "coalesced": 0,
+        "error": None,
+        "wake_to_lock_s": {"median": 0.25, "p99": 0.5, "max": 0.5, "count": 3},
+        "lock_call_s": {"median": 1.0, "p99": 2.0, "max": 2.0, "count": 3},
+    }
+
+
+def test_median_and_the_worst_of_many():
+    values_s = [float(value) for value in range(1, 202)]
+    told = {"median": 101.0, "p99": 199.0, "max": 201.0, "count": 201}
+    assert spread(reversed(values_s)) == told
+    assert spread([7.0]) == {"median": 7.0, "p99": 7.0, "max": 7.0, "count": 1}
+    assert spread([]) == {"count": 0}
+
+
+def test_a_forked_child_closes_nothing(gpu, clock, monkeypatch):
+    clock.request(1000, Done())
+    clock.wait_idle()
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        clock.close()
+    assert gpu.history == [1000]
+    clock.request(1200, Done())
+    clock.wait_idle()
+    assert gpu.history == [1000, 1200]
 
 
 def test_needs_no_torch():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from envpipe_megatron.gpu.lease import list_leases
 from envpipe_megatron.gpu.lease_folder import LEASE_DIR_VARIABLE
 from envpipe_megatron.gpu.presets import preset_folder
 from envpipe_megatron.runtime import clock_latency
+from envpipe_megatron.runtime.clock_controller import spread
 from envpipe_megatron.runtime.clock_latency import (
     KERNELS,
     ClockLatencyError,
@@ -72,6 +74,58 @@ def test_first_kernel_runs_at_the_old_clock(tmp_path):
     assert changes[1200, 1980][0].first_kernel_ratio == pytest.approx(new_s / old_s)
 
 
+def test_every_two_clocks_both_ways(tmp_path):
+    gpu = emulated(tmp_path, 0.0)
+    locks: list[int] = []
+    said: list[str] = []
+
+    def lock(frequency_mhz: int) -> None:
+        locks.append(frequency_mhz)
+        gpu.lock_frequency(frequency_mhz)
+
+    clocks = [1200, 1980, 990, 1980]
+    timer = EmulatedKernelTimer(gpu, KERNEL_S)
+    changes = measure_changes(gpu, timer, clocks, 2, said.append, lock)
+    assert {pair: len(measured) for pair, measured in changes.items()} == dict.fromkeys(
+        itertools.permutations((1980, 1200, 990), 2), 2
+    )
+    assert said == [f"between {a} and {b} MHz" for a, b in ((1980, 1200), (1980, 990), (1200, 990))]
+    assert locks == [
+        *(1980, 1200, 1980, 1200, 1980),
+        *(1980, 990, 1980, 990, 1980),
+        *(1200, 990, 1200, 990, 1200),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shows", "differs", "traces"),
+    [(True, True, 2), (True, False, 4), (False, True, 3), (False, False, 4)],
+)
+def test_a_change_is_watched_until_it_was_seen_and_not_for_ever(tmp_path, shows, differs, traces):
+    """Every three quarters of a second a trace, of slow kernels where the change `differs`."""
+    gpu = emulated(tmp_path, 0.0)
+    clock = {"mhz": 0}
+    counts: list[int] = []
+
+    class Timer:
+        now_s = 0.0
+
+        def trace(self, call, look):
+            before, called_s = clock["mhz"], self.now_s
+            call()
+            lead = [called_s - 0.0625, called_s] if clock["mhz"] != before else [called_s]
+            counts.extend([0] * (clock["mhz"] != before))
+            counts[-1] += 1
+            kernel_s = 0.125 if differs and clock["mhz"] == 1200 else 0.0625
+            ends_s = [*lead, *(called_s + kernel_s * number for number in range(1, 7))]
+            self.now_s += 0.75
+            looks = [(self.now_s, clock["mhz"] if shows else 210)]
+            return Trace(called_s, called_s, list(itertools.pairwise(ends_s)), looks)
+
+    measure_changes(gpu, Timer(), [1980, 1200], 1, lock=lambda mhz: clock.update(mhz=mhz))
+    assert counts[1] == traces
+
+
 @pytest.mark.parametrize("good_locks", [0, 1, 3])
 def test_clock_is_reset_whatever_fails(tmp_path, monkeypatch, good_locks):
     gpu = emulated(tmp_path, 0.0)
@@ -109,7 +163,10 @@ def test_guarded_measurement_leaves_no_lease_and_no_lock(tmp_path, monkeypatch):
             held.extend(lease.address.uid for lease in list_leases() if lease.live)
             return super().trace(call, look)
 
-    measure_guarded(gpu, Timer(gpu, KERNEL_S), [1980, 1200], repeats=1)
+    said: list[str] = []
+    changes = measure_guarded(gpu, Timer(gpu, KERNEL_S), [1980, 1200], 1, said.append)
+    assert [len(measured) for measured in changes.values()] == [1, 1]
+    assert said == ["between 1980 and 1200 MHz"]
     assert set(held) == {gpu.address.uid}
     assert list_leases() == []
     assert gpu.requested_frequency_mhz is None
@@ -186,6 +243,45 @@ def test_kernels_that_happen_to_fit_are_not_taken_for_settled():
     assert change.settling_s == pytest.approx(6e-3)
 
 
+@pytest.mark.parametrize(
+    ("after_ms", "settled_ms"),
+    [
+        ([2.0] * 4 + [1.0] + [2.0] * 10, 9.0),  # four are too few
+        ([2.0] * 5 + [1.0] + [2.0] * 10, 0.0),
+        ([1.74] + [2.0] * 10, 1.74),  # further than a quarter of the difference
+        ([1.76] + [2.0] * 10, 0.0),
+        ([2.24] + [2.0] * 10, 0.0),
+        ([1.02, 1.0255] + [1.035] * 10, 1.02),  # of small differences, one percent is close
+        ([1.02] * 10, None),  # no difference
+    ],
+)
+def test_when_the_clock_has_settled(after_ms, settled_ms):
+    settling_s = analyse(traced(*[1.0] * 10, *after_ms), 1200).settling_s
+    assert settling_s == (None if settled_ms is None else pytest.approx(settled_ms / 1e3, abs=1e-9))
+
+
+@pytest.mark.parametrize(("to_mhz", "shown"), [(1203, True), (1188, True), (1187, False)])
+def test_a_clock_is_shown_up_to_a_step_of_the_table_off(to_mhz, shown):
+    assert (analyse(traced(*[1.0] * 25), to_mhz).shown_s is not None) == shown
+
+
+def test_the_first_kernel_is_the_first_that_begins_after_the_call():
+    # One runs when the call is made, and another begins before it returns.
+    change = analyse(traced(*[1.0] * 10, 0.25, 1.5, 1.25, *[2.0] * 10), 1200)
+    assert change.first_kernel_ratio == pytest.approx(0.625)
+    assert analyse(
+        traced(*[1.0] * 10, 1.25, *[2.0] * 10), 1200
+    ).first_kernel_ratio == pytest.approx(1)
+
+
+def test_a_clock_that_settled_within_a_running_kernel_took_no_time():
+    """And where nothing ran before the call, nobody knows what changed."""
+    kernels = [(0.0, 1.0), (1.0, 2.0), *((2.0 * n, 2.0 * n + 2) for n in range(1, 9))]
+    trace = Trace(3.0, 3.5, kernels, [])
+    assert analyse([trace], 1200).settling_s == 0.0
+    assert analyse([Trace(0.5, 0.75, kernels, [])], 1200).settling_s is None
+
+
 def test_one_slow_kernel_before_the_call_hides_nothing():
     change = analyse(traced(*[1.0] * 8, 5.0, 1.0, *[1.0] * 5, *[2.0] * 10), 1200)
     assert change.settling_s == pytest.approx(5e-3)
@@ -210,6 +306,21 @@ def test_summary_says_what_was_not_seen(tmp_path):
     assert result.changes[0]["settling_s"] == {"count": 0}
     assert result.changes[1]["settling_s"]["count"] == 2
     assert result.frequency_change_s == pytest.approx(5e-3)
+    later = replace(seen, settling_s=8e-3)
+    slowest = summarise(gpu, {(1980, 1200): [seen] * 3, (1200, 1980): [later, later, seen]})
+    assert slowest.frequency_change_s == 8e-3
+    assert slowest.to_json() == {
+        "format": "envpipe-clock-latency/1",
+        "gpu": gpu.name,
+        "changes": slowest.changes,
+        "frequency_change_s": 8e-3,
+    }
+    row = slowest.changes[1]
+    assert (row["from_mhz"], row["to_mhz"]) == (1200, 1980)
+    assert row["call_s"] == spread([seen.call_s] * 3)
+    assert row["shown_s"] == spread([seen.shown_s] * 3)
+    assert row["first_kernel_ratio"] == spread([seen.first_kernel_ratio] * 3)
+    assert row["settling_s"] == spread([8e-3, 8e-3, seen.settling_s])
     assert summarise(gpu, {(1980, 900): [unseen]}).frequency_change_s is None
 
 

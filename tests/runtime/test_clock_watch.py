@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pynvml
 import pytest
@@ -14,6 +15,7 @@ from fake_gpu import FakeGpu
 
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, ClockState, GpuError
 from envpipe_megatron.gpu.nvml import NvmlGpu
+from envpipe_megatron.runtime import clock_watch
 from envpipe_megatron.runtime.clock_controller import ClockController
 from envpipe_megatron.runtime.clock_watch import ClockWatch
 from envpipe_megatron.runtime.completion import Done
@@ -94,6 +96,97 @@ def test_a_few_deviations_are_no_warning(watched):
     summary = watched.watch.summary()
     assert summary["above_share"] == 0.03
     assert summary["warning"] is None
+
+
+@pytest.mark.parametrize(
+    ("followed", "above", "below", "warned"),
+    [
+        (0, 9, 0, False),  # too few to judge
+        (0, 10, 0, True),
+        (95, 5, 0, True),
+        (95, 0, 5, True),
+        (96, 4, 0, False),
+        (92, 4, 4, False),  # neither is frequent
+    ],
+)
+def test_when_a_clock_is_said_not_to_have_followed(watched, followed, above, below, warned):
+    watched.gpu.lock_frequency(1200)
+    for observed_mhz, times in ((1185, followed), (1216, above), (1184, below)):
+        watched.gpu.observed_mhz = observed_mhz
+        watched.look(times)
+    summary = watched.watch.summary()
+    judged = followed + above + below
+    told = summary["judged"], summary["above_share"], summary["below_share"]
+    assert told == (judged, above / judged, below / judged)
+    parts = []
+    if above:
+        parts.append(
+            f"above the one requested in {above / judged:.0%} (the lock had no effect: something "
+            "else sets or resets clocks, or the GPU ignores locks)"
+        )
+    if below:
+        parts.append(f"below it in {below / judged:.0%} (no reason reported)")
+    wanted = f"The clock of fake did not follow in all of {judged} samples: it was {parts[0]}"
+    assert summary["warning"] == (wanted if warned else None)
+
+
+def test_a_clock_that_was_both_above_and_below(watched):
+    watched.gpu.lock_frequency(1200)
+    watched.gpu.throttle_reasons = ("hot",)
+    for observed_mhz, times in ((1400, 12), (1000, 8)):
+        watched.gpu.observed_mhz = observed_mhz
+        watched.look(times)
+    warning = watched.watch.summary()["warning"]
+    assert "in 60% (the lock had no effect" in warning
+    assert warning.endswith(") and below it in 40% (hot 40%)")
+
+
+def test_nothing_seen_and_each_look_told():
+    seen = []
+    gpu = FakeGpu()
+    watch = ClockWatch(
+        gpu, lambda: 0.0, period_s=NEVER_S, on_sample=lambda *look: seen.append(look)
+    )
+    nothing = {
+        "judged": 0,
+        "above_share": 0.0,
+        "below_share": 0.0,
+        "not_judged": {},
+        "throttle_reasons": {},
+        "throttle_reasons_below": {},
+        "clocks_mhz": [],
+        "power_limit_w": None,
+        "error": None,
+        "warning": None,
+    }
+    assert watch.summary() == nothing
+    before_s = time.monotonic()
+    watch.sample()
+    ((look_s, state),) = seen
+    assert before_s <= look_s <= time.monotonic()
+    assert state == ClockState(None, 1400, (), None)
+    for name in ("first", "second"):
+        gpu.error = GpuError(name)
+        watch.sample()
+    assert len(seen) == 1
+    assert watch.summary() == {
+        **nothing,
+        "not_judged": {"unlocked": 1, "failed": 2},
+        "error": "first",
+    }
+    watch.close()
+    assert not watch._thread.is_alive()
+
+
+@pytest.mark.parametrize(("passed_s", "judged"), [(0.5, 1), (0.4375, 0)])
+def test_a_change_settles_for_so_long(monkeypatch, passed_s, judged):
+    gpu = FakeGpu()
+    gpu.lock_frequency(1200)
+    watch = ClockWatch(gpu, lambda: 8.0, settling_s=0.5, period_s=NEVER_S)
+    monkeypatch.setattr(clock_watch, "time", SimpleNamespace(monotonic=lambda: 8.0 + passed_s))
+    watch.sample()
+    assert watch.summary()["judged"] == judged
+    watch.close()
 
 
 def test_reasons_that_hold_nothing_back_are_told_apart(watched):

@@ -91,9 +91,12 @@ def test_energy_before_the_meter_began_is_refused(gpu):
 
 
 def test_old_samples_are_forgotten(gpu):
-    meter = EnergyMeter(gpu, poll_s=3600, horizon_s=1.0)
-    at(meter, gpu, *np.arange(0.1, 10.05, 0.1))
-    assert len(meter._times_s) <= 21
+    meter = EnergyMeter(gpu, poll_s=3600, horizon_s=3.0)
+    for now_s in np.arange(0.1, 10.05, 0.1):
+        at(meter, gpu, now_s)
+        back_s = min(now_s, 2.8)  # and a refresh
+        assert meter.energy_j(now_s - back_s, now_s) == pytest.approx(100 * back_s)
+    assert len(meter._times_s) <= 61
     assert len(meter._energies_j) == len(meter._time_uncertainties_s) == len(meter._times_s)
     assert meter.energy_j(9.0, 10.0) == pytest.approx(100)
     meter.close()
@@ -110,6 +113,7 @@ def test_its_thread_sees_refreshes_by_itself(gpu):
 
 
 def test_between_two_polls_the_counter_is_read_where_it_is_asked_for_alone(gpu, monkeypatch):
+    monkeypatch.setattr(energy_meter, "_LOOK_TIMEOUT_S", 3600)  # a look ends when it was taken
     reads = []
     read_energy = gpu.read_energy
     monkeypatch.setattr(gpu, "read_energy", lambda: (reads.append(1), read_energy())[1])
