@@ -14,6 +14,7 @@ from planning_cases import random_job
 from envpipe_megatron import builders
 from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.plan import Plan
+from envpipe_megatron.policies import run_search
 from envpipe_megatron.policies.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal import Optimizer, all_maximum_s
@@ -202,6 +203,16 @@ class TestLateClocks:
         optimizer = optimizer_of(conditions_of(change_time_s=0.001))
         plan = optimizer.plan(deadline_of(optimizer))
         assert plan.gap_percent < 1
+
+    def test_most_of_the_saving_is_left_where_there_are_too_many_paths(self, monkeypatch):
+        # As with 32 stages and 512 microbatches, for which neither limit is enough.
+        monkeypatch.setattr(run_search, "_MAX_PROGRAM_UNITS", 0)
+        monkeypatch.setattr(run_search, "_PATHS", 1)
+        optimizer = optimizer_of(conditions_of(change_time_s=0.01), microbatches=24)
+        plan = optimizer.plan(deadline_of(optimizer, 1.0))
+        blind = optimizer_of(conditions_of(), microbatches=24).plan(deadline_of(optimizer, 1.0))
+        highest_j = plan.baseline.cost.energy_j
+        assert highest_j - plan.cost.energy_j > 0.8 * (highest_j - blind.cost.energy_j)
 
     def test_a_deadline_that_they_make_impossible_is_refused(self):
         # A forward is fastest at a clock that backwards do not have, and a change takes for ever.
