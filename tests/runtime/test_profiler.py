@@ -157,6 +157,7 @@ def test_a_pair_whose_kinds_are_told_apart_is_split():
         row = profile.row(0, Kind.FORWARD, clock)
         assert row.energy_j == pytest.approx(forward_j[clock])
         assert profile.row(0, Kind.BACKWARD, clock).energy_j == pytest.approx(backward_j[clock])
+        assert row.energy_uncertainty_j == 0.0
     assert not any("shared by time" in text for text in said)
 
 
@@ -276,14 +277,17 @@ def test_units_at_the_wrong_clock_count_in_the_second_sweep_alone():
 
 
 def test_tails_are_those_of_the_iterations_that_followed_each_other():
-    """The stage before has ended half a second earlier, and does not wait."""
+    """The stage before has ended half a second earlier, and its clock changes later."""
 
     def earlier(own: Any) -> Any:
+        if hasattr(own, "told_apart"):
+            return replace(own, late_s=0.5)
         return (own[0] - 0.5, own[1]) if isinstance(own, tuple) else own
 
     hand = Hand(told_apart, stage=1, gap_s=0.25, other=earlier)
     profile = hand.profile()
     assert profile.sidecar.tail_time_s == pytest.approx((0.25, 0.25))
+    assert profile.sidecar.frequency_change_s == 0.5
     hand = Hand(told_apart, gap_s=0.25, settings=ProfilerSettings(1, 1, 1, min_window_s=0.1))
     assert hand.profile().sidecar.tail_time_s is None
 
@@ -319,11 +323,20 @@ def test_a_profile_is_the_mean_of_the_replicas():
 VALLEY_J = (60, 55, 50, 51, 52, 53, 54, 54, 55, 56, 57, 58, 57, 58, 59, 60, 61, 62, 63, 64)
 
 
-@pytest.mark.parametrize(("others", "measured"), [(1, 18), (18, 18), (19, 19), (99, 20)])
-def test_a_sweep_ends_when_every_stage_is_past_its_valley(others, measured):
+@pytest.mark.parametrize(
+    ("energies", "others", "measured"),
+    [
+        (VALLEY_J, 1, 18),
+        (VALLEY_J, 18, 18),
+        (VALLEY_J, 19, 19),
+        (VALLEY_J, 99, 20),
+        (range(50, 70), 1, 6),
+    ],
+)
+def test_a_sweep_ends_when_every_stage_is_past_its_valley(energies, others, measured):
     """After five rises in a row; other stages are past it after so many clocks."""
     clocks = tuple(range(1400, 1000, -20))
-    energies_j = dict(zip(clocks, VALLEY_J, strict=True))
+    energies_j = dict(zip(clocks, energies, strict=True))
     hand = Hand(
         lambda f, b: energies_j[f],
         clocks_mhz=clocks,

@@ -20,7 +20,7 @@ from envpipe_megatron.runtime.timeline_log import TimelineLog
 from envpipe_megatron.timeline_file import read_timelines
 
 LABELS = {"node": "n1", "gpu": "A100", "gpu_uid": "GPU-1", "rank": 3, "stage": 1, "run": "first"}
-RECORD = make_record([0.0, 0.1], [0.1, 0.2500004], 12.5, 0.3, 0.4)
+RECORD = make_record([0.0, 0.1], [0.1, 0.2499996], 12.5, 0.3, 0.4)
 
 
 def add(log, phase, iteration, clocks=(1410, 1200)):
@@ -84,9 +84,16 @@ def test_clocks_of_a_long_job_are_recorded_in_its_first_hour():
     lines = []
     log = TimelineLog(lines.append, LABELS)
     for half_seconds in range(3 * 7200):
-        log.add_clock(0.5 * half_seconds, ClockState(1200, 1200))
+        log.add_clock(0.5 * half_seconds + 1e-4, ClockState(1200, 1185))
     log.close()
     assert sum(len(line["time_s"]) for line in lines) == 7200
+    assert lines[0] == {
+        "format": "envpipe-clock/1",
+        **LABELS,
+        "time_s": [0.5 * half_seconds for half_seconds in range(120)],
+        "requested_mhz": [1200] * 120,
+        "observed_mhz": [1185] * 120,
+    }
 
 
 def test_a_full_disk_ends_the_log_with_one_message_and_not_the_training(caplog):
@@ -122,15 +129,39 @@ def test_a_disk_that_hangs_holds_up_neither_training_nor_its_end(lines, caplog, 
         add(log, Phase.WARMUP, 1 + index)
     log.close()
     hangs.set()
+    assert all(t.daemon for t in threading.enumerate() if t.name == "envpipe-timeline")
     assert [record.message for record in caplog.records] == [
         "The timeline is not complete: its file cannot be written any more"
     ]
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+def test_a_slow_disk_costs_lines_that_are_counted(caplog, lost):
+    writing, hangs = threading.Event(), threading.Event()
+    lines = []
+
+    def append(line):
+        writing.set()
+        hangs.wait()
+        lines.append(line["iteration"])
+
+    log = TimelineLog(append, LABELS)
+    add(log, Phase.WARMUP, 0)
+    assert writing.wait(60)
+    for index in range(256 + lost):
+        add(log, Phase.WARMUP, 1 + index)
+    hangs.set()
+    log.close()
+    assert lines == list(range(257))
+    warned = [f"The timeline lacks {lost} lines: its disk is slow"] if lost else []
+    assert [record.message for record in caplog.records] == warned
 
 
 def test_without_a_folder_nothing_is_kept():
     before = set(threading.enumerate())
     log = TimelineLog(None, LABELS)
     add(log, Phase.WARMUP, 0)
+    log.add_clock(0.5, ClockState(1200, 1185))
     assert set(threading.enumerate()) <= before
     log.close()
 
