@@ -112,6 +112,7 @@ def test_a_rank_alone_needs_no_connection(wire, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 4)
     alone = HostGroup([4], "name", timedelta(seconds=9), leader=4)
     assert (alone.leads, alone.gather("own"), alone.broadcast("own")) == (True, ["own"], "own")
+    assert alone.transport is None
     assert not wire.made
 
 
@@ -264,6 +265,20 @@ def test_what_is_made_at_the_last_moment_counts():
     assert by_planner_in_time(told.seen_by(0), lambda: 5, longest_s=0.0) == 5
     assert by_planner_in_time(told.seen_by(1), lambda: elsewhere.append(6), longest_s=0.0) == 5
     assert not elsewhere
+
+
+def test_planning_may_take_longer_than_the_others_wait_to_hear_of_it():
+    ended, looks = threading.Event(), []
+
+    def agreed(make: Any) -> Any:
+        looks.append(0)
+        if len(looks) == 2:
+            ended.set()
+        return make()
+
+    heard: Any = SimpleNamespace(is_planner=True, agreed=agreed)
+    assert by_planner_in_time(heard, ended.wait, longest_s=60.0, look_s=0.01) is True
+    assert len(looks) > 1
 
 
 def test_a_planning_thread_ends_with_its_process():
