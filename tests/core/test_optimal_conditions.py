@@ -271,16 +271,14 @@ class TestDwell:
             optimizer.plan(deadline_of(optimizer), min_dwell_s=dwell_s)
 
 
-@settings(max_examples=70, deadline=None, derandomize=True)
-@given(SEEDS)
-def test_any_conditions(seed):
-    """In time, not below the bound, and the dwell time kept, or refused with a reason.
-
-    Profiles with few clocks, those of forwards and backwards not the same, and any order.
-    """
+def any_conditions(seed):
+    """Few clocks, not the same for forwards and backwards, or many; and any order."""
     rng = random.Random(seed)
     job = random_job(rng)
     profile, stages, microbatches = job.profile, job.num_stages, job.num_microbatches
+    if seed % 2:
+        slowness = [rng.uniform(0.8, 1.2) for _ in range(stages)]
+        profile = modelled_profile(stages, range(600, 1980, 120), slowness)
     schedule = builders.one_f_one_b(stages, microbatches)
     if rng.random() < 0.5:
         orders = random_orders(rng, stages, microbatches)
@@ -301,18 +299,30 @@ def test_any_conditions(seed):
     deadline_s = rng.choice([1.0, 1.1, 1.5, 3.0]) * max(
         optimizer.fastest_s, all_maximum_s(schedule, profile, conditions)
     )
-    refused = ""
-    try:
-        plan = optimizer.plan(deadline_s, dwell_s)
-    except LinearProgramError as error:
-        refused = str(error)
-    if refused:
-        assert conditions.change_time_s or dwell_s
-        assert "changes of clock" in refused
-        return
-    assert plan.cost.iteration_time_s <= deadline_s * (1 + 1e-9)
-    assert plan.energy_lower_bound_j <= plan.cost.energy_j * (1 + 1e-9)
-    assert shortest_dwell_s(plan) >= dwell_s * (1 - 1e-9)
+    return optimizer, deadline_s, dwell_s
+
+
+def test_any_conditions():
+    """In time, not below the bound, and the dwell time kept, or refused with a reason.
+
+    And plans are good: how far they are above their bounds is what the planner had come to when
+    this was written. A change that makes it better lowers the figures here.
+    """
+    above = []
+    for seed in range(64):
+        optimizer, deadline_s, dwell_s = any_conditions(seed)
+        try:
+            plan = optimizer.plan(deadline_s, dwell_s)
+        except LinearProgramError as error:
+            assert optimizer.conditions.change_time_s or dwell_s, seed
+            assert "changes of clock" in str(error), seed
+            continue
+        assert plan.cost.iteration_time_s <= deadline_s * (1 + 1e-9), seed
+        assert plan.energy_lower_bound_j <= plan.cost.energy_j * (1 + 1e-9), seed
+        assert shortest_dwell_s(plan) >= dwell_s * (1 - 1e-9), seed
+        above.append(100 * (plan.cost.energy_j / plan.energy_lower_bound_j - 1))
+    assert len(above) >= 59
+    assert np.mean(above) < 7.007
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
