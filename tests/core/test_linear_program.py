@@ -15,13 +15,11 @@ from scipy.optimize import linprog
 from envpipe_megatron import builders
 from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.policies.choices import make_choices, node_keys
-from envpipe_megatron.policies.duration_problem import DurationProblem
 from envpipe_megatron.policies.interior_point import InteriorPoint
 from envpipe_megatron.policies.linear_program import (
     DurationProgram,
     LinearProgramError,
 )
-from envpipe_megatron.policies.newton_step import BandMatrix, NewtonStep, Point, Residual
 from envpipe_megatron.policies.simplex import Simplex
 from envpipe_megatron.schedule import Schedule
 from envpipe_megatron.timeline import Timeline
@@ -310,61 +308,3 @@ def test_units_without_a_choice_are_no_trouble(max_simplex_units):
     relaxed = program.solve(2 * float(times_s.sum()))
     assert relaxed.duration_s == pytest.approx(times_s)
     assert relaxed.cost_j == pytest.approx(energies_j.sum())
-
-
-def problem_of(case):
-    """The arrays that a program hands to its solver."""
-    return case.program(INTERIOR_POINT)._solver._problem
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(SEEDS)
-def test_a_newton_step_solves_the_linear_equations(seed):
-    """From any positive point: a full step leaves no residual, and changes products as told."""
-    problem = problem_of(Case(seed))
-    numbers = np.random.default_rng(seed)
-    sizes = len(problem.target), len(problem.tail), len(problem.width), len(problem.width), 2
-    slack, price, product = ([numbers.uniform(0.1, 2.0, size) for size in sizes] for _ in range(3))
-    slack[3] = slack[2] + 0.0  # stretches and what is left of their widths sum to the widths
-    widths = slack[2] + slack[3]
-    problem = DurationProblem(**{**vars(problem), "width": widths})
-    method = InteriorPoint(problem, np.arange(problem.num_nodes))
-    point = Point(slack, price, numbers.uniform(0, 9, problem.num_nodes), 10.0)
-    residual = method._residual(point, 12.0, 5.0)
-    step = NewtonStep(problem, BandMatrix(problem, np.arange(problem.num_nodes)), point, residual)
-    moved = step.step(product)
-    after = method._residual(point.moved(moved, 1.0, 1.0), 12.0, 5.0)
-    for name in ("edge", "iteration", "segment", "node", "early_late"):
-        assert np.abs(getattr(after, name)).max(initial=0.0) < 1e-8, name
-    ends = point.moved(moved, 1.0, 1.0)
-    assert ends.slack[1] - point.slack[1] == pytest.approx(
-        moved.iteration - moved.end[problem.last_node]
-    )
-    assert ends.slack[2] + ends.slack[3] == pytest.approx(widths)
-    for s, p, ds, dp, told in zip(slack, price, moved.slack, moved.price, product, strict=True):
-        assert s * dp + p * ds == pytest.approx(told, abs=1e-8)
-
-
-def test_what_residuals_cost_is_the_error_they_make():
-    """A pair of slack and residual that is off by 2 at a price of 3 may cost 6."""
-    nothing = np.zeros(1)
-    point = Point([nothing] * 5, [np.array([3.0]), *[nothing] * 4], nothing, 0.0)
-    residual = Residual(np.array([-2.0]), 0.0, nothing, nothing, nothing)
-    assert residual.cost(point) == 6.0
-
-
-@pytest.mark.parametrize(
-    ("schedule", "height"),
-    [
-        (builders.one_f_one_b(12, 100), 14),
-        (builders.gpipe(12, 100), 14),
-        (builders.interleaved(12, 96, 3), 40),
-        (builders.envpipe(12, 100, [22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0]), 40),
-    ],
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_the_matrix_is_a_band_as_wide_as_the_pipeline_is_deep(schedule, height):
-    profile = random_profile(random.Random(0), 12, 2).for_chunks(schedule.num_chunks)
-    choices = make_choices(profile, np.zeros(12), np.ones(12, dtype=np.int64))
-    program = DurationProgram(schedule, choices, 0.0, np.zeros(12), INTERIOR_POINT)
-    assert program._solver._matrix._height <= height
