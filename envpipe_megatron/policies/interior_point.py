@@ -43,8 +43,8 @@ _MAX_GAP = 1e-5
 _MAX_ITERATIONS = 150
 #: Later than the deadline by this fraction is in time.
 _LATE = 1e-6
-#: Slopes change by up to half of this fraction, up or down.
-_DISTURBANCE = 1e-3
+#: Slopes change by up to this fraction, up or down.
+_DISTURBANCE = 5e-4
 #: Steps go this far towards the boundary.
 _STEP = 0.99
 #: At the start: stretch as a fraction of its width, and slack of each dependency.
@@ -62,13 +62,11 @@ class InteriorPoint:
     def __init__(self, problem: DurationProblem, near: IntArray) -> None:
         self._problem = problem
         self._matrix = BandMatrix(problem, near)
-        disturbed = np.random.default_rng(0).uniform(-0.5, 0.5, problem.num_nodes)
-        self._slope = problem.slope * (1 + _DISTURBANCE * disturbed[problem.segment_node])
+        low, high = 1 - _DISTURBANCE, 1 + _DISTURBANCE
+        disturbed = np.random.default_rng(0).uniform(low, high, problem.num_nodes)
+        self._slope = problem.slope * disturbed[problem.segment_node]
         # Nearly always more than any solution would pay for a second; if not, it is raised.
-        steepest = np.zeros(problem.num_nodes)
-        np.maximum.at(steepest, problem.segment_node, -self._slope)
-        first_node = np.concatenate([[0], problem.last_node[:-1] + 1])
-        self._overtime_cost = 1.01 * float(np.maximum.reduceat(steepest, first_node).sum()) + 1.0
+        self._overtime_cost = len(problem.tail) * float(1 + np.max(-self._slope, initial=0.0))
 
     def solve(self, deadline: float) -> Solution:
         """Minimise for a deadline.
