@@ -92,8 +92,7 @@ class InteriorPoint:
         best, best_gap, since_best = point, np.inf, 0
         for _ in range(_MAX_ITERATIONS):
             residual = self._residual(point, deadline, overtime_cost)
-            cost = self._cost(point, deadline, overtime_cost)
-            gap = (point.gap + residual.cost(point)) / abs(cost)
+            gap = (point.gap + residual.cost(point)) / abs(self._cost(point))
             if gap < 0.5 * best_gap:
                 best, best_gap, since_best = point, gap, 0
             since_best += 1
@@ -127,13 +126,10 @@ class InteriorPoint:
         price = [centre / s for s in slack[:4]]
         return Point(slack, [*price, np.full(2, overtime_cost / 2)], end, iteration)
 
-    def _cost(self, point: Point, deadline: float, overtime_cost: float) -> float:
-        """Of the disturbed program, with overtime."""
-        problem, (early, late) = self._problem, point.slack[EARLY_LATE]
-        waiting = problem.waiting_cost * (deadline - early)
-        overtime = (problem.waiting_cost + overtime_cost) * late
-        stretched = float(self._slope @ point.slack[BELOW])
-        return problem.fixed_cost + stretched + float(waiting + overtime)
+    def _cost(self, point: Point) -> float:
+        """Of the disturbed program."""
+        units = self._problem.fixed_cost + float(self._slope @ point.slack[BELOW])
+        return units + self._problem.waiting_cost * point.iteration
 
     def _residual(self, point: Point, deadline: float, overtime_cost: float) -> Residual:
         """By how much each equation is missed."""

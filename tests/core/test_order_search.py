@@ -134,9 +134,9 @@ def test_on_small_jobs_the_search_nearly_always_finds_the_best_of_all_extra_forw
     """It moves one stage, a front part or a rear part at a time: it is not exhaustive.
 
     Of 400 such jobs two ended above the best, by 0.7 and 1.8 %, where only the stages in the middle
-    wanted more.
+    wanted more; of these none. Five orders are looked at in each.
     """
-    missed = []
+    missed, orders_tried = [], 0
     for seed in range(40):
         _, job = any_job(seed, max_microbatches=5)
         stages, microbatches = job.num_stages, job.num_microbatches
@@ -155,8 +155,9 @@ def test_on_small_jobs_the_search_nearly_always_finds_the_best_of_all_extra_forw
         found_j = min(c.relaxed_energy_j for c in search.search(limits))
         assert found_j >= least_j * (1 - 1e-6), seed
         missed.append(found_j / least_j - 1)
-    assert np.mean(np.array(missed) > 1e-6) <= 0.05
-    assert max(missed) < 0.02
+        orders_tried += search.orders_tried
+    assert max(missed) <= 1e-6
+    assert orders_tried <= 200
 
 
 @pytest.mark.parametrize(("saved", "taken"), [(1e-16, False), (1e-5, False), (1e-4, True)])
