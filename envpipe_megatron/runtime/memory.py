@@ -76,7 +76,7 @@ class StageMemory:
     baseline_in_flight: int
     baseline_peak_bytes: int
     room_bytes: float
-    step_peak_bytes: int = 0
+    step_peak_bytes: int
     in_flight: int | None = None
     measured_peak_bytes: int | None = None
 
@@ -105,7 +105,7 @@ def activation_bytes(kinds: Sequence[Kind], allocated_bytes: Sequence[int]) -> f
         kinds: of each unit, in order.
         allocated_bytes: before the first unit, and behind each.
     """
-    changes = np.diff(np.asarray(allocated_bytes, dtype=np.int64))
+    changes = np.diff(allocated_bytes)
     forward = np.array([kind is Kind.FORWARD for kind in kinds])
     return max(float(np.median(changes[forward])), float(np.median(-changes[~forward])))
 
@@ -274,7 +274,7 @@ class JobMemory:
         self._say(f"memory: measured peak {_gib(measured)} GiB, {shown} from the prediction")
 
     def _own(self, schedule: Schedule, specs: StageSpecs) -> StageMemory | None:
-        if self._source is None or len(self._readings) <= schedule.units_per_stage:
+        if self._source is None or not self._readings:
             return None
         allocated = [reading.allocated_bytes for reading in self._readings]
         self._unusable_bytes = self._readings[int(np.argmax(allocated))].unusable_bytes

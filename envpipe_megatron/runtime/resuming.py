@@ -136,8 +136,7 @@ def _with(config: SessionConfig, found: StoredJob | None, folder: Path) -> Sessi
     if found is None:
         return config
     if found.baseline is not None:
-        shortest = min(config.warmup_iterations, least_warmup(config.request))
-        config = replace(config, warmup_iterations=shortest)
+        config = replace(config, warmup_iterations=least_warmup(config.request))
     if found.profile and config.profile_file is None:
         config = replace(config, profile_file=folder / PROFILE_FILE)
     if found.plan and config.plan_file is None:

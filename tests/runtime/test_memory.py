@@ -25,11 +25,17 @@ from envpipe_megatron.runtime.memory import (
     SAFETY_MARGIN,
     JobMemory,
     MemoryFullError,
+    MemoryUnknownError,
     StageMemory,
     Watch,
     activation_bytes,
 )
-from envpipe_megatron.runtime.memory_limit import in_flight_limit, knows_memory, with_memory
+from envpipe_megatron.runtime.memory_limit import (
+    check_memory_is_known,
+    in_flight_limit,
+    knows_memory,
+    with_memory,
+)
 from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
 from envpipe_megatron.schedule import Kind
 from envpipe_megatron.sidecar import Sidecar
@@ -99,7 +105,7 @@ class FakeJob:
 
         return self.everywhere(run)
 
-    def learn(self, profiled=3):
+    def learn(self, profiled=3, specs=SPECS):
         """Warm up, and profile; the last iteration counts."""
         self.iterate(self.own, Watch.PEAK)
         self.iterate(self.own, Watch.UNITS)
@@ -109,7 +115,7 @@ class FakeJob:
                 memory.watch = Watch.PEAK
                 run_units(memory.watched(lambda schedule: work)(self.own), self.own.stages[stage])
                 if not left:
-                    memory.learn(self.own, SPECS)
+                    memory.learn(self.own, specs)
                 work.end_iteration()
                 work.step()
             return memory.stages
@@ -262,12 +268,50 @@ def test_a_rank_that_knows_no_memory_leaves_it_unknown_on_all():
     def run(stage, work, memory):
         memory.watch = Watch.UNITS
         run_units(memory.watched(lambda schedule: work)(schedule), schedule.stages[stage])
+        memory.units_ended()
         memory.learn(schedule, SPECS)
         memory.predict(schedule)
         memory.compare(memory.peak_bytes())
         return memory.stages
 
     assert job.everywhere(run) == [None] * 3
+
+
+def test_before_units_were_watched_nothing_is_known(caplog):
+    job = FakeJob(2, 4, lambda rank: Sizes())
+    job.iterate(job.own, Watch.PEAK)
+    job.everywhere(lambda stage, work, memory: memory.learn(job.own, SPECS))
+    assert [memory.stages for _, _, memory in job.ranks] == [None, None]
+    assert not caplog.records
+
+
+def test_the_peak_of_units_stays_theirs_when_the_step_has_followed():
+    job = FakeJob(2, 6, lambda rank: Sizes(step=90_000))
+    job.learn()
+
+    def run(stage, work, memory):
+        memory.watch = Watch.PEAK
+        run_units(memory.watched(lambda schedule: work)(job.own), job.own.stages[stage])
+        assert memory.peak_bytes() == memory._source.peak
+        peak = memory._source.peak
+        memory.units_ended()
+        work.end_iteration()
+        work.step()
+        assert memory._source.peak > peak
+        assert memory.peak_bytes() == peak
+        return True
+
+    assert job.everywhere(run) == [True, True]
+
+
+def test_a_steps_peak_is_of_iterations_that_were_watched_alone():
+    """What comes between them is not: an evaluation, say, while nothing is looked at."""
+    job = FakeJob(2, 4, lambda rank: Sizes(message=0))
+    before = [stage.step_peak_bytes for stage in job.learn()]
+    job.iterate(job.own, Watch.NOTHING)
+    for device in job.devices:
+        device.use(500_000)
+    assert [stage.step_peak_bytes for stage in job.learn()] == before
 
 
 def test_the_measured_peak_is_held_against_the_prediction(caplog):
@@ -374,11 +418,19 @@ def test_activations_of_one_microbatch(units, allocated, expected):
 
 
 def test_a_microbatch_holds_at_least_its_message():
+    """What comes in; of the first stage, what goes out."""
+    short, long = (
+        TensorSpec.of_one_type(((length,),), torch.float16, torch.device("cpu"))
+        for length in (5, 8)
+    )
+    ends, middle = {}, {Kind.FORWARD: short}
     sizes = Sizes(activations=0, message=0)
-    assert FakeJob(2, 4, lambda rank: sizes).learn()[0].activation_bytes == 10
+    for receives, num_bytes in ((middle, 10), (ends, 16)):
+        specs = StageSpecs(receives, {Kind.FORWARD: long})
+        assert FakeJob(2, 4, lambda rank: sizes).learn(specs=specs)[0].activation_bytes == num_bytes
 
 
-MEMORY = (StageMemory(100.0, 2, 1000, 250.0), StageMemory(100.0, 1, 1000, 50.0))
+MEMORY = (StageMemory(100.0, 2, 1000, 250.0, 1100), StageMemory(100.0, 1, 1000, 50.0, 1100))
 
 
 def test_free_beside_one_microbatch_is_the_room_and_the_others():
@@ -389,6 +441,27 @@ def test_free_beside_one_microbatch_is_the_room_and_the_others():
     )
     assert knows_memory(sidecar)
     assert not knows_memory(replace(sidecar, free_bytes=None))
+
+
+def test_a_limit_by_memory_needs_somebody_who_knows_it(tmp_path):
+    """A number needs nobody."""
+    path = tmp_path / "profile.csv"
+    by_memory = PlanRequest(8, "envpipe", max_in_flight=BY_MEMORY)
+    for free_bytes in (None, (350.0, 50.0)):
+        profile(2, Sidecar(activation_bytes=(1.0, 1.0), free_bytes=free_bytes)).write(path)
+        check_memory_is_known(replace(by_memory, max_in_flight=3), path, None)
+        check_memory_is_known(by_memory, path, FakeMemory(1))
+        check_memory_is_known(by_memory, None, FakeMemory(1))
+        unknown = [None, tmp_path / "no.csv", *[path] * (free_bytes is None)]
+        for file in unknown:
+            with pytest.raises(MemoryUnknownError, match="no CUDA device's is measured"):
+                check_memory_is_known(by_memory, file, None)
+    check_memory_is_known(by_memory, path, None)
+
+
+def test_a_profile_stays_as_it_is_where_nothing_was_measured():
+    given = profile(2)
+    assert with_memory(given, None) is given
 
 
 @pytest.mark.parametrize(
@@ -460,10 +533,14 @@ def test_cuda_memory_reads_the_allocators_counters(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", {3: 900}.__getitem__)
     monkeypatch.setattr(torch.cuda, "mem_get_info", {3: (4_000, 8_000)}.__getitem__)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", {3: 800}.__getitem__)
+    reset = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
     memory = device_memory()
     assert (memory.read().allocated_bytes, memory.read().unusable_bytes) == (700, 80)
     assert memory.capacity_bytes() == 4_900  # others on the device hold the rest
     assert memory.peak_bytes() == 800
+    memory.reset_peak()
+    assert reset == [3]
 
 
 def test_an_allocator_that_counts_nothing_leaves_memory_unknown(monkeypatch, caplog):
@@ -482,8 +559,9 @@ def test_cuda_memory_that_is_cached_already_is_not_taken_again(monkeypatch):
     pieces, asked, driver = [40, 300], [], 500
     reserved = 1_000
 
-    def empty(count, **_):
+    def empty(count, *, dtype, device):
         nonlocal reserved, driver
+        assert (dtype, device) == (torch.uint8, 0)
         asked.append(count)
         for piece in pieces:
             if piece >= count:
