@@ -141,7 +141,6 @@ class NodeAgent:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
         self._start(self._accept())
         self._start(self._tick())
         self._loop.run_forever()

@@ -107,9 +107,10 @@ class NodeLog:
         return None
 
     def close(self) -> None:
-        """Let others write it."""
+        """Let others write it; safe to call twice."""
+        lock, self._lock = self._lock, -1  # the number may be another file's by then
         with contextlib.suppress(OSError):
-            os.close(self._lock)
+            os.close(lock)
 
 
 def log_path(folder: Path, node: str) -> Path:

@@ -95,20 +95,15 @@ class _Run:
 
     async def run(self, nodes: Sequence[NodeProcess]) -> int:
         loop = asyncio.get_running_loop()
-        # Under nohup, for one, a signal is ignored and stays so.
-        heard = [signum for signum in _SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]
-        for signum in heard:
-            loop.add_signal_handler(signum, self._on_signal, signum)
+        for signum in _SIGNALS:
+            # Under nohup, for one, a signal is ignored and stays so.
+            if signal.getsignal(signum) != signal.SIG_IGN:
+                loop.add_signal_handler(signum, self._on_signal, signum)
         ended = asyncio.gather(*(self._run_node(node) for node in nodes))
-        try:
-            stopped = asyncio.create_task(self._stopping.wait())
-            either: list[asyncio.Future[Any]] = [ended, stopped]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            stopped.cancel()
-            await self._wait_for_end(ended)
-        finally:
-            for signum in heard:
-                loop.remove_signal_handler(signum)
+        stopped = asyncio.create_task(self._stopping.wait())
+        either: list[asyncio.Future[Any]] = [ended, stopped]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        await self._wait_for_end(ended)
         return self._status
 
     async def _run_node(self, node: NodeProcess) -> None:
@@ -253,8 +248,6 @@ async def _start(node: NodeProcess, outputs: Sequence[_Pipe]) -> _Live:
         )
     except OSError:
         os.close(stdin)
-        for pipe in outputs:
-            pipe.transport.close()
         raise
     finally:
         for descriptor in (its_stdin, stdout, stderr):

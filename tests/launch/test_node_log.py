@@ -32,7 +32,9 @@ def test_a_log_begins_and_ends(tmp_path):
     log.append(window(node="another"))
     log.end(3)
     log.close()
-    log.close()
+    with (tmp_path / "another").open("w") as file:
+        log.close()
+        file.write("is still open")
     assert log.path == tmp_path / "made" / "for it" / "energy-n7.jsonl"
     begun, ended = notes(log)
     assert (begun["note"], begun["node"], begun["log"]) == ("begun", "n7", log.identity)
@@ -41,6 +43,16 @@ def test_a_log_begins_and_ends(tmp_path):
     assert line.node == "n7"
     assert grown[-1] == log.size == log.path.stat().st_size
     assert grown == sorted(set(grown))
+
+
+def test_everybody_may_read_a_log_and_its_owner_alone_write_it(tmp_path):
+    before = os.umask(0)
+    try:
+        log = NodeLog(tmp_path, "n0")
+    finally:
+        os.umask(before)
+    assert log.path.stat().st_mode & 0o777 == 0o644
+    log.close()
 
 
 def test_an_agent_that_starts_again_goes_on_under_the_same_identity(tmp_path):
