@@ -9,8 +9,10 @@ import click
 
 from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.launch.looking import look
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun import run_torchrun
+from envpipe_megatron.launch.torchrun_parser import TorchrunParser
 from envpipe_megatron.profile import read_profile
 from envpipe_megatron.schedule import Kind
 from envpipe_megatron.sidecar import SIDECAR_FORMAT, sidecar_path
@@ -38,6 +40,7 @@ def profile(output: Path, command: tuple[str, ...]) -> None:
       --pipeline-model-parallel-size 4 --train-iters 2000 ...
     """
     check_outputs([output], [], {sidecar_path(output): SIDECAR_FORMAT})
+    look(TorchrunParser.read(command))
     output = output.resolve()
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
         flags = ["--envpipe", "--envpipe-profile-only", "--envpipe-output", folder]

@@ -80,6 +80,13 @@ def test_training_that_leaves_none_is_an_error(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"train.py"}
 
 
+def test_a_script_that_is_not_there_is_looked_for_before_torchrun_starts(tmp_path: Path) -> None:
+    command = ["profile", "--output", str(tmp_path / "out.csv"), "--", "--standalone", "none.py"]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 1
+    assert "There is no such script to run (got 'none.py')" in result.output
+
+
 def test_what_ends_it_ends_the_training(tmp_path: Path) -> None:
     told = tmp_path / "pid"
     os.mkfifo(told)
