@@ -233,7 +233,7 @@ class NvmlGpu(Gpu):
             # Drivers before 535 know the call by its old name alone.
             self._reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons
             return self._throttle_reasons()
-        set_bits = (1 << place for place in range(64) if bits >> place & 1)
+        set_bits = (1 << place for place in range(bits.bit_length()) if bits >> place & 1)
         return tuple(THROTTLE_REASONS.get(bit, f"reason {bit:#x}") for bit in set_bits)
 
     def _power_limit_w(self) -> float | None:

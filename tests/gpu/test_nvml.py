@@ -57,6 +57,7 @@ def test_clocks_come_from_the_device(fake_nvml_node, name):
     assert gpu.supported_frequencies_mhz == MODELS[name].graphics_mhz[memory_mhz]
     assert (gpu.name, gpu.index) == (MODELS[name].name, 0)
     assert gpu.address == GpuAddress("nvml", node.uuids[0])
+    assert gpu.late_request_s == 0.0
     assert node.changes() == []
 
 
@@ -65,6 +66,15 @@ def test_found_by_pci_bus_id_with_the_uuid_as_address(node, written):
     gpu = NvmlGpu(written(node.pci_bus_ids[2]))
     assert (gpu.address.uid, gpu.index) == (node.uuids[2], 2)
     assert gpu.pci_bus_id == node.pci_bus_ids[2]
+
+
+def test_clocks_are_those_of_the_fastest_memory(node, monkeypatch):
+    tables = {405: [210, 405], 1593: [1380, 1410, 1395, 1410], 1215: [1000]}
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetSupportedMemoryClocks", lambda _: list(tables))
+    monkeypatch.setattr(
+        pynvml, "nvmlDeviceGetSupportedGraphicsClocks", lambda _, memory_mhz: tables[memory_mhz]
+    )
+    assert NvmlGpu(node.uuids[0]).supported_frequencies_mhz == (1410, 1395, 1380)
 
 
 def test_a_gpu_without_clocks_to_choose_from(node, monkeypatch):
@@ -147,6 +157,23 @@ def test_throttle_reasons_in_words(node):
         *("idle", "hardware slowdown", "hardware thermal slowdown"),
         "reason 0x10000000000",
     )
+
+
+def test_what_a_gpu_does_not_tell_stays_empty(node, monkeypatch):
+    def not_supported(*_):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    for name in (
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        "nvmlDeviceGetCurrentClocksThrottleReasons",
+        "nvmlDeviceGetEnforcedPowerLimit",
+        "nvmlDeviceGetMigMode",
+        "nvmlDeviceGetVirtualizationMode",
+    ):
+        monkeypatch.setattr(pynvml, name, not_supported)
+    gpu = NvmlGpu(node.uuids[0])
+    assert gpu.clock_state() == ClockState(None, 1410, (), None)
+    assert gpu.control_obstacle() is None
 
 
 def test_an_old_driver_knows_the_reasons_by_their_old_name(node):

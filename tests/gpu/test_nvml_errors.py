@@ -65,6 +65,7 @@ def test_an_obstacle_is_found_by_reading(node, fault):
     node.set_fault(node.uuids[0], fault)
     obstacle = gpu.control_obstacle()
     assert isinstance(obstacle, MigModeError if fault == "mig" else VirtualGpuError)
+    assert f" (got '{node.uuids[0]}'). " in str(obstacle)
     assert node.changes() == []
 
 
