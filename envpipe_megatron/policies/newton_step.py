@@ -112,13 +112,11 @@ class BandMatrix:
         self.pair = by_target[twice], by_target[twice + 1]
         rows = np.concatenate([problem.target[self.fed], problem.source[self.pair[0]]])
         columns = np.concatenate([problem.source[self.fed], problem.source[self.pair[1]]])
-        links = coo_matrix(
-            (np.ones(2 * len(rows)), (np.append(rows, columns), np.append(columns, rows))),
-            shape=(problem.num_nodes, problem.num_nodes),
-        )
+        both_ways = np.append(rows, columns), np.append(columns, rows)
+        links = coo_matrix((np.ones(2 * len(rows)), both_ways))
         orders = (
             np.argsort(near, kind="stable"),
-            reverse_cuthill_mckee(links.tocsr(), symmetric_mode=True),
+            reverse_cuthill_mckee(links.tocsr()),
         )
         self.place = min(
             (np.argsort(order) for order in orders),
@@ -154,7 +152,7 @@ class BandMatrix:
         band[self._diagonal] = diagonal
         shape = (self._height, problem.num_nodes)
         factor: FloatArray = cholesky_banded(
-            band.reshape(shape, order="F"), lower=True, overwrite_ab=True, check_finite=False
+            band.reshape(shape, order="F"), lower=True, check_finite=False
         )
         return factor
 
@@ -162,9 +160,7 @@ class BandMatrix:
         """[num_nodes] what the matrix takes to the right-hand side."""
         ordered = np.empty_like(right)
         ordered[self.place] = right
-        solved: FloatArray = cho_solve_banded(
-            (factor, True), ordered, overwrite_b=True, check_finite=False
-        )
+        solved: FloatArray = cho_solve_banded((factor, True), ordered, check_finite=False)
         return solved[self.place]
 
 

@@ -168,7 +168,7 @@ class _Run:
 
     def to_other_clock(self, change_j: float) -> Iterator[Move]:
         """The whole run at another clock."""
-        possible = self.profiled.all(axis=0)
+        possible: NDArray[np.bool_] = np.logical_and.reduce(self.profiled)
         more_j, more_s = self.more_j.sum(axis=0), self.more_s.sum(axis=0)
         slower = np.flatnonzero(possible & (more_j < 0) & (more_s > 0))
         steps = slower[np.argsort(more_s[slower])][:_STEPS].tolist()
