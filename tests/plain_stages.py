@@ -111,7 +111,6 @@ def _remembered_state(text: bytes) -> EmulatedState:
     state = _parse_once(text)
     return replace(
         state,
-        changes=[*state.changes],
         ticks=[*state.ticks],
         segments=[*state.segments],
     )

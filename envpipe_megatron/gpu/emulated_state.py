@@ -12,6 +12,7 @@ GPU settles stays at the old clock.
 
 import json
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -20,7 +21,6 @@ FORMAT = "envpipe-emulated-gpu/1"
 
 KEPT_TICKS = 64
 KEPT_SEGMENTS = 32
-KEPT_CHANGES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,6 @@ class EmulatedState:
         clock_mhz: the clock in force at `end_s`.
         requested_mhz: the lock, None for the driver's default.
         pending: clock in MHz on its way and the instant in s at which it comes into force.
-        changes: latest instants at which a clock came into force, (s, MHz).
         end_s: the last committed end.
         energy_j: exact cumulative energy at `end_s`.
         ticks: counter values (number of the refresh, J), of which those between two entries lie on
@@ -58,7 +57,6 @@ class EmulatedState:
     clock_mhz: int
     requested_mhz: int | None = None
     pending: tuple[int, float] | None = None
-    changes: list[tuple[float, int]] = field(default_factory=list)
     end_s: float = 0.0
     energy_j: float = 0.0
     ticks: list[tuple[int, float]] = field(default_factory=lambda: [(0, 0.0)])
@@ -85,9 +83,7 @@ class EmulatedState:
         """Let a pending clock whose instant has come take over at `end_s`."""
         if self.pending is not None and self.pending[1] <= self.end_s:
             self.clock_mhz = self.pending[0]
-            self.changes.append((self.pending[1], self.clock_mhz))
             self.pending = None
-            del self.changes[:-KEPT_CHANGES]
 
     def request(self, requested_mhz: int | None, target_mhz: int, change_s: float) -> None:
         """Note a request, made at the last committed end, for `target_mhz`."""
@@ -109,16 +105,11 @@ class EmulatedState:
 
     def energy_at_tick(self, number: int) -> tuple[int, float]:
         """Return (number, J) of a refresh; of the oldest or newest known where it is outside."""
-        if number >= self.ticks[-1][0]:
-            return self.ticks[-1]
-        if number <= self.ticks[0][0]:
-            return self.ticks[0]
-        for i in range(len(self.ticks) - 2, -1, -1):
-            low, low_j = self.ticks[i]
-            if low <= number:
-                high, high_j = self.ticks[i + 1]
-                return number, low_j + (high_j - low_j) * ((number - low) / (high - low))
-        raise AssertionError("unreachable: the first entry is below the number")
+        after = bisect_right(self.ticks, (number, math.inf))
+        if after in (0, len(self.ticks)):
+            return self.ticks[max(after - 1, 0)]
+        (low, low_j), (high, high_j) = self.ticks[after - 1 : after + 1]
+        return number, low_j + (high_j - low_j) * ((number - low) / (high - low))
 
     def segment_at(self, time_s: float) -> Segment | None:
         """Return the segment that holds an instant, the oldest known before that, None if none."""
@@ -136,7 +127,6 @@ class EmulatedState:
                 "clock_mhz": self.clock_mhz,
                 "requested_mhz": self.requested_mhz,
                 "pending": self.pending,
-                "changes": self.changes,
                 "end_s": self.end_s,
                 "energy_j": self.energy_j,
                 "ticks": self.ticks,
@@ -186,8 +176,6 @@ def parse_state(text: bytes) -> EmulatedState:
         if raw[name] is not None:
             pending_mhz, settle_s = raw[name]
             state.pending = _mhz(pending_mhz), _finite(settle_s)
-        name = "changes"
-        state.changes = [(_finite(time_s), _mhz(mhz)) for time_s, mhz in raw[name]]
         name = "end_s"
         state.end_s = _finite(raw[name])
         name = "energy_j"

@@ -279,13 +279,13 @@ class ClockController:
         return None
 
     def _run_resets(self) -> None:
-        done = False
-        while not done:
+        while True:
             answer = self._resets.get()
             with self._driver:
                 problem = self._reset()
-                done = self._closing and not self._touched
             answer.put(problem)
+            if problem is None:  # nothing is locked any more, nor will be
+                return
 
     def _reset(self) -> Exception | None:
         """As `_give_back`, while `_driver` is held."""

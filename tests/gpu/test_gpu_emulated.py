@@ -1,21 +1,32 @@
 """Arithmetic, meters and files of emulated GPUs, within one process."""
 
+import math
+import os
+import socket
 import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envpipe_megatron.gpu.base import EnergyReading, GpuError
+from envpipe_megatron.gpu.base import EnergyReading, GpuAddress, GpuError
 from envpipe_megatron.gpu.emulated import EmulatedGpu, UnitRun, list_emulated, reset_all
-from envpipe_megatron.gpu.emulated_state import KEPT_TICKS, tick_number
+from envpipe_megatron.gpu.emulated_state import (
+    KEPT_SEGMENTS,
+    KEPT_TICKS,
+    EmulatedState,
+    Segment,
+    parse_state,
+    tick_number,
+)
 from envpipe_megatron.gpu.emulated_store import (
     ROOT_VARIABLE,
     EmulatedStateError,
     StateFile,
     default_root,
 )
-from envpipe_megatron.gpu.presets import PresetError
+from envpipe_megatron.gpu.presets import PresetError, load_preset
 
 
 @pytest.fixture
@@ -222,6 +233,8 @@ def test_new_gpu_reads_zero(gpu):
 def test_tick_number_agrees_with_the_instants(refresh_s):
     for number in range(2000):
         assert tick_number(number * refresh_s, refresh_s) == number
+        before_s = math.nextafter((number + 1) * refresh_s, 0.0)
+        assert tick_number(before_s, refresh_s) == number
 
 
 def test_reader_in_a_sleep_does_not_see_the_future(gpu):
@@ -258,6 +271,23 @@ def test_clock_settles_during_an_anchored_wait(gpu):
     for virtual_s, clock_mhz in ((1.0, 1000), (1.24, 1000), (1.25, 400), (7.0, 400)):
         clock.now_s = 100.0 + virtual_s
         assert reader.observed_frequency_mhz == clock_mhz
+
+
+def test_meters_of_the_past_tell_the_oldest_they_know(gpu):
+    for _ in range(40):  # a wait and a unit each, of a refresh
+        gpu.advance_to(gpu.committed_end_s() + 0.125)
+        gpu.run_unit("forward", 0.125, 0.0)
+    gpu.run_unit("forward", 0.0, 0.0)  # which takes no place
+    assert len(gpu._file.read().segments) == KEPT_SEGMENTS
+    reader, clock = anchored(gpu)
+    for back in range(1, 81):
+        clock.now_s = 110.0 - 0.125 * back
+        known = min(back, KEPT_SEGMENTS)
+        assert reader.power_w == (300.0 if known % 2 else 50.0)
+        tick = min(back, KEPT_TICKS - 1)
+        assert reader.read_energy() == EnergyReading(
+            40 * 43.75 - 43.75 * (tick // 2) - (37.5 if tick % 2 else 0), 10.0 - 0.125 * tick
+        )
 
 
 def test_history_of_refreshes_is_bounded_and_long_enough(gpu):
@@ -303,6 +333,17 @@ def test_open_finds_the_preset_and_the_state(gpu, tmp_path):
     assert other.committed_energy_j() == gpu.committed_energy_j()
 
 
+def test_a_preset_file_is_found_from_any_folder(tmp_path, round_preset, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = EmulatedGpu.create("round.toml", 0, "node")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert made.address == GpuAddress("emulated", f"{tmp_path}/node#0")
+    assert made.committed_end_s() == 0
+    assert EmulatedGpu.open(tmp_path / "node", 0).preset == load_preset(round_preset)
+    assert EmulatedGpu.create(round_preset, 0, tmp_path / "node").index == 0  # the same one
+
+
 def test_create_keeps_what_exists(gpu, tmp_path, round_preset):
     gpu.run_unit("forward", 1.0, 0.0)
     assert EmulatedGpu.create(round_preset, 0, tmp_path / "node").committed_end_s() == 1.0
@@ -315,27 +356,30 @@ def test_create_keeps_what_exists(gpu, tmp_path, round_preset):
 
 
 def test_root_comes_from_the_environment(monkeypatch, tmp_path):
-    first = default_root()
-    assert first.is_absolute()
+    name = f"envpipe-emulated-{socket.gethostname()}-{os.getuid()}"
+    assert default_root() == Path(tempfile.gettempdir()) / name
     monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path / "here"))
     assert default_root() == tmp_path / "here"
     EmulatedGpu.create("v100", 3, None)
     EmulatedGpu.create("v100", 11, None)
-    (tmp_path / "here" / "gpux.json").write_text("not one of ours")
+    for name in ("gpux", "gpu07", "gpu-1", "gpu\N{ARABIC-INDIC DIGIT THREE}", "gpu"):
+        (tmp_path / "here" / f"{name}.json").write_text("not one of ours")
     assert list_emulated() == (3, 11)
     assert list_emulated(tmp_path / "nowhere") == ()
 
 
 def test_reset_all(tmp_path):
-    gpus = [EmulatedGpu.create("a40", i, tmp_path) for i in range(3)]
+    gpus = [EmulatedGpu.create("a40", i, tmp_path) for i in range(4)]
     for gpu in gpus:
         gpu.lock_frequency(1005)
-    gpus[1]._file.path.write_text("{}")  # one that is broken does not keep the others locked
+    for index in (1, 2):  # those that are broken do not keep the others locked
+        gpus[index]._file.path.write_text("{}")
     with pytest.raises(EmulatedStateError, match=r"gpu1\.json"):
         reset_all(tmp_path)
-    assert [gpus[i].requested_frequency_mhz for i in (0, 2)] == [None, None]
-    gpus[1]._file.path.unlink()
-    assert reset_all(tmp_path) == (0, 2)
+    assert [gpus[i].requested_frequency_mhz for i in (0, 3)] == [None, None]
+    for index in (1, 2):
+        gpus[index]._file.path.unlink()
+    assert reset_all(tmp_path) == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -368,6 +412,14 @@ def test_foreign_file_is_named_with_a_remedy(tmp_path, content, problem):
         ('"ticks": [[1, ', '"ticks": [[9, ', "ticks"),
         ('"segments": [[', '"segments": [[0, ', "segments"),
         ('"wall_minus_virtual_s": null', '"wall": null', "wall_minus_virtual_s"),
+        ('"wall_minus_virtual_s": null', '"wall_minus_virtual_s": NaN', "wall_minus_virtual_s"),
+        ('"clock_mhz": 1000', '"clock_mhz": 0', "clock_mhz"),
+        ('"clock_mhz": 1000', '"clock_mhz": 1000.0', "clock_mhz"),
+        ('"preset": "', '"preset": 3, "was": "', "preset"),
+        ('"ticks": [[1, ', '"ticks": [[-1, ', "ticks"),
+        ('"ticks": [[1, ', '"ticks": [[8, ', "ticks"),
+        ('"ticks": [', '"ticks": [], "were": [', "ticks"),
+        ('"segments": [[0.0', '"segments": [[-1.0', "segments"),
     ],
 )
 def test_wrong_field_of_a_state_is_named(gpu, old, new, field):
@@ -379,12 +431,43 @@ def test_wrong_field_of_a_state_is_named(gpu, old, new, field):
         gpu.committed_end_s()
 
 
+def test_a_state_comes_back_bit_for_bit(gpu):
+    gpu.run_unit("forward", 1 / 3, 0.1)
+    gpu.lock_frequency(400)
+    gpu.anchor(-1 / 7)
+    state = gpu._file.read()
+    assert state == EmulatedState(
+        gpu._file.read().preset,
+        1000,
+        400,
+        (400, 0.1 + 1 / 3 + 0.25),
+        0.1 + 1 / 3,
+        state.energy_j,
+        state.ticks,
+        [Segment(0.0, 0.1, 50.0, 1000), Segment(0.1, 0.1 + 1 / 3, 300.0, 1000)],
+        -1 / 7,
+    )
+    assert state.energy_j == pytest.approx(5 + 100)
+    assert parse_state(state.to_json()) == state
+
+
 def test_missing_gpu_lists_those_there_are(tmp_path):
     EmulatedGpu.create("a40", 2, tmp_path)
     with pytest.raises(EmulatedStateError, match="Known in this folder: 2"):
         EmulatedGpu.open(tmp_path, 0)
     with pytest.raises(EmulatedStateError, match="none"):
         StateFile(tmp_path / "nowhere", 0).change(lambda state: None)
+
+
+def test_a_state_or_a_lock_that_is_a_folder(gpu):
+    gpu._file.path.unlink()
+    gpu._file.path.mkdir()
+    with pytest.raises(EmulatedStateError, match="unusable: cannot be read"):
+        gpu.committed_end_s()
+    gpu._file.path.with_name("gpu0.lock").unlink()
+    gpu._file.path.with_name("gpu0.lock").mkdir()
+    with pytest.raises(EmulatedStateError, match="Cannot write the state"):
+        gpu.advance_to(1.0)
 
 
 def test_folder_that_cannot_be_used(tmp_path):
@@ -404,3 +487,4 @@ def test_a_state_that_cannot_be_written_is_not_lost_in_silence(gpu):
 def test_a_new_folder_is_its_users_alone(tmp_path):
     EmulatedGpu.create("a40", 0, tmp_path / "node")
     assert (tmp_path / "node").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "node" / "gpu0.lock").stat().st_mode & 0o777 == 0o600

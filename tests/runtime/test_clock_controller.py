@@ -208,9 +208,11 @@ def test_the_caller_never_waits_for_the_time_base(gpu, monkeypatch):
     assert clock.error is None
 
 
-def test_least_dwell(gpu):
+def test_least_dwell(gpu, monkeypatch):
     """A change that comes too early waits for its time, unless a later one has replaced it."""
     clock = ClockController(gpu, min_dwell_s=1.0)
+    looks: list[float] = []
+    monkeypatch.setattr(gpu, "time_s", lambda: looks.append(gpu.now_s) or gpu.now_s)
     for now_s, frequency in ((0.0, 1000), (0.5, 1200), (0.9, 1100), (1.0, 1300), (1.5, 1400)):
         gpu.now_s = now_s
         clock.request(frequency, Done())
@@ -224,6 +226,7 @@ def test_least_dwell(gpu):
     clock.wait_idle()
     assert gpu.history == [1000, 1300]
     clock.close()
+    assert len(looks) < 20  # it sleeps until the time has come
 
 
 def test_a_change_held_back_is_made_when_its_time_has_come(gpu):
@@ -286,8 +289,10 @@ def test_failing_time_base_stops_control_and_not_training(gpu, monkeypatch, call
     clock.request(1000, Done())
     clock.wait_idle()
     times_s = iter([0.5] * (call - 1))
+    calls: list[int] = []
 
     def time_s() -> float:
+        calls.append(1)
         for now_s in times_s:
             return now_s
         raise GpuError("no time")
@@ -299,6 +304,7 @@ def test_failing_time_base_stops_control_and_not_training(gpu, monkeypatch, call
     assert isinstance(clock.error, GpuError)
     clock.close()
     assert_given_back(gpu, after=[1000])
+    assert len(calls) == call  # once given up, it is not asked again
 
 
 def test_close_resets_and_drops_what_is_pending(gpu):
