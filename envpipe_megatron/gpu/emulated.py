@@ -88,7 +88,8 @@ class EmulatedGpu(Gpu):
             PresetError: no such preset.
             EmulatedStateError: this GPU exists with another preset, or the folder cannot be used.
         """
-        _check_index(index)
+        if index < 0:
+            raise GpuError("The index of an emulated GPU counts from 0", value=index)
         model = load_preset(preset)
         # A path is kept absolute, since other processes may stand in other folders.
         reference = str(Path(preset).expanduser().resolve()) if preset.endswith(".toml") else preset
@@ -110,7 +111,6 @@ class EmulatedGpu(Gpu):
             EmulatedStateError: there is none, or its file is foreign.
             PresetError: its preset is gone.
         """
-        _check_index(index)
         file = StateFile(_folder(root), index)
         return cls(index, file, load_preset(file.read().preset))
 
@@ -293,11 +293,6 @@ def reset_all(root: str | os.PathLike[str] | None = None) -> tuple[int, ...]:
 def _folder(root: str | os.PathLike[str] | None) -> Path:
     # Absolute, so that an object outlives a change of the working folder.
     return (default_root() if root is None else Path(root)).absolute()
-
-
-def _check_index(index: int) -> None:
-    if index < 0:
-        raise GpuError("The index of an emulated GPU counts from 0", value=index)
 
 
 def _check_time(name: str, value_s: float) -> None:

@@ -7,8 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from envpipe_megatron.gpu import presets
 from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.gpu.presets import PresetError, list_presets, load_preset
+from envpipe_megatron.gpu.presets import (
+    ControlOverride,
+    FitError,
+    GpuPreset,
+    KindModel,
+    PresetError,
+    list_presets,
+    load_preset,
+    preset_folder,
+)
 
 KINDS = ("forward", "backward")
 
@@ -75,6 +85,92 @@ def test_model_by_hand(round_preset):
         preset.busy_power_w("forward", 0)
 
 
+WHOLE = """
+format = "envpipe-gpu-preset/1"
+gpu = "All of it"
+fitted = true
+source = "test"
+max_frequency_mhz = 1000
+min_frequency_mhz = 985
+frequency_step_mhz = 7.5
+power_cap_frequency_mhz = 800
+frequency_change_s = 0
+wait_power_w = 0
+refresh_s = 0.25
+static_power_w = 100
+voltage_floor = 0.5
+voltage_knee_mhz = 400
+[forward]
+memory_fraction = 1
+dynamic_power_w = 200
+[backward]
+memory_fraction = 0.25
+dynamic_power_w = 0
+[fit_error_percent]
+time_mean = 1.5
+time_max = 2.5
+power_mean = 3.5
+power_max = 4.5
+[control]
+nvml_names = ["One", "Two *"]
+profile_max_mhz = 900
+profile_min_mhz = 900
+profile_step_mhz = 30
+memory_clock_mhz = 1215
+"""
+
+
+def test_every_field_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text(WHOLE)
+    preset = load_preset("mine.toml")
+    assert preset == GpuPreset(
+        name="mine",
+        gpu="All of it",
+        fitted=True,
+        source="test",
+        max_frequency_mhz=1000,
+        min_frequency_mhz=985,
+        frequency_step_mhz=7.5,
+        power_cap_frequency_mhz=800,
+        frequency_change_s=0.0,
+        wait_power_w=0.0,
+        refresh_s=0.25,
+        static_power_w=100.0,
+        voltage_floor=0.5,
+        voltage_knee_mhz=400.0,
+        forward=KindModel(1.0, 200.0),
+        backward=KindModel(0.25, 0.0),
+        fit_error_percent=FitError(1.5, 2.5, 3.5, 4.5),
+        control=ControlOverride(("One", "Two *"), 900, 900, 30, 1215),
+    )
+    assert preset.supported_frequencies_mhz == (1000, 992, 985)
+    assert [preset.relative_voltage(mhz) for mhz in (100, 400, 500, 800)] == [0.5, 0.5, 0.625, 1]
+    # 100 W, and of 200 W at the top (800 MHz) the clock's share times the voltage squared.
+    powers_w = [preset.busy_power_w("forward", mhz) for mhz in (400, 600, 800, 900)]
+    assert powers_w == [125.0, 184.375, 300.0, 300.0]
+    assert preset.unit_time_s("forward", 400, 3.0) == 3.0
+    assert preset.unit_time_s("backward", 400, 3.0) == 5.25
+    Path("mine.toml").rename("uncapped.toml")
+    uncapped = WHOLE.replace("power_cap_frequency_mhz = 800\n", "").replace("985", "1000")
+    Path("uncapped.toml").write_text(uncapped)
+    assert load_preset("uncapped.toml").top_frequency_mhz == 1000
+    assert load_preset("uncapped.toml").supported_frequencies_mhz == (1000,)
+
+
+def test_where_the_presets_are(tmp_path, monkeypatch):
+    """Beside the installed package's modules, or in the checkout that it is run from."""
+    package = tmp_path / "checkout" / "envpipe_megatron"
+    monkeypatch.setattr(presets, "__file__", str(package / "gpu" / "presets.py"))
+    with pytest.raises(PresetError, match=r"missing from this installation.*Reinstall"):
+        preset_folder()
+    checkout = tmp_path / "checkout" / "configs" / "gpus"
+    checkout.mkdir(parents=True)
+    assert preset_folder() == checkout
+    (package / "configs" / "gpus").mkdir(parents=True)
+    assert preset_folder() == package / "configs" / "gpus"
+
+
 def test_unknown_preset_lists_the_names():
     with pytest.raises(PresetError, match=r"'a1000'.*a100-pcie, a100-sxm, a40, a6000, h100"):
         load_preset("a1000")
@@ -116,6 +212,30 @@ def test_unknown_preset_lists_the_names():
             r"control\.step is not a field",
         ),
         ("fitted = false", "fitted = ", "Cannot read the GPU preset"),
+        ('gpu = "Round numbers"', 'gpu = ""', "field gpu must be a text"),
+        ('gpu = "Round numbers"', "gpu = 3", "field gpu must be a text"),
+        ("wait_power_w = 50", "wait_power_w = inf", "field wait_power_w is out of range"),
+        ("wait_power_w = 50", "wait_power_w = true", "field wait_power_w must be a number"),
+        ("voltage_floor = 1.0", "voltage_floor = 0", "field voltage_floor is out of range"),
+        ("frequency_step_mhz = 100", "frequency_step_mhz = 0", "frequency_step_mhz is out of"),
+        ("max_frequency_mhz = 1000", "max_frequency_mhz = true", "max_frequency_mhz must be a wh"),
+        ("min_frequency_mhz = 100", "min_frequency_mhz = 0", "min_frequency_mhz must be a whole"),
+        ("[forward]", "[[forward]]", "field forward must be a table"),
+        (
+            "[forward]",
+            '[control]\nnvml_names = ["x", ""]\n[forward]',
+            r"control\.nvml_names must be a list",
+        ),
+        (
+            "[forward]",
+            "[control]\nprofile_min_mhz = 9\n[forward]",
+            r"control\.nvml_names must be a list of names\. .*missing",
+        ),
+        (
+            "[forward]",
+            "[fit_error_percent]\ntime_mean = 1\ntime_worst = 2\n[forward]",
+            r"fit_error_percent\.time_worst is not a field",
+        ),
     ],
 )
 def test_wrong_field_is_named_with_its_file(round_preset, old, new, field):

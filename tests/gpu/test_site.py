@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from envpipe_megatron.gpu import site as site_module
-from envpipe_megatron.gpu.site import SiteConfig, SiteConfigError, read_site, read_site_file
+from envpipe_megatron.gpu.site import (
+    SiteConfig,
+    SiteConfigError,
+    in_user_namespace,
+    read_site,
+    read_site_file,
+)
 
 WHOLE = """
 format = "envpipe-site/1"
@@ -50,6 +56,29 @@ def test_all_fields(tmp_path):
 def test_every_field_is_optional(tmp_path):
     path = site_of(tmp_path, "", header='format = "envpipe-site/1"\n')
     assert read_site_file(path) == SiteConfig(path)
+
+
+def test_the_narrowest_range_and_the_defaults(tmp_path):
+    site = read_site_file(site_of(tmp_path, "reset_range_mhz = [1, 1]"))
+    assert site.reset_range_mhz == (1, 1)
+    assert site == SiteConfig(
+        site.path, ("nvml", "zeusd", "command"), None, (), (), 10.0, reset_range_mhz=(1, 1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("uid_map", "inside"),
+    [("0 0 4294967295", False), ("0 1000 1", True), ("0 0 65536", True), (None, False)],
+)
+def test_a_user_namespace_is_known_by_its_map(monkeypatch, uid_map, inside):
+    def read_text(path):
+        assert str(path) == "/proc/self/uid_map"
+        if uid_map is None:
+            raise FileNotFoundError
+        return f"         {uid_map}\n".replace(" ", "  ")
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert in_user_namespace() is inside
 
 
 def test_where_the_file_is(tmp_path, monkeypatch):
@@ -108,6 +137,14 @@ PAIR = 'lock_command = ["/a", "{uuid}", "{mhz}"]\nreset_command = ["/a", "{uuid}
         ("reset_range_mhz = [0, 210]", ["gpu_control.reset_range_mhz"]),
         ("reset_range_mhz = [true, 210]", ["gpu_control.reset_range_mhz"]),
         ("reset_range_mhz = 210", ["gpu_control.reset_range_mhz"]),
+        ("reset_range_mhz = [210, 1410.0]", ["gpu_control.reset_range_mhz"]),
+        ("reset_range_mhz = [210, 1410, 1500]", ["gpu_control.reset_range_mhz"]),
+        ("reset_range_mhz = [210]", ["gpu_control.reset_range_mhz"]),
+        ('command_time_limit_s = "3"', ["gpu_control.command_time_limit_s", "number"]),
+        ("command_time_limit_s = -1", ["gpu_control.command_time_limit_s", "above 0"]),
+        ('backends = ["nvml", 3]', ["gpu_control.backends", "list of strings"]),
+        ('lock_command = ["/a", "{uuid}", "{mhz}", "}"]', ["lock_command", "braces"]),
+        ('lock_command = ["/a\\u0000", "\\u0000{uuid}", "{mhz}"]', ["lock_command", "NUL"]),
         ("backend = []", ["gpu_control.backend'", "Known", "backends"]),
     ],
 )
@@ -151,9 +188,17 @@ def test_root_takes_no_commands_from_another_users_file(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: stranger + 1)
     assert read_site_file(path).lock_command  # an unprivileged user may trust whom they like
     monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(site_module, "in_user_namespace", lambda: True)
     message = refused(path)
     assert "another user" in message
     assert "chown root" in message
+    # The machine's root, as a namespace's root sees it; elsewhere that user is nobody's.
+    status[4] = 65534
+    assert read_site_file(path).lock_command
+    monkeypatch.setattr(site_module, "in_user_namespace", lambda: False)
+    assert "another user" in refused(path)
+    status[4] = 0
+    assert read_site_file(path).lock_command
 
 
 # --- the examples --------------------------------------------------------------------------------

@@ -236,7 +236,8 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next(daemon):
 
 
 def test_a_guard_waits_at_least_as_long_as_a_request_may_be_under_way(daemon):
-    assert gpu_of(daemon).late_request_s >= 5.0
+    assert gpu_of(daemon).late_request_s == 5.0
+    assert ZeusdConnection(daemon.path)._time_limit_s == 5.0
 
 
 class Chatter:
