@@ -74,7 +74,7 @@ class HostGroup:
         """The value of the one that leads, on all ranks."""
         if self._size == 1:
             return value
-        frame, rest = _packed(value) if self.leads else (_empty_frame(), None)
+        frame, rest = _packed(value)
         self.transport.broadcast(frame, self._leader).wait()
         if not self.leads:
             rest = _rest_of(frame)
@@ -83,15 +83,11 @@ class HostGroup:
         return value if self.leads else _unpacked(frame, rest)
 
 
-def _empty_frame() -> torch.Tensor:
-    return torch.zeros(FRAME_BYTES, dtype=torch.uint8)
-
-
 def _packed(value: object) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The frame, and what does not fit into it."""
     text = pickle.dumps(value)
     whole = torch.frombuffer(bytearray(len(text).to_bytes(_LENGTH_BYTES) + text), dtype=torch.uint8)
-    frame = _empty_frame()
+    frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
     frame[: len(whole)] = whole[:FRAME_BYTES]
     return frame, whole[FRAME_BYTES:] if len(whole) > FRAME_BYTES else None
 

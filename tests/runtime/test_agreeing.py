@@ -70,8 +70,8 @@ class Wire:
         return SimpleNamespace(
             gather=gather,
             broadcast=broadcast,
-            send=lambda tensors, peer, tag: work(lambda: put(index, tensors[0])),
-            recv=lambda tensors, peer, tag: work(lambda: take(peer, tensors[0])),
+            send=lambda tensors, peer, tag: work(lambda: put((index, peer, tag), tensors[0])),
+            recv=lambda tensors, peer, tag: work(lambda: take((peer, index, tag), tensors[0])),
         )
 
 
