@@ -222,6 +222,7 @@ def saving(monkeypatch) -> Any:
     parts = SimpleNamespace(adopted=Adopted(plan_of(), ("A note.",), made_now=True), calls=[])
 
     def profile(job: Any, schedule: Schedule) -> Any:
+        assert schedule.name == "1f1b"
         return profile_of()
         yield
 
