@@ -167,9 +167,6 @@ class _Run:
 
     async def _wait_for_end(self, ended: asyncio.Future[list[None]]) -> None:
         """Wait for nodes that were told to end, and end those that do not."""
-        if not self._stopping.is_set():
-            await ended
-            return
         for grace_s, signum in (
             (self._stop_grace_s, signal.SIGTERM),
             (_LAST_GRACE_S, signal.SIGKILL),

@@ -100,5 +100,5 @@ def _marked(mark: str) -> list[ProcessIdentity]:
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if entry in (folder / "environ").read_bytes().split(b"\0"):
                 process = ProcessIdentity.of(int(folder.name))
-                found += [process] if process is not None and process.is_alive() else []
+                found += [process] if process is not None else []
     return found

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launch_helpers import LONG_S, Launcher, run
 from sshd import ssh_server
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.launch import node_processes
 from envpipe_megatron.launch.hostfile import Host
 from envpipe_megatron.launch.node_processes import NodeProcess, run_nodes
 from envpipe_megatron.launch.ssh import carried_environment, ssh_command
@@ -201,6 +203,16 @@ def test_a_second_interrupt_kills_at_once(witness):
     witness.wait_until_none_is_left()
 
 
+def test_a_node_that_starts_after_the_kill_is_killed_too(capfd):
+    told = []
+    live = SimpleNamespace(end=lambda: told.append("end"), send=told.append)
+    run = node_processes._Run(LONG_S)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+        run._on_signal(signum)
+        run._end(live)
+    assert told == ["end", "end", "end", signal.SIGKILL]
+
+
 @pytest.mark.parametrize(
     ("script", "last_grace_s"),
     [
@@ -269,6 +281,17 @@ def test_a_client_that_cannot_be_started_stops_the_others(tmp_path, witness):
 
 
 # The command
+
+
+def test_the_clients_options_come_behind_the_users():
+    """Nobody is asked anything, and no connection outlives its node; what comes first counts."""
+    command = ssh_command(
+        "ssh -p 7", Host("me@one", 1, "hosts:1"), [], python="py", folder=Path("/"), environ={}
+    )
+    options = ["BatchMode=yes", "ConnectTimeout=30", "ServerAliveInterval=15", "ControlMaster=no"]
+    assert list(command[:-1]) == [
+        "ssh", "-p", "7", "-T", *(word for option in options for word in ("-o", option)), "me@one"
+    ]  # fmt: skip
 
 
 def test_what_is_carried_of_the_environment():

@@ -48,7 +48,9 @@ def found_by(config: SessionConfig, found: StoredJob | None) -> Resumed:
 def test_a_jobs_fingerprint_has_all_that_profile_and_plan_rest_on(tmp_path):
     given = tmp_path / "given.csv"
     given.write_text("mine")
-    made = resumed(SessionConfig(GREEDY, output_dir=tmp_path, profile_file=given))
+    made, again = (
+        resumed(SessionConfig(GREEDY, output_dir=tmp_path, profile_file=given)) for _ in range(2)
+    )
     job = json.loads((tmp_path / "job.json").read_text())
     assert job["fingerprint"] == {
         "layers": 24,
@@ -70,8 +72,9 @@ def test_a_jobs_fingerprint_has_all_that_profile_and_plan_rest_on(tmp_path):
         "envpipe_profile_sha256": hashlib.sha256(b"mine").hexdigest(),
         "envpipe_plan_sha256": None,
     }
-    assert job["starts"] == [made.started]
+    assert job["starts"] == [made.started, again.started]
     assert (made.found, made.baseline) == (None, None)
+    assert again.found == StoredJob(job["fingerprint"], (made.started,))
     assert made.keeper is not None
     given.unlink()  # whoever needs it says so
     resumed(SessionConfig(GREEDY, output_dir=tmp_path, profile_file=given))
