@@ -396,7 +396,7 @@ NOT_COUNTS = (0, -1, 2.0, "2", True, None, [2], ...)
             )
         ],
         *[("iteration_time_s", bad) for bad in (..., None, "9", 9.001, float("nan"), [9.0])],
-        *[("energy_j", bad) for bad in (..., None, "338", 338.01, 0, float("inf"), {})],
+        *[("energy_j", bad) for bad in (..., None, "338", 338.0005, 0, float("inf"), {})],
     ],
 )  # fmt: skip
 def test_a_tampered_field_is_named(tmp_path, field, value):
@@ -405,6 +405,10 @@ def test_a_tampered_field_is_named(tmp_path, field, value):
         read_plan(path, PROFILE)
     if field != "num_stages" or value in NOT_COUNTS:
         assert f"field '{field}'" in str(caught.value)
+
+
+def test_figures_may_differ_by_rounding(tmp_path):
+    assert read_plan(tampered(tmp_path, energy_j=338.0003), PROFILE).cost.energy_j == 338
 
 
 def test_another_frequency_with_the_old_figures_is_refused(tmp_path):
