@@ -235,6 +235,10 @@ class TestParking:
         with pytest.raises(PlanError, match=f"park_mhz.*{unit}"):
             evaluated(MAXIMUM, park, wait_power_w=CURVES, change_time_s=change_s)
 
+    def test_the_first_of_several_that_do_not_fit_is_named(self):
+        with pytest.raises(PlanError, match=r"F1 on stage 0, .*\(got 0"):
+            evaluated(MAXIMUM, parking(s0u1=300, s1u3=300), wait_power_w=CURVES)
+
     def test_needs_waiting_power_by_clock(self):
         with pytest.raises(PlanError, match="wait_power_w"):
             evaluated(park=parking(s0u2=300))

@@ -532,9 +532,8 @@ def test_reading_a_table(tmp_path):
 def test_blank_lines_zeros_and_further_cells_are_accepted(tmp_path):
     path = write_layers(tmp_path / "layers.csv", ("00", "1"), HEADER + ",memory", ",0")
     first, *rest = path.read_text().splitlines()
-    path.write_text(
-        "\n".join([first, "", " ,,", *[line.replace(",1,0", ",0,0,7") for line in rest]])
-    )
+    rest = [line.replace(",1,0", ",0,0,7") for line in rest]
+    path.write_bytes("\r".join([first, "", " ,,", *rest]).encode())
     table = read_layers(path)
     assert table.names == ("0", "1")
     assert table.memory_bytes.tolist() == [0.0, 0.0]

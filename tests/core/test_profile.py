@@ -40,6 +40,7 @@ def read(tmp_path, text):
         ("0,forward,0,1,1", "frequency (MHz) must be above 0 (got '0')"),
         ("0,forward,-900,1,1", "frequency (MHz) must be above 0 (got '-900')"),
         ("0,forward,900.5,1,1", "frequency (MHz) must be a whole number (got '900.5')"),
+        ("0,forward,1000000,1,1", "needs a frequency (MHz) that a GPU has"),
         ("0,forward,fast,1,1", "frequency (MHz) is not a number (got 'fast')"),
         ("first,forward,900,1,1", "stage is not a number (got 'first')"),
         ("-1,forward,900,1,1", "stage must be at least 0 (got '-1')"),
@@ -175,7 +176,9 @@ def test_extra_columns_blanks_bom_and_crlf_are_accepted(tmp_path):
     plain = read(tmp_path, f"{HEADER}\n{GOOD}")
     dressed = f"\ufeff{HEADER},samples\n 0 ,forward, 1200 ,1.0,10,7\n\n0,backward,1200,2.0,20\n"
     assert read(tmp_path, dressed).rows == plain.rows
-    assert read(tmp_path, dressed.replace("\n", "\r\n")).rows == plain.rows
+    for line_end in ("\r\n", "\r"):
+        (tmp_path / "job.csv").write_bytes(dressed.replace("\n", line_end).encode())
+        assert read_profile(tmp_path / "job.csv").rows == plain.rows
 
 
 def test_the_uncertainty_of_energies_is_a_column_that_may_follow(tmp_path):
