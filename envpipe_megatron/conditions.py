@@ -118,7 +118,7 @@ class Conditions:
     @property
     def gpus_by_stage(self) -> NDArray[np.int64]:
         """[num_stages] GPUs that follow each stage's plan, one by default."""
-        return np.array(self.gpus_per_stage or (1,) * self.num_stages, dtype=np.int64)
+        return np.array(self.gpus_per_stage or (1,) * self.num_stages)
 
     def waiting_power_w(self, frequency_mhz: NDArray[np.int64]) -> FloatArray:
         """Power of one waiting GPU at the clocks set while it waits.
