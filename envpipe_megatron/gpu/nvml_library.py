@@ -16,34 +16,28 @@ from envpipe_megatron.gpu.nvml_errors import GpuNotFoundError, named_error
 
 
 class _Library:
-    """Whether NVML is initialised, as a number that grows with every initialisation; 0 if not."""
+    """NVML's initialisation in this process: an object of its own each time."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.generation = 0
-        self._initialisations = 0
-
-    def initialise(self) -> int:
-        """Make NVML ready in this process, and return the number of its initialisation."""
-        if self.generation:
-            return self.generation
-        with self.lock:
-            if not self.generation:
-                pynvml.nvmlInit()
-                self._initialisations += 1
-                self.generation = self._initialisations
-            return self.generation
+        self._lock = threading.Lock()
+        self._initialisation: object | None = None
 
     def after_fork(self) -> None:
         # Another thread of the parent may have held the lock: it would never be released here.
-        self.lock = threading.Lock()
-        self.generation = 0
+        self._lock = threading.Lock()
+        self.forget()
 
-    def forget(self, generation: int) -> None:
-        """Initialise again at the next call, unless another thread has done so since."""
-        with self.lock:
-            if self.generation == generation:
-                self.generation = 0
+    def initialise(self) -> object:
+        """Make NVML ready in this process, and return its initialisation."""
+        with self._lock:
+            if self._initialisation is None:
+                pynvml.nvmlInit()
+                self._initialisation = object()
+            return self._initialisation
+
+    def forget(self) -> None:
+        """Initialise again at the next call. Once too often does no harm."""
+        self._initialisation = None
 
 
 _LIBRARY = _Library()
@@ -64,15 +58,14 @@ def call_library(action: str, function: Callable[..., Any], *arguments: object) 
     return _call(action, lambda _: function(*arguments))
 
 
-def _call(action: str, work: Callable[[int], Any]) -> Any:
-    """Do work on an initialised NVML, giving it the number of the initialisation."""
+def _call(action: str, work: Callable[[object], Any]) -> Any:
+    """Do work on an initialised NVML, giving it the initialisation."""
     try:
-        generation = _LIBRARY.initialise()
         try:
-            return work(generation)
+            return work(_LIBRARY.initialise())
         except pynvml.NVMLError_Uninitialized:
             # Something else in this process (a monitor of the framework) shut NVML down.
-            _LIBRARY.forget(generation)
+            _LIBRARY.forget()
             return work(_LIBRARY.initialise())
     except pynvml.NVMLError as error:
         raise named_error(error, action) from error
@@ -88,7 +81,7 @@ class NvmlHandle:
 
     def __init__(self, uid: str) -> None:
         self._uid = uid
-        self._found: tuple[int, Any] = (0, None)
+        self._found: tuple[object, Any] = (None, None)
 
     def call(self, action: str, function: Callable[..., Any], *arguments: object) -> Any:
         """Call a function of pynvml whose first argument is a GPU.
@@ -103,11 +96,11 @@ class NvmlHandle:
             NvmlError: it failed, or NVML cannot be initialised.
         """
 
-        def work(generation: int) -> Any:
+        def work(initialisation: object) -> Any:
             found_in, device = self._found
-            if found_in != generation:
+            if found_in is not initialisation:
                 device = self._find()
-                self._found = (generation, device)
+                self._found = (initialisation, device)
             return function(device, *arguments)
 
         return _call(f"{action} of {self._uid}", work)

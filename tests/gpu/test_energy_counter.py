@@ -87,6 +87,29 @@ def test_a_poll_of_50_ms_sees_each_refresh_with_few_reads():
     assert staircase.reads <= 4 * len(readings)
 
 
+def test_a_rare_poll_needs_few_reads_as_well():
+    staircase = Staircase(0.1)
+    counter = staircase.counter()
+    counter.read()
+    staircase.reads = 0
+    for _ in range(20):
+        staircase.now_s += 7.03
+        counter.read()
+    assert staircase.reads <= 4 * 20
+
+
+def test_a_fresh_reading_is_given_again():
+    staircase = Staircase(0.1)
+    counter = staircase.counter()
+    reading = counter.read()
+    reads = staircase.reads
+    staircase.now_s = reading.time_s + 0.039
+    assert counter.read() is reading
+    assert staircase.reads == reads
+    staircase.now_s = reading.time_s + 0.041
+    assert counter.read().energy_j == reading.energy_j + 20.0
+
+
 def test_power_over_a_second_is_right_to_a_percent():
     staircase = Staircase(0.1)
     counter = staircase.counter()
@@ -135,6 +158,18 @@ def test_a_counter_that_goes_back():
     after = counter.read()
     assert after.energy_j < first.energy_j
     assert after.time_s > first.time_s
+
+
+def test_a_counter_that_goes_back_while_it_is_watched():
+    staircase = Staircase(0.1)
+
+    def sleep(time_s):
+        staircase.sleep(time_s)
+        staircase.offset_j = -1000.0
+
+    counter = EnergyCounter(staircase.read_j, "GPU", staircase.monotonic_s, sleep)
+    with pytest.raises(EnergyCounterError, match=r"counter of GPU went back from \d+\.\d{3} J"):
+        counter.read()
 
 
 def test_a_read_that_fails_leaves_the_next_one_whole():

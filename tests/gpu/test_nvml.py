@@ -1,6 +1,7 @@
 """The NVML back end against the fake library: what it asks of a GPU is in the call history."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -277,6 +278,30 @@ def test_a_forked_child_initialises_again(node):
     assert node.locked_mhz(node.uuids[3]) is None
     initialised = [call.pid for call in node.history() if "Init" in call.function]
     assert initialised == [os.getpid(), child]
+    of_child = [call.function for call in node.history() if call.pid == child]
+    assert of_child[0] == "nvmlInitWithFlags"  # and no call before
+
+
+def test_a_child_that_is_forked_while_a_thread_initialises(node, monkeypatch):
+    plain, begun, go_on = pynvml.nvmlInit, threading.Event(), threading.Event()
+
+    def slow():
+        if threading.current_thread() is thread:
+            begun.set()
+            go_on.wait()
+        plain()
+
+    monkeypatch.setattr(pynvml, "nvmlInit", slow)
+    thread = threading.Thread(target=list_nvml_gpus)
+    thread.start()
+    begun.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(len(list_nvml_gpus()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(node.uuids)
+    go_on.set()
+    thread.join()
 
 
 def test_somebody_else_shuts_nvml_down(node):
