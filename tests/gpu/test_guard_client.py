@@ -27,7 +27,7 @@ from envpipe_megatron.gpu.lease_folder import LEASE_DIR_VARIABLE
 from envpipe_megatron.gpu.process_identity import ProcessIdentity
 
 ADDRESS = GpuAddress("emulated", "/node#0")
-DEADLINE_S = 60.0
+DEADLINE_S = 20.0
 
 
 class Played:

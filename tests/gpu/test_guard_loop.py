@@ -21,7 +21,7 @@ from envpipe_megatron.gpu.lease_folder import LEASE_DIR_VARIABLE
 from envpipe_megatron.gpu.process_identity import ProcessIdentity
 
 ONE, OTHER = (GpuAddress("emulated", f"/node#{index}") for index in range(2))
-DEADLINE_S = 60.0
+DEADLINE_S = 20.0
 
 
 class Gpu:
