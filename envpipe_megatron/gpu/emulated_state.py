@@ -134,8 +134,7 @@ class EmulatedState:
                     (s.start_s, s.end_s, s.power_w, s.frequency_mhz) for s in self.segments
                 ],
                 "wall_minus_virtual_s": self.wall_minus_virtual_s,
-            },
-            allow_nan=False,
+            }
         ).encode()
 
 

@@ -105,8 +105,8 @@ def test_later_request_supersedes_one_that_has_not_settled(gpu):
 def test_going_back_before_settling_leaves_the_clock(gpu):
     gpu.lock_frequency(400)
     gpu.lock_frequency(1000)
-    run = gpu.run_unit("forward", 1.0, 0.0)
-    assert (run.frequency_mhz_start, run.frequency_mhz_end) == (1000, 1000)
+    assert gpu._file.read().pending is None
+    assert gpu.run_unit("forward", 1.0, 0.0) == UnitRun(0.0, 1.0, 300.0, 1000, 1000)
 
 
 def test_equal_request_changes_nothing(gpu):
@@ -160,6 +160,15 @@ def test_bad_times_are_refused_and_leave_the_state(gpu, bad):
     with pytest.raises(GpuError, match="sideways"):
         gpu.run_unit("sideways", 1.0, 5.0)
     assert gpu._file.read() == before
+
+
+def test_changes_leave_no_file_open(gpu):
+    gpu.advance_to(0.5)
+    opened = Path("/proc/self/fd")
+    before = len(list(opened.iterdir()))
+    for end_s in range(1, 5):
+        gpu.advance_to(float(end_s))
+    assert len(list(opened.iterdir())) == before
 
 
 # --- conservation --------------------------------------------------------------------------------
