@@ -102,11 +102,13 @@ def test_the_watch_looks_at_this_gpu_and_tells(guard, gpu, monkeypatch):
 
 def test_the_controller_does_as_wished(guard):
     dwelling, relocking = RankClock(FakeGpu(), 1.0), RankClock(FakeGpu(), relock=True)
-    for clock in (dwelling, relocking):
+    plain = RankClock(FakeGpu())
+    for clock in (dwelling, relocking, plain):
         ask(clock, 1000, 1000, 1200)
         clock.close()
     assert dwelling._gpu.history == [1000, None]
     assert relocking._gpu.history == [1000, 1000, 1200, None]
+    assert plain._gpu.history == [1000, 1200, None]
 
 
 def test_what_a_guard_tells(guard, gpu, caplog):
