@@ -45,6 +45,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = b"" if answer is None else json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
+        if self.command == "POST" and self.server.daemon.closes:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(body)
 
@@ -57,6 +59,7 @@ class FakeZeusd:
         tokens: {token: scopes}, None for a daemon that wants no token.
         fault: (status, answer) given to every write, None for success.
         offer: what /discover answers instead of the truth.
+        closes: whether it closes a connection after each write.
         wait_for: cleared by a test that wants writes to take their time.
         changes: every write that was made, as (path, query).
         requests: every request, as "METHOD /path".
@@ -70,6 +73,7 @@ class FakeZeusd:
         self.tokens = None
         self.fault = None
         self.offer = None
+        self.closes = False
         self.wait_for = threading.Event()
         self.wait_for.set()
         self.in_write = threading.Event()

@@ -179,9 +179,6 @@ class ZeusdConnection:
                 self._offer = self._parse_offer(self._answer("GET", "/discover"))
             except _GoneError as error:
                 raise self._gone(error.reason) from error
-            except ZeusdError:
-                self.close()
-                raise
         return self._offer
 
     def _answer(self, method: str, target: str) -> dict[str, Any]:

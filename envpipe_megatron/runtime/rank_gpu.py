@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_rank_gpu(
-    uid: str, collectives: Collectives, wanted: str = "auto", *, require: bool = False
+    uid: str, collectives: Collectives, wanted: str, *, require: bool = False
 ) -> tuple[Gpu, ChosenControl]:
     """Open this rank's GPU by the back end that its node allows; every rank of the job calls it.
 

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 from fake_zeusd import FakeZeusd
@@ -20,7 +21,9 @@ from envpipe_megatron.gpu.zeusd import (
     ZeusdConnection,
     ZeusdError,
     ZeusdGpu,
+    ZeusdOffer,
     ZeusdPermissionError,
+    _said,
     zeusd_socket,
 )
 
@@ -94,9 +97,58 @@ def test_a_daemon_that_tells_no_addresses_is_refused(daemon):
         "enabled_api_groups": ["gpu-control"],
         "auth_required": False,
     }
+    gpu = gpu_of(daemon)
     with pytest.raises(ZeusdError, match=r"PCI addresses.*Upgrade zeusd to 0\.5"):
-        gpu_of(daemon).lock_frequency(1380)
+        gpu.lock_frequency(1380)
     assert daemon.requests == ["GET /discover"]
+    daemon.offer = None  # it was upgraded
+    gpu.lock_frequency(1380)
+    assert daemon.changes == [locked(1380)]
+    assert daemon.requests.count("GET /discover") == 2
+
+
+def test_what_a_daemon_offers(daemon):
+    connection = ZeusdConnection(daemon.path)
+    offer = ZeusdOffer(
+        {(0, 1, 0, 0): 0, (0, 0x41, 0, 0): 1},
+        frozenset(("gpu-control", "gpu-read", "cpu-read")),
+        False,
+    )
+    assert connection.discover() == connection.discover() == offer
+    assert daemon.connections == 1
+    connection.close()
+    daemon.tokens = {}
+    assert connection.discover() == replace(offer, auth_required=True)
+    assert daemon.connections == 2
+    daemon.drop_connections()
+    with pytest.raises(ZeusdError, match="closed the connection"):
+        connection.check_token()
+
+
+def test_a_daemon_that_closes_after_each_write_is_asked_anew_for_its_numbers(daemon):
+    daemon.closes = True
+    gpu = gpu_of(daemon)
+    gpu.lock_frequency(1380)
+    daemon.gpus = {"0000:41:00.0": {"id": 0}, "0000:01:00.0": {"id": 1}}
+    gpu.lock_frequency(1200)
+    assert daemon.changes == [locked(1380, 1), locked(1200, 0)]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"errors": {"0": "lost", "1": 3}, "error": "x"}', "lost; 3"),
+        (b'{"errors": ["lost"], "error": "some are lost"}', "some are lost"),
+        (b'{"reason": "lost"}', '{"reason": "lost"}'),
+        (b"[1]", "[1]"),
+        (b" words \n", "words"),
+        (b" \n", "no reason given"),
+        (b"\xff", "\ufffd"),
+        (b"x" * 3000, "x" * 2000),
+    ],
+)
+def test_the_reason_in_an_error(body, said):
+    assert _said(body) == said
 
 
 def test_idle_connections_that_the_daemon_closed_are_opened_again(daemon):

@@ -194,7 +194,7 @@ def test_all_ranks_open_as_the_first_that_has_no_control(
     )
     monkeypatch.setattr(rank_gpu, "open_controlled", lambda *opening: opening)
     opened = opened or first[1]
-    found = open_rank_gpu("GPU-1", collectives, "auto", require=planner)
+    found = open_rank_gpu("GPU-1", collectives, "auto", **({"require": True} if planner else {}))
     assert found == (("GPU-1", opened, "the site"), opened)
     assert told == [("auto", "the site", planner), None if own.backend else own]
     said = []
