@@ -18,7 +18,6 @@ from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.choices import make_choices
 from envpipe_megatron.profile import Profile
 from envpipe_megatron.schedule import Kind, Schedule
-from envpipe_megatron.timeline import RELATIVE_TOLERANCE
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -160,7 +159,7 @@ class RunFinder:
             np.arange(1, length + 1)[:, None, None], table.time_s.shape
         ).copy()
         if min_dwell_s > 0:
-            wanted = until[:-1] + min_dwell_s * (1 + RELATIVE_TOLERANCE)
+            wanted = until[:-1] + min_dwell_s
             for stage in range(stages):
                 for clock in range(clocks):
                     found = np.searchsorted(until[:, stage, clock], wanted[:, stage, clock])
@@ -187,8 +186,7 @@ class RunFinder:
         value_j = value_j + self._change_j * (index[:, 0] != index[:, -1])
         # The first clock costs a change after the last unit: once more, knowing it.
         closed = self._walk(cost_j, allowed, late, index[:, 0])
-        if closed is None:
-            return index
+        assert closed is not None  # the runs that were found are closed too
         better = closed[1] < value_j
         return np.where(better[stages, None], closed[0], index)
 
@@ -252,7 +250,7 @@ class RunFinder:
                     position -= 1
                 position = int(begun[position, stage, clock])
                 index[stage, position:end] = clock
-                clock = int(before[position, stage, clock]) if position else clock
+                clock = int(before[position, stage, clock])
         return index, value_j
 
     def _begin(

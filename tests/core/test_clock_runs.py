@@ -180,22 +180,26 @@ class TestClockTable:
         }
     )
     conditions = Conditions((2.0, 3.0), gpus_per_stage=(1, 8))
-    table = make_clock_table(builders.one_f_one_b(2, 1), profile, conditions, np.array([2.0, 3.0]))
 
-    def test_holds_the_clocks_of_a_stage_that_are_worth_anything(self):
+    @pytest.fixture
+    def table(self):
+        powers_w = np.array([2.0, 3.0])
+        return make_clock_table(builders.one_f_one_b(2, 1), self.profile, self.conditions, powers_w)
+
+    def test_holds_the_clocks_of_a_stage_that_are_worth_anything(self, table):
         # 600 MHz is slower and dearer than 1000; stage 1 repeats its last clock.
-        assert self.table.frequency_mhz.tolist() == [[1200, 1000, 900], [1400, 700, 700]]
-        assert self.table.profiled[:, 0].tolist() == [[True, True, False], [True, False, True]]
-        assert self.table.profiled[:, 1].tolist() == [[True, False, False], [True, True, False]]
+        assert table.frequency_mhz.tolist() == [[1200, 1000, 900], [1400, 700, 700]]
+        assert table.profiled[:, 0].tolist() == [[True, True, False], [True, False, True]]
+        assert table.profiled[:, 1].tolist() == [[True, False, False], [True, True, False]]
 
-    def test_times_between_profiled_clocks_are_on_the_line(self):
-        assert self.table.time_s[:, 0, 1] == pytest.approx([1.2, 2 + 2 / 3])
+    def test_times_between_profiled_clocks_are_on_the_line(self, table):
+        assert table.time_s[:, 0, 1] == pytest.approx([1.2, 2 + 2 / 3])
 
-    def test_costs_count_all_gpus_and_what_waiting_would_have_cost(self):
-        assert self.table.cost_j[:, 1, 0] == pytest.approx([8 * (11 - 3), 8 * (25 - 6)])
+    def test_costs_count_all_gpus_and_what_waiting_would_have_cost(self, table):
+        assert table.cost_j[:, 1, 0] == pytest.approx([8 * (11 - 3), 8 * (25 - 6)])
 
-    def test_indices_and_clocks_are_each_other_s_inverse(self):
+    def test_indices_and_clocks_are_each_other_s_inverse(self, table):
         clocks = np.array([[1200, 900], [1400, 700]])
-        index = self.table.index_of(clocks)
+        index = table.index_of(clocks)
         assert index.tolist() == [[0, 2], [0, 1]]
-        assert self.table.frequencies(index).tolist() == clocks.tolist()
+        assert table.frequencies(index).tolist() == clocks.tolist()

@@ -135,7 +135,8 @@ def test_overtime_that_pays_is_made_dearer(too_low):
     assert cost_of(problem, own, deadline) == pytest.approx(optimum, rel=CLOSE[INTERIOR_POINT])
 
 
-def test_the_simplex_refuses_what_nothing_meets():
+def test_the_simplex_refuses_what_nothing_meets_and_prints_nothing(capfd):
     program = Case(3).program(SIMPLEX)
     with pytest.raises(SolverError, match="infeasible"):
         program._solver.solve(0.99 * program.fastest_iteration_s / program._time_unit_s)
+    assert capfd.readouterr() == ("", "")

@@ -64,7 +64,9 @@ def changes(plan):
 class TestOff:
     """What is off changes nothing, to the bit."""
 
-    plain = optimizer_of(conditions_of(latency_s=0.001, tail_time_s=(0.1,) * 4))
+    @pytest.fixture
+    def plain(self):
+        return optimizer_of(conditions_of(latency_s=0.001, tail_time_s=(0.1,) * 4))
 
     @pytest.mark.parametrize(
         ("conditions", "options"),
@@ -74,28 +76,28 @@ class TestOff:
             ({"gpus_per_stage": (1,) * 4}, {}),
         ],
     )
-    def test_conditions(self, conditions, options):
+    def test_conditions(self, plain, conditions, options):
         same = Optimizer(
-            self.plain.schedule,
-            self.plain.profile,
-            replace(self.plain.conditions, **conditions),
+            plain.schedule,
+            plain.profile,
+            replace(plain.conditions, **conditions),
             **options,
         )
-        plan, plain = (o.plan(deadline_of(o), min_dwell_s=0.0) for o in (same, self.plain))
-        assert plan.frequency_mhz.tolist() == plain.frequency_mhz.tolist()
-        assert plan.energy_lower_bound_j == plain.energy_lower_bound_j
+        plan, expected = (o.plan(deadline_of(o), min_dwell_s=0.0) for o in (same, plain))
+        assert plan.frequency_mhz.tolist() == expected.frequency_mhz.tolist()
+        assert plan.energy_lower_bound_j == expected.energy_lower_bound_j
         assert plan.park_mhz is None
 
-    def test_a_flat_curve_is_a_blocking_power(self):
+    def test_a_flat_curve_is_a_blocking_power(self, plain):
         curves = ({210: 80.0, 1920: 80.0},) * 4
         flat = Optimizer(
-            self.plain.schedule,
-            self.plain.profile,
-            replace(self.plain.conditions, wait_power_w=curves),
+            plain.schedule,
+            plain.profile,
+            replace(plain.conditions, wait_power_w=curves),
         )
-        plan, plain = flat.plan(deadline_of(flat)), self.plain.plan(deadline_of(self.plain))
-        assert plan.cost.energy_j == pytest.approx(plain.cost.energy_j, rel=1e-9)
-        assert plan.energy_lower_bound_j == pytest.approx(plain.energy_lower_bound_j, rel=1e-9)
+        plan, expected = flat.plan(deadline_of(flat)), plain.plan(deadline_of(plain))
+        assert plan.cost.energy_j == pytest.approx(expected.cost.energy_j, rel=1e-9)
+        assert plan.energy_lower_bound_j == pytest.approx(expected.energy_lower_bound_j, rel=1e-9)
 
 
 class TestWaitingPowerByClock:

@@ -9,10 +9,13 @@ from core_cases import uniform_profile
 
 from envpipe_megatron import builders
 from envpipe_megatron.channel_model import ChannelModelError, completes
+from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.plan import Plan, read_plan
+from envpipe_megatron.policies.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.limits import LimitError
 from envpipe_megatron.policies.linear_program import LinearProgramError
+from envpipe_megatron.policies.order_search import OrderSearch
 from envpipe_megatron.policies.planner import (
     BY_MEMORY,
     RECONFIGURE_NAMES,
@@ -20,6 +23,7 @@ from envpipe_megatron.policies.planner import (
     PlannerError,
     PlanRequest,
     build_schedule,
+    make_frontier,
     make_plan,
 )
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended, reconfigure
@@ -188,9 +192,36 @@ def test_auto_goes_with_the_optimal_policy_alone(policy):
 
 
 @pytest.mark.parametrize("policy", ["baseline", "uniform", "envelope"])
-def test_a_deadline_goes_with_the_optimal_policy_alone(policy):
-    with pytest.raises(PlannerError, match=rf"{policy} knows no deadline.*got 1.1.*optimal"):
-        make_plan(PROFILE, PlanRequest(8, "1f1b", policy, deadline_factor=1.1))
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        ({"deadline_factor": 1.1}, "deadline.*got 1.1"),
+        ({"min_dwell_s": 0.1}, "dwell time.*got 0.1"),
+        ({"park": True}, "parking.*got true"),
+    ],
+)
+def test_what_goes_with_the_optimal_policy_alone(policy, wish, said):
+    with pytest.raises(PlannerError, match=rf"{policy} knows no {said}.*--policy optimal"):
+        make_plan(PROFILE, PlanRequest(8, "1f1b", policy, **wish))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
+@pytest.mark.parametrize("wishes", [{"park": True}, {"park": True, "min_dwell_s": 1.5}])
+def test_parking_and_dwell_times_reach_the_plan_and_the_frontier(schedule, wishes):
+    profile = uniform_profile(2, CURVE)
+    conditions = Conditions((60.0,) * 2, wait_power_w=({300: 10.0, 1200: 60.0},) * 2)
+    request = PlanRequest(4, schedule, "optimal", conditions=conditions, **wishes)
+    planned = make_plan(profile, request)
+    for plan in (planned.plan, *make_frontier(profile, request, 2)):
+        assert plan.park_mhz is not None
+        assert shortest_dwell_s(plan) >= wishes.get("min_dwell_s", 0.0)
+    assert planned.plan.conditions == conditions
+    if schedule == "auto":
+        # The note says what no order can go below when it parks.
+        baseline = planned.plan.baseline.cost
+        search = OrderSearch(profile, 4, conditions, baseline.iteration_time_s, parking=True)
+        most = 100 * (1 - search.any_order_bound_j() / baseline.energy_j)
+        assert f"save more than {most:.2f} %" in planned.notes[0]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

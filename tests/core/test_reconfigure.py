@@ -71,18 +71,20 @@ class TestOneStepOf3By3:
     Stage 2: F0 2-3      B0 3-5     F1 5-6      B1 6-8       F2 9.2-10.2  B2 10.2-12.2
     """
 
-    plan = plan_of(builders.one_f_one_b(3, 3), uniform_profile(3, CURVE))
+    @pytest.fixture
+    def plan(self):
+        return plan_of(builders.one_f_one_b(3, 3), uniform_profile(3, CURVE))
 
-    def test_timeline(self):
-        assert self.plan.timeline.iteration_time_s == pytest.approx(16.8)
+    def test_timeline(self, plan):
+        assert plan.timeline.iteration_time_s == pytest.approx(16.8)
 
-    def test_greedy_raises_the_last_unit_by_90(self):
-        [(path, raised)], _ = steps_of(self.plan, GREEDY)
+    def test_greedy_raises_the_last_unit_by_90(self, plan):
+        [(path, raised)], _ = steps_of(plan, GREEDY)
         assert path == PATH_OF_3_BY_3
         assert raised == {"B1 on stage 0": 1170}
 
-    def test_balanced_raises_all_lowest_by_30(self):
-        [(path, raised)], _ = steps_of(self.plan, BALANCED)
+    def test_balanced_raises_all_lowest_by_30(self, plan):
+        [(path, raised)], _ = steps_of(plan, BALANCED)
         assert path == PATH_OF_3_BY_3
         assert raised == {
             "B1 on stage 0": 1110,
@@ -91,36 +93,36 @@ class TestOneStepOf3By3:
             "B0 on stage 1": 1110,
         }
 
-    def test_balanced_leaves_those_that_are_higher_already(self):
-        frequency = self.plan.frequency_mhz.copy()
+    def test_balanced_leaves_those_that_are_higher_already(self, plan):
+        frequency = plan.frequency_mhz.copy()
         frequency[1, 4] = 1110  # B1 on stage 1
-        _, raised = steps_of(replace(self.plan, frequency_mhz=frequency), BALANCED)[0][0]
+        _, raised = steps_of(replace(plan, frequency_mhz=frequency), BALANCED)[0][0]
         assert "B1 on stage 1" not in raised
         assert "F2 on stage 1" in raised
 
-    def test_greedy_goes_on_with_the_same_unit_until_it_is_at_the_top(self):
+    def test_greedy_goes_on_with_the_same_unit_until_it_is_at_the_top(self, plan):
         # At 1170 B1 takes 2.2 s and ends at 14.2, just when B2's gradient comes: still no wait.
         # At 1200 it ends at 14, B2 waits, and the path leaves through stages 1 and 2 to F2.
-        taken, plan = steps_of(self.plan, GREEDY, until=3)
+        taken, after = steps_of(plan, GREEDY, until=3)
         assert [raised for _, raised in taken] == [
             {"B1 on stage 0": 1170},
             {"B1 on stage 0": 1200},
             {"F2 on stage 1": 1170},
         ]
         # F2 on stage 1 now takes 1.1 s instead of 1.4, which the last stage hands on in full.
-        assert plan.timeline.iteration_time_s == pytest.approx(16.2 - 0.3)
+        assert after.timeline.iteration_time_s == pytest.approx(16.2 - 0.3)
 
-    def test_the_loop_makes_the_same_steps(self):
+    def test_the_loop_makes_the_same_steps(self, plan):
         for policy in (GREEDY, BALANCED):
-            result = reconfigure(self.plan, policy)
-            _, plan = steps_of(self.plan, policy, until=result.steps)
-            assert (plan.frequency_mhz == result.frequency_mhz).all()
+            result = reconfigure(plan, policy)
+            _, after = steps_of(plan, policy, until=result.steps)
+            assert (after.frequency_mhz == result.frequency_mhz).all()
             assert result.ended is Ended.ENVELOPE
 
 
 class TestLadders:
     schedule = builders.one_f_one_b(1, 1)
-    ladders = Ladders(schedule, uniform_profile(1, dict.fromkeys((800, 850, 1000, 1005), (1, 1))))
+    profile = uniform_profile(1, dict.fromkeys((800, 850, 1000, 1005), (1, 1)))
 
     @pytest.mark.parametrize(
         ("frequency", "granularity", "target"),
@@ -136,8 +138,9 @@ class TestLadders:
         ],
     )
     def test_the_lowest_rung_at_least_that_much_higher(self, frequency, granularity, target):
+        ladders = Ladders(self.schedule, self.profile)
         for node in (0, 1):
-            assert self.ladders.next_above(node, frequency, granularity) == target
+            assert ladders.next_above(node, frequency, granularity) == target
 
     def test_all_clocks_of_a_gpu_between_those_that_were_profiled(self):
         profile = uniform_profile(1, dict.fromkeys((800, 1005), (1, 1)))

@@ -4,11 +4,13 @@ import random
 
 import numpy as np
 import pytest
+from core_cases import B, F, profile_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import random_job
 
 from envpipe_megatron import builders
+from envpipe_megatron.conditions import Conditions
 from envpipe_megatron.policies.choices import make_choices, node_keys
 from envpipe_megatron.policies.clock_runs import make_clock_table
 from envpipe_megatron.policies.linear_program import DurationProgram
@@ -98,3 +100,50 @@ def test_one_run_a_stage_has_one_clock_and_misses_a_deadline_by_as_little_as_it_
         ]
     )
     assert case.iteration_s(shared.duration_s) >= case.iteration_s(fastest_s) * (1 - 1e-9)
+
+
+class TestLateClocks:
+    """A forward and a backward on stage 0, each a run; another stage between them has one clock."""
+
+    @staticmethod
+    def solve(stages, clocks, deadline_s, change_time_s):
+        """Durations and prices on stage 0; a forward saves 8 J a second, a backward 10."""
+        table = {
+            (0, F): {1200: (1.0, 10.0), 900: (1.5, 6.0)},
+            (0, B): {1200: (2.0, 30.0), 900: (3.0, 20.0)},
+        }
+        if stages == 2:
+            table |= {(1, F): {1000: (1.0, 9.0)}, (1, B): {1000: (2.0, 19.0)}}
+        conditions = Conditions((0.0,) * stages, 0.25, change_time_s=change_time_s)
+        schedule = builders.one_f_one_b(stages, 1)
+        clock_table = make_clock_table(schedule, profile_of(table), conditions, np.zeros(stages))
+        index = clock_table.index_of(np.array([clocks, [1000, 1000]][:stages]))
+        shared = solve_shared_clocks(schedule, clock_table, index, conditions, 0.0, deadline_s)
+        return shared.duration_s[0].tolist(), shared.price_w[0].tolist()
+
+    # A raise from 900 to 1200 MHz makes the backward longer by a third of what its clock is late.
+    @pytest.mark.parametrize(
+        ("deadline_s", "durations_s", "price_w"),
+        [(4.0, [1.0, 2.9], 10.0), (4.3, [1.2, 3.0], 8.0), (9.0, [1.5, 3.0], 0.0)],
+    )
+    def test_leave_less_time(self, deadline_s, durations_s, price_w):
+        durations, prices = self.solve(1, [900, 1200], deadline_s, 0.3)
+        assert durations == pytest.approx(durations_s)
+        assert prices == pytest.approx([price_w] * 2)
+
+    def test_that_are_lowered_leave_all_of_it(self):
+        durations, _ = self.solve(1, [1200, 900], 4.0, 0.3)
+        assert durations == pytest.approx([1.0, 3.0])
+
+    def test_count_from_the_end_of_the_unit_before_not_from_the_wait(self):
+        # The backward starts 3.5 s after the forward has ended; its clock comes 0.6 s after that.
+        durations, prices = self.solve(2, [900, 1200], 7.5, 4.1)
+        assert durations == pytest.approx([1.0, 2.8])
+        assert prices == pytest.approx([10.0, 10.0])
+        durations, _ = self.solve(2, [900, 1200], 7.5, 3.4)
+        assert durations == pytest.approx([1.0, 3.0])
+
+    @pytest.mark.parametrize("stages", [1, 2])
+    def test_that_miss_the_deadline_miss_it_by_as_little_as_they_can(self, stages):
+        durations, _ = self.solve(stages, [900, 1200], 0.1, 6.0)
+        assert durations == pytest.approx([1.0, 2.0])
