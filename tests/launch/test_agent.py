@@ -411,7 +411,8 @@ def test_nothing_is_left_behind(nodes):
 def test_an_agent_that_cannot_be_made_leaves_nothing_behind(nodes):
     agent = nodes.agent()
     files = open_files()
-    with pytest.raises(NodeLogError, match="Another agent"):
+    # Whose traceback holds what was half made: none of it is closed by chance.
+    with pytest.raises(NodeLogError, match="Another agent") as refused:
         NodeAgent(nodes.folder / "out", "n0", nodes.folder / "other")
     with pytest.raises(OSError, match="in use"):
         NodeAgent(nodes.folder / "out", "n1", agent.socket_path)
@@ -421,6 +422,7 @@ def test_an_agent_that_cannot_be_made_leaves_nothing_behind(nodes):
     assert not (nodes.folder / "other").exists()
     assert agent.socket_path.exists()
     assert open_files() == files
+    assert refused.tb is not None
 
 
 # The job's bill ------------------------------------------------------------------------------

@@ -19,9 +19,11 @@ class Nodes:
 
     def from_planner(self, own):
         assert own in self.names
+        self.own = own
         return self.names[0]
 
     def on_all(self, holds):
+        assert holds == (self.own == self.names[0])
         return all(name == self.names[0] for name in self.names)
 
 

@@ -16,7 +16,12 @@ from envpipe_megatron.energy_file import Phase
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.runtime.interval_energy import BaselineEnergy, StepEnergy
-from envpipe_megatron.runtime.job_context import SessionConfig, SessionError, SessionState
+from envpipe_megatron.runtime.job_context import (
+    Job,
+    SessionConfig,
+    SessionError,
+    SessionState,
+)
 from envpipe_megatron.runtime.job_file import StoredJob
 from envpipe_megatron.runtime.resuming import Resumed, resume
 
@@ -194,6 +199,22 @@ def test_the_shortest_warm_up(request_, least):
     assert SessionConfig(request_, warmup_iterations=least).warmup_iterations == least
     with pytest.raises(SessionError, match=f"at least {least} iteration"):
         SessionConfig(request_, warmup_iterations=least - 1)
+
+
+@pytest.mark.parametrize(
+    ("stored", "profile", "plan"),
+    [
+        (None, False, False),
+        (StoredJob({}), False, False),
+        (replace(WHOLE, plan={}), True, False),
+        (replace(WHOLE, profile={}), False, True),
+    ],
+)
+def test_whose_profile_and_plan_a_job_has(stored, profile, plan):
+    """An earlier start's, or the user's."""
+    job = object.__new__(Job)
+    object.__setattr__(job, "stored", stored)
+    assert (job.keeps_profile, job.keeps_plan) == (profile, plan)
 
 
 def test_a_job_of_weeks_does_not_grow():
