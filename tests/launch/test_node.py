@@ -258,6 +258,7 @@ def test_a_guard_that_ends_is_followed_by_one_other(monkeypatch):
         return here
 
     monkeypatch.setattr(node, "connect_to_guard", connect)
+    before = set(threading.enumerate())
     with node._guarded("n0") as path:
         assert path == str(socket_path(f"launch {os.getpid()} on n0"))
         with guards.get(timeout=LONG_S) as first:
@@ -265,6 +266,7 @@ def test_a_guard_that_ends_is_followed_by_one_other(monkeypatch):
             with pytest.raises(TimeoutError):  # while it lives, it is kept
                 first.recv(1)
         second = guards.get(timeout=LONG_S)
+    assert set(threading.enumerate()) <= before
     assert second.recv(1) == b""
     assert guards.empty()
     second.close()

@@ -357,6 +357,24 @@ def test_an_order_that_was_given_and_takes_the_margin_is_told(caplog):
     ]
 
 
+def test_what_is_said_of_memory_is_in_gib(caplog):
+    gib = 2**30
+    sizes = Sizes(2 * gib, gib, message=0, forward=0, backward=0, gradients=gib, optimizer=2 * gib)
+    job = FakeJob(2, 6, lambda rank: sizes, capacity=11 * gib)
+    job.learn()
+    with caplog.at_level(logging.WARNING):
+        job.everywhere(lambda stage, work, memory: memory.predict(builders.envpipe(2, 6, (4, 0))))
+    assert job.said == [
+        "memory (GiB): peak [7.00, 6.00], a microbatch in flight [1.00, 1.00], room for more "
+        "[3.45, 4.45] beside 5% kept free",
+        "memory: in flight 6, 1, predicted peak [11.00, 6.00] GiB",
+    ]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Stage 0 may run out of memory: 6 microbatches in flight need 11.00 GiB, and 10.45 GiB may "
+        "be used"
+    ]
+
+
 def test_memory_is_ready_before_an_order_begins():
     job = FakeJob(2, 6, lambda rank: Sizes(message=0, holes=2_000))
     job.learn()
