@@ -163,11 +163,9 @@ class Session:
             self.describe_job,
         )
         self._phases: PhaseRun[None] | None = None
-        self._order: IterationOrder | None = None
         #: The last iteration, which the phases have not been told of yet.
         self._record: StageRecord | None = None
         self._step_begun = False
-        self._microbatches = 0
         self._broken = False
         self._closed = False
         self._pid = os.getpid()
@@ -396,25 +394,23 @@ class Session:
                 self._resumed.found,
             )
             self._phases = run_phases(job)
-            self._order = next(self._phases)
+            self._order: IterationOrder = next(self._phases)
         if num_microbatches != self._microbatches:
             raise SessionError(
                 f"EnvPipe planned for {self._microbatches} microbatches",
                 value=num_microbatches,
                 remedy="Keep the global batch size constant (no batch-size ramp-up).",
             )
-        assert self._order is not None
         if self._record is not None:
             record, ended, self._record = self._record, self._order.phase, None
             begin_s, notes = self.executor.now_s(), self.state.notes
-            self._broken = True  # until the phases have taken it in
+            self._broken = True  # also where the phases raise
             if ended is not Phase.WARMUP:
                 self._energy.settle_baseline()
             try:
                 self._order = self._phases.send(record)
             finally:  # a profile outlives a planning that fails
                 self._resumed.keep(self.state, self._order.phase, self.baseline)
-            self._broken = False
             if self.state.notes != notes:
                 self.describe_job({"notes": list(self.state.notes)})
             if self._order.phase is not ended:

@@ -70,14 +70,16 @@ def test_messages_that_vary_need_several_hardware_queues():
 
 
 @pytest.mark.parametrize(
-    ("shapes", "dtypes"),
+    ("shapes", "dtypes", "num_bytes"),
     [
-        (((),), (torch.float32,)),
-        (((2, 3), (5,), (0, 4)), (torch.bfloat16, torch.bool, torch.int32)),
+        (((),), (torch.float32,), 4),
+        (((2, 3), (5,), (0, 4)), (torch.bfloat16, torch.bool, torch.int32), 12 + 5),
     ],
 )
-def test_headers_say_what_a_message_carries(shapes, dtypes):
+def test_headers_say_what_a_message_carries(shapes, dtypes, num_bytes):
     spec = TensorSpec(shapes, dtypes, torch.device("cpu"))
+    assert spec.num_bytes == num_bytes
+    assert TensorSpec.of(spec.make()) == spec
     assert TensorSpec.of_header(spec.header(), spec.device) == spec
 
 

@@ -199,7 +199,7 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
         order(Phase.STEADY, 1005),
     ]
     session = world.session()
-    assert session.state.iteration == -1
+    assert (session.state.iteration, session.executed) == (-1, [])
     world.taken()
     session.begin_step()
     assert run(session) is RECORD
@@ -268,6 +268,12 @@ def test_a_job_knows_what_its_phases_work_with(world):
     assert (world.said, grids) == (["a word"], ["a grid"])
     assert session.pipeline_ranks == [4]
     assert session.baseline == "baseline"
+
+
+def test_memory_is_that_of_the_device_in_use(world):
+    world.monkeypatch.setattr(runtime_session, "device_memory", lambda: "the device's")
+    world.session()
+    assert world.made["JobMemory"][0][0] == "the device's"
 
 
 def test_one_rank_alone_talks(world):
