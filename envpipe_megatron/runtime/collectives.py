@@ -93,8 +93,6 @@ class Collectives:
 
     def first(self, value: T | None) -> tuple[int, T] | None:
         """The first stage that has a value, and one of its replicas' values; None without any."""
-        if self.on_all(value is None):
-            return None
         stages = self.by_stage(value, lambda parts: next((p for p in parts if p is not None), None))
         return next((found for found in enumerate(stages) if found[1] is not None), None)  # type: ignore[return-value]  # its value is there
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime import collectives as runtime_collectives
 from envpipe_megatron.runtime import host_group
 from envpipe_megatron.runtime.collectives import (
+    MEDIAN,
+    SUM,
     Collectives,
     CollectivesError,
     all_pipelines,
@@ -154,6 +157,44 @@ def test_an_error_of_the_planner_is_everybodys(error, others):
     with pytest.raises(others, match="of a test") as raised:
         told.seen_by(1).agreed(lambda: pytest.fail("the planner alone makes it"))
     assert isinstance(error, EnvPipeError) or "ValueError" in str(raised.value)
+
+
+def test_arrays_of_replicas_are_merged_element_by_element():
+    replicas = [np.array([[1.0, 2.0]]), np.array([[3.0, 50.0]]), np.array([[8.0, 4.0]])]
+    assert SUM(replicas).tolist() == [[12.0, 56.0]]
+    assert MEDIAN(replicas).tolist() == [[3.0, 4.0]]
+
+
+@pytest.mark.parametrize("top", [True, False])
+def test_values_go_up_the_tree_and_down_again(top):
+    calls: list[Any] = []
+
+    def group(name: str, leads: bool) -> Any:
+        def gather(own: int) -> list[int]:
+            calls.append((name, own))
+            return [own, 2 * own] if leads else []
+
+        def broadcast(value: Any) -> str:
+            calls.append((name, value))
+            return f"{value} {name}"
+
+        return SimpleNamespace(leads=leads, gather=gather, broadcast=broadcast)
+
+    tree = [group("low", True), group("high", top)]
+    made = Collectives(1, group("pipeline", top), tree, 4)
+    assert made.is_planner is top
+    assert made.to_planner(1, sum) == ([9, 18] if top else [])
+    assert calls == [("low", 1), ("high", 3), *([("pipeline", 9)] if top else [])]
+    calls.clear()
+    assert made.from_planner("told") == f"told{' pipeline' * top} high low"
+    assert [name for name, _ in calls] == [*["pipeline"] * top, "high", "low"]
+
+
+def test_it_holds_on_all_where_it_holds_on_all_stages():
+    assert Told().seen_by(0, [True]).on_all(True) is True
+    assert Told().seen_by(0, [False]).on_all(True) is False
+    stages = Told().seen_by(0, [None, 7, 8])
+    assert stages.first(None) == (2, 7)
 
 
 def test_what_the_planner_makes_may_be_nothing():
