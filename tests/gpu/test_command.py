@@ -67,7 +67,9 @@ def script(tmp_path):
 
 def test_lock_and_reset_run_the_sites_argv(script):
     gpu = script.gpu("--gpu={uuid}", "{index}", "$(touch injected) `id`; {index}{uuid}", "*")
+    opened = set(Path("/proc/self/fd").iterdir())
     gpu.lock_frequency(1380)
+    assert set(Path("/proc/self/fd").iterdir()) == opened
     assert_reads_through(gpu, requested_mhz=1380)
     gpu.reset_frequency()
     assert_reads_through(gpu)
@@ -179,9 +181,9 @@ def test_a_missing_program_and_one_that_cannot_be_run(script):
 
 def waits_for_ever(script, tmp_path, ignores_sigterm):
     """Make the program one that never ends, nor does its child. A shell, since it starts soon."""
-    ignore = "trap '' TERM\n" if ignores_sigterm else ""
+    heard = "" if ignores_sigterm else f"echo > '{tmp_path}/told'; exit"
     script.path.write_text(
-        f"#!/bin/sh\n{ignore}sleep 1000 &\necho $$ $! > '{tmp_path}/pids'\n"
+        f"#!/bin/sh\ntrap \"{heard}\" TERM\nsleep 1000 &\necho $$ $! > '{tmp_path}/pids'\n"
         "echo still at it >&2\nwait\n"
     )
 
@@ -202,6 +204,8 @@ def test_a_command_that_hangs_is_stopped_with_its_children(script, tmp_path, ign
         gpu.lock_frequency(1380)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
+    # Asked to end before it is ended, so that sudo can hand that on.
+    assert (tmp_path / "told").exists() is not ignores_sigterm
     give_up_s = time.monotonic() + 20
     while not all(is_gone(pid) for pid in pids):
         assert time.monotonic() < give_up_s

@@ -3,12 +3,16 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from envpipe_megatron.gpu import visible_devices
 from envpipe_megatron.gpu.nvml_errors import GpuNotFoundError, MigModeError
 from envpipe_megatron.gpu.visible_devices import (
     DeviceOrderError,
+    VisibleGpus,
+    pci_address,
     uid_of_cuda_device,
     visible_gpus,
 )
@@ -59,9 +63,31 @@ def test_uuids_and_their_beginnings(node):
 def test_like_gpus_without_an_order_are_numbered_by_an_assumption(node):
     shown = visible_gpus({"CUDA_VISIBLE_DEVICES": "3,1"})
     assert [device.index for device in shown.devices] == [3, 1]
-    assert "PCI_BUS_ID" in shown.assumption
+    assert shown.assumption == visible_gpus({}).assumption
+    assert shown.assumption == (
+        "CUDA_DEVICE_ORDER is not PCI_BUS_ID: as all GPUs are NVIDIA A100-SXM4-80GB, CUDA is taken "
+        "to number them by PCI bus id"
+    )
+    for nobody in ("", "9", "x,1"):
+        assert visible_gpus({"CUDA_VISIBLE_DEVICES": nobody}) == VisibleGpus((), "")
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": node.uuids[1]}).assumption == ""
     assert visible_gpus({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}).assumption == ""
+
+
+def test_numbers_follow_pci_addresses_whatever_nvml_says_first(monkeypatch):
+    buses = ("00000001:01:00.0", "00000000:41:00.0", "00000000:0A:00.0")
+    devices = [
+        SimpleNamespace(uid=f"GPU-{index}", index=index, name="one", pci_bus_id=bus)
+        for index, bus in enumerate(buses)
+    ]
+    monkeypatch.setattr(visible_devices, "list_nvml_gpus", lambda: devices)
+    assert _indices(None) == [2, 1, 0]
+    assert _indices("0,2") == [2, 0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert visible_gpus().devices == (devices[1],)
+    del devices[1:]
+    assert visible_gpus({}) == visible_gpus({"CUDA_VISIBLE_DEVICES": "0"})
+    assert visible_gpus({}) == VisibleGpus((devices[0],), "")  # one GPU has no order
 
 
 def test_unlike_gpus_have_numbers_only_in_pci_order(fake_nvml_node):
@@ -90,11 +116,38 @@ def test_uids_that_torch_gives(node):
     bus_id = node.pci_bus_ids[2]
     for written in (bus_id, bus_id.lower(), bus_id[4:], bus_id[4:].lower().removesuffix(".0")):
         assert uid_of_cuda_device(written) == uuid
+        assert uid_of_cuda_device(f" {written}\n") == uuid
 
 
-@pytest.mark.parametrize("given", ["0", "cuda:0", "GPU-1", "00000000:FF:00.0", "0" * 8])
-def test_what_names_no_gpu(node, given):
-    with pytest.raises(GpuNotFoundError):
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("0000:1b:00.3", (0, 27, 0, 3)),
+        ("00010002:00:1F", (0x10002, 0, 31, 0)),
+        ("000:1b:00.0", None),
+        ("0000:1b:00.8", None),
+        ("0000:1b:00.0 ", None),
+    ],
+)
+def test_pci_bus_ids(text, address):
+    if address is not None:
+        assert pci_address(text) == address
+    else:
+        with pytest.raises(GpuNotFoundError, match="Not a PCI bus id"):
+            pci_address(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        *((given, "Neither the UUID nor the PCI") for given in ("0", "cuda:0", "GPU-1", "0" * 8)),
+        ("00000000:FF:00.0", "that NVML does not see"),
+        ("00000000:1B:00.1", "that NVML does not see"),
+        ("00000001:1B:00.0", "that NVML does not see"),
+    ],
+)
+def test_what_names_no_gpu(node, given, said):
+    with pytest.raises(GpuNotFoundError, match=said):
         uid_of_cuda_device(given)
     with pytest.raises(GpuNotFoundError, match=node.uuids[3]):
         uid_of_cuda_device("00000000-0000-0000-0000-000000000000")
