@@ -189,7 +189,7 @@ def _command(needs_mhz: bool) -> Callable[[object], tuple[str, ...]]:
             raise ValueError("must begin with the absolute path of a program")
         if any("\0" in argument for argument in argv):
             raise ValueError("must not hold NUL characters")
-        used = {name for argument in argv[1:] for name in PLACEHOLDER.findall(argument)}
+        used = {name for argument in argv for name in PLACEHOLDER.findall(argument)}
         known = ("uuid", "index", "mhz") if needs_mhz else ("uuid", "index")
         rest = "".join(PLACEHOLDER.sub("", argument) for argument in argv)
         if not used <= set(known) or "{" in rest or "}" in rest:
