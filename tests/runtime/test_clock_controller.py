@@ -155,6 +155,16 @@ def test_equal_requests_reach_the_driver_once(gpu, clock):
     assert clock.changes == 3
 
 
+def test_a_unit_that_has_ended_is_not_waited_for(gpu, clock):
+    """Waiting gives up the interpreter, and getting it back takes time."""
+    unit = Unit()
+    unit.end()
+    clock.request(1000, unit)
+    clock.wait_idle()
+    assert gpu.history == [1000]
+    assert not unit.waited_for.is_set()
+
+
 def test_stale_requests_are_coalesced(gpu, clock):
     """While the driver is slow, units end: only the newest clock is worth setting."""
     gpu.driver.clear()
@@ -238,7 +248,9 @@ def test_a_change_held_back_is_made_when_its_time_has_come(gpu):
     clock.wait_idle()
     assert gpu.history == [1000]
     gpu.now_s = 0.05
-    wait_for(lambda: gpu.history == [1000, 1200])  # without a further request
+    wait_for(lambda: clock.changes == 2)  # without a further request
+    assert gpu.history == [1000, 1200]
+    assert clock.summary()["lock_call_s"]["count"] == 1  # what was held back tells no latency
     clock.close()
 
 
