@@ -169,8 +169,8 @@ def test_all_that_is_told_of_one_job():
         )
         for name, steps, uncertainty_j in (
             ("framework", 1, 0.001),
-            ("warm-up", 4, 0.001 * math.sqrt(2)),  # of two windows
-            ("steady", 3, 0.001),
+            ("warm-up", 4, 0.001 * math.sqrt(3)),  # of three windows
+            ("steady", 3, 0.001 * math.sqrt(2)),
         )
     }
     summary = energy.summary()
