@@ -112,36 +112,35 @@ def _start(path: Path, job: str, settings: GuardSettings, log: Path, until_s: fl
     package = str(Path(envpipe_megatron.__file__).resolve().parents[1])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=(said,),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,  # Ctrl-C and the end of a process group do not reach it
-        )
-        os.close(said)
-        said = -1
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(said,),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                start_new_session=True,  # Ctrl-C and the end of a process group do not reach it
+            )
+        finally:
+            os.close(said)
         in_time = wait_readable([ready], until_s - time.monotonic())
         answer = os.read(ready, _MAX_ANSWER_BYTES) if in_time else None
-        if answer is None:
-            process.kill()
-            process.wait()
-            raise _not_in_time(path)
-        process.wait()  # it has detached, or failed
-        if answer != b"ready":
-            raise GuardError(
-                f"The guard could not start: {answer.decode(errors='replace') or 'it was killed'}",
-                value=str(log),
-                remedy="No clock is locked without a guard",
-            )
     except OSError as error:
         raise GuardError(f"The guard could not be started: {error}") from error
     finally:
         os.close(ready)
-        if said >= 0:
-            os.close(said)
+    if answer is None:
+        process.kill()
+    process.wait()  # it has detached, or failed
+    if answer is None:
+        raise _not_in_time(path)
+    if answer != b"ready":
+        raise GuardError(
+            f"The guard could not start: {answer.decode(errors='replace') or 'it was killed'}",
+            value=str(log),
+            remedy="No clock is locked without a guard",
+        )
 
 
 def _not_in_time(path: Path) -> GuardError:

@@ -91,9 +91,9 @@ class Served:
 
     def _open(self, address):
         assert self.opens.wait(DEADLINE_S)
-        if address not in self.gpus:
+        if address.backend == "emulated" and address not in self.gpus:
             raise GpuError("No such GPU", value=address.uid)
-        return self.gpus[address]
+        return self.gpus.get(address, Gpu())
 
     def connect(self):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -310,6 +310,52 @@ def test_what_cannot_be_done_ends_the_connection(guard, message):
     send(connection, message)
     assert receive(connection) is None
     release(held)
+    assert guard.status() == 0
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        pytest.param(b"\xff", id="bytes"),
+        pytest.param(b"x" * 20_000, id="long"),
+        pytest.param(b"[" * 16_000, id="deep"),
+        b"[]",
+    ],
+)
+def test_nonsense_is_not_obeyed(guard, nonsense):
+    guard.start()
+    held, connection = guard.hold(), guard.connect()
+    connection.send(nonsense)
+    assert receive(connection) is None
+    send(held, {"op": "beat"})
+    assert receive(held) == {"event": "beat"}
+    assert guard.gpus[ONE].num_resets == 0
+    release(held)
+    assert guard.status() == 0
+
+
+def test_a_hold_that_names_no_gpu_is_refused(guard):
+    guard.start()
+    connection = guard.connect()
+    send(connection, {"op": "hold"})
+    assert "Not the UUID of a GPU (got 'None')" in receive(connection)["what"]
+    assert guard.status() == 0
+
+
+def test_another_user_is_refused(guard, monkeypatch):
+    known = guard_loop.peer_uid_and_pid
+    monkeypatch.setattr(guard_loop, "peer_uid_and_pid", lambda connection: (12345, os.getpid()))
+    guard.start()
+    connection = guard.connect()
+    assert receive(connection) == {
+        "event": "refused",
+        "error": "GuardError",
+        "what": "This guard serves another user (got 'uid 12345')",
+        "remedy": "",
+    }
+    assert receive(connection) is None
+    monkeypatch.setattr(guard_loop, "peer_uid_and_pid", known)
+    release(guard.hold())
     assert guard.status() == 0
 
 

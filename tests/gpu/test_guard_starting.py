@@ -36,14 +36,14 @@ ROOT = Path(envpipe_megatron.__file__).resolve().parents[1]
 
 
 def open_files():
-    return len(list(Path("/proc/self/fd").iterdir()))
+    return set(Path("/proc/self/fd").iterdir())
 
 
 @pytest.fixture(autouse=True)
 def no_file_stays_open():
     before = open_files()
     yield
-    assert open_files() == before
+    assert open_files() <= before
 
 
 @pytest.fixture(autouse=True)
@@ -201,6 +201,32 @@ def test_a_guard_that_cannot_be_reached(monkeypatch, tmp_path):
         connect_to_guard("job", GuardSettings(), None, soon())
 
 
+def test_the_nodes_guard_is_used_and_no_other_started(monkeypatch, tmp_path):
+    monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "s"))
+    with pytest.raises(GuardError) as caught:
+        connect_to_guard("job", GuardSettings(), None, soon())
+    assert str(caught.value) == (
+        f"The node's guard does not answer (got '{tmp_path}/s'). Start it, or unset "
+        "ENVPIPE_GUARD_SOCKET so that the job starts its own"
+    )
+    with (
+        listen_at(str(tmp_path / "s")),
+        connect_to_guard("job", GuardSettings(), None, soon()) as connection,
+    ):
+        assert connection.getpeername() == str(tmp_path / "s")
+
+
+def test_a_guard_with_no_room_for_another_rank_is_not_waited_for(monkeypatch, tmp_path):
+    path = str(tmp_path / "s")
+    monkeypatch.setenv(SOCKET_VARIABLE, path)
+    with socket.socket(*listening()) as listener, socket.socket(*listening()) as first:
+        listener.bind(path)
+        listener.listen(0)
+        first.connect(path)
+        with pytest.raises(GuardError, match=r"cannot be reached: .*temporarily unavailable"):
+            connect_to_guard("job", GuardSettings(), None, soon())
+
+
 def test_a_strangers_guard_is_not_trusted(monkeypatch, tmp_path):
     monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "s"))
     monkeypatch.setattr(guard_starting, "peer_uid_and_pid", lambda _: (12345, 1))
@@ -304,8 +330,8 @@ def stat_mode(path):
 @pytest.mark.parametrize(
     ("environ", "key"),
     [
-        ({}, f"process {os.getpid()}"),
-        ({"TORCHELASTIC_RUN_ID": "none"}, f"process {os.getpid()}"),
+        ({}, None),
+        ({"TORCHELASTIC_RUN_ID": "none"}, None),
         ({"SLURM_JOB_ID": "7"}, "slurm 7"),
         ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "3"}, "slurm 7.0, node 3"),
         ({"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "1", "SLURM_NODEID": "3"}, "run x, node 1"),
@@ -323,6 +349,7 @@ def stat_mode(path):
     ],
 )
 def test_a_jobs_name_is_what_its_launchers_said(monkeypatch, environ, key):
+    key = key or f"process {os.getpid()}"
     assert job_key(environ) == key
     for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -380,6 +407,13 @@ def test_a_strangers_runtime_folder_is_refused(runtime):
     runtime.mkdir(mode=0o700)
     os.chown(runtime, 12345, 12345)
     with pytest.raises(GuardError, match=r"not this user's alone.*drwx------, uid 12345"):
+        runtime_folder()
+
+
+@pytest.mark.parametrize("mode", [0o701, 0o710, 0o740])
+def test_a_runtime_folder_that_others_may_look_into_is_refused(runtime, mode):
+    runtime_folder().chmod(mode)
+    with pytest.raises(GuardError, match="not this user's alone"):
         runtime_folder()
 
 

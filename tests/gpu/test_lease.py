@@ -73,7 +73,7 @@ def me():
 
 
 def open_files():
-    return len(list(Path("/proc/self/fd").iterdir()))
+    return set(Path("/proc/self/fd").iterdir())
 
 
 def dead():
@@ -127,7 +127,7 @@ def test_a_lease_says_who_holds_the_gpu_and_goes_with_its_release(folder, gpu):
     lease.release()
     assert list_leases() == []
     assert list(folder.iterdir()) == []
-    assert open_files() == before
+    assert open_files() <= before
 
 
 @pytest.mark.parametrize("umask", [0o077, 0])
@@ -464,7 +464,7 @@ def test_no_room_for_a_lease(folder, gpu, monkeypatch, fits):
     with pytest.raises(LeaseFolderError, match=f"cannot be written: {said}"):
         take(gpu.address)
     assert list(folder.iterdir()) == []
-    assert open_files() == before
+    assert open_files() <= before
 
 
 def test_a_lease_that_cannot_be_deleted_is_left_for_others_to_undo(gpu, monkeypatch):
@@ -477,7 +477,7 @@ def test_a_lease_that_cannot_be_deleted_is_left_for_others_to_undo(gpu, monkeypa
     monkeypatch.setattr(lease_folder.os, "unlink", unlink)
     with pytest.raises(LeaseFolderError, match=r"could not be deleted: Operation.*owner or root"):
         lease.release()
-    assert open_files() == before
+    assert open_files() <= before
     (record,) = list_leases()
     with pytest.raises(LeaseFolderError, match="could not be deleted"):
         undo_lease(record, open_gpu, gave_up=True)
@@ -640,7 +640,7 @@ def test_what_takes_a_leases_place_in_the_last_moment_is_not_opened(
     before = open_files()
     with pytest.raises(LeaseFolderError, match=said):
         take(gpu.address)
-    assert open_files() == before
+    assert open_files() <= before
 
 
 def test_a_folder_that_is_none_is_refused(folder, gpu):

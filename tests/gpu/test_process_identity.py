@@ -124,7 +124,7 @@ def test_the_end_of_any_is_waited_for(child, monkeypatch, ended):
     for gone in (ended, ProcessIdentity(child, lives.start_ticks + 1, lives.pid_namespace)):
         wait_for_any_end([own, gone, lives], 60.0)
     assert len(waited) == 1
-    assert open_files() == before
+    assert open_files() <= before
 
 
 @pytest.mark.parametrize(("timeout_s", "slept_s"), [(60.0, 0.1), (0.02, 0.02)])
