@@ -84,7 +84,7 @@ def parking_worth(plan: Plan, change_times_s: Sequence[float]) -> list[ParkingWo
     worth = []
     for change_time_s in change_times_s:
         conditions = replace(plan.conditions, change_time_s=change_time_s)
-        plain = replace(plan, conditions=conditions, park_mhz=None, energy_lower_bound_j=None)
+        plain = replace(plan, conditions=conditions, park_mhz=None)
         parked = park(plain)
         worth.append(
             ParkingWorth(

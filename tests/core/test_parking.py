@@ -124,6 +124,7 @@ def test_worth_of_parking_by_the_time_of_a_change():
     total_j = plan.cost.energy_j
     assert [row.energy_j + row.saved_j for row in rows] == pytest.approx([total_j] * 4)
     assert rows[0].saved_percent == pytest.approx(100 * 240 / total_j)
+    assert parking_worth(park(plan), [0.0, 0.25, 0.5, 2.0]) == rows  # parked already or not
 
 
 class TestWaiting:
