@@ -88,3 +88,50 @@ class TestPlanningCandidates:
         assert self.plan(monkeypatch, {(2, 0): 101.0, (0, 0): 102.0})[0] == (2, 0)
         with pytest.raises(LinearProgramError, match=r"too late.*0, 0"):
             self.plan(monkeypatch, {})
+
+
+def test_how_far_a_search_may_go():
+    """In all: nine thousand units solved for, or five orders, and 200,000 looked at."""
+    for (stages, microbatches), budget, looks in (((2, 8), 281, 6250), ((8, 96), 5, 130)):
+        profile = uniform_profile(stages, CURVE)
+        search = OrderSearch(profile, microbatches, Conditions((0.0,) * stages), 1.0)
+        assert (search._budget, search._most_looks) == (budget, looks)
+
+
+class Known(OrderSearch):
+    """A search whose orders have known energies: the least at (3, 1), and too late in front."""
+
+    def _solve(self, extra):
+        front, rear = extra
+        energy_j = 1000.0 + (front - 3) ** 2 + 10 * (rear - 1) ** 2 + 3 * (front - 3) * (rear - 1)
+        self._solved[extra] = order_search._Solved(None, None, energy_j) if front else None
+        return self._solved[extra]
+
+    def _trimmed(self, extra, limits):
+        return extra
+
+
+@pytest.mark.parametrize(
+    ("budget", "visited"),
+    [
+        (0, []),
+        (1, [(5, 1), (5, 2)]),
+        (2, [(5, 1), (5, 2)]),
+        (3, [(5, 1), (5, 2), (4, 1), (3, 1), (2, 1)]),
+        (99, [(5, 1), (5, 2), (4, 1), (3, 1), (2, 1), (3, 0), (2, 0), (3, 2), (4, 2)]),
+    ],
+)
+def test_the_search_walks_down_as_far_as_a_direction_saves(monkeypatch, budget, visited):
+    """Until no direction saves or enough was solved for; from three orders, the best at (5, 0)."""
+    monkeypatch.setattr(order_search, "_START_MULTIPLES", ())
+    monkeypatch.setattr(order_search, "_START_RAMPS", (1.0,))
+    monkeypatch.setattr(order_search, "_FEWEST_ORDERS", budget)
+    monkeypatch.setattr(order_search, "_UNIT_BUDGET", 0)
+    search = Known(uniform_profile(2, CURVE), 32, Conditions((0.0,) * 2), 1.0)
+    found = search.search(order_limits(2, 32, max_extra_forwards=5), [(5, 0)])
+    assert set(list(search._solved)[:3]) == {(0, 0), (1, 0), (5, 0)}
+    assert list(search._solved)[3:] == visited
+    best_first = [(3, 1), (2, 1), (4, 1), (5, 1), (5, 0), (3, 0), (3, 2), (2, 0), (4, 2), (1, 0)]
+    assert [candidate.extra_forwards for candidate in found] == [
+        extra for extra in (*best_first, (5, 2)) if extra in search._solved
+    ]
