@@ -8,12 +8,14 @@ from core_cases import B, F, profile_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import random_job
+from scipy.optimize import OptimizeResult
 
 from envpipe_megatron import builders
 from envpipe_megatron.conditions import Conditions
+from envpipe_megatron.policies import shared_clocks
 from envpipe_megatron.policies.choices import make_choices, node_keys
 from envpipe_megatron.policies.clock_runs import make_clock_table
-from envpipe_megatron.policies.linear_program import DurationProgram
+from envpipe_megatron.policies.linear_program import DurationProgram, LinearProgramError
 from envpipe_megatron.policies.shared_clocks import solve_shared_clocks
 from envpipe_megatron.timeline import Timeline
 
@@ -147,3 +149,9 @@ class TestLateClocks:
     def test_that_miss_the_deadline_miss_it_by_as_little_as_they_can(self, stages):
         durations, _ = self.solve(stages, [900, 1200], 0.1, 6.0)
         assert durations == pytest.approx([1.0, 2.0])
+
+    def test_that_no_solver_finds_are_an_error(self, monkeypatch):
+        gave_up = OptimizeResult(status=4, message="numerical difficulties")
+        monkeypatch.setattr(shared_clocks, "linprog", lambda *_, **__: gave_up)
+        with pytest.raises(LinearProgramError, match="not found: numerical difficulties"):
+            self.solve(1, [900, 1200], 4.0, 0.3)
