@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain, repeat
 from types import TracebackType
 
 _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -23,15 +24,13 @@ class Signals:
 
     def __init__(self, *, until_stdin_ends: bool = False) -> None:
         self.until_stdin_ends = until_stdin_ends
-        self._first: Callable[[], None] | None = None
-        self._again: Callable[[], None] | None = None
-        self._taken = 0
+        self._actions: Iterator[Callable[[], None] | None] = repeat(None)
         self._over = threading.Lock()
         self._is_over = False
 
     def call(self, first: Callable[[], None], again: Callable[[], None]) -> None:
         """From here on, the next signal calls `first`, and all others call `again`."""
-        self._first, self._again, self._taken = first, again, 0
+        self._actions = chain([first], repeat(again))
 
     def __enter__(self) -> Signals:
         self._before = {
@@ -55,8 +54,7 @@ class Signals:
             signal.signal(number, handler)
 
     def _take(self, signum: int, frame: object) -> None:
-        self._taken += 1
-        action = self._first if self._taken == 1 else self._again
+        action = next(self._actions)
         if action is None:
             raise SystemExit(128 + signum)
         action()

@@ -64,7 +64,7 @@ def run(monkeypatch):
 
 
 @pytest.mark.parametrize("stdin", [True, False])
-@pytest.mark.parametrize(("status", "code"), [(0, 0), (7, 7), (-9, 137)])
+@pytest.mark.parametrize(("status", "code"), [(0, 0), (7, 7), (-9, 137), (-1, 129)])
 def test_torchruns_exit_status_is_the_launchers(run, monkeypatch, status, code, stdin):
     monkeypatch.setenv("OWN", "own")
     told, (command, how), ended = run(Process(status), Signals(until_stdin_ends=stdin))
@@ -79,7 +79,7 @@ def test_torchruns_exit_status_is_the_launchers(run, monkeypatch, status, code, 
         "stdin": subprocess.DEVNULL if stdin else None,
         "start_new_session": True,
     }
-    assert ended == ([mark] if code == 137 else [])
+    assert ended == ([mark] if status < 0 else [])
 
 
 def test_the_first_signal_ends_torchrun_and_the_second_kills_it(run, capfd):
@@ -110,7 +110,7 @@ def test_a_torchrun_that_does_not_end_is_killed(run, monkeypatch):
     assert process.told == ["terminate", "kill"]
 
 
-def test_what_outlives_a_killed_torchrun_is_told_to_end_then_killed(monkeypatch):
+def test_what_outlives_a_killed_torchrun_is_told_to_end_then_killed(monkeypatch, caplog):
     monkeypatch.setattr(torchrun, "_RANKS_END_S", 0.2)
 
     def start(mark, *command):
@@ -128,6 +128,10 @@ def test_what_outlives_a_killed_torchrun_is_told_to_end_then_killed(monkeypatch)
             assert rank.poll() == -signal.SIGTERM
             assert deaf.poll() == -signal.SIGKILL
             assert stranger.poll() is None
+            assert sorted(record.getMessage() for record in caplog.records) == sorted(
+                f"Process {process.pid} has outlived torchrun: {name}"
+                for process, name in ((deaf, "SIGTERM"), (rank, "SIGTERM"), (deaf, "SIGKILL"))
+            )
         finally:
             for process in (deaf, rank, stranger):
                 process.kill()
