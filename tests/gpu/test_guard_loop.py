@@ -499,6 +499,85 @@ def test_a_silent_rank_is_reset_and_told_again_and_again(guard):
     assert guard.status() == 0
 
 
+@pytest.mark.parametrize("told_to_stop", [False, True])
+def test_who_comes_in_the_last_moment_is_served_unless_the_job_ends(
+    guard, monkeypatch, told_to_stop
+):
+    close, late = guard_loop.close_unless_wanted, []
+
+    def close_late(listener, inode, *, anyway):
+        if not late:
+            late.append(guard.connect())
+        return close(listener, inode, anyway=anyway)
+
+    monkeypatch.setattr(guard_loop, "close_unless_wanted", close_late)
+    guard.start()
+    if told_to_stop:
+        guard.signal()
+    else:
+        release(guard.hold())
+        while not late:
+            time.sleep(0.0005)
+        ask(late[0], OTHER)
+        assert receive(late[0])["event"] == "held"
+        assert release(late[0]) == {"event": "released", "undone": True}
+    assert guard.status() == 0
+    assert receive(late[0]) is None
+
+
+def test_silence_is_counted_from_the_last_word(guard, monkeypatch):
+    now_s = 1000.0
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr(guard_loop, "time", clock)
+    guard.start(heartbeat_s=5.0)
+    rank, other = guard.hold(), guard.connect()
+    resets = guard.gpus[ONE].resets
+
+    def at(time_s, speaker=other):
+        nonlocal now_s
+        now_s = time_s
+        for _ in range(2):  # the second is answered when all that was due is under way
+            send(speaker, {"op": "beat"})
+            assert receive(speaker) == {"event": "beat"}
+
+    at(1004.9)
+    assert resets.empty()
+    at(1005.0)
+    guard.gpus[ONE].await_reset()
+    assert receive(rank) == {"event": "was_reset"}
+    at(1009.9)
+    assert resets.empty()
+    at(1010.0)
+    guard.gpus[ONE].await_reset()
+    assert receive(rank) == {"event": "was_reset"}
+    at(1012.0, rank)
+    at(1016.9)
+    assert resets.empty()
+    at(1017.0)
+    guard.gpus[ONE].await_reset()
+
+
+def test_who_asks_after_one_that_left_before_his_answer_waits(guard):
+    guard.opens.clear()
+    guard.start()
+    first, second = guard.connect(), guard.connect()
+    ask(first, ONE)
+    first.close()
+    for connection in (second, guard.connect()):
+        send(connection, {"op": "beat"})
+        assert receive(connection) == {"event": "beat"}
+    ask(second, ONE)
+    send(second, {"op": "beat"})
+    assert receive(second) == {"event": "beat"}
+    guard.opens.set()
+    assert receive(second)["event"] == "held"
+    assert guard.gpus[ONE].num_resets == 1
+    release(second)
+    for connection in guard.connections:
+        connection.close()
+    assert guard.status() == 0
+
+
 # --- being told to stop --------------------------------------------------------------------------
 
 
