@@ -174,7 +174,7 @@ def read_energy_logs(paths: Iterable[Path]) -> EnergyLogs:
     repeated = 0
     path = Path()
     for path in paths:
-        found = foreign = 0
+        found = foreign = False
         with path.open("rb") as lines:  # a torn line need not be text
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
@@ -183,9 +183,9 @@ def read_energy_logs(paths: Iterable[Path]) -> EnergyLogs:
                     read = parse_line(line)
                 except ValueError:
                     unreadable.append(f"{path}:{number}")
-                    foreign += 1
+                    foreign = True
                     continue
-                found += 1
+                found = True
                 identity = hashlib.sha256(json.dumps(json.loads(line), sort_keys=True).encode())
                 repeated += identity.digest() in kept
                 kept.setdefault(identity.digest(), read)

@@ -1,6 +1,7 @@
 """Lines of energy logs: what they say, what they may leave out, and what is none of them."""
 
 import json
+import os
 
 import pytest
 
@@ -8,6 +9,7 @@ from envpipe_megatron.energy_file import (
     EnergyFileError,
     EnergyNote,
     EnergyWindow,
+    append_line,
     name_of_run,
     parse_line,
     read_energy_logs,
@@ -99,6 +101,14 @@ def test_files_without_an_energy_log_are_refused_by_name(tmp_path):
     ):
         with pytest.raises(EnergyFileError, match=f"{named} holds no line"):
             read_energy_logs(paths)
+
+
+def test_others_may_read_a_log_and_not_write_it(tmp_path):
+    before = os.umask(0o022)
+    append_line(tmp_path / "energy.jsonl", WINDOW)
+    os.umask(before)
+    assert (tmp_path / "energy.jsonl").stat().st_mode & 0o777 == 0o644
+    assert read_energy_logs([tmp_path / "energy.jsonl"]).windows == (parsed(WINDOW),)
 
 
 @pytest.mark.parametrize(
