@@ -23,6 +23,7 @@ from envpipe_megatron.runtime.collectives import (
     CollectivesError,
     all_pipelines,
     make_collectives,
+    tree_groups,
 )
 from envpipe_megatron.runtime.going_on import (
     GoesOnError,
@@ -190,6 +191,14 @@ def test_values_go_up_the_tree_and_down_again(top):
     assert [name for name, _ in calls] == [*["pipeline"] * top, "high", "low"]
 
 
+@pytest.mark.parametrize(
+    ("size", "widths"),
+    [(1, []), (2, [2]), (8, [8]), (9, [3, 3]), (10, [4, 3]), (64, [8, 8]), (100, [5, 5, 4])],
+)
+def test_the_levels_of_a_tree_are_about_as_wide(size, widths):
+    assert [len(group) for group in tree_groups(0, size)] == widths
+
+
 def test_it_holds_on_all_where_it_holds_on_all_stages():
     assert Told().seen_by(0, [True]).on_all(True) is True
     assert Told().seen_by(0, [False]).on_all(True) is False
@@ -236,7 +245,9 @@ def test_a_rank_that_is_gone_is_told_by_its_stage(exchange, text, reason):
         raise RuntimeError(text)
 
     group: Any = SimpleNamespace(leads=True, gather=gone, broadcast=gone)
-    with pytest.raises(CollectivesError, match=f"^Stage 3 lost another rank of the job: {reason}"):
+    with pytest.raises(
+        CollectivesError, match=rf"^Stage 3 lost another rank of the job: {reason}\. Look"
+    ):
         getattr(Collectives(3, group, [], 1), exchange)(True)
 
 
