@@ -303,6 +303,7 @@ class Loopback:
 
     def isend(self, tensor: torch.Tensor, peer: int, group: Any, tag: int) -> Any:
         self._fail("isend")
+        assert tensor.dtype is not torch.bool  # of which transports know nothing
         self.under_way.setdefault((self.rank, peer, tag), []).append(tensor.clone())
         return self._work(lambda: None)
 
@@ -424,6 +425,11 @@ def test_a_stage_sends_to_itself_in_order_on_links_of_their_own(monkeypatch, var
     """Two stages of two chunks: both kinds go both ways between the same ranks."""
     loopback = Loopback(monkeypatch)
     ends = []
+
+    def message(text: int) -> list[torch.Tensor]:
+        mask = torch.arange(4) % 2 == text % 3  # another shape and type than was expected
+        return [torch.full((2, 3), float(text)), *([mask] if vary else [])]
+
     for loopback.rank in range(2):
         made = loopback.channel(2, stamped=True)
         made.expect({Kind.FORWARD: 2, Kind.BACKWARD: 2}, SPECS, vary=vary)
@@ -432,15 +438,16 @@ def test_a_stage_sends_to_itself_in_order_on_links_of_their_own(monkeypatch, var
         for number in range(2):
             for kind in (Kind.BACKWARD, Kind.FORWARD):
                 text = 10 * loopback.rank + 2 * number + list(Kind).index(kind)
-                message = [torch.full((2, 3), float(text))]
-                ends[loopback.rank].send(Unit(kind, number), message, text + 0.1)
+                ends[loopback.rank].send(Unit(kind, number), message(text), text + 0.1)
     for loopback.rank in range(2):
         for number in range(2):
             for kind in Kind:
                 text = 10 * (1 - loopback.rank) + 2 * number + list(Kind).index(kind)
                 got = ends[loopback.rank].receive(Unit(kind, number))
                 assert got.sent_s == text + 0.1
-                assert torch.equal(got.tensors[0].detach(), torch.full((2, 3), float(text)))
+                for tensor, sent in zip(got.tensors, message(text), strict=True):
+                    assert torch.equal(tensor.detach(), sent)
+                    assert tensor.requires_grad is (kind is Kind.FORWARD and tensor.ndim == 2)
     for made in ends:
         made.end_step()
     assert not any(loopback.under_way.values())
