@@ -2,6 +2,7 @@
 
 import os
 import queue
+import re
 import select
 import shutil
 import signal
@@ -220,6 +221,7 @@ def assert_detached(guard_pid, path):
     assert int(parent) != os.getpid()
     assert os.getsid(guard_pid) != os.getsid(0)
     assert [file.stat().st_mode & 0o777 for file in (log, path)] == [0o600, 0o700]
+    assert re.match(r"\d{4}-\d\d-\d\d [\d:,]+ INFO GPU-.*: held for Process", log.read_text())
 
 
 def test_the_lease_is_there_before_the_hold_is_answered_and_gone_after_the_release(round_):
@@ -541,11 +543,15 @@ def test_a_gpu_that_cannot_be_opened_is_refused_by_name(round_):
     assert leased() == set()
 
 
-def test_a_guard_that_cannot_start_says_why(round_):
-    with pytest.raises(GuardError, match=r"could not start.*No such file"):
-        hold_gpu(
-            round_.addresses[0], round_.job, on_event=print, log=Path("/nonexistent/guard.log")
-        )
+@pytest.mark.parametrize("made", [None, "a link"])
+def test_a_guard_that_cannot_start_says_why(round_, tmp_path, made):
+    log = tmp_path / ("log" if made else "none/log")
+    if made:
+        log.symlink_to(tmp_path / "precious")
+    said = "Too many levels of symbolic links" if made else "No such file"
+    with pytest.raises(GuardError, match=f"could not start.*{said}"):
+        hold_gpu(round_.addresses[0], round_.job, on_event=print, log=log)
+    assert not (tmp_path / "precious").exists()
 
 
 def test_the_nodes_guard_is_used_and_never_started(round_, monkeypatch, tmp_path):

@@ -629,7 +629,7 @@ def test_a_guard_that_is_told_to_stop_does_not_wait_for_its_starter(guard):
 
 
 def test_ranks_that_do_not_stop_in_time_keep_their_leases_and_lose_the_guard(guard):
-    guard.start()
+    guard.start(stop_s=0.1)
     one, other = guard.hold(ONE), guard.hold(OTHER)
     guard.signal()
     for connection in (one, other):
