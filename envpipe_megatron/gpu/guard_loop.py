@@ -162,7 +162,7 @@ class Guard:
         return None if due_s is None else max(0.0, due_s - now_s)
 
     def _look_after(self, peer: _Peer, now_s: float) -> None:
-        if peer.pidfd is None and peer.rank is not None and peer.rank.is_alive() is False:
+        if peer.rank is not None and peer.rank.is_alive() is False:
             self._ended(peer, now_s)
         elif (
             peer.holding is not None
