@@ -86,7 +86,7 @@ class StageMemory:
 
         The framework's own order holds more than one at the peak that the room was measured at.
         """
-        return self.room_bytes + max(0, self.baseline_in_flight - 1) * self.activation_bytes
+        return self.room_bytes + (self.baseline_in_flight - 1) * self.activation_bytes
 
     def predicted_peak_bytes(self, in_flight: int) -> float:
         """The most that is allocated while units run, with so many microbatches in flight."""

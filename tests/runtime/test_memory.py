@@ -98,6 +98,7 @@ class FakeJob:
             for _ in range(iterations):
                 memory.watch = watch
                 run_units(memory.watched(lambda schedule: work)(schedule), schedule.stages[stage])
+                memory.units_ended()
                 peak = memory._source.peak
                 work.end_iteration()
                 work.step()
@@ -280,6 +281,7 @@ def test_a_rank_that_knows_no_memory_leaves_it_unknown_on_all():
 def test_before_units_were_watched_nothing_is_known(caplog):
     job = FakeJob(2, 4, lambda rank: Sizes())
     job.iterate(job.own, Watch.PEAK)
+    assert [memory.peak_bytes() for _, _, memory in job.ranks] == [None, None]
     job.everywhere(lambda stage, work, memory: memory.learn(job.own, SPECS))
     assert [memory.stages for _, _, memory in job.ranks] == [None, None]
     assert not caplog.records
@@ -411,11 +413,11 @@ def test_what_lies_before_training_is_no_steps_peak():
 def test_nothing_is_looked_at_once_the_plan_runs():
     job = FakeJob(2, 6, lambda rank: Sizes())
     job.learn()
-    counts = [(device.resets, device.readings) for device in job.devices]
+    counts = [(device.readings, device.resets, device.looks) for device in job.devices]
     job.iterate(job.own, Watch.NOTHING, 5)
-    assert counts == [(device.resets, device.readings) for device in job.devices]
+    assert counts == [(device.readings, device.resets, device.looks) for device in job.devices]
     job.iterate(job.own, Watch.PEAK)
-    assert [readings for _, readings in counts] == [device.readings for device in job.devices]
+    assert [readings for readings, *_ in counts] == [device.readings for device in job.devices]
 
 
 KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD}
