@@ -283,8 +283,8 @@ def test_a_rendezvous_of_the_users_is_left_alone():
 def test_an_endpoint_takes_the_masters_place_and_no_ranks():
     plan = here("--rdzv-endpoint=first:29400", "train.py", **TWO_NODES)
     assert plan.options[1:] == ("--nnodes=2", "--nproc-per-node=1", "--node-rank=1")
-    for given in ("--rdzv-conf=timeout=900", "--rdzv-backend=static"):
-        plan = here(given, "train.py", **TWO_NODES)
+    for word in ("--rdzv-conf=timeout=900", "--rdzv-backend=static"):
+        plan = here(word, "train.py", **TWO_NODES)
         assert plan.options[-2:] == ("--node-rank=1", "--master-addr=first")
 
 
