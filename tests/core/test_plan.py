@@ -68,6 +68,10 @@ def test_baseline_is_everything_at_the_highest_clock():
     assert small_plan().cost.saving_percent(baseline.cost) == pytest.approx(100 * (1 - 338 / 410))
 
 
+def test_time_lost_is_a_share_of_the_baselines():
+    assert Cost(10.0, 1.0).slowdown_percent(Cost(8.0, 2.0)) == 25.0
+
+
 def test_energy_of_stages_adds_up():
     plan = small_plan()
     by_hand = [10 + 7 + 15 + 24 + 40 * 1.5, 11 + 25 + 11 + 25 + 50 * 3]
