@@ -257,7 +257,6 @@ def plan_from_json(data: dict[str, Any], path: Path, profile: Profile) -> Plan:
     if data.get("format") != PLAN_FORMAT:
         raise fields.wrong("format", f"It must be '{PLAN_FORMAT}'.")
     num_stages = fields.count("num_stages")
-    check_stages(profile, num_stages)
     num_microbatches, num_chunks = fields.count("num_microbatches"), fields.count("num_chunks", 1)
     orders = fields.rows("schedule", num_stages)
     if num_microbatches * num_chunks > max(map(len, orders)):

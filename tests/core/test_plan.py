@@ -22,6 +22,7 @@ from envpipe_megatron.plan import (
     read_plan,
 )
 from envpipe_megatron.profile import ProfileError, make_profile
+from envpipe_megatron.schedule import Schedule, unit
 
 #: Time in s and energy in J; a forward at 1200 MHz on stage 1 takes 1 s and 11 J.
 PROFILE = profile_of(
@@ -79,12 +80,22 @@ def test_energy_of_stages_adds_up():
     assert plan.energy_by_stage_j.sum() == plan.cost.energy_j
 
 
+def gpipe_with_chunks(num_stages, num_microbatches):
+    stages = tuple(
+        (*order, *(unit(B, u.microbatch, 1 - u.chunk) for u in order))
+        for order in builders.forward_only(num_stages, num_microbatches, 2).stages
+    )
+    return Schedule("custom", num_microbatches, 2, stages)
+
+
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
         (builders.gpipe(3, 6), "1f1b"),
         (builders.envpipe(3, 6, [2, 1, 0]), "1f1b"),
         (builders.interleaved(3, 6, 2), "interleaved"),
+        (gpipe_with_chunks(2, 4), "interleaved"),
+        (gpipe_with_chunks(2, 3), "custom"),  # Megatron runs no such job
     ],
 )
 def test_the_baseline_order_is_the_frameworks(schedule, expected):
@@ -409,6 +420,11 @@ def test_a_tampered_field_is_named(tmp_path, field, value):
         read_plan(path, PROFILE)
     if field != "num_stages" or value in NOT_COUNTS:
         assert f"field '{field}'" in str(caught.value)
+
+
+def test_more_chunks_than_there_are_units_for_are_refused_before_they_are_made(tmp_path):
+    with pytest.raises(PlanError, match="field 'num_microbatches'"):
+        read_plan(tampered(tmp_path, num_chunks=1000), PROFILE)
 
 
 def test_figures_may_differ_by_rounding(tmp_path):
