@@ -155,8 +155,7 @@ class _RunSearch:
     def _within(self, plan: Plan, duration_s: FloatArray, price_w: FloatArray) -> IntArray | None:
         """The cheapest runs in which no unit takes longer than given."""
         times = self._table.time_s
-        longest_s = np.maximum(duration_s.T[:, :, None], times.min(axis=2, keepdims=True))
-        short = times <= longest_s * (1 + RELATIVE_TOLERANCE)
+        short = times <= duration_s.T[:, :, None] * (1 + RELATIVE_TOLERANCE)
         cost_j, late = self._costs(plan, price_w)
         return self._finder.find(cost_j, self._table.profiled & short, late)
 

@@ -143,10 +143,17 @@ class TestLadders:
             assert ladders.next_above(node, frequency, granularity) == target
 
     def test_all_clocks_of_a_gpu_between_those_that_were_profiled(self):
-        profile = uniform_profile(1, dict.fromkeys((800, 1005), (1, 1)))
+        profile = uniform_profile(1, dict.fromkeys((800, 850, 1005), (1, 1)))
         ladders = Ladders(self.schedule, profile, [[700, 800, 900, 1005, 1100]])
         climb = [ladders.next_above(0, clock, 30) for clock in (700, 800, 900, 1005)]
         assert climb == [800, 900, 1005, None]
+
+
+def test_the_policies_are_those_of_envpipes_code():
+    known = {
+        name: (p.name, p.granularity_mhz, p.max_steps) for name, p in RECONFIGURE_POLICIES.items()
+    }
+    assert known == {"greedy": ("greedy", 90, 50_000), "balanced": ("balanced", 30, 5_000)}
 
 
 def test_ends_when_the_path_is_the_envelope():

@@ -1,5 +1,7 @@
 """The search for runs by its pieces: what they cost, what they keep, and where they stop."""
 
+from types import SimpleNamespace as Namespace
+
 import numpy as np
 import pytest
 from test_optimal_conditions import any_conditions
@@ -9,6 +11,7 @@ from envpipe_megatron.policies import run_search
 from envpipe_megatron.policies.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.run_moves import hurry, saving_moves
 from envpipe_megatron.policies.run_search import _RunSearch
+from envpipe_megatron.policies.shared_clocks import solve_shared_clocks
 
 
 class Case:
@@ -97,6 +100,16 @@ def test_first_runs_keep_the_dwell_time_and_some_the_durations(case):
         if index is not None:
             allowed_s = fastest_s + share * (start_s.T - fastest_s)
             assert (chosen(case.table.time_s, index) <= allowed_s * (1 + 1e-9)).all()
+    if not case.dwell_s and not start.conditions.change_time_s:
+        # The clocks of the start are allowed, and one of the changes may be counted too late.
+        cost_j, _ = case.search._costs(start, case.search._price_w)
+        ours_j, start_j = (
+            chosen(cost_j, case.table.index_of(plan.frequency_mhz)).sum(axis=0)
+            + case.search._change_j * plan.evaluation.clock_changes
+            for plan in (case.search._plan(shares[1.0]), start)
+        )
+        small_j = 1e-9 * np.abs(cost_j).sum()
+        assert (ours_j <= start_j + case.search._change_j + small_j).all()
 
 
 @CASES
@@ -115,6 +128,10 @@ def test_hurrying_ends_in_time_or_where_nothing_can_be_faster(case, monkeypatch)
         assert answers[-1] is None or len(answers) == 100
     if plan.cost.iteration_time_s <= case.deadline_s:
         assert hurried is plan
+    answers.clear()
+    case.search._deadline_s = 0.0
+    case.search._hurry(case.search._start)
+    assert answers[-1] is None or len(answers) == 100
 
 
 @CASES
@@ -140,3 +157,78 @@ def test_what_meets_the_wishes(case):
         kept = shortest_dwell_s(plan) >= case.dwell_s * (1 - 1e-9)
         assert case.search._meets(plan) == (in_time and kept)
         assert case.search._rank(plan) == (not (in_time and kept), plan.cost.energy_j)
+
+
+def search_of(**known):
+    """A search that knows nothing but that its deadline is 10 s."""
+    search = object.__new__(_RunSearch)
+    table = Namespace(index_of=lambda clocks: clocks)
+    search.__dict__.update(_deadline_s=10.0, _min_dwell_s=0.0, _table=table, **known)
+    return search
+
+
+def plan_of(time_s):
+    return Namespace(cost=Namespace(iteration_time_s=time_s, energy_j=1.0), frequency_mhz=time_s)
+
+
+@pytest.mark.parametrize(
+    ("times_s", "targets_s"),
+    [
+        ([11.0, 10.5, 9.9, 9.0], [9.0, 8.5]),
+        ([9.0, 9.5, 9.0], [10.0]),
+        ([12.0, 11.0, 9.0], [8.0, 7.0]),
+        ([11.0] * 9, [9.0, 8.0, 7.0, 6.0]),
+    ],
+)
+def test_time_is_divided_again_for_a_deadline_as_much_earlier_as_plans_are_late(times_s, targets_s):
+    asked, left = [], iter(times_s[1:])
+
+    def divide(index, target_s):
+        asked.append((index, target_s))
+        return plan_of(next(left))
+
+    plan = search_of(_divide_time=divide)._divide_again(plan_of(times_s[0]))
+    assert asked == list(zip(times_s, targets_s, strict=False))
+    assert plan.cost.iteration_time_s == times_s[len(targets_s)]
+
+
+def test_where_many_paths_are_alike_what_they_share_is_shortened(monkeypatch):
+    """A path that leaves more than 98 % of the overrun was one of many."""
+    times_s, asked = [12.0, 11.97, 11.9, 11.863, 11.8, 10.0], []
+
+    def hurried(plan, table, index, deadline_s, price_w):
+        asked.append((index, deadline_s, price_w))
+        return times_s[times_s.index(index) + 1]
+
+    monkeypatch.setattr(run_search, "hurry", hurried)
+    search = search_of(_price_w="prices", _plan=plan_of)
+    assert search._hurry(plan_of(12.0)).cost.iteration_time_s == 10.0
+    prices = [None, "prices", None, "prices", None]
+    assert asked == [(time_s, 10.0, p) for time_s, p in zip(times_s, prices, strict=False)]
+
+
+@CASES
+def test_divided_time_gives_runs_within_its_durations_or_the_runs_themselves(case, monkeypatch):
+    index, plan = case.any_plan()
+    told = []
+    within = case.search._within
+    monkeypatch.setattr(case.search, "_within", lambda *some: told.append(some) or within(*some))
+    divided = case.search._divide_time(index, case.deadline_s)
+    ((about, duration_s, price_w),) = told
+    assert about.frequency_mhz.tolist() == plan.frequency_mhz.tolist()
+    shared = solve_shared_clocks(
+        plan.schedule,
+        case.table,
+        index,
+        plan.conditions,
+        float(np.dot(plan.conditions.blocking_power_w, plan.conditions.gpus_by_stage)),
+        case.deadline_s,
+    )
+    assert (duration_s == shared.duration_s).all()
+    assert (price_w == shared.price_w).all()
+    found = within(*told[0])
+    expected = plan if found is None else case.search._plan(found)
+    assert divided.frequency_mhz.tolist() == expected.frequency_mhz.tolist()
+    monkeypatch.setattr(case.search, "_within", lambda *_: None)
+    divided = case.search._divide_time(index, case.deadline_s)
+    assert divided.frequency_mhz.tolist() == plan.frequency_mhz.tolist()
