@@ -82,7 +82,6 @@ class TrainingEnergy:
         end_s = self._now_s()
         from_s = self.log.add_between_phases(iteration, min(self._begun_s, begin_s), end_s)
         self._interval.add_between(PLAN, from_s, end_s)
-        self._begun_s = end_s
 
     def add(
         self, phase: Phase, iteration: int, record: StageRecord, receives: NDArray[np.bool_]

@@ -110,6 +110,8 @@ def test_all_that_is_told_of_one_job():
     energy.add_between_phases(0, 0.5)  # no step has begun: it is nobody's
     energy.end_step(0)  # nor this
     job.step(None, 0.5, 0.5, 1.0)
+    job.now_s = 1.25
+    energy.end_step(0)  # it has ended
     energy.pause()
     for begin_s, end_s in ((1.5, 2.25), (2.25, 3.25), (3.25, 4.0)):
         job.step(Phase.WARMUP, begin_s, begin_s + 0.125, end_s)
@@ -127,6 +129,7 @@ def test_all_that_is_told_of_one_job():
     assert job.described == [{"baseline": asdict(energy.baseline.mean)}]
     mixed = energy.lap()
     assert mixed.phases == {"framework": 1, "warm-up": 3}
+    assert (mixed.duration_s, mixed.energy_j) == (3.0, 384.0)
     gathered = energy.gather(mixed)
     assert gathered.phases == mixed.phases
     assert gathered.mean == replace(
