@@ -305,6 +305,11 @@ def test_the_plan_is_left_where_it_is_not_yet(
     assert (tmp_path / "plan.json").exists() is left
 
 
+def test_a_job_without_a_folder_leaves_nothing(saving):
+    order, _ = Rank(SessionConfig(ENVELOPE, warmup_iterations=1)).run(2)[-1]
+    assert order.schedule.name == "envpipe"
+
+
 def test_a_result_that_cannot_be_written_is_said(saving, tmp_path, caplog):
     (tmp_path / "plan.json").mkdir()
     Rank(SessionConfig(ENVELOPE, warmup_iterations=1, output_dir=tmp_path)).run(2)

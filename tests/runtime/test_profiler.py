@@ -257,6 +257,13 @@ def test_the_energy_of_waits_is_none_of_a_unit():
     assert hand.meter.windows[0] == (begins_s[1], ends_s[5])
 
 
+def test_a_counter_that_is_past_a_window_is_not_read_again(monkeypatch):
+    meter = MeterByHand()
+    meter.last_refresh_s = math.inf
+    monkeypatch.setattr(meter, "catch_up", lambda: pytest.fail("it waits for a read"))
+    profile_by_hand(meter, told_apart)
+
+
 def test_energies_that_scatter_from_block_to_block_are_uncertain():
     """Blocks are of five refreshes of the meter, half a second: here of one iteration."""
     energies_j = itertools.cycle([60.0, 63.0, 57.0, 62.0])
