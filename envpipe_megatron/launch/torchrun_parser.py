@@ -74,16 +74,12 @@ class TorchrunParser:
         return _parser().parse_args(arguments)
 
     def given(self, options: Sequence[str]) -> dict[str, Any]:
-        """Return the values of options that were given, under names like `nproc_per_node`.
+        """Return options' values, under names like `nproc_per_node`; None if not given.
 
         Raises:
             EnvPipeError: torchrun would refuse them.
         """
-        read = vars(self._parser.parse_args([*options, _SCRIPT]))
-        script = ("training_script", "training_script_args")
-        return {
-            name: value for name, value in read.items() if value is not None and name not in script
-        }
+        return vars(self._parser.parse_args([*options, _SCRIPT]))
 
 
 class _Parser(argparse.ArgumentParser):

@@ -130,6 +130,17 @@ def test_torch_is_needed(monkeypatch):
         TorchrunParser()
 
 
+@pytest.mark.parametrize("port", [None, 29500])
+def test_whether_torchrun_picks_a_port_is_told_by_its_own_default(monkeypatch, port):
+    def with_port():
+        parser = get_args_parser()
+        parser.set_defaults(master_port=port)
+        return parser
+
+    monkeypatch.setattr("torch.distributed.run.get_args_parser", with_port)
+    assert TorchrunParser().picks_free_port is (port is None)
+
+
 def test_a_bad_flag_among_torchruns_variables_is_no_traceback(monkeypatch):
     monkeypatch.setenv("PET_STANDALONE", "yes")
     with pytest.raises(EnvPipeError, match="PET_STANDALONE"):
