@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_linear_program import INTERIOR_POINT, SIMPLEX, SOLVERS, Case
 
+from envpipe_megatron.policies import rounding as rounding_module
 from envpipe_megatron.policies.choices import node_keys
 from envpipe_megatron.policies.rounding import Rounding, hull_floor, round_durations
 
@@ -146,3 +147,33 @@ def test_a_plan_that_is_good_enough_is_left_alone():
     plain = rounded(case, duration_s, enough_j=np.inf)
     assert cost_j(case, plain) >= cost_j(case, rounded(case, duration_s))
     assert iteration_s(case, plain) <= case.deadline_s * (1 + 1e-9)
+
+
+def test_small_jobs_try_every_way_to_begin_and_large_ones_only_where_they_must(monkeypatch):
+    better = 0
+    for seed in range(25):
+        case = Case(seed, factors=(1.1,))
+        duration_s = case.program(SIMPLEX).solve(case.deadline_s).duration_s
+        units = case.schedule.num_units
+        ways = []
+        for begin in (*CARRIES, None):
+            way = rounding_of(case, hull_floor(case.schedule, case.choices, duration_s))
+            if begin:
+                begin(way, duration_s)
+            way.repair()
+            way.spend_slack(np.inf if not ways else 30 * units)
+            ways.append(way)
+        best = min(ways, key=lambda way: way.cost_j)
+        monkeypatch.setattr(rounding_module, "_SMALL_UNITS", units)
+        assert rounded(case, duration_s, enough_j=np.inf) == best.chosen
+        monkeypatch.setattr(rounding_module, "_SMALL_UNITS", units - 1)
+        assert rounded(case, duration_s, enough_j=np.inf) == ways[0].chosen
+        assert rounded(case, duration_s, enough_j=ways[0].cost_j) == ways[0].chosen
+        # Not good enough: the others are tried, and the best is improved.
+        chosen = rounded(case, duration_s, enough_j=-np.inf)
+        monkeypatch.setattr(rounding_module, "_SMALL_UNITS", units)
+        assert chosen == rounded(case, duration_s, enough_j=-np.inf)
+        best.move_pairs(-np.inf)
+        assert chosen == best.chosen
+        better += best is not ways[0]
+    assert better >= 2
