@@ -55,7 +55,7 @@ def _stat_fields(pid: int) -> list[str] | None:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    return text[text.rindex(")") + 1 :].split()
+    return text.rpartition(")")[2].split()
 
 
 def _number_in_use(pid: int) -> bool:

@@ -71,10 +71,10 @@ def test_identity_follows_a_process_and_not_its_number():
 
 
 def test_a_name_with_brackets_does_not_deceive(tmp_path):
-    program = tmp_path / "a) R 1 (b"
+    program = tmp_path / os.fsdecode(b"a) R 1 (\xff")
     program.symlink_to("/bin/sleep")
     process = subprocess.Popen([str(program), "60"])
-    while "a) R 1 (b" not in Path(f"/proc/{process.pid}/comm").read_text():
+    while b"a) R 1 (\xff" not in Path(f"/proc/{process.pid}/comm").read_bytes():
         pass
     identity = ProcessIdentity.of(process.pid)
     assert identity.is_alive() is True
@@ -124,6 +124,8 @@ def test_the_end_of_any_is_waited_for(child, monkeypatch, ended):
     for gone in (ended, ProcessIdentity(child, lives.start_ticks + 1, lives.pid_namespace)):
         wait_for_any_end([own, gone, lives], 60.0)
     assert len(waited) == 1
+    with pytest.raises(ProcessLookupError):
+        open_pidfd(ended.pid)
     assert open_files() <= before
 
 
