@@ -49,7 +49,7 @@ def sweep_range(supported_mhz: Sequence[int], override: ControlOverride | None) 
             step_mhz = override.profile_step_mhz or _SWEEP_STEP * clocks[0]
     swept = [clocks[0]]
     for clock in clocks:
-        if clock <= swept[-1] - step_mhz + 1e-9:
+        if clock <= swept[-1] - step_mhz:
             swept.append(clock)
     return tuple(swept)
 

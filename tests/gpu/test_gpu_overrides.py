@@ -69,5 +69,26 @@ def test_a_range_of_another_variant_is_not_followed():
     assert sweep_range([1410, 1200, 1000], override) == (1410, 1200, 1000)
 
 
+@pytest.mark.parametrize(
+    ("range_mhz", "swept"),
+    [
+        ((1000, 1200), (1200, 1000)),
+        ((1200, 1200), (1400, 1200, 1000, 800)),  # one clock is no range
+        ((None, 1000), (1000, 800)),
+        ((1200, None), (1400, 1200)),
+    ],
+)
+def test_a_range_has_its_ends(range_mhz, swept):
+    lowest, highest = range_mhz
+    override = ControlOverride(("x",), profile_min_mhz=lowest, profile_max_mhz=highest)
+    assert sweep_range([1000, 1400, 800, 1200], override) == swept
+
+
+def test_a_step_is_a_share_of_the_highest_clock_that_is_swept():
+    clocks = [2000, 1000, 961, 960, 959]
+    assert sweep_range(clocks, None) == (2000, 1000)
+    assert sweep_range(clocks, ControlOverride(("x",), profile_max_mhz=1000)) == (1000, 960)
+
+
 def test_one_clock():
     assert sweep_range([1000], None) == (1000,)
