@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from envpipe_megatron.gpu.base import (
-    FORBID_VARIABLE,
     Gpu,
     GpuAddress,
     GpuError,
     GpuPermissionError,
-    clock_control_forbidden,
 )
 from envpipe_megatron.gpu.control import check_controls, first_allowed
 from envpipe_megatron.gpu.lease import Lease, LeaseHeldError, list_leases, undo_lease
@@ -81,10 +79,6 @@ class Resetter:
         """Open a GPU by the back end of its address if this user may use it, else by the chosen."""
         if address.backend not in HARDWARE_BACKENDS:
             return open_gpu(address)
-        if clock_control_forbidden():
-            raise GpuPermissionError(
-                f"{FORBID_VARIABLE} is set", remedy=f"Unset {FORBID_VARIABLE} where you may"
-            )
         backend = address.backend if address.backend in self._allowed else self._chosen.backend
         if backend is None:
             raise GpuPermissionError(self._chosen.why, remedy=" ".join(self._chosen.remedies))
