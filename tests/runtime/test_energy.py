@@ -106,8 +106,10 @@ def test_its_thread_sees_refreshes_by_itself(gpu):
     meter = EnergyMeter(gpu, poll_s=0.001)
     for refresh in range(1, 4):
         gpu.now_s = refresh / 10
-        while meter._times_s[-1] < gpu.now_s - 1e-9:
-            meter.catch_up()
+        for _ in range(10_000):
+            if meter.last_refresh_s > gpu.now_s - 1e-9:
+                break
+            threading.Event().wait(0.001)
     meter.close()
     assert meter._energies_j == pytest.approx([0, 10, 20, 30])
 
@@ -157,6 +159,8 @@ def test_a_driver_that_hangs_holds_nobody_up_for_long(gpu, monkeypatch):
     read_energy = gpu.read_energy
     monkeypatch.setattr(gpu, "read_energy", lambda: (answers.wait(60), read_energy())[1])
     meter = EnergyMeter(gpu, poll_s=3600)
+    assert meter.last_refresh_s == -math.inf
+    assert meter._thread.daemon  # nor does it keep the process
     with pytest.raises(MeterError, match="has not refreshed"):
         meter.energy_j(0.0, 0.1)
     answers.set()
@@ -260,6 +264,9 @@ def test_the_least_window_is_ten_refreshes_as_seen(gpu, meter):
     meter = EnergyMeter(gpu, poll_s=3600)
     at(meter, gpu, *np.arange(0.02, 1.01, 0.01), 1.3)  # and some were missed
     assert meter.min_window_s == pytest.approx(0.2)
+    gpu.refresh_s = 0.1
+    at(meter, gpu, *np.arange(1.4, 4.05, 0.1))
+    assert meter.min_window_s == pytest.approx(1.0)  # lately
     meter.close()
 
 
@@ -298,6 +305,15 @@ def test_windows_are_as_uncertain_as_they_say(gpu, monkeypatch, alternate_s, tim
     assert np.mean(np.array(errors) <= 2 * np.array(uncertainties)) >= 0.95
     # Nor is it a figure that any error would keep within.
     assert 0.05 < np.linalg.norm(errors) / np.linalg.norm(uncertainties) < 1
+
+
+def test_a_refresh_that_was_missed_makes_an_end_less_certain(gpu, meter):
+    gpu.refresh_s = 0.125
+    gpu.counter_j = lambda time_s: 100 * time_s + 200 * min(max(0.0, time_s - 0.25), 0.25)
+    at(meter, gpu, 0.125, 0.25, 0.5, 0.625)
+    spread_w = np.std([100, 100, 300, 100])
+    wanted_j = spread_w * math.hypot(0.125, 0.25)
+    assert meter.window(0.0, 0.4).uncertainty_j == pytest.approx(wanted_j, rel=1e-6)
 
 
 def test_the_uncertainty_of_a_window_by_hand(gpu, monkeypatch):
@@ -578,7 +594,7 @@ def test_windows_that_wait_in_vain_are_given_up_one_by_one(gpu, meter, monkeypat
 def test_what_lies_between_phases_and_what_the_framework_runs(gpu, tmp_path):
     gpu.refresh_s, gpu.counter_j = 0.125, lambda time_s: 128 * time_s  # no rounding in these
     meter = EnergyMeter(gpu, poll_s=3600)
-    at(meter, gpu, *np.arange(0.0, 5.01, 0.125))
+    at(meter, gpu, *np.arange(0.0, 3.51, 0.125))
     log = EnergyLog(meter, partial(append_line, tmp_path / "log"), {"rank": 3})
     assert log.add("warm-up", 7, record(0.5, 0.5), RECEIVES, begun_s=0.25) == 0.25
     log.end_step(1.0)  # the optimizer took no time
@@ -588,7 +604,8 @@ def test_what_lies_between_phases_and_what_the_framework_runs(gpu, tmp_path):
     assert log.add_step_of_framework(9, 2.5, 3.0) == 2.5
     assert log.add_step_of_framework(6, 3.25, 3.5) == 3.0  # a framework may count anew
     assert log.add("steady", 10, record(3.75, 0.5), RECEIVES) == 3.5
-    log.close()
+    gpu.now_s = 5.0
+    log.close()  # looks once more at the counter
     meter.close()
 
     def line(phase, first, last, begin_s, duration_s, compute_s=0.0, blocking_s=0.0):
