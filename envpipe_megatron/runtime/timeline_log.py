@@ -55,7 +55,7 @@ class TimelineLog:
         self._thread: threading.Thread | None = None
         if append is not None:
             self._thread = threading.Thread(
-                target=self._write, name="envpipe-timeline", daemon=True
+                target=self._write, args=(append,), name="envpipe-timeline", daemon=True
             )
             self._thread.start()
 
@@ -123,15 +123,14 @@ class TimelineLog:
         elif self._left_out:
             logger.warning("The timeline lacks %d lines: its disk is slow", self._left_out)
 
-    def _write(self) -> None:
+    def _write(self, append: Callable[[dict[str, Any]], None]) -> None:
         while (line := self._lines.get()) is not None:
-            if self._append is None:
-                continue  # the queue is emptied all the same, so that `close` need not wait
             try:
-                self._append(line)
+                append(line)
             except OSError as error:
                 logger.error("The timeline ends, training goes on: %s", error)
                 self._append = None
+                return
 
 
 def timeline_line(
