@@ -204,6 +204,14 @@ def test_it_holds_on_all_where_it_holds_on_all_stages():
     assert Told().seen_by(0, [False]).on_all(True) is False
     stages = Told().seen_by(0, [None, 7, 8])
     assert stages.first(None) == (2, 7)
+    alone: Any = SimpleNamespace(leads=True, gather=lambda own: [own])
+    alone.broadcast = lambda own: own
+    for other, holds, value in ((True, True, True), (False, False, False), (None, False, 9)):
+        two: Any = SimpleNamespace(leads=True, broadcast=lambda own: own)
+        two.gather = lambda own, other=other: [own, other]
+        replicas = Collectives(0, alone, [two], 2)
+        assert replicas.on_all(True) is holds
+        assert replicas.first(9 if other is None else None) == (0, value)
 
 
 def test_what_the_planner_makes_may_be_nothing():
