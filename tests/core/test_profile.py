@@ -49,7 +49,11 @@ def read(tmp_path, text):
         ("0,Forward,900,1,1", "unknown instruction (got 'Forward')"),
         ("0,forward,900,1", "too few columns (got '0,forward,900,1')"),
         ("0;forward;900;1;1", "too few columns"),
-        ("0,forward,1200,1,1", "at this frequency (MHz) (got 1200). The first stands on line 2"),
+        (
+            "0,forward,1200,1,1",
+            "a second row for stage 0 forward at this frequency (MHz) (got 1200). The first stands "
+            "on line 2",
+        ),
     ],
 )
 def test_a_bad_row_is_refused_with_file_line_and_value(tmp_path, line, told):
