@@ -153,12 +153,15 @@ def in_child(do):
     done, told = os.pipe()
     child = os.fork()
     if child == 0:
-        do()
-        os.write(told, b".")
-        signal.pause()
-    os.read(done, 1)
-    os.close(done)
+        try:
+            do()
+            os.write(told, b".")
+            signal.pause()
+        finally:
+            os._exit(1)
     os.close(told)
+    assert os.read(done, 1) == b"."
+    os.close(done)
     return child
 
 
@@ -463,16 +466,19 @@ def test_a_rank_that_hangs_up_and_lives_may_still_lock(guard):
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_who_goes_before_he_was_answered_was_promised_nothing(guard, killed):
-    guard.opens.clear()
-    guard.start()
-    if killed:
-        end(in_child(lambda: ask(guard.connect(), ONE)))
-    else:
+    def ask_and_be_read():
         connection = guard.connect()
         ask(connection, ONE)
         send(connection, {"op": "beat"})
         assert receive(connection) == {"event": "beat"}
-        connection.close()
+        return connection
+
+    guard.opens.clear()
+    guard.start()
+    if killed:
+        end(in_child(ask_and_be_read))
+    else:
+        ask_and_be_read().close()
     guard.opens.set()
     assert guard.status() == 0
     assert leases() == []
