@@ -198,8 +198,8 @@ class EmulatedGpu(Gpu):
         state = self._file.read()
         now_s = self._instant_s(state)
         if now_s >= state.end_s:
-            settled = state.pending is not None and state.pending[1] <= now_s
-            return state.pending[0] if state.pending and settled else state.clock_mhz
+            pending = state.pending
+            return pending[0] if pending and pending[1] <= now_s else state.clock_mhz
         segment = state.segment_at(now_s)
         return segment.frequency_mhz if segment else state.clock_mhz
 

@@ -154,6 +154,7 @@ def test_bad_times_are_refused_and_leave_the_state(gpu, bad):
         lambda: gpu.run_unit("forward", bad, 0.0),
         lambda: gpu.run_unit("forward", 1.0, bad),
         lambda: gpu.advance_to(bad),
+        *([lambda: gpu.anchor(bad)] if bad != -1.0 else []),  # which an anchor may be
     ):
         with pytest.raises(GpuError, match="finite"):
             call()
