@@ -187,7 +187,7 @@ class _Run:
         while counts[-1] > 1:
             counts.append(counts[-1] // 2)
         for clock, at_front in zip(self.sides, (True, False), strict=True):
-            for count in counts if length > 1 else ():
+            for count in counts:
                 first, last = (0, count) if at_front else (length - count, length)
                 part = slice(first, last)
                 saved_j = -float(self.more_j[part, clock].sum())

@@ -602,7 +602,11 @@ def test_tables_that_miss_something(tmp_path):
     path.write_text("\n".join(line for line in kept if not line.startswith("1,backward")))
     with pytest.raises(PartitionError, match=r"layer 1 backward .* or none"):
         read_layers(path)
-    for content in (b"", b"\x89PNG\xff\xfe", HEADER.encode()):
+    for content, said in (
+        (b"", "line 1: not the header"),
+        (b"\x89PNG\xff\xfe", "is not readable"),
+        (HEADER.encode(), "has no rows"),
+    ):
         path.write_bytes(content)
-        with pytest.raises(PartitionError, match=r"layers\.csv"):
+        with pytest.raises(PartitionError, match=rf"layers\.csv.*{said}"):
             read_layers(path)

@@ -82,7 +82,7 @@ def test_without_clock_control_there_are_no_frequencies(tmp_path):
         *[
             ITERATION | {field: bad}
             for field in ("start_us", "end_us", "frequency_mhz")
-            for bad in ([], [1, 2, 3], [0, 10, 40, 50.5], [[0, 10, 40, 50]], "text", 7)
+            for bad in ([], [1, 2, 3], [0, 10, 40, 50.5], [[0], [10], [40], [50]], "text", 7)
         ],
         ITERATION | {"units": "", "start_us": [], "end_us": [], "frequency_mhz": []},
         ITERATION | {"start_us": [-1, 10, 40, 50]},

@@ -479,6 +479,10 @@ def test_who_goes_before_he_was_answered_was_promised_nothing(guard, killed):
         end(in_child(ask_and_be_read))
     else:
         ask_and_be_read().close()
+        other = guard.connect()
+        send(other, {"op": "beat"})
+        assert receive(other) == {"event": "beat"}  # so the end of the first has been seen
+        other.close()
     guard.opens.set()
     assert guard.status() == 0
     assert leases() == []

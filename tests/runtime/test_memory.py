@@ -278,6 +278,19 @@ def test_a_rank_that_knows_no_memory_leaves_it_unknown_on_all():
     assert job.everywhere(run) == [None] * 3
 
 
+def test_a_rank_whose_readings_mean_nothing_says_so_and_leaves_memory_unknown_on_all(caplog):
+    job = FakeJob(3, 4, lambda rank: Sizes())
+    job.iterate(job.own, Watch.UNITS)
+    del job.ranks[1][2]._readings[0]
+
+    def run(stage, work, memory):
+        memory.learn(job.own, SPECS)
+        return memory.stages
+
+    assert job.everywhere(run) == [None] * 3
+    assert "This rank's memory is not known" in caplog.text
+
+
 def test_before_units_were_watched_nothing_is_known(caplog):
     job = FakeJob(2, 4, lambda rank: Sizes())
     job.iterate(job.own, Watch.PEAK)
