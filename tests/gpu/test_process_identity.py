@@ -1,14 +1,11 @@
 """Who lives and who has ended, whatever number he has and however little may be seen of him."""
 
-import ctypes
 import errno
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,17 +82,23 @@ def test_a_name_with_brackets_does_not_deceive(tmp_path):
 
 def test_a_process_lives_while_one_of_its_threads_does():
     """As one that hangs in the driver; what it asked for may still come."""
-    child = os.fork()
-    if child == 0:
-        threading.Thread(target=signal.pause, daemon=True).start()
-        ctypes.CDLL(None).pthread_exit(None)
-    identity = ProcessIdentity.of(child)
-    while "\nState:\tZ" not in Path(f"/proc/{child}/status").read_text():
+    script = (
+        "import ctypes, signal, threading\n"
+        "threading.Thread(target=signal.pause, daemon=True).start()\n"
+        "ctypes.CDLL(None).pthread_exit(None)"
+    )
+    child = subprocess.Popen([sys.executable, "-S", "-c", script])
+    identity = ProcessIdentity.of(child.pid)
+    while child.poll() is None and "\nState:\tZ" not in status_of(child):
         pass
     assert identity.is_alive() is True
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    child.kill()
+    child.wait()
     assert identity.is_alive() is False
+
+
+def status_of(process):
+    return Path(f"/proc/{process.pid}/status").read_text()
 
 
 def test_where_proc_hides_others_the_kernel_tells(monkeypatch, ended):
