@@ -19,7 +19,7 @@ test: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/mypy & types=$$!; $(BIN)/pytest -n 2 --dist loadgroup $(ARGS); tests=$$?; \
+	$(BIN)/mypy & types=$$!; $(BIN)/pytest -n 3 --dist loadgroup $(ARGS); tests=$$?; \
 		wait $$types && exit $$tests
 
 install: $(VENV)/.installed

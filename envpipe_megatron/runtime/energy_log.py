@@ -49,6 +49,8 @@ class PhaseTotals:
     energy_j: float = 0.0
     uncertainty_j: float = 0.0
     duration_s: float = 0.0
+    compute_s: float = 0.0
+    blocking_s: float = 0.0
     iterations: int = 0
 
 
@@ -237,4 +239,6 @@ class EnergyLog:
         total.energy_j += energy.energy_j
         total.uncertainty_j = math.hypot(total.uncertainty_j, energy.uncertainty_j)
         total.duration_s += window.duration_s
+        total.compute_s += window.compute_s
+        total.blocking_s += window.blocking_s
         total.iterations += window.iterations
