@@ -17,15 +17,15 @@ from functools import partial
 from parking_worth import conditions_with_curve
 from planning_workloads import Workload
 
-from envpipe_megatron.conditions import Conditions
-from envpipe_megatron.plan import Plan
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.policies.clock_changes.parking import park
 from envpipe_megatron.policies.frequencies import POLICIES as RULES
-from envpipe_megatron.policies.linear_program import LinearProgramError
-from envpipe_megatron.policies.optimal import Optimizer, all_maximum_s
-from envpipe_megatron.policies.parking import park
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, reconfigure
-from envpipe_megatron.schedule import Schedule
 
 #: Microbatches in flight beyond those of 1F1B on its fullest stage; None for no limit.
 MEMORY_STEPS = (0, 1, 2, 4, None)

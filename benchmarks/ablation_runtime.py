@@ -13,12 +13,12 @@ from pathlib import Path
 
 from planning_workloads import PRESET, preset_workload
 
-from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.plan import Cost, Plan
-from envpipe_megatron.policies.optimal import Optimizer, all_maximum_s
+from envpipe_megatron.core.plan import Cost, Plan
+from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
 _STAGES, _MICROBATCHES = 4, 8
 _DWELL_TIMES_S = (0.0, 0.2)
@@ -93,7 +93,7 @@ def run_plan(rank: int, root: Path, dwell_s: float) -> Cost:
     import plain_stages  # type: ignore[import-not-found]  # of tests/
     from planning_workloads import TIME_AT_MAX_S
 
-    from envpipe_megatron.runtime.session import SessionConfig
+    from envpipe_megatron.runtime.job.session import SessionConfig
 
     config = SessionConfig(
         PlanRequest(_MICROBATCHES),

@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from envpipe_megatron.builders import envpipe
-from envpipe_megatron.channel_model import completes, fit_to_channel, max_falling_step
+from envpipe_megatron.core.builders import envpipe
+from envpipe_megatron.core.channel_model import completes, fit_to_channel, max_falling_step
 from envpipe_megatron.errors import EnvPipeError
 
 Vectors = NDArray[np.int8]

@@ -19,16 +19,16 @@ import torch
 import torch.distributed as dist
 from gpu_schedules import Bench, join_pipeline
 
-from envpipe_megatron.energy_file import Phase
+from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, clock_control_forbidden
 from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
 from envpipe_megatron.integrations.megatron_core import ForwardBackward
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.runtime.executor import CudaExecutor
-from envpipe_megatron.runtime.links import MAX_CTAS
-from envpipe_megatron.runtime.profiler import ProfilerSettings
-from envpipe_megatron.runtime.rank_gpu import open_rank_gpu
-from envpipe_megatron.runtime.session import Session, SessionConfig
+from envpipe_megatron.runtime.channel.links import MAX_CTAS
+from envpipe_megatron.runtime.clocks.rank_gpu import open_rank_gpu
+from envpipe_megatron.runtime.execution.executor import CudaExecutor
+from envpipe_megatron.runtime.job.session import Session, SessionConfig
+from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
 
 @click.command()

@@ -29,22 +29,22 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
-from envpipe_megatron import builders
-from envpipe_megatron.channel_model import fit_to_channel
-from envpipe_megatron.conditions import Conditions
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.channel_model import fit_to_channel
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import ProfileRow, make_profile, read_profile
+from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.gpu.backends.dry_run import DryRunGpu
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
-from envpipe_megatron.gpu.dry_run import DryRunGpu
-from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.integrations.megatron_core import ForwardBackward
-from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.frequencies import envelope
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.profile import ProfileRow, make_profile, read_profile
-from envpipe_megatron.runtime.collectives import all_pipelines, make_collectives
-from envpipe_megatron.runtime.executor import CudaExecutor, Executor
-from envpipe_megatron.runtime.links import MAX_CTAS, make_channel
-from envpipe_megatron.runtime.session import Session, SessionConfig
-from envpipe_megatron.schedule import Kind, Schedule
+from envpipe_megatron.runtime.channel.collectives import all_pipelines, make_collectives
+from envpipe_megatron.runtime.channel.links import MAX_CTAS, make_channel
+from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
+from envpipe_megatron.runtime.job.session import Session, SessionConfig
 
 VOCABULARY = 32000
 

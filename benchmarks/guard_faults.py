@@ -1,9 +1,9 @@
 """How often a clock stays locked when ranks, guard or both end at a random point: never, it must.
 
-Plays the rounds of `tests/gpu/test_guard_faults.py`, as often as asked: real processes that are
-killed, stopped or starved of memory while they lock clocks of emulated GPUs and, through NVIDIA's
-own Python bindings, of the tests' fake NVML library. Needs the development extra and a C compiler;
-touches no real GPU. Run from the checkout:
+Plays the rounds of `tests/gpu/guard/test_guard_faults.py`, as often as asked: real processes that
+are killed, stopped or starved of memory while they lock clocks of emulated GPUs and, through
+NVIDIA's own Python bindings, of the tests' fake NVML library. Needs the development extra and a C
+compiler; touches no real GPU. Run from the checkout:
 
     python benchmarks/guard_faults.py --repeat 200 --output guard_faults.csv
 
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 from fake_nvml.fake_nvml import build_library, compilers  # type: ignore[import-not-found]  # of tests/
 from guard_rounds import FAULTS, Node, Outcome, play  # type: ignore[import-not-found]  # of tests/
 

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(1, str(Path(__file__).resolve().parent / "planner"))
-sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 sys.path.insert(3, str(Path(__file__).resolve().parents[1] / "tests" / "pipeline"))
 from overhead_measures import (
     Measure,

@@ -15,20 +15,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron import builders
-from envpipe_megatron.energy_file import Phase
-from envpipe_megatron.gpu.dry_run import DryRunGpu
-from envpipe_megatron.runtime.channel import P2PChannel
-from envpipe_megatron.runtime.clock_controller import ClockController
-from envpipe_megatron.runtime.collectives import SUM, make_collectives
-from envpipe_megatron.runtime.completion import Completion, Done
-from envpipe_megatron.runtime.executor import StageRecord, make_record
-from envpipe_megatron.runtime.interval_energy import StepEnergy, StepSums
-from envpipe_megatron.runtime.links import make_channel
-from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.orders import IterationOrder
-from envpipe_megatron.runtime.stage_run import StageRun
-from envpipe_megatron.schedule import Schedule
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.backends.dry_run import DryRunGpu
+from envpipe_megatron.runtime.channel.collectives import SUM, make_collectives
+from envpipe_megatron.runtime.channel.links import make_channel
+from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.p2p import P2PChannel
+from envpipe_megatron.runtime.clocks.controller import ClockController
+from envpipe_megatron.runtime.energy.intervals import StepEnergy, StepSums
+from envpipe_megatron.runtime.execution.completion import Completion, Done
+from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
+from envpipe_megatron.runtime.execution.orders import IterationOrder
+from envpipe_megatron.runtime.execution.stage_run import StageRun
 
 MICROBATCHES = 32
 #: The first iterations warm up.

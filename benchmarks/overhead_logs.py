@@ -40,11 +40,11 @@ def leave_logs(rank: int, root: Path) -> Footprint:
     import plain_stages  # type: ignore[import-not-found]  # of tests/
     import torch.distributed as dist
 
-    from envpipe_megatron.energy_file import Phase
+    from envpipe_megatron.core.schedule import Kind
+    from envpipe_megatron.formats.energy import Phase
     from envpipe_megatron.policies.planner import PlanRequest
-    from envpipe_megatron.runtime.profiler import ProfilerSettings
-    from envpipe_megatron.runtime.session import SessionConfig
-    from envpipe_megatron.schedule import Kind
+    from envpipe_megatron.runtime.job.session import SessionConfig
+    from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
     output = root / "run"
     session, _ = plain_stages.session(

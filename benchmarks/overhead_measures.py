@@ -18,7 +18,7 @@ import overhead_ratio
 from planning_workloads import Workload
 
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
-from envpipe_megatron.runtime.clock_controller import SWITCH_INTERVAL_S, spread
+from envpipe_megatron.runtime.clocks.controller import SWITCH_INTERVAL_S, spread
 
 if TYPE_CHECKING:
     from rank_pool import RankPool  # type: ignore[import-not-found]  # of tests/

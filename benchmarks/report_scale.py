@@ -24,15 +24,15 @@ from typing import Any
 
 import numpy as np
 
-from envpipe_megatron.energy_file import ENERGY_FORMAT, Phase
-from envpipe_megatron.gpu.presets import GpuPreset, load_preset
-from envpipe_megatron.plan import Plan
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import ProfileRow, make_profile
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.formats.energy import ENERGY_FORMAT, Phase
+from envpipe_megatron.formats.timeline import FIRST_STEADY
+from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
-from envpipe_megatron.profile import ProfileRow, make_profile
-from envpipe_megatron.runtime.executor import make_record
-from envpipe_megatron.runtime.timeline_log import timeline_line
-from envpipe_megatron.schedule import Kind
-from envpipe_megatron.timeline_file import FIRST_STEADY
+from envpipe_megatron.runtime.energy.timeline_log import timeline_line
+from envpipe_megatron.runtime.execution.executor import make_record
 
 CHECKER = Path(__file__).with_name("perfetto_check.py")
 TARGET_S = 30.0

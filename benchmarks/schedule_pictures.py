@@ -19,19 +19,19 @@ from pathlib import Path
 import click
 from PIL import Image
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 from preset_profile import preset_profile  # type: ignore[import-not-found]  # of tests/
 
-from envpipe_megatron import builders
-from envpipe_megatron.conditions import make_conditions
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import make_conditions
+from envpipe_megatron.core.plan import Plan, max_frequencies
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Kind, Schedule, unit
+from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.gpu.overrides import sweep_range
-from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.plan import Plan, max_frequencies
-from envpipe_megatron.policies.optimal import Optimizer
+from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
-from envpipe_megatron.profile import Profile
 from envpipe_megatron.report.plots import default_frequency_range_mhz, plot_timeline
-from envpipe_megatron.schedule import Kind, Schedule, unit
 
 GPU = "a100-sxm"
 STAGES, MICROBATCHES, CHUNKS = 4, 8, 2

@@ -31,14 +31,14 @@ import click
 import torch
 from torch import nn
 
-from envpipe_megatron import builders
+from envpipe_megatron.core import builders
+from envpipe_megatron.gpu.backends.dry_run import DryRunGpu
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, clock_control_forbidden
-from envpipe_megatron.gpu.dry_run import DryRunGpu
-from envpipe_megatron.runtime import clock_controller
-from envpipe_megatron.runtime import executor as executor_module
-from envpipe_megatron.runtime.clock_controller import ClockController, spread
-from envpipe_megatron.runtime.completion import Completion
-from envpipe_megatron.runtime.executor import CudaExecutor
+from envpipe_megatron.runtime.clocks import controller as clock_controller
+from envpipe_megatron.runtime.clocks.controller import ClockController, spread
+from envpipe_megatron.runtime.execution import executor as executor_module
+from envpipe_megatron.runtime.execution.completion import Completion
+from envpipe_megatron.runtime.execution.executor import CudaExecutor
 
 #: A stage alone runs a forward and a backward of each.
 MICROBATCHES = 8

@@ -27,7 +27,9 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from scipy import stats
 
-from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.core.profile import ProfileRow, make_profile
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.integrations.deepspeed import initialize
 from envpipe_megatron.integrations.deepspeed.layers import TransformerShape
 from envpipe_megatron.integrations.deepspeed.models import (
@@ -36,8 +38,6 @@ from envpipe_megatron.integrations.deepspeed.models import (
     gpt2_layers,
     language_model_loss,
 )
-from envpipe_megatron.profile import ProfileRow, make_profile
-from envpipe_megatron.schedule import Kind
 
 OWN, ONE_F_ONE_B, OURS = "own", "envpipe, 1f1b", "envpipe, ours"
 #: `tiny` is for CPUs, to try this program.

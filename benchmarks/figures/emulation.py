@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from envpipe_megatron.gpu.presets import load_preset, resolve_preset
+from envpipe_megatron.gpu.emulated.presets import load_preset, resolve_preset
 from figures.unit_times import UnitTimes
 
 #: The shortest forward of a pipeline is not made shorter than this share of what the longest is

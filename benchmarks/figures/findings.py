@@ -12,7 +12,7 @@ from itertools import combinations, groupby, pairwise
 
 from claims import Claim
 
-from envpipe_megatron.runtime.interval_energy import NORMAL_95
+from envpipe_megatron.runtime.energy.intervals import NORMAL_95
 from figures.basis import basis_of
 from figures.experiments import BALANCED, ENVELOPE, GREEDY, MODELS, UNIFORM, Experiment
 from figures.followups import why_few_save_less

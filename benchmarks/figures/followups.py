@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from envpipe_megatron import builders
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
-from envpipe_megatron.profile import Profile, read_profile
 
 #: Stages whose longest pair of units is this much longer than the shortest differ.
 _UNEQUAL = 1.1

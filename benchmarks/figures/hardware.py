@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.gpu.emulated.presets import load_preset
 from figures.emulation import time_factor
 from figures.experiments import Experiment, Job, Setting
 from figures.outcome import DRY_RUN, NO_CONTROL, Outcome

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from envpipe_megatron.plan import Plan
-from envpipe_megatron.runtime.emulated_executor import Fidelity
-from envpipe_megatron.runtime.energy_log import PhaseTotals
-from envpipe_megatron.runtime.session import SessionState
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.runtime.energy.log import PhaseTotals
+from envpipe_megatron.runtime.execution.emulated_executor import Fidelity
+from envpipe_megatron.runtime.job.session import SessionState
 
 #: A back end that changes no clock, and the name of none.
 DRY_RUN, NO_CONTROL = "dry_run", "none"

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from envpipe_megatron.schedule import Unit
+from envpipe_megatron.core.schedule import Unit
 from figures.data import loss_of
 from figures.experiments import Model, Precision
 from figures.layers import Stage

@@ -16,21 +16,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron.energy_file import Phase
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import Gpu
-from envpipe_megatron.gpu.emulated import EmulatedGpu
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.quickstart import ranks
-from envpipe_megatron.runtime.collectives import make_collectives
-from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor, Fidelity
-from envpipe_megatron.runtime.executor import CudaExecutor, Executor
-from envpipe_megatron.runtime.links import make_channel
-from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.profiler import ProfilerSettings
-from envpipe_megatron.runtime.rank_gpu import open_rank_gpu
-from envpipe_megatron.runtime.session import Session, SessionConfig
-from envpipe_megatron.schedule import Kind
+from envpipe_megatron.runtime.channel.collectives import make_collectives
+from envpipe_megatron.runtime.channel.links import make_channel
+from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.clocks.rank_gpu import open_rank_gpu
+from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor, Fidelity
+from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
+from envpipe_megatron.runtime.job.session import Session, SessionConfig
+from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 from figures.data import inputs_of, targets_of
 from figures.experiments import MODELS, reduced
 from figures.layers import activation_shapes, build_stage

@@ -33,7 +33,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from envpipe_megatron.energy_file import ENERGY_FORMAT, JOB, Phase
+from envpipe_megatron.formats.energy import ENERGY_FORMAT, JOB, Phase
 from envpipe_megatron.launch import uplink
 from envpipe_megatron.launch.bill import Bill
 from envpipe_megatron.launch.bill_report import BillReport

@@ -37,14 +37,14 @@ from proof_models import (
     training,
 )
 
-from envpipe_megatron import builders
-from envpipe_megatron.conditions import make_conditions
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import make_conditions
+from envpipe_megatron.core.plan import Plan, max_frequencies
+from envpipe_megatron.core.profile import Profile, read_profile
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, clock_control_forbidden
 from envpipe_megatron.patching.catalog import load_catalog
 from envpipe_megatron.patching.checkout import recognised
-from envpipe_megatron.plan import Plan, max_frequencies
-from envpipe_megatron.profile import Profile, read_profile
-from envpipe_megatron.schedule import Schedule
 
 FORMAT = "envpipe-measured/1"
 #: Iterations in Megatron's own order, and then in EnvPipe's, that are measured.

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from envpipe_megatron.energy_file import EnergyWindow, read_energy_logs
-from envpipe_megatron.profile import Profile, ProfileRow, make_profile
-from envpipe_megatron.schedule import Kind
-from envpipe_megatron.timeline_file import RankIteration, read_timelines
+from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.formats.energy import EnergyWindow, read_energy_logs
+from envpipe_megatron.formats.timeline import RankIteration, read_timelines
 
 
 def at_its_clock(profile: Profile, *, every_row: bool) -> Profile:

@@ -8,14 +8,14 @@ from pathlib import Path
 from proof_jobs import Site
 from proof_models import Mapping
 
-from envpipe_megatron import builders
-from envpipe_megatron.channel_model import fit_to_channel
-from envpipe_megatron.conditions import Conditions
-from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.plan import Plan
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.channel_model import fit_to_channel
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import ProfileRow, make_profile, read_profile
+from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.frequencies import envelope
-from envpipe_megatron.profile import ProfileRow, make_profile, read_profile
-from envpipe_megatron.schedule import Kind, Schedule
 
 STOCK, OFF, ONE_F_ONE_B, ENVPIPE = "stock", "off", "1f1b", "envpipe"
 ARMS = (STOCK, OFF, ONE_F_ONE_B, ENVPIPE)

@@ -227,7 +227,7 @@ def _asking_to_exit(returned: Sequence[Any]) -> tuple[Any, ...]:
 
 def observe_session(recorder: Recorder) -> None:
     """Keep the units that EnvPipe's session executed last, and in which phase."""
-    from envpipe_megatron.runtime.session import Session
+    from envpipe_megatron.runtime.job.session import Session
 
     inner = Session.run_iteration
 

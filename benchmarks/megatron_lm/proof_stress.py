@@ -14,13 +14,14 @@ from unittest import mock
 
 import torch
 
-from envpipe_megatron import builders
-from envpipe_megatron.channel_model import fit_to_channel
-from envpipe_megatron.energy_file import Phase
-from envpipe_megatron.runtime import interpreter, session
-from envpipe_megatron.runtime.job_context import Job
-from envpipe_megatron.runtime.orders import PhaseRun, constant_order
-from envpipe_megatron.schedule import Schedule, ScheduleError, Unit
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.channel_model import fit_to_channel
+from envpipe_megatron.core.schedule import Schedule, ScheduleError, Unit
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.runtime.execution import interpreter
+from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
+from envpipe_megatron.runtime.job import session
+from envpipe_megatron.runtime.job.context import Job
 
 #: Of an H200 at its highest clock; where the clock is another, delays are longer by as much.
 _CYCLES_PER_S = 1.98e9

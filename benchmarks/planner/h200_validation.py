@@ -29,11 +29,11 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from claims import CLAIMS_FILE, Claim, write_claims
 from outputs import save_picture, write_csv
 
-from envpipe_megatron import builders
-from envpipe_megatron.conditions import make_conditions
-from envpipe_megatron.plan import Plan, max_frequencies
-from envpipe_megatron.profile import Profile, ProfileRow, make_profile, read_profile
-from envpipe_megatron.schedule import Kind, Schedule
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import make_conditions
+from envpipe_megatron.core.plan import Plan, max_frequencies
+from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile, read_profile
+from envpipe_megatron.core.schedule import Kind, Schedule
 
 MEASURED = Path(__file__).resolve().parents[1] / "h200"
 NAME = "h200_validation"

@@ -42,10 +42,10 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from envpipe_megatron import builders
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.profile import Profile, ProfileRow, read_profile
+from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.profile import Profile, ProfileRow, read_profile
-from envpipe_megatron.schedule import Kind, Schedule
 
 Recipe = Literal["zeus", "sosp24"]
 RECIPES: tuple[Recipe, ...] = get_args(Recipe)

@@ -32,10 +32,10 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 from workload_folder import MeasuredRun, MeasuredRunsError, Workload, read_workload
 
-from envpipe_megatron.conditions import Conditions
-from envpipe_megatron.evaluation import evaluate
-from envpipe_megatron.plan import Cost
-from envpipe_megatron.timeline import Timeline
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.evaluation import evaluate
+from envpipe_megatron.core.plan import Cost
+from envpipe_megatron.core.timeline import Timeline
 
 FloatArray = NDArray[np.float64]
 

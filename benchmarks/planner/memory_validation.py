@@ -2,8 +2,8 @@
 
 `MemoryPrediction` is what any measurement of memory comes to, on whatever device; `cpu_memory`
 makes one here: a small GPT of megatron-core on four CPU ranks, first in 1F1B, from which the peaks
-of EnvPipe's order are predicted (`envpipe_megatron.runtime.memory`), then in that order. Counted
-are the bytes of live tensors, as a GPU's allocator would count them.
+of EnvPipe's order are predicted (`envpipe_megatron.runtime.memory.peak`), then in that order.
+Counted are the bytes of live tensors, as a GPU's allocator would count them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from planning_workloads import preset_workload
 
-from envpipe_megatron import builders
-from envpipe_megatron.conditions import Conditions
-from envpipe_megatron.plan import Plan, max_frequencies
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan, max_frequencies
 
 _TESTS = Path(__file__).resolve().parents[2] / "tests"
-sys.path[1:1] = [str(_TESTS), str(_TESTS / "pipeline")]
+sys.path[1:1] = [str(_TESTS / "helpers"), str(_TESTS / "pipeline")]
 
 _STAGES, _MICROBATCHES = 4, 8
 _EXTRA_FORWARDS = (3, 2, 2, 0)

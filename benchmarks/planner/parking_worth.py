@@ -26,12 +26,12 @@ from planning_workloads import Workload, read_workloads
 from rich.console import Console
 from rich.table import Table
 
-from envpipe_megatron.conditions import Conditions
-from envpipe_megatron.plan import Plan
-from envpipe_megatron.policies.optimal import Optimizer, all_maximum_s
-from envpipe_megatron.policies.parking import ParkingWorth, parking_worth
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.policies.clock_changes.parking import ParkingWorth, parking_worth
+from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.planner import build_schedule, make_plan
-from envpipe_megatron.schedule import Kind
 
 DEFAULT_DATA = Path("../shared/data/perseus_sosp24")
 KEYS = ("gpt3-175b_a100_sxm_mb24", "gpt3-175b_a100_sxm_mb96")

@@ -6,11 +6,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from envpipe_megatron.conditions import Conditions
-from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile, read_profile
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.profile import Profile, ProfileRow, make_profile, read_profile
-from envpipe_megatron.schedule import Kind
 
 _EMULATED_MODEL = "GPT-3 175B"
 _EMULATED_MICROBATCHES = (12, 24, 48, 96)

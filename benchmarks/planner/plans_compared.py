@@ -17,10 +17,10 @@ from pathlib import Path
 from lowtime_rival import RECIPES, LowtimeRun, Recipe, run_lowtime
 from planning_workloads import Workload
 
-from envpipe_megatron import builders
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.plan import Cost, Plan
-from envpipe_megatron.policies.optimal import Optimizer
+from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.order_search import OrderSearch
 from envpipe_megatron.policies.planner import PlanRequest, make_frontier, make_plan
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from planning_workloads import Workload
 
-from envpipe_megatron.plan import Cost
+from envpipe_megatron.core.plan import Cost
 
 #: Layers of the model to layers of the profile, and GPUs of a stage.
 _LAYER_SCALE, _TENSOR_PARALLEL = 10, 8

@@ -31,15 +31,15 @@ from peak_memory import peak_mib
 from rich.console import Console
 from rich.table import Table
 
-from envpipe_megatron.conditions import Conditions
-from envpipe_megatron.plan import Plan
-from envpipe_megatron.policies import optimal
-from envpipe_megatron.policies.choices import make_choices
-from envpipe_megatron.policies.linear_program import DurationProgram, LinearProgramError
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile, read_profile
+from envpipe_megatron.policies.optimal import optimizer as optimal
+from envpipe_megatron.policies.optimal.choices import make_choices
+from envpipe_megatron.policies.optimal.linear_program import DurationProgram, LinearProgramError
+from envpipe_megatron.policies.optimal.rounding import round_durations
+from envpipe_megatron.policies.optimal.simplex import Simplex
 from envpipe_megatron.policies.planner import PlanRequest, build_schedule
-from envpipe_megatron.policies.rounding import round_durations
-from envpipe_megatron.policies.simplex import Simplex
-from envpipe_megatron.profile import Profile, read_profile
 
 SIZES = ("4x16", "8x24", "8x96", "8x256", "16x256", "16x512", "32x512", "32x1024", "64x1024")
 ORDERS = {"1f1b": "1F1B", "envpipe": "EnvPipe"}

@@ -25,13 +25,13 @@ from peak_memory import peak_mib
 from rich.console import Console
 from rich.table import Table
 
-from envpipe_megatron import builders
-from envpipe_megatron.longest_path import LongestPath
-from envpipe_megatron.plan import Plan
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.longest_path import LongestPath
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile, read_profile
+from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
-from envpipe_megatron.profile import Profile, ProfileRow, make_profile, read_profile
-from envpipe_megatron.schedule import Kind, Schedule
-from envpipe_megatron.timeline import Timeline
 
 SIZES = ((8, 96), (16, 512), (64, 1024))
 POLICIES = (

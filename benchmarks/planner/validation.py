@@ -29,7 +29,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from claims import CLAIMS_FILE, Claim, write_claims
 from outputs import save_picture, write_csv
 
-from envpipe_megatron.conditions import Conditions
+from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.errors import EnvPipeError
 
 DEFAULT_FOLDERS = Path("../shared/data/perseus_sosp24/measured")

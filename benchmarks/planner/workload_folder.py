@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from envpipe_megatron import builders
-from envpipe_megatron.conditions import Conditions
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile, read_profile
+from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.profile import Profile, ProfileRow, make_profile, read_profile
-from envpipe_megatron.schedule import Kind, Schedule
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

@@ -15,15 +15,15 @@ from rich.table import Table
 from envpipe_megatron.cli.clocks_latency import measure_latency
 from envpipe_megatron.cli.common import say
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
+from envpipe_megatron.gpu.backends.nvml_errors import DriverNotLoadedError, NvmlLibraryNotFoundError
+from envpipe_megatron.gpu.backends.nvml_library import NvmlHandle
 from envpipe_megatron.gpu.base import ClockState, Gpu, GpuAddress, GpuError
-from envpipe_megatron.gpu.emulated import list_emulated
-from envpipe_megatron.gpu.emulated_store import ROOT_VARIABLE, default_root
-from envpipe_megatron.gpu.nvml import list_nvml_gpus
-from envpipe_megatron.gpu.nvml_errors import DriverNotLoadedError, NvmlLibraryNotFoundError
-from envpipe_megatron.gpu.nvml_library import NvmlHandle
+from envpipe_megatron.gpu.emulated.emulated_gpu import list_emulated
+from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE, default_root
+from envpipe_megatron.gpu.guard.resetting import ResetOutcome, Resetter
 from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.gpu.overrides import override_for, sweep_range
-from envpipe_megatron.gpu.resetting import ResetOutcome, Resetter
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.gpu.visible_devices import visible_gpus
 

@@ -24,9 +24,9 @@ from envpipe_megatron.gpu.base import (
     nearest_frequencies,
 )
 from envpipe_megatron.gpu.control import choose_control, open_controlled
-from envpipe_megatron.gpu.emulated import EmulatedGpu
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.site import read_site
-from envpipe_megatron.runtime.clock_latency import (
+from envpipe_megatron.runtime.clocks.latency import (
     ClockLatency,
     CudaKernelTimer,
     EmulatedKernelTimer,

@@ -12,10 +12,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.plan import Plan
-from envpipe_megatron.profile import Profile
-from envpipe_megatron.sidecar import sidecar_path
 
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUTPUT_FILE = click.Path(dir_okay=False, path_type=Path)

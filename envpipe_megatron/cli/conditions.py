@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import click
 
 from envpipe_megatron.cli.common import Finite, amounts, counts, known_blocking_power
-from envpipe_megatron.conditions import SIDECAR_FIELDS, Conditions, make_conditions
-from envpipe_megatron.profile import Profile
+from envpipe_megatron.core.conditions import SIDECAR_FIELDS, Conditions, make_conditions
+from envpipe_megatron.core.profile import Profile
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

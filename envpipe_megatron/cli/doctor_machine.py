@@ -9,14 +9,14 @@ from functools import partial
 
 import pynvml
 
-from envpipe_megatron.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.cli.doctor_checks import Check, looked
+from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
+from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
+from envpipe_megatron.gpu.backends.nvml_errors import MigModeError, VirtualGpuError
+from envpipe_megatron.gpu.backends.nvml_library import NvmlHandle, call_library
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, GpuError, clock_control_forbidden
 from envpipe_megatron.gpu.control import check_controls, first_allowed
-from envpipe_megatron.gpu.lease import list_leases
-from envpipe_megatron.gpu.nvml import NvmlGpu, list_nvml_gpus
-from envpipe_megatron.gpu.nvml_errors import MigModeError, VirtualGpuError
-from envpipe_megatron.gpu.nvml_library import NvmlHandle, call_library
+from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.site import DEFAULT_SITE_PATH, SITE_VARIABLE, SiteConfig, read_site
 from envpipe_megatron.gpu.visible_devices import ORDER_VARIABLE, VISIBLE_VARIABLE, visible_gpus
 

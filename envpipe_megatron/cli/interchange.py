@@ -16,11 +16,11 @@ from envpipe_megatron.cli.common import (
     say,
     summary_table,
 )
-from envpipe_megatron.conditions import make_conditions
-from envpipe_megatron.interchange import read_freqs, write_freqs
-from envpipe_megatron.plan import Plan, read_plan
-from envpipe_megatron.profile import read_profile
-from envpipe_megatron.sidecar import sidecar_path
+from envpipe_megatron.core.conditions import make_conditions
+from envpipe_megatron.core.plan import Plan, read_plan
+from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.sidecar import sidecar_path
+from envpipe_megatron.formats.interchange import read_freqs, write_freqs
 
 
 @click.command("import-freqs")

@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FILE, Finite, check_outputs, say
-from envpipe_megatron.errors import plain
-from envpipe_megatron.partition import (
+from envpipe_megatron.core.partition import (
     EMBEDDING,
     LOSS,
     LayerTable,
@@ -25,11 +24,12 @@ from envpipe_megatron.partition import (
     stage_memory_bytes,
     stage_profile,
 )
-from envpipe_megatron.plan import Cost
-from envpipe_megatron.policies.partition_energy import FoundEnergy, least_energy, plan_cost
-from envpipe_megatron.policies.partition_search import Found, SplitSpace, least_bottleneck
-from envpipe_megatron.schedule import Kind
-from envpipe_megatron.sidecar import SIDECAR_FORMAT, sidecar_path
+from envpipe_megatron.core.plan import Cost
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
+from envpipe_megatron.errors import plain
+from envpipe_megatron.policies.partitions.energy import FoundEnergy, least_energy, plan_cost
+from envpipe_megatron.policies.partitions.search import Found, SplitSpace, least_bottleneck
 
 logger = logging.getLogger(__name__)
 

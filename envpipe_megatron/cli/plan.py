@@ -20,9 +20,11 @@ from envpipe_megatron.cli.common import (
     summary_table,
 )
 from envpipe_megatron.cli.conditions import conditions_options, read_conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile, read_profile
+from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.frontier_file import FRONTIER_FORMAT, write_frontier
-from envpipe_megatron.plan import Plan
+from envpipe_megatron.formats.frontier import FRONTIER_FORMAT, write_frontier
 from envpipe_megatron.policies.memory_frontier import MemoryPoint
 from envpipe_megatron.policies.planner import (
     BY_MEMORY,
@@ -38,8 +40,6 @@ from envpipe_megatron.policies.planner import (
     make_memory_frontier,
     make_plan,
 )
-from envpipe_megatron.profile import Profile, read_profile
-from envpipe_megatron.sidecar import sidecar_path
 
 
 @click.command()

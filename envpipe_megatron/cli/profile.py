@@ -8,14 +8,14 @@ from pathlib import Path
 import click
 
 from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs
+from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.looking import look
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun import run_torchrun
 from envpipe_megatron.launch.torchrun_parser import TorchrunParser
-from envpipe_megatron.profile import read_profile
-from envpipe_megatron.schedule import Kind
-from envpipe_megatron.sidecar import SIDECAR_FORMAT, sidecar_path
 
 
 class ProfileRunError(EnvPipeError):

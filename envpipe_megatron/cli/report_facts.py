@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from envpipe_megatron.energy_file import (
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.formats.energy import (
     FRAMEWORK,
     EnergyNote,
     EnergyWindow,
@@ -14,11 +15,10 @@ from envpipe_megatron.energy_file import (
     name_of_run,
 )
 from envpipe_megatron.launch.bill import OUTSIDE_STEPS, Bill, EnergyTotal, bill_of
-from envpipe_megatron.plan import Plan
 from envpipe_megatron.report.facts import ReportFacts, StageFacts, StepFacts
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.shares import GpuShares, gpu_shares
-from envpipe_megatron.runtime.interval_energy import StepEnergy, compare, percent
+from envpipe_megatron.runtime.energy.intervals import StepEnergy, compare, percent
 
 _STEADY, _WARMUP = Phase.STEADY.value, Phase.WARMUP.value
 #: How a folder with several runs calls the one that the others are compared with.

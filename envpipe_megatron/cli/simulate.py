@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FOLDER, say, summary_table
+from envpipe_megatron.core.plan import Plan, read_plan
+from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.files import refuse_foreign
-from envpipe_megatron.plan import Plan, read_plan
-from envpipe_megatron.profile import read_profile
 
 #: What is left in the folder of pictures.
 _FILES = ("simulation.json", "timeline.png", "timeline_baseline.png", "energy_valley.png")

@@ -15,11 +15,11 @@ from envpipe_megatron.cli.common import (
     say,
     summary_table,
 )
+from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.sidecar import sidecar_path
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.frontier_file import read_frontier
-from envpipe_megatron.profile import read_profile
-from envpipe_megatron.sidecar import sidecar_path
-from envpipe_megatron.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.formats.frontier import read_frontier
 
 
 @click.command()

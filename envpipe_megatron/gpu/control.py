@@ -12,6 +12,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
+from envpipe_megatron.gpu.backends.zeusd import CONTROL_GROUP, ZeusdConnection, zeusd_socket
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
     Gpu,
@@ -20,11 +22,9 @@ from envpipe_megatron.gpu.base import (
     GpuPermissionError,
     clock_control_forbidden,
 )
-from envpipe_megatron.gpu.nvml import NvmlGpu, list_nvml_gpus
 from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, SiteConfig, in_user_namespace
 from envpipe_megatron.gpu.visible_devices import pci_address
-from envpipe_megatron.gpu.zeusd import CONTROL_GROUP, ZeusdConnection, zeusd_socket
 
 _LOG = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from envpipe_megatron.gpu.backends.nvml_errors import EnergyCounterError
 from envpipe_megatron.gpu.base import EnergyReading
-from envpipe_megatron.gpu.nvml_errors import EnergyCounterError
 
 EXPECTED_PERIOD_S = 0.1
 STEP_S = 0.002

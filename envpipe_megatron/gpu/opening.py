@@ -22,7 +22,7 @@ def open_gpu(address: GpuAddress, site: SiteConfig | None = None) -> Gpu:
             is wrong.
     """
     if address.backend == "emulated":
-        from envpipe_megatron.gpu.emulated import EmulatedGpu
+        from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 
         root, _, index = address.uid.rpartition("#")
         return EmulatedGpu.open(root, int(index))
@@ -32,26 +32,26 @@ def open_gpu(address: GpuAddress, site: SiteConfig | None = None) -> Gpu:
             value=address.backend,
             remedy=f"Use one of {', '.join(BACKENDS)}.",
         )
-    from envpipe_megatron.gpu.nvml import NvmlGpu
+    from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 
     if site is None:
         site = read_site()
     gpu = NvmlGpu(address.uid, reset_range_mhz=site.reset_range_mhz)
     if address.backend == "zeusd":
-        from envpipe_megatron.gpu.zeusd import ZeusdConnection, ZeusdGpu, zeusd_socket
+        from envpipe_megatron.gpu.backends.zeusd import ZeusdConnection, ZeusdGpu, zeusd_socket
 
         connection = ZeusdConnection(zeusd_socket(site))
         return ZeusdGpu(gpu, gpu.pci_bus_id, connection, site.reset_range_mhz)
     if address.backend == "command":
-        from envpipe_megatron.gpu.command import CommandGpu
+        from envpipe_megatron.gpu.backends.command import CommandGpu
 
         return CommandGpu(gpu, gpu.index, site)
     if address.backend == "dry_run":
-        from envpipe_megatron.gpu.dry_run import DryRunGpu
+        from envpipe_megatron.gpu.backends.dry_run import DryRunGpu
 
         return DryRunGpu(gpu)
     if address.backend == "none":
-        from envpipe_megatron.gpu.read_through import ReadOnlyGpu
+        from envpipe_megatron.gpu.backends.read_through import ReadOnlyGpu
 
         return ReadOnlyGpu(gpu)
     return gpu

@@ -7,7 +7,7 @@ say where a kind of GPU needs something else.
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from envpipe_megatron.gpu.presets import ControlOverride, list_presets, load_preset
+from envpipe_megatron.gpu.emulated.presets import ControlOverride, list_presets, load_preset
 
 _SWEEP_STEP = 0.04
 """Clocks are this share of the maximum apart, so the valley lies some ten clocks down."""

@@ -14,9 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from envpipe_megatron.gpu.backends.nvml import NvmlDevice, list_nvml_gpus
+from envpipe_megatron.gpu.backends.nvml_errors import GpuNotFoundError, MigModeError
 from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.gpu.nvml import NvmlDevice, list_nvml_gpus
-from envpipe_megatron.gpu.nvml_errors import GpuNotFoundError, MigModeError
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 ORDER_VARIABLE = "CUDA_DEVICE_ORDER"

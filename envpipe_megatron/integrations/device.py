@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 import torch
 
+from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.control import ChosenControl
-from envpipe_megatron.gpu.emulated import EmulatedGpu
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
-from envpipe_megatron.runtime.collectives import Collectives
-from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor
-from envpipe_megatron.runtime.executor import CudaExecutor, Executor
-from envpipe_megatron.runtime.rank_gpu import open_rank_gpu
-from envpipe_megatron.schedule import Kind
+from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.clocks.rank_gpu import open_rank_gpu
+from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
+from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
 
 PRESET_VARIABLE = "ENVPIPE_EMULATED_GPU"
 FORWARD_VARIABLE = "ENVPIPE_EMULATED_FORWARD_S"

@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from envpipe_megatron.energy_file import FRAMEWORK
+from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.energy import FRAMEWORK
 from envpipe_megatron.integrations.job import Job, JobFacts, Placement, close_at_exit
 from envpipe_megatron.integrations.options import prepare_files
 from envpipe_megatron.integrations.recorded_order import recognized
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.settings import read_settings
-from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.stage_run import StageRun
-from envpipe_megatron.schedule import Kind, Schedule
-from envpipe_megatron.sidecar import Sidecar
+from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.execution.stage_run import StageRun
 
 #: Options of a job that do not go with an order which the framework keeps.
 _NOT_OFFERED = ("scheduling", "max_in_flight", "profile_only")

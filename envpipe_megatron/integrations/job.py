@@ -16,18 +16,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron import __version__, builders
-from envpipe_megatron.channel_model import QUEUES_VARIABLE
-from envpipe_megatron.energy_file import Phase
+from envpipe_megatron import __version__
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.channel_model import QUEUES_VARIABLE
+from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError, plain
+from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.device import open_device
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import end_of_job
-from envpipe_megatron.runtime.collectives import Collectives, all_pipelines, make_collectives
-from envpipe_megatron.runtime.links import make_channel
-from envpipe_megatron.runtime.profiler import ProfilerSettings
-from envpipe_megatron.runtime.session import Session, SessionConfig
-from envpipe_megatron.sidecar import Sidecar
+from envpipe_megatron.runtime.channel.collectives import (
+    Collectives,
+    all_pipelines,
+    make_collectives,
+)
+from envpipe_megatron.runtime.channel.links import make_channel
+from envpipe_megatron.runtime.job.session import Session, SessionConfig
+from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
 logger = logging.getLogger(__name__)
 

@@ -30,11 +30,11 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 
+from envpipe_megatron.core.schedule import Kind, Schedule, Unit
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.runtime.executor import StageRecord
-from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.session import Session
-from envpipe_megatron.schedule import Kind, Schedule, Unit
+from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.execution.executor import StageRecord
+from envpipe_megatron.runtime.job.session import Session
 
 Tensors = list[torch.Tensor | None]
 

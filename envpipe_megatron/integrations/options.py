@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from envpipe_megatron.core.plan import read_plan
+from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.plan import read_plan
+from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.planner import BY_MEMORY, PlannerError, PlanRequest, check_request
-from envpipe_megatron.profile import read_profile
 
 TYPES = ("baseline", "uniform", "envelope", "optimal")
 SCHEDULINGS = ("1f1b", "ours", "envpipe", "auto")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from envpipe_megatron import builders
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.schedule import Kind, Schedule
 
 
 class OrderError(EnvPipeError):

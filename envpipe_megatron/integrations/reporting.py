@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from envpipe_megatron import __version__
-from envpipe_megatron.runtime.collectives import Collectives
-from envpipe_megatron.runtime.interval_energy import Comparison, JobEnergy, compare, percent
-from envpipe_megatron.runtime.session import Session
+from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.energy.intervals import Comparison, JobEnergy, compare, percent
+from envpipe_megatron.runtime.job.session import Session
 
 logger = logging.getLogger(__name__)
 

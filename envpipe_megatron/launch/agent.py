@@ -18,11 +18,11 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from envpipe_megatron.energy_file import JOB, parse_line
+from envpipe_megatron.formats.energy import JOB, parse_line
 from envpipe_megatron.gpu.base import Gpu, GpuAddress
-from envpipe_megatron.gpu.guard_protocol import GuardProtocolError, receive, send
+from envpipe_megatron.gpu.guard.process_identity import peer_uid_and_pid
+from envpipe_megatron.gpu.guard.protocol import GuardProtocolError, receive, send
 from envpipe_megatron.gpu.opening import open_gpu
-from envpipe_megatron.gpu.process_identity import peer_uid_and_pid
 from envpipe_megatron.launch.bill import Bill
 from envpipe_megatron.launch.collector import Collector
 from envpipe_megatron.launch.ledger import GpuLedger

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, TypeVar
 
-from envpipe_megatron.energy_file import (
+from envpipe_megatron.formats.energy import (
     BEGUN,
     BETWEEN,
     ENDED,
@@ -27,7 +27,7 @@ from envpipe_megatron.energy_file import (
     EnergyWindow,
     Phase,
 )
-from envpipe_megatron.runtime.interval_energy import (
+from envpipe_megatron.runtime.energy.intervals import (
     Comparison,
     StepEnergy,
     compare,

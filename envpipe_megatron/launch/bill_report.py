@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from envpipe_megatron.energy_file import append_line
+from envpipe_megatron.formats.energy import append_line
 from envpipe_megatron.launch.bill import Bill
 from envpipe_megatron.launch.bill_tables import Tariff, bill_facts, show_bill, write_csv
 from envpipe_megatron.launch.node_log import log_path

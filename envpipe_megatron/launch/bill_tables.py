@@ -12,9 +12,9 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
-from envpipe_megatron.energy_file import SHARES, EnergyWindow, Phase
+from envpipe_megatron.formats.energy import SHARES, EnergyWindow, Phase
 from envpipe_megatron.launch.bill import JOULES_PER_KWH, Bill, EnergyTotal, PhaseBill, per_unit
-from envpipe_megatron.runtime.interval_energy import percent
+from envpipe_megatron.runtime.energy.intervals import percent
 
 _LONGEST_NAME = 16
 

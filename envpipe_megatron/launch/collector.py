@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from envpipe_megatron.energy_file import parse_line
+from envpipe_megatron.formats.energy import parse_line
 from envpipe_megatron.launch.bill import Bill
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from envpipe_megatron.energy_file import BETWEEN, ENERGY_FORMAT, EnergyWindow, parse_line
+from envpipe_megatron.formats.energy import BETWEEN, ENERGY_FORMAT, EnergyWindow, parse_line
 from envpipe_megatron.gpu.base import Gpu
-from envpipe_megatron.runtime.energy_meter import EnergyMeter, MeterError
+from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from envpipe_megatron.energy_file import BETWEEN
+from envpipe_megatron.formats.energy import BETWEEN
 from envpipe_megatron.launch.bill import Bill
-from envpipe_megatron.runtime.interval_energy import percent
+from envpipe_megatron.runtime.energy.intervals import percent
 
 
 class LiveLine:

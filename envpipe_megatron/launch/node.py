@@ -18,15 +18,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from envpipe_megatron.gpu.guard_protocol import (
+from envpipe_megatron.gpu.guard.process_identity import wait_readable
+from envpipe_megatron.gpu.guard.protocol import (
     SOCKET_VARIABLE,
     GuardSettings,
     check_socket_path,
     runtime_folder,
     socket_path,
 )
-from envpipe_megatron.gpu.guard_starting import connect_to_guard
-from envpipe_megatron.gpu.process_identity import wait_readable
+from envpipe_megatron.gpu.guard.starting import connect_to_guard
 from envpipe_megatron.launch.agent import NodeAgent
 from envpipe_megatron.launch.bill_report import BillReport
 from envpipe_megatron.launch.bill_tables import Tariff
@@ -34,7 +34,7 @@ from envpipe_megatron.launch.live import LiveLine
 from envpipe_megatron.launch.saying import say
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun import run_torchrun
-from envpipe_megatron.runtime.agent_link import AGENT_VARIABLE
+from envpipe_megatron.runtime.energy.agent_link import AGENT_VARIABLE
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from envpipe_megatron.energy_file import BEGUN, ENDED, NOTE_FORMAT, append_line
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.energy import BEGUN, ENDED, NOTE_FORMAT, append_line
 
 
 class NodeLogError(EnvPipeError):

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from envpipe_megatron.gpu.process_identity import ProcessIdentity, wait_for_any_end
+from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity, wait_for_any_end
 from envpipe_megatron.launch import child
 from envpipe_megatron.launch.saying import say
 from envpipe_megatron.launch.signals import Signals

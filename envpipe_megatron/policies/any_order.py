@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from envpipe_megatron.policies.choices import Choices
-from envpipe_megatron.policies.linear_program import LinearProgramError
-from envpipe_megatron.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.policies.optimal.choices import Choices
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 
 FloatArray = NDArray[np.float64]
 

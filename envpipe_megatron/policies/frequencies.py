@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from envpipe_megatron.plan import max_frequencies
-from envpipe_megatron.profile import Profile
-from envpipe_megatron.schedule import Schedule
+from envpipe_megatron.core.plan import max_frequencies
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Schedule
 
 Frequencies = NDArray[np.int64]
 

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from envpipe_megatron.plan import Plan
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.limits import OrderLimits, envpipe_counts
-from envpipe_megatron.policies.linear_program import LinearProgramError
-from envpipe_megatron.policies.optimal import Optimizer
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.order_search import OrderSearch
-from envpipe_megatron.profile import Profile
-from envpipe_megatron.timeline import RELATIVE_TOLERANCE
 
 FloatArray = NDArray[np.float64]
 

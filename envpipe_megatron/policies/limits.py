@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from envpipe_megatron import builders
-from envpipe_megatron.channel_model import fit_to_channel, max_falling_step
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.channel_model import fit_to_channel, max_falling_step
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.profile import Profile
-from envpipe_megatron.schedule import Kind
-from envpipe_megatron.timeline import RELATIVE_TOLERANCE
 
 
 class LimitError(EnvPipeError):

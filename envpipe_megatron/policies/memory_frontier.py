@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, takewhile
 
-from envpipe_megatron.plan import Plan
+from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.policies.limits import OrderLimits
 from envpipe_megatron.policies.order_search import WORTH, Extra, OrderSearch
 

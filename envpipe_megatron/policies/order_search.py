@@ -20,18 +20,18 @@ from operator import add
 import numpy as np
 from numpy.typing import NDArray
 
-from envpipe_megatron import builders
-from envpipe_megatron.conditions import Conditions
-from envpipe_megatron.plan import Plan
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile, ProfileError
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.any_order import any_order_lower_bound_j
-from envpipe_megatron.policies.choices import make_choices
 from envpipe_megatron.policies.limits import OrderLimits, envpipe_counts
-from envpipe_megatron.policies.linear_program import LinearProgramError
-from envpipe_megatron.policies.optimal import GOOD_GAP, Optimizer, iteration_time_s
-from envpipe_megatron.policies.waiting import waiting_floor_w
-from envpipe_megatron.profile import Profile, ProfileError
-from envpipe_megatron.schedule import Schedule
-from envpipe_megatron.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.policies.optimal.choices import make_choices
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+from envpipe_megatron.policies.optimal.optimizer import GOOD_GAP, Optimizer, iteration_time_s
+from envpipe_megatron.policies.optimal.waiting import waiting_floor_w
 
 Extra = tuple[int, ...]
 FloatArray = NDArray[np.float64]

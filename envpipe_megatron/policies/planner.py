@@ -6,11 +6,13 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from envpipe_megatron import builders
-from envpipe_megatron.channel_model import fit_to_channel
-from envpipe_megatron.conditions import Conditions, make_conditions
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.channel_model import fit_to_channel
+from envpipe_megatron.core.conditions import Conditions, make_conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.frequencies import POLICIES as RULES
 from envpipe_megatron.policies.frontier import FRONTIER_GAP, competing_orders, plan_frontier
 from envpipe_megatron.policies.limits import (
@@ -20,11 +22,9 @@ from envpipe_megatron.policies.limits import (
     order_limits,
 )
 from envpipe_megatron.policies.memory_frontier import MemoryPoint, memory_frontier
-from envpipe_megatron.policies.optimal import Optimizer, all_maximum_s
+from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.order_search import OrderSearch
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Reconfigured, reconfigure
-from envpipe_megatron.profile import Profile
-from envpipe_megatron.schedule import Schedule
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "envpipe", "auto")
 #: Orders whose extra forwards can be limited.

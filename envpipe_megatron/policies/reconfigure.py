@@ -14,11 +14,11 @@ from enum import StrEnum
 
 import numpy as np
 
-from envpipe_megatron.plan import Plan
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.timeline import is_envelope
 from envpipe_megatron.policies.frequencies import Frequencies
-from envpipe_megatron.profile import Profile
-from envpipe_megatron.schedule import Kind, Schedule
-from envpipe_megatron.timeline import is_envelope
 
 
 class Ended(StrEnum):

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from envpipe_megatron.gpu.emulated import reset_all
-from envpipe_megatron.gpu.emulated_store import ROOT_VARIABLE
+from envpipe_megatron.gpu.emulated.emulated_gpu import reset_all
+from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
 
 #: What starts a line of a rank's standard output that is meant for the command.
 EVENT_MARK = "@envpipe "

@@ -12,9 +12,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from envpipe_megatron.gpu.presets import GpuPreset, load_preset
-from envpipe_megatron.plan import Plan, read_plan
-from envpipe_megatron.profile import Profile, read_profile
+from envpipe_megatron.core.plan import Plan, read_plan
+from envpipe_megatron.core.profile import Profile, read_profile
+from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset
 from envpipe_megatron.quickstart.settings import RUNS, Settings
 from envpipe_megatron.report.shares import gpu_shares
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.quickstart.ranks import (
     ended_like_ctrl_c,
     events_of,

@@ -15,20 +15,20 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from envpipe_megatron.energy_file import Phase
-from envpipe_megatron.gpu.emulated import EmulatedGpu
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.megatron_core import ForwardBackward
 from envpipe_megatron.integrations.megatron_cpu import use_cpu
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.quickstart import model as quickstart_model
 from envpipe_megatron.quickstart import ranks
 from envpipe_megatron.quickstart.settings import RUNS, Settings
-from envpipe_megatron.runtime.collectives import make_collectives
-from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor, Fidelity
-from envpipe_megatron.runtime.links import make_channel
-from envpipe_megatron.runtime.profiler import ProfilerSettings
-from envpipe_megatron.runtime.session import Session, SessionConfig
-from envpipe_megatron.schedule import Kind
+from envpipe_megatron.runtime.channel.collectives import make_collectives
+from envpipe_megatron.runtime.channel.links import make_channel
+from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor, Fidelity
+from envpipe_megatron.runtime.job.session import Session, SessionConfig
+from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
 _TIMEOUT = timedelta(seconds=60)
 

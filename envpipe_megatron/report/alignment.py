@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 
-from envpipe_megatron.timeline_file import RankIteration
+from envpipe_megatron.formats.timeline import RankIteration
 
 #: A start of a job, by the label of its run, and a node.
 StartAndNode = tuple[str, str]

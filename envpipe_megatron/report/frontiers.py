@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.files import replace_files
-from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.memory_frontier import MemoryPoint
 from envpipe_megatron.report.style import (
     BLUE,

@@ -16,8 +16,8 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text
 from numpy.typing import NDArray
 
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.report.style import INK
-from envpipe_megatron.schedule import Schedule
 
 FloatArray = NDArray[np.float64]
 

@@ -9,11 +9,11 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from envpipe_megatron.energy_file import name_of_run
+from envpipe_megatron.core.schedule import Schedule, ScheduleError
+from envpipe_megatron.formats.energy import name_of_run
+from envpipe_megatron.formats.timeline import RankIteration
 from envpipe_megatron.report.alignment import node_offsets_s
 from envpipe_megatron.report.plots import order_figure
-from envpipe_megatron.schedule import Schedule, ScheduleError
-from envpipe_megatron.timeline_file import RankIteration
 
 
 @dataclass(frozen=True)

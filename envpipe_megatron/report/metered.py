@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from envpipe_megatron.energy_file import BETWEEN, PHASES, PLAN, EnergyWindow, name_of_run
+from envpipe_megatron.formats.energy import BETWEEN, PHASES, PLAN, EnergyWindow, name_of_run
 from envpipe_megatron.report.alignment import StartAndNode
 from envpipe_megatron.report.facts import StageFacts
 from envpipe_megatron.report.style import (

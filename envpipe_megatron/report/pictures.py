@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from envpipe_megatron.energy_file import Phase, name_of_run
+from envpipe_megatron.formats.energy import Phase, name_of_run
 from envpipe_megatron.report.alignment import node_offsets_s
 from envpipe_megatron.report.facts import ReportFacts
 from envpipe_megatron.report.measured import clock_range_mhz, last_iteration, measured_figure

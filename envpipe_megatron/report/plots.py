@@ -19,9 +19,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import ArrayLike, NDArray
 
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile, ProfileError
+from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.plan import Plan
-from envpipe_megatron.profile import Profile, ProfileError
 from envpipe_megatron.report.gantt import FloatArray, draw_timeline, legend_handles
 from envpipe_megatron.report.style import (
     DPI,
@@ -32,7 +33,6 @@ from envpipe_megatron.report.style import (
     clock_map,
     save_picture,
 )
-from envpipe_megatron.schedule import Kind, Schedule
 
 #: Boxes of more units stand in an SVG as a picture, which viewers are quicker with.
 _MOST_VECTOR_UNITS = 2000

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from envpipe_megatron.energy_file import (
+from envpipe_megatron.core.plan import Plan, read_plan
+from envpipe_megatron.core.profile import Profile, read_profile
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.energy import (
     EnergyFileError,
     EnergyLogs,
     EnergyWindow,
     read_energy_logs,
 )
-from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.plan import Plan, read_plan
-from envpipe_megatron.profile import Profile, read_profile
+from envpipe_megatron.formats.timeline import TimelineLogs, read_timelines
 from envpipe_megatron.report.run_lines import RunLines, named_as_in, of_present_job
-from envpipe_megatron.timeline_file import TimelineLogs, read_timelines
 
 #: Torn lines that are named; the others are counted.
 _NAMED_LINES = 3

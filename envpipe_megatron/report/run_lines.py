@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from envpipe_megatron.energy_file import EnergyLogs, EnergyNote, EnergyWindow, name_of_run
-from envpipe_megatron.timeline_file import TimelineLogs
+from envpipe_megatron.formats.energy import EnergyLogs, EnergyNote, EnergyWindow, name_of_run
+from envpipe_megatron.formats.timeline import TimelineLogs
 
 
 @dataclass(frozen=True)

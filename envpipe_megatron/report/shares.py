@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from envpipe_megatron.plan import Plan
-from envpipe_megatron.policies.waiting import mean_waiting_power_w
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.policies.optimal.waiting import mean_waiting_power_w
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from envpipe_megatron.energy_file import EnergyWindow
-from envpipe_megatron.report.alignment import node_offsets_s
-from envpipe_megatron.timeline_file import (
+from envpipe_megatron.formats.energy import EnergyWindow
+from envpipe_megatron.formats.timeline import (
     ClockSamples,
     GpuLabels,
     RankIteration,
     TimelineLogs,
     parse_order,
 )
+from envpipe_megatron.report.alignment import node_offsets_s
 
 #: Viewers hold a trace in the browser's memory. Of more units, whole iterations are left out.
 MAX_UNITS = 1_000_000

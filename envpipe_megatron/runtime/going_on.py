@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.runtime.collectives import Collectives
+from envpipe_megatron.runtime.channel.collectives import Collectives
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 from preset_profile import preset_profile
 
-from envpipe_megatron.plan import Cost
-from envpipe_megatron.schedule import Kind
+from envpipe_megatron.core.plan import Cost
+from envpipe_megatron.core.schedule import Kind
 
 pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))

@@ -12,8 +12,8 @@ from on_request import on_request
 from preset_profile import preset_profile
 from rich.console import Console
 
-from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.schedule import Kind
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.gpu.emulated.presets import load_preset
 
 pytest.importorskip("torch")
 pytest.importorskip("matplotlib")

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from preset_profile import preset_profile
 
-from envpipe_megatron import builders
-from envpipe_megatron.conditions import Conditions
-from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.plan import Plan
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.frequencies import envelope
-from envpipe_megatron.schedule import Kind
 
 pytest.importorskip("torch")
 pytest.importorskip("matplotlib")

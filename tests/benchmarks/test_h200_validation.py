@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from envpipe_megatron.profile import ProfileRow, make_profile, read_profile
-from envpipe_megatron.schedule import Kind
+from envpipe_megatron.core.profile import ProfileRow, make_profile, read_profile
+from envpipe_megatron.core.schedule import Kind
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "planner"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "megatron_lm"))

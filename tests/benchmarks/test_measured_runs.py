@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envpipe_megatron import builders
-from envpipe_megatron.conditions import Conditions
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import ProfileRow, make_profile
+from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.plan import Plan
-from envpipe_megatron.profile import ProfileRow, make_profile
-from envpipe_megatron.schedule import Kind
 
 pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "planner"))

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from envpipe_megatron import builders
-from envpipe_megatron.channel_model import completes
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.channel_model import completes
 
 pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "megatron_lm"))

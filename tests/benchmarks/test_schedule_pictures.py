@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from envpipe_megatron.schedule import Kind
+from envpipe_megatron.core.schedule import Kind
 
 pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))

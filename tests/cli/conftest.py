@@ -2,7 +2,7 @@ import pytest
 from cli_helpers import write_profile
 
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
-from envpipe_megatron.gpu.emulated_store import ROOT_VARIABLE
+from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
 
 
 @pytest.fixture(autouse=True)

@@ -8,14 +8,15 @@ import pytest
 from cli_helpers import run, run_badly, run_well
 from fake_zeusd import FakeZeusd
 
-from envpipe_megatron.gpu import control, resetting
+from envpipe_megatron.gpu import control
+from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.base import GpuAddress
-from envpipe_megatron.gpu.emulated import EmulatedGpu
-from envpipe_megatron.gpu.lease import Lease
-from envpipe_megatron.gpu.lease_folder import LeaseFolderError
-from envpipe_megatron.gpu.nvml import NvmlGpu
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.guard import resetting
+from envpipe_megatron.gpu.guard.lease import Lease
+from envpipe_megatron.gpu.guard.lease_folder import LeaseFolderError
+from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
 from envpipe_megatron.gpu.opening import open_gpu
-from envpipe_megatron.gpu.process_identity import ProcessIdentity
 
 
 @pytest.fixture(autouse=True)

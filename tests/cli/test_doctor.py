@@ -11,7 +11,7 @@ from envpipe_megatron.cli.doctor_checks import Check, looked
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu import control
 from envpipe_megatron.gpu.base import GpuAddress
-from envpipe_megatron.gpu.lease import Lease
+from envpipe_megatron.gpu.guard.lease import Lease
 from envpipe_megatron.gpu.opening import open_gpu
 
 VARIABLES = (

@@ -7,7 +7,7 @@ import random
 import pytest
 from cli_helpers import run_badly, run_well
 
-from envpipe_megatron.energy_file import append_line
+from envpipe_megatron.formats.energy import append_line
 
 
 def window(node="n0", gpu=0, iteration=0, energy_j=100.0, **fields):

@@ -3,8 +3,8 @@
 import pytest
 from cli_helpers import plan_for, run, run_badly, run_well
 
-from envpipe_megatron.profile import read_profile
-from envpipe_megatron.schedule import Kind
+from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.schedule import Kind
 
 
 def layers_file(path):

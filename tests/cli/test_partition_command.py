@@ -5,7 +5,7 @@ import shlex
 import pytest
 from cli_helpers import plan_for, run_badly, run_well
 
-from envpipe_megatron.profile import read_profile
+from envpipe_megatron.core.profile import read_profile
 
 #: {frequency_mhz: (slowdown, power_w)}.
 CURVE = {1200: (1.0, 400.0), 1000: (1.1, 310.0), 900: (1.2, 270.0), 600: (1.7, 250.0)}

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from envpipe_megatron.cli import main
-from envpipe_megatron.profile import read_profile
+from envpipe_megatron.core.profile import read_profile
 
 pytest.importorskip("torch")
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from cli_helpers import plan_for, run_badly, run_well, write_profile
 
-from envpipe_megatron import builders
-from envpipe_megatron.energy_file import append_line
-from envpipe_megatron.timeline import Timeline
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.formats.energy import append_line
 
 STAGES, MICROBATCHES = 2, 4
 #: (first, last) iteration of each phase.

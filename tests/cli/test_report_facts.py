@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from envpipe_megatron.cli.report_facts import report_facts
-from envpipe_megatron.energy_file import EnergyLogs, EnergyNote, EnergyWindow
+from envpipe_megatron.formats.energy import EnergyLogs, EnergyNote, EnergyWindow
+from envpipe_megatron.formats.timeline import TimelineLogs
 from envpipe_megatron.report.run_folder import RunFolder
-from envpipe_megatron.timeline_file import TimelineLogs
 
 #: Labels of a job that was started twice.
 FIRST, SECOND = "2026-05-04T10:11:12.345+00:00", "2026-05-04T11:00:00.000+00:00"

@@ -7,8 +7,8 @@ from core_cases import parse_stages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envpipe_megatron import builders
-from envpipe_megatron.schedule import Kind, ScheduleError
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.schedule import Kind, ScheduleError
 
 
 def test_1f1b_of_4_by_8_is_megatrons():

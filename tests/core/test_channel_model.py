@@ -9,8 +9,8 @@ from channel_search import explore_all, stopping_points
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envpipe_megatron import builders
-from envpipe_megatron.channel_model import (
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.channel_model import (
     Action,
     ChannelModelError,
     StuckStage,
@@ -21,7 +21,7 @@ from envpipe_megatron.channel_model import (
     hardware_capacity,
     max_falling_step,
 )
-from envpipe_megatron.schedule import Kind, Schedule, ScheduleError, Unit, parse_unit
+from envpipe_megatron.core.schedule import Kind, Schedule, ScheduleError, Unit, parse_unit
 
 CAPACITIES = (None, 0, 1, 2)
 

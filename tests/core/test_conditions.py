@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from core_cases import uniform_profile
 
-from envpipe_megatron.conditions import (
+from envpipe_megatron.core.conditions import (
     SIDECAR_FIELDS,
     Conditions,
     ConditionsError,
     known_conditions,
     make_conditions,
 )
-from envpipe_megatron.sidecar import Sidecar
+from envpipe_megatron.core.sidecar import Sidecar
 
 FULL = Sidecar(
     tensor_parallel=8,

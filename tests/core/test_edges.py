@@ -5,14 +5,14 @@ import json
 import numpy as np
 import pytest
 
-from envpipe_megatron import builders
-from envpipe_megatron.conditions import Conditions, ConditionsError, make_conditions
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import Conditions, ConditionsError, make_conditions
+from envpipe_megatron.core.plan import Plan, PlanError, max_frequencies, read_plan
+from envpipe_megatron.core.profile import ProfileError, ProfileRow, make_profile, read_profile
+from envpipe_megatron.core.schedule import Kind, Schedule, ScheduleError, Unit
+from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.plan import Plan, PlanError, max_frequencies, read_plan
 from envpipe_megatron.policies.planner import PlannerError, PlanRequest, make_plan
-from envpipe_megatron.profile import ProfileError, ProfileRow, make_profile, read_profile
-from envpipe_megatron.schedule import Kind, Schedule, ScheduleError, Unit
-from envpipe_megatron.timeline import Timeline
 
 
 def profile(num_stages=2, frequencies=(1400, 1000)):

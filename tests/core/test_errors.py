@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.schedule import Kind
 
 
 @pytest.mark.parametrize(

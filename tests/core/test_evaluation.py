@@ -9,13 +9,13 @@ from core_cases import B, F, needs, profile_of, random_schedule, uniform_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envpipe_megatron import builders
-from envpipe_megatron.conditions import Conditions
-from envpipe_megatron.evaluation import PlanError, evaluate
-from envpipe_megatron.longest_path import latency_by_node
-from envpipe_megatron.plan import Plan, max_frequencies
-from envpipe_megatron.profile import ProfileError, make_profile
-from envpipe_megatron.timeline import Timeline
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.evaluation import PlanError, evaluate
+from envpipe_megatron.core.longest_path import latency_by_node
+from envpipe_megatron.core.plan import Plan, max_frequencies
+from envpipe_megatron.core.profile import ProfileError, make_profile
+from envpipe_megatron.core.timeline import Timeline
 
 PROFILE = profile_of(
     {

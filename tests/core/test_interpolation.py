@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from core_cases import B, F, profile_of
 
-from envpipe_megatron import builders
-from envpipe_megatron.conditions import Conditions
-from envpipe_megatron.plan import Plan, PlanError, read_plan
-from envpipe_megatron.policies.optimal import Optimizer
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan, PlanError, read_plan
+from envpipe_megatron.core.profile import ProfileError, read_profile
+from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.reconfigure import Ladders
-from envpipe_megatron.profile import ProfileError, read_profile
 
 MEASURED = profile_of(
     {

@@ -11,9 +11,9 @@ from core_cases import B, F, profile_of, random_schedule, uniform_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envpipe_megatron import builders
-from envpipe_megatron.conditions import Conditions
-from envpipe_megatron.plan import (
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import (
     Cost,
     Plan,
     PlanError,
@@ -21,8 +21,8 @@ from envpipe_megatron.plan import (
     max_frequencies,
     read_plan,
 )
-from envpipe_megatron.profile import ProfileError, make_profile
-from envpipe_megatron.schedule import Schedule, unit
+from envpipe_megatron.core.profile import ProfileError, make_profile
+from envpipe_megatron.core.schedule import Schedule, unit
 
 #: Time in s and energy in J; a forward at 1200 MHz on stage 1 takes 1 s and 11 J.
 PROFILE = profile_of(

@@ -9,9 +9,9 @@ from core_cases import B, F, profile_of, uniform_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envpipe_megatron.core.profile import ProfileError, ProfileRow, make_profile, read_profile
+from envpipe_megatron.core.sidecar import Sidecar, sidecar_path
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.profile import ProfileError, ProfileRow, make_profile, read_profile
-from envpipe_megatron.sidecar import Sidecar, sidecar_path
 
 HEADER = "stage,instruction,frequency,time,energy"
 GOOD = "0,forward,1200,1.0,10\n0,backward,1200,2.0,20\n"

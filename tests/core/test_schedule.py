@@ -8,9 +8,8 @@ from core_cases import B, F, parse_stages, random_orders, random_schedule, run_n
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envpipe_megatron import builders
-from envpipe_megatron.errors import EnvPipeError, plain
-from envpipe_megatron.schedule import (
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.schedule import (
     Kind,
     Schedule,
     ScheduleError,
@@ -19,6 +18,7 @@ from envpipe_megatron.schedule import (
     parse_unit,
     unit,
 )
+from envpipe_megatron.errors import EnvPipeError, plain
 
 
 @st.composite

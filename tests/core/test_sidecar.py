@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from envpipe_megatron.sidecar import (
+from envpipe_megatron.core.sidecar import (
     SIDECAR_FORMAT,
     Sidecar,
     SidecarError,

@@ -9,9 +9,9 @@ from core_cases import naive_times, parse_stages, random_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envpipe_megatron import builders
-from envpipe_megatron.schedule import Schedule
-from envpipe_megatron.timeline import Timeline, TimelineError, critical_path, is_envelope
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import Timeline, TimelineError, critical_path, is_envelope
 
 SEEDS = st.integers(0, 2**32)
 

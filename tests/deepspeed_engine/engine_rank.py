@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 import deepspeed
 import plain_stages
 import torch
@@ -25,9 +25,10 @@ from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from preset_profile import preset_profile
 
-from envpipe_megatron.energy_file import Phase
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.control import ChosenControl
-from envpipe_megatron.gpu.emulated import EmulatedGpu
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations import job as job_module
 from envpipe_megatron.integrations.deepspeed import (
     EnvPipeEngine,
@@ -38,8 +39,7 @@ from envpipe_megatron.integrations.deepspeed import (
 from envpipe_megatron.integrations.deepspeed.partition import PipelineModule
 from envpipe_megatron.integrations.device import Device
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
-from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor
-from envpipe_megatron.schedule import Kind
+from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 
 MICROBATCHES, MICROBATCH, LENGTH = 6, 2, 5
 TIMES_S = {Kind.FORWARD: 0.02, Kind.BACKWARD: 0.04}

@@ -23,6 +23,7 @@ from deepspeed.runtime.activation_checkpointing.config import (
 )
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from envpipe_megatron.core.partition import PartitionError
 from envpipe_megatron.integrations.deepspeed import (
     BlockError,
     UnsupportedEngineError,
@@ -34,7 +35,6 @@ from envpipe_megatron.integrations.deepspeed.configuration import check_version,
 from envpipe_megatron.integrations.deepspeed.engine import check_engine, check_units
 from envpipe_megatron.integrations.deepspeed.layer_profile import profile_layers
 from envpipe_megatron.integrations.deepspeed.partition import parts_by_time
-from envpipe_megatron.partition import PartitionError
 
 CONFIG = {"train_batch_size": 4, "envpipe": {"type": "uniform", "gpu": "a40"}}
 PLAIN = {"train_batch_size": 4}

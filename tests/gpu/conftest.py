@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
-from envpipe_megatron.gpu.emulated_store import ROOT_VARIABLE
+from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -7,8 +7,13 @@ import pytest
 from fake_zeusd import FakeZeusd
 
 from envpipe_megatron.gpu import control
+from envpipe_megatron.gpu.backends.command import CommandGpu
+from envpipe_megatron.gpu.backends.dry_run import DryRunGpu
+from envpipe_megatron.gpu.backends.nvml import NvmlGpu
+from envpipe_megatron.gpu.backends.nvml_errors import NvmlNotSupportedError
+from envpipe_megatron.gpu.backends.read_through import ReadOnlyGpu
+from envpipe_megatron.gpu.backends.zeusd import ZeusdGpu
 from envpipe_megatron.gpu.base import GpuError, GpuPermissionError
-from envpipe_megatron.gpu.command import CommandGpu
 from envpipe_megatron.gpu.control import (
     CHOICES,
     ChosenControl,
@@ -18,13 +23,8 @@ from envpipe_megatron.gpu.control import (
     first_allowed,
     open_controlled,
 )
-from envpipe_megatron.gpu.dry_run import DryRunGpu
-from envpipe_megatron.gpu.emulated import EmulatedGpu
-from envpipe_megatron.gpu.nvml import NvmlGpu
-from envpipe_megatron.gpu.nvml_errors import NvmlNotSupportedError
-from envpipe_megatron.gpu.read_through import ReadOnlyGpu
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.site import SiteConfig, in_user_namespace
-from envpipe_megatron.gpu.zeusd import ZeusdGpu
 
 
 class Machine:

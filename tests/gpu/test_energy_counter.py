@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from envpipe_megatron.gpu.backends.nvml_errors import EnergyCounterError
 from envpipe_megatron.gpu.base import EnergyReading
 from envpipe_megatron.gpu.energy_counter import STALL_S, EnergyCounter
-from envpipe_megatron.gpu.nvml_errors import EnergyCounterError
 
 POWER_W = 200.0
 

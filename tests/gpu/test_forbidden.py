@@ -26,23 +26,23 @@ import envpipe_megatron.gpu
 from envpipe_megatron.cli import main
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu import control
+from envpipe_megatron.gpu.backends.command import CommandGpu
+from envpipe_megatron.gpu.backends.nvml import NvmlGpu
+from envpipe_megatron.gpu.backends.zeusd import ZeusdGpu
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, Gpu, GpuAddress
-from envpipe_megatron.gpu.command import CommandGpu
 from envpipe_megatron.gpu.control import CHOICES, check_controls, choose_control, open_controlled
-from envpipe_megatron.gpu.guard_client import hold_gpu
-from envpipe_megatron.gpu.guard_protocol import GuardError, receive, send
-from envpipe_megatron.gpu.guard_starting import connect_to_guard
-from envpipe_megatron.gpu.lease import Lease, list_leases, undo_lease
-from envpipe_megatron.gpu.nvml import NvmlGpu
+from envpipe_megatron.gpu.guard.client import hold_gpu
+from envpipe_megatron.gpu.guard.lease import Lease, list_leases, undo_lease
+from envpipe_megatron.gpu.guard.protocol import GuardError, receive, send
+from envpipe_megatron.gpu.guard.resetting import Resetter
+from envpipe_megatron.gpu.guard.starting import connect_to_guard
 from envpipe_megatron.gpu.opening import BACKENDS, open_gpu
-from envpipe_megatron.gpu.resetting import Resetter
 from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, read_site
-from envpipe_megatron.gpu.zeusd import ZeusdGpu
-from envpipe_megatron.runtime.clock_controller import ClockController
-from envpipe_megatron.runtime.clock_latency import KERNELS, Trace, measure_guarded
-from envpipe_megatron.runtime.completion import Done
-from envpipe_megatron.runtime.energy_meter import EnergyMeter
-from envpipe_megatron.runtime.rank_clock import RankClock
+from envpipe_megatron.runtime.clocks.controller import ClockController
+from envpipe_megatron.runtime.clocks.latency import KERNELS, Trace, measure_guarded
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock
+from envpipe_megatron.runtime.energy.meter import EnergyMeter
+from envpipe_megatron.runtime.execution.completion import Done
 
 ROOT = Path(envpipe_megatron.gpu.__file__).resolve().parents[2]
 
@@ -217,7 +217,7 @@ class Walk:
         arguments = ["--socket", socket, "--job", "walk", "--log", socket.with_suffix(".log")]
         allowed = ["--gpu", address.backend, address.uid]
         guard = subprocess.Popen(
-            [sys.executable, "-m", "envpipe_megatron.gpu.guard", *arguments, *allowed]
+            [sys.executable, "-m", "envpipe_megatron.gpu.guard.process", *arguments, *allowed]
         )
         try:
             connection = self.connect(socket, guard)

@@ -7,6 +7,7 @@ import pytest
 from plain_reader import UUID, PlainReader, assert_reads_through
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.backends.dry_run import DryRunGpu
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
     ClockControlForbiddenError,
@@ -16,8 +17,7 @@ from envpipe_megatron.gpu.base import (
     GpuAddress,
     UnsupportedFrequencyError,
 )
-from envpipe_megatron.gpu.dry_run import DryRunGpu
-from envpipe_megatron.gpu.emulated import EmulatedGpu
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 
 
 class HardwareGpu(Gpu):

@@ -3,8 +3,8 @@
 import pytest
 from fake_nvml.models import MODELS
 
+from envpipe_megatron.gpu.emulated.presets import ControlOverride, list_presets, load_preset
 from envpipe_megatron.gpu.overrides import override_for, sweep_range
-from envpipe_megatron.gpu.presets import ControlOverride, list_presets, load_preset
 
 
 @pytest.mark.parametrize(

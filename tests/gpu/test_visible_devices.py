@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from envpipe_megatron.gpu import visible_devices
-from envpipe_megatron.gpu.nvml_errors import GpuNotFoundError, MigModeError
+from envpipe_megatron.gpu.backends.nvml_errors import GpuNotFoundError, MigModeError
 from envpipe_megatron.gpu.visible_devices import (
     DeviceOrderError,
     VisibleGpus,

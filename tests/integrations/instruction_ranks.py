@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.emulated_store import ROOT_VARIABLE
+from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, PRESET_VARIABLE
 from envpipe_megatron.integrations.instructions import InstrumentedPipeline
 from envpipe_megatron.integrations.job import Job
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.runtime.profiler import ProfilerSettings
-from envpipe_megatron.runtime.session import Session, SessionConfig
-from envpipe_megatron.schedule import Kind
+from envpipe_megatron.runtime.job.session import Session, SessionConfig
+from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
 #: Of each stage: the last one has most to do.
 FORWARD_S = (0.03, 0.03, 0.03, 0.05)

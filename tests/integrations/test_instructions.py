@@ -14,12 +14,12 @@ from memory_folder import memory_folder
 from preset_profile import preset_profile
 from rank_pool import RankPool
 
-from envpipe_megatron import builders
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.integrations.recorded_order import OrderError, recognized
-from envpipe_megatron.plan import Plan
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
-from envpipe_megatron.profile import Profile
-from envpipe_megatron.schedule import Kind, Schedule
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.models.gpt import GPTModel
 
-from envpipe_megatron.energy_file import Phase
+from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.hooking import HookError
 from envpipe_megatron.integrations.job import Job, JobError
 from envpipe_megatron.integrations.megatron_lm import hooks

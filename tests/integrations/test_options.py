@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from envpipe_megatron.core.profile import ProfileRow, make_profile
+from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.flags import add_arguments
 from envpipe_megatron.integrations.megatron_lm.refusals import REFUSED, check_supported
@@ -18,8 +20,6 @@ from envpipe_megatron.integrations.options import (
     make_output_folder,
     read_options,
 )
-from envpipe_megatron.profile import ProfileRow, make_profile
-from envpipe_megatron.schedule import Kind
 
 PLANNED = ("--envpipe-profile", __file__, "--envpipe-plan", __file__)
 

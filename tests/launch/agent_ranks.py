@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from envpipe_megatron.gpu.emulated import EmulatedGpu
-from envpipe_megatron.gpu.guard_protocol import receive, send
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.guard.protocol import receive, send
 from envpipe_megatron.launch.agent import NodeAgent
 
 LONG_S = 20.0

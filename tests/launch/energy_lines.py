@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from envpipe_megatron.energy_file import EnergyNote, EnergyWindow, parse_line
+from envpipe_megatron.formats.energy import EnergyNote, EnergyWindow, parse_line
 from envpipe_megatron.launch.bill import Bill, bill_of
 
 Line = dict[str, Any]

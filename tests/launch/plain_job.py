@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 from preset_profile import preset_profile
 
-from envpipe_megatron import builders
-from envpipe_megatron.conditions import make_conditions
-from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.plan import Plan
-from envpipe_megatron.schedule import Kind
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import make_conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.gpu.emulated.presets import load_preset
 
 PRESET = "a100-sxm"
 MICROBATCHES = 4

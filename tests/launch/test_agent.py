@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from agent_ranks import LONG_S, Rank, connect
 
-from envpipe_megatron.energy_file import read_energy_logs
+from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.gpu.base import GpuAddress
-from envpipe_megatron.gpu.guard_protocol import receive, send
+from envpipe_megatron.gpu.guard.protocol import receive, send
 from envpipe_megatron.launch import agent as agent_module
 from envpipe_megatron.launch import node_log
 from envpipe_megatron.launch.agent import NodeAgent

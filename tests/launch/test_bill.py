@@ -33,7 +33,7 @@ from envpipe_megatron.launch.bill_tables import (
     show_bill,
     write_csv,
 )
-from envpipe_megatron.runtime.interval_energy import StepEnergy, compare, error_of_mean
+from envpipe_megatron.runtime.energy.intervals import StepEnergy, compare, error_of_mean
 
 # Sums ----------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pytest
 from energy_lines import Line, note, window
 
-from envpipe_megatron.energy_file import read_energy_logs
+from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.launch import collector as collector_module
 from envpipe_megatron.launch import uplink as uplink_module
 from envpipe_megatron.launch.bill import Bill, bill_of

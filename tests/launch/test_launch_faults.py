@@ -232,7 +232,7 @@ def test_a_killed_guard_is_followed_by_another(chance):
     with two_nodes(60, "--max-restarts", "1", elastic=True) as job:
         reach_a_random_point(job, chance)
         victim = chance.choice(job.nodes)
-        (guard,) = victim.processes("envpipe_megatron.gpu.guard")
+        (guard,) = victim.processes("envpipe_megatron.gpu.guard.process")
         kill(guard)
         freed = job.hear(lambda event: event.get("locked_mhz", 0) is None)
         rank, pid = freed["rank"], freed["pid"]

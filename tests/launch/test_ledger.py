@@ -13,7 +13,7 @@ from fake_gpu import FakeGpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envpipe_megatron.energy_file import parse_line
+from envpipe_megatron.formats.energy import parse_line
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.launch import ledger as ledger_module
 from envpipe_megatron.launch.ledger import GpuLedger

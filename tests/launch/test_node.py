@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from agent_ranks import Nodes
 
-from envpipe_megatron.gpu.guard_protocol import GuardError, GuardSettings, send, socket_path
+from envpipe_megatron.gpu.guard.protocol import GuardError, GuardSettings, send, socket_path
 from envpipe_megatron.launch import bill_report, node, prometheus
 from envpipe_megatron.launch.node import NodeSettings, run_node
 from envpipe_megatron.launch.prometheus import MetricsError

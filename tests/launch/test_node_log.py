@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from energy_lines import window
 
-from envpipe_megatron.energy_file import read_energy_logs
+from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.launch.bill import bill_of
 from envpipe_megatron.launch.node_log import NodeLog, NodeLogError
 

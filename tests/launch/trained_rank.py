@@ -15,14 +15,14 @@ import socket
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 import plain_stages
 import torch.distributed as dist
 from plain_job import MICROBATCHES, PRESET, TIMES_S, WARMUP_ITERATIONS
 
-from envpipe_megatron.gpu.emulated_store import default_root
+from envpipe_megatron.gpu.emulated.store import default_root
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.runtime.session import SessionConfig
+from envpipe_megatron.runtime.job.session import SessionConfig
 
 #: Of every wait for another rank.
 TIMEOUT_S = 20.0

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from lm_runs import GPT, LLAMA, MOCK_DATA, OPTIMIZER, Run, run_pretrain
 
-from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.profile import ProfileRow, make_profile
-from envpipe_megatron.schedule import Kind
+from envpipe_megatron.core.profile import ProfileRow, make_profile
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.gpu.emulated.presets import load_preset
 
 FULL = os.environ.get("ENVPIPE_LM_FULL") == "1"
 full = pytest.mark.skipif(not FULL, reason="takes minutes: ENVPIPE_LM_FULL=1 runs it")

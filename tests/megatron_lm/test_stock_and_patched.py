@@ -27,9 +27,9 @@ from lm_cases import (
 )
 from lm_runs import Run
 
-from envpipe_megatron import builders
-from envpipe_megatron.plan import read_plan
-from envpipe_megatron.profile import read_profile
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.plan import read_plan
+from envpipe_megatron.core.profile import read_profile
 
 pytestmark = pytest.mark.xdist_group("megatron_lm")
 

@@ -11,7 +11,7 @@ from typing import Any
 import plain_stages
 
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.runtime.session import SessionConfig
+from envpipe_megatron.runtime.job.session import SessionConfig
 
 MICROBATCHES = 4
 

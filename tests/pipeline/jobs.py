@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from envpipe_megatron.plan import Plan
-from envpipe_megatron.profile import Profile
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile
 
 #: Iterations in the steady phase, where a job ends when it got there.
 STEADY_STEPS = 2

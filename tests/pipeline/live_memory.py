@@ -12,8 +12,8 @@ from jobs import Job, Ours
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from envpipe_megatron.runtime.device_memory import Reading
-from envpipe_megatron.runtime.memory import StageMemory
+from envpipe_megatron.runtime.memory.device import Reading
+from envpipe_megatron.runtime.memory.peak import StageMemory
 
 #: Sequence x microbatch x hidden size, as in `training`, of four bytes each.
 MESSAGE_BYTES = 16 * 2 * 32 * 4
@@ -74,7 +74,7 @@ def train_and_watch(rank: int, job: Job, ours: Ours, root: Path) -> tuple[StageM
 
     live = LiveStorages()
     with (
-        patch("envpipe_megatron.runtime.session.device_memory", lambda: live),
+        patch("envpipe_megatron.runtime.job.session.device_memory", lambda: live),
         patch.object(training, "_session", session),
         live,
     ):

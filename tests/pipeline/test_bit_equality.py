@@ -15,12 +15,12 @@ from memory_folder import memory_folder
 from on_request import on_request
 from rank_pool import RankPool
 
-from envpipe_megatron import builders
-from envpipe_megatron.conditions import Conditions
-from envpipe_megatron.plan import Plan
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile
+from envpipe_megatron.core.schedule import Kind, Schedule, unit
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
-from envpipe_megatron.profile import Profile, ProfileRow, make_profile
-from envpipe_megatron.schedule import Kind, Schedule, unit
 
 # One worker runs them all: they share the ranks.
 pytestmark = pytest.mark.xdist_group("pipeline")

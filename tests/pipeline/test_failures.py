@@ -11,12 +11,12 @@ import pytest
 from rank_pool import RankPool
 from test_bit_equality import synthetic_profile
 
-from envpipe_megatron import builders
-from envpipe_megatron.conditions import Conditions
-from envpipe_megatron.gpu.emulated import EmulatedGpu
-from envpipe_megatron.plan import Plan
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.runtime.session import SessionConfig
+from envpipe_megatron.runtime.job.session import SessionConfig
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 

@@ -33,17 +33,17 @@ from megatron.core.utils import get_model_config
 from plain_stages import FastTime
 from torch.overrides import TorchFunctionMode
 
-from envpipe_megatron.energy_file import Phase
-from envpipe_megatron.gpu.emulated import EmulatedGpu
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.megatron_core import ForwardBackward
 from envpipe_megatron.integrations.megatron_cpu import use_cpu
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.runtime.collectives import Collectives, make_collectives
-from envpipe_megatron.runtime.emulated_executor import EmulatedExecutor
-from envpipe_megatron.runtime.links import make_channel
-from envpipe_megatron.runtime.profiler import ProfilerSettings
-from envpipe_megatron.runtime.session import Session, SessionConfig
-from envpipe_megatron.schedule import Kind
+from envpipe_megatron.runtime.channel.collectives import Collectives, make_collectives
+from envpipe_megatron.runtime.channel.links import make_channel
+from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
+from envpipe_megatron.runtime.job.session import Session, SessionConfig
+from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
 SEQUENCE, MICROBATCH, HIDDEN, VOCAB = 16, 2, 32, 64
 

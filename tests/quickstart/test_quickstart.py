@@ -9,8 +9,8 @@ from memory_folder import memory_folder
 from quickstart_helpers import locks_mhz, processes_of, short_settings
 from rich.console import Console
 
-from envpipe_megatron.plan import read_plan
-from envpipe_megatron.profile import read_profile
+from envpipe_megatron.core.plan import read_plan
+from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.quickstart.run import run_quickstart
 
 pytestmark = pytest.mark.xdist_group("quickstart")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from envpipe_megatron import builders
-from envpipe_megatron.energy_file import EnergyWindow
-from envpipe_megatron.timeline import Timeline
-from envpipe_megatron.timeline_file import GpuLabels, RankIteration
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.formats.energy import EnergyWindow
+from envpipe_megatron.formats.timeline import GpuLabels, RankIteration
 
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 

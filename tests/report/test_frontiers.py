@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from envpipe_megatron.core.profile import ProfileRow, make_profile
+from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.policies.planner import PlanRequest, make_frontier, make_memory_frontier
-from envpipe_megatron.profile import ProfileRow, make_profile
 from envpipe_megatron.report import frontiers
-from envpipe_megatron.schedule import Kind
 
 PROFILE = make_profile(
     [

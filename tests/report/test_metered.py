@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import run_made
 
-from envpipe_megatron.energy_file import EnergyWindow
+from envpipe_megatron.formats.energy import EnergyWindow
 from envpipe_megatron.report.alignment import node_offsets_s
 from envpipe_megatron.report.facts import StageFacts
 from envpipe_megatron.report.measured import last_iteration

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from trace_rules import check_format
 
-from envpipe_megatron.energy_file import PHASES
-from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.formats.energy import PHASES
+from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.report.run_folder import read_run_folder
 from envpipe_megatron.report.trace import write_trace
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from envpipe_megatron import builders
-from envpipe_megatron.conditions import Conditions
-from envpipe_megatron.plan import Plan
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import ProfileRow, make_profile
+from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.policies.frequencies import POLICIES
-from envpipe_megatron.profile import ProfileRow, make_profile
 from envpipe_megatron.report import gantt, plots
-from envpipe_megatron.schedule import Kind
 
 FREQUENCIES = (900, 1200, 1500)
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from envpipe_megatron.energy_file import append_line
+from envpipe_megatron.formats.energy import append_line
 from envpipe_megatron.report.run_folder import read_run_folder
 
 OLD, NEW = "2026-05-04T10:11:12.345+00:00", "2026-05-04T11:00:00.000+00:00"

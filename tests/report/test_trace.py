@@ -9,8 +9,8 @@ import pytest
 import run_made
 from trace_rules import check_format
 
+from envpipe_megatron.formats.timeline import ClockSamples, TimelineLogs
 from envpipe_megatron.report.trace import write_trace
-from envpipe_megatron.timeline_file import ClockSamples, TimelineLogs
 
 NODES = {2: ("n2", 5000.0)}  # whose clock began long before
 

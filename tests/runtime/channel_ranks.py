@@ -9,9 +9,9 @@ import plain_stages
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron.runtime.channel import P2PChannel
-from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
-from envpipe_megatron.schedule import Kind, unit
+from envpipe_megatron.core.schedule import Kind, unit
+from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.p2p import P2PChannel
 
 
 def message(number: int) -> torch.Tensor:

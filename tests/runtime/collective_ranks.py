@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 import numpy as np
 
-from envpipe_megatron.runtime import collectives
-from envpipe_megatron.runtime.collectives import MEDIAN, SUM, make_collectives
-from envpipe_megatron.runtime.host_group import FRAME_BYTES, HostGroup
+from envpipe_megatron.runtime.channel import collectives
+from envpipe_megatron.runtime.channel.collectives import MEDIAN, SUM, make_collectives
+from envpipe_megatron.runtime.channel.host_group import FRAME_BYTES, HostGroup
 
 
 def exchange(rank: int, pipelines: Sequence[Sequence[int]], fan_in: int) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import plain_stages
 
+from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.runtime.profiler import ProfilerSettings
-from envpipe_megatron.runtime.session import SessionConfig
-from envpipe_megatron.schedule import Kind
+from envpipe_megatron.runtime.job.session import SessionConfig
+from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
 
 def run_plan(

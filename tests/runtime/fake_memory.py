@@ -6,8 +6,8 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from envpipe_megatron.runtime.device_memory import Reading
-from envpipe_megatron.schedule import Kind, Unit
+from envpipe_megatron.core.schedule import Kind, Unit
+from envpipe_megatron.runtime.memory.device import Reading
 
 
 class FakeMemory:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import memory_ranks
 
-from envpipe_megatron.runtime import planning
+from envpipe_megatron.runtime.job import planning
 
 FINGERPRINT = {"hidden_size": 64}
 MICROBATCHES = 6

@@ -9,13 +9,13 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 import plain_stages
 import torch.distributed as dist
 
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.runtime import node_files
-from envpipe_megatron.runtime.session import SessionConfig
+from envpipe_megatron.runtime.job import node_files
+from envpipe_megatron.runtime.job.session import SessionConfig
 
 node = Path(sys.argv[1])
 # Both are on this machine, whose name they would write.

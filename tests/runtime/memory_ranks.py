@@ -12,12 +12,12 @@ import torch
 from fake_memory import FakeMemory, FakeStage, Sizes
 from plain_stages import PlainWork
 
+from envpipe_megatron.core.schedule import Kind, Schedule, Unit
 from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.runtime.memory import StageMemory
-from envpipe_megatron.runtime.profiler import ProfilerSettings
-from envpipe_megatron.runtime.session import SessionConfig
-from envpipe_megatron.schedule import Kind, Schedule, Unit
+from envpipe_megatron.runtime.job.session import SessionConfig
+from envpipe_megatron.runtime.memory.peak import StageMemory
+from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
 QUICK = ProfilerSettings(1, 1, 1, min_window_s=0.0)
 #: Long backwards, so that EnvPipe's rule wants many extra forwards.

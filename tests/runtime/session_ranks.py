@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 import plain_stages
 import torch
 
+from envpipe_megatron.core.schedule import Kind, Unit
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.runtime.channel import P2PChannel
-from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.p2p_latency import measure_p2p_latency_s
-from envpipe_megatron.runtime.profiler import ProfilerSettings
-from envpipe_megatron.runtime.session import SessionConfig
-from envpipe_megatron.schedule import Kind, Unit
+from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.p2p import P2PChannel
+from envpipe_megatron.runtime.job.session import SessionConfig
+from envpipe_megatron.runtime.profiling.p2p_latency import measure_p2p_latency_s
+from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
 MICROBATCHES = 3
 QUICK = ProfilerSettings(1, 1, 1, min_window_s=0.0)

@@ -14,14 +14,14 @@ from typing import Any
 import plain_stages
 import torch.distributed as dist
 
+from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.emulated import EmulatedGpu
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.runtime import emulated_executor
-from envpipe_megatron.runtime.interval_energy import compare
-from envpipe_megatron.runtime.profiler import ProfilerSettings
-from envpipe_megatron.runtime.session import Session, SessionConfig
-from envpipe_megatron.schedule import Kind
+from envpipe_megatron.runtime.energy.intervals import compare
+from envpipe_megatron.runtime.execution import emulated_executor
+from envpipe_megatron.runtime.job.session import Session, SessionConfig
+from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
 MICROBATCHES = 3
 REFRESH_S = 0.1

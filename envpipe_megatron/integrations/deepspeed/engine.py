@@ -18,15 +18,15 @@ from deepspeed.runtime.pipe import schedule as pipe
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.utils import PartitionedTensor
 
-from envpipe_megatron.channel_model import QUEUES_VARIABLE, hardware_capacity
+from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
+from envpipe_megatron.core.schedule import Kind, Unit
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.job import Job
 from envpipe_megatron.integrations.refusals import FREES_WHILE_TRAINING, frees_while_training
 from envpipe_megatron.integrations.reporting import IntervalReport
-from envpipe_megatron.runtime.executor import StageRecord
-from envpipe_megatron.runtime.messages import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.session import Session
-from envpipe_megatron.schedule import Kind, Unit
+from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.execution.executor import StageRecord
+from envpipe_megatron.runtime.job.session import Session
 
 
 class UnsupportedEngineError(EnvPipeError):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from deepspeed.constants import default_pg_timeout
 from deepspeed.pipe import PipelineModule
 
+from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.integrations.deepspeed.configuration import (
     check_version,
     parsed_config,
@@ -27,7 +28,6 @@ from envpipe_megatron.integrations.deepspeed.engine import (
 from envpipe_megatron.integrations.job import Job, JobFacts, Placement, close_at_exit
 from envpipe_megatron.integrations.options import Options, prepare_files
 from envpipe_megatron.integrations.settings import read_settings
-from envpipe_megatron.sidecar import Sidecar
 
 
 def initialize(

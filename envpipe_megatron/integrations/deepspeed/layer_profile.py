@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
+from envpipe_megatron.core.partition import LAYER_COLUMNS
+from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.gpu.base import Gpu
-from envpipe_megatron.partition import LAYER_COLUMNS
-from envpipe_megatron.runtime.energy_meter import EnergyMeter
-from envpipe_megatron.schedule import Kind
+from envpipe_megatron.runtime.energy.meter import EnergyMeter
 
 #: A counter that refreshes ten times a second is right to a few percent over this.
 WINDOW_S = 1.5

@@ -9,8 +9,8 @@ from pathlib import Path
 import deepspeed.pipe
 import torch.distributed as dist
 
-from envpipe_megatron.partition import PartitionError, read_layers
-from envpipe_megatron.policies.partition_search import SplitSpace, least_bottleneck
+from envpipe_megatron.core.partition import PartitionError, read_layers
+from envpipe_megatron.policies.partitions.search import SplitSpace, least_bottleneck
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from datetime import timedelta
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.integrations.job import Job, JobFacts, Placement
 from envpipe_megatron.integrations.options import Options
-from envpipe_megatron.sidecar import Sidecar
 
 #: What a stored profile and plan were made for; another value of one of these makes them useless.
 _SAME_JOB = (

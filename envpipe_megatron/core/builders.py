@@ -1,0 +1,235 @@
+"""Builders of schedules: GPipe, 1F1B, Megatron's interleaved order, and EnvPipe's.
+
+Fewer microbatches than stages is a valid job for all but the interleaved order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from envpipe_megatron.core.schedule import Kind, Schedule, ScheduleError, Unit, check_size, unit
+
+
+def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+    """All forwards, then all backwards (Huang et al., NeurIPS'19, section 2.3).
+
+    Backwards ascend by microbatch, so that gradients add up in the order of 1F1B and the result is
+    equal to the last bit.
+    """
+    _check_job(num_stages, num_microbatches)
+    return _from_warmups("gpipe", [num_microbatches] * num_stages, num_microbatches)
+
+
+def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
+    """Megatron's non-interleaved 1F1B (Narayanan et al., SC'21, section 2.2)."""
+    _check_job(num_stages, num_microbatches)
+    return _from_warmups("1f1b", one_f_one_b_warmups(num_stages), num_microbatches)
+
+
+def envpipe(num_stages: int, num_microbatches: int, extra_forwards: Sequence[int]) -> Schedule:
+    """1F1B with extra warm-up forwards on each stage (Choi et al., ATC'23, section 4.2).
+
+    Args:
+        num_stages: p.
+        num_microbatches: M.
+        extra_forwards: for each stage, the warm-up forwards beyond 1F1B's; the last stage's is 0 in
+            EnvPipe, since its units are all on the envelope.
+
+    Raises:
+        ScheduleError: not one count a stage, a negative one, or more forwards than microbatches.
+    """
+    _check_job(num_stages, num_microbatches)
+    if len(extra_forwards) != num_stages or min(extra_forwards) < 0:
+        raise ScheduleError(
+            "Extra forwards must be one count of zero or more for each stage",
+            value=list(extra_forwards),
+            remedy=f"Give {num_stages} numbers.",
+        )
+    warmups = []
+    for stage, extra in enumerate(extra_forwards):
+        most = max(0, num_microbatches - (num_stages - stage))
+        if extra > most:
+            raise ScheduleError(
+                f"Stage {stage} has more extra forwards than {num_microbatches} microbatches allow",
+                value=extra,
+                remedy=f"At most {most} there.",
+            )
+        warmups.append(num_stages - stage - 1 + extra)
+    return _from_warmups("envpipe", warmups, num_microbatches)
+
+
+def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """Megatron's virtual pipeline order (Narayanan et al., SC'21, section 2.2).
+
+    Microbatches go through the chunks in groups of `num_stages`, as Megatron does by default.
+
+    Raises:
+        ScheduleError: a job that Megatron refuses too: one chunk, fewer microbatches than stages,
+            or a last group smaller than the pipeline.
+    """
+    _check_job(num_stages, num_microbatches, num_chunks)
+    if num_chunks < 2:
+        raise ScheduleError(
+            "The interleaved schedule needs at least two chunks a stage",
+            value=num_chunks,
+            remedy="Use 1f1b for one chunk.",
+        )
+    if num_microbatches % num_stages:
+        raise ScheduleError(
+            f"The interleaved schedule over {num_stages} stages needs a multiple of "
+            f"{num_stages} microbatches",
+            value=num_microbatches,
+            remedy="Change the number of microbatches (global batch size) or use 1f1b.",
+        )
+    virtual = [
+        (microbatch, chunk)
+        for first in range(0, num_microbatches, num_stages)
+        for chunk in range(num_chunks)
+        for microbatch in range(first, first + num_stages)
+    ]
+    forwards = [unit(Kind.FORWARD, m, c) for m, c in virtual]
+    backwards = [unit(Kind.BACKWARD, m, num_chunks - 1 - c) for m, c in virtual]
+    stages = []
+    for stage in range(num_stages):
+        warmup = (num_stages - stage - 1) * 2 + (num_chunks - 1) * num_stages
+        stages.append(_one_f_one_b_order(forwards, backwards, warmup))
+    return Schedule("interleaved", num_microbatches, num_chunks, tuple(stages))
+
+
+def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """Forwards alone, as in evaluation; with chunks in Megatron's groups."""
+    _check_job(num_stages, num_microbatches, num_chunks)
+    order = tuple(
+        unit(Kind.FORWARD, microbatch, chunk)
+        for first in range(0, num_microbatches, num_stages)
+        for chunk in range(num_chunks)
+        for microbatch in range(first, min(first + num_stages, num_microbatches))
+    )
+    return Schedule("forward-only", num_microbatches, num_chunks, (order,) * num_stages)
+
+
+def one_f_one_b_warmups(num_stages: int) -> list[int]:
+    """1F1B's warm-up forwards of each stage, before a limit by the number of microbatches."""
+    return [num_stages - stage - 1 for stage in range(num_stages)]
+
+
+def envpipe_extra_forwards(
+    backward_time_s: Sequence[float],
+    forward_time_s: Sequence[float],
+    num_microbatches: int,
+    *,
+    max_extra_forwards: int | None = None,
+    max_in_flight: Sequence[int] | None = None,
+    max_warmup_step: int | None = None,
+) -> list[int]:
+    """EnvPipe's number of extra forwards for each stage.
+
+    Enough forwards at the optimal frequency to fill the wait for the first gradient, which is one
+    backward at the maximum clock for each stage behind (Choi et al., ATC'23, section 4.2, and the
+    authors' code for the caps).
+
+    Args:
+        backward_time_s: for each stage, one backward at the maximum clock, s.
+        forward_time_s: for each stage, one forward at the optimal frequency, s.
+        num_microbatches: M.
+        max_extra_forwards: no stage gets more.
+        max_in_flight: for each stage, the most microbatches in flight.
+        max_warmup_step: how far neighbouring stages' extra forwards may differ.
+
+    Raises:
+        ScheduleError: a limit in flight that 1F1B itself does not keep.
+    """
+    num_stages = len(backward_time_s)
+    caps = extra_forward_caps(
+        num_stages,
+        num_microbatches,
+        max_extra_forwards=max_extra_forwards,
+        max_in_flight=max_in_flight,
+    )
+    extra: list[int] = []
+    ahead = num_microbatches
+    for stage, cap in enumerate(caps):
+        behind = num_stages - stage - 1
+        wanted = math.floor(backward_time_s[stage] * behind / forward_time_s[stage] + 1e-9)
+        extra.append(min(wanted, cap, ahead))
+        # This stage must keep ahead of the next, unless memory or the batch alone holds it back;
+        # and even then that one cannot warm up with more forwards than this one has sent.
+        ahead = extra[-1] + (extra[-1] == cap)
+    if max_warmup_step is not None:
+        extra = limit_step(extra, max_warmup_step)
+    return extra
+
+
+def extra_forward_caps(
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    max_extra_forwards: int | None = None,
+    max_in_flight: Sequence[int] | None = None,
+) -> list[int]:
+    """The most extra forwards that the batch, memory and the user leave to each stage.
+
+    Args:
+        num_stages: p.
+        num_microbatches: M.
+        max_extra_forwards: no stage gets more.
+        max_in_flight: for each stage, the most microbatches in flight.
+
+    Raises:
+        ScheduleError: a limit in flight that 1F1B itself does not keep.
+    """
+    caps = []
+    for stage in range(num_stages):
+        needed = min(num_stages - stage, num_microbatches)
+        cap = num_microbatches - needed
+        if max_extra_forwards is not None:
+            cap = min(cap, max_extra_forwards)
+        if max_in_flight is not None:
+            if max_in_flight[stage] < needed:
+                raise ScheduleError(
+                    f"Stage {stage} may hold too few microbatches in flight",
+                    value=max_in_flight[stage],
+                    remedy=f"1F1B itself holds {needed} there; allow at least that.",
+                )
+            cap = min(cap, max_in_flight[stage] - needed)
+        caps.append(cap)
+    return caps
+
+
+def limit_step(extra_forwards: Sequence[int], max_step: int) -> list[int]:
+    """The largest counts, none above the given, whose neighbours differ by at most `max_step`."""
+    limited = list(extra_forwards)
+    pairs = [(s, s + 1) for s in range(len(limited) - 1)]
+    # Downwards first: the last stage has none, so the limit spreads from there to the front.
+    for stage, neighbour in chain(reversed(pairs), ((b, a) for a, b in pairs)):
+        limited[stage] = min(limited[stage], limited[neighbour] + max_step)
+    return limited
+
+
+def _check_job(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:
+    for what, count in (("stage", num_stages), ("microbatch", num_microbatches)):
+        if count < 1:
+            raise ScheduleError(
+                f"A job needs at least one {what}",
+                value=count,
+                remedy="Give a positive number.",
+            )
+    check_size(num_stages, num_microbatches, num_chunks)  # before its units are made
+
+
+def _from_warmups(name: str, warmups: Iterable[int], num_microbatches: int) -> Schedule:
+    forwards = [unit(Kind.FORWARD, m) for m in range(num_microbatches)]
+    backwards = [unit(Kind.BACKWARD, m) for m in range(num_microbatches)]
+    stages = tuple(_one_f_one_b_order(forwards, backwards, warmup) for warmup in warmups)
+    return Schedule(name, num_microbatches, 1, stages)
+
+
+def _one_f_one_b_order(
+    forwards: Sequence[Unit], backwards: Sequence[Unit], warmup: int
+) -> tuple[Unit, ...]:
+    """`warmup` forwards, then one forward and one backward in turn, then the backwards left."""
+    warmup = min(warmup, len(forwards))
+    steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
+    return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])

@@ -1,0 +1,287 @@
+"""Does an order finish on the channels between stages? Decided before training, without a GPU.
+
+**Stage.** A stage is one sequential process. For each unit of its order it (1) takes the unit's
+input from a channel, if another stage makes it, (2) computes, (3) sends the output, if another
+stage needs it. A hop from a stage to itself (one stage with chunks) uses no channel.
+
+**Channel.** Messages of one kind from one stage to one other are a channel and arrive in the order
+they were sent. Kind and source name it: activations leave a stage for the next one only and
+gradients for the one before only, also where the hop wraps around between the last stage and the
+first. Two stages with chunks are each other's neighbour on both sides, which makes four channels
+(each kind each way), so whether a hop wraps need not be part of the name.
+
+**Taken, posted, matched.** A message is *taken* when the receiving stage stands at the unit that
+needs it and the message is there. A receive is *posted* when the communication library knows of
+it, and a send is *matched* when a posted receive exists for it. Transfers are rendezvous: an
+unmatched message has not left its sender.
+
+**Capacity.** A stage stops behind a send for as long as more than `capacity` messages of that
+channel are not taken:
+
+* `None`: asynchronous sends, a stage never stops behind one (several hardware queues);
+* `0`: a send returns when the peer stands at the receive (blocking send and receive);
+* `k`: up to `k` messages may be on their way.
+
+A channel that keeps one receive posted ahead (the first when the step starts, the next whenever a
+message is taken) has always one receive more posted than messages taken. A stage that stops behind
+a send while more than `u` messages are unmatched therefore has capacity `u + 1`: the posted-ahead
+receive adds one. A single hardware queue stops at the first unmatched send (`u = 0`): capacity 1.
+
+**One simulation is enough.** Stages are deterministic and wait on channels only. What a stage waits
+for (a message, or that one was taken) can only be brought about by others and never undone by them,
+so a step that is possible stays possible until it is made, and two possible steps lead to the same
+state in either order. Hence all interleavings end in one and the same state (Kahn, 'The semantics
+of a simple language for parallel programming', IFIP 1974; a bounded channel is an unbounded one
+with credits flowing back). `stopping_points` searches all interleavings and so checks this claim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from envpipe_megatron.core.builders import envpipe, one_f_one_b
+from envpipe_megatron.core.schedule import Schedule, Unit
+from envpipe_megatron.errors import EnvPipeError
+
+#: Says how many hardware queues a process has on a GPU.
+QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+_USUAL_QUEUES = 8
+_REMEDY = (
+    f"Set {QUEUES_VARIABLE}={_USUAL_QUEUES}, with which sends are asynchronous (capacity None), or "
+    "allow a larger capacity."
+)
+
+
+class ChannelModelError(EnvPipeError):
+    """An order that the channels between stages cannot carry."""
+
+
+def hardware_capacity(environment: Mapping[str, str]) -> int | None:
+    """The capacity of a channel over NCCL, by a process' environment variables.
+
+    With one hardware queue an unmatched transfer stops all that is enqueued behind it; with fewer
+    than CUDA's own number, a link and the units may share one.
+    """
+    queues = environment.get(QUEUES_VARIABLE, "")
+    return 1 if queues.isdigit() and int(queues) < _USUAL_QUEUES else None
+
+
+class Action(StrEnum):
+    """The call in which a stage waits."""
+
+    SEND = "send"
+    RECEIVE = "receive"
+
+
+@dataclass(frozen=True)
+class StuckStage:
+    """A stage that waits for ever to send its `unit`'s output to `peer` or to receive its input."""
+
+    stage: int
+    unit: Unit
+    action: Action
+    peer: int
+
+
+@dataclass(frozen=True)
+class Stall:
+    """The state in which an order stops for ever; `stuck` are the unfinished stages in order."""
+
+    schedule: Schedule
+    capacity: int | None
+    stuck: tuple[StuckStage, ...]
+
+    def __str__(self) -> str:
+        chunks = self.schedule.num_chunks
+        words = {Action.SEND: "sends the output of {} to", Action.RECEIVE: "awaits {}'s input from"}
+        return "; ".join(
+            f"stage {at.stage} {words[at.action].format(at.unit.label(chunks))} stage {at.peer}"
+            for at in self.stuck
+        )
+
+
+@dataclass(frozen=True)
+class ChannelFit:
+    """Extra forwards, one count a stage, with which EnvPipe's order finishes on a channel.
+
+    `lowered` says whether a stage has fewer than was asked for, and `reason` tells the user which,
+    from what to what, and why.
+    """
+
+    extra_forwards: tuple[int, ...]
+    lowered: bool
+    reason: str
+
+
+def check_message_order(schedule: Schedule) -> None:
+    """Check that every channel's messages are taken in the order in which they are sent.
+
+    A channel knows no names of messages: in another order units would get the wrong tensors.
+
+    Raises:
+        ChannelModelError: naming two messages that would be exchanged.
+    """
+    if schedule.num_stages == 1:
+        return
+    width = schedule.units_per_stage
+    successor = schedule.cross_successor.reshape(schedule.num_stages, width)
+    for stage in range(schedule.num_stages):
+        for backward in (False, True):
+            sends = (schedule.is_backward[stage] == backward) & (successor[stage] >= 0)
+            sender = np.flatnonzero(sends) + stage * width
+            receiver = schedule.cross_successor[sender]
+            early = np.flatnonzero(np.diff(receiver) < 0)
+            if early.size:
+                one, two = early[0], early[0] + 1
+                raise ChannelModelError(
+                    f"Schedule '{schedule.name}' runs {schedule.describe(sender[one])} before "
+                    f"{schedule.describe(sender[two])}, but their outputs are needed the other "
+                    f"way round: {schedule.describe(receiver[two])} comes before "
+                    f"{schedule.describe(receiver[one])}",
+                    remedy="Messages arrive in the order they are sent: list the units of "
+                    "neighbouring stages in the same order.",
+                )
+
+
+def completes(schedule: Schedule, capacity: int | None) -> bool:
+    """Whether every stage reaches the end of its order on such channels; raises as `find_stall`."""
+    return find_stall(schedule, capacity) is None
+
+
+def find_stall(schedule: Schedule, capacity: int | None) -> Stall | None:
+    """Run the order on channels of this capacity; the state it stops in, or None if it finishes.
+
+    One run decides for all interleavings (see the module). A message makes at most two stages
+    runnable, so the work is linear in the number of units.
+
+    Raises:
+        ChannelModelError: a negative capacity, or messages taken in another order than sent.
+    """
+    _check_capacity(capacity)
+    check_message_order(schedule)
+    num_stages, width = schedule.num_stages, schedule.units_per_stage
+    limit = schedule.num_units if capacity is None else capacity
+    source, target = _channels(schedule)
+    sent, taken = [0] * (2 * num_stages), [0] * (2 * num_stages)
+    position = [stage * width for stage in range(num_stages)]
+    behind_send = [-1] * num_stages  # the channel whose last send a stage still stands in
+    runnable = list(range(num_stages))
+    while runnable:
+        stage = runnable.pop()
+        node, end, behind = position[stage], (stage + 1) * width, behind_send[stage]
+        while behind < 0 or sent[behind] - taken[behind] <= limit:
+            behind = -1
+            if node == end:
+                break
+            channel = source[node]
+            if channel >= 0:
+                if sent[channel] == taken[channel]:
+                    break
+                taken[channel] += 1
+                runnable.append(channel % num_stages)
+            behind = target[node]
+            if behind >= 0:
+                sent[behind] += 1
+                runnable.append((stage + (1 if behind < num_stages else -1)) % num_stages)
+            node += 1
+        position[stage], behind_send[stage] = node, behind
+
+    stuck = []
+    for stage, (node, behind) in enumerate(zip(position, behind_send, strict=True)):
+        if behind >= 0:
+            peer = schedule.stage_of(int(schedule.cross_successor[node - 1]))
+            stuck.append(StuckStage(stage, schedule.unit_at(node - 1), Action.SEND, peer))
+        elif node < (stage + 1) * width:
+            peer = schedule.stage_of(int(schedule.cross_dependency[node]))
+            stuck.append(StuckStage(stage, schedule.unit_at(node), Action.RECEIVE, peer))
+    return Stall(schedule, capacity, tuple(stuck)) if stuck else None
+
+
+def max_falling_step(capacity: int | None) -> int | None:
+    """How far a stage's extra forwards may exceed its successor's on channels of this capacity.
+
+    `2 * capacity - 1`; with a capacity of one or more this is exact: EnvPipe's order finishes if
+    and only if no step is larger. Take a stage with `w` warm-up forwards before one with `v`. When
+    the first has just sent a forward and the second a backward, `w - v + 1` messages between them
+    are not taken, both directions together. They stop for each other when each direction holds
+    `capacity + 1`, which takes `w - v = 2 * capacity + 1`, and 1F1B's own `w - v` is 1. No rise
+    that the order allows at all stalls. Asynchronous sends set no limit: None.
+    """
+    return None if capacity is None else 2 * capacity - 1
+
+
+def fit_to_channel(
+    num_stages: int, num_microbatches: int, extra_forwards: Sequence[int], capacity: int | None
+) -> ChannelFit:
+    """The most extra forwards, none above the given, with which EnvPipe's order finishes.
+
+    From the last stage to the first, a stage whose extra forwards exceed its successor's by more
+    than `max_falling_step` is lowered to just that step. Two stages that block each other are
+    always such a pair, the front one in the send of an activation, so this is also where lowering
+    that stage by one, again and again, ends.
+
+    Args:
+        num_stages: p.
+        num_microbatches: M.
+        extra_forwards: for each stage, the warm-up forwards beyond 1F1B's that are wanted.
+        capacity: of each channel; None lowers nothing.
+
+    Raises:
+        ChannelModelError: not even 1F1B finishes: capacity 0 with two or more stages and
+            microbatches, where the last stage but one sends its second activation while the last
+            sends its first gradient. (Megatron runs 1F1B there with a send and a receive in one
+            call.)
+        ScheduleError: extra forwards that the job cannot have on any channel; see `envpipe`.
+    """
+    wanted = tuple(int(extra) for extra in extra_forwards)
+    step = max_falling_step(capacity)
+    if completes(envpipe(num_stages, num_microbatches, wanted), capacity) or step is None:
+        return ChannelFit(wanted, False, "The channel carries the order as it is.")
+    stall = find_stall(one_f_one_b(num_stages, num_microbatches), capacity)
+    if stall is not None:
+        raise ChannelModelError(
+            f"Not even 1F1B finishes on a channel of this capacity: {stall}",
+            value=capacity,
+            remedy=_REMEDY,
+        )
+    fitted = list(wanted)
+    for stage in range(num_stages - 2, -1, -1):
+        fitted[stage] = min(fitted[stage], fitted[stage + 1] + step)
+    changes = ", ".join(
+        f"stage {stage} from {before} to {after}"
+        for stage, (before, after) in enumerate(zip(wanted, fitted, strict=True))
+        if after < before
+    )
+    reason = (
+        f"Extra forwards lowered on {changes}: on a channel of capacity {capacity} they may fall "
+        f"by at most {step} from a stage to the next. {_REMEDY}"
+    )
+    return ChannelFit(tuple(fitted), True, reason)
+
+
+def _channels(schedule: Schedule) -> tuple[list[int], list[int]]:
+    """For each node the channel it takes from and the one it sends to, or -1.
+
+    A channel's number is its sending stage for activations, and p more for gradients.
+    """
+    num_stages, width = schedule.num_stages, schedule.units_per_stage
+    if num_stages == 1:
+        return [-1] * width, [-1] * width
+    first = schedule.is_backward.ravel() * num_stages
+    dependency, stages = schedule.cross_dependency, np.repeat(np.arange(num_stages), width)
+    source = np.where(dependency >= 0, first + dependency // width, -1)
+    target = np.where(schedule.cross_successor >= 0, first + stages, -1)
+    return source.tolist(), target.tolist()
+
+
+def _check_capacity(capacity: int | None) -> None:
+    if capacity is not None and capacity < 0:
+        raise ChannelModelError(
+            "The capacity of a channel is a number of messages",
+            value=capacity,
+            remedy="Give zero or more, or None for asynchronous sends.",
+        )

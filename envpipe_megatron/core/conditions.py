@@ -1,0 +1,275 @@
+"""Conditions: what surrounds the units of a job, for the evaluator and for planners alike.
+
+A profile prices units one by one. What lies between and after them stands here: the power of a GPU
+that waits, the latency of a hop, the tail of an iteration, how many GPUs follow one plan, and what
+a change of clock costs. Everything but the blocking power is off by default and then changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.sidecar import MAX_FREQUENCY_MHZ
+from envpipe_megatron.errors import EnvPipeError
+
+FloatArray = NDArray[np.float64]
+WaitCurves: TypeAlias = tuple[Mapping[int, float], ...]
+
+#: What `make_conditions` can take from a profile's sidecar, and the field it stands in.
+SIDECAR_FIELDS = {
+    "latency": "p2p_latency_s",
+    "tail": "tail_time_s",
+    "tensor-parallel": "tensor_parallel",
+    "wait-power": "wait_power_w",
+    "change": "frequency_change_s",
+}
+
+#: Fields in words, for messages.
+_WORDS = {
+    "blocking_power_w": "Blocking power",
+    "latency_s": "The p2p latency",
+    "tail_time_s": "The tail after the last unit",
+    "gpus_per_stage": "The number of GPUs of a stage",
+    "wait_power_w": "Waiting power by clock",
+    "change_time_s": "The time of a clock change",
+    "change_energy_j": "The energy of a clock change",
+}
+
+
+class ConditionsError(EnvPipeError):
+    """Conditions that no job can have, or that do not fit its number of stages."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What surrounds the units of a job with `len(blocking_power_w)` stages.
+
+    Values are checked and brought to one form when made: what is off becomes None (a tail of zeros,
+    one GPU for each stage) and one latency for all hops a latency for each, so that equal
+    conditions compare equal.
+
+    Args:
+        blocking_power_w: for each stage, the power of one GPU that waits in a receive.
+        latency_s: p2p latency, one number for every hop or one for each boundary between stages.
+        tail_time_s: for each stage, the time after its last unit (gradient reduction, optimizer).
+            The iteration lasts until the last tail has ended, and tails are billed as waiting.
+        gpus_per_stage: for each stage, its tensor-parallel degree: that many GPUs follow the
+            stage's plan, so that its energies count as often.
+        wait_power_w: for each stage, the power of one waiting GPU by the clock that is set while it
+            waits, `{frequency_mhz: power_w}`: linear between the measured clocks, constant beyond
+            them. It replaces the blocking power. A unit's clock is requested when the stage's
+            previous unit has ended, so a wait runs at the clock of the unit that follows; after the
+            last unit that is the stage's first unit, of the next iteration.
+        change_time_s: from the request of a clock until it runs. A unit that starts earlier runs
+            its first part at the clock before; see `evaluation.evaluate`.
+        change_energy_j: energy of one change of clock on one GPU.
+
+    Raises:
+        ConditionsError: naming the value that is wrong.
+    """
+
+    blocking_power_w: tuple[float, ...]
+    latency_s: float | tuple[float, ...] = 0.0
+    tail_time_s: tuple[float, ...] | None = None
+    gpus_per_stage: tuple[int, ...] | None = None
+    wait_power_w: WaitCurves | None = None
+    change_time_s: float = 0.0
+    change_energy_j: float = 0.0
+
+    def __post_init__(self) -> None:
+        stages = len(self.blocking_power_w)
+        if not stages:
+            raise ConditionsError("blocking_power_w names no stage")
+        checked: dict[str, Any] = {
+            "blocking_power_w": _amounts("blocking_power_w", self.blocking_power_w, stages, "W"),
+            "latency_s": _amounts("latency_s", self.latency_s, stages - 1, "s"),
+            "change_time_s": _amounts("change_time_s", self.change_time_s, 1, "s")[0],
+            "change_energy_j": _amounts("change_energy_j", self.change_energy_j, 1, "J")[0],
+        }
+        if self.tail_time_s is not None:
+            tail_s = _amounts("tail_time_s", self.tail_time_s, stages, "s")
+            checked["tail_time_s"] = tail_s if any(tail_s) else None
+        if self.gpus_per_stage is not None:
+            gpus = _counts(self.gpus_per_stage, stages)
+            checked["gpus_per_stage"] = gpus if any(count > 1 for count in gpus) else None
+        if self.wait_power_w is not None:
+            checked["wait_power_w"] = _curves(self.wait_power_w, stages)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages, p."""
+        return len(self.blocking_power_w)
+
+    @property
+    def tail_by_stage_s(self) -> FloatArray:
+        """[num_stages] the tails, zeros where there are none."""
+        return np.array(self.tail_time_s or (0.0,) * self.num_stages)
+
+    @property
+    def gpus_by_stage(self) -> NDArray[np.int64]:
+        """[num_stages] GPUs that follow each stage's plan, one by default."""
+        return np.array(self.gpus_per_stage or (1,) * self.num_stages)
+
+    def waiting_power_w(self, frequency_mhz: NDArray[np.int64]) -> FloatArray:
+        """Power of one waiting GPU at the clocks set while it waits.
+
+        Args:
+            frequency_mhz: [num_stages, any].
+
+        Returns:
+            powers in W, the same shape.
+        """
+        if self.wait_power_w is None:
+            by_stage = np.array(self.blocking_power_w)[:, None]
+            return np.broadcast_to(by_stage, frequency_mhz.shape).copy()
+        return np.stack(
+            [
+                np.interp(clocks, list(curve), list(curve.values()))
+                for clocks, curve in zip(frequency_mhz, self.wait_power_w, strict=True)
+            ]
+        )
+
+
+def make_conditions(
+    profile: Profile,
+    *,
+    blocking_power_w: float | Sequence[float],
+    use: Collection[str] = (),
+    latency_s: float | Sequence[float] | None = None,
+    tail_time_s: float | Sequence[float] | None = None,
+    gpus_per_stage: int | Sequence[int] | None = None,
+    wait_power_w: WaitCurves | None = None,
+    change_time_s: float | None = None,
+    change_energy_j: float | None = None,
+) -> Conditions:
+    """Conditions from a profile's sidecar, where asked for, and from values that override it.
+
+    Args:
+        profile: of the job.
+        blocking_power_w: one number, or one for each stage.
+        use: which of `SIDECAR_FIELDS` to take from the sidecar, each of which must be known.
+        latency_s: one number, or one for each boundary; by default the sidecar's where it is known.
+        tail_time_s: one number, or one for each stage.
+        gpus_per_stage: one number, or one for each stage.
+        wait_power_w: as `Conditions` takes it.
+        change_time_s: as `Conditions` takes it.
+        change_energy_j: as `Conditions` takes it; `use` of "change" takes it from the sidecar where
+            that has one.
+
+    Raises:
+        ConditionsError: a value that is wrong, an unknown name in `use`, or a fact that the sidecar
+            lacks.
+    """
+    sidecar, stages = profile.sidecar, profile.num_stages
+    given: dict[str, Any] = {
+        "latency": sidecar.p2p_latency_s if latency_s is None else latency_s,
+        "tail": tail_time_s,
+        "tensor-parallel": gpus_per_stage,
+        "wait-power": wait_power_w,
+        "change": change_time_s,
+    }
+    for name in use:
+        if name not in SIDECAR_FIELDS:
+            raise ConditionsError(
+                "Unknown condition", value=name, remedy=f"Known: {', '.join(SIDECAR_FIELDS)}."
+            )
+        if given[name] is None:
+            given[name] = getattr(sidecar, SIDECAR_FIELDS[name])
+        if given[name] is None:
+            raise ConditionsError(
+                f"The sidecar of {profile.source} lacks '{SIDECAR_FIELDS[name]}', which "
+                f"'{name}' needs",
+                remedy="Measure it, give the value itself, or leave the condition out.",
+            )
+    if change_energy_j is None and "change" in use:
+        change_energy_j = sidecar.frequency_change_j
+    return Conditions(
+        blocking_power_w=_amounts("blocking_power_w", blocking_power_w, stages, "W"),
+        latency_s=0.0 if given["latency"] is None else given["latency"],
+        tail_time_s=None if given["tail"] is None else _for_each(given["tail"], stages),
+        gpus_per_stage=(
+            None
+            if given["tensor-parallel"] is None
+            else _for_each(given["tensor-parallel"], stages)
+        ),
+        wait_power_w=given["wait-power"],
+        change_time_s=given["change"] or 0.0,
+        change_energy_j=change_energy_j or 0.0,
+    )
+
+
+def known_conditions(profile: Profile) -> Conditions:
+    """All that a profile's sidecar knows of its job; waiting costs nothing where it knows no power.
+
+    Raises:
+        ConditionsError: a value that is wrong.
+    """
+    sidecar = profile.sidecar
+    return make_conditions(
+        profile,
+        blocking_power_w=sidecar.blocking_power_w or 0.0,
+        use=[use for use, name in SIDECAR_FIELDS.items() if getattr(sidecar, name) is not None],
+    )
+
+
+def _for_each(value: Any, count: int) -> tuple[Any, ...]:
+    """One number as a tuple of `count`, several as they are."""
+    return (value,) * count if np.ndim(value) == 0 else tuple(value)
+
+
+def _amounts(name: str, given: Any, count: int, unit: str) -> tuple[float, ...]:
+    """Checked amounts of zero or more; one number stands for all."""
+    try:
+        amounts = tuple(float(value) for value in _for_each(given, count))
+    except (TypeError, ValueError, OverflowError):
+        amounts = (math.nan,)
+    if len(amounts) != count or not all(0 <= value < math.inf for value in amounts):
+        raise ConditionsError(
+            f"{_WORDS[name]} ({name}) is wrong",
+            value=given,
+            remedy=f"It takes {count} number(s) of {unit}, zero or more.",
+        )
+    return amounts
+
+
+def _counts(given: Any, stages: int) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(value) for value in given)
+        valid = len(counts) == stages and min(counts) >= 1 and counts == tuple(given)
+    except (TypeError, ValueError, OverflowError):
+        valid = False
+    if not valid:
+        raise ConditionsError(
+            f"{_WORDS['gpus_per_stage']} (gpus_per_stage) is wrong",
+            value=given,
+            remedy=f"It takes {stages} positive whole number(s).",
+        )
+    return counts
+
+
+def _curves(given: WaitCurves, stages: int) -> WaitCurves:
+    """Checked curves, lowest clock first as `np.interp` needs them."""
+    if len(given) != stages or not all(given):
+        raise ConditionsError(
+            f"{_WORDS['wait_power_w']} (wait_power_w) is wrong",
+            value=given,
+            remedy=f"It takes {stages} curve(s), one a stage, each with at least one clock.",
+        )
+    curves = []
+    for curve in given:
+        clocks = sorted(curve)
+        powers_w = _amounts("wait_power_w", [curve[f] for f in clocks], len(clocks), "W")
+        if not 0 < clocks[0] <= clocks[-1] < MAX_FREQUENCY_MHZ:
+            raise ConditionsError("wait_power_w has a clock that no GPU has", value=clocks)
+        curves.append(dict(zip(clocks, powers_w, strict=True)))
+    return tuple(curves)

@@ -1,0 +1,205 @@
+"""What one iteration takes: the one evaluator of time and energy, whoever made the plan.
+
+Iteration energy of a stage is the sum of its units' energies plus the energy of waiting through the
+rest of the iteration, for as many GPUs as the stage has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.longest_path import LongestPath
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.errors import EnvPipeError
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+class PlanError(EnvPipeError):
+    """A plan that is not readable, does not fit its profile, or cannot run."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One iteration of a plan.
+
+    Args:
+        timeline: start and end of each unit, at the durations that late clocks leave them, and the
+            iteration time, tails included.
+        unit_energy_j: [num_stages, units_per_stage] energy of each unit on one GPU.
+        energy_by_stage_j: [num_stages] energy of units, waiting and clock changes on all GPUs of
+            each stage.
+        clock_changes: [num_stages] changes of clock on one GPU of each stage, the one into the next
+            iteration included.
+    """
+
+    timeline: Timeline
+    unit_energy_j: FloatArray
+    energy_by_stage_j: FloatArray
+    clock_changes: IntArray
+
+
+def evaluate(
+    schedule: Schedule,
+    frequency_mhz: IntArray,
+    profile: Profile,
+    conditions: Conditions,
+    park_mhz: IntArray | None = None,
+) -> Evaluation:
+    """Time and energy of one iteration in steady state, where each iteration is like the next.
+
+    *Late clocks.* A unit's clock is requested when the unit before it on its stage has ended, if it
+    differs from the clock requested last, and runs `change_time_s` later. A unit that starts `d`
+    before that, at a clock that gives it t_old and e_old instead of t_new and e_new, runs at the
+    old clock alone if d >= t_old, and otherwise takes `d + (1 - d/t_old) t_new` and
+    `d/t_old e_old + (1 - d/t_old) e_new`. The old clock is the last one whose change has arrived; a
+    request that has not arrived when the next one is made is dropped. Where the old clock was not
+    profiled for the unit, its time and energy are linear in the clock between those that were, and
+    constant beyond. The first unit's clock was requested at the end of the last iteration and is
+    never late. A late unit is thus always a convex mixture of profiled points of its stage and
+    kind, so a lower bound over their convex hull holds for it too.
+
+    *Waiting* is billed at the clock that was requested for the unit that follows, from the moment
+    of the request; the wait after the last unit, tail included, at the clock of the first unit.
+
+    *Parking.* Where `park_mhz` is above 0, the clock is lowered to that value as soon as the unit
+    before has ended, and raised so that the unit's clock runs when the unit starts: it is never
+    late. The wait less two changes is billed at the parked clock, the changes at the unit's clock.
+    Parking at a stage's first unit takes its wait and the wait after the stage's last unit as the
+    one bubble that they are in steady state.
+
+    *Changes* of clock are counted around the iteration, from each clock asked for to the next,
+    parked ones among them.
+
+    Args:
+        schedule: the order of units.
+        frequency_mhz: [num_stages, units_per_stage].
+        profile: time and energy of units, for the schedule's number of chunks.
+        conditions: for as many stages.
+        park_mhz: [num_stages, units_per_stage] the clock to park at in the wait before a unit, 0
+            for none. Needs waiting power by clock.
+
+    Raises:
+        PlanError: parking in a wait that two changes of clock fill, or without a curve of waiting
+            power.
+        ProfileError: a frequency that was not profiled.
+    """
+    if park_mhz is not None and not park_mhz.any():
+        park_mhz = None
+    if park_mhz is not None and conditions.wait_power_w is None:
+        raise PlanError(
+            "'park_mhz' needs the waiting power by clock: without it parking saves nothing",
+            remedy="Give wait_power_w, or plan without parking.",
+        )
+    if conditions.change_time_s:
+        time_s, energy_j = _durations_with_late_clocks(schedule, frequency_mhz, profile, conditions)
+    else:
+        time_s, energy_j = profile.lookup(frequency_mhz, schedule.is_backward)
+    timeline = Timeline(schedule, time_s, conditions.latency_s, conditions.tail_by_stage_s)
+    return _bill(timeline, frequency_mhz, energy_j, conditions, park_mhz)
+
+
+def _bill(
+    timeline: Timeline,
+    frequency_mhz: IntArray,
+    energy_j: FloatArray,
+    conditions: Conditions,
+    park_mhz: IntArray | None,
+) -> Evaluation:
+    changes = np.count_nonzero(frequency_mhz != np.roll(frequency_mhz, 1, axis=1), axis=1)
+    wait_s = timeline.wait_s
+    power_w = conditions.waiting_power_w(frequency_mhz)
+    waiting_j = (power_w * wait_s).sum(axis=1)
+    if park_mhz is not None:
+        parked = park_mhz > 0
+        parked_s = np.where(parked, wait_s - 2 * conditions.change_time_s, 0.0)
+        _check_parking(timeline.schedule, parked, parked_s, wait_s)
+        waiting_j += ((conditions.waiting_power_w(park_mhz) - power_w) * parked_s).sum(axis=1)
+        changes = _changes_with_parking(frequency_mhz, park_mhz)
+    by_stage_j = energy_j.sum(axis=1) + waiting_j + conditions.change_energy_j * changes
+    return Evaluation(timeline, energy_j, conditions.gpus_by_stage * by_stage_j, changes)
+
+
+def _check_parking(
+    schedule: Schedule, parked: NDArray[np.bool_], parked_s: FloatArray, wait_s: FloatArray
+) -> None:
+    short = np.flatnonzero(parked & (parked_s <= 0))
+    if short.size:
+        node = int(short[0])
+        raise PlanError(
+            f"'park_mhz' parks before {schedule.describe(node)}, where two changes of clock do not "
+            "fit into the wait (s)",
+            value=float(wait_s.ravel()[node]),
+            remedy="Park in waits longer than two changes alone.",
+        )
+
+
+def _changes_with_parking(frequency_mhz: IntArray, park_mhz: IntArray) -> IntArray:
+    """[num_stages] changes around the iteration, through the parked clocks."""
+    before = np.roll(frequency_mhz, 1, axis=1)
+    parked = park_mhz > 0
+    lowered = parked & (park_mhz != before)
+    raised = frequency_mhz != np.where(parked, park_mhz, before)
+    changes: IntArray = np.count_nonzero(lowered, axis=1) + np.count_nonzero(raised, axis=1)
+    return changes
+
+
+def _durations_with_late_clocks(
+    schedule: Schedule,
+    frequency_mhz: IntArray,
+    profile: Profile,
+    conditions: Conditions,
+) -> tuple[FloatArray, FloatArray]:
+    """[num_stages, units_per_stage] times and energies that late clocks leave the units.
+
+    Starts decide who is late and durations decide starts: one pass, each unit after those it
+    depends on. Parking needs no word here: a wait that two changes fit into hides one.
+    """
+    shape, width = frequency_mhz.shape, schedule.units_per_stage
+    times, energies = profile.lookup(frequency_mhz, schedule.is_backward)
+    path = LongestPath(schedule, times.ravel().tolist(), conditions.latency_s)
+    time_s, end_s = path.duration_s, path.end_s
+    energy_j: list[float] = energies.ravel().tolist()
+    wanted: list[int] = frequency_mhz.ravel().tolist()
+    is_backward: list[bool] = schedule.is_backward.ravel().tolist()
+    change_s = conditions.change_time_s
+    running = [wanted[stage * width] for stage in range(schedule.num_stages)]
+    requested = running.copy()
+    arrival_s = [0.0] * schedule.num_stages  # of the clock requested last
+    at_clock = cache(partial(_at_any_clock, profile))
+    for node in path.order:
+        stage = node // width
+        start_s = path.start_s(node)
+        clock = wanted[node]
+        if arrival_s[stage] <= end_s[node - 1]:
+            running[stage] = requested[stage]
+        if clock != requested[stage]:  # never of a first unit
+            requested[stage], arrival_s[stage] = clock, end_s[node - 1] + change_s
+        late_s = arrival_s[stage] - start_s
+        if late_s > 0 and running[stage] != clock:
+            old_s, old_j = at_clock(stage, is_backward[node], running[stage])
+            old_share = min(1.0, late_s / old_s)
+            time_s[node] = old_share * old_s + (1 - old_share) * time_s[node]
+            energy_j[node] = old_share * old_j + (1 - old_share) * energy_j[node]
+        end_s[node] = start_s + time_s[node]
+    return np.array(time_s).reshape(shape), np.array(energy_j).reshape(shape)
+
+
+def _at_any_clock(
+    profile: Profile, stage: int, backward: bool, frequency_mhz: int
+) -> tuple[float, float]:
+    """Time and energy of a stage's forward or backward at a clock that need not be profiled."""
+    curve = profile.curve(stage, Kind.BACKWARD if backward else Kind.FORWARD)
+    clocks, times_s, energies_j = curve
+    return (
+        float(np.interp(frequency_mhz, clocks, times_s)),
+        float(np.interp(frequency_mhz, clocks, energies_j)),
+    )

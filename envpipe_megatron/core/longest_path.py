@@ -1,0 +1,179 @@
+"""The longest path through a schedule: the one place that says how early and late units can end.
+
+A unit starts when its stage has ended the unit before it and its input has arrived from the
+neighbour stage. `Timeline` asks for one iteration, `policies.rounding` for thousands of changes,
+`policies.partition_search` for many durations at once; where a duration depends on the start, as
+with late clocks, callers go through `LongestPath.order` themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.errors import EnvPipeError
+
+
+class TimelineError(EnvPipeError):
+    """Durations or latencies that do not fit the schedule."""
+
+
+class LongestPath:
+    """Ends of all units by their durations, in any unit of time.
+
+    Args:
+        schedule: the order of units.
+        duration_s: [num_units] of each node; it is changed, not copied.
+        latency_s: as `latency_by_node` takes it.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        duration_s: list[Any],
+        latency_s: float | Sequence[float] = 0.0,
+    ) -> None:
+        self.order = schedule.topological_order
+        self.duration_s: list[float] = duration_s
+        #: [num_units] the earliest ends, as far as they have been found.
+        self.end_s: list[float] = [0.0] * schedule.num_units
+        #: [num_units] the latest ends, as far as they have been found.
+        self.latest_end_s: list[float] = [0.0] * schedule.num_units
+        #: [num_units] latency of the hop that feeds each node.
+        self.hop_s = latency_by_node(schedule, latency_s)
+        self._schedule, self._width = schedule, schedule.units_per_stage
+        self._cross: list[int] = schedule.cross_dependency.tolist()
+        self._last_end_s: Sequence[float] = ()
+
+    @cached_property
+    def _successor(self) -> list[int]:
+        successor: list[int] = self._schedule.cross_successor.tolist()
+        return successor
+
+    def start_s(self, node: int) -> float:
+        """The earliest start of a node, by the ends of those it waits for."""
+        start_s = self.end_s[node - 1] if node % self._width else 0.0
+        source = self._cross[node]
+        return start_s if source < 0 else max(start_s, self.end_s[source] + self.hop_s[node])
+
+    def find_ends(self, later: Callable[[Any, Any], Any] = max) -> None:
+        """The earliest ends of all nodes.
+
+        Args:
+            later: numpy.maximum where durations are arrays, each one node's in many iterations.
+        """
+        # start_s written out: a call a unit would double the time for 10^5 units.
+        end_s, duration_s, hop_s = self.end_s, self.duration_s, self.hop_s
+        cross, width = self._cross, self._width
+        for node in self.order:
+            start_s = end_s[node - 1] if node % width else 0.0
+            source = cross[node]
+            if source >= 0:
+                start_s = later(start_s, end_s[source] + hop_s[node])
+            end_s[node] = start_s + duration_s[node]
+
+    def find_latest_ends(self, last_end_s: Sequence[float]) -> None:
+        """The latest ends of all nodes, where each stage must have ended by `last_end_s`."""
+        self._last_end_s = last_end_s
+        for node in reversed(self.order):
+            self.latest_end_s[node] = self.find_latest_end(node)
+
+    def find_latest_end(self, node: int) -> float:
+        """The latest end of a node, by the latest ends of those that wait for it."""
+        latest, duration_s = self.latest_end_s, self.duration_s
+        if (node + 1) % self._width:
+            end_s = latest[node + 1] - duration_s[node + 1]
+        else:
+            end_s = self._last_end_s[node // self._width]
+        receiver = self._successor[node]
+        if receiver < 0:
+            return end_s
+        return min(end_s, latest[receiver] - duration_s[receiver] - self.hop_s[receiver])
+
+    def change(self, node: int, duration_s: float) -> set[int]:
+        """Change one duration, and move only what depends on it, once all ends have been found.
+
+        Returns:
+            the nodes whose earliest or latest end moved.
+        """
+        self.duration_s[node] = duration_s
+        rank, width = self._schedule.topological_rank, self._width
+        moved: set[int] = set()
+        pending = [rank[node]]
+        while pending:
+            here = self.order[_pop(pending)]
+            end_s = self.start_s(here) + self.duration_s[here]
+            if end_s == self.end_s[here]:
+                continue
+            self.end_s[here] = end_s
+            moved.add(here)
+            if (here + 1) % width:
+                heappush(pending, rank[here + 1])
+            if self._successor[here] >= 0:
+                heappush(pending, rank[self._successor[here]])
+        # Upwards: ranks negated, so that the heap yields the last node first.
+        self._push_sources(node, pending)
+        while pending:
+            here = self.order[-_pop(pending)]
+            end_s = self.find_latest_end(here)
+            if end_s == self.latest_end_s[here]:
+                continue
+            self.latest_end_s[here] = end_s
+            moved.add(here)
+            self._push_sources(here, pending)
+        return moved
+
+    def _push_sources(self, node: int, pending: list[int]) -> None:
+        rank = self._schedule.topological_rank
+        if node % self._width:
+            heappush(pending, -rank[node - 1])
+        if self._cross[node] >= 0:
+            heappush(pending, -rank[self._cross[node]])
+
+
+def latency_by_node(schedule: Schedule, latency_s: float | Sequence[float]) -> list[float]:
+    """Latency of the hop that feeds each node; 0 where nothing does.
+
+    Args:
+        schedule: the order of units.
+        latency_s: p2p latency, one number for every hop or one for each boundary between
+            neighbouring stages. The hop from the last stage back to the first, which only chunks
+            use, takes the longest of them.
+
+    Raises:
+        TimelineError: neither one time nor one for each boundary, or below zero.
+    """
+    boundaries = schedule.num_stages - 1
+    by_boundary = np.asarray(latency_s, dtype=np.float64)
+    if by_boundary.ndim == 0:
+        by_boundary = np.repeat(by_boundary, boundaries)
+    valid = np.isfinite(by_boundary) & (by_boundary >= 0)
+    if by_boundary.shape != (boundaries,) or not np.all(valid):
+        raise TimelineError(
+            "The p2p latency must be one time, or one for each boundary between stages",
+            value=latency_s,
+            remedy=f"Give {boundaries} non-negative numbers in seconds.",
+        )
+    hop = np.append(by_boundary, by_boundary.max(initial=0.0))  # last: the hop back to stage 0
+    cross = schedule.cross_dependency
+    stage = np.arange(schedule.num_units) // schedule.units_per_stage
+    source_stage = cross // schedule.units_per_stage
+    chunk = schedule.chunks.ravel()
+    wraps = chunk[cross] != chunk  # only the hop back to stage 0 changes the chunk
+    boundary = np.where(wraps, boundaries, np.minimum(stage, source_stage))
+    by_node = np.where(cross >= 0, hop[boundary], 0.0)
+    hops_s: list[float] = by_node.tolist()
+    return hops_s
+
+
+def _pop(pending: list[int]) -> int:
+    """The least of a heap, once however often it is there: a fifth of the time of `change`."""
+    least = heappop(pending)
+    while pending and pending[0] == least:
+        heappop(pending)
+    return least

@@ -1,0 +1,356 @@
+"""Plans: a frequency for each unit of a schedule, what that costs, and the file they stand in.
+
+Time and energy are never taken from a file: whoever reads a plan recomputes them from the profile,
+under the conditions that stand in the plan (`conditions.Conditions`; fields that are absent are
+off).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron import __version__
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.evaluation import Evaluation, evaluate
+from envpipe_megatron.core.evaluation import PlanError as PlanError
+from envpipe_megatron.core.plan_fields import Fields, read_object
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Schedule, ScheduleError, parse_unit
+from envpipe_megatron.core.sidecar import wait_power_entries
+from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.files import replace_files
+
+PLAN_FORMAT = "envpipe-plan/1"
+#: A stored figure further than this from the recomputed one was not made by the plan and profile;
+#: a lower bound may stand as far above the energy, by a solver's tolerances.
+_STORED_TOLERANCE = 1e-6
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one iteration takes."""
+
+    iteration_time_s: float
+    energy_j: float
+
+    def saving_percent(self, baseline: Cost) -> float:
+        """Energy saved against a baseline."""
+        return 100.0 * (1.0 - self.energy_j / baseline.energy_j)
+
+    def slowdown_percent(self, baseline: Cost) -> float:
+        """Time lost against a baseline."""
+        return 100.0 * (self.iteration_time_s / baseline.iteration_time_s - 1.0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule with a frequency for each unit, and the profile that prices it.
+
+    Args:
+        policy: how the plan was made.
+        schedule: the order of units.
+        frequency_mhz: [num_stages, units_per_stage].
+        profile: time and energy of units, already for the schedule's number of chunks.
+        conditions: what surrounds the units.
+        park_mhz: [num_stages, units_per_stage] the clock to park at in the wait before a unit, 0
+            for none; see `evaluation.evaluate`.
+        energy_lower_bound_j: certificate that no plan of this schedule, profile and conditions is
+            as fast and takes less.
+
+    Raises:
+        PlanError: shapes that do not fit, or a bound that is not an energy; once it is evaluated,
+            also parking that is not possible.
+        ProfileError: a frequency that was not profiled.
+    """
+
+    policy: str
+    schedule: Schedule
+    frequency_mhz: NDArray[np.int64]
+    profile: Profile
+    conditions: Conditions
+    _: KW_ONLY
+    park_mhz: NDArray[np.int64] | None = None
+    energy_lower_bound_j: float | None = None
+
+    def __post_init__(self) -> None:
+        check_stages(self.profile, self.schedule.num_stages)
+        if self.profile.sidecar.num_chunks != self.schedule.num_chunks:
+            raise PlanError(
+                f"The schedule has {self.schedule.num_chunks} chunks a stage, the profile another "
+                "number",
+                value=self.profile.sidecar.num_chunks,
+                remedy="Divide the profile with for_chunks first.",
+            )
+        shape = (self.schedule.num_stages, self.schedule.units_per_stage)
+        if self.frequency_mhz.shape != shape:
+            raise PlanError(
+                "A plan needs one frequency for each unit of each stage",
+                value=self.frequency_mhz.shape,
+                remedy=f"The schedule is {shape[0]} x {shape[1]}.",
+            )
+        if self.park_mhz is not None and (self.park_mhz.shape != shape or self.park_mhz.min() < 0):
+            raise PlanError(
+                "'park_mhz' needs one clock, or 0, for each unit of each stage",
+                value=self.park_mhz.shape,
+                remedy=f"The schedule is {shape[0]} x {shape[1]}.",
+            )
+        if self.conditions.num_stages != shape[0]:
+            raise PlanError(
+                f"The plan has {shape[0]} stages but its conditions another number",
+                value=self.conditions.num_stages,
+            )
+        bound_j = self.energy_lower_bound_j
+        if bound_j is not None and not 0 < bound_j < math.inf:
+            raise PlanError("'energy_lower_bound_j' is not an energy", value=bound_j)
+
+    @cached_property
+    def evaluation(self) -> Evaluation:
+        """One iteration of the plan."""
+        return evaluate(
+            self.schedule, self.frequency_mhz, self.profile, self.conditions, self.park_mhz
+        )
+
+    @property
+    def timeline(self) -> Timeline:
+        """Start and end of each unit under the plan, and the iteration with its tails."""
+        return self.evaluation.timeline
+
+    @cached_property
+    def cost(self) -> Cost:
+        """Iteration time and energy, over all GPUs that the conditions give the stages."""
+        return Cost(self.timeline.iteration_time_s, float(self.energy_by_stage_j.sum()))
+
+    @property
+    def energy_by_stage_j(self) -> NDArray[np.float64]:
+        """[num_stages] energy of each stage in one iteration, on all of its GPUs."""
+        return self.evaluation.energy_by_stage_j
+
+    @property
+    def gap_percent(self) -> float | None:
+        """How far the energy lies above its lower bound; None without a bound."""
+        if self.energy_lower_bound_j is None:
+            return None
+        return 100.0 * (self.cost.energy_j / self.energy_lower_bound_j - 1.0)
+
+    @cached_property
+    def baseline(self) -> Plan:
+        """All units at the maximum clock in the framework's own order, under the same conditions.
+
+        It does not park.
+        """
+        schedule = framework_schedule(self.schedule)
+        frequency = max_frequencies(schedule, self.profile)
+        return Plan("baseline", schedule, frequency, self.profile, self.conditions)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as its file holds it."""
+        data: dict[str, Any] = {
+            "format": PLAN_FORMAT,
+            "policy": self.policy,
+            "schedule_name": self.schedule.name,
+            "num_stages": self.schedule.num_stages,
+            "num_microbatches": self.schedule.num_microbatches,
+            "num_chunks": self.schedule.num_chunks,
+            "schedule": self.schedule.labels(),
+            "frequency_mhz": self.frequency_mhz.tolist(),
+            "blocking_power_w": list(self.conditions.blocking_power_w),
+            **_conditions_to_json(self.conditions),
+            "iteration_time_s": self.cost.iteration_time_s,
+            "energy_j": self.cost.energy_j,
+            "peak_in_flight": list(self.schedule.peak_in_flight),
+            "baseline": {
+                "schedule": self.baseline.schedule.name,
+                "iteration_time_s": self.baseline.cost.iteration_time_s,
+                "energy_j": self.baseline.cost.energy_j,
+            },
+            "profile_sha256": self.profile.sha256,
+            "created_by": f"envpipe {__version__}",
+        }
+        if self.park_mhz is not None and self.park_mhz.any():
+            data["park_mhz"] = self.park_mhz.tolist()
+        if self.profile.interpolates:
+            data["interpolated"] = True
+        if self.energy_lower_bound_j is not None:
+            data["energy_lower_bound_j"] = self.energy_lower_bound_j
+        return data
+
+    def write(self, path: Path) -> None:
+        """Write the plan's JSON, one line a stage.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        lines = []
+        for name, value in self.to_json().items():
+            text = json.dumps(value)
+            if name in ("schedule", "frequency_mhz", "park_mhz"):
+                text = "[\n  " + ",\n  ".join(json.dumps(row) for row in value) + "]"
+            lines.append(f" {json.dumps(name)}: {text}")
+        replace_files({path: ["{\n", ",\n".join(lines), "\n}\n"]})
+
+
+def framework_schedule(schedule: Schedule) -> Schedule:
+    """The order that Megatron itself would run for the same job.
+
+    Where Megatron runs no such job (chunks, and microbatches that do not fill the pipeline), the
+    schedule itself.
+    """
+    stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    if schedule.forward_only:
+        return builders.forward_only(stages, microbatches, schedule.num_chunks)
+    if schedule.num_chunks > 1:
+        fits = microbatches % stages == 0
+        return builders.interleaved(stages, microbatches, schedule.num_chunks) if fits else schedule
+    return builders.one_f_one_b(stages, microbatches)
+
+
+def max_frequencies(schedule: Schedule, profile: Profile) -> NDArray[np.int64]:
+    """[num_stages, units_per_stage] the highest profiled frequency of each unit."""
+    top = np.array([[rows[0].frequency_mhz for rows in kinds.values()] for kinds in profile.rows])
+    return np.where(schedule.is_backward, top[:, 1:], top[:, :1]).astype(np.int64)
+
+
+def check_stages(profile: Profile, num_stages: int) -> None:
+    """Refuse a profile of another pipeline.
+
+    Raises:
+        PlanError: the profile has another number of stages.
+    """
+    if profile.num_stages != num_stages:
+        raise PlanError(
+            f"The plan has {num_stages} stages but profile {profile.source} has another number",
+            value=profile.num_stages,
+            remedy="Use the profile of the same pipeline, or plan again.",
+        )
+
+
+def read_plan(path: Path, profile: Profile) -> Plan:
+    """Read a plan's JSON and price it with a profile.
+
+    A plan made from another profile is priced with the given one, with a warning.
+
+    Clocks between profiled ones are priced where the plan says `interpolated`.
+
+    Raises:
+        PlanError: naming the field that is wrong, or figures that the very profile it was made from
+            does not give.
+        ScheduleError: an order that cannot run.
+        ProfileError: a frequency that was not profiled.
+    """
+    return plan_from_json(read_object(path), path, profile)
+
+
+def plan_from_json(data: dict[str, Any], path: Path, profile: Profile) -> Plan:
+    """`read_plan` of a JSON object that stands in a file."""
+    fields = Fields(data, path)
+    if data.get("format") != PLAN_FORMAT:
+        raise fields.wrong("format", f"It must be '{PLAN_FORMAT}'.")
+    num_stages = fields.count("num_stages")
+    num_microbatches, num_chunks = fields.count("num_microbatches"), fields.count("num_chunks", 1)
+    orders = fields.rows("schedule", num_stages)
+    if num_microbatches * num_chunks > max(map(len, orders)):
+        raise fields.wrong("num_microbatches", "The schedule lists fewer units than that needs.")
+    try:
+        schedule = Schedule(
+            fields.text("schedule_name"),
+            num_microbatches,
+            num_chunks,
+            tuple(tuple(parse_unit(text) for text in order) for order in orders),
+        )
+    except ScheduleError as error:
+        raise PlanError(f"{path}: field 'schedule': {error}") from error
+    frequency = fields.clocks("frequency_mhz", schedule, lowest=1)
+    profile = replace(profile, interpolates=fields.flag("interpolated"))
+    plan = Plan(
+        fields.text("policy"),
+        schedule,
+        frequency,
+        profile.for_chunks(num_chunks),
+        _read_conditions(fields, num_stages),
+        park_mhz=fields.clocks("park_mhz", schedule, lowest=0) if "park_mhz" in data else None,
+        energy_lower_bound_j=(
+            fields.number("energy_lower_bound_j") if "energy_lower_bound_j" in data else None
+        ),
+    )
+    return _compare_with_stored(plan, fields)
+
+
+def _compare_with_stored(plan: Plan, fields: Fields) -> Plan:
+    """The plan, without its bound where that was proved for another profile."""
+    own_profile = fields.data.get("profile_sha256") == plan.profile.sha256
+    try:
+        cost = plan.cost
+    except PlanError as error:  # evaluation refuses parking alone
+        raise PlanError(f"{fields.path}: field 'park_mhz': {error}") from error
+    for name, value in vars(cost).items():
+        stored = fields.data.get(name)
+        if isinstance(stored, int | float) and math.isclose(
+            stored, value, rel_tol=_STORED_TOLERANCE
+        ):
+            continue
+        if own_profile:
+            raise fields.wrong(name, f"The plan and its profile give {value}; make the plan again.")
+        logger.warning(
+            "%s was made from another profile: %s is %.6g here, %s in the file",
+            fields.path, name, value, stored,
+        )  # fmt: skip
+    bound_j = plan.energy_lower_bound_j
+    if bound_j is None:
+        return plan
+    if not own_profile:
+        logger.warning("%s: its lower bound is of another profile and is left out", fields.path)
+        return replace(plan, energy_lower_bound_j=None)
+    if bound_j > cost.energy_j * (1 + _STORED_TOLERANCE):
+        raise fields.wrong(
+            "energy_lower_bound_j",
+            f"The plan itself takes {cost.energy_j} J; make the plan again.",
+        )
+    return plan
+
+
+def _conditions_to_json(conditions: Conditions) -> dict[str, Any]:
+    """The fields of conditions that are on, as a plan's file holds them."""
+    data: dict[str, Any] = {}
+    if np.any(conditions.latency_s):
+        data["p2p_latency_s"] = np.array(conditions.latency_s).tolist()
+    if conditions.tail_time_s is not None:
+        data["tail_time_s"] = list(conditions.tail_time_s)
+    if conditions.gpus_per_stage is not None:
+        data["gpus_per_stage"] = list(conditions.gpus_per_stage)
+    if conditions.wait_power_w is not None:
+        data["wait_power_w"] = wait_power_entries(conditions.wait_power_w)
+    if conditions.change_time_s:
+        data["frequency_change_s"] = conditions.change_time_s
+    if conditions.change_energy_j:
+        data["frequency_change_j"] = conditions.change_energy_j
+    return data
+
+
+def _read_conditions(fields: Fields, num_stages: int) -> Conditions:
+    """The inverse of `_conditions_to_json`; fields that are absent are off."""
+    given: dict[str, Any] = {}
+    if "p2p_latency_s" in fields.data:
+        given["latency_s"] = fields.numbers("p2p_latency_s", num_stages - 1)
+    if "tail_time_s" in fields.data:
+        given["tail_time_s"] = fields.numbers("tail_time_s", num_stages)
+    if "gpus_per_stage" in fields.data:
+        given["gpus_per_stage"] = fields.counts("gpus_per_stage", num_stages)
+    if "wait_power_w" in fields.data:
+        given["wait_power_w"] = fields.wait_power("wait_power_w", num_stages)
+    if "frequency_change_s" in fields.data:
+        given["change_time_s"] = fields.number("frequency_change_s")
+    if "frequency_change_j" in fields.data:
+        given["change_energy_j"] = fields.number("frequency_change_j")
+    return Conditions(fields.numbers("blocking_power_w", num_stages), **given)

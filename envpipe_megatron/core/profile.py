@@ -1,0 +1,441 @@
+"""Profiles: time and energy of each (stage, instruction, frequency), and their files.
+
+The CSV is Zeus's and lowtime's, `stage,instruction,frequency,time,energy` with MHz, s and J for one
+GPU and one microbatch. Like theirs it is read by the names of its columns, in any order. A column
+`energy_uncertainty_j` may follow, the standard uncertainty of the energy in J, empty where it is
+not known; other columns are kept out. Zeus writes a row for each `rank`: of the GPUs of a stage the
+slowest gives the time, for the others wait for it, and their mean the energy. What else is measured
+about the same job stands beside the table in a sidecar JSON of the same name.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.sidecar import (
+    MAX_FREQUENCY_MHZ,
+    Sidecar,
+    check_lengths,
+    read_sidecar,
+    sidecar_path,
+)
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import decode, replace_files
+
+COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
+_RANK = "rank"
+_UNCERTAINTY = "energy_uncertainty_j"
+#: Mean power of a unit. A GPU draws more than the first when idle; none draws nearly the second.
+_POWERS_W = (5.0, 5000.0)
+
+logger = logging.getLogger(__name__)
+
+
+class ProfileError(EnvPipeError):
+    """A profile or sidecar that is not readable or not complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRow:
+    """What one unit costs at one frequency: one GPU, one microbatch.
+
+    The uncertainty is the energy's standard one, None where it is not known.
+    """
+
+    frequency_mhz: int
+    time_s: float
+    energy_j: float
+    energy_uncertainty_j: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (0 < self.frequency_mhz < MAX_FREQUENCY_MHZ and 0 < self.time_s < math.inf) or not (
+            0 <= self.energy_j < math.inf
+        ):
+            raise ProfileError(
+                "A profile row needs a frequency (MHz) that a GPU has, a time (s) above 0 and an "
+                "energy (J) of at least 0",
+                value=(self.frequency_mhz, self.time_s, self.energy_j),
+            )
+        known = self.energy_uncertainty_j
+        if known is not None and not 0 <= known < math.inf:
+            raise ProfileError("The uncertainty of a row's energy is at least 0", value=known)
+
+    def per_chunk(self, num_chunks: int) -> ProfileRow:
+        """The row of one of so many equal parts of the unit."""
+        known = self.energy_uncertainty_j
+        return ProfileRow(
+            self.frequency_mhz,
+            self.time_s / num_chunks,
+            self.energy_j / num_chunks,
+            None if known is None else known / num_chunks,
+        )
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A complete profile: at least one row for every stage and instruction.
+
+    Args:
+        rows: for each stage and kind, the rows with the highest frequency first.
+        sha256: of the file's bytes, or of the CSV that `write` would make.
+        source: where it came from, for messages.
+        sidecar: the facts beside the table.
+        interpolates: whether units may run between profiled clocks. Time and energy are then linear
+            in the clock from one row to the next: a convex mixture of the two, so a lower bound
+            over their convex hull holds for it too.
+    """
+
+    rows: tuple[Mapping[Kind, tuple[ProfileRow, ...]], ...]
+    sha256: str
+    source: str
+    sidecar: Sidecar
+    interpolates: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages, p."""
+        return len(self.rows)
+
+    @cached_property
+    def _by_frequency(self) -> dict[tuple[int, Kind, int], ProfileRow]:
+        return {
+            (stage, kind, row.frequency_mhz): row
+            for stage, kinds in enumerate(self.rows)
+            for kind, rows in kinds.items()
+            for row in rows
+        }
+
+    def row(self, stage: int, kind: Kind, frequency_mhz: int) -> ProfileRow:
+        """The row of a stage, kind and frequency.
+
+        Raises:
+            ProfileError: that frequency was not profiled there.
+        """
+        found = self._by_frequency.get((stage, kind, frequency_mhz))
+        if found is None:
+            listed = ", ".join(str(row.frequency_mhz) for row in self.rows[stage][kind])
+            raise ProfileError(
+                f"{self.source}: stage {stage} {kind.value} was not profiled at this "
+                "frequency (MHz)",
+                value=frequency_mhz,
+                remedy=f"Profiled there: {listed}.",
+            )
+        return found
+
+    @cached_property
+    def optimal_frequency_mhz(self) -> tuple[int, ...]:
+        """For each stage, the frequency at the bottom of its energy valley.
+
+        The one with the least energy of one forward plus one backward (Choi et al., ATC'23,
+        section 3.2); of equal ones the highest.
+
+        Raises:
+            ProfileError: a stage whose forward and backward have no frequency in common.
+        """
+        optimal = []
+        for stage, kinds in enumerate(self.rows):
+            backward_j = {row.frequency_mhz: row.energy_j for row in kinds[Kind.BACKWARD]}
+            both = [
+                (row.energy_j + backward_j[row.frequency_mhz], -row.frequency_mhz)
+                for row in kinds[Kind.FORWARD]
+                if row.frequency_mhz in backward_j
+            ]
+            if not both:
+                raise ProfileError(
+                    f"{self.source}: stage {stage} has no frequency that both its forward and its "
+                    "backward were profiled at, so it has no energy valley",
+                    remedy="Profile both at the same frequencies.",
+                )
+            optimal.append(-min(both)[1])
+        return tuple(optimal)
+
+    def pareto(self, stage: int, kind: Kind) -> tuple[ProfileRow, ...]:
+        """The rows that no other beats in both time and energy, fastest first."""
+        efficient: list[ProfileRow] = []
+        for row in sorted(self.rows[stage][kind], key=lambda r: (r.time_s, r.energy_j)):
+            if not efficient or row.energy_j < efficient[-1].energy_j:
+                efficient.append(row)
+        return tuple(efficient)
+
+    def for_chunks(self, num_chunks: int) -> Profile:
+        """The profile of one of `num_chunks` chunks of each stage.
+
+        A profile without chunks gives each of V chunks 1/V of its stage's time and energy.
+
+        Raises:
+            ProfileError: the profile was measured with another number of chunks.
+        """
+        if num_chunks == self.sidecar.num_chunks:
+            return self
+        if self.sidecar.num_chunks != 1:
+            raise ProfileError(
+                f"{self.source} was measured with {self.sidecar.num_chunks} chunks a stage",
+                value=num_chunks,
+                remedy="Plan for as many chunks, or profile without chunks.",
+            )
+        rows = tuple(
+            {kind: tuple(row.per_chunk(num_chunks) for row in rows) for kind, rows in kinds.items()}
+            for kinds in self.rows
+        )
+        return replace(self, rows=rows, sidecar=replace(self.sidecar, num_chunks=num_chunks))
+
+    def lookup(
+        self, frequency_mhz: NDArray[np.int64], is_backward: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Time and energy of each unit.
+
+        Args:
+            frequency_mhz: [num_stages, units_per_stage].
+            is_backward: the same shape.
+
+        Returns:
+            times in s and energies in J, the same shape.
+
+        Raises:
+            ProfileError: a frequency that was not profiled for that stage and kind, or where the
+                profile interpolates, one above or below all that were.
+        """
+        time_s = np.empty(frequency_mhz.shape)
+        energy_j = np.empty(frequency_mhz.shape)
+        for stage in range(frequency_mhz.shape[0]):
+            for kind, mask in (
+                (Kind.FORWARD, ~is_backward[stage]),
+                (Kind.BACKWARD, is_backward[stage]),
+            ):
+                wanted = frequency_mhz[stage][mask]
+                clocks, times_s, energies_j = self.curve(stage, kind)
+                at = np.searchsorted(clocks, wanted, side="right") - 1
+                if self.interpolates:
+                    known = (at >= 0) & (wanted <= clocks[-1])
+                else:
+                    known = clocks[at] == wanted
+                if not known.all():
+                    self.row(stage, kind, int(wanted[~known][0]))  # raises, and says why
+                time_s[stage][mask] = np.interp(wanted, clocks, times_s)
+                energy_j[stage][mask] = np.interp(wanted, clocks, energies_j)
+        return time_s, energy_j
+
+    def curve(self, stage: int, kind: Kind) -> NDArray[np.float64]:
+        """[3, number of rows] frequencies in MHz, times in s and energies in J, lowest clock first.
+
+        The form that `numpy.interp` works on.
+        """
+        return self._curves[stage, kind]
+
+    @cached_property
+    def _curves(self) -> dict[tuple[int, Kind], NDArray[np.float64]]:
+        return {
+            (stage, kind): np.array(
+                [(row.frequency_mhz, row.time_s, row.energy_j) for row in reversed(rows)]
+            ).T
+            for stage, kinds in enumerate(self.rows)
+            for kind, rows in kinds.items()
+        }
+
+    def to_csv(self) -> str:
+        """The table as CSV text."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        rows = self._by_frequency
+        known = any(row.energy_uncertainty_j is not None for row in rows.values())
+        writer.writerow([*COLUMNS, *([_UNCERTAINTY] if known else [])])
+        for (stage, kind, _), row in rows.items():
+            uncertainty = [row.energy_uncertainty_j] if known else []
+            writer.writerow(
+                [stage, kind.value, row.frequency_mhz, row.time_s, row.energy_j, *uncertainty]
+            )
+        return out.getvalue()
+
+    def write(self, path: Path) -> None:
+        """Write the CSV, and the sidecar beside it; both or none.
+
+        Raises:
+            ProfileError: the CSV has the sidecar's name.
+            OSError: a file cannot be written.
+        """
+        if sidecar_path(path) == path:
+            raise ProfileError(
+                "A profile's sidecar is the .json of its name, so the profile itself cannot be",
+                value=path,
+                remedy="Call it .csv.",
+            )
+        replace_files({path: [self.to_csv()], sidecar_path(path): [self.sidecar.to_json_text()]})
+
+
+def make_profile(
+    rows: Iterable[tuple[int, Kind, ProfileRow]], *, source: str, sidecar: Sidecar | None = None
+) -> Profile:
+    """A checked profile from rows in any order.
+
+    Raises:
+        ProfileError: no rows, or a stage or an instruction of a stage without any.
+    """
+    table: dict[int, dict[Kind, list[ProfileRow]]] = {}
+    for stage, kind, row in rows:
+        known = table.setdefault(stage, {}).setdefault(kind, [])
+        if any(other.frequency_mhz == row.frequency_mhz for other in known):
+            raise ProfileError(
+                f"{source} has two rows for stage {stage} {kind.value} at this frequency (MHz)",
+                value=row.frequency_mhz,
+                remedy="Keep one.",
+            )
+        known.append(row)
+    if not table or min(table) < 0:
+        raise ProfileError(
+            f"{source} has no rows, or a stage below 0",
+            remedy="A profile lists every stage and instruction.",
+        )
+    stages: list[dict[Kind, tuple[ProfileRow, ...]]] = []
+    for stage in range(max(table) + 1):
+        kinds: dict[Kind, tuple[ProfileRow, ...]] = {}
+        for kind in Kind:
+            if kind not in table.get(stage, {}):
+                raise ProfileError(
+                    f"{source} has no row for stage {stage} {kind.value}",
+                    remedy=f"Profile the forward and the backward of stages 0 to {max(table)}.",
+                )
+            kinds[kind] = tuple(
+                sorted(table[stage][kind], key=lambda r: r.frequency_mhz, reverse=True)
+            )
+        stages.append(kinds)
+    profile = Profile(tuple(stages), "", source, sidecar or Sidecar())
+    return replace(profile, sha256=hashlib.sha256(profile.to_csv().encode()).hexdigest())
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a profile CSV, and its sidecar if there is one.
+
+    Powers that no GPU has are told in a warning.
+
+    Raises:
+        ProfileError: naming file, line and value of what is wrong.
+    """
+    try:
+        content = path.read_bytes()
+        reader = csv.reader(io.StringIO(decode(content), newline=""))
+        lines = list(reader)
+    except (OSError, ValueError, csv.Error) as error:
+        raise ProfileError(
+            f"Profile {path} is not readable: {error}", remedy="Give a profile CSV."
+        ) from error
+    header = [name.strip() for name in lines[0]] if lines else []
+    repeated = any(header.count(name) > 1 for name in (_RANK, _UNCERTAINTY))
+    if repeated or any(header.count(name) != 1 for name in COLUMNS):
+        raise ProfileError(
+            f"{path}, line 1: not the header of a profile",
+            value=",".join(header),
+            remedy=f"The first line must name the columns {','.join(COLUMNS)}.",
+        )
+    seen: dict[tuple[int, Kind, int, str], int] = {}
+    by_rank: dict[tuple[int, Kind, int], list[ProfileRow]] = {}
+    implausible: list[tuple[float, str]] = []
+    for number, cells in enumerate(lines[1:], start=2):
+        if not any(cell.strip() for cell in cells):
+            continue
+        where = f"{path}, line {number}"
+        if len(cells) <= max(header.index(name) for name in COLUMNS):
+            raise ProfileError(
+                f"{where}: too few columns",
+                value=",".join(cells),
+                remedy=f"Needed: {', '.join(COLUMNS)}.",
+            )
+        named = {name: cell.strip() for name, cell in zip(header, cells, strict=False)}
+        stage, kind, row = _parse_row(named, where)
+        rank = named.get(_RANK, "")
+        key = (stage, kind, row.frequency_mhz)
+        if (*key, rank) in seen:
+            of_rank = f" of rank {rank}" if rank else ""
+            raise ProfileError(
+                f"{where}: a second row for stage {stage} {kind.value}{of_rank} at this "
+                "frequency (MHz)",
+                value=row.frequency_mhz,
+                remedy=f"The first stands on line {seen[*key, rank]}; keep one.",
+            )
+        seen[*key, rank] = number
+        if not _POWERS_W[0] <= row.energy_j / row.time_s <= _POWERS_W[1]:
+            implausible.append((row.energy_j / row.time_s, where))
+        by_rank.setdefault(key, []).append(row)
+    rows = [
+        (stage, kind, _one_gpu(frequency_mhz, ranks))
+        for (stage, kind, frequency_mhz), ranks in by_rank.items()
+    ]
+    sidecar = read_sidecar(sidecar_path(path)) if sidecar_path(path).exists() else Sidecar()
+    profile = make_profile(rows, source=str(path), sidecar=sidecar)
+    check_lengths(sidecar, profile.num_stages, sidecar_path(path))
+    _check_powers(profile, implausible)
+    return replace(profile, sha256=hashlib.sha256(content).hexdigest())
+
+
+def _check_powers(profile: Profile, implausible: Sequence[tuple[float, str]]) -> None:
+    for stage, kinds in enumerate(profile.rows):
+        if not any(row.energy_j for rows in kinds.values() for row in rows):
+            raise ProfileError(
+                f"{profile.source}: stage {stage} has no energy in any row",
+                remedy="Energy is what a plan saves: give J of one GPU and one microbatch.",
+            )
+    if implausible:
+        power_w, where = implausible[0]
+        logger.warning(
+            "%s: %.3g W, and %d more rows with powers that no GPU has (%g W to %g W). Times are in "
+            "s, and energies in J of one GPU and one microbatch: correct the file if its are not.",
+            where, power_w, len(implausible) - 1, *_POWERS_W,
+        )  # fmt: skip
+
+
+def _one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:
+    """One row from those of a stage's GPUs."""
+    known = [row.energy_uncertainty_j for row in ranks if row.energy_uncertainty_j is not None]
+    return ProfileRow(
+        frequency_mhz,
+        max(row.time_s for row in ranks),
+        math.fsum(row.energy_j for row in ranks) / len(ranks),
+        math.hypot(*known) / len(ranks) if len(known) == len(ranks) else None,
+    )
+
+
+def _parse_row(cells: Mapping[str, str], where: str) -> tuple[int, Kind, ProfileRow]:
+    instruction = cells["instruction"]
+    if instruction not in set(Kind):
+        raise ProfileError(
+            f"{where}: unknown instruction", value=instruction, remedy="Use forward or backward."
+        )
+    stage = _number(cells["stage"], f"{where}: stage", integral=True)
+    frequency = _number(
+        cells["frequency"], f"{where}: frequency (MHz)", integral=True, positive=True
+    )
+    time_s = _number(cells["time"], f"{where}: time (s)", positive=True)
+    energy_j = _number(cells["energy"], f"{where}: energy (J)")
+    uncertainty_j = None
+    if text := cells.get(_UNCERTAINTY, ""):
+        uncertainty_j = _number(text, f"{where}: {_UNCERTAINTY} (J)")
+    try:
+        row = ProfileRow(int(frequency), time_s, energy_j, uncertainty_j)
+    except ProfileError as error:
+        raise ProfileError(f"{where}: {error}") from error
+    return int(stage), Kind(instruction), row
+
+
+def _number(text: str, what: str, *, integral: bool = False, positive: bool = False) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ProfileError(f"{what} is not a number", value=text)
+    if value < 0 or (positive and value == 0):
+        raise ProfileError(f"{what} must be {'above' if positive else 'at least'} 0", value=text)
+    if integral and not value.is_integer():
+        raise ProfileError(f"{what} must be a whole number", value=text)
+    return value

@@ -1,0 +1,1 @@
+"""Files that others read or write: energy logs, timelines, frontiers, other tools' profiles."""

@@ -1,0 +1,128 @@
+"""Stored frontiers: plans at hand for whatever time an iteration may take.
+
+A replica that is slower than the others (a straggler) holds up the gradient reduction of all; until
+it recovers, the others lose nothing by being as slow (Chung et al., SOSP'24, section 3.3). The
+frontier that was planned before holds the plan for that.
+
+The file is JSON Lines: first a header with the figures of all points, then one plan a line, the
+fastest first, so that finding and reading one of them takes milliseconds. The CSV beside it holds
+the same figures.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from envpipe_megatron.core.evaluation import PlanError
+from envpipe_megatron.core.plan import Plan, plan_from_json
+from envpipe_megatron.core.plan_fields import Fields
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.files import read_text, replace_files
+
+FRONTIER_FORMAT = "envpipe-frontier/1"
+_REMEDY = "Give the .jsonl file that envpipe plan --frontier writes beside its CSV."
+CSV_COLUMNS = ("iteration_time_s", "energy_j", "energy_lower_bound_j")
+
+
+class FrontierError(PlanError):
+    """A stored frontier that is not readable."""
+
+
+@dataclass(frozen=True)
+class StoredFrontier:
+    """A frontier's figures, and its plans as text until one is asked for.
+
+    Args:
+        path: of the file.
+        iteration_time_s: of each plan, rising.
+        baseline_s: iteration time of the framework's own order at the highest clocks.
+        lines: each plan's JSON.
+    """
+
+    path: Path
+    iteration_time_s: tuple[float, ...]
+    baseline_s: float
+    lines: tuple[str, ...]
+
+    def plan_for(self, iteration_time_s: float, profile: Profile) -> Plan:
+        """The cheapest plan that takes no longer than a time, s; the fastest if none is so fast.
+
+        Raises:
+            PlanError: the plan does not fit the profile, or is not one.
+        """
+        allowed_s = iteration_time_s * (1 + RELATIVE_TOLERANCE)
+        index = max(0, bisect_right(self.iteration_time_s, allowed_s) - 1)
+        try:
+            data = json.loads(self.lines[index])
+        except ValueError as error:
+            raise FrontierError(
+                f"{self.path}, line {index + 2}: not readable JSON: {error}"
+            ) from error
+        if not isinstance(data, dict):
+            raise FrontierError(f"{self.path}, line {index + 2}: not a plan")
+        return plan_from_json(data, Path(f"{self.path}, line {index + 2}"), profile)
+
+
+def write_frontier(plans: Sequence[Plan], csv_path: Path) -> Path:
+    """Write the CSV of a frontier, and its plans beside it; returns the path of those.
+
+    Args:
+        plans: at least one, the fastest first.
+        csv_path: `iteration_time_s,energy_j,energy_lower_bound_j`; the plans get the same name with
+            the suffix `.jsonl`.
+    """
+    figures = [
+        (plan.cost.iteration_time_s, plan.cost.energy_j, plan.energy_lower_bound_j)
+        for plan in plans
+    ]
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows([CSV_COLUMNS, *figures])
+    baseline = plans[0].baseline.cost
+    header = {
+        "format": FRONTIER_FORMAT,
+        **dict(zip(CSV_COLUMNS, zip(*figures, strict=True), strict=True)),
+        "baseline": {
+            "iteration_time_s": baseline.iteration_time_s,
+            "energy_j": baseline.energy_j,
+        },
+        "profile_sha256": plans[0].profile.sha256,
+    }
+    plans_path = csv_path.with_suffix(".jsonl")
+    lines = (json.dumps(line) + "\n" for line in chain([header], (p.to_json() for p in plans)))
+    replace_files({csv_path: [table.getvalue()], plans_path: lines})
+    return plans_path
+
+
+def read_frontier(path: Path) -> StoredFrontier:
+    """Read a stored frontier's header; its plans are read when they are asked for.
+
+    Raises:
+        PlanError: naming the file and the field that is wrong.
+    """
+    try:
+        header, *lines = read_text(path).splitlines()
+        data = json.loads(header)
+    except (OSError, ValueError) as error:
+        raise FrontierError(f"Frontier {path} is not readable: {error}", remedy=_REMEDY) from error
+    if not isinstance(data, dict) or data.get("format") != FRONTIER_FORMAT:
+        raise FrontierError(f"{path} is not a stored frontier", remedy=_REMEDY)
+    fields = Fields(data, path)
+    if not lines:
+        raise FrontierError(f"{path} holds no plans", remedy="Plan the frontier again.")
+    times_s = fields.numbers("iteration_time_s", len(lines))
+    if list(times_s) != sorted(times_s):
+        raise fields.wrong("iteration_time_s", "Times must rise.")
+    baseline = data.get("baseline")
+    baseline_s = baseline.get("iteration_time_s") if isinstance(baseline, dict) else None
+    if not isinstance(baseline_s, int | float) or not 0 < baseline_s < math.inf:
+        raise fields.wrong("baseline", "It must hold an iteration_time_s.")
+    return StoredFrontier(path, times_s, float(baseline_s), tuple(lines))

@@ -1,0 +1,251 @@
+"""Measured timelines: JSON Lines, one object for each rank and recorded iteration.
+
+```json
+{"format": "envpipe-timeline/1", "node": "n1", "gpu": "NVIDIA A100", "gpu_uid": "GPU-1a2b…",
+ "rank": 0, "stage": 0, "phase": "steady", "iteration": 40, "begin_s": 812.5,
+ "iteration_time_s": 0.6012, "units": "F0 F1 B0 B1", "start_us": [0, 98011, 400120, 500900],
+ "end_us": [98010, 196022, 500801, 600050], "frequency_mhz": [1410, 1260, 1260, 1260]}
+```
+
+Units stand in the order in which they ran, as plans write them; their starts and ends are
+microseconds after the iteration's begin, which is on the time base of the energy log's windows.
+Frequencies are those that were requested, and absent where no clock was controlled. Not every
+iteration is recorded: see `is_recorded`. Lines of another format tell of the clock that was seen on
+a real GPU whenever it was looked at, in the first hour:
+
+```json
+{"format": "envpipe-clock/1", "node": "n1", "gpu_uid": "GPU-1a2b…", "rank": 0,
+ "time_s": [812.5, 813.0], "requested_mhz": [1260, null], "observed_mhz": [1260, 1410]}
+```
+
+A writer may add fields, such as the name of a `run`, and `clock_backend`: what set the clocks, of
+which `dry_run` set none. Torn lines, which killed jobs leave, are passed over and counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.core.schedule import ScheduleError, Unit, parse_unit
+from envpipe_megatron.formats.energy import Phase, read_amount, read_text
+
+TIMELINE_FORMAT = "envpipe-timeline/1"
+CLOCK_FORMAT = "envpipe-clock/1"
+
+#: Iterations of the steady phase that are recorded from its begin on.
+FIRST_STEADY = 10
+#: Behind these, one of so many is recorded: a job of weeks leaves megabytes a rank.
+STEADY_STRIDE = 100
+#: Looks at a clock that are recorded: the first hour's.
+MOST_CLOCK_SAMPLES = 7200
+
+
+def is_recorded(phase: Phase, index: int) -> bool:
+    """Whether the iteration of a phase is recorded; its first one has index 0."""
+    return phase is not Phase.STEADY or index < FIRST_STEADY or index % STEADY_STRIDE == 0
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLabels:
+    """Whose line it is.
+
+    Args:
+        node: the node's name.
+        gpu: the product's name.
+        gpu_uid: names the GPU.
+        rank: of the job.
+        stage: of the pipeline.
+        run: the run of the job, empty where the job has one.
+        clock_backend: what set the clocks, such as `nvml` or `dry_run`; empty where not known.
+    """
+
+    node: str
+    gpu: str
+    gpu_uid: str
+    rank: int
+    stage: int
+    run: str
+    clock_backend: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankIteration:
+    """One iteration of one rank.
+
+    Args:
+        labels: whose.
+        phase: what the iteration was for.
+        iteration: its number in the job.
+        begin_s: on the time base of the GPU's meter, which compares within a node alone.
+        iteration_time_s: to the end of the iteration on this rank.
+        order: the units' names, with spaces between them.
+        start_us: [num_units] after the begin, in microseconds.
+        end_us: [num_units] likewise.
+        frequency_mhz: [num_units] the requested clocks; None where no clock was controlled.
+    """
+
+    labels: GpuLabels
+    phase: str
+    iteration: int
+    begin_s: float
+    iteration_time_s: float
+    order: str
+    start_us: NDArray[np.int64]
+    end_us: NDArray[np.int64]
+    frequency_mhz: NDArray[np.int64] | None
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """In the order in which they ran."""
+        return parse_order(self.order)
+
+
+@dataclass(frozen=True, slots=True)
+class ClockSamples:
+    """What the clock of one GPU was at some instants.
+
+    Args:
+        labels: whose.
+        time_s: [num_samples] on the time base of the GPU's meter.
+        requested_mhz: [num_samples] None where the clock was not locked.
+        observed_mhz: [num_samples].
+    """
+
+    labels: GpuLabels
+    time_s: tuple[float, ...]
+    requested_mhz: tuple[int | None, ...]
+    observed_mhz: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TimelineLogs:
+    """What was read from timeline files.
+
+    Args:
+        iterations: in the order of their lines.
+        clocks: likewise.
+        unreadable: lines that are torn or of something else, as `file:line`.
+    """
+
+    iterations: tuple[RankIteration, ...] = ()
+    clocks: tuple[ClockSamples, ...] = ()
+    unreadable: tuple[str, ...] = ()
+
+
+@lru_cache(maxsize=1024)
+def parse_order(order: str) -> tuple[Unit, ...]:
+    """Units from their names with spaces between them.
+
+    Raises:
+        ScheduleError: one of them is no unit.
+    """
+    return tuple(parse_unit(text) for text in order.split())
+
+
+def read_timelines(paths: Iterable[Path]) -> TimelineLogs:
+    """Read timeline files; lines that cannot be read are passed over.
+
+    Raises:
+        OSError: a file that cannot be read.
+    """
+    iterations: list[RankIteration] = []
+    clocks: list[ClockSamples] = []
+    unreadable: list[str] = []
+    for path in paths:
+        with path.open("rb") as lines:  # a torn line need not be text
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    read = _parse_line(line)
+                except (ValueError, TypeError, KeyError, OverflowError, ScheduleError):
+                    unreadable.append(f"{path}:{number}")
+                    continue
+                if isinstance(read, RankIteration):
+                    iterations.append(read)
+                else:
+                    clocks.append(read)
+    return TimelineLogs(tuple(iterations), tuple(clocks), tuple(unreadable))
+
+
+def _parse_line(line: bytes) -> RankIteration | ClockSamples:
+    """Read one line.
+
+    Raises:
+        ValueError, TypeError, KeyError, OverflowError, ScheduleError: it is torn or something else.
+    """
+    data = json.loads(line)
+    if not isinstance(data, dict):
+        raise ValueError
+    if data.get("format") == CLOCK_FORMAT:
+        return _clock_samples(data)
+    if data.get("format") != TIMELINE_FORMAT:
+        raise ValueError
+    start_us, end_us = (_integers(data[name]) for name in ("start_us", "end_us"))
+    known = data.get("frequency_mhz")
+    read = RankIteration(
+        labels=_labels(data),
+        phase=read_text(data, "phase"),
+        iteration=_index(data, "iteration"),
+        begin_s=read_amount(data["begin_s"]),
+        iteration_time_s=read_amount(data["iteration_time_s"]),
+        order=read_text(data, "units"),
+        start_us=start_us,
+        end_us=end_us,
+        frequency_mhz=None if known is None else _integers(known),
+    )
+    count = len(read.units)
+    clocks = start_us if read.frequency_mhz is None else read.frequency_mhz
+    if not count == len(start_us) == len(end_us) == len(clocks):
+        raise ValueError
+    # Units of a stage run one after another.
+    if start_us[0] < 0 or (end_us < start_us).any() or (start_us[1:] < end_us[:-1]).any():
+        raise ValueError
+    return read
+
+
+def _clock_samples(data: dict[str, Any]) -> ClockSamples:
+    times = tuple(read_amount(value) for value in data["time_s"])
+    requested, observed = tuple(data["requested_mhz"]), tuple(data["observed_mhz"])
+    if not len(times) == len(requested) == len(observed):
+        raise ValueError
+    if any(type(mhz) is not int for mhz in (*observed, *(m for m in requested if m is not None))):
+        raise TypeError
+    return ClockSamples(_labels(data), times, requested, observed)
+
+
+def _labels(data: dict[str, Any]) -> GpuLabels:
+    return _shared_labels(
+        *(read_text(data, name) for name in ("node", "gpu", "gpu_uid")),
+        *(_index(data, name) for name in ("rank", "stage")),
+        *(read_text(data, name) for name in ("run", "clock_backend")),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _shared_labels(
+    node: str, gpu: str, gpu_uid: str, rank: int, stage: int, run: str, clock_backend: str
+) -> GpuLabels:
+    return GpuLabels(node, gpu, gpu_uid, rank, stage, run, clock_backend)
+
+
+def _integers(values: Any) -> NDArray[np.int64]:
+    array = np.asarray(values)
+    if array.ndim != 1 or array.dtype != np.int64:  # none at all are floats
+        raise TypeError
+    return array
+
+
+def _index(data: dict[str, Any], name: str) -> int:
+    value = data[name]
+    if type(value) is not int or value < 0:
+        raise TypeError
+    return value

@@ -1,0 +1,140 @@
+"""A GPU whose clock a site's own command changes: for sites that grant only a sudo script.
+
+The command is an argv of the site configuration (`gpu.site`), run without a shell, with nothing on
+its standard input, in an environment of its own. What is put into it cannot carry anything else:
+the UUID must match a strict pattern, index and clock are numbers, and the clock is one of those
+that the GPU supports. Everything is read through NVML, which needs no rights.
+
+A command should end within the site's time limit by itself: this process stops one that runs on,
+but a program that sudo started belongs to root, and its caller may have no right to stop it.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+from envpipe_megatron.gpu.backends.read_through import ReadThroughGpu
+from envpipe_megatron.gpu.base import Gpu, GpuError
+from envpipe_megatron.gpu.site import PLACEHOLDER, SiteConfig
+
+UUID_PATTERN = re.compile(r"GPU-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
+ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
+"""All that a command gets: nothing of the training job's environment reaches what sudo runs."""
+
+_TAIL_BYTES = 2000
+_STOP_S = 1.0
+
+
+class CommandError(GpuError):
+    """A site's command failed, hung, or is not there."""
+
+
+class CommandGpu(ReadThroughGpu):
+    """One GPU under a site's commands.
+
+    Args:
+        reader: the GPU to read from; its uid is the `{uuid}` of the commands.
+        index: NVML's index of the GPU on this machine, the `{index}` of the commands.
+        site: the configuration that holds both commands.
+
+    Raises:
+        CommandError: the site has no commands.
+        GpuError: the GPU's uid is not a UUID.
+    """
+
+    def __init__(self, reader: Gpu, index: int, site: SiteConfig) -> None:
+        super().__init__("command", reader)
+        if not site.lock_command:
+            raise CommandError(
+                "This site has no commands that change clocks",
+                value=str(site.path) if site.path else None,
+                remedy="Set lock_command and reset_command in the site configuration",
+            )
+        if not UUID_PATTERN.fullmatch(reader.address.uid):
+            raise GpuError("Not the UUID of a whole GPU", value=reader.address.uid)
+        self._site = site
+        self._values = {"uuid": reader.address.uid, "index": str(int(index))}
+        # The limit, and what stopping takes: a command whose caller was killed may run so long.
+        self.late_request_s = site.command_time_limit_s + 2 * _STOP_S
+
+    def _lock(self, frequency_mhz: int) -> None:
+        self._run(self._site.lock_command, {**self._values, "mhz": str(int(frequency_mhz))})
+        self._requested_mhz = frequency_mhz
+
+    def _reset(self) -> None:
+        self._run(self._site.reset_command, self._values)
+        self._requested_mhz = None
+
+    def _run(self, command: Sequence[str], values: Mapping[str, str]) -> None:
+        # In one pass, so that nothing that was put in is read as a placeholder again.
+        argv = [PLACEHOLDER.sub(lambda match: values[match[1]], part) for part in command]
+        # A file and not a pipe: a pipe stays open as long as any descendant lives. In memory, so
+        # that a full disk does not keep a clock locked.
+        errors = os.memfd_create("stderr", os.MFD_CLOEXEC)
+        try:
+            try:
+                process = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    env=ENVIRONMENT,
+                    cwd="/",
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise CommandError(
+                    f"The site's command for {self.name} cannot be run: {error.strerror}",
+                    value=argv[0],
+                    remedy=f"Correct the command in {self._site.path}, or make it executable",
+                ) from error
+            try:
+                status = process.wait(self._site.command_time_limit_s)
+            except subprocess.TimeoutExpired:
+                stopped = _stop(process)
+                raise CommandError(
+                    f"The site's command for {self.name} took longer than its limit of "
+                    f"{self._site.command_time_limit_s:g} s and "
+                    f"{'was stopped' if stopped else 'could not be stopped: it may still act'}"
+                    f"{_tail(errors)}",
+                    value=argv,
+                    remedy=f"Run it by hand, or raise command_time_limit_s in {self._site.path}",
+                ) from None
+            if status != 0:
+                raise CommandError(
+                    f"The site's command for {self.name} failed with status {status}"
+                    f"{_tail(errors)}",
+                    value=argv,
+                    remedy="Run it by hand as this user; a sudo rule must not ask for a password",
+                )
+        finally:
+            os.close(errors)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> bool:
+    """End a command and its descendants; return whether it is gone.
+
+    Politely first: sudo hands SIGTERM on to what it runs, and cannot hand on SIGKILL.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        give_up_s = time.monotonic() + _STOP_S
+        # Seen but not reaped, so that the group's number cannot become another's before SIGKILL.
+        seen = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        while os.waitid(os.P_PID, process.pid, seen) is None and time.monotonic() < give_up_s:
+            time.sleep(0.01)
+    return process.poll() is not None
+
+
+def _tail(errors: int) -> str:
+    """The end of what a command wrote to standard error, for a message."""
+    size = os.fstat(errors).st_size
+    text = os.pread(errors, _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace")
+    # One line, and no control characters: this ends up in logs and on terminals.
+    shown = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return f"; it said: {shown}" if shown else ""

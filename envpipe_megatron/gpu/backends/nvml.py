@@ -1,0 +1,288 @@
+"""NVIDIA GPUs through NVML (nvidia-ml-py): any since Volta, with the clocks that the device lists.
+
+Locking needs root or CAP_SYS_ADMIN; everything else is open to every user. A lock outlives the
+process that made it, and NVML has no getter for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pynvml
+
+from envpipe_megatron.gpu.backends.nvml_errors import (
+    GpuLostError,
+    MigModeError,
+    NvmlError,
+    NvmlNotSupportedError,
+    NvmlPermissionError,
+    VirtualGpuError,
+)
+from envpipe_megatron.gpu.backends.nvml_library import NvmlHandle, call_library
+from envpipe_megatron.gpu.base import ClockState, EnergyReading, Gpu, GpuAddress
+from envpipe_megatron.gpu.energy_counter import EnergyCounter
+from envpipe_megatron.gpu.overrides import override_for
+
+_LOG = logging.getLogger(__name__)
+
+THROTTLE_REASONS = {
+    pynvml.nvmlClocksThrottleReasonGpuIdle: "idle",
+    pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting: "application clocks",
+    pynvml.nvmlClocksThrottleReasonSwPowerCap: "power cap",
+    pynvml.nvmlClocksThrottleReasonHwSlowdown: "hardware slowdown",
+    pynvml.nvmlClocksThrottleReasonSyncBoost: "sync boost",
+    pynvml.nvmlClocksThrottleReasonSwThermalSlowdown: "software thermal slowdown",
+    pynvml.nvmlClocksThrottleReasonHwThermalSlowdown: "hardware thermal slowdown",
+    pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "power brake",
+    pynvml.nvmlClocksThrottleReasonDisplayClockSetting: "display clocks",
+}
+"""NVML's bits in words; a bit that is not here is told as its number."""
+
+_VIRTUAL_GPU = pynvml.NVML_GPU_VIRTUALIZATION_MODE_VGPU
+
+
+@dataclass(frozen=True, slots=True)
+class NvmlDevice:
+    """A GPU of this node.
+
+    Attributes:
+        index: NVML's, which is PCI bus order whatever CUDA_VISIBLE_DEVICES says.
+        uid: its UUID, `GPU-...`.
+        pci_bus_id: as NVML writes it, `00000000:1B:00.0`.
+        name: the product's name.
+    """
+
+    index: int
+    uid: str
+    pci_bus_id: str
+    name: str
+
+
+def list_nvml_gpus() -> tuple[NvmlDevice, ...]:
+    """Return the GPUs that NVML sees, in its order. A lost GPU is left out with a warning.
+
+    Raises:
+        NvmlError: NVML is not there or does not work.
+    """
+    devices = []
+    for index in range(call_library("count the GPUs", pynvml.nvmlDeviceGetCount)):
+        try:
+            devices.append(call_library(f"look at GPU {index}", _look_at, index))
+        except GpuLostError as error:
+            _LOG.warning("GPU %d is left out: %s", index, error)
+    return tuple(devices)
+
+
+def _look_at(index: int) -> NvmlDevice:
+    return _identify(pynvml.nvmlDeviceGetHandleByIndex(index))
+
+
+def _identify(handle: object) -> NvmlDevice:
+    return NvmlDevice(
+        pynvml.nvmlDeviceGetIndex(handle),
+        pynvml.nvmlDeviceGetUUID(handle),
+        _text(pynvml.nvmlDeviceGetPciInfo(handle).busId),
+        pynvml.nvmlDeviceGetName(handle),
+    )
+
+
+def _text(text: bytes | str) -> str:
+    return text.decode() if isinstance(text, bytes) else text
+
+
+class NvmlGpu(Gpu):
+    """One NVIDIA GPU. Any number of threads and processes may have one for the same GPU.
+
+    A call is over when the driver has taken it, also for a process that is killed in it: nothing
+    takes effect late.
+
+    Attributes:
+        index: NVML's index, for people and for commands that know GPUs by nothing else.
+        pci_bus_id: as NVML writes it, `00000000:1B:00.0`.
+
+    Args:
+        uid: its UUID (`GPU-...`) or PCI bus id (`0000:1b:00.0`), never an index: torch's, CUDA's
+            and NVML's differ.
+        reset_range_mhz: lowest and highest SM clock in MHz that a reset leaves, where the site
+            wants something else than the driver's default.
+
+    Raises:
+        MigModeError: the uid is that of a MIG instance.
+        GpuNotFoundError: NVML sees no such GPU.
+        NvmlError: the GPU cannot be read.
+    """
+
+    def __init__(self, uid: str, *, reset_range_mhz: tuple[int, int] | None = None) -> None:
+        if uid.startswith("MIG-"):
+            raise _mig_error("Cannot control or measure a MIG instance", uid)
+        self._device = NvmlHandle(uid)
+        found: NvmlDevice = self._device.call("read the identity", _identify)
+        self.address = GpuAddress("nvml", found.uid)
+        self.index = found.index
+        self.pci_bus_id = found.pci_bus_id
+        self.name = found.name
+        self.supported_frequencies_mhz = self._read_supported()
+        self._reset_range_mhz = reset_range_mhz
+        self._requested_mhz: int | None = None
+        self._instant_power: bool | None = None
+        self._reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons
+        self._counter = EnergyCounter(self._read_counter_j, f"{self.name} ({found.uid})")
+
+    def _read_supported(self) -> tuple[int, ...]:
+        """The SM clocks under the memory clock with which CUDA runs."""
+        override = override_for(self.name)
+        memory_mhz = self._device.call(
+            "read the memory clocks", pynvml.nvmlDeviceGetSupportedMemoryClocks
+        )
+        chosen_mhz = max(memory_mhz, default=0)
+        if override and override.memory_clock_mhz in memory_mhz:
+            chosen_mhz = override.memory_clock_mhz
+        clocks = self._device.call(
+            "read the SM clocks", pynvml.nvmlDeviceGetSupportedGraphicsClocks, chosen_mhz
+        )
+        if not clocks:
+            raise NvmlNotSupportedError(
+                f"{self.name} lists no SM clocks to choose from",
+                value=self.address.uid,
+                remedy="Its clocks cannot be locked; train without clock control",
+            )
+        return tuple(sorted(set(clocks), reverse=True))
+
+    def _lock(self, frequency_mhz: int) -> None:
+        self._set_range(f"lock the clock at {frequency_mhz} MHz", frequency_mhz, frequency_mhz)
+        self._requested_mhz = frequency_mhz
+
+    def _reset(self) -> None:
+        if self._reset_range_mhz is None:
+            self._change("reset the clock", pynvml.nvmlDeviceResetGpuLockedClocks)
+        else:
+            low, high = self._reset_range_mhz
+            self._set_range(f"reset the clock to the site's {low} to {high} MHz", low, high)
+        self._requested_mhz = None
+
+    def _set_range(self, action: str, low_mhz: int, high_mhz: int) -> None:
+        self._change(action, pynvml.nvmlDeviceSetGpuLockedClocks, low_mhz, high_mhz)
+
+    def _change(self, action: str, function: Callable[..., None], *arguments: int) -> None:
+        try:
+            self._device.call(action, function, *arguments)
+        except (NvmlNotSupportedError, NvmlPermissionError) as error:
+            # The driver gives one code for all causes; its own modes tell which it is.
+            obstacle = self.control_obstacle()
+            raise (obstacle or error) from error
+
+    def control_obstacle(self) -> NvmlError | None:
+        """Return what makes this GPU refuse locks whoever asks, None where nothing is known to.
+
+        It reads the modes of MIG and virtualization, and tries nothing.
+        """
+        uid = self.address.uid
+        try:
+            mig, _ = self._device.call("read the MIG mode", pynvml.nvmlDeviceGetMigMode)
+        except NvmlError:  # most GPUs know no MIG
+            mig = pynvml.NVML_DEVICE_MIG_DISABLE
+        if mig == pynvml.NVML_DEVICE_MIG_ENABLE:
+            return _mig_error("Cannot lock the clock of a GPU in MIG mode", uid)
+        try:
+            mode = self._device.call("read the mode", pynvml.nvmlDeviceGetVirtualizationMode)
+        except NvmlError:
+            return None
+        if mode != _VIRTUAL_GPU:
+            return None
+        return VirtualGpuError(
+            "Cannot lock the clock of a virtual GPU, which belongs to its host",
+            value=uid,
+            remedy="Train without clock control, or on a GPU that is passed through whole",
+        )
+
+    @property
+    def requested_frequency_mhz(self) -> int | None:
+        """The clock in MHz last locked through this object, None after a reset or before any."""
+        return self._requested_mhz
+
+    @property
+    def observed_frequency_mhz(self) -> int:
+        """The SM clock in MHz that the GPU reports now."""
+        clock = self._device.call(
+            "read the clock", pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM
+        )
+        return int(clock)
+
+    def clock_state(self) -> ClockState:
+        """Return request, clock, throttle reasons and power limit; four calls, so some ms.
+
+        A GPU that does not tell its limit or reasons leaves them empty.
+        """
+        requested_mhz = self._requested_mhz
+        return ClockState(
+            requested_mhz,
+            self.observed_frequency_mhz,
+            self._throttle_reasons(),
+            self._power_limit_w(),
+        )
+
+    def _throttle_reasons(self) -> tuple[str, ...]:
+        try:
+            bits = self._device.call("read the throttle reasons", self._reasons)
+        except NvmlNotSupportedError:
+            if self._reasons is pynvml.nvmlDeviceGetCurrentClocksThrottleReasons:
+                return ()
+            # Drivers before 535 know the call by its old name alone.
+            self._reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons
+            return self._throttle_reasons()
+        set_bits = (1 << place for place in range(bits.bit_length()) if bits >> place & 1)
+        return tuple(THROTTLE_REASONS.get(bit, f"reason {bit:#x}") for bit in set_bits)
+
+    def _power_limit_w(self) -> float | None:
+        try:
+            limit_mw = self._device.call(
+                "read the power limit", pynvml.nvmlDeviceGetEnforcedPowerLimit
+            )
+        except NvmlNotSupportedError:
+            return None
+        return float(limit_mw) / 1000
+
+    @property
+    def power_w(self) -> float:
+        """The instantaneous power in W.
+
+        Newer GPUs have a field for it; on those up to the A100 the plain power is instantaneous,
+        and on any between it is the mean of the last second.
+        """
+        if self._instant_power is not False:
+            (field,) = self._device.call(
+                "read the power",
+                pynvml.nvmlDeviceGetFieldValues,
+                [pynvml.NVML_FI_DEV_POWER_INSTANT],
+            )
+            self._instant_power = field.nvmlReturn == pynvml.NVML_SUCCESS
+            if self._instant_power:
+                return float(field.value.uiVal) / 1000
+        return float(self._device.call("read the power", pynvml.nvmlDeviceGetPowerUsage)) / 1000
+
+    def read_energy(self) -> EnergyReading:
+        """Return the counter at its last refresh; may wait for the next one, up to 0.1 s.
+
+        See `energy_counter` for how the refresh is found and how well.
+        """
+        return self._counter.read()
+
+    def _read_counter_j(self) -> float:
+        energy_mj = self._device.call("read the energy", pynvml.nvmlDeviceGetTotalEnergyConsumption)
+        return float(energy_mj) / 1000
+
+    def time_s(self) -> float:
+        """Return the monotonic clock's instant, s."""
+        return time.monotonic()
+
+
+def _mig_error(what: str, uid: str) -> MigModeError:
+    return MigModeError(
+        what,
+        value=uid,
+        remedy="Its instances share one clock and one meter: train on whole GPUs, with MIG off "
+        "(an administrator can say nvidia-smi -mig 0)",
+    )

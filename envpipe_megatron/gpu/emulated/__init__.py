@@ -1,0 +1,1 @@
+"""GPUs whose time and power follow a model, for machines without any."""

@@ -1,0 +1,300 @@
+"""An emulated GPU, shared by all processes of a node through a folder.
+
+It has a virtual time that advances only by the work and waiting put on it (`run_unit`,
+`advance_to`), time and power by a preset's model, clock changes that take their time, and an energy
+counter that refreshes as a real one does. All of it is arithmetic on virtual time: the same calls
+give the same bits, however busy the host is. How requests supersede each other is said in
+`emulated_state`.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuAddress, GpuError
+from envpipe_megatron.gpu.emulated.presets import GpuPreset, Kind, load_preset
+from envpipe_megatron.gpu.emulated.state import EmulatedState, tick_number
+from envpipe_megatron.gpu.emulated.store import (
+    EmulatedStateError,
+    StateFile,
+    default_root,
+    stored_indices,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRun:
+    """How a unit ran.
+
+    Attributes:
+        start_s: virtual instant at which it began, s.
+        end_s: virtual instant at which it ended, s.
+        energy_j: its energy, without that of waiting before it, J.
+        frequency_mhz_start: requested clock in force when it began, MHz.
+        frequency_mhz_end: requested clock in force for its last part, MHz.
+    """
+
+    start_s: float
+    end_s: float
+    energy_j: float
+    frequency_mhz_start: int
+    frequency_mhz_end: int
+
+
+class EmulatedGpu(Gpu):
+    """One emulated GPU. Make it with `create` or `open`; objects hold no state of their own.
+
+    Clocks here are requested clocks that have settled. A preset's power cap acts on time and power
+    and is not shown as a lower clock.
+
+    Every method that touches the state may raise EmulatedStateError: file missing, foreign, or the
+    folder not writable.
+    """
+
+    drives_hardware: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        index: int,
+        file: StateFile,
+        preset: GpuPreset,
+        monotonic_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.index = index
+        self.preset = preset
+        self.address = GpuAddress("emulated", f"{file.path.parent}#{index}")
+        self.name = f"{preset.gpu} (emulated)"
+        self.supported_frequencies_mhz = preset.supported_frequencies_mhz
+        self._file = file
+        self._monotonic_s = monotonic_s
+
+    @classmethod
+    def create(cls, preset: str, index: int, root: str | os.PathLike[str] | None = None) -> Self:
+        """Create a GPU at its maximum clock, or open it as it is where it exists already.
+
+        Any number of processes may do so at once. Like a real GPU it keeps lock, time and energy
+        from one job to the next.
+
+        Args:
+            preset: name of a preset, or path of a preset file.
+            index: the GPU's index in the node, from 0.
+            root: folder of the node; by default that of `default_root`.
+
+        Raises:
+            PresetError: no such preset.
+            EmulatedStateError: this GPU exists with another preset, or the folder cannot be used.
+        """
+        if index < 0:
+            raise GpuError("The index of an emulated GPU counts from 0", value=index)
+        model = load_preset(preset)
+        # A path is kept absolute, since other processes may stand in other folders.
+        reference = str(Path(preset).expanduser().resolve()) if preset.endswith(".toml") else preset
+        file = StateFile(_folder(root), index)
+        state = file.create(EmulatedState(reference, model.max_frequency_mhz))
+        if state.preset != reference:
+            raise EmulatedStateError(
+                f"Emulated GPU {file.path} exists with preset {state.preset!r}",
+                value=reference,
+                remedy="Use that preset, delete the folder, or set ENVPIPE_EMULATED_ROOT",
+            )
+        return cls(index, file, model)
+
+    @classmethod
+    def open(cls, root: str | os.PathLike[str] | None, index: int) -> Self:
+        """Open a GPU that exists, whatever its preset.
+
+        Raises:
+            EmulatedStateError: there is none, or its file is foreign.
+            PresetError: its preset is gone.
+        """
+        file = StateFile(_folder(root), index)
+        return cls(index, file, load_preset(file.read().preset))
+
+    # --- work -----------------------------------------------------------------------------------
+
+    def run_unit(self, kind: Kind, time_at_max_s: float, ready_s: float) -> UnitRun:
+        """Run a unit as soon as it is ready and the one before has ended.
+
+        The GPU waits (at waiting power) up to `ready_s`. A clock change that settles within the
+        unit splits it: the part of the work done by then ran at the old clock, the rest runs at
+        the new one.
+
+        Args:
+            kind: `forward` or `backward`.
+            time_at_max_s: how long the unit takes at the maximum clock, s.
+            ready_s: virtual instant at which its input is there, s.
+
+        Raises:
+            GpuError: a time that is negative or not finite, or an unknown kind.
+        """
+        _check_time("time_at_max_s", time_at_max_s)
+        _check_time("ready_s", ready_s)
+        model = self.preset
+
+        def run(state: EmulatedState) -> UnitRun:
+            state.wait_until(ready_s, model.wait_power_w, model.refresh_s)
+            start_s, start_mhz, energy_j = state.end_s, state.clock_mhz, 0.0
+            work_left = 1.0
+            if state.pending is not None:
+                settle_s = state.pending[1]
+                whole_s = model.unit_time_s(kind, start_mhz, time_at_max_s)
+                if settle_s < start_s + whole_s:
+                    work_left -= (settle_s - start_s) / whole_s
+                    power_w = model.busy_power_w(kind, start_mhz)
+                    energy_j += state.commit(settle_s, power_w, model.refresh_s)
+                    state.settle()
+            end_mhz = state.clock_mhz
+            end_s = state.end_s + work_left * model.unit_time_s(kind, end_mhz, time_at_max_s)
+            energy_j += state.commit(end_s, model.busy_power_w(kind, end_mhz), model.refresh_s)
+            state.settle()
+            return UnitRun(start_s, end_s, energy_j, start_mhz, end_mhz)
+
+        return self._file.change(run)
+
+    def advance_to(self, time_s: float) -> None:
+        """Wait, at waiting power, up to a virtual instant in s; nothing if that has passed.
+
+        Raises:
+            GpuError: the time is negative or not finite.
+        """
+        _check_time("time_s", time_s)
+        model = self.preset
+        self._file.change(lambda s: s.wait_until(time_s, model.wait_power_w, model.refresh_s))
+
+    def committed_end_s(self) -> float:
+        """Return the virtual instant in s up to which work and waiting are committed."""
+        return self._file.read().end_s
+
+    def committed_energy_j(self) -> float:
+        """Return the exact energy in J up to the committed end; a real counter does not tell it."""
+        return self._file.read().energy_j
+
+    # --- clocks ---------------------------------------------------------------------------------
+
+    def _lock(self, frequency_mhz: int) -> None:
+        # A request carries the instant of the last committed end: that is when a real controller,
+        # which waits for the previous unit to finish, makes it.
+        self._request(frequency_mhz, frequency_mhz)
+
+    def _reset(self) -> None:
+        self._request(None, self.preset.max_frequency_mhz)
+
+    def _request(self, requested_mhz: int | None, clock_mhz: int) -> None:
+        change_s = self.preset.frequency_change_s
+        self._file.change(lambda state: state.request(requested_mhz, clock_mhz, change_s))
+
+    @property
+    def requested_frequency_mhz(self) -> int | None:
+        """The lock in MHz that any process set last, None for the driver's default (maximum)."""
+        return self._file.read().requested_mhz
+
+    @property
+    def observed_frequency_mhz(self) -> int:
+        """The clock in force now, MHz. During an anchored wait it settles as time goes by."""
+        state = self._file.read()
+        now_s = self._instant_s(state)
+        if now_s >= state.end_s:
+            pending = state.pending
+            return pending[0] if pending and pending[1] <= now_s else state.clock_mhz
+        segment = state.segment_at(now_s)
+        return segment.frequency_mhz if segment else state.clock_mhz
+
+    # --- meters ---------------------------------------------------------------------------------
+
+    def anchor(self, wall_minus_virtual_s: float | None) -> None:
+        """Tie virtual time to the machine's monotonic clock, for readers in every process.
+
+        A unit is committed when its computation is done, and the runtime then sleeps until its
+        virtual end. With an anchor, "now" is `time.monotonic() - wall_minus_virtual_s`, but not
+        beyond the committed end, so that a meter read during the sleep does not see the future.
+        The anchor means nothing after a reboot: set it at the start of each job.
+
+        Args:
+            wall_minus_virtual_s: monotonic clock minus virtual time, s; None removes the anchor,
+                and now is the committed end.
+
+        Raises:
+            GpuError: the value is not finite.
+        """
+        if wall_minus_virtual_s is not None and not math.isfinite(wall_minus_virtual_s):
+            raise GpuError("The anchor must be a finite number of s", value=wall_minus_virtual_s)
+
+        def tie(state: EmulatedState) -> None:
+            state.wall_minus_virtual_s = wall_minus_virtual_s
+
+        self._file.change(tie)
+
+    def time_s(self) -> float:
+        """Return virtual now in s: never beyond the committed end."""
+        state = self._file.read()
+        return min(self._instant_s(state), state.end_s)
+
+    @property
+    def power_w(self) -> float:
+        """The power in W now: waiting power in an anchored wait, else that of the committed work.
+
+        Without an anchor it is the power just before the committed end.
+        """
+        state = self._file.read()
+        segment = state.segment_at(self._instant_s(state))
+        anchored_wait = (
+            state.wall_minus_virtual_s is not None and self._instant_s(state) >= state.end_s
+        )
+        if segment is None or anchored_wait:
+            return self.preset.wait_power_w
+        return segment.power_w
+
+    def read_energy(self) -> EnergyReading:
+        """Return the counter at its last refresh: at a multiple of `refresh_s` of virtual time.
+
+        A reading further back than the kept history (at least 64 refreshes before the committed
+        end) is the oldest kept.
+        """
+        state = self._file.read()
+        refresh_s = self.preset.refresh_s
+        now_s = min(self._instant_s(state), state.end_s)
+        number, energy_j = state.energy_at_tick(tick_number(now_s, refresh_s))
+        return EnergyReading(energy_j=energy_j, time_s=number * refresh_s)
+
+    def _instant_s(self, state: EmulatedState) -> float:
+        """Return the virtual instant of now, beyond the committed end where the wall clock is."""
+        if state.wall_minus_virtual_s is None:
+            return state.end_s
+        return max(0.0, self._monotonic_s() - state.wall_minus_virtual_s)
+
+
+def list_emulated(root: str | os.PathLike[str] | None = None) -> tuple[int, ...]:
+    """Return the indices of a node's emulated GPUs, ascending; none where there is no folder."""
+    return stored_indices(_folder(root))
+
+
+def reset_all(root: str | os.PathLike[str] | None = None) -> tuple[int, ...]:
+    """Reset the lock of every emulated GPU of a node; return their indices.
+
+    Raises:
+        GpuError: some could not be reset; it is raised after all the others were.
+    """
+    done, failure = [], None
+    for index in list_emulated(root):
+        try:
+            EmulatedGpu.open(root, index).reset_frequency()
+            done.append(index)
+        except GpuError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return tuple(done)
+
+
+def _folder(root: str | os.PathLike[str] | None) -> Path:
+    # Absolute, so that an object outlives a change of the working folder.
+    return (default_root() if root is None else Path(root)).absolute()
+
+
+def _check_time(name: str, value_s: float) -> None:
+    if not (math.isfinite(value_s) and value_s >= 0):
+        raise GpuError(f"{name} must be a finite number of s, at least 0", value=value_s)

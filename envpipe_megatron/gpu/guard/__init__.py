@@ -1,0 +1,1 @@
+"""Brings clocks back whatever dies: leases on disk and a process that looks after them."""

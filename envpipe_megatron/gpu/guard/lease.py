@@ -1,0 +1,364 @@
+"""Leases: who may have locked the clock of which GPU, written where everybody finds it.
+
+A lease is a file, one a GPU. The rule that makes clocks come back: **it is there from before the
+first lock until after a reset that follows the last moment at which its rank could lock.** So a GPU
+without a lease has no lock of ours, and a lease that nobody looks after says what to undo.
+
+Its guard holds a `flock` on it as long as the guard lives; the kernel drops it however the guard
+dies, so "locked" means that somebody looks after it, in every PID namespace. A lease that is there
+and not locked is stale: its guard died. Its rank may live on; then the rank itself, or a surviving
+rank of its job, ends it (see `guard_client`), and nobody else may take it before.
+"""
+
+import os
+import pwd
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+from envpipe_megatron.gpu.base import Gpu, GpuAddress, GpuError
+from envpipe_megatron.gpu.guard.lease_folder import (
+    LEASE_DIR_VARIABLE,
+    LeaseFile,
+    LeaseFolderError,
+    new_lease_folder,
+    opened_folder,
+    opened_lease_folders,
+)
+from envpipe_megatron.gpu.guard.lease_record import (
+    LEASE_SUFFIX,
+    PATH_BACKENDS,
+    LeaseFileError,
+    LeaseRecord,
+    lease_content,
+    lease_name,
+    read_lease,
+)
+from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
+
+OpenGpu = Callable[[GpuAddress], Gpu]
+
+_POLL_S = 0.02
+_LOOK_S = 0.2  # more than a mere look at a lease may make it seem locked
+
+
+class LeaseHeldError(GpuError):
+    """Another job holds the GPU.
+
+    Attributes:
+        job: its name.
+        pid: its guard's pid.
+        uid: its user.
+    """
+
+    def __init__(self, what: str, *, job: str, pid: int, uid: int, remedy: str) -> None:
+        super().__init__(what, value=f"job {job}, guard {pid}, user {_user(uid)}", remedy=remedy)
+        self.job, self.pid, self.uid = job, pid, uid
+
+
+class Lease:
+    """A lease that this process holds. Made by `take`.
+
+    Attributes:
+        path: its file.
+    """
+
+    def __init__(self, path: Path, file: LeaseFile) -> None:
+        self.path = path
+        self._file = file
+
+    @classmethod
+    def take(
+        cls,
+        address: GpuAddress,
+        job: str,
+        *,
+        rank: ProcessIdentity | None,
+        open_gpu: OpenGpu,
+        patience_s: float = 20.0,
+    ) -> Self:
+        """Take the lease of a GPU; undo a stale one first.
+
+        Args:
+            address: the GPU.
+            job: the name of the job, for whoever finds the GPU held.
+            rank: the process that will lock the clock.
+            open_gpu: opens a GPU by its address.
+            patience_s: for how long to wait for a lease that is just being ended by its guard, s;
+                three times that for one that somebody else is undoing.
+
+        Raises:
+            LeaseHeldError: a job that lives holds it, or another user's stale lease is in the way.
+            LeaseFolderError: the folder is missing or unsafe.
+            LeaseFileError: what lies there is not a lease.
+            GpuError: the GPU of a stale lease could not be reset; the lease is still there.
+        """
+        name = lease_name(address)
+        home = new_lease_folder()
+        with opened_folder(home, create=True):
+            pass
+        while True:
+            with opened_lease_folders() as folders:
+                for path, folder in folders:
+                    _clear_the_way(folder, path / name, rank, open_gpu, patience_s)
+            with opened_folder(home) as folder:
+                file = _create(folder, home / name, lease_content(address, job, rank))
+            if file is not None:
+                return cls(home / name, file)
+
+    def release(self) -> None:
+        """Delete the lease. The GPU must be reset, and nobody left who could lock it.
+
+        Raises:
+            LeaseFolderError: the file could not be deleted.
+        """
+        try:
+            with opened_folder(self.path.parent) as folder:
+                _unlink(self._file, folder, self.path)
+        finally:
+            self._file.close()
+
+    def abandon(self) -> None:
+        """Leave the lease for others to undo."""
+        self._file.close()
+
+
+def list_leases() -> list[LeaseRecord]:
+    """Return all leases of this machine that concern this process, by name.
+
+    Files that are no leases are left out.
+
+    Raises:
+        LeaseFolderError: a folder is unsafe.
+    """
+    found = []
+    with opened_lease_folders() as folders:
+        for path, folder in folders:
+            names = [entry.name for entry in os.scandir(folder)]
+            for name in sorted(name for name in names if name.endswith(LEASE_SUFFIX)):
+                try:
+                    record = _look_at(folder, path / name)
+                except (GpuError, OSError):
+                    continue
+                if record is not None:
+                    found.append(record)
+    return found
+
+
+def undo_lease(record: LeaseRecord, open_gpu: OpenGpu, *, gave_up: bool = False) -> bool:
+    """Undo a stale lease: reset the GPU, then delete the file.
+
+    It is reset twice, `late_request_s` apart, where the back end's requests outlive their process.
+    Where its rank lives the GPU is reset and the lease stays, for the rank may lock again.
+
+    Args:
+        record: the lease.
+        open_gpu: opens a GPU by its address.
+        gave_up: the rank will not lock any more, though it may live.
+
+    Returns:
+        Whether the lease is gone. False also where somebody else has it, or is just undoing it.
+
+    Raises:
+        GpuError: the GPU could not be reset, or the lease is another user's; it is still there.
+    """
+    with opened_folder(record.path.parent) as folder, _locked(folder, record.path) as file:
+        if file is None:
+            return False
+        now = read_lease(file, record.path)
+        if now is None:
+            return False
+        if (now.job, now.address, now.guard) != (record.job, record.address, record.guard):
+            return False
+        _refuse_strangers(now)
+        if _live_elsewhere(now) is not None:
+            return False
+        stays = now.rank_is_alive() and not gave_up
+        _bring_back(now.address, open_gpu, late=not (stays or gave_up))
+        if stays:
+            return False
+        _unlink(file, folder, record.path)
+        return True
+
+
+# --- inside --------------------------------------------------------------------------------------
+
+
+def _look_at(folder: int, path: Path) -> LeaseRecord | None:
+    file = LeaseFile.open(folder, path.name)
+    if file is None:
+        return None
+    try:
+        record = read_lease(file, path, live=file.is_locked())
+    finally:
+        file.close()
+    if record is not None and record.guard.is_alive() is False:
+        record = replace(record, live=False)  # locked by somebody else
+    return record
+
+
+def _clear_the_way(
+    folder: int,
+    path: Path,
+    rank: ProcessIdentity | None,
+    open_gpu: OpenGpu,
+    patience_s: float,
+) -> None:
+    """Return when there is no such lease; undo a stale one."""
+    start_s = time.monotonic()
+    while (file := _open(folder, path)) is not None:
+        try:
+            taken = file.try_lock()
+            if taken and not file.is_current(folder):
+                continue
+            record = read_lease(file, path)
+            if not taken:
+                if time.monotonic() - start_s < _worth_waiting_s(record, patience_s):
+                    time.sleep(_POLL_S)
+                    continue
+                if record is None:
+                    raise LeaseFileError(
+                        "Somebody keeps a lease locked that is empty",
+                        value=str(path),
+                        remedy="Delete it",
+                    )
+                if record.guard.is_alive() is not False:
+                    raise _held(record, "Another job holds the GPU")
+                # Nobody undoes a lease for so long, and whoever may read it can lock it.
+            if record is not None:
+                if record.rank_is_alive() and record.rank != rank:
+                    raise _held(record, "A job whose guard has died still uses the GPU")
+                _refuse_strangers(record)
+                if (live := _live_elsewhere(record)) is not None:
+                    raise _held(live, "Another job holds the GPU")
+                _bring_back(record.address, open_gpu, late=record.rank != rank)
+            # One without content was cut short before its guard promised anything to a rank.
+            _unlink(file, folder, path)
+        finally:
+            file.close()
+
+
+def _live_elsewhere(record: LeaseRecord) -> LeaseRecord | None:
+    """Return a live lease of the same GPU in another folder.
+
+    A stale one beside it says nothing of the clock: its user may have put it there himself.
+    """
+    others = (other for other in list_leases() if other.path != record.path)
+    return next((o for o in others if o.live and o.path.name == record.path.name), None)
+
+
+def _bring_back(address: GpuAddress, open_gpu: OpenGpu, *, late: bool) -> None:
+    """Reset a GPU; where its rank was killed, once more after requests under way have ended."""
+    gpu = open_gpu(address)
+    gpu.reset_frequency()
+    if late and gpu.late_request_s > 0:
+        time.sleep(gpu.late_request_s)
+        gpu.reset_frequency()
+
+
+def _worth_waiting_s(record: LeaseRecord | None, patience_s: float) -> float:
+    """For how long a locked lease is worth waiting for, s."""
+    if record is None:
+        return max(patience_s, _LOOK_S)  # being written
+    if record.rank is not None and record.rank.is_alive() is False:
+        return patience_s  # its guard is resetting the GPU
+    guard_is_alive = record.guard.is_alive()
+    if guard_is_alive is False:
+        return 3 * patience_s  # somebody looks at it or undoes it
+    return 0.0 if guard_is_alive else _LOOK_S
+
+
+def _create(folder: int, path: Path, content: bytes) -> LeaseFile | None:
+    """Create, lock and write a lease; None where another one was faster."""
+    try:
+        file = LeaseFile.create(folder, path.name)
+        if file is None:
+            return None
+        # Whoever finds it before it is locked takes it for one cut short, and deletes it.
+        if not file.try_lock() or not file.is_current(folder):
+            file.close()
+            return None
+        try:
+            file.write(content)
+        except OSError:
+            file.unlink(folder)
+            file.close()
+            raise
+    except OSError as error:
+        raise LeaseFolderError(
+            f"A lease cannot be written: {error.strerror or error}",
+            value=str(path),
+            remedy=f"Make room there, or set {LEASE_DIR_VARIABLE} to another folder",
+        ) from error
+    return file
+
+
+def _open(folder: int, path: Path) -> LeaseFile | None:
+    try:
+        return LeaseFile.open(folder, path.name)
+    except OSError as error:
+        raise LeaseFolderError(
+            f"A lease cannot be read: {error.strerror}", value=str(path)
+        ) from error
+
+
+@contextmanager
+def _locked(folder: int, path: Path) -> Iterator[LeaseFile | None]:
+    """Give a lease that nobody else has locked, and lock it; None where there is none."""
+    start_s = time.monotonic()
+    while (file := _open(folder, path)) is not None:
+        try:
+            if file.try_lock():
+                yield file if file.is_current(folder) else None
+                return
+        finally:
+            file.close()
+        if time.monotonic() - start_s >= _LOOK_S:
+            break
+        time.sleep(_POLL_S)
+    yield None
+
+
+def _refuse_strangers(record: LeaseRecord) -> None:
+    """Refuse to undo what another user wrote, unless root can do so without trusting it."""
+    if record.uid == os.geteuid():
+        return
+    # An emulated GPU's address is a path, and root must not write where another user says.
+    if os.geteuid() == 0 and record.address.backend not in PATH_BACKENDS:
+        return
+    raise _held(record, "A stale lease of another user is in the way")
+
+
+def _held(record: LeaseRecord, what: str) -> LeaseHeldError:
+    remedy = (
+        "Wait for that job or end it; if its processes are gone, let its user or root run "
+        "`envpipe clocks reset`"
+    )
+    return LeaseHeldError(
+        f"{what} {record.address.uid}",
+        job=record.job,
+        pid=record.guard.pid,
+        uid=record.uid,
+        remedy=remedy,
+    )
+
+
+def _unlink(file: LeaseFile, folder: int, path: Path) -> None:
+    try:
+        file.unlink(folder)
+    except OSError as error:
+        raise LeaseFolderError(
+            f"A lease could not be deleted: {error.strerror}",
+            value=str(path),
+            remedy="Let its owner or root delete it",
+        ) from error
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)

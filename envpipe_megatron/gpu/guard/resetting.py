@@ -1,0 +1,132 @@
+"""Resetting clocks from outside a job: what dead jobs left, and whatever nobody holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from envpipe_megatron.gpu.base import (
+    Gpu,
+    GpuAddress,
+    GpuError,
+    GpuPermissionError,
+)
+from envpipe_megatron.gpu.control import check_controls, first_allowed
+from envpipe_megatron.gpu.guard.lease import Lease, LeaseHeldError, list_leases, undo_lease
+from envpipe_megatron.gpu.guard.lease_folder import LeaseFolderError
+from envpipe_megatron.gpu.guard.lease_record import LeaseRecord
+from envpipe_megatron.gpu.opening import open_gpu
+from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, SiteConfig
+
+JOB = "envpipe clocks reset"
+
+
+@dataclass(frozen=True, slots=True)
+class ResetOutcome:
+    """What became of one GPU.
+
+    Attributes:
+        uid: the GPU's, as in its address.
+        done: whether its clock was reset.
+        what: what was done, or why not and what to do.
+    """
+
+    uid: str
+    done: bool
+    what: str
+
+
+class Resetter:
+    """Resets clocks by whatever back end is allowed here.
+
+    Args:
+        site: this machine's site configuration.
+    """
+
+    def __init__(self, site: SiteConfig) -> None:
+        self._site = site
+        controls = check_controls(site)
+        self._allowed = {check.backend for check in controls if check.allowed}
+        #: The back end for real GPUs, and why there is none where there is none.
+        self._chosen = first_allowed("auto", controls)
+
+    def reset_all(self, addresses: Iterable[GpuAddress]) -> Iterator[ResetOutcome]:
+        """Reset GPUs one by one, each under a lease, so that no job takes it at that moment.
+
+        A lease that a dead job left on one of them is undone on the way. A GPU that a live job
+        holds is left alone. Without room for a lease the clock is reset all the same, unless a
+        job holds it.
+
+        Args:
+            addresses: of the GPUs; whatever their back end, real ones are reset by the chosen one.
+        """
+        for address in addresses:
+            yield _outcome(address.uid, partial(self._reset, address))
+
+    def undo_others(self, uids: Iterable[str]) -> Iterator[ResetOutcome]:
+        """Undo what dead jobs left on other GPUs than these; those of live jobs are left alone.
+
+        Raises:
+            LeaseFolderError: a folder of leases is unsafe.
+        """
+        left_out = set(uids)
+        for record in list_leases():
+            if not record.live and record.address.uid not in left_out:
+                yield _outcome(record.address.uid, partial(self._undo, record))
+
+    def _open(self, address: GpuAddress) -> Gpu:
+        """Open a GPU by the back end of its address if this user may use it, else by the chosen."""
+        if address.backend not in HARDWARE_BACKENDS:
+            return open_gpu(address)
+        backend = address.backend if address.backend in self._allowed else self._chosen.backend
+        if backend is None:
+            raise GpuPermissionError(self._chosen.why, remedy=" ".join(self._chosen.remedies))
+        return open_gpu(GpuAddress(backend, address.uid), self._site)
+
+    def _reset(self, address: GpuAddress) -> str:
+        gpu = self._open(address)
+        try:
+            lease = Lease.take(gpu.address, JOB, rank=None, open_gpu=self._open)
+        except LeaseFolderError as error:
+            _refuse_held(address.uid)
+            gpu.reset_frequency()
+            return f"reset by {gpu.address.backend}, without a lease: {error.what}"
+        try:
+            gpu.reset_frequency()
+        finally:
+            lease.release()
+        return f"reset by {gpu.address.backend}"
+
+    def _undo(self, record: LeaseRecord) -> str:
+        if undo_lease(record, self._open):
+            return f"reset, and the lease that job {record.job} left is gone"
+        raise GpuError(
+            f"the clock was reset or is just being reset, and the lease of job {record.job} stays: "
+            "its rank lives and may lock again",
+            remedy="Wait for that job or end it",
+        )
+
+
+def _refuse_held(uid: str) -> None:
+    """Refuse a GPU that a job holds, where leases can still be read.
+
+    Raises:
+        GpuError: a live job holds it.
+    """
+    try:
+        held = [record for record in list_leases() if record.address.uid == uid and record.live]
+    except LeaseFolderError:
+        return  # no lease in such a folder is to be trusted
+    for record in held:
+        raise GpuError(f"job {record.job} holds it", remedy="Wait for that job or end it")
+
+
+def _outcome(uid: str, reset: Callable[[], str]) -> ResetOutcome:
+    try:
+        return ResetOutcome(uid, True, reset())
+    except LeaseHeldError as error:
+        what = f"not reset: job {error.job} holds it (pid {error.pid}). {error.remedy}"
+        return ResetOutcome(uid, False, what)
+    except GpuError as error:
+        return ResetOutcome(uid, False, f"not reset: {error}")

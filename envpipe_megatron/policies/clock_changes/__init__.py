@@ -1,0 +1,1 @@
+"""Plans where changing a clock takes time and energy."""

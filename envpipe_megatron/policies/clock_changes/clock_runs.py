@@ -1,0 +1,270 @@
+"""Runs of units at one clock: how long a plan stays at each, and the cheapest runs of a stage.
+
+Where a change of clock costs energy or time, or a clock must be kept for a while, the best clock of
+a unit depends on those around it. Along the order of one stage that is a shortest path: a dynamic
+programme over positions and clocks finds the cheapest runs exactly, for all stages at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.policies.optimal.choices import make_choices
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+def shortest_dwell_s(plan: Plan) -> float:
+    """The shortest time between two requests for a clock on one stage, around the iteration.
+
+    A unit's clock is requested when the unit before it has ended, a parked unit's one change before
+    it starts. The last run of an iteration and the first of the next are one if their clocks are
+    the same. Infinite where no stage changes its clock.
+    """
+    timeline, iteration_s = plan.timeline, plan.cost.iteration_time_s
+    before_s = timeline.start_s - timeline.wait_s
+    raise_s = timeline.start_s - plan.conditions.change_time_s
+    shortest_s = math.inf
+    for stage, clocks in enumerate(plan.frequency_mhz.tolist()):
+        requests = []
+        running = clocks[-1]
+        for position, clock in enumerate(clocks):
+            asked = [(before_s[stage, position], clock)]
+            if plan.park_mhz is not None and plan.park_mhz[stage, position]:
+                asked = [
+                    (before_s[stage, position], int(plan.park_mhz[stage, position])),
+                    (raise_s[stage, position], clock),
+                ]
+            for at_s, wanted in asked:
+                if wanted != running:
+                    requests.append(at_s)
+                running = wanted
+        if requests:
+            gaps_s = np.diff([*requests, requests[0] + iteration_s])
+            shortest_s = min(shortest_s, float(gaps_s.min()))
+    return shortest_s
+
+
+@dataclass(frozen=True)
+class ClockTable:
+    """What each unit takes at each clock of its stage, by position in the order.
+
+    Args:
+        frequency_mhz: [num_stages, n] the clocks of each stage, the highest first; stages with
+            fewer clocks repeat their last.
+        time_s: [units_per_stage, num_stages, n]; where a clock was not profiled for the unit, on
+            the line between those that were.
+        cost_j: the same shape, planning cost (see `choices`) of all GPUs of the stage.
+        profiled: the same shape, whether the unit may run at that clock.
+    """
+
+    frequency_mhz: IntArray
+    time_s: FloatArray
+    cost_j: FloatArray
+    profiled: NDArray[np.bool_]
+
+    def frequencies(self, index: IntArray) -> IntArray:
+        """[num_stages, units_per_stage] clocks in MHz from their indices."""
+        return np.take_along_axis(self.frequency_mhz, index, axis=1)
+
+    def index_of(self, frequency_mhz: IntArray) -> IntArray:
+        """The inverse of `frequencies`."""
+        same = frequency_mhz[:, :, None] == self.frequency_mhz[:, None, :]
+        index: IntArray = same.argmax(axis=2)
+        return index
+
+
+def make_clock_table(
+    schedule: Schedule, profile: Profile, conditions: Conditions, waiting_power_w: FloatArray
+) -> ClockTable:
+    """The table of a schedule, without clocks below all that are worth anything to their stage.
+
+    Args:
+        schedule: the order of units.
+        profile: for the schedule's number of chunks.
+        conditions: for their GPUs per stage.
+        waiting_power_w: [num_stages] by which waiting is priced.
+    """
+    gpus = conditions.gpus_by_stage
+    choices = make_choices(profile, waiting_power_w, gpus)
+    clocks: list[list[int]] = []
+    for stage, kinds in enumerate(profile.rows):
+        pair = choices.units[2 * stage : 2 * stage + 2]
+        lowest = min(int(unit.frequency_mhz.min()) for unit in pair)
+        known = {row.frequency_mhz for rows in kinds.values() for row in rows}
+        clocks.append(sorted((f for f in known if f >= lowest), reverse=True))
+    width = max(map(len, clocks))
+    shape = (schedule.num_stages, len(Kind), width)
+    frequency = np.array([row + row[-1:] * (width - len(row)) for row in clocks], dtype=np.int64)
+    time_s, energy_j, profiled = np.empty(shape), np.empty(shape), np.empty(shape, dtype=bool)
+    for stage in range(schedule.num_stages):
+        for row, kind in enumerate(Kind):
+            known_mhz, times, energies = profile.curve(stage, kind)
+            time_s[stage, row] = np.interp(frequency[stage], known_mhz, times)
+            energy_j[stage, row] = np.interp(frequency[stage], known_mhz, energies)
+            profiled[stage, row] = np.isin(frequency[stage], known_mhz)
+        profiled[stage, :, len(clocks[stage]) :] = False  # the last clock, repeated
+    cost_j = gpus[:, None, None] * (energy_j - waiting_power_w[:, None, None] * time_s)
+    stages = np.arange(schedule.num_stages)
+    row_of = schedule.is_backward.astype(np.int64).T
+    return ClockTable(
+        frequency, time_s[stages, row_of], cost_j[stages, row_of], profiled[stages, row_of]
+    )
+
+
+@dataclass(frozen=True)
+class LateClocks:
+    """What a unit pays that starts before its clock has come; see `evaluation.evaluate`.
+
+    Args:
+        late_s: [units_per_stage, num_stages] how long after the unit's start a clock comes that is
+            requested for it.
+        cost_j: [units_per_stage, num_stages, clocks] cost of each unit, its time priced: a late
+            unit is taken to cost the mixture of both clocks.
+    """
+
+    late_s: FloatArray
+    cost_j: FloatArray
+
+
+class RunFinder:
+    """Finds the cheapest runs of all stages, whatever the units cost.
+
+    Every run lasts at least the dwell time by its units alone, without waits; so do the first and
+    the last run of an iteration, each for itself, though one continues the other where their clocks
+    are the same. A single run that is the whole iteration may be short.
+
+    Args:
+        table: what units take.
+        change_j: [num_stages] energy of one change on all GPUs of the stage.
+        min_dwell_s: the least time at one clock.
+    """
+
+    def __init__(self, table: ClockTable, change_j: FloatArray, min_dwell_s: float) -> None:
+        self._table, self._change_j = table, change_j
+        length, stages, clocks = table.time_s.shape
+        until = np.zeros((length + 1, stages, clocks))
+        np.cumsum(table.time_s, axis=0, out=until[1:])
+        # [i]: the first position at which a run that begins at i may end.
+        self._reach = np.broadcast_to(
+            np.arange(1, length + 1)[:, None, None], table.time_s.shape
+        ).copy()
+        if min_dwell_s > 0:
+            wanted = until[:-1] + min_dwell_s
+            for stage in range(stages):
+                for clock in range(clocks):
+                    found = np.searchsorted(until[:, stage, clock], wanted[:, stage, clock])
+                    self._reach[:, stage, clock] = found
+
+    def find(
+        self, cost_j: FloatArray, allowed: NDArray[np.bool_], late: LateClocks | None = None
+    ) -> IntArray | None:
+        """The runs of least cost.
+
+        Args:
+            cost_j: [units_per_stage, num_stages, clocks] of each unit at each clock.
+            allowed: the same shape, clocks that a unit may have.
+            late: None where a change takes no time.
+
+        Returns:
+            [num_stages, units_per_stage] indices of clocks, or None where a stage has none.
+        """
+        stages = np.arange(cost_j.shape[1])
+        free = self._walk(cost_j, allowed, late, None)
+        if free is None:
+            return None
+        index, value_j = free
+        value_j = value_j + self._change_j * (index[:, 0] != index[:, -1])
+        # The first clock costs a change after the last unit: once more, knowing it.
+        closed = self._walk(cost_j, allowed, late, index[:, 0])
+        assert closed is not None  # the runs that were found are closed too
+        better = closed[1] < value_j
+        return np.where(better[stages, None], closed[0], index)
+
+    def _walk(
+        self,
+        cost_j: FloatArray,
+        allowed: NDArray[np.bool_],
+        late: LateClocks | None,
+        first: IntArray | None,
+    ) -> tuple[IntArray, FloatArray] | None:
+        """Runs and their cost; with `first`, that clock at the start, and closed to it."""
+        length, stages, clocks = cost_j.shape
+        unit_j = np.where(allowed, cost_j, np.inf)
+        total_j = np.zeros((length + 1, stages, clocks))
+        np.cumsum(np.where(allowed, cost_j, 0.0), axis=0, out=total_j[1:])
+        refused = np.zeros((length + 1, stages, clocks), dtype=np.int32)
+        np.cumsum(~allowed, axis=0, out=refused[1:])
+        at_stage, at_clock = np.indices((stages, clocks))
+        # By the position at which a run may end first: the cheapest beginning of such a run.
+        pending_j = np.full((length + 1, stages, clocks), np.inf)
+        begun = np.zeros((length + 1, stages, clocks), dtype=np.int32)
+        grown = np.zeros((length + 1, stages, clocks), dtype=bool)
+        before = np.zeros((length, stages, clocks), dtype=np.int32)
+        is_first = np.ones((stages, clocks), dtype=bool)
+        if first is not None:
+            is_first = np.arange(clocks) == first[:, None]
+        best_j = np.full((stages, clocks), np.inf)
+        for position in range(length):
+            if position:
+                begin_j, before[position] = self._begin(best_j, position, late)
+            else:
+                begin_j = np.where(is_first, 0.0, np.inf)
+            end = np.minimum(self._reach[position], length)
+            run_j = begin_j + total_j[end, at_stage, at_clock] - total_j[position]
+            possible = (self._reach[position] <= length) & (
+                refused[end, at_stage, at_clock] == refused[position]
+            )
+            better = possible & (run_j < pending_j[end, at_stage, at_clock])
+            at = (end[better], at_stage[better], at_clock[better])
+            pending_j[at] = run_j[better]
+            begun[at] = position
+            longer_j = best_j + unit_j[position]
+            grown[position + 1] = longer_j < pending_j[position + 1]
+            best_j = np.minimum(longer_j, pending_j[position + 1])
+        last_j = best_j + np.where(is_first, 0.0, self._change_j[:, None])
+        if first is None:
+            last_j = best_j
+        whole_j = np.where((refused[-1] == 0) & is_first, total_j[-1], np.inf)
+        index = np.empty((stages, length), dtype=np.int64)
+        value_j = np.minimum(last_j.min(axis=1), whole_j.min(axis=1))
+        if not np.isfinite(value_j).all():
+            return None
+        for stage in range(stages):
+            if whole_j[stage].min() <= last_j[stage].min():
+                index[stage] = whole_j[stage].argmin()
+                continue
+            clock, position = int(last_j[stage].argmin()), length
+            while position > 0:
+                end = position
+                while grown[position, stage, clock]:
+                    position -= 1
+                position = int(begun[position, stage, clock])
+                index[stage, position:end] = clock
+                clock = int(before[position, stage, clock])
+        return index, value_j
+
+    def _begin(
+        self, best_j: FloatArray, position: int, late: LateClocks | None
+    ) -> tuple[FloatArray, IntArray]:
+        """[num_stages, clocks] least cost of beginning a run here, and the clock before it."""
+        clocks = best_j.shape[1]
+        if late is None or not late.late_s[position].any():
+            before = best_j.argmin(axis=1)[:, None].repeat(clocks, axis=1)
+            begin_j = np.take_along_axis(best_j, before, axis=1)
+        else:
+            time_s, cost_j = self._table.time_s[position], late.cost_j[position]
+            share = np.minimum(1.0, late.late_s[position][:, None] / time_s)
+            from_j = (best_j + share * cost_j)[:, :, None] - share[:, :, None] * cost_j[:, None]
+            before = from_j.argmin(axis=1)
+            begin_j = np.take_along_axis(from_j, before[:, None], axis=1)[:, 0]
+        return begin_j + self._change_j[:, None], before

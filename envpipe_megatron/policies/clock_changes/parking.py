@@ -1,0 +1,129 @@
+"""Parking: a lower clock inside a long wait than any unit asks for.
+
+A wait runs at the clock of the unit that follows. Where waiting takes less power at another clock,
+that one is set for as long as two changes of clock leave of the wait (`evaluation.evaluate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.core.conditions import WaitCurves
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
+from envpipe_megatron.policies.optimal.waiting import waiting_floor_w
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ParkingWorth:
+    """What parking is worth to a plan for one time of a clock change.
+
+    Args:
+        change_time_s: from the request of a clock until it runs.
+        energy_j: of the iteration, parked.
+        saved_j: against the same plan and change time without parking.
+        parked_waits: in how many waits the clock is lowered.
+    """
+
+    change_time_s: float
+    energy_j: float
+    saved_j: float
+    parked_waits: int
+
+    @property
+    def saved_percent(self) -> float:
+        """Saving against the plan without parking."""
+        return 100.0 * self.saved_j / (self.energy_j + self.saved_j)
+
+
+def park(plan: Plan, min_dwell_s: float = 0.0) -> Plan:
+    """Park in every wait in which that saves energy.
+
+    The clock to park at is that of the least waiting power on the stage's curve, or the clock of
+    the unit before, kept until the unit that follows needs its own.
+
+    Args:
+        plan: parked anew if it parks already.
+        min_dwell_s: the least time between two requests for a clock; see
+            `clock_runs.shortest_dwell_s`. The plan itself must keep it.
+
+    Returns:
+        The plan itself where parking saves nothing. A lower bound is kept where parking cannot go
+        below it.
+    """
+    plain = replace(plan, park_mhz=None)
+    conditions = plan.conditions
+    if conditions.wait_power_w is None:
+        return plain
+    park_mhz, saved_j = _best_clocks(plain, conditions.wait_power_w)
+    if min_dwell_s:
+        park_mhz = _keep_dwell(plain, park_mhz, saved_j, min_dwell_s)
+    floor_w = waiting_floor_w(plan.profile, conditions)
+    still_holds = np.array_equal(waiting_floor_w(plan.profile, conditions, parking=True), floor_w)
+    parked = replace(
+        plain,
+        park_mhz=park_mhz,
+        energy_lower_bound_j=plan.energy_lower_bound_j if still_holds else None,
+    )
+    return parked if parked.cost.energy_j < plain.cost.energy_j else plain
+
+
+def parking_worth(plan: Plan, change_times_s: Sequence[float]) -> list[ParkingWorth]:
+    """What parking saves if changes of clock take as long as given, the plan being the same.
+
+    Late clocks change the plan's own time and energy too; both are priced with them.
+    """
+    worth = []
+    for change_time_s in change_times_s:
+        conditions = replace(plan.conditions, change_time_s=change_time_s)
+        plain = replace(plan, conditions=conditions, park_mhz=None)
+        parked = park(plain)
+        worth.append(
+            ParkingWorth(
+                change_time_s,
+                parked.cost.energy_j,
+                plain.cost.energy_j - parked.cost.energy_j,
+                0 if parked.park_mhz is None else int(np.count_nonzero(parked.park_mhz)),
+            )
+        )
+    return worth
+
+
+def _best_clocks(plan: Plan, curves: WaitCurves) -> tuple[IntArray, FloatArray]:
+    """[num_stages, units_per_stage] the clock to park at, 0 for none, and what that saves."""
+    conditions, frequency = plan.conditions, plan.frequency_mhz
+    before = np.roll(frequency, 1, axis=1)
+    lowest = np.array([min(curve, key=curve.__getitem__) for curve in curves])
+    parked_s = plan.timeline.wait_s - 2 * conditions.change_time_s
+    power_w = conditions.waiting_power_w(frequency)
+    best_mhz, best_j = np.zeros_like(frequency), np.zeros(frequency.shape)
+    for clock in (np.broadcast_to(lowest[:, None], frequency.shape), before):
+        more_changes = (clock != before).astype(int) + (clock != frequency)
+        more_changes -= before != frequency
+        saved_j = (power_w - conditions.waiting_power_w(clock)) * parked_s
+        saved_j -= conditions.change_energy_j * more_changes
+        better = (parked_s > 0) & (saved_j > best_j)
+        best_mhz, best_j = np.where(better, clock, best_mhz), np.where(better, saved_j, best_j)
+    return best_mhz, best_j * conditions.gpus_by_stage[:, None]
+
+
+def _keep_dwell(
+    plan: Plan, park_mhz: IntArray, saved_j: FloatArray, min_dwell_s: float
+) -> IntArray:
+    """Of the waits to park in, the largest savings first, those that keep a dwell time."""
+    kept = np.zeros_like(park_mhz)
+    for node in np.argsort(-saved_j, axis=None)[: np.count_nonzero(park_mhz)]:
+        tried = kept.copy()
+        tried.flat[node] = park_mhz.flat[node]
+        dwell_s = shortest_dwell_s(replace(plan, park_mhz=tried))
+        if dwell_s >= min_dwell_s * (1 - RELATIVE_TOLERANCE):
+            kept = tried
+    return kept

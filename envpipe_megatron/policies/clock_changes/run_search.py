@@ -1,0 +1,253 @@
+"""Plans with fewer changes of clock: for changes that cost, and clocks that must be kept a while.
+
+From a plan that knows nothing of changes: the cheapest runs of units at one clock (`clock_runs`),
+the best division of time over those runs (`shared_clocks`), and clocks that exist within it, again
+by the cheapest runs. Several first runs are tried, and the best plan is improved run by run. What
+counts is always the evaluator: a plan is taken only if its own iteration time meets the deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.core.plan import Plan, max_frequencies
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.policies.clock_changes.clock_runs import (
+    LateClocks,
+    RunFinder,
+    make_clock_table,
+    shortest_dwell_s,
+)
+from envpipe_megatron.policies.clock_changes.run_moves import hurry, saving_moves
+from envpipe_megatron.policies.clock_changes.shared_clocks import solve_shared_clocks
+from envpipe_megatron.policies.optimal.certificate import price_flow
+from envpipe_megatron.policies.optimal.linear_program import Relaxed
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+#: How strongly a first choice of runs holds units to their relaxed durations: joules, in mean unit
+#: energies, for a duration that is off by all of it. Prices of time alone leave ties between
+#: neighbouring clocks that all break the same way.
+_PULLS = (10.0, 30.0, 100.0)
+#: First runs are also tried as if changes took more than they do: so many times their energy, and
+#: this share of a unit's. Time is divided better over fewer runs than it seems beforehand.
+_SHY_FACTOR = 4.0
+_SHY_OF_UNIT = 0.02
+#: Shares of what units are slowed down by that are also tried alone: with thousands of microbatches
+#: late clocks are on too many paths to make up for one by one, and a part of the saving is certain.
+_SHARES = (0.98, 0.7)
+#: Divisions of time after the first, as long as late clocks exceed the deadline.
+_ROUNDS = 4
+#: Longest paths of a late plan that are shortened before it is given up.
+_PATHS = 100
+#: A path that leaves this share of the overrun was one of many.
+_STALLED = 0.98
+#: Above this many units time is not divided anew: the linear program takes too long.
+_MAX_PROGRAM_UNITS = 6_000
+#: So many of the plans found are improved.
+_IMPROVED = 4
+#: Units of all plans that improving one may evaluate, and the fewest plans.
+_EVALUATED_UNITS = 150_000
+_FEWEST_EVALUATIONS = 20
+
+
+def fewer_changes(
+    plan: Plan,
+    relaxed: Relaxed,
+    waiting_power_w: FloatArray,
+    deadline_s: float,
+    min_dwell_s: float = 0.0,
+) -> Plan | None:
+    """The cheapest plan found that meets a deadline and a dwell time, changes of clock included.
+
+    Args:
+        plan: of the wanted order and conditions; it need meet neither.
+        relaxed: the linear program's solution that it was rounded from.
+        waiting_power_w: [num_stages] by which that program priced waiting.
+        deadline_s: of the evaluated iteration, late clocks included.
+        min_dwell_s: the least time between two requests for a clock; see
+            `clock_runs.shortest_dwell_s`.
+
+    Returns:
+        None if none was found; all units at their highest clocks and one clock a stage for the
+        whole iteration are among those that are tried.
+    """
+    return _RunSearch(plan, relaxed, waiting_power_w, deadline_s, min_dwell_s).search()
+
+
+class _RunSearch:
+    def __init__(
+        self,
+        plan: Plan,
+        relaxed: Relaxed,
+        waiting_power_w: FloatArray,
+        deadline_s: float,
+        min_dwell_s: float,
+    ) -> None:
+        conditions = plan.conditions
+        self._start, self._relaxed = plan, relaxed
+        self._power_w = waiting_power_w
+        self._deadline_s, self._min_dwell_s = deadline_s, min_dwell_s
+        self._table = make_clock_table(plan.schedule, plan.profile, conditions, waiting_power_w)
+        # A late first unit is faster than planned where the old clock was higher.
+        times = self._table.time_s
+        faster = float((times.max(axis=2) / times.min(axis=2)).max()) - 1.0
+        margin_s = conditions.change_time_s * faster if min_dwell_s else 0.0
+        gpus = conditions.gpus_by_stage.astype(np.float64)
+        self._change_j = gpus * conditions.change_energy_j
+        self._finder = RunFinder(self._table, self._change_j, min_dwell_s + margin_s)
+        self._unit_j = float(np.abs(self._table.cost_j).mean())
+        self._shy_finder = RunFinder(
+            self._table,
+            _SHY_FACTOR * self._change_j + _SHY_OF_UNIT * self._unit_j,
+            min_dwell_s + margin_s,
+        )
+        self._price_w = price_flow(plan.schedule, relaxed.prices)[0].reshape(
+            plan.frequency_mhz.shape
+        )
+
+    def search(self) -> Plan | None:
+        """The best plan found."""
+        start = self._start
+        highest = replace(start, frequency_mhz=max_frequencies(start.schedule, start.profile))
+        tried = [highest, start, self._hurry(start)]
+        starts = (self._runs_in_time(1.0), *self._runs_near_relaxed())
+        runs = [index for index in starts if index is not None]
+        tried.extend(map(self._plan, runs))
+        if runs and start.schedule.num_units <= _MAX_PROGRAM_UNITS:
+            divided = [self._divide_time(index, self._deadline_s) for index in runs]
+            divided.append(self._divide_again(min(divided, key=self._rank)))
+            tried.extend(map(self._hurry, divided))
+        others = (self._steady_runs(), *map(self._runs_in_time, _SHARES))
+        tried.extend(self._plan(index) for index in others if index is not None)
+        found = sorted(filter(self._meets, tried), key=lambda plan: plan.cost.energy_j)
+        improved = map(self._improve, found[:_IMPROVED])
+        return min(improved, key=lambda plan: plan.cost.energy_j, default=None)
+
+    def _steady_runs(self) -> IntArray | None:
+        """One clock a stage for the whole iteration, the fastest."""
+        finder = RunFinder(self._table, self._change_j, np.inf)
+        return finder.find(self._table.time_s, self._table.profiled)
+
+    def _runs_in_time(self, share: float) -> IntArray | None:
+        """The cheapest runs that slow no unit down by more than a share of what the start does."""
+        plan = self._start
+        duration_s, _ = plan.profile.lookup(plan.frequency_mhz, plan.schedule.is_backward)
+        fastest_s = self._table.time_s.min(axis=2).T
+        return self._within(plan, fastest_s + share * (duration_s - fastest_s), self._price_w)
+
+    def _runs_near_relaxed(self) -> Iterator[IntArray | None]:
+        """Runs whose units are as close to the relaxed durations as changes let them be."""
+        relaxed_s = self._relaxed.duration_s.reshape(self._price_w.shape).T[:, :, None]
+        off = (self._table.time_s - relaxed_s) / relaxed_s
+        cost_j, late = self._costs(self._start, self._price_w)
+        priced_j = cost_j + self._price_w.T[:, :, None] * self._table.time_s
+        for finder, pull in product((self._finder, self._shy_finder), _PULLS):
+            held_j = priced_j + pull * self._unit_j * off**2
+            yield finder.find(held_j, self._table.profiled, late)
+
+    def _within(self, plan: Plan, duration_s: FloatArray, price_w: FloatArray) -> IntArray | None:
+        """The cheapest runs in which no unit takes longer than given."""
+        times = self._table.time_s
+        short = times <= duration_s.T[:, :, None] * (1 + RELATIVE_TOLERANCE)
+        cost_j, late = self._costs(plan, price_w)
+        return self._finder.find(cost_j, self._table.profiled & short, late)
+
+    def _costs(self, plan: Plan, price_w: FloatArray) -> tuple[FloatArray, LateClocks | None]:
+        """Costs of units at each clock, with the waits before them as they are in a plan."""
+        conditions, wait_s = plan.conditions, plan.timeline.wait_s
+        cost_j = self._table.cost_j
+        if conditions.wait_power_w is not None:
+            above_w = conditions.waiting_power_w(self._table.frequency_mhz)
+            above_w -= self._power_w[:, None]
+            gpus = conditions.gpus_by_stage[:, None]
+            cost_j = cost_j + wait_s.T[:, :, None] * (gpus * above_w)
+        if not conditions.change_time_s:
+            return cost_j, None
+        late_s = np.maximum(0.0, conditions.change_time_s - wait_s).T
+        late_s[0] = 0.0
+        return cost_j, LateClocks(late_s, cost_j + price_w.T[:, :, None] * self._table.time_s)
+
+    def _divide_time(self, index: IntArray, target_s: float) -> Plan:
+        """The plan of the cheapest runs within the best durations for given runs."""
+        plan = self._plan(index)
+        power_w = float(np.dot(self._power_w, plan.conditions.gpus_by_stage))
+        shared = solve_shared_clocks(
+            plan.schedule, self._table, index, plan.conditions, power_w, target_s
+        )
+        within = self._within(plan, shared.duration_s, shared.price_w)
+        return plan if within is None else self._plan(within)
+
+    def _divide_again(self, plan: Plan) -> Plan:
+        """For the runs that a plan has become, and further towards an earlier deadline if late."""
+        target_s = self._deadline_s
+        for _ in range(_ROUNDS):
+            target_s -= max(0.0, plan.cost.iteration_time_s - self._deadline_s)
+            plan = self._divide_time(self._table.index_of(plan.frequency_mhz), target_s)
+            if self._meets(plan):
+                break
+        return plan
+
+    def _hurry(self, plan: Plan) -> Plan:
+        """Make units on the longest paths faster until late clocks keep the deadline."""
+        price_w = None
+        for _ in range(_PATHS):
+            over_s = plan.cost.iteration_time_s - self._deadline_s
+            if over_s <= RELATIVE_TOLERANCE * self._deadline_s:
+                break
+            index = self._table.index_of(plan.frequency_mhz)
+            faster = hurry(plan, self._table, index, self._deadline_s, price_w)
+            if faster is None:
+                break
+            plan = self._plan(faster)
+            # Many paths alike: shorten what they share, not each of them.
+            stalled = plan.cost.iteration_time_s - self._deadline_s > _STALLED * over_s
+            price_w = self._price_w if stalled else None
+        return plan
+
+    def _rank(self, plan: Plan) -> tuple[bool, float]:
+        return not self._meets(plan), plan.cost.energy_j
+
+    def _improve(self, plan: Plan) -> Plan:
+        """Give single runs, or their ends, another clock while that saves energy.
+
+        Moves are tried several at once, more after a success and fewer after a failure.
+        """
+        left = max(_FEWEST_EVALUATIONS, _EVALUATED_UNITS // plan.schedule.num_units)
+        before = None
+        while plan is not before and left > 0:
+            before = plan
+            index = self._table.index_of(plan.frequency_mhz)
+            moves = saving_moves(plan, self._table, index, self._change_j, self._deadline_s)
+            first, count = 0, 1
+            while first < len(moves) and left > 0:
+                changed_index = index.copy()
+                for move in moves[first : first + count]:
+                    units = changed_index[move.stage, move.begin : move.end]
+                    if (units == units[0]).all():  # no move before it has split the run
+                        units[:] = move.clock
+                changed = self._plan(changed_index)
+                left -= 1
+                if changed.cost.energy_j < plan.cost.energy_j and self._meets(changed):
+                    plan, index = changed, changed_index
+                    first, count = first + count, 2 * count
+                elif count > 1:
+                    count = max(1, count // 4)
+                else:
+                    first += 1
+        return plan
+
+    def _plan(self, index: IntArray) -> Plan:
+        return replace(self._start, frequency_mhz=self._table.frequencies(index))
+
+    def _meets(self, plan: Plan) -> bool:
+        if plan.cost.iteration_time_s > self._deadline_s * (1 + RELATIVE_TOLERANCE):
+            return False
+        least_s = self._min_dwell_s * (1 - RELATIVE_TOLERANCE)
+        return least_s == 0.0 or shortest_dwell_s(plan) >= least_s

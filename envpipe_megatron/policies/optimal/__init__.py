@@ -1,0 +1,1 @@
+"""The least energy of an order within a time, with a certificate."""

@@ -1,0 +1,115 @@
+"""What frequencies are worth giving to the units of a stage, and what each costs a planner.
+
+The planning cost of a unit is its energy less what its GPUs would have used by waiting as long:
+then iteration energy = sum of costs + waiting power of the whole pipeline x iteration time, and
+only the iteration time, not each wait, has to be known (the identity behind Perseus' cost model;
+Chung et al., SOSP'24, section 4.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Kind, Schedule
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+Choice = tuple[float, float, int]  #: time in s, cost in J, and whose they are
+
+
+@dataclass(frozen=True)
+class UnitChoices:
+    """The frequencies of one stage and kind that no other beats in both time and planning cost.
+
+    Args:
+        frequency_mhz: [n], the fastest first.
+        time_s: [n], rising.
+        cost_j: [n], falling; of all GPUs of the stage.
+        hull: [h] indices of the choices on the lower convex hull of cost over time; the fastest and
+            the cheapest choice are on it.
+    """
+
+    frequency_mhz: IntArray
+    time_s: FloatArray
+    cost_j: FloatArray
+    hull: IntArray
+
+
+@dataclass(frozen=True)
+class Choices:
+    """All choices of a pipeline under one waiting power.
+
+    Args:
+        units: for each stage its forward and its backward, at index `2 * stage + is_backward`.
+        waiting_power_w: of all GPUs of the pipeline, the power by which waiting is priced.
+    """
+
+    units: tuple[UnitChoices, ...]
+    waiting_power_w: float
+
+
+def node_keys(schedule: Schedule) -> IntArray:
+    """[num_units] the index of each node's stage and kind in `Choices.units`."""
+    stages = np.arange(schedule.num_stages, dtype=np.int64)[:, None]
+    return (2 * stages + schedule.is_backward).ravel()
+
+
+def make_choices(
+    profile: Profile, waiting_power_w: FloatArray, gpus_by_stage: NDArray[np.int64]
+) -> Choices:
+    """The choices of each stage and kind.
+
+    Args:
+        profile: time and energy of units, for the schedule's number of chunks.
+        waiting_power_w: [num_stages] what one GPU uses while it waits.
+        gpus_by_stage: [num_stages] GPUs that follow one plan.
+    """
+    units = tuple(
+        _unit_choices(profile, stage, kind, float(waiting_power_w[stage]), int(gpus))
+        for stage, gpus in enumerate(gpus_by_stage)
+        for kind in Kind
+    )
+    return Choices(units, float(np.dot(waiting_power_w, gpus_by_stage)))
+
+
+def _unit_choices(
+    profile: Profile, stage: int, kind: Kind, waiting_power_w: float, gpus: int
+) -> UnitChoices:
+    kept = unbeaten(
+        (row.time_s, gpus * (row.energy_j - waiting_power_w * row.time_s), row.frequency_mhz)
+        for row in profile.rows[stage][kind]
+    )
+    times, costs, frequencies = zip(*kept, strict=True)
+    return UnitChoices(
+        np.array(frequencies, dtype=np.int64),
+        np.array(times),
+        np.array(costs),
+        np.array(lower_hull(kept), dtype=np.int64),
+    )
+
+
+def unbeaten(choices: Iterable[Choice]) -> list[Choice]:
+    """Those that no other beats in both time and cost, by rising time and falling cost."""
+    kept: list[Choice] = []
+    for choice in sorted(choices):
+        if not kept or choice[1] < kept[-1][1]:
+            kept.append(choice)
+    return kept
+
+
+def lower_hull(kept: Sequence[Choice]) -> list[int]:
+    """Indices of the unbeaten choices on the lower convex hull of cost over time."""
+    hull: list[int] = []
+    for index, (time_s, cost_j, _) in enumerate(kept):
+        while len(hull) >= 2:
+            (t0, c0, _), (t1, c1, _) = kept[hull[-2]], kept[hull[-1]]
+            if (c1 - c0) * (time_s - t0) < (cost_j - c0) * (t1 - t0):
+                break
+            hull.pop()
+        hull.append(index)
+    return hull

@@ -1,0 +1,233 @@
+"""The best durations of a schedule's units for a deadline, as a linear program.
+
+With the convex hull of cost over time of each unit, the cheapest iteration that meets a deadline is
+a linear program: one end time a unit, one bounded variable a hull segment, one row a dependency
+(the project's facts on planning; the continuous relaxation of Perseus' problem, Chung et al.,
+SOSP'24, section 4). HiGHS' simplex solves it, for another deadline from where it stood, and an
+interior-point method of our own where the simplex would take minutes. No answer is taken unchecked:
+one longest path shows that its durations are in time, and a bound by additions that no others are
+cheaper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.core.longest_path import LongestPath
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, Timeline
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.optimal.certificate import Prices, energy_lower_bound_j
+from envpipe_megatron.policies.optimal.choices import Choices, node_keys
+from envpipe_megatron.policies.optimal.duration_problem import DurationProblem, SolverError
+from envpipe_megatron.policies.optimal.interior_point import InteriorPoint
+from envpipe_megatron.policies.optimal.simplex import Simplex
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+#: Up to this many units the simplex solves within about a second.
+_MAX_SIMPLEX_UNITS = 2_000
+#: Later than the deadline by this fraction is a solver's tolerance.
+_LATE = 1e-6
+#: By this fraction a late answer's deadline is brought forward for the second try.
+_EARLIER = 1e-5
+#: An answer may be this much dearer than its bound, as a fraction of the iteration's energy and of
+#: what slower units can save: a little more than the interior point's disturbed slopes can cost.
+_GAP = 6e-4
+
+
+class LinearProgramError(EnvPipeError):
+    """A deadline that no frequencies meet, or solvers that all failed; the message says which."""
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """The solution of the linear program.
+
+    Args:
+        duration_s: [num_units] duration of each node; between profiled times.
+        cost_j: planning cost plus waiting power x iteration time, of these durations.
+        lower_bound_j: what no durations on the hulls go below, by the prices; see `certificate`.
+        prices: what a second is worth where units wait for each other.
+    """
+
+    duration_s: FloatArray
+    cost_j: float
+    lower_bound_j: float
+    prices: Prices
+
+
+class DurationProgram:
+    """The linear program of one schedule, ready to be solved for any number of deadlines.
+
+    Args:
+        schedule: the order of units.
+        choices: what each unit can run at.
+        latency_s: p2p latency, as `Timeline` takes it.
+        tail_s: [num_stages] the time after each stage's last unit.
+        max_simplex_units: above this many units the interior-point method solves.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        choices: Choices,
+        latency_s: float | tuple[float, ...],
+        tail_s: FloatArray,
+        max_simplex_units: int = _MAX_SIMPLEX_UNITS,
+    ) -> None:
+        self._schedule, self._choices = schedule, choices
+        self._latency_s, self._tail_s = latency_s, tail_s
+        key = node_keys(schedule)
+        fastest_s = np.array([unit.time_s[0] for unit in choices.units])
+        # Seconds and joules of any size become numbers around 1, for which tolerances are made.
+        self._time_unit_s = float(fastest_s.mean())
+        self._cost_unit_j = max(float(u.cost_j[0] - u.cost_j[-1]) for u in choices.units) or 1.0
+        self._fastest_s = fastest_s[key]
+        #: With every unit at its fastest.
+        self.fastest_iteration_s = self._iteration_s(self._fastest_s)
+        self._nodes, self._cross_nodes, problem = self._problem(choices, key, latency_s, tail_s)
+        self._stated = problem
+        if schedule.num_units <= max_simplex_units:
+            self._solver: Simplex | InteriorPoint = Simplex(problem)
+        else:
+            # Like places of the stages depend on each other.
+            position = np.arange(schedule.num_units) % schedule.units_per_stage
+            self._solver = InteriorPoint(problem, position)
+
+    def attainable(self, deadline_s: float) -> float:
+        """The deadline, or the fastest iteration where that is later by rounding alone.
+
+        Raises:
+            LinearProgramError: no durations meet the deadline.
+        """
+        fastest_s = self.fastest_iteration_s
+        if deadline_s < fastest_s * (1 - RELATIVE_TOLERANCE):
+            raise LinearProgramError(
+                f"Schedule '{self._schedule.name}' takes longer than the deadline (s) at any "
+                "frequencies",
+                value=deadline_s,
+                remedy=f"Its fastest iteration takes {fastest_s:.6g} s: allow "
+                f"{fastest_s / deadline_s:.4f} times the time (--deadline-factor), or use another "
+                "order.",
+            )
+        return max(deadline_s, fastest_s)
+
+    def solve(self, deadline_s: float) -> Relaxed:
+        """Minimise for a deadline.
+
+        Raises:
+            LinearProgramError: no durations meet the deadline, or every solver failed.
+        """
+        deadline_s = self.attainable(deadline_s)
+        # What is badly conditioned ends late by a hair; the simplex takes longer and is exact.
+        earlier_s = max(self.fastest_iteration_s, deadline_s * (1 - _EARLIER))
+        failure: SolverError | None = None
+        for exact, aim_s in ((False, deadline_s), (False, earlier_s), (True, deadline_s)):
+            try:
+                return self._solved(self._simplex if exact else self._solver, aim_s, deadline_s)
+            except SolverError as error:
+                failure = error
+        raise LinearProgramError(
+            f"The linear program of schedule '{self._schedule.name}' was not solved for this "
+            f"deadline (s), although it can be met: {failure}",
+            value=deadline_s,
+            remedy="Allow a little more time, or use another order.",
+        ) from failure
+
+    @cached_property
+    def _simplex(self) -> Simplex:
+        return self._solver if isinstance(self._solver, Simplex) else Simplex(self._stated)
+
+    def _solved(self, solver: Simplex | InteriorPoint, aim_s: float, deadline_s: float) -> Relaxed:
+        """A solver's answer for a deadline that it aims at, checked.
+
+        Raises:
+            SolverError: there is none, or it is late, or dearer than its own bound.
+        """
+        problem = self._stated
+        solution = solver.solve(aim_s / self._time_unit_s)
+        segment = np.clip(solution.segment, 0.0, problem.width)
+        duration_s = self._fastest_s + problem.by_node(segment) * self._time_unit_s
+        end_s = self._iteration_s(duration_s)
+        if not end_s <= deadline_s * (1 + _LATE):
+            raise SolverError(f"the answer is late by {end_s / deadline_s - 1:.1e} of the deadline")
+        per_second = self._cost_unit_j / self._time_unit_s
+        price_w = solution.edge_price * per_second
+        prices = Prices(
+            np.zeros(problem.num_nodes),
+            np.zeros(problem.num_nodes),
+            solution.deadline_price * per_second,
+        )
+        prices.same_stage_w[self._nodes] = price_w[: len(self._nodes)]
+        prices.cross_w[self._cross_nodes] = price_w[len(self._nodes) :][: len(self._cross_nodes)]
+        bound_j = energy_lower_bound_j(
+            self._schedule, self._choices, self._latency_s, self._tail_s, deadline_s, prices
+        )
+        units_j = (problem.fixed_cost + float(problem.slope @ segment)) * self._cost_unit_j
+        cost_j = units_j + self._choices.waiting_power_w * end_s
+        can_save_j = -float(problem.slope @ problem.width) * self._cost_unit_j
+        if not cost_j - bound_j <= _GAP * (abs(cost_j) + can_save_j):
+            raise SolverError(f"the answer costs {cost_j:.6g} J, and is bounded by {bound_j:.6g} J")
+        return Relaxed(duration_s, cost_j, bound_j, prices)
+
+    def _iteration_s(self, duration_s: FloatArray) -> float:
+        by_stage = duration_s.reshape(self._schedule.is_backward.shape)
+        return Timeline(self._schedule, by_stage, self._latency_s, self._tail_s).iteration_time_s
+
+    def _problem(
+        self,
+        choices: Choices,
+        key: IntArray,
+        latency_s: float | tuple[float, ...],
+        tail_s: FloatArray,
+    ) -> tuple[IntArray, IntArray, DurationProblem]:
+        """Nodes with a unit before on their stage, nodes fed by a neighbour, and the program.
+
+        Dependencies stand in this order: on the same stage, on a neighbour, on nothing.
+        """
+        schedule, time_unit_s = self._schedule, self._time_unit_s
+        width = schedule.units_per_stage
+        node = np.arange(schedule.num_units)
+        cross = schedule.cross_dependency.astype(np.int64)
+        inside = node[node % width > 0]
+        fed = node[cross >= 0]
+        free = node[(node % width == 0) & (cross < 0)]
+        target = np.concatenate([inside, fed, free])
+        source = np.concatenate([inside - 1, cross[fed], np.full(len(free), -1)])
+        least_s = self._fastest_s[target]
+        path = LongestPath(schedule, self._fastest_s.tolist(), latency_s)
+        least_s[len(inside) : len(inside) + len(fed)] += np.array(path.hop_s)[fed]
+
+        def ends(stretch: FloatArray) -> FloatArray:
+            path.duration_s = (self._fastest_s + stretch * time_unit_s).tolist()
+            path.find_ends()
+            return np.array(path.end_s) / time_unit_s
+
+        widths_s = [np.diff(unit.time_s[unit.hull]) for unit in choices.units]
+        slopes = [
+            np.diff(unit.cost_j[unit.hull]) / width_s * (time_unit_s / self._cost_unit_j)
+            for unit, width_s in zip(choices.units, widths_s, strict=True)
+        ]
+        segments = np.array([len(width_s) for width_s in widths_s])[key]
+        fastest_j = np.array([unit.cost_j[0] for unit in choices.units])
+        problem = DurationProblem(
+            target=target,
+            source=source,
+            least=least_s / time_unit_s,
+            segment_node=np.repeat(node, segments),
+            width=np.concatenate([widths_s[k] for k in key]) / time_unit_s,
+            slope=np.concatenate([slopes[k] for k in key]),
+            last_node=np.arange(1, schedule.num_stages + 1) * width - 1,
+            tail=tail_s / time_unit_s,
+            waiting_cost=choices.waiting_power_w * time_unit_s / self._cost_unit_j,
+            fixed_cost=float(fastest_j[key].sum()) / self._cost_unit_j,
+            num_nodes=schedule.num_units,
+            ends=ends,
+        )
+        return inside, fed, problem

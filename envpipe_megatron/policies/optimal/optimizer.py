@@ -1,0 +1,229 @@
+"""The optimal policy: the best frequencies for an order and a deadline, with a certificate.
+
+A linear program over the hulls gives durations and a lower bound, rounding gives frequencies that
+exist, and what is left between the two is printed with every plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan, framework_schedule, max_frequencies
+from envpipe_megatron.core.profile import Profile, ProfileError
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, Timeline
+from envpipe_megatron.policies.clock_changes.parking import park
+from envpipe_megatron.policies.clock_changes.run_search import fewer_changes
+from envpipe_megatron.policies.frequencies import baseline, uniform
+from envpipe_megatron.policies.optimal.choices import Choices, make_choices, node_keys
+from envpipe_megatron.policies.optimal.linear_program import (
+    DurationProgram,
+    LinearProgramError,
+    Relaxed,
+)
+from envpipe_megatron.policies.optimal.rounding import round_durations
+from envpipe_megatron.policies.optimal.waiting import mean_waiting_power_w, waiting_floor_w
+
+FloatArray = NDArray[np.float64]
+
+#: The gap that is good enough for a single plan.
+GOOD_GAP = 0.002
+#: No frequency of a real GPU makes a unit slower than its fastest by this factor.
+_NO_DEADLINE = 1e3
+#: Waiting powers that differ by less are not worth another linear program.
+_SAME_POWER = 0.02
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """The linear program for some waiting power of one GPU of each stage."""
+
+    waiting_power_w: FloatArray
+    choices: Choices
+    program: DurationProgram
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    """A plan, and the solution that it was rounded from."""
+
+    plan: Plan
+    relaxed: Relaxed
+    priced: _Priced
+
+
+class Optimizer:
+    """Optimal plans of one order for any number of deadlines.
+
+    What the linear program cannot hold is planned around it. Waiting power by clock: the bound
+    prices waiting at the least power that a stage can wait at; plans are made at the blocking power
+    and at the mean of what such a plan waits at, and the better one is kept. Changes of clock that
+    cost energy or come late, and clocks that must be kept for a while: `run_search`. Parking:
+    `parking`.
+
+    Args:
+        schedule: the order of units, with backwards.
+        profile: for the schedule's number of chunks.
+        conditions: what surrounds the units.
+        parking: whether a stage may lower its clock in long waits, where `conditions` have the
+            waiting power by clock.
+        good_gap: rounding stops to improve at this gap to the relaxed optimum.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        profile: Profile,
+        conditions: Conditions,
+        *,
+        parking: bool = False,
+        good_gap: float = GOOD_GAP,
+    ) -> None:
+        self.schedule, self.profile, self.conditions = schedule, profile, conditions
+        self._parking, self._good_gap = parking, good_gap
+        self._tail_s = conditions.tail_by_stage_s
+        self._floor = self._priced(waiting_floor_w(profile, conditions, parking))
+        self._usual = self._floor
+        self._at_mean: _Priced | None = None
+        if conditions.wait_power_w is not None:
+            self._usual = self._priced(np.array(conditions.blocking_power_w))
+
+    @property
+    def fastest_s(self) -> float:
+        """Iteration time with every unit at its fastest frequency, none of them late."""
+        return self._floor.program.fastest_iteration_s
+
+    def cheapest_s(self) -> float:
+        """Iteration time beyond which waiting costs more than slower units save."""
+        relaxed = self._floor.program.solve(_NO_DEADLINE * self.fastest_s)
+        return self._iteration_time_s(relaxed.duration_s)
+
+    def relaxed(self, deadline_s: float) -> Relaxed:
+        """The durations between the profiled ones that take the least energy.
+
+        Changes of clock are free in it, and waiting takes the least power that it can.
+
+        Raises:
+            LinearProgramError: no frequencies meet the deadline.
+        """
+        return self._floor.program.solve(deadline_s)
+
+    def relaxed_energy_j(self, deadline_s: float) -> float:
+        """The energy of `relaxed`, J."""
+        return self.relaxed(deadline_s).cost_j
+
+    def plan(self, deadline_s: float, min_dwell_s: float = 0.0) -> Plan:
+        """The cheapest plan that is found, never slower than the deadline.
+
+        Args:
+            deadline_s: of the iteration as it is evaluated, late clocks included.
+            min_dwell_s: the least time between two requests for a clock on a stage; see
+                `clock_runs.shortest_dwell_s`.
+
+        Raises:
+            LinearProgramError: no frequencies meet the deadline, or none that were found do with
+                late clocks and the dwell time.
+        """
+        if not min_dwell_s >= 0:
+            raise LinearProgramError("The dwell time (s) must be zero or more", value=min_dwell_s)
+        schedule, conditions = self.schedule, self.conditions
+        deadline_s = self._floor.program.attainable(deadline_s)
+        at_floor = self._floor.program.solve(deadline_s)
+        best = self._round(self._usual, deadline_s, at_floor)
+        if conditions.wait_power_w is not None:
+            second = self._round(self._at_mean_power_of(best.plan), deadline_s, at_floor)
+            best = min(best, second, key=lambda rounded: self._parked(rounded.plan).cost.energy_j)
+        plan: Plan | None = best.plan
+        if conditions.change_time_s or conditions.change_energy_j or min_dwell_s:
+            plan = fewer_changes(
+                best.plan, best.relaxed, best.priced.waiting_power_w, deadline_s, min_dwell_s
+            )
+        if plan is None:
+            raise LinearProgramError(
+                f"No plan of schedule '{schedule.name}' was found that meets the deadline (s) "
+                f"with changes of clock of {conditions.change_time_s:g} s and clocks that are "
+                f"kept for {min_dwell_s:g} s",
+                value=deadline_s,
+                remedy="Allow more time, or a shorter dwell time.",
+            )
+        plan = self._parked(plan, min_dwell_s)
+        if not min_dwell_s:
+            plan = self._or_by_rule(plan, deadline_s)
+        return replace(plan, energy_lower_bound_j=at_floor.lower_bound_j)
+
+    def _or_by_rule(self, plan: Plan, deadline_s: float) -> Plan:
+        """The plan, or that of a simple rule where it is cheaper.
+
+        On profiles of a few odd clocks rounding can lose more than it gains on a rule.
+        """
+        for rule in (baseline, uniform):
+            with contextlib.suppress(ProfileError):  # no clock that a stage's units share
+                frequency = rule(self.schedule, self.profile)
+                ruled = replace(plan, frequency_mhz=frequency, park_mhz=None)
+                in_time = ruled.cost.iteration_time_s <= deadline_s * (1 + RELATIVE_TOLERANCE)
+                if in_time and ruled.cost.energy_j < plan.cost.energy_j:
+                    plan = ruled
+        return plan
+
+    def _priced(self, waiting_power_w: FloatArray) -> _Priced:
+        conditions = self.conditions
+        choices = make_choices(self.profile, waiting_power_w, conditions.gpus_by_stage)
+        program = DurationProgram(self.schedule, choices, conditions.latency_s, self._tail_s)
+        return _Priced(waiting_power_w, choices, program)
+
+    def _at_mean_power_of(self, plan: Plan) -> _Priced:
+        """The linear program for what a plan waits at, or for nearly that if it is at hand."""
+        mean_w = mean_waiting_power_w(self._parked(plan))
+        if self._at_mean is None or not np.allclose(
+            mean_w, self._at_mean.waiting_power_w, rtol=_SAME_POWER, atol=0.0
+        ):
+            self._at_mean = self._priced(mean_w)
+        return self._at_mean
+
+    def _round(self, priced: _Priced, deadline_s: float, at_floor: Relaxed) -> _Rounded:
+        """A plan for the waiting powers of a linear program; clocks are never late for it."""
+        schedule, choices = self.schedule, priced.choices
+        relaxed = at_floor if priced is self._floor else priced.program.solve(deadline_s)
+        # Not always the deadline: where waiting costs more than slower units save, it is earlier.
+        end_s = min(deadline_s, self._iteration_time_s(relaxed.duration_s))
+        waiting_j = choices.waiting_power_w * end_s
+        chosen = round_durations(
+            schedule,
+            choices,
+            self.conditions.latency_s,
+            self._tail_s,
+            end_s,
+            relaxed.duration_s,
+            (1 + self._good_gap) * relaxed.cost_j - waiting_j,
+        )
+        key = node_keys(schedule)
+        frequency = np.array(
+            [choices.units[k].frequency_mhz[index] for k, index in zip(key, chosen, strict=True)]
+        ).reshape(schedule.is_backward.shape)
+        plan = Plan("optimal", schedule, frequency, self.profile, self.conditions)
+        return _Rounded(plan, relaxed, priced)
+
+    def _parked(self, plan: Plan, min_dwell_s: float = 0.0) -> Plan:
+        return park(plan, min_dwell_s) if self._parking else plan
+
+    def _iteration_time_s(self, duration_s: FloatArray) -> float:
+        return iteration_time_s(self.schedule, duration_s, self.conditions)
+
+
+def iteration_time_s(schedule: Schedule, duration_s: FloatArray, conditions: Conditions) -> float:
+    """When the last stage is done, tails included, with units of [num_units] durations, s."""
+    shape = schedule.is_backward.shape
+    by_stage_s, tail_s = duration_s.reshape(shape), conditions.tail_by_stage_s
+    return Timeline(schedule, by_stage_s, conditions.latency_s, tail_s).iteration_time_s
+
+
+def all_maximum_s(schedule: Schedule, profile: Profile, conditions: Conditions) -> float:
+    """Iteration time of the framework's own order with every unit at the highest clock, s."""
+    own = framework_schedule(schedule)
+    frequency = max_frequencies(own, profile)
+    return Plan("baseline", own, frequency, profile, conditions).cost.iteration_time_s

@@ -1,0 +1,309 @@
+"""From durations between profiled times to frequencies that exist, and closer to the bound.
+
+Three ways to begin. Carried: in the order of time, each unit takes the next slower hull point as
+soon as what earlier units have left over allows it. Carried back: the same from the last unit to
+the first. Floored: each takes the next faster one, and all that is left over is spent afterwards,
+where a second saves most; an over-run by the solver's tolerance is repaired by the cheapest steps.
+The best is then improved by pairs of moves: one unit a step faster, and the time it frees spent
+elsewhere, if that saves more.
+
+A change of one unit moves the ends of many; how many may move in all is limited, so that time grows
+with the number of units only.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.core.longest_path import LongestPath
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.policies.optimal.choices import Choices, node_keys
+
+FloatArray = NDArray[np.float64]
+
+#: Relaxed durations within this fraction of a unit below a profiled time count as that time.
+_SOLVER_TOLERANCE = 1e-6
+#: The same where nothing can be late: a unit this near to a profiled time does not take the next.
+_AT_CHOICE = 1e-4
+#: Up to this many units every way to begin is tried, however good the first.
+_SMALL_UNITS = 20_000
+#: Ends of units that may move for each unit, while slack that flooring has left is spent.
+_SPENDING_WORK = 30
+#: Ends of units that may move in all, while pairs of moves are tried: about a quarter of a second.
+_PAIRS_WORK = 100_000
+
+
+def round_durations(
+    schedule: Schedule,
+    choices: Choices,
+    latency_s: float | tuple[float, ...],
+    tail_s: FloatArray,
+    deadline_s: float,
+    duration_s: FloatArray,
+    enough_j: float,
+) -> list[int]:
+    """[num_units] a choice for each node, near to relaxed durations and within the deadline.
+
+    Args:
+        schedule: the order of units.
+        choices: what each unit can run at; the fastest meet the deadline.
+        latency_s: p2p latency, as `Timeline` takes it.
+        tail_s: [num_stages] the time after each stage's last unit.
+        deadline_s: the iteration takes no longer.
+        duration_s: [num_units] the relaxed durations.
+        enough_j: a planning cost that needs no improvement.
+    """
+    floor = hull_floor(schedule, choices, duration_s)
+
+    def begun() -> Rounding:
+        return Rounding(schedule, choices, latency_s, tail_s, deadline_s, floor)
+
+    rounding = begun()
+    rounding.carry(duration_s)
+    rounding.repair()
+    rounding.spend_slack()
+    if rounding.cost_j > enough_j or schedule.num_units <= _SMALL_UNITS:
+        carried_back, floored = begun(), begun()
+        carried_back.carry_back(duration_s)
+        for other in (carried_back, floored):
+            other.repair()
+            other.spend_slack(_SPENDING_WORK * schedule.num_units)
+        rounding = min(rounding, carried_back, floored, key=lambda rounded: rounded.cost_j)
+    rounding.move_pairs(enough_j, max_work=_PAIRS_WORK)
+    return rounding.chosen
+
+
+def hull_floor(schedule: Schedule, choices: Choices, duration_s: FloatArray) -> list[int]:
+    """[num_units] for each node the slowest hull choice that takes no longer than given."""
+    key = node_keys(schedule)
+    chosen = np.empty(schedule.num_units, dtype=np.int64)
+    for index, unit in enumerate(choices.units):
+        nodes = key == index
+        hull_s = unit.time_s[unit.hull]
+        reached_s = duration_s[nodes] * (1 + _SOLVER_TOLERANCE)
+        at = np.searchsorted(hull_s, reached_s, side="right") - 1
+        chosen[nodes] = unit.hull[np.maximum(at, 0)]
+    return [int(index) for index in chosen]
+
+
+class Rounding:
+    """A choice for each unit, with the earliest and the latest end that the deadline allows.
+
+    Args:
+        schedule: the order of units.
+        choices: what each unit can run at.
+        latency_s: p2p latency, as `Timeline` takes it.
+        tail_s: [num_stages] the time after each stage's last unit.
+        deadline_s: the iteration takes no longer.
+        chosen: [num_units] index of each node's choice.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        choices: Choices,
+        latency_s: float | tuple[float, ...],
+        tail_s: FloatArray,
+        deadline_s: float,
+        chosen: Sequence[int],
+    ) -> None:
+        self._last_end_s: list[float] = (deadline_s - tail_s).tolist()
+        key = node_keys(schedule).tolist()
+        hull: list[list[int]] = [unit.hull.tolist() for unit in choices.units]
+        self._hull: list[list[int]] = [hull[k] for k in key]
+        time_s: list[list[float]] = [unit.time_s.tolist() for unit in choices.units]
+        cost_j: list[list[float]] = [unit.cost_j.tolist() for unit in choices.units]
+        self._time: list[list[float]] = [time_s[k] for k in key]
+        self._cost: list[list[float]] = [cost_j[k] for k in key]
+        self.chosen = list(chosen)
+        duration_s = [times[i] for times, i in zip(self._time, self.chosen, strict=True)]
+        # Far below what a sum of durations loses by rounding on its way to the deadline.
+        self._tolerance_s = 1e-3 * RELATIVE_TOLERANCE * deadline_s
+        self._work = 0
+        self._path = LongestPath(schedule, duration_s, latency_s)
+        self._path.find_ends()
+        self._path.find_latest_ends(self._last_end_s)
+
+    @property
+    def cost_j(self) -> float:
+        """Planning cost of all units."""
+        return sum(costs[i] for costs, i in zip(self._cost, self.chosen, strict=True))
+
+    def carry(self, duration_s: FloatArray) -> None:
+        """Choose anew, following relaxed durations: who is early enough rounds up.
+
+        Each unit may end when it would if all units behind it took their relaxed durations.
+
+        Args:
+            duration_s: [num_units], which meet the deadline.
+        """
+        relaxed_s: list[float] = duration_s.tolist()
+        path = self._path
+        path.duration_s = relaxed_s.copy()
+        path.find_latest_ends(self._last_end_s)
+        for node in path.order:
+            start = path.start_s(node)
+            self._take_nearest(node, relaxed_s[node], path.latest_end_s[node] - start)
+            path.end_s[node] = start + path.duration_s[node]
+        path.find_latest_ends(self._last_end_s)
+
+    def carry_back(self, duration_s: FloatArray) -> None:
+        """Choose anew as `carry` does, from the last unit to the first.
+
+        Each unit may start when it would if all units before it took their relaxed durations.
+
+        Args:
+            duration_s: [num_units], which meet the deadline.
+        """
+        relaxed_s: list[float] = duration_s.tolist()
+        path = self._path
+        path.duration_s = relaxed_s.copy()
+        path.find_ends()
+        start = [end - relaxed for end, relaxed in zip(path.end_s, relaxed_s, strict=True)]
+        for node in reversed(path.order):
+            end = path.find_latest_end(node)
+            self._take_nearest(node, relaxed_s[node], end - start[node])
+            path.latest_end_s[node] = end
+        path.find_ends()
+
+    def _take_nearest(self, node: int, relaxed_s: float, allowed_s: float) -> None:
+        """The first hull choice that is not faster than relaxed, or the slowest that is allowed."""
+        times, hull = self._time[node], self._hull[node]
+        at = 0
+        while (
+            at + 1 < len(hull)
+            and times[hull[at + 1]] <= allowed_s + self._tolerance_s
+            and times[hull[at]] < relaxed_s * (1 - _AT_CHOICE)
+        ):
+            at += 1
+        self.chosen[node] = hull[at]
+        self._path.duration_s[node] = times[hull[at]]
+
+    def repair(self) -> None:
+        """Make units faster until the deadline holds, the cheapest step on a late path first.
+
+        The fastest choices must meet the deadline.
+        """
+        while late := [
+            node
+            for node, index in enumerate(self.chosen)
+            if index and self._slack_s(node) < -self._tolerance_s
+        ]:
+            step_j = {node: self._step_cost_j(node) for node in late}
+            cheapest = min(late, key=step_j.__getitem__)
+            self._choose(cheapest, self.chosen[cheapest] - 1)
+
+    def spend_slack(self, max_work: float = math.inf) -> None:
+        """Slow units down while any time is left, the largest saving a second first.
+
+        Args:
+            max_work: ends of units that may move before no more are slowed down.
+        """
+        self._spend(range(len(self.chosen)), self._work + max_work)
+
+    def move_pairs(
+        self,
+        enough_j: float,
+        max_passes: int = 3,
+        max_steps: int = 3,
+        max_work: float = math.inf,
+    ) -> None:
+        """Make units up to `max_steps` choices faster where the time it frees saves more elsewhere.
+
+        Units that lose least for a second come first.
+
+        Args:
+            enough_j: stop when the cost is at most this.
+            max_passes: passes over all units; one without success is the last.
+            max_steps: choices that a unit may become faster by at once.
+            max_work: ends of units that may move before no more moves are tried.
+        """
+        cost_j = self.cost_j
+        most_work = self._work + max_work
+        for _ in range(max_passes):
+            before_j = cost_j
+            can_move = [node for node, index in enumerate(self.chosen) if index]
+            for node in sorted(can_move, key=self._step_rate_w):
+                if cost_j <= enough_j or self._work >= most_work:
+                    return
+                cost_j -= self._try_pairs(node, max_steps)
+            if cost_j >= before_j:
+                return
+
+    def _try_pairs(self, node: int, max_steps: int) -> float:
+        """Planning cost saved by the first move from this node that saves any."""
+        now = self.chosen[node]
+        costs = self._cost[node]
+        for faster in range(now - 1, max(-1, now - 1 - max_steps), -1):
+            lost_j = costs[faster] - costs[now]
+            moved = self._choose(node, faster)
+            moved.discard(node)
+            undo = self._spend(moved)
+            saved_j = sum(
+                self._cost[other][old] - self._cost[other][new] for other, old, new in undo
+            )
+            # Sums of the same costs in another order differ by rounding alone.
+            if saved_j > lost_j + 1e-9 * abs(costs[0]):
+                return saved_j - lost_j
+            for other, old, _ in reversed(undo):
+                self._choose(other, old)
+            self._choose(node, now)
+        return 0.0
+
+    def _slack_s(self, node: int) -> float:
+        return self._path.latest_end_s[node] - self._path.end_s[node]
+
+    def _step_cost_j(self, node: int) -> float:
+        costs, index = self._cost[node], self.chosen[node]
+        return costs[index - 1] - costs[index]
+
+    def _step_rate_w(self, node: int) -> float:
+        times, index = self._time[node], self.chosen[node]
+        return self._step_cost_j(node) / (times[index] - times[index - 1])
+
+    def _spend(
+        self, nodes: Iterable[int], most_work: float = math.inf
+    ) -> list[tuple[int, int, int]]:
+        """Spend slack on some nodes; returns (node, choice before, choice after) in order."""
+        heap = [(-best[0], node) for node in nodes if (best := self._best_slower(node))]
+        heapify(heap)
+        done = []
+        while heap and self._work < most_work:
+            rate, node = heappop(heap)
+            best = self._best_slower(node)
+            if best is None:
+                continue
+            if -best[0] > rate:  # slack has been spent since: it saves less now
+                heappush(heap, (-best[0], node))
+                continue
+            done.append((node, self.chosen[node], best[1]))
+            self._choose(node, best[1])
+            best = self._best_slower(node)
+            if best:
+                heappush(heap, (-best[0], node))
+        return done
+
+    def _best_slower(self, node: int) -> tuple[float, int] | None:
+        """The slower choice that fits and saves most a second, with that saving in J/s."""
+        times, costs, now = self._time[node], self._cost[node], self.chosen[node]
+        slowest = bisect_right(times, times[now] + self._slack_s(node) + self._tolerance_s) - 1
+        best = None
+        for index in range(now + 1, slowest + 1):
+            rate = (costs[now] - costs[index]) / (times[index] - times[now])
+            if best is None or rate > best[0]:
+                best = (rate, index)
+        return best
+
+    def _choose(self, node: int, index: int) -> set[int]:
+        """Change a node's choice; returns the nodes whose earliest or latest end moved."""
+        self.chosen[node] = index
+        moved = self._path.change(node, self._time[node][index])
+        self._work += len(moved)
+        return moved

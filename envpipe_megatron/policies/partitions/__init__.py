@@ -1,0 +1,1 @@
+"""Which layers stand on which stage."""

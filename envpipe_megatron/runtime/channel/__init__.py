@@ -1,0 +1,1 @@
+"""Carries activations and gradients between stages, and sums between ranks."""

@@ -1,0 +1,238 @@
+"""What the ranks of a job tell each other between iterations.
+
+No process talks to all others: at a thousand ranks that takes a tenth of a second, and each would
+hold a connection to each. The replicas of a stage form a tree of small groups, in which values are
+merged on their way up. At its top stand the ranks of the planner's pipeline, which join what their
+stages have come to; the result goes down the same ways. So what a rank takes in does not grow with
+the job, but for `to_planner` of values whose merging keeps all of them.
+
+Everything is merged by one rank in one order, and the result is sent: all ranks have equal bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from itertools import chain, count
+from typing import Any, TypeVar
+
+import numpy as np
+import torch.distributed as dist
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.runtime.channel.host_group import HostGroup
+
+T = TypeVar("T")
+
+#: The most ranks that one group of a tree joins: of so many a leader takes in the values.
+FAN_IN = 8
+
+#: How arrays of replicas are merged, element by element. The median is one of medians where there
+#: are more than `FAN_IN` replicas: no hiccup of a few of them gets through either.
+SUM = partial(np.sum, axis=0)
+MEDIAN = partial(np.median, axis=0)
+
+
+class CollectivesError(EnvPipeError):
+    """A rank of the job is gone or silent."""
+
+
+class Collectives:
+    """Exchanges between the hosts of all ranks of the job.
+
+    Made by `make_collectives`. Every method is called by all ranks together, and raises
+    CollectivesError when a rank is gone, or silent for the groups' time-out.
+
+    Args:
+        stage: this rank's.
+        pipeline: the stages of this rank's pipeline, in their order.
+        tree: the groups of replicas of this rank's stage that it belongs to, from the leaves up.
+        num_replicas: how many pipelines the job has.
+    """
+
+    def __init__(
+        self, stage: int, pipeline: HostGroup, tree: Sequence[HostGroup], num_replicas: int
+    ) -> None:
+        self.pipeline = pipeline
+        self.num_replicas = num_replicas
+        self._stage = stage
+        self._tree = list(tree)
+        #: Whether this rank's pipeline is the planner's.
+        self._at_top = all(group.leads for group in tree)
+        self.is_planner = self._at_top and pipeline.leads
+
+    def in_pipeline(self, value: T) -> list[T]:
+        """The value of each stage of this rank's pipeline."""
+        with self._names_the_loss():
+            return self.pipeline.broadcast(self.pipeline.gather(value))
+
+    def to_planner(self, value: T, merge: Callable[[Sequence[T]], T]) -> list[T]:
+        """For each stage the merged values of its replicas, on the planner; elsewhere nothing.
+
+        Args:
+            value: of this rank.
+            merge: makes one value of several; also of some that it has made before.
+        """
+        with self._names_the_loss():
+            for group in self._tree:
+                gathered = group.gather(value)
+                if not gathered:
+                    return []
+                value = merge(gathered)
+            return self.pipeline.gather(value)
+
+    def by_stage(self, value: T, merge: Callable[[Sequence[T]], T]) -> list[T]:
+        """As `to_planner`, on every rank."""
+        return self.from_planner(self.to_planner(value, merge))
+
+    def on_all(self, holds: bool) -> bool:
+        """Whether it holds on every rank."""
+        return self.from_planner(all(self.to_planner(holds, all)))
+
+    def first(self, value: T | None) -> tuple[int, T] | None:
+        """The first stage that has a value, and one of its replicas' values; None without any."""
+        stages = self.by_stage(value, lambda parts: next((p for p in parts if p is not None), None))
+        return next((found for found in enumerate(stages) if found[1] is not None), None)  # type: ignore[return-value]  # its value is there
+
+    def all_to_planner(self, value: T) -> list[list[T]]:
+        """For each stage, the value of each replica, on the planner; elsewhere nothing.
+
+        Beside `all_pipelines`, the one exchange in which what a rank takes in grows with the job.
+        """
+        return self.to_planner([value], lambda parts: list(chain.from_iterable(parts)))
+
+    def from_planner(self, value: T | None) -> T:
+        """The planner's value, to every rank; what others pass is ignored."""
+        with self._names_the_loss():
+            if self._at_top:
+                value = self.pipeline.broadcast(value)
+            for group in reversed(self._tree):
+                value = group.broadcast(value)
+        return value  # type: ignore[return-value]  # the planner passed a T
+
+    def agreed(self, make: Callable[[], T]) -> T:
+        """What the planner makes, on every rank.
+
+        Raises:
+            EnvPipeError: the planner's own error, on every rank; CollectivesError on the others
+                where it is of another kind.
+        """
+        outcome: tuple[T | None, EnvPipeError | None] | None = None
+        own: Exception | None = None
+        if self.is_planner:
+            try:
+                outcome = make(), None
+            except EnvPipeError as error:
+                outcome = None, error
+            except Exception as error:  # the others must not wait for what never comes
+                own = error
+                outcome = (
+                    None,
+                    CollectivesError(
+                        f"The planning rank cannot go on: {type(error).__name__}: {error}"
+                    ),
+                )
+        value, failure = self.from_planner(outcome)
+        if own is not None:
+            raise own
+        if failure is not None:
+            raise failure
+        return value  # type: ignore[return-value]  # there was no failure, so there is a value
+
+    def everywhere(self, make: Callable[[], T]) -> T:
+        """What this rank makes, once every rank has made its own.
+
+        Raises:
+            Exception: this rank's own error.
+            CollectivesError: that of another rank, so that none goes on without it.
+        """
+        made: T | None = None
+        failure: Exception | None = None
+        try:
+            made = make()
+        except Exception as error:  # of any kind: the others must not wait for this rank
+            failure = error
+        first = self.first(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        if first is not None:
+            stage, text = first
+            raise CollectivesError(f"A rank of stage {stage} cannot go on: {text}")
+        return made  # type: ignore[return-value]  # there was no failure, so it is a T
+
+    def latest(self, time_s: float) -> float:
+        """The latest of all ranks' times: replicas meet in every iteration."""
+        return self.from_planner(max(self.to_planner(time_s, max), default=None))
+
+    @contextmanager
+    def _names_the_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[:1]
+            raise CollectivesError(
+                f"Stage {self._stage} lost another rank of the job: {' '.join(reason)}",
+                remedy="Look at the other ranks' logs for the first error; clocks are reset on the "
+                "way out.",
+            ) from error
+
+
+def all_pipelines(pipeline: Sequence[int]) -> list[tuple[int, ...]]:
+    """The pipelines of a job whose every rank says its own, over the framework's default group."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, tuple(pipeline))
+    return sorted(set(everyone))
+
+
+#: How often this process has made collectives: groups of the same ranks have names of their own.
+_made = count()
+
+
+def make_collectives(pipelines: Iterable[Sequence[int]], timeout: timedelta) -> Collectives:
+    """Connect this rank to the few others that it exchanges with.
+
+    Every rank of the pipelines calls it, at the same point of the program. The planner is the
+    lowest rank.
+
+    Args:
+        pipelines: for each replica of the pipeline, the global rank of each stage.
+        timeout: after which a silent rank is an error.
+
+    Raises:
+        CollectivesError: a rank did not come.
+    """
+    replicas = sorted(pipelines, key=min)
+    rank, number = dist.get_rank(), next(_made)
+    replica, pipeline = next((n, own) for n, own in enumerate(replicas) if rank in own)
+    stage = list(pipeline).index(rank)
+    try:
+        tree = []
+        for members in tree_groups(replica, len(replicas)):
+            ranks = [replicas[member][stage] for member in members]
+            name = f"{number}/{stage}/{members}"
+            tree.append(HostGroup(ranks, name, timeout, leader=ranks[0]))
+        own = HostGroup(pipeline, f"{number}/{replica}", timeout, leader=min(pipeline))
+    except RuntimeError as error:
+        raise CollectivesError(f"Rank {rank} cannot reach others of the job: {error}") from error
+    return Collectives(stage, own, tree, len(replicas))
+
+
+def tree_groups(member: int, size: int) -> list[range]:
+    """The groups of a tree over so many members that one of them belongs to, from the leaves up.
+
+    The first of each leads it, and belongs to a group of the next level; member 0 leads all of its.
+    No group has more than `FAN_IN` members, and those of all levels are about as large.
+    """
+    levels = width = 1
+    while FAN_IN**levels < size:
+        levels += 1
+    while width**levels < size:
+        width += 1
+    groups, step = [], 1
+    while step < size and member % step == 0:
+        first = member - member % (step * width)
+        groups.append(range(first, min(first + step * width, size), step))
+        step *= width
+    return [group for group in groups if len(group) > 1]

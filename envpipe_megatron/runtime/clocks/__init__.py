@@ -1,0 +1,1 @@
+"""Asks for the clock of each unit, and watches that it comes."""

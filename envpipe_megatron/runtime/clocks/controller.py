@@ -1,0 +1,340 @@
+"""The thread that sets a GPU's clock for each unit.
+
+The clock of a unit is requested when the GPU has finished the stage's previous unit, not when
+Python enqueues anything: a change that takes milliseconds then falls into the wait before the unit,
+where there is one, and the wait runs at the clock of the unit that follows.
+
+The thread competes for Python's global interpreter lock with the training thread, which launches
+kernels all the time. Woken by the GPU, it gets that lock one *switch interval* later, 5 ms by
+default: the interval is shorter while a controller lives, and the way from a unit's end to the
+driver takes the lock once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from envpipe_megatron.gpu.base import Gpu, GpuError
+from envpipe_megatron.runtime.execution.completion import Completion
+
+logger = logging.getLogger(__name__)
+
+#: Python's switch interval while a controller lives, s.
+SWITCH_INTERVAL_S = 1e-4
+
+#: How long to wait for the thread or a call of the driver: GPU and driver may hang.
+_JOIN_S = 2.0
+
+#: How often one who waits for the thread looks whether it is still there.
+_LOOK_S = 0.05
+
+#: Requests whose latency is kept.
+_KEPT_LATENCIES = 4096
+
+
+class ClockController:
+    """Applies requests in order, each when its completion is true; skips what changes nothing.
+
+    If the thread falls behind, only the latest request that is due is applied. The training thread
+    never waits for the GPU's driver. A failing driver stops the control, not the training; the
+    error is kept and the clock is reset.
+
+    Args:
+        gpu: whose clock is set.
+        min_dwell_s: least time between two changes, on the GPU's time base; a request that comes
+            earlier is applied when the time is over, unless a later one has replaced it.
+        relock: apply requests for the clock that is set already, too. It changes nothing but
+            calls the driver as often as a plan with many clocks does: a control that shows what
+            the calls alone cost.
+        on_start: called once on the controller's thread, before it looks at any completion.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        min_dwell_s: float = 0.0,
+        *,
+        relock: bool = False,
+        on_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._gpu = gpu
+        self._on_start = on_start
+        self._min_dwell_s = min_dwell_s
+        self._relock = relock
+        #: Requests; a queue to answer when all before it are done; None to end.
+        self._queue: SimpleQueue[tuple[Completion, int] | SimpleQueue[None] | None] = SimpleQueue()
+        #: Taken from the queue to be looked at, and not served yet. The thread's own.
+        self._next: tuple[Completion, int] | SimpleQueue[None] | None = None
+        #: Each is answered, when the clock is back, with what went wrong.
+        self._resets: SimpleQueue[SimpleQueue[Exception | None]] = SimpleQueue()
+        #: Held while the driver is called: nothing is locked after a reset by `close` or `stop`.
+        self._driver = threading.Lock()
+        self._failing = threading.Lock()
+        self._touched = False
+        self._closing = False
+        #: Grows when somebody else resets the clock; what was set before counts no more.
+        self._epoch = 0
+        self._asked: tuple[int, int] | None = None
+        self._applied: tuple[int, int] | None = None
+        self._held_back_mhz: int | None = None
+        self._dwelling_since_s = float("-inf")
+        self._latencies_s: deque[tuple[float, float]] = deque(maxlen=_KEPT_LATENCIES)
+        self.changes = 0
+        self.coalesced = 0
+        #: When a call last returned that set another clock, on the monotonic clock: in the future
+        #: while one is under way.
+        self.last_change_s = float("-inf")
+        self.error: Exception | None = None
+        self._pid = os.getpid()
+        _switch_interval.hold()
+        self._resetter = threading.Thread(
+            target=self._run_resets, name="envpipe-reset", daemon=True
+        )
+        self._resetter.start()
+        self._thread = threading.Thread(target=self._run, name="envpipe-clock", daemon=True)
+        self._thread.start()
+
+    def request(self, frequency_mhz: int, after: Completion) -> None:
+        """Set the clock once the GPU has finished what `after` stands for; returns at once.
+
+        Called by one thread only.
+        """
+        asked = (self._epoch, frequency_mhz)
+        # Where the last request was for the same clock, the thread need not even wake up.
+        if (asked != self._asked or self._relock) and self.error is None:
+            self._asked = asked
+            self._queue.put((after, frequency_mhz))
+
+    def forget(self) -> None:
+        """Somebody else has reset the clock: the next request is applied even if it is equal."""
+        self._epoch += 1
+
+    def stop(self, error: Exception) -> None:
+        """Give up control for this reason: keep the error, reset the clock, lock nothing more.
+
+        May be called from any thread. The first error is kept and logged; later ones are dropped.
+        """
+        with self._failing:
+            if self.error is not None:
+                return
+            self.error = error
+        # The last clock may be a low one, which would slow the whole pipeline. Where the driver
+        # refuses this too, `close` tries again, and says so.
+        self._give_back()
+        logger.error("Clock control of %s stops, training goes on: %s", self._gpu.name, error)
+
+    def wait_idle(self) -> None:
+        """Return when every request made so far has been applied, held back, or given up."""
+        served: SimpleQueue[None] = SimpleQueue()
+        self._queue.put(served)
+        while self.error is None and self._thread.is_alive():
+            with suppress(Empty):
+                served.get(timeout=_LOOK_S)
+                return
+
+    def close(self) -> None:
+        """Stop the thread and undo its lock, if it ever set one; safe to call twice.
+
+        The reset does not wait for a GPU that never finishes a unit, nor long for a driver that
+        does not come back (the clock is reset if it ever does). If it fails, that is logged, and
+        kept in `error` unless an earlier error is there. In a forked child nothing happens.
+        """
+        if os.getpid() != self._pid:
+            return
+        if not self._closing:
+            self._closing = True
+            self._queue.put(None)
+            _switch_interval.release()
+        self._thread.join(_JOIN_S)
+        problem = self._give_back()
+        if problem is not None:
+            self.error = self.error or problem
+            logger.error("The clock of %s could not be reset: %s", self._gpu.name, problem)
+
+    @property
+    def in_driver(self) -> bool:
+        """Whether a call of the driver is under way; after `close`, one that does not return."""
+        return self._driver.locked()
+
+    def summary(self) -> dict[str, Any]:
+        """What the control did and how fast, for the job's summary.
+
+        Returns:
+            `changes` and `coalesced`, counts; `error`, a text or None; `wake_to_lock_s` (from the
+            thread's knowing of a unit's end to its entering the back end) and `lock_call_s` (from
+            there to the back end's return), each with `median`, `p99`, `max` and `count`, of the
+            latest requests, those held back by the dwell time left out.
+        """
+        latencies_s = list(self._latencies_s)
+        return {
+            "changes": self.changes,
+            "coalesced": self.coalesced,
+            "error": None if self.error is None else str(self.error),
+            "wake_to_lock_s": spread(before for before, _ in latencies_s),
+            "lock_call_s": spread(call for _, call in latencies_s),
+        }
+
+    def _run(self) -> None:
+        try:
+            self._on_start()
+        except Exception as error:
+            self.stop(error)
+        while not self._closing:  # what `close` put into the queue may have been looked at already
+            try:
+                item = self._take()
+                if isinstance(item, SimpleQueue):
+                    item.put(None)
+                elif not self._closing and self.error is None:
+                    self._serve(item)
+            except Exception as error:  # a driver may fail in any way; training must go on
+                self.stop(error)
+
+    def _take(self) -> tuple[Completion, int] | SimpleQueue[None] | None:
+        """The next item, or None when the time of a change held back has come (or on closing)."""
+        if self._next is not None:
+            item, self._next = self._next, None
+            return item
+        try:
+            return self._queue.get(timeout=self._dwell_left_s())
+        except Empty:
+            return None
+
+    def _serve(self, request: tuple[Completion, int] | None) -> None:
+        due_s = None
+        if request is not None:
+            completion, self._held_back_mhz = request
+            # Waiting gives up the interpreter, and getting it back takes time.
+            if not completion.query():
+                completion.synchronize()
+            due_s = time.monotonic()
+            if self._next_is_due():
+                self.coalesced += 1
+                return
+        self._apply_if_dwelt(due_s)
+
+    def _next_is_due(self) -> bool:
+        """Whether a newer request has come due while this one waited: then this one is stale."""
+        if self._next is None and not self._queue.empty():
+            self._next = self._queue.get()
+        return isinstance(self._next, tuple) and self._next[0].query()
+
+    def _apply_if_dwelt(self, due_s: float | None) -> None:
+        target = self._held_back_mhz
+        if target is None or (self._applied == (self._epoch, target) and not self._relock):
+            self._held_back_mhz = None
+            return
+        if self._min_dwell_s > 0.0:  # else the time base, which may be slow, is left alone
+            now_s = self._gpu.time_s()
+            if now_s - self._dwelling_since_s < self._min_dwell_s:
+                return
+            self._dwelling_since_s = now_s
+        applied = (self._epoch, target)
+        with self._driver:
+            if self._closing or self.error is not None:
+                return
+            self._touched = True
+            if self._applied != applied:
+                self.last_change_s = float("inf")
+            entered_s = time.monotonic()
+            self._gpu.lock_frequency(target)
+            returned_s = time.monotonic()
+            self.last_change_s = min(self.last_change_s, returned_s)
+        if due_s is not None:
+            self._latencies_s.append((entered_s - due_s, returned_s - entered_s))
+        self._held_back_mhz = None
+        self._applied = applied
+        self.changes += 1
+
+    def _dwell_left_s(self) -> float | None:
+        if self._held_back_mhz is None or self.error is not None:
+            return None
+        return max(0.0, self._dwelling_since_s + self._min_dwell_s - self._gpu.time_s())
+
+    def _give_back(self) -> Exception | None:
+        """Undo the lock, if there is one, and return what went wrong.
+
+        Never on the calling thread: that is the main thread mostly, which a signal handler that
+        raises may take out of the driver's library with the library's locks held, for the next
+        reset to wait for. And a driver may hang.
+        """
+        answer: SimpleQueue[Exception | None] = SimpleQueue()
+        self._resets.put(answer)
+        until_s = time.monotonic() + _JOIN_S
+        while self._resetter.is_alive():  # it ends when all is given back
+            with suppress(Empty):
+                return answer.get(timeout=_LOOK_S)
+            if time.monotonic() > until_s:
+                return GpuError(
+                    "A call that changes the clock does not return", value=self._gpu.name
+                )
+        return None
+
+    def _run_resets(self) -> None:
+        while True:
+            answer = self._resets.get()
+            with self._driver:
+                problem = self._reset()
+            answer.put(problem)
+            if problem is None:  # nothing is locked any more, nor will be
+                return
+
+    def _reset(self) -> Exception | None:
+        """As `_give_back`, while `_driver` is held."""
+        if not self._touched:
+            return None
+        try:
+            self._gpu.reset_frequency()
+        except Exception as problem:  # a driver may fail in any way
+            return problem
+        self._touched = False
+        return None
+
+
+def spread(values_s: Iterable[float]) -> dict[str, float | int]:
+    """Median, 99th percentile, maximum and count; only the count where there is nothing."""
+    ordered = sorted(values_s)
+    if not ordered:
+        return {"count": 0}
+    last = len(ordered) - 1
+    return {
+        "median": ordered[round(0.5 * last)],
+        "p99": ordered[round(0.99 * last)],
+        "max": ordered[last],
+        "count": len(ordered),
+    }
+
+
+class _SwitchInterval:
+    """Python's switch interval: ours while somebody holds it, then what it was before."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._before_s = 0.0
+
+    def hold(self) -> None:
+        """Shorten the interval; one that is shorter already stays."""
+        with self._lock:
+            if self._holders == 0:
+                self._before_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._before_s))
+            self._holders += 1
+
+    def release(self) -> None:
+        """Undo one `hold`."""
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0:
+                sys.setswitchinterval(self._before_s)
+
+
+_switch_interval = _SwitchInterval()

@@ -1,0 +1,132 @@
+"""All that surrounds the clock of one rank's GPU: its controller, its guard, and who watches it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from envpipe_megatron.gpu.base import ClockState, Gpu, GpuError
+from envpipe_megatron.gpu.guard.client import GuardEvent, Hold, hold_gpu
+from envpipe_megatron.gpu.guard.protocol import SOCKET_VARIABLE, GuardError
+from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.clocks.controller import ClockController
+from envpipe_megatron.runtime.clocks.watch import ClockWatch
+from envpipe_megatron.runtime.execution.executor import same_device
+
+logger = logging.getLogger(__name__)
+
+
+class RankClock:
+    """The clock of a rank's GPU, which comes back whatever ends the rank.
+
+    A GPU that is real is held at the node's guard before its first lock, and its clock is looked at
+    now and then.
+
+    Args:
+        gpu: whose clock it is. One that is opened for reading alone is never asked for a clock.
+        min_dwell_s: least time between two changes.
+        relock: lock the clock that is set already, too; see `ClockController`.
+        guarded: whether the guard holds the GPU; by default where it is real, and where it is
+            emulated if the node's agent has started a guard.
+        on_sample: told whenever the clock is looked at; see `ClockWatch`.
+
+    Raises:
+        GpuError: another job holds the GPU, or no guard could be had.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        min_dwell_s: float = 0.0,
+        *,
+        relock: bool = False,
+        guarded: bool | None = None,
+        on_sample: Callable[[float, ClockState], None] = lambda time_s, state: None,
+    ) -> None:
+        self._gpu = gpu
+        self.controller = ClockController(gpu, min_dwell_s, relock=relock, on_start=same_device())
+        self._hold: Hold | None = None
+        self._watch: ClockWatch | None = None
+        try:
+            if guarded is None:
+                on_agents_node = SOCKET_VARIABLE in os.environ
+                emulated = gpu.address.backend == "emulated"
+                guarded = gpu.drives_hardware or (emulated and on_agents_node)
+            if guarded:
+                self._hold = hold_gpu(gpu.address, on_event=self._hear)
+            if gpu.drives_hardware or gpu.address.backend == "none":
+                self._watch = ClockWatch(
+                    gpu, lambda: self.controller.last_change_s, on_sample=on_sample
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the clock back, and tell the guard; safe to call twice. What fails is logged."""
+        self.controller.close()
+        try:
+            self._release()
+        except GpuError as error:
+            self.controller.error = self.controller.error or error
+            logger.error("%s", error)
+        if self._watch is not None:
+            self._watch.close()
+
+    def summary(self) -> dict[str, Any]:
+        """How the clock was controlled, what the controller did, and whether the clock followed.
+
+        Returns:
+            `backend`; the controller's `summary`; `followed`, the watch's, None without one.
+        """
+        return {
+            "backend": self._gpu.address.backend,
+            **self.controller.summary(),
+            "followed": None if self._watch is None else self._watch.summary(),
+        }
+
+    def _release(self) -> None:
+        if self._hold is None:
+            return
+        if self.controller.in_driver:
+            # Its lock may still come: a guard that was told of the end would not undo that one.
+            logger.error(
+                "A call that locks the clock of %s does not return: the guard resets the clock "
+                "when this process has ended",
+                self._gpu.name,
+            )
+            return
+        self._hold.release()
+
+    def _hear(self, event: GuardEvent) -> None:
+        if event is GuardEvent.WAS_RESET:
+            self.controller.forget()
+            return
+        reason = "is gone" if event is GuardEvent.LOST else "was told to end the job"
+        self.controller.stop(
+            GuardError(
+                f"The guard of this node's clocks {reason}",
+                remedy="Clocks are at their default from here on; see the guard's log",
+            )
+        )
+        if event is GuardEvent.STOP:
+            self._release()
+
+
+def make_everywhere(collectives: Collectives, make: Callable[[], RankClock]) -> RankClock:
+    """A clock on every rank, or on none: nobody trains beside a rank that was refused.
+
+    Raises:
+        GpuError: as `RankClock` does.
+        CollectivesError: another rank raised it.
+    """
+    made: list[RankClock] = []
+    try:
+        collectives.everywhere(lambda: made.append(make()))
+    except BaseException:
+        for clock in made:
+            clock.close()
+        raise
+    return made[0]

@@ -1,0 +1,49 @@
+"""The GPU of a rank, under a back end that all ranks of the job can use."""
+
+from __future__ import annotations
+
+import logging
+
+from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.gpu.control import ChosenControl, choose_control, open_controlled
+from envpipe_megatron.gpu.site import read_site
+from envpipe_megatron.runtime.channel.collectives import Collectives
+
+logger = logging.getLogger(__name__)
+
+
+def open_rank_gpu(
+    uid: str, collectives: Collectives, wanted: str, *, require: bool = False
+) -> tuple[Gpu, ChosenControl]:
+    """Open this rank's GPU by the back end that its node allows; every rank of the job calls it.
+
+    A pipeline follows one plan, so clocks are controlled on all of its GPUs or on none: where one
+    rank has no control, every rank opens its GPU for reading alone, and the planner warns once.
+
+    Args:
+        uid: the GPU's UUID (`gpu.visible_devices.uid_of_cuda_device`); of an emulated one its
+            folder and index.
+        collectives: to the other ranks.
+        wanted: one of `gpu.control.CHOICES`.
+        require: whether a job without control is an error instead of a warning.
+
+    Returns:
+        the GPU and why it is controlled so; nothing is locked, held or reset yet.
+
+    Raises:
+        GpuError: a GPU that cannot be opened, or no control where it is required.
+        CollectivesError: another rank raised one of these.
+    """
+    site = collectives.everywhere(read_site)
+    chosen = collectives.everywhere(lambda: choose_control(wanted, site, require=require))
+    backends = collectives.to_planner({str(chosen.backend)}, lambda found: set().union(*found))
+    first = collectives.first(chosen if chosen.backend is None else None)
+    if first is not None:
+        _, chosen = first
+        if collectives.is_planner and chosen.warning is not None:
+            logger.warning("%s", chosen.warning)
+    gpu = collectives.everywhere(lambda: open_controlled(uid, chosen, site))
+    if collectives.is_planner and chosen.backend is not None:
+        names = ", ".join(sorted(set().union(*backends)))
+        logger.info("clocks are controlled by %s: %s", names, chosen.why)
+    return gpu, chosen

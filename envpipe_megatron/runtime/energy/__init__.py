@@ -1,0 +1,1 @@
+"""Meters energy by window, and divides it."""

@@ -1,0 +1,162 @@
+"""The timeline of one rank: recorded iterations, written while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.formats.timeline import (
+    CLOCK_FORMAT,
+    MOST_CLOCK_SAMPLES,
+    TIMELINE_FORMAT,
+    is_recorded,
+)
+from envpipe_megatron.gpu.base import ClockState
+from envpipe_megatron.runtime.execution.executor import StageRecord
+
+logger = logging.getLogger(__name__)
+
+#: Iterations that wait for a slow disk; of more, those that come while it is slow are left out.
+_MOST_WAITING = 256
+#: How long the end of a job waits for a disk.
+_JOIN_S = 5.0
+#: Looks at a clock that stand in one line: those of a minute.
+_SAMPLES_A_LINE = 120
+
+
+class TimelineLog:
+    """Appends the recorded iterations of one rank to a file, on a thread of its own.
+
+    Training never waits for it: a disk that hangs costs lines, a full one ends the log.
+
+    Args:
+        append: takes each line, and may raise OSError; None where nothing is recorded.
+        labels: what every line says of this rank's GPU.
+    """
+
+    def __init__(
+        self, append: Callable[[dict[str, Any]], None] | None, labels: Mapping[str, object]
+    ) -> None:
+        self._append = append
+        self._labels = dict(labels)
+        self._seen: Counter[Phase] = Counter()
+        self._left_out = 0
+        self._samples: list[tuple[float, int | None, int]] = []
+        self._samples_left = MOST_CLOCK_SAMPLES
+        #: None is behind the last line. Its lock cannot stay taken when a signal handler raises.
+        self._lines: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if append is not None:
+            self._thread = threading.Thread(
+                target=self._write, args=(append,), name="envpipe-timeline", daemon=True
+            )
+            self._thread.start()
+
+    def add(
+        self,
+        phase: Phase,
+        iteration: int,
+        record: StageRecord,
+        executed: list[str],
+        frequencies_mhz: list[int] | None,
+    ) -> None:
+        """An iteration has run; returns at once.
+
+        Args:
+            phase: of the iteration.
+            iteration: its number in the job.
+            record: what this stage measured.
+            executed: the units as plans write them, in the order in which they ran.
+            frequencies_mhz: what was requested for each; None where no clock is controlled.
+        """
+        index = self._seen[phase]
+        self._seen[phase] += 1
+        if self._append is None or not is_recorded(phase, index):
+            return
+        self._put(timeline_line(self._labels, phase, iteration, record, executed, frequencies_mhz))
+
+    def add_clock(self, time_s: float, state: ClockState) -> None:
+        """The clock was looked at; returns at once. One thread may call it, until `close`."""
+        if self._append is None or not self._samples_left:
+            return
+        self._samples_left -= 1
+        self._samples.append((round(time_s, 3), state.requested_mhz, state.observed_mhz))
+        if len(self._samples) == _SAMPLES_A_LINE:
+            self._put_samples()
+
+    def _put_samples(self) -> None:
+        times_s, requested, observed = (list(column) for column in zip(*self._samples, strict=True))
+        self._samples = []
+        self._put(
+            {
+                "format": CLOCK_FORMAT,
+                **self._labels,
+                "time_s": times_s,
+                "requested_mhz": requested,
+                "observed_mhz": observed,
+            }
+        )
+
+    def _put(self, line: dict[str, Any]) -> None:
+        if self._lines.qsize() < _MOST_WAITING:
+            self._lines.put(line)
+        else:
+            self._left_out += 1
+
+    def close(self) -> None:
+        """Write what is left; a disk that hangs is left behind."""
+        if self._thread is None:
+            return
+        if self._samples:
+            self._put_samples()
+        self._lines.put(None)
+        self._thread.join(_JOIN_S)
+        if self._thread.is_alive():
+            logger.error("The timeline is not complete: its file cannot be written any more")
+        elif self._left_out:
+            logger.warning("The timeline lacks %d lines: its disk is slow", self._left_out)
+
+    def _write(self, append: Callable[[dict[str, Any]], None]) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                append(line)
+            except OSError as error:
+                logger.error("The timeline ends, training goes on: %s", error)
+                self._append = None
+                return
+
+
+def timeline_line(
+    labels: Mapping[str, object],
+    phase: Phase,
+    iteration: int,
+    record: StageRecord,
+    executed: list[str],
+    frequencies_mhz: list[int] | None,
+) -> dict[str, Any]:
+    """One iteration of one rank, as `timeline_file` tells; `TimelineLog.add` has the arguments."""
+    start_us, end_us = (
+        np.rint(1e6 * times_s).astype(np.int64).tolist()
+        for times_s in (record.start_s, record.end_s)
+    )
+    line = {
+        "format": TIMELINE_FORMAT,
+        **labels,
+        "phase": phase.value,
+        "iteration": iteration,
+        "begin_s": record.begin_s,
+        "iteration_time_s": record.iteration_time_s,
+        "units": " ".join(executed),
+        "start_us": start_us,
+        "end_us": end_us,
+    }
+    if frequencies_mhz is not None:
+        line["frequency_mhz"] = frequencies_mhz
+    return line

@@ -1,0 +1,1 @@
+"""Executes a schedule's units, one after the other."""

@@ -1,0 +1,137 @@
+"""Units on an emulated GPU: the real computation runs, and the remainder of its time is waited.
+
+Two clocks run side by side. The *emulated* clock is exact: a unit starts at the later of its
+stage's last end and the emulated instant at which its input was sent, and takes what the GPU's
+model says, so an iteration equals the longest path whatever the host does. The *wall* clock follows
+by sleeping until each unit's emulated end; it is late by what the host is too slow for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.runtime.execution.completion import Completion, Done
+from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, StageRecord, make_record
+
+#: Real computation above this share of a unit's modelled time leaves too little room for jitter.
+MAX_REAL_SHARE = 0.5
+#: With more units than this over that share, emulated times are not to be trusted.
+MAX_OVERRUN_SHARE = 0.01
+
+
+@dataclass
+class Fidelity:
+    """Whether the host kept up with the emulation.
+
+    Args:
+        units: units run.
+        overruns: units whose real computation took over half of their modelled time.
+        real_shares: real over modelled time of the latest units.
+    """
+
+    units: int = 0
+    overruns: int = 0
+    real_shares: deque[float] = field(default_factory=lambda: deque(maxlen=10_000))
+
+    @property
+    def trusted(self) -> bool:
+        """Whether at most 1 % of the units overran."""
+        return self.overruns <= MAX_OVERRUN_SHARE * self.units
+
+
+class EmulatedExecutor:
+    """Times units by an emulated GPU.
+
+    Args:
+        gpu: this rank's emulated GPU.
+        time_at_max_s: time of one forward and one backward of this stage at the maximum clock.
+        latest_of_stages: collective maximum over the stages of the pipeline.
+        settle_clock: returns when every clock request that is due has reached the GPU. A real GPU
+            gets them in its own time; here they must be in before the unit's time is modelled, or
+            emulated time would depend on the host's thread scheduling.
+    """
+
+    def __init__(
+        self,
+        gpu: EmulatedGpu,
+        time_at_max_s: Mapping[Kind, float],
+        latest_of_stages: Callable[[float], float],
+        settle_clock: Callable[[], None],
+    ) -> None:
+        self._gpu = gpu
+        self._time_at_max_s = dict(time_at_max_s)
+        self._latest_of_stages = latest_of_stages
+        self._settle_clock = settle_clock
+        self.fidelity = Fidelity()
+
+    def begin_iteration(self, schedule: Schedule, stage: int) -> None:
+        """Bring the emulated GPUs of the pipeline to one instant, and tie it to the wall clock."""
+        self._kinds = [unit.kind for unit in schedule.stages[stage]]
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+        self._begin_s = self.meet()
+        self._wall_begin_s = time.monotonic()
+        self._anchor_s = self._wall_begin_s - self._begin_s
+        self._gpu.anchor(self._anchor_s)
+
+    def begin_unit(self, sent_s: float | None) -> None:
+        """The input is there; the real computation starts."""
+        self._ready_s = self._begin_s if sent_s is None else sent_s
+        self._real_start_s = time.monotonic()
+
+    def end_unit(self) -> tuple[float | None, Completion]:
+        """The real computation is done: take the unit's modelled time, and sleep until its end."""
+        real_s = time.monotonic() - self._real_start_s
+        self._settle_clock()
+        kind = self._kinds[len(self._ends)]
+        run = self._gpu.run_unit(kind.value, self._time_at_max_s[kind], self._ready_s)
+        self._starts.append(run.start_s - self._begin_s)
+        self._ends.append(run.end_s - self._begin_s)
+        share = real_s / (run.end_s - run.start_s)
+        self.fidelity.units += 1
+        self.fidelity.overruns += share > MAX_REAL_SHARE
+        self.fidelity.real_shares.append(share)
+        remaining_s = self._anchor_s + run.end_s - time.monotonic()
+        if remaining_s > 0:
+            time.sleep(remaining_s)  # the emulated GPU computes; nothing could end this early
+        return run.end_s, Done()  # the sleep is over: so is the unit
+
+    def end_iteration(self) -> StageRecord:
+        """The iteration ends on all stages when the slowest has ended."""
+        # The request behind the last unit belongs to its end, whenever its thread gets to it.
+        self._settle_clock()
+        end_s = self.meet()
+        return make_record(
+            self._starts,
+            self._ends,
+            self._begin_s,
+            end_s - self._begin_s,
+            time.monotonic() - self._wall_begin_s,
+        )
+
+    def now_s(self) -> float:
+        """Where this GPU's committed work ends: what no unit does takes no emulated time."""
+        return self._gpu.committed_end_s()
+
+    def meet(self) -> float:
+        """Bring the emulated GPUs of the pipeline to one instant."""
+        latest_s = self._latest_of_stages(self.now_s())
+        self._gpu.advance_to(latest_s)
+        return latest_s
+
+    def wait_for_message(self, sent_s: float | None) -> None:
+        """The emulated GPU waits until the message was sent."""
+        if sent_s is not None:
+            self._gpu.advance_to(sent_s)
+
+    def let_counter_refresh(self) -> None:
+        """The emulated GPU idles, and a meter sees that it did."""
+        self._settle_clock()
+        end_s = self._gpu.committed_end_s() + METER_MARGIN_S
+        self._gpu.advance_to(end_s)
+        self._gpu.anchor(time.monotonic() - end_s)

@@ -1,0 +1,206 @@
+"""How a unit's time passes: on a GPU, or on an emulated one (`emulated_executor`).
+
+The interpreter tells an executor when a unit's input has arrived and when its work was handed to
+the device; the executor knows when the device began and ended it. Each ended unit carries a
+*completion* that the clock controller waits for on its own thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.runtime.execution.completion import Completion
+
+FloatArray = NDArray[np.float64]
+
+#: Two refreshes of an energy counter.
+METER_MARGIN_S = 0.2
+
+#: Whether one who waits for an event of a unit sleeps until an interrupt, or keeps a core busy.
+BLOCKING_EVENTS = True
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """What one stage measured in one iteration.
+
+    Args:
+        start_s: [units_per_stage] start of each unit after the start of the iteration.
+        end_s: [units_per_stage] end of each unit.
+        receive_wait_s: [units_per_stage] from the end of the previous unit (or the start of the
+            iteration) until the input was there.
+        begin_s: start of the iteration on the time base of the GPU's meter.
+        iteration_time_s: from there to the end of the slowest stage, where stages share a clock
+            (emulated GPUs), else to the end of this one.
+        wall_time_s: what the host saw.
+    """
+
+    start_s: FloatArray
+    end_s: FloatArray
+    receive_wait_s: FloatArray
+    begin_s: float
+    iteration_time_s: float
+    wall_time_s: float
+
+    @property
+    def unit_time_s(self) -> FloatArray:
+        """[units_per_stage] how long each unit took."""
+        return self.end_s - self.start_s
+
+    @property
+    def end_of_iteration_s(self) -> float:
+        """End of the iteration on the time base of the meter."""
+        return self.begin_s + self.iteration_time_s
+
+
+class Executor(Protocol):
+    """Times units; one iteration is begin_iteration, units, end_iteration."""
+
+    def begin_iteration(self, schedule: Schedule, stage: int) -> None:
+        """Start an iteration; all stages of the pipeline do so together."""
+
+    def begin_unit(self, sent_s: float | None) -> None:
+        """The next unit's input is there (or will be, in stream order)."""
+
+    def end_unit(self) -> tuple[float | None, Completion]:
+        """The unit's work has been handed over: its emulated end, if any, and its completion."""
+
+    def end_iteration(self) -> StageRecord:
+        """Wait for the last unit and read all times."""
+
+    def now_s(self) -> float:
+        """Outside an iteration: the present instant on the time base of the GPU's meter."""
+
+    def meet(self) -> float:
+        """The present instant too; stages whose time is emulated come to one instant first."""
+
+    def wait_for_message(self, sent_s: float | None) -> None:
+        """Outside an iteration: let the device wait for a message that has been received."""
+
+    def let_counter_refresh(self) -> None:
+        """Let `METER_MARGIN_S` pass on the meter's time base, so that its counter refreshes."""
+
+
+def same_device() -> Callable[[], None]:
+    """What another thread must call before it looks at this thread's events.
+
+    CUDA takes a new thread to be on device 0, and opens a context for it there with its first call:
+    half a GiB on another rank's GPU, from every rank of the node.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
+
+
+class CudaExecutor:
+    """CUDA events around each unit; the host waits for them only at the end of the iteration.
+
+    Events are used again in the iteration after the next: the clock controller's thread may be a
+    few units behind, never an iteration. One that were would wait for a later unit and drop the
+    request as stale.
+    """
+
+    def __init__(self) -> None:
+        self._pool, self._other_pool = _Events(), _Events()
+
+    def begin_iteration(self, schedule: Schedule, stage: int) -> None:
+        """Record the iteration's start on the current stream, which all its units run on."""
+        self._pool, self._other_pool = self._other_pool, self._pool
+        self._pool.begin(torch.cuda.current_stream())
+        self._begin_s = time.monotonic()
+        self._begin = self._pool.record()
+        self._starts: list[torch.cuda.Event] = []
+        self._ends: list[torch.cuda.Event] = []
+
+    def begin_unit(self, sent_s: float | None) -> None:
+        """Record the start behind the receive that the stream waits for."""
+        self._starts.append(self._pool.record())
+
+    def end_unit(self) -> tuple[float | None, Completion]:
+        """Record the end; the event is the completion."""
+        event = self._pool.record()
+        self._ends.append(event)
+        return None, event
+
+    def end_iteration(self) -> StageRecord:
+        """Wait for the last unit, and what else the stream holds, and read the events.
+
+        The begin on the host's clock is counted back from the end that the host has just seen: when
+        it was recorded, work of the optimizer may still have been queued before it. That end may
+        lie behind the last unit's: a framework that runs units itself has stepped its optimizer.
+        """
+        now = self._pool.record()
+        now.synchronize()
+        end_s = time.monotonic()
+        starts, ends = (
+            [self._begin.elapsed_time(event) / 1e3 for event in events]
+            for events in (self._starts, self._ends)
+        )
+        begin_s = end_s - self._begin.elapsed_time(now) / 1e3
+        return make_record(starts, ends, begin_s, ends[-1], end_s - self._begin_s)
+
+    def now_s(self) -> float:
+        """The host's monotonic clock, which the meters of real GPUs use.
+
+        Work that the host has queued and not waited for comes later.
+        """
+        return time.monotonic()
+
+    def meet(self) -> float:
+        """The same: real GPUs share the host's clock."""
+        return self.now_s()
+
+    def wait_for_message(self, sent_s: float | None) -> None:
+        """Wait for the stream, which waits for the message.
+
+        Never for the device: a receive that is posted and not matched yet spins on it.
+        """
+        torch.cuda.current_stream().synchronize()
+
+    def let_counter_refresh(self) -> None:
+        """Sleep: no event tells of a refresh."""
+        time.sleep(METER_MARGIN_S)
+
+
+class _Events:
+    """CUDA events of one iteration, made once and recorded again in later ones."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+
+    def begin(self, stream: torch.cuda.Stream) -> None:
+        """Start with the first event again; all are recorded on this stream."""
+        self._stream = stream  # looked up once: it would cost as much as the recording does
+        self._used = 0
+
+    def record(self) -> torch.cuda.Event:
+        """Record the next event."""
+        if self._used == len(self._events):
+            event = torch.cuda.Event(enable_timing=True, blocking=BLOCKING_EVENTS)  # type: ignore[no-untyped-call]  # torch's
+            self._events.append(event)
+        event = self._events[self._used]
+        self._used += 1
+        event.record(self._stream)
+        return event
+
+
+def make_record(
+    starts_s: list[float],
+    ends_s: list[float],
+    begin_s: float,
+    iteration_time_s: float,
+    wall_time_s: float,
+) -> StageRecord:
+    """A record from starts and ends relative to the start of the iteration."""
+    start, end = np.array(starts_s), np.array(ends_s)
+    previous_end = np.concatenate(([0.0], end[:-1]))
+    return StageRecord(start, end, start - previous_end, begin_s, iteration_time_s, wall_time_s)

@@ -1,0 +1,50 @@
+"""The one loop that executes a stage's units, whatever the schedule."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from envpipe_megatron.core.schedule import Kind, Schedule, Unit
+from envpipe_megatron.runtime.execution.executor import StageRecord
+from envpipe_megatron.runtime.execution.stage_run import StageRun
+
+
+class StageWork(Protocol):
+    """What a training framework does for one unit of this stage."""
+
+    def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        """Run a forward; `inputs` is None on the first chunk of the first stage."""
+
+    def backward(self, unit: Unit, gradients: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        """Run a backward; `gradients` is None on the last chunk of the last stage."""
+
+    def sent(self, unit: Unit) -> None:
+        """The unit's output is in the channel: what only it needed may be freed."""
+
+
+def execute(schedule: Schedule, stage: int, work: StageWork, run: StageRun) -> StageRecord:
+    """Execute one stage's order once.
+
+    Args:
+        schedule: the whole pipeline's; this stage's order is executed.
+        stage: this rank's stage.
+        work: what a unit does.
+        run: of this stage and schedule: times the units, and carries their messages.
+
+    Returns:
+        the times that the stage measured.
+
+    Raises:
+        ChannelError: a neighbour is gone or silent.
+    """
+    run.begin()
+    for unit in schedule.stages[stage]:
+        inputs = run.begin_unit()
+        compute = work.forward if unit.kind is Kind.FORWARD else work.backward
+        outputs = compute(unit, inputs)
+        run.end_unit(outputs)
+        del inputs, outputs  # they would take memory from the next unit
+        work.sent(unit)
+    return run.end()

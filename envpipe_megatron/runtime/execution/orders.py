@@ -1,0 +1,38 @@
+"""What a session tells every stage to run in one iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.runtime.execution.executor import StageRecord
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class IterationOrder:
+    """One iteration: the schedule, and the frequency of each unit of each stage in MHz."""
+
+    phase: Phase
+    schedule: Schedule
+    frequency_mhz: NDArray[np.int64]
+
+
+#: A phase is a generator: it yields what the next iteration runs, is sent what this stage measured
+#: in it, and returns what it found. All ranks run the same phases in step.
+PhaseRun = Generator[IterationOrder, StageRecord, T]
+
+
+def constant_order(
+    phase: Phase, schedule: Schedule, forward_mhz: int, backward_mhz: int
+) -> IterationOrder:
+    """All forwards at one frequency and all backwards at another."""
+    frequency = np.where(schedule.is_backward, backward_mhz, forward_mhz).astype(np.int64)
+    return IterationOrder(phase, schedule, frequency)

@@ -1,0 +1,113 @@
+"""What executing a stage's units is made of, whoever calls them: a loop of ours, or a framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from envpipe_megatron.core.schedule import Unit
+from envpipe_megatron.runtime.channel.messages import StageSpecs
+from envpipe_megatron.runtime.channel.p2p import P2PChannel
+from envpipe_megatron.runtime.execution.completion import Completion
+from envpipe_megatron.runtime.execution.executor import Executor, StageRecord
+from envpipe_megatron.runtime.execution.orders import IterationOrder
+
+
+class StageRun:
+    """One stage's units in one iteration: each is timed, and the next one's clock hangs on its end.
+
+    The calls are `begin`, for each unit `begin_unit` and `end_unit`, and `end`.
+
+    Args:
+        order: what the iteration runs.
+        stage: this rank's stage.
+        executor: how time passes.
+        request: asks for a clock in MHz as soon as something is complete.
+        channel: to the neighbours; None where units get and send their messages by themselves.
+        specs: what the channel's messages carry.
+    """
+
+    def __init__(
+        self,
+        order: IterationOrder,
+        stage: int,
+        executor: Executor,
+        request: Callable[[int, Completion], None],
+        channel: P2PChannel | None,
+        specs: StageSpecs,
+    ) -> None:
+        self.order = order
+        self.units = order.schedule.stages[stage]
+        self.frequencies_mhz: list[int] = order.frequency_mhz[stage].tolist()
+        #: The units that have ended, as plans write them.
+        self.executed: list[str] = []
+        self._stage = stage
+        self._executor = executor
+        self._request = request
+        self._channel = channel
+        self._specs = specs
+        successors = order.schedule.cross_successor.reshape(order.schedule.num_stages, -1)[stage]
+        self._receives: list[bool] = order.schedule.receives[stage].tolist()
+        self._sends: list[bool] = (successors >= 0).tolist()
+
+    @property
+    def next_unit(self) -> Unit | None:
+        """The unit that begins next, or has begun; None behind the last."""
+        position = len(self.executed)
+        return self.units[position] if position < len(self.units) else None
+
+    def begin(self) -> None:
+        """The iteration begins; all stages of the pipeline do so together.
+
+        Raises:
+            ChannelError: the channel cannot carry the messages.
+        """
+        if self._channel is not None:
+            self._channel.begin_step(self.order.schedule, self._specs)
+        self._executor.begin_iteration(self.order.schedule, self._stage)
+
+    def begin_unit(self) -> list[torch.Tensor] | None:
+        """The next unit begins, once its input is there.
+
+        Returns:
+            its input; None if it gets none from the channel.
+
+        Raises:
+            ChannelError: the neighbour is gone or silent.
+        """
+        position = len(self.executed)
+        if self._channel is None or not self._receives[position]:
+            self._executor.begin_unit(None)
+            return None
+        message = self._channel.receive(self.units[position])
+        self._executor.begin_unit(message.sent_s)
+        return message.tensors
+
+    def end_unit(self, outputs: Sequence[torch.Tensor]) -> None:
+        """The unit's work has been handed over: send what it made to where it is needed.
+
+        Raises:
+            ChannelError: the neighbour is gone.
+        """
+        position = len(self.executed)
+        unit = self.units[position]
+        sent_s, completion = self._executor.end_unit()
+        self.executed.append(unit.label(self.order.schedule.num_chunks))
+        # The wait before a unit runs at that unit's clock; after the last comes the next
+        # iteration's first, which mostly is the same as this one's.
+        following = (position + 1) % len(self.frequencies_mhz)
+        self._request(self.frequencies_mhz[following], completion)
+        if self._channel is not None and self._sends[position]:
+            self._channel.send(unit, outputs, sent_s)
+
+    def end(self) -> StageRecord:
+        """All units have been handed over: wait for the last, and read the times.
+
+        Raises:
+            ChannelError: a neighbour is gone, or messages were left over.
+        """
+        record = self._executor.end_iteration()
+        if self._channel is not None:
+            self._channel.end_step()
+        return record

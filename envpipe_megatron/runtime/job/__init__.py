@@ -1,0 +1,1 @@
+"""A training job from its first iteration to its bill."""

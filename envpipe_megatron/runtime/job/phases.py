@@ -1,0 +1,250 @@
+"""The phases of a job: warm-up, profile, plan, reconfigure, steady. Training goes on in all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.plan import Plan, check_stages
+from envpipe_megatron.core.profile import Profile, read_profile
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.overrides import override_for, sweep_range
+from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
+from envpipe_megatron.runtime.execution.executor import StageRecord
+from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
+from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
+from envpipe_megatron.runtime.job.context import Job, SessionConfig
+from envpipe_megatron.runtime.job.planning import adopt_plan
+from envpipe_megatron.runtime.job.reconfigurer import OnlineReconfigurer, measured_threshold_s
+from envpipe_megatron.runtime.memory.limit import knows_memory, with_memory
+from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
+from envpipe_megatron.runtime.profiling.p2p_latency import measure_p2p_latency_s
+from envpipe_megatron.runtime.profiling.profiler import OnlineProfiler, ProfilerError
+from envpipe_megatron.runtime.profiling.wait_power import WaitPower, measure_wait_power, wait_clocks
+
+logger = logging.getLogger(__name__)
+
+#: Iterations of the steady phase in which the peak of memory is held against its prediction.
+_COMPARED_ITERATIONS = 3
+
+
+def run_phases(job: Job) -> PhaseRun[None]:
+    """Yield what each iteration runs, for ever; the same on every rank.
+
+    Raises:
+        EnvPipeError: a profile or plan by file that does not fit the job, on all ranks alike; or
+            a rank is gone or silent.
+    """
+    config, state = job.config, job.state
+    schedule = _framework_schedule(job)
+    top = max(job.gpu.supported_frequencies_mhz)
+    at_top = constant_order(Phase.WARMUP, schedule, top, top)
+    records = []
+    job.say(f"warm-up: {config.warmup_iterations} iterations of {schedule.name} at {top} MHz")
+    for left in reversed(range(config.warmup_iterations)):
+        job.memory.watch = Watch.PEAK if left else Watch.UNITS
+        records.append((yield at_top))
+    job.memory.watch = Watch.PEAK
+    order = replace(at_top, phase=Phase.STEADY)
+    if _is_baseline(config, schedule):
+        _keep_own_order(job, schedule)
+    else:
+        try:
+            order = yield from _save_energy(job, schedule, records[1:])
+        except GoesOnError as error:
+            state.plan = None
+            state.notes = (f"The framework's own order, at the highest clock: {error}",)
+            job.say(state.notes[0])
+            _keep_own_order(job, schedule)
+    yield from _steady(job, order)
+
+
+def _save_energy(
+    job: Job, schedule: Schedule, records: Sequence[StageRecord]
+) -> PhaseRun[IterationOrder]:
+    """Profile, plan and reconfigure; the order of the steady phase.
+
+    Args:
+        job: of this rank.
+        schedule: the framework's.
+        records: of the warm-up, but for its first iteration.
+
+    Raises:
+        GoesOnError: it cannot be done; training goes on.
+        EnvPipeError: as `run_phases`.
+    """
+    config, state = job.config, job.state
+    profile = state.profile = yield from _profile(job, schedule)
+    own = set(job.gpu.supported_frequencies_mhz)
+    clocks_mhz = job.collectives.by_stage(own, lambda replicas: set.intersection(*replicas))
+    adopted = adopt_plan(job, profile, clocks_mhz)
+    plan = state.plan = adopted.plan
+    state.notes = adopted.notes
+    for note in state.notes:
+        job.say(note)
+    policy = RECONFIGURE_POLICIES.get(config.request.reconfigure)
+    if policy and adopted.made_now:
+        extra = list(plan.schedule.extra_forwards)
+        job.say(f"reconfigure: {policy.name}, extra forwards {extra}")
+        threshold_s = measured_threshold_s(schedule, records, job.collectives)
+        loop = OnlineReconfigurer(
+            plan, policy, threshold_s, clocks_mhz, job.collectives, job.print_grid
+        )
+        plan, state.reconfigure_steps, state.reconfigure_ended = yield from loop.run()
+        state.plan = plan
+        ended = state.reconfigure_ended.value
+        job.say(f"reconfigure: ended after {state.reconfigure_steps} steps, since {ended}")
+    if job.collectives.is_planner and config.output_dir:
+        path = config.output_dir / "plan.json"
+        if adopted.made_now or config.plan_file != path:  # which is the plan already
+            _leave(path, plan)
+    return IterationOrder(Phase.STEADY, plan.schedule, plan.frequency_mhz)
+
+
+def _leave(path: Path, result: Profile | Plan) -> None:
+    """Write a result; a full disk ends no training, nor does anything else."""
+    try:
+        result.write(path)
+    except Exception as error:
+        logger.error("%s could not be written, training goes on: %s", path, error)
+
+
+def _steady(job: Job, order: IterationOrder) -> PhaseRun[None]:
+    job.say(f"steady: {order.schedule.name}")
+    peaks = []
+    for _ in range(_COMPARED_ITERATIONS):
+        yield order
+        peaks.append(job.memory.peak_bytes())
+    job.memory.compare(max((peak for peak in peaks if peak is not None), default=None))
+    job.state.memory = job.memory.stages
+    job.memory.watch = Watch.NOTHING
+    while True:
+        yield order
+
+
+def _learn_memory(job: Job, schedule: Schedule) -> None:
+    job.memory.learn(schedule, job.specs)
+    job.state.memory = job.memory.stages
+
+
+def _keep_own_order(job: Job, schedule: Schedule) -> None:
+    """The framework's own order goes on, which ran: for it, there need not be more memory."""
+    if job.memory.stages is None:
+        _learn_memory(job, schedule)
+    try:
+        job.predict_memory(schedule)
+    except (MemoryFullError, GoesOnError) as error:
+        job.say(f"memory: {error}")
+
+
+def _framework_schedule(job: Job) -> Schedule:
+    if job.kept_order is not None:
+        return job.kept_order
+    chunks = job.config.request.num_chunks
+    if chunks > 1:
+        return builders.interleaved(job.num_stages, job.num_microbatches, chunks)
+    return builders.one_f_one_b(job.num_stages, job.num_microbatches)
+
+
+def _is_baseline(config: SessionConfig, schedule: Schedule) -> bool:
+    """Whether nothing needs to be known: the framework's own order at maximum clock."""
+    own_order = config.request.schedule in ("1f1b", "interleaved", schedule.name)
+    return config.request.policy == "baseline" and own_order and config.plan_file is None
+
+
+def _profile(job: Job, schedule: Schedule) -> PhaseRun[Profile]:
+    given = job.config.profile_file
+    if given is not None:
+
+        def read() -> Profile:
+            profile = read_profile(given)
+            check_stages(profile, job.num_stages)
+            known = knows_memory(profile.sidecar)
+            return profile if known else with_memory(profile, job.state.memory)
+
+        _learn_memory(job, schedule)
+        kept = job.keeps_profile
+        return by_planner(job.collectives, read) if kept else job.collectives.agreed(read)
+    clocks = _swept_clocks(job)
+    if job.gpu.address.backend == "dry_run":
+        job.say("profile: a dry run changes no clock, so energies and plan show the loop alone")
+    wait_power = _wait_power(job, clocks)
+    hop_s = measure_p2p_latency_s(job.stage, job.num_stages, job.channel, job.specs, job.executor)
+    hops_s = [
+        total / job.collectives.num_replicas for total in job.collectives.by_stage(hop_s, sum)
+    ]
+    known = replace(
+        job.config.facts,
+        gpu=job.gpu.name,
+        num_chunks=schedule.num_chunks,
+        p2p_latency_s=tuple(hops_s[:-1]),
+    )
+    profiler = OnlineProfiler(
+        schedule,
+        clocks,
+        job.stage,
+        job.clock,
+        job.meter,
+        wait_power,
+        job.collectives,
+        job.config.profiler,
+        job.say,
+    )
+    profile = yield from profiler.run(known)
+    # Not before: with skipped steps, the optimizer's state may have come into being meanwhile.
+    _learn_memory(job, schedule)
+    profile = with_memory(profile, job.state.memory)
+    if job.collectives.is_planner and job.config.output_dir:
+        _leave(job.config.output_dir / "profile.csv", profile)
+    return profile
+
+
+def _swept_clocks(job: Job) -> tuple[int, ...]:
+    """The clocks to profile.
+
+    Raises:
+        ProfilerError: GPUs with different clocks, or a single one; on all ranks.
+    """
+    preset = job.config.gpu_preset
+
+    def own() -> tuple[int, ...]:
+        override = load_preset(preset).control if preset else override_for(job.gpu.name)
+        return sweep_range(job.gpu.supported_frequencies_mhz, override)
+
+    here = on_every_rank(job.collectives, own)
+    clocks = job.collectives.from_planner(here)
+    if not job.collectives.on_all(here == clocks):
+        raise ProfilerError(
+            "The GPUs of the pipeline support different clocks",
+            remedy="Profile each kind of GPU alone and give the profile by file.",
+        )
+    if len(clocks) < 2:
+        raise ProfilerError(f"{job.gpu.name} has a single clock (MHz)", value=clocks[0])
+    return clocks
+
+
+def _wait_power(job: Job, clocks: Sequence[int]) -> WaitPower:
+    """Waiting power at several clocks, or at the highest alone where clocks do not follow."""
+    power_w: dict[int, float] = {}
+    for frequency in sorted(wait_clocks(clocks), reverse=True):
+        if power_w:
+            follows = job.clock.error is None and job.gpu.address.backend != "dry_run"
+            if not job.collectives.on_all(follows):
+                break
+        job.say(f"profile: waiting power at {frequency} MHz")
+        power_w[frequency] = measure_wait_power(
+            frequency,
+            job.stage,
+            job.num_stages,
+            job.channel,
+            job.specs,
+            job.executor,
+            job.clock,
+            job.meter,
+        )
+    return WaitPower(power_w)

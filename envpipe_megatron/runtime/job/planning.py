@@ -1,0 +1,151 @@
+"""The plan that a job starts from: one by file, that of an earlier start, or one made online."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from envpipe_megatron.core.channel_model import find_stall
+from envpipe_megatron.core.conditions import known_conditions
+from envpipe_megatron.core.plan import Plan, read_plan
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.errors import EnvPipeError, plain
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, by_planner_in_time
+from envpipe_megatron.runtime.job.context import Job, SessionError
+from envpipe_megatron.runtime.memory.limit import in_flight_limit
+from envpipe_megatron.runtime.memory.peak import MemoryFullError
+
+#: Planning must end while GPUs wait for it; 64 stages x 1,024 microbatches take some minutes.
+_LONGEST_S = 900.0
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """The plan that a job starts from.
+
+    Args:
+        plan: whose memory is ready.
+        notes: what the user should know about it.
+        made_now: no file's, so that it is to be reconfigured and kept.
+    """
+
+    plan: Plan
+    notes: tuple[str, ...]
+    made_now: bool
+
+
+def adopt_plan(job: Job, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Adopted:
+    """The plan to start from; every rank calls it.
+
+    An earlier start's plan that does not run any more is replaced.
+
+    Args:
+        job: of this rank.
+        profile: of its stages.
+        clocks_mhz: for each stage, those of all its GPUs.
+
+    Raises:
+        GoesOnError: no plan can be made, or there is no memory for it.
+        EnvPipeError: a profile or plan that the user gave does not fit the job.
+        CollectivesError: a rank is gone or silent.
+    """
+
+    def by_file(path: Path) -> Plan:
+        plan = _read(job, path, profile)
+        _check(job, plan, clocks_mhz)
+        return plan
+
+    def online() -> tuple[Plan, tuple[str, ...]] | EnvPipeError:
+        try:
+            plan, notes = make_online(job, profile)
+            _check(job, plan, clocks_mhz)
+        except EnvPipeError as error:
+            given = job.config.profile_file is not None and not job.keeps_profile
+            if not given or isinstance(error, LinearProgramError):  # a solver's, or of conditions
+                raise
+            return error  # says what is wrong with what the user gave
+        return plan, notes
+
+    path = job.config.plan_file
+    if path is not None and not job.keeps_plan:
+        plan = job.collectives.agreed(lambda: by_file(path))
+        job.predict_memory(plan.schedule)
+        return Adopted(plan, (), made_now=False)
+    if path is not None:
+        try:
+            plan = by_planner(job.collectives, lambda: by_file(path))
+        except GoesOnError as error:
+            job.say(f"the plan of an earlier start is made anew: {error}")
+        else:
+            try:
+                job.predict_memory(plan.schedule)
+                return Adopted(plan, (), made_now=False)
+            except MemoryFullError as error:
+                job.say(f"the plan of an earlier start is made anew: {error}")
+    made = by_planner_in_time(job.collectives, online, _LONGEST_S)
+    if isinstance(made, EnvPipeError):
+        raise made
+    try:
+        job.predict_memory(made[0].schedule)
+    except MemoryFullError as error:
+        raise GoesOnError(str(error)) from error
+    return Adopted(*made, made_now=True)
+
+
+def make_online(job: Job, profile: Profile) -> tuple[Plan, tuple[str, ...]]:
+    """A plan from all that is known of the job, and notes; called on the planner alone."""
+    # The loop online replaces the offline one: it starts from the plain policy.
+    request = replace(
+        job.config.request,
+        num_microbatches=job.num_microbatches,
+        reconfigure="default",
+        channel_capacity=job.channel.capacity,
+        conditions=known_conditions(profile),
+    )
+    limit = in_flight_limit(request, profile, job.state.memory)
+    if limit is not None:
+        request = replace(request, max_in_flight=limit)
+    made = make_plan(profile, request)
+    notes = made.notes
+    if limit is not None:
+        notes = (*notes, f"Memory holds at most {plain(limit)} microbatches in flight.")
+    return made.plan, notes
+
+
+def _read(job: Job, path: Path, profile: Profile) -> Plan:
+    plan = read_plan(path, profile)
+    if plan.schedule.num_microbatches != job.num_microbatches:
+        raise SessionError(
+            f"Plan {path} is for another number of microbatches",
+            value=plan.schedule.num_microbatches,
+            remedy=f"This job has {job.num_microbatches}.",
+        )
+    stall = find_stall(plan.schedule, job.channel.capacity)
+    if stall is not None:
+        raise SessionError(
+            f"The order of plan {path} needs a deeper channel than this job has: {stall}",
+            remedy="Plan with --channel-capacity 1, or set CUDA_DEVICE_MAX_CONNECTIONS=8.",
+        )
+    return plan
+
+
+def _check(job: Job, plan: Plan, clocks_mhz: Sequence[set[int]]) -> None:
+    """Refuse a plan of another order than the framework keeps, or of clocks that GPUs lack."""
+    if job.kept_order is not None and plan.schedule.stages != job.kept_order.stages:
+        raise SessionError(
+            f"The framework runs its units itself, as {job.kept_order.name}, and the plan has "
+            "another order",
+            value=plan.schedule.name,
+            remedy=f"Plan with --schedule {job.kept_order.name}, or let the job plan.",
+        )
+    for stage, supported in enumerate(clocks_mhz):
+        unsupported = set(plan.frequency_mhz[stage].tolist()) - supported
+        if unsupported:
+            raise SessionError(
+                f"The plan asks for clocks (MHz) that the GPUs of stage {stage} do not have",
+                value=sorted(unsupported),
+                remedy="Use a profile of these GPUs.",
+            )

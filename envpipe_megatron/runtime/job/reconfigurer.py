@@ -1,0 +1,175 @@
+"""The closed loop of reconfiguring: each iteration's measured waits raise the next one's clocks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import critical_path
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.policies.frequencies import Frequencies
+from envpipe_megatron.policies.reconfigure import Ended, Ladders, ReconfigurePolicy, Step, step
+from envpipe_megatron.runtime.channel.collectives import MEDIAN, Collectives
+from envpipe_megatron.runtime.execution.executor import FloatArray, StageRecord
+from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun
+from envpipe_megatron.runtime.going_on import by_planner
+
+#: The end must be seen in this many iterations in a row: one iteration's waits are noisy.
+_CONFIRMATIONS = 2
+#: A wait shorter than this share of the shortest unit is no bubble worth a clock.
+_LEAST_BUBBLE = 0.01
+
+
+def no_bubble_threshold_s(
+    waits_s: Sequence[FloatArray] | FloatArray, shortest_unit_s: float
+) -> float:
+    """The longest receive wait that still counts as none, from measured iterations.
+
+    Somewhere in a pipeline at full clock an input is always there before it is asked for; that
+    receive's wait is pure overhead. The threshold is its median plus what it varies by.
+
+    Args:
+        waits_s: for each iteration, the waits of all units that receive.
+        shortest_unit_s: the shortest unit of the pipeline.
+    """
+    waits = np.array(waits_s)
+    median = np.median(waits, axis=0)
+    least = int(median.argmin())
+    deviation = np.median(np.abs(waits[:, least] - median[least]))
+    return float(median[least] + 4 * 1.4826 * deviation + _LEAST_BUBBLE * shortest_unit_s)
+
+
+def measured_threshold_s(
+    schedule: Schedule, records: Sequence[StageRecord], collectives: Collectives
+) -> float:
+    """`no_bubble_threshold_s` of a pipeline's iterations at full clock; every rank calls it.
+
+    Args:
+        schedule: that they ran.
+        records: of this rank, one for each iteration.
+        collectives: to the other ranks.
+
+    Raises:
+        GoesOnError: it cannot be told.
+        CollectivesError: a rank is gone or silent.
+    """
+    own_waits_s = np.array([record.receive_wait_s for record in records])
+    shortest_s = min(float(record.unit_time_s.min()) for record in records)
+    by_stage = collectives.to_planner(own_waits_s, MEDIAN)
+    shortest = collectives.to_planner(shortest_s, min)
+    receives = schedule.receives.copy()
+    receives[:, 0] = False  # waits for the pipeline to fill
+
+    def threshold_s() -> float:
+        waits_s = [stage[:, mask] for stage, mask in zip(by_stage, receives, strict=True)]
+        return no_bubble_threshold_s(np.concatenate(waits_s, axis=1), min(shortest))
+
+    return by_planner(collectives, threshold_s)
+
+
+class OnlineReconfigurer:
+    """Runs a policy's steps on measured waits until one of its ends.
+
+    Args:
+        plan: the plan to start from; every rank has the same.
+        policy: greedy or balanced.
+        threshold_s: from `no_bubble_threshold_s`.
+        clocks_mhz: for each stage, those of all its GPUs: units rise through clocks that were not
+            profiled too, of which waits tell enough.
+        collectives: to the other ranks.
+        print_grid: told of every look on the planner, as text.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        policy: ReconfigurePolicy,
+        threshold_s: float,
+        clocks_mhz: Sequence[Iterable[int]],
+        collectives: Collectives,
+        print_grid: Callable[[str], None],
+    ) -> None:
+        self._plan = plan
+        self._policy = policy
+        self._clocks_mhz = clocks_mhz
+        self._threshold_s = threshold_s
+        self._collectives = collectives
+        self._print_grid = print_grid
+
+    def run(self) -> PhaseRun[tuple[Plan, int, Ended]]:
+        """The reconfigured plan, the steps that raised something, and why the loop ended.
+
+        Raises:
+            GoesOnError: a step failed.
+            CollectivesError: a rank is gone or silent.
+        """
+        schedule = self._plan.schedule
+        shape = self._plan.frequency_mhz.shape
+        frequency = self._plan.frequency_mhz.ravel().copy()
+        steps = seen = 0
+        ended = Ended.STEP_LIMIT
+        for iteration in range(self._policy.max_steps):
+            record = yield IterationOrder(Phase.RECONFIGURE, schedule, frequency.reshape(shape))
+            # The hiccup of one replica must not look like a bubble.
+            waits_s = self._collectives.to_planner(record.receive_wait_s, MEDIAN)
+            look = functools.partial(self._look, iteration, frequency, waits_s)
+            raised, why = by_planner(self._collectives, look)
+            seen = seen + 1 if why else 0
+            if why and seen == _CONFIRMATIONS:
+                ended = why
+                break
+            for node, target in raised.items():
+                frequency[node] = target
+            steps += bool(raised)
+        made = functools.partial(self._made, frequency.reshape(shape))
+        return by_planner(self._collectives, made), steps, ended
+
+    def _made(self, frequency: Frequencies) -> Plan:
+        return replace(
+            self._plan,
+            policy=f"{self._plan.policy}-{self._policy.name}",
+            frequency_mhz=frequency,
+            profile=replace(self._plan.profile, interpolates=True),
+        )
+
+    def _look(
+        self, iteration: int, frequency: Frequencies, waits_s: Sequence[FloatArray]
+    ) -> tuple[dict[int, int], Ended | None]:
+        """A step on measured waits; called on the planner alone."""
+        schedule = self._plan.schedule
+        clocks_mhz = frequency.tolist()
+        waits = np.concatenate(waits_s)
+        path = critical_path(schedule, waits.tolist(), self._threshold_s)
+        taken = step(schedule, clocks_mhz, path, self._policy, self._ladders)
+        self._print_grid(
+            f"Reconfigure step {iteration}\n" + grid(schedule, clocks_mhz, waits, taken)
+        )
+        return taken.raised, taken.ended
+
+    @functools.cached_property
+    def _ladders(self) -> Ladders:
+        return Ladders(self._plan.schedule, self._plan.profile, self._clocks_mhz)
+
+
+def grid(
+    schedule: Schedule, frequency_mhz: Sequence[int], receive_wait_s: FloatArray, taken: Step
+) -> str:
+    """EnvPipe's grid: unit, frequency in MHz, wait in ms; `[ ]` on the critical path."""
+    on_path = set(taken.path)
+    lines = []
+    for stage, order in enumerate(schedule.stages):
+        cells = []
+        for position, unit in enumerate(order):
+            node = stage * schedule.units_per_stage + position
+            text = (
+                f"{unit.label(schedule.num_chunks)} {frequency_mhz[node]} "
+                f"{1e3 * receive_wait_s[node]:.1f}"
+            )
+            cells.append(f"[{text}]" if node in on_path else text)
+        lines.append(f"Stage {stage} | " + " ".join(cells))
+    return "\n".join(lines)

@@ -1,0 +1,429 @@
+"""One training job under EnvPipe: each iteration executed by the interpreter, phase by phase."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.channel.messages import StageSpecs
+from envpipe_megatron.runtime.channel.p2p import P2PChannel
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock, make_everywhere
+from envpipe_megatron.runtime.energy.agent_link import connect_to_agent
+from envpipe_megatron.runtime.energy.intervals import BaselineEnergy, IntervalEnergy, JobEnergy
+from envpipe_megatron.runtime.energy.log import EnergyLog
+from envpipe_megatron.runtime.energy.meter import EnergyMeter
+from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
+from envpipe_megatron.runtime.energy.training import TrainingEnergy
+from envpipe_megatron.runtime.execution.completion import Completion, Done
+from envpipe_megatron.runtime.execution.executor import Executor, StageRecord
+from envpipe_megatron.runtime.execution.interpreter import StageWork, execute
+from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun
+from envpipe_megatron.runtime.execution.stage_run import StageRun
+from envpipe_megatron.runtime.job.context import Job, SessionConfig, SessionError, SessionState
+from envpipe_megatron.runtime.job.node_files import NodeFiles
+from envpipe_megatron.runtime.job.phases import run_phases
+from envpipe_megatron.runtime.job.preparing import prepare, without_control
+from envpipe_megatron.runtime.job.resuming import Resumed, resume
+from envpipe_megatron.runtime.memory.device import MemorySource, device_memory
+from envpipe_megatron.runtime.memory.peak import JobMemory
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Session", "SessionConfig", "SessionError", "SessionState"]
+
+
+class Session:
+    """Executes iterations for one rank; the clock comes back when it is closed.
+
+    Every rank of the job makes one, together. Where a GPU is opened for reading alone, the job runs
+    the framework's own order and no rank asks for a clock; energy is measured all the same.
+
+    For each step of training, a framework calls `begin_step`, `run_iteration` and `end_step`; and
+    `pause` before anything that is not training. One that only calls `run_iteration` is billed
+    without what surrounds the units of a phase's last iteration. A framework that runs its units
+    itself, in its own order, calls `open_iteration` and `close_iteration` in place of it.
+
+    Args:
+        config: what the job wants.
+        gpu: this rank's GPU, as `rank_gpu.open_rank_gpu` opens it.
+        make_executor: makes the executor, given what lets it wait for the clock controller.
+        channel: to the neighbour stages.
+        collectives: to all ranks.
+        stage: this rank's stage.
+        num_stages: p.
+        rank: this rank, for the energy log.
+        labels: what else each line of the energy log says.
+        fingerprint: what the framework knows that must be the same (model, parallel sizes, batch,
+            GPU) for profile, plan and baseline of an earlier start of this job to hold; of JSON's
+            types. With it, they are kept in the output folder and gone on with; see `job_file`.
+        say: told of progress, on the planning rank alone.
+        print_grid: told of reconfigure grids, on the planning rank alone.
+        guarded: whether the node's guard holds the GPU; by default where it is real.
+        memory: of this rank's device; by default of the CUDA device in use, if there is one.
+
+    Raises:
+        MemoryUnknownError: a limit by memory that nobody knows.
+        GpuError: another job holds the GPU, or no guard could be had.
+        OSError: there can be no output folder.
+        CollectivesError: another rank of the job raised one of these.
+    """
+
+    def __init__(
+        self,
+        config: SessionConfig,
+        gpu: Gpu,
+        make_executor: Callable[[Callable[[], None]], Executor],
+        channel: P2PChannel,
+        collectives: Collectives,
+        *,
+        stage: int,
+        num_stages: int,
+        rank: int,
+        labels: Mapping[str, object] | None = None,
+        fingerprint: Mapping[str, Any] | None = None,
+        say: Callable[[str], None] = lambda text: None,
+        print_grid: Callable[[str], None] = lambda text: None,
+        guarded: bool | None = None,
+        memory: MemorySource | None = None,
+    ) -> None:
+        self._gpu = gpu
+        self._channel = channel
+        self._collectives = collectives
+        self._stage = stage
+        self._num_stages = num_stages
+        silent: Callable[[str], None] = lambda text: None  # noqa: E731 - a null object
+        self._say = say if collectives.is_planner else silent
+        self._print_grid = print_grid if collectives.is_planner else silent
+        self.state = SessionState()
+        memory = memory or device_memory()
+        self._memory = JobMemory(memory, stage, collectives, self._say)
+        # What can fail comes before the GPU is held: nobody could close a session that is not made.
+        controllable = collectives.everywhere(
+            lambda: prepare(config, gpu, memory, reads_files=collectives.is_planner)
+        )
+        self._files = NodeFiles(config.output_dir, collectives)
+        self._controlled = collectives.on_all(controllable)
+        self._config = config if self._controlled else without_control(config)
+        self._resumed = Resumed(self._config)
+        if not self._controlled:
+            self.state.notes = (
+                "A GPU is opened for reading alone: the framework's order at baseline clocks",
+            )
+        elif fingerprint is not None:
+            self._resumed = resume(config, fingerprint, num_stages, channel, gpu, collectives)
+            self._config = self._resumed.config
+            self._resumed.tell(self.state, self._say)
+        own_labels: dict[str, object] = {
+            "node": self._files.node,
+            "gpu": gpu.name,
+            "gpu_uid": gpu.address.uid,
+            "clock_backend": gpu.address.backend,
+            "rank": rank,
+            "stage": stage,
+        }
+        self._labels = {**self._resumed.labels(labels or {}), **own_labels}
+        self._agent = connect_to_agent(gpu, self._labels, collectives)
+        if self._agent is not None:
+            self._labels["node"] = self._agent.node  # as the lines are called that it writes
+        self._timeline = TimelineLog(self._files.appender("timeline"), self._labels)
+        with contextlib.ExitStack() as half_made:
+            half_made.callback(self._timeline.close)
+            if self._agent is not None:
+                half_made.callback(self._agent.close)
+            self._rank_clock = make_everywhere(
+                collectives,
+                lambda: RankClock(
+                    gpu,
+                    config.min_dwell_s,
+                    relock=config.relock,
+                    guarded=guarded,
+                    on_sample=self._timeline.add_clock,
+                ),
+            )
+            half_made.callback(self._rank_clock.close)
+            self.clock = self._rank_clock.controller
+            self.executor = make_executor(self.clock.wait_idle)
+            self.meter = EnergyMeter(gpu)
+            half_made.pop_all()
+        append = self._files.appender("energy") if self._agent is None else self._agent.window
+        self.energy_log = EnergyLog(self.meter, append, self._labels)
+        self._energy = TrainingEnergy(
+            self.meter,
+            self.energy_log,
+            self.executor.now_s,
+            collectives,
+            self._resumed.baseline,
+            self.describe_job,
+        )
+        self._phases: PhaseRun[None] | None = None
+        #: The last iteration, which the phases have not been told of yet.
+        self._record: StageRecord | None = None
+        self._step_begun = False
+        self._broken = False
+        self._closed = False
+        self._pid = os.getpid()
+        #: The units of the last iteration, in the order in which this stage ran them.
+        self.executed: list[str] = []
+
+    @property
+    def pipeline_ranks(self) -> list[int]:
+        """Global rank of each stage of this rank's pipeline."""
+        return self._channel.ranks
+
+    @property
+    def baseline(self) -> BaselineEnergy | None:
+        """What a step of the warm-up took; None until it is known, and where it was too short."""
+        return self._energy.baseline
+
+    def begin_step(self, iteration: int | None = None) -> None:
+        """A training step begins: what runs from here on belongs to it.
+
+        Args:
+            iteration: the framework's own number for it, which may go back after a restart; by
+                default, one more than before.
+        """
+        self.state.iteration = self.state.iteration + 1 if iteration is None else iteration
+        self._step_begun = True
+        self._energy.begin_step()
+
+    def run_iteration(
+        self, num_microbatches: int, specs: StageSpecs, make_work: Callable[[Schedule], StageWork]
+    ) -> StageRecord:
+        """Execute one training iteration in the job's present phase.
+
+        What lies between two phases (measurements, planning) comes first, where a phase has ended.
+
+        Raises:
+            SessionError: another number of microbatches than before, or an earlier iteration
+                failed.
+            ChannelError: a neighbour is gone or silent.
+        """
+        run = self._open(num_microbatches, specs, None, self._channel)
+        schedule = run.order.schedule
+        work = self._memory.watched(make_work)(schedule)
+        return self._close(run, execute(schedule, self._stage, work, run))
+
+    def open_iteration(self, kept_order: Schedule, specs: StageSpecs) -> StageRun:
+        """Begin an iteration whose units the framework runs, with messages of its own.
+
+        Where time is emulated, the channel carries it beside them: `end_unit` takes what `specs`
+        say.
+
+        Args:
+            kept_order: the framework's own order of units, the same in every iteration.
+            specs: what messages carry that are sent between two phases, to measure.
+
+        Raises:
+            SessionError: another number of microbatches than before, a plan of another order, or
+                an earlier iteration failed.
+            ChannelError: a neighbour is gone or silent.
+        """
+        emulated = self._gpu.address.backend == "emulated"
+        channel = self._channel if emulated else None
+        run = self._open(kept_order.num_microbatches, specs, kept_order, channel)
+        run.begin()
+        return run
+
+    def close_iteration(self, run: StageRun) -> StageRecord:
+        """All units of an open iteration have run, and no message of the framework is under way."""
+        return self._close(run, run.end())
+
+    def describe_job(self, facts: Mapping[str, Any]) -> None:
+        """Tell the bill of the node's agent what the job is; without an agent nothing happens.
+
+        Args:
+            facts: of JSON's types: `tokens_per_iteration`, `samples_per_iteration`, `model`,
+                `microbatch_size`, `type`, `scheduling`, `reconfigure`, `notes`; those that are
+                known.
+        """
+        if self._agent is not None and self._collectives.is_planner:
+            self._agent.job(facts)
+
+    def end_step(self) -> None:
+        """The step of the last iteration ends here, behind the optimizer, whose energy is its own.
+
+        Where no iteration was run since `begin_step`, the framework ran the step by itself, which
+        is billed as phase `framework`.
+        """
+        self._energy.end_step(self.state.iteration)
+        self._step_begun = False
+
+    def pause(self) -> None:
+        """Something that is not training follows, at the highest clock.
+
+        An evaluation or a checkpoint: nothing is billed up to the next step's begin.
+        """
+        self._energy.pause()
+        self._request(max(self._gpu.supported_frequencies_mhz), Done())
+
+    def lap(self) -> IntervalEnergy:
+        """What training took on this GPU since the last lap; costs no time worth mentioning."""
+        return self._energy.lap()
+
+    def gather(self, interval: IntervalEnergy) -> JobEnergy | None:
+        """An interval over all GPUs of the job; every rank calls it after the same iteration.
+
+        Returns:
+            None where a rank has no step in its interval.
+
+        Raises:
+            CollectivesError: a rank is gone or silent.
+        """
+        return self._energy.gather(interval)
+
+    def clock_summary(self) -> dict[str, Any]:
+        """How this rank's clock was controlled and whether it followed; see `RankClock.summary`."""
+        return self._rank_clock.summary()
+
+    def summary(self) -> dict[str, Any]:
+        """What the job came to so far; complete once the session is closed.
+
+        No other rank is asked: of the job, it knows what was gathered.
+
+        Returns:
+            what `TrainingEnergy.summary` returns; `stage`, `rank`; `phase`, `iteration` and
+            `notes` of `state`; `reconfigure` (`steps`, `ended`); `clocks`, see `clock_summary`.
+        """
+        state = self.state
+        ended = state.reconfigure_ended
+        return {
+            "rank": self._labels["rank"],
+            "stage": self._stage,
+            "phase": state.phase.value,
+            "iteration": state.iteration,
+            "notes": list(state.notes),
+            **self._energy.summary(),
+            "reconfigure": {
+                "steps": state.reconfigure_steps,
+                "ended": ended.value if ended else None,
+            },
+            "clocks": self.clock_summary(),
+        }
+
+    def close(self) -> None:
+        """Give the clock back, then finish the energy log; safe to call twice.
+
+        The output folder gets a line a rank in the node's `clocks.jsonl`: `clock_summary`. In a
+        forked child, which leaves the same way, nothing happens.
+        """
+        if os.getpid() != self._pid:
+            return
+        # Each of these, whatever fails before, from the last one up: a disk that hangs holds up
+        # neither the clock nor a bill that goes to the agent.
+        with contextlib.ExitStack() as last:
+            if not self._closed:
+                self._closed = True
+                last.callback(self._timeline.close)
+                last.callback(self._tell_of_clocks)
+                last.callback(self.meter.close)
+                if self._agent is not None:
+                    last.callback(self._agent.close)
+                last.callback(self.energy_log.close)
+                last.callback(self.executor.let_counter_refresh)
+            # The second time too: a signal may have interrupted the first one.
+            self._rank_clock.close()
+
+    def _tell_of_clocks(self) -> None:
+        summary = self.clock_summary()
+        followed = summary["followed"]
+        if followed and followed["warning"]:
+            logger.warning("%s", followed["warning"])
+        self._files.append("clocks", {**self._labels, **summary})
+
+    def _open(
+        self,
+        num_microbatches: int,
+        specs: StageSpecs,
+        kept_order: Schedule | None,
+        channel: P2PChannel | None,
+    ) -> StageRun:
+        if not self._step_begun:
+            self.state.iteration += 1
+        self._step_begun = False
+        order = self._next_order(num_microbatches, specs, kept_order)
+        self.state.phase = order.phase
+        self._broken = True  # until it is closed
+        run = StageRun(order, self._stage, self.executor, self._request, channel, specs)
+        self._request(run.frequencies_mhz[0], Done())
+        return run
+
+    def _close(self, run: StageRun, record: StageRecord) -> StageRecord:
+        self._broken = False
+        self._record, self.executed = record, run.executed
+        self._memory.units_ended()
+        phase, receives = run.order.phase, run.order.schedule.receives[self._stage]
+        self._energy.add(phase, self.state.iteration, record, receives)
+        # Where control has ended, requests are dropped.
+        controlled = self._controlled and self.clock.error is None
+        clocks_mhz = run.frequencies_mhz if controlled else None
+        self._timeline.add(phase, self.state.iteration, record, run.executed, clocks_mhz)
+        self.state.iterations.append((phase, record.iteration_time_s, record.wall_time_s))
+        return record
+
+    def _next_order(
+        self, num_microbatches: int, specs: StageSpecs, kept_order: Schedule | None
+    ) -> IterationOrder:
+        """What the next iteration runs, once the phases know of the last one."""
+        self._check_unbroken()
+        if self._phases is None:
+            self._microbatches = num_microbatches
+            job = Job(
+                self._config,
+                self.state,
+                self._stage,
+                self._num_stages,
+                num_microbatches,
+                specs,
+                self._gpu,
+                self._channel,
+                self.executor,
+                self.clock,
+                self.meter,
+                self._collectives,
+                self._say,
+                self._print_grid,
+                self._memory,
+                kept_order,
+                self._resumed.found,
+            )
+            self._phases = run_phases(job)
+            self._order: IterationOrder = next(self._phases)
+        if num_microbatches != self._microbatches:
+            raise SessionError(
+                f"EnvPipe planned for {self._microbatches} microbatches",
+                value=num_microbatches,
+                remedy="Keep the global batch size constant (no batch-size ramp-up).",
+            )
+        if self._record is not None:
+            record, ended, self._record = self._record, self._order.phase, None
+            begin_s, notes = self.executor.now_s(), self.state.notes
+            self._broken = True  # also where the phases raise
+            if ended is not Phase.WARMUP:
+                self._energy.settle_baseline()
+            try:
+                self._order = self._phases.send(record)
+            finally:  # a profile outlives a planning that fails
+                self._resumed.keep(self.state, self._order.phase, self.baseline)
+            if self.state.notes != notes:
+                self.describe_job({"notes": list(self.state.notes)})
+            if self._order.phase is not ended:
+                self._energy.add_between_phases(self.state.iteration, begin_s)
+        return self._order
+
+    def _check_unbroken(self) -> None:
+        if self._broken:
+            raise SessionError(
+                "An earlier iteration failed, so messages and phases do not match any more",
+                remedy="Close this session and make a new one on every rank.",
+            )
+
+    def _request(self, frequency_mhz: int, after: Completion) -> None:
+        if self._controlled:
+            self.clock.request(frequency_mhz, after)

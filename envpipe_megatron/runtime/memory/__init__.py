@@ -1,0 +1,1 @@
+"""How much memory an order takes, and how much there is."""

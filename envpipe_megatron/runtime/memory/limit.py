@@ -1,0 +1,96 @@
+"""From bytes to microbatches: what memory lets a job's plan hold in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.sidecar import Sidecar, read_sidecar, sidecar_path
+from envpipe_megatron.policies.limits import in_flight_by_memory
+from envpipe_megatron.policies.planner import (
+    BY_MEMORY,
+    LIMITED_SCHEDULES,
+    SCHEDULE_ALIASES,
+    PlanRequest,
+)
+from envpipe_megatron.runtime.memory.device import MemorySource
+from envpipe_megatron.runtime.memory.peak import MemoryUnknownError, StageMemory
+
+
+def check_memory_is_known(
+    request: PlanRequest, profile_file: Path | None, memory: MemorySource | None
+) -> None:
+    """Refuse, before training, a limit by memory that nobody knows.
+
+    Args:
+        request: what the job wants.
+        profile_file: a profile that is given, on a rank that reads it.
+        memory: what this rank can measure.
+
+    Raises:
+        MemoryUnknownError: no file says what is free, and it cannot be measured.
+        SidecarError: what is beside the profile file is not readable.
+    """
+    if request.max_in_flight != BY_MEMORY or memory is not None:
+        return
+    beside = None if profile_file is None else sidecar_path(profile_file)
+    if beside is not None and beside.exists() and knows_memory(read_sidecar(beside)):
+        return
+    raise MemoryUnknownError(
+        "The microbatches in flight cannot be limited by memory, for no CUDA device's is measured",
+        value=BY_MEMORY,
+        remedy="Give the limit as a number of microbatches, or a profile file whose sidecar has "
+        "activation_bytes and free_bytes.",
+    )
+
+
+def knows_memory(sidecar: Sidecar) -> bool:
+    """Whether a profile says how many microbatches fit."""
+    return sidecar.activation_bytes is not None and sidecar.free_bytes is not None
+
+
+def with_memory(profile: Profile, stages: Sequence[StageMemory] | None) -> Profile:
+    """The profile whose sidecar says what was measured, if anything was."""
+    if stages is None:
+        return profile
+    sidecar = replace(
+        profile.sidecar,
+        activation_bytes=tuple(stage.activation_bytes for stage in stages),
+        free_bytes=tuple(stage.free_bytes for stage in stages),
+    )
+    return replace(profile, sidecar=sidecar)
+
+
+def in_flight_limit(
+    request: PlanRequest, profile: Profile, stages: Sequence[StageMemory] | None
+) -> tuple[int, ...] | None:
+    """For each stage, the most microbatches in flight that memory allows a request's plan.
+
+    Nothing is planned beyond what was measured, whatever a file says. The framework's own order is
+    allowed in any case: it runs.
+
+    Args:
+        request: its number of microbatches is the job's.
+        profile: its sidecar counts where a limit by memory is asked for.
+        stages: what was measured, if anything was; it counts unless the user gives a number.
+
+    Returns:
+        None where memory sets no limit: for an order that has none, by the user's word, or because
+        nothing is known of it.
+    """
+    name = SCHEDULE_ALIASES.get(request.schedule, request.schedule)
+    if name not in LIMITED_SCHEDULES or request.max_in_flight not in (None, BY_MEMORY):
+        return None
+    known = [with_memory(profile, stages)] if stages is not None else []
+    if request.max_in_flight == BY_MEMORY:
+        known.append(profile)
+    if not known:
+        return None
+    counts = [in_flight_by_memory(each, request.num_microbatches) for each in known]
+    own = (
+        min(request.num_microbatches, profile.num_stages - stage)
+        for stage in range(profile.num_stages)
+    )
+    return tuple(map(max, own, map(min, zip(*counts, strict=True))))

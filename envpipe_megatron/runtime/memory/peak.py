@@ -1,0 +1,339 @@
+"""What a stage's memory holds: measured in the framework's own order, predicted for any other.
+
+A stage's memory at its peak is what it holds whatever the order (weights, gradients, optimizer
+state, what one unit needs while it runs) and the activations of the microbatches in flight. The
+framework's own order is measured: what one more microbatch in flight adds, the peak, and what the
+device could still give beside it. An order with other counts in flight then has the peak
+
+    measured peak + (in flight - in flight then) x activations of one microbatch,
+
+since a peak comes while the most microbatches are in flight, and a backward runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import numpy as np
+
+from envpipe_megatron.core.schedule import Kind, Schedule, Unit
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.errors import EnvPipeError, plain
+from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.channel.messages import StageSpecs
+from envpipe_megatron.runtime.execution.interpreter import StageWork
+from envpipe_megatron.runtime.going_on import in_words, on_every_rank
+from envpipe_megatron.runtime.memory.device import MemorySource, Reading
+
+logger = logging.getLogger(__name__)
+
+#: A prediction that is missed by more than this share is worth a warning.
+PREDICTION_ERROR = 0.05
+#: Share of the memory that a process could have which no extra forward is given. It covers a
+#: prediction that is as wrong as it may be, and what comes into being later outside of torch's
+#: allocator: communicators, workspaces, kernels that are loaded lazily.
+SAFETY_MARGIN = PREDICTION_ERROR
+
+_GIB = 2**30
+
+
+class MemoryUnknownError(EnvPipeError):
+    """A limit by memory where memory cannot be measured."""
+
+
+class MemoryFullError(EnvPipeError):
+    """An order that needs more memory than there is."""
+
+
+class Watch(Enum):
+    """What is looked at in an iteration."""
+
+    NOTHING = 0
+    PEAK = 1
+    UNITS = 2
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What is known of a stage's memory; of replicas, the one with the least room.
+
+    Args:
+        activation_bytes: what one more microbatch in flight holds.
+        baseline_in_flight: microbatches in flight at the peak of the framework's own order.
+        baseline_peak_bytes: the most that is allocated while that order's units run.
+        room_bytes: what the device could give beyond that peak, less `SAFETY_MARGIN`; 0 if nothing.
+        step_peak_bytes: the most that was allocated from one iteration's begin to the next one's,
+            the optimizer's step included; 0 if no whole iteration was seen.
+        in_flight: at the peak of the order that is run.
+        measured_peak_bytes: the most that is allocated while that order's units run.
+    """
+
+    activation_bytes: float
+    baseline_in_flight: int
+    baseline_peak_bytes: int
+    room_bytes: float
+    step_peak_bytes: int
+    in_flight: int | None = None
+    measured_peak_bytes: int | None = None
+
+    @property
+    def free_bytes(self) -> float:
+        """What is free beside one microbatch, as a profile's sidecar has it.
+
+        The framework's own order holds more than one at the peak that the room was measured at.
+        """
+        return self.room_bytes + (self.baseline_in_flight - 1) * self.activation_bytes
+
+    def predicted_peak_bytes(self, in_flight: int) -> float:
+        """The most that is allocated while units run, with so many microbatches in flight."""
+        more = in_flight - self.baseline_in_flight
+        return self.baseline_peak_bytes + more * self.activation_bytes
+
+
+def activation_bytes(kinds: Sequence[Kind], allocated_bytes: Sequence[int]) -> float:
+    """What one microbatch in flight holds, from what is allocated behind each unit.
+
+    A forward adds it and a backward takes it away. The median passes over what happens once: the
+    first gradients, a workspace. Of the two medians the larger is taken: outputs that wait for
+    their transfer make forwards seem to hold more than backwards give back, and they too must fit.
+
+    Args:
+        kinds: of each unit, in order.
+        allocated_bytes: before the first unit, and behind each.
+    """
+    changes = np.diff(allocated_bytes)
+    forward = np.array([kind is Kind.FORWARD for kind in kinds])
+    return max(float(np.median(changes[forward])), float(np.median(-changes[~forward])))
+
+
+class JobMemory:
+    """Watches one rank's memory, and knows that of all stages once it was measured.
+
+    All ranks of the job call `learn`, `predict` and `compare` at the same iterations.
+
+    Args:
+        source: of this rank's device, or None where there is none to be watched.
+        stage: this rank's stage.
+        collectives: to all ranks.
+        say: told of what was found.
+    """
+
+    def __init__(
+        self,
+        source: MemorySource | None,
+        stage: int,
+        collectives: Collectives,
+        say: Callable[[str], None],
+    ) -> None:
+        self._source = source
+        self._stage = stage
+        self._collectives = collectives
+        self._say = say
+        #: What is looked at in the iterations that follow.
+        self.watch = Watch.PEAK
+        #: One for each stage; None until `learn`, and where memory is not known on every rank.
+        self.stages: tuple[StageMemory, ...] | None = None
+        self._kinds: list[Kind] = []
+        self._readings: list[Reading] = []
+        self._begun = False
+        self._step_peak_bytes = 0
+        self._units_peak_bytes: int | None = None
+        self._unusable_bytes = 0
+
+    def watched(
+        self, make_work: Callable[[Schedule], StageWork]
+    ) -> Callable[[Schedule], StageWork]:
+        """Make the work of the next training iteration so that it is watched."""
+        source = self._source
+        if source is None or self.watch is Watch.NOTHING:
+            self._begun = False
+            return make_work
+
+        def make(schedule: Schedule) -> StageWork:
+            work = make_work(schedule)
+            if self._begun:
+                self._step_peak_bytes = max(self._step_peak_bytes, source.peak_bytes())
+            self._begun = True
+            self._units_peak_bytes = None
+            source.reset_peak()
+            if self.watch is not Watch.UNITS:
+                return work
+            self._kinds, self._readings = [], [source.read()]
+            return _WatchedWork(work, self._unit_ended)
+
+        return make
+
+    def units_ended(self) -> None:
+        """All units of the iteration have run: what the optimizer takes is not theirs."""
+        if self._source is not None and self._begun:
+            self._units_peak_bytes = self._source.peak_bytes()
+
+    def learn(self, schedule: Schedule, specs: StageSpecs) -> None:
+        """Take in the iteration that has just ended, and one before whose units were watched.
+
+        Args:
+            schedule: of both: the framework's own.
+            specs: what messages carry. A stage keeps its input or what it made of it, so no
+                microbatch holds less than a message.
+        """
+        own = None
+        try:
+            own = self._own(schedule, specs)
+        except Exception as error:
+            logger.error("This rank's memory is not known: %s", in_words(error))
+        found = self._collectives.by_stage(own, _least_room)
+        stages = tuple(stage for stage in found if stage is not None)
+        if len(stages) < len(found):
+            self.stages = None
+            return
+        self.stages = stages
+        self._say(
+            f"memory (GiB): peak {_gib(s.baseline_peak_bytes for s in stages)}, a microbatch in "
+            f"flight {_gib(s.activation_bytes for s in stages)}, room for more "
+            f"{_gib(s.room_bytes for s in stages)} beside {SAFETY_MARGIN:.0%} kept free"
+        )
+
+    def predict(self, schedule: Schedule) -> None:
+        """Say what an order that is about to run will hold, and have it ready.
+
+        Ready before the order's first receive is posted: an allocator that finds no memory gives
+        back what it caches, which waits for all that the device does, and so for a receive whose
+        sender may be waiting for this stage. Both would hang where an error is due.
+
+        Raises:
+            MemoryFullError: it is not to be had, on all ranks alike.
+            GoesOnError: it cannot be told, on all ranks alike; nothing is known from here on.
+            CollectivesError: a rank is gone or silent.
+        """
+        source, stages = self._source, self.stages
+        if stages is None or source is None:  # on every rank alike
+            return
+        peaks = schedule.peak_in_flight
+
+        predicted: list[float] = []
+
+        def reserve() -> bool:
+            predicted.extend(s.predicted_peak_bytes(n) for s, n in zip(stages, peaks, strict=True))
+            self._say(f"memory: in flight {plain(peaks)}, predicted peak {_gib(predicted)} GiB")
+            for number, (stage, bytes_) in enumerate(zip(stages, predicted, strict=True)):
+                most = stage.baseline_peak_bytes + stage.room_bytes
+                if bytes_ > (1 + RELATIVE_TOLERANCE) * most:
+                    self._warn(
+                        f"Stage {number} may run out of memory: {peaks[number]} microbatches in "
+                        f"flight need {bytes_ / _GIB:.2f} GiB, and {most / _GIB:.2f} GiB may be "
+                        "used"
+                    )
+            most_here = math.ceil(predicted[self._stage]) + self._unusable_bytes
+            return source.reserve(most_here)
+
+        self.stages = None  # unless it is known
+        ready = on_every_rank(self._collectives, reserve)
+        self.stages = tuple(
+            replace(stage, in_flight=peak, measured_peak_bytes=None)
+            for stage, peak in zip(stages, peaks, strict=True)
+        )
+        full = [n for n, holds in enumerate(self._collectives.by_stage(ready, all)) if not holds]
+        if full:
+            raise MemoryFullError(
+                f"Stages {plain(full)} have no memory for the microbatches in flight of this "
+                f"order, {_gib(predicted)} GiB at its peak",
+                value=list(peaks),
+                remedy="Let fewer be in flight, or leave their number to what memory allows.",
+            )
+
+    def peak_bytes(self) -> int | None:
+        """The peak of the iteration that has just ended, if memory is known and it was watched."""
+        if self.stages is None or self._source is None:
+            return None
+        return self._peak_bytes(self._source)
+
+    def compare(self, peak_bytes: int | None) -> None:
+        """Hold the prediction against the peak that this rank saw while the order ran."""
+        if self.stages is None:
+            return
+        measured = self._collectives.by_stage(peak_bytes or 0, max)
+        self.stages = tuple(
+            replace(stage, measured_peak_bytes=peak)
+            for stage, peak in zip(self.stages, measured, strict=True)
+        )
+        errors = []
+        for number, (stage, peak) in enumerate(zip(self.stages, measured, strict=True)):
+            assert stage.in_flight is not None
+            predicted = stage.predicted_peak_bytes(stage.in_flight)
+            errors.append(peak / predicted - 1)
+            if errors[-1] > PREDICTION_ERROR:
+                self._warn(
+                    f"Stage {number} holds {errors[-1]:.1%} more than was predicted: "
+                    f"{peak / _GIB:.2f} GiB in place of {predicted / _GIB:.2f}"
+                )
+        shown = ", ".join(f"{error:+.1%}" for error in errors)
+        self._say(f"memory: measured peak {_gib(measured)} GiB, {shown} from the prediction")
+
+    def _own(self, schedule: Schedule, specs: StageSpecs) -> StageMemory | None:
+        if self._source is None or not self._readings:
+            return None
+        allocated = [reading.allocated_bytes for reading in self._readings]
+        self._unusable_bytes = self._readings[int(np.argmax(allocated))].unusable_bytes
+        peak = self._peak_bytes(self._source)
+        capacity = (1 - SAFETY_MARGIN) * self._source.capacity_bytes()
+        return StageMemory(
+            max(activation_bytes(self._kinds, allocated), _input_bytes(specs)),
+            schedule.peak_in_flight[self._stage],
+            peak,
+            max(0.0, capacity - peak - self._unusable_bytes),
+            self._step_peak_bytes,
+        )
+
+    def _peak_bytes(self, source: MemorySource) -> int:
+        """Of the last iteration's units, whether its step has ended or not."""
+        return source.peak_bytes() if self._units_peak_bytes is None else self._units_peak_bytes
+
+    def _unit_ended(self, unit: Unit) -> None:
+        assert self._source is not None
+        self._kinds.append(unit.kind)
+        self._readings.append(self._source.read())
+
+    def _warn(self, text: str) -> None:
+        if self._collectives.is_planner:
+            logger.warning("%s", text)
+
+
+class _WatchedWork:
+    """Looks at memory behind each unit, when its output has been handed to the channel."""
+
+    def __init__(self, work: StageWork, unit_ended: Callable[[Unit], None]) -> None:
+        self.forward, self.backward = work.forward, work.backward
+        self._work, self._unit_ended = work, unit_ended
+
+    def sent(self, unit: Unit) -> None:
+        """Let the unit end first."""
+        self._work.sent(unit)
+        self._unit_ended(unit)
+
+
+def _least_room(replicas: Sequence[StageMemory | None]) -> StageMemory | None:
+    """Of replicas of a stage what each of them can do; None where one does not know."""
+    known = [own for own in replicas if own is not None]
+    if len(known) < len(replicas):
+        return None
+    return StageMemory(
+        max(own.activation_bytes for own in known),
+        known[0].baseline_in_flight,
+        max(own.baseline_peak_bytes for own in known),
+        min(own.room_bytes for own in known),
+        max(own.step_peak_bytes for own in known),
+    )
+
+
+def _input_bytes(specs: StageSpecs) -> int:
+    """Of a microbatch; the first stage's is taken to be like what it sends."""
+    spec = specs.receives.get(Kind.FORWARD) or specs.sends[Kind.FORWARD]
+    return spec.num_bytes
+
+
+def _gib(values: Iterable[float]) -> str:
+    return "[" + ", ".join(f"{value / _GIB:.2f}" for value in values) + "]"

@@ -1,0 +1,63 @@
+"""The latency of a p2p hop between neighbouring stages, measured by a ping-pong."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from envpipe_megatron.core.schedule import Kind, unit
+from envpipe_megatron.runtime.channel.messages import StageSpecs
+from envpipe_megatron.runtime.channel.p2p import P2PChannel
+from envpipe_megatron.runtime.execution.executor import Executor
+
+#: Round trips that count; those before them bring buffers and routes into use.
+_ROUND_TRIPS = 11
+_WARMUPS = 3
+
+
+def measure_p2p_latency_s(
+    stage: int, num_stages: int, channel: P2PChannel, specs: StageSpecs, executor: Executor
+) -> float:
+    """Half the median round trip, in s, of a message between this stage and the next.
+
+    Run by all stages between two iterations. A message of the size of training goes to the next
+    stage over the activations' link and one comes back over the gradients', so the figure is the
+    mean of both directions. It holds what a hop costs on the host, too.
+
+    A stage serves the boundary before it first, then measures the one behind it, so boundaries are
+    measured one after another without any barrier. Of the two stages of a boundary each has one
+    receive posted and sends only what the other has posted a receive for: with any channel that
+    training runs on, no order of arrival can stop it.
+
+    Returns:
+        0 on the last stage, which has no next one. Where time is emulated, messages carry their
+        own time, and the latency is the emulated one.
+    """
+    rounds = _WARMUPS + _ROUND_TRIPS
+    begin_s = executor.meet()
+    if stage > 0:
+        payload = specs.sends[Kind.BACKWARD].make(torch.zeros)
+        channel.expect({Kind.FORWARD: rounds}, specs)
+        for number in range(rounds):
+            message = channel.receive(unit(Kind.FORWARD, number))
+            channel.send(unit(Kind.BACKWARD, number), payload, message.sent_s)
+            executor.wait_for_message(message.sent_s)
+        channel.end_step()
+    if stage + 1 == num_stages:
+        return 0.0
+    trips_s = []
+    payload = specs.sends[Kind.FORWARD].make(torch.zeros)
+    channel.expect({Kind.BACKWARD: rounds}, specs)
+    for number in range(rounds):
+        sent_s = time.monotonic()
+        channel.send(unit(Kind.FORWARD, number), payload, begin_s)
+        message = channel.receive(unit(Kind.BACKWARD, number))
+        executor.wait_for_message(message.sent_s)
+        arrived_s, left_s = message.sent_s, begin_s
+        if arrived_s is None:
+            arrived_s, left_s = time.monotonic(), sent_s
+        trips_s.append(arrived_s - left_s)
+    channel.end_step()
+    return statistics.median(trips_s[_WARMUPS:]) / 2

@@ -1,0 +1,355 @@
+"""The online profile: what forwards and backwards of each stage cost at each clock.
+
+It is measured while training goes on, in two sweeps from the highest clock downwards. The first
+runs forwards and backwards at the same clock, so no clock changes inside an iteration and unit
+times are clean; it gives times, and the sum of forward and backward energy. The second leaves
+backwards at the maximum and varies forwards alone, which tells the two energies apart. There the
+clock changes at every unit and settles some milliseconds late, so units start at the wrong clock;
+their times against the first sweep's tell by how much, and the energies are corrected.
+
+Only the difference of energy between clocks can be told apart, not its level: every stage runs as
+many forwards as backwards, so a constant moved from one to the other changes no iteration's energy.
+The level at the maximum clock is split as if both drew the same power.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile
+from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.runtime.channel.collectives import SUM, Collectives
+from envpipe_megatron.runtime.clocks.controller import ClockController
+from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
+from envpipe_megatron.runtime.energy.split import (
+    Measured,
+    Split,
+    error_of_sum,
+    mean_without_outliers,
+    split_energies,
+)
+from envpipe_megatron.runtime.execution.executor import FloatArray, StageRecord
+from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
+from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
+from envpipe_megatron.runtime.profiling.tail import ends_and_gaps_s, tail_times_s
+from envpipe_megatron.runtime.profiling.wait_power import WaitPower
+
+#: A sweep ends after this many rises of energy in a row: lower clocks are past the valley.
+_RISES_TO_STOP = 5
+#: Energies of stretches shorter than this scatter by the meter's refreshes, not by the GPU.
+_BLOCK_REFRESHES = 5
+
+
+class ProfilerError(GoesOnError):
+    """A sweep that cannot be made or read."""
+
+
+@dataclass(frozen=True)
+class ProfilerSettings:
+    """How long to stay at each clock.
+
+    Args:
+        settle_iterations: run and not measured after each change of the sweep's clock.
+        measured_iterations: averaged at each clock, at least.
+        measured_split_iterations: the same in the second sweep.
+        min_window_s: iterations are added until they last so long: ten refreshes of a counter that
+            refreshes every 100 ms.
+
+    Raises:
+        ProfilerError: not one iteration to settle, in which the window before is closed too.
+    """
+
+    settle_iterations: int = 1
+    measured_iterations: int = 5
+    measured_split_iterations: int = 3
+    min_window_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if min(self.settle_iterations, self.measured_iterations) < 1:
+            raise ProfilerError(
+                "A clock needs at least one iteration to settle and one to be measured",
+                value=(self.settle_iterations, self.measured_iterations),
+            )
+
+
+@dataclass
+class _Point:
+    """Measured iterations at one setting of clocks."""
+
+    order: IterationOrder
+    stage: int
+    average: Callable[[FloatArray], float]
+    records: list[StageRecord] = field(default_factory=list)
+
+    def read(self, meter: EnergyMeter, wait_power: WaitPower) -> Measured:
+        """Unit times, and the energy of a pair; not a number if the meter failed."""
+        backward = self.order.schedule.is_backward[self.stage]
+        times = np.array([record.unit_time_s for record in self.records])
+        pairs = int((~backward).sum()) * len(self.records)
+        begin_s, end_s = self.records[0].begin_s, self.records[-1].end_of_iteration_s
+        if meter.last_refresh_s < end_s:
+            meter.catch_up()
+        try:
+            energies_j = [
+                meter.energy_j(record.begin_s, record.end_of_iteration_s)
+                - self._waiting_j(record, wait_power)
+                for record in self.records
+            ]
+            metered_j = meter.window(begin_s, end_s).uncertainty_j
+        except MeterError:
+            energies_j, metered_j = [math.nan] * len(self.records), math.nan
+        block_s = _BLOCK_REFRESHES * meter.refresh_s
+        durations_s = [record.iteration_time_s for record in self.records]
+        scatter_j = error_of_sum(energies_j, durations_s, block_s)
+        return Measured(
+            self.average(times[:, ~backward].ravel()),
+            self.average(times[:, backward].ravel()),
+            sum(energies_j) / pairs,
+            math.hypot(metered_j, scatter_j) / pairs,
+        )
+
+    def _waiting_j(self, record: StageRecord, wait_power: WaitPower) -> float:
+        """A wait runs at the clock of the unit after it; the last, at that of the first unit."""
+        clocks = self.order.frequency_mhz[self.stage].tolist()
+        waits = [*record.receive_wait_s.tolist(), record.iteration_time_s - record.end_s[-1]]
+        return float(
+            sum(
+                wait_s * wait_power.at(clock)
+                for wait_s, clock in zip(waits, [*clocks, clocks[0]], strict=True)
+            )
+        )
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What replicas of a stage have measured: added up but for the last two.
+
+    Args:
+        rows: for each kind and clock, time in s, energy in J and its variance in J^2.
+        power_w: of waiting, at each clock at which it was measured.
+        tail_s: one number; none where no iteration followed another.
+        late_s: how late changes of the clock are; the most of all.
+        told_apart: whether the sweeps told forwards from backwards; on all.
+    """
+
+    rows: FloatArray
+    power_w: FloatArray
+    tail_s: FloatArray
+    late_s: float
+    told_apart: bool
+
+
+class OnlineProfiler:
+    """Profiles a pipeline that trains by the framework's own order.
+
+    Args:
+        schedule: that order.
+        clocks_mhz: the clocks to sweep, highest first, at least two; the same on every rank.
+        stage: this rank's stage.
+        clock: controls this rank's GPU.
+        meter: of this rank's GPU.
+        wait_power: of this rank's GPU while it waits in a receive.
+        collectives: to the other ranks.
+        settings: how long to measure.
+        progress: told of each clock, with the share of the sweep that is done at most.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        clocks_mhz: Sequence[int],
+        stage: int,
+        clock: ClockController,
+        meter: EnergyMeter,
+        wait_power: WaitPower,
+        collectives: Collectives,
+        settings: ProfilerSettings,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._schedule = schedule
+        self._clocks = list(clocks_mhz)
+        self._stage = stage
+        self._clock = clock
+        self._meter = meter
+        self._wait_power = wait_power
+        self._collectives = collectives
+        self._settings = settings
+        self._progress = progress
+        self._shortest_s: float | None = None
+        #: Of each point: ends of the last units, and gaps to the next iterations.
+        self._tails: list[tuple[FloatArray, FloatArray]] = []
+
+    def run(self, sidecar: Sidecar) -> PhaseRun[Profile]:
+        """Sweep, and give the profile of the whole pipeline to every rank.
+
+        Raises:
+            GoesOnError: a meter, the control of a clock or what reads them failed; on all ranks.
+        """
+        clocks = self._clocks
+        together = yield from self._sweep(
+            [(f, f) for f in clocks], self._settings.measured_iterations, stop_early=True
+        )
+        clocks = clocks[: len(together)]
+        top = clocks[0]
+        # Here no unit is an outlier: those that started at the wrong clock are in the energy too.
+        apart = yield from self._sweep(
+            [(f, top) for f in clocks[1:]],
+            self._settings.measured_split_iterations,
+            average=lambda times: float(np.mean(times)),
+        )
+        split = on_every_rank(self._collectives, lambda: split_energies(clocks, together, apart))
+        tails = self._collectives.in_pipeline(self._all_tails())
+        own = on_every_rank(self._collectives, lambda: self._own(split, tails))
+        stages = self._collectives.to_planner(own, _added)
+        # One rank's arithmetic for all, so that every rank plans from the same bits.
+        return by_planner(self._collectives, lambda: self._merge(split, stages, sidecar))
+
+    def _sweep(
+        self,
+        clocks: Sequence[tuple[int, int]],
+        measured: int,
+        *,
+        stop_early: bool = False,
+        average: Callable[[FloatArray], float] = mean_without_outliers,
+    ) -> PhaseRun[list[Measured]]:
+        points: list[Measured] = []
+        open_point: _Point | None = None
+        for index, (forward_mhz, backward_mhz) in enumerate([*clocks, clocks[-1]]):
+            order = constant_order(Phase.PROFILE, self._schedule, forward_mhz, backward_mhz)
+            # These iterations let the new clock settle, and the counter pass the window before.
+            for _ in range(self._settings.settle_iterations):
+                settled = yield order
+            if open_point is not None:
+                points.append(self._read(open_point))
+                if stop_early and self._all_past_valley(points):
+                    break
+            if index == len(clocks):
+                break
+            self._progress(
+                f"profile: forward {forward_mhz} MHz, backward {backward_mhz} MHz "
+                f"({index + 1} of at most {len(clocks)})"
+            )
+            iterations = self._iterations(measured, settled)
+            open_point = _Point(order, self._stage, average)
+            for _ in range(iterations):
+                open_point.records.append((yield order))
+        return points
+
+    def _iterations(self, measured: int, settled: StageRecord) -> int:
+        """How many iterations fill the least window; the same on every rank."""
+        if self._shortest_s is None:
+            self._shortest_s = min(self._collectives.by_stage(settled.iteration_time_s, min))
+        return max(measured, math.ceil(self._settings.min_window_s / self._shortest_s))
+
+    def _read(self, point: _Point) -> Measured:
+        """What was measured; raise on every rank if one's clock or meter is wrong."""
+
+        def read() -> Measured:
+            self._tails.append(ends_and_gaps_s(point.records))
+            return point.read(self._meter, self._wait_power)
+
+        measured = on_every_rank(self._collectives, read)
+        # A stage that ran at one clock would be told for many.
+        ended = self._collectives.first(
+            None if self._clock.error is None else str(self._clock.error)
+        )
+        if ended is not None:
+            stage, problem = ended
+            raise ProfilerError(
+                f"Clock control of stage {stage} ended before it was profiled: {problem}"
+            )
+        wrong = self._collectives.first(None if 0 < measured.pair_j < math.inf else measured.pair_j)
+        if wrong is not None:
+            stage, pair_j = wrong
+            raise ProfilerError(
+                f"The energy counter of stage {stage} failed while it was profiled: "
+                "energy of one forward and backward (J)",
+                value=pair_j,
+                remedy="Give a profile by file, or profile for longer at each clock.",
+            )
+        return measured
+
+    def _all_past_valley(self, points: Sequence[Measured]) -> bool:
+        """Whether every stage has seen enough rises of energy in a row, now or before."""
+        rises, past = 0, False
+        for before, after in pairwise(points):
+            rises = rises + 1 if after.pair_j > before.pair_j else 0
+            past = past or rises >= _RISES_TO_STOP
+        return self._collectives.on_all(past)
+
+    def _all_tails(self) -> tuple[FloatArray, FloatArray]:
+        return (
+            np.concatenate([ends_s for ends_s, _ in self._tails]),
+            np.concatenate([gaps_s for _, gaps_s in self._tails]),
+        )
+
+    def _own(self, split: Split, tails: Sequence[tuple[FloatArray, FloatArray]]) -> _Parts:
+        ends_s, gaps_s = [ends for ends, _ in tails], [gaps for _, gaps in tails]
+        own_tail_s = tail_times_s(ends_s, gaps_s)[[self._stage]] if ends_s[0].size else np.empty(0)
+        rows = [row for kind in Kind for row in split.rows[kind]]
+        power_w = [self._wait_power.at(clock) for clock in self._wait_power.power_w]
+        return _Parts(
+            np.array([(r.time_s, r.energy_j, (r.energy_uncertainty_j or 0.0) ** 2) for r in rows]),
+            np.array(power_w),
+            own_tail_s,
+            split.late_s,
+            split.told_apart,
+        )
+
+    def _merge(self, split: Split, stages: Sequence[_Parts], sidecar: Sidecar) -> Profile:
+        """The profile of the whole pipeline; all of its ranks have measured at the same clocks."""
+        replicas = self._collectives.num_replicas
+        clocks = [(kind, row.frequency_mhz) for kind in Kind for row in split.rows[kind]]
+        rows = []
+        for stage, parts in enumerate(stages):
+            if not parts.told_apart:
+                self._progress(
+                    f"profile: stage {stage}'s forwards cannot be told from its backwards by their "
+                    "energy; the energy of both is shared by time, and plans can save less. Larger "
+                    "microbatches, or more iterations at each clock, tell more"
+                )
+            for (kind, frequency), (time_s, energy_j, variance) in zip(
+                clocks, parts.rows.tolist(), strict=True
+            ):
+                row = ProfileRow(
+                    frequency,
+                    time_s / replicas,
+                    energy_j / replicas,
+                    math.sqrt(variance) / replicas,
+                )
+                rows.append((stage, kind, row))
+        facts = {
+            "wait_power_w": tuple(
+                dict(
+                    zip(
+                        self._wait_power.power_w,
+                        (parts.power_w / replicas).tolist(),
+                        strict=True,
+                    )
+                )
+                for parts in stages
+            ),
+            "frequency_change_s": max(parts.late_s for parts in stages),
+            # None where no iteration followed another.
+            "tail_time_s": tuple(t / replicas for parts in stages for t in parts.tail_s.tolist())
+            or None,
+        }
+        full = Sidecar(**{**vars(sidecar), **facts})
+        return make_profile(rows, source="the online profile", sidecar=full)
+
+
+def _added(replicas: Sequence[_Parts]) -> _Parts:
+    return _Parts(
+        SUM([parts.rows for parts in replicas]),
+        SUM([parts.power_w for parts in replicas]),
+        SUM([parts.tail_s for parts in replicas]),
+        max(parts.late_s for parts in replicas),
+        all(parts.told_apart for parts in replicas),
+    )

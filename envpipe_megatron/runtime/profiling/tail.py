@@ -1,0 +1,55 @@
+"""The tail of an iteration: what a stage does after its last unit (gradients, optimizer, data)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from envpipe_megatron.runtime.execution.executor import FloatArray, StageRecord
+
+
+def ends_and_gaps_s(records: Sequence[StageRecord]) -> tuple[FloatArray, FloatArray]:
+    """What one stage knows of its tails, from iterations that followed each other.
+
+    Returns:
+        for each iteration but the last, the end of its last unit after its own begin, s; and the
+        time from there to the begin of the next iteration on the GPU's time base, s.
+    """
+    ends_s = [float(record.end_s[-1]) for record in records[:-1]]
+    gaps_s = [
+        after.begin_s - (before.begin_s + before.end_s[-1]) for before, after in pairwise(records)
+    ]
+    return np.array(ends_s), np.array(gaps_s)
+
+
+def tail_times_s(ends_s: ArrayLike, gaps_s: ArrayLike) -> FloatArray:
+    """The tail of each stage, s: the median over iterations.
+
+    A planner wants tails that make an iteration as long as it is: the latest of (end of a stage's
+    last unit + its tail). A stage's gap until its next iteration holds its tail and, where stages
+    synchronise at the end of an iteration (norm of all gradients, a barrier), its wait for the
+    slowest stage. That wait is the *slack*: the latest end of all stages less its own. So the tail
+    is gap - slack where the gap is as long as the slack. A shorter gap proves that the stage did
+    not wait for the slowest one: it is the tail itself.
+
+    The slowest stage has no slack, so its end and gap give the whole iteration either way. Of the
+    others, what they do within their slack cannot be told from waiting, and does not lengthen the
+    iteration. Ends are compared after each stage's own begin: nodes share no clock, and where
+    stages synchronise they begin together.
+
+    Args:
+        ends_s: [num_stages, iterations] from `ends_and_gaps_s`.
+        gaps_s: the same shape.
+
+    Returns:
+        [num_stages], zero or more.
+    """
+    end, gap = np.asarray(ends_s), np.asarray(gaps_s)
+    slack = end.max(axis=0) - end
+    # Clocks of host and GPU differ by microseconds: an emulated gap is its slack but for rounding.
+    waited = gap >= slack - 1e-9
+    tails: FloatArray = np.median(np.where(waited, gap - slack, gap), axis=1)
+    return np.maximum(tails, 0.0)

@@ -1,0 +1,93 @@
+"""The power of a GPU that waits in a receive, measured by letting it wait."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from envpipe_megatron.core.schedule import Kind, unit
+from envpipe_megatron.runtime.channel.messages import StageSpecs
+from envpipe_megatron.runtime.channel.p2p import P2PChannel
+from envpipe_megatron.runtime.clocks.controller import ClockController
+from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
+from envpipe_megatron.runtime.execution.completion import Done
+from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor
+
+#: How long the pipeline stands still at each clock: some ten refreshes of the counter.
+_HOLD_S = 1.5
+#: Waiting power bends little over the clock: a few points tell its curve.
+_NUM_CLOCKS = 4
+
+
+def wait_clocks(sweep_mhz: Sequence[int]) -> list[int]:
+    """The clocks of a sweep to measure waiting at: the lowest, the highest, and two between."""
+    rising = sorted(sweep_mhz)
+    wanted_mhz = np.linspace(rising[0], rising[-1], _NUM_CLOCKS)
+    nearest = [min(rising, key=lambda clock: abs(clock - wanted)) for wanted in wanted_mhz]
+    return list(dict.fromkeys(nearest))
+
+
+@dataclass(frozen=True)
+class WaitPower:
+    """Waiting power over the clock that is set while waiting.
+
+    Args:
+        power_w: at the measured clocks, `{frequency_mhz: power_w}`; not a number where the meter
+            failed.
+    """
+
+    power_w: Mapping[int, float]
+
+    def at(self, frequency_mhz: int) -> float:
+        """Power at a clock, W: between the measured ones on a line, beyond them constant."""
+        clocks = sorted(self.power_w)
+        return float(np.interp(frequency_mhz, clocks, [self.power_w[f] for f in clocks]))
+
+
+def measure_wait_power(
+    frequency_mhz: int,
+    stage: int,
+    num_stages: int,
+    channel: P2PChannel,
+    specs: StageSpecs,
+    executor: Executor,
+    clock: ClockController,
+    meter: EnergyMeter,
+) -> float:
+    """Hold the pipeline once, between two iterations, and give this GPU's power in W.
+
+    Every stage posts a receive from a neighbour that sends only after a while; on a GPU the receive
+    spins meanwhile, as it does in a bubble.
+
+    Returns:
+        not a number if the meter failed, so that all ranks can settle together what to do.
+    """
+    receives, sends = (Kind.FORWARD, []) if stage else (Kind.BACKWARD, [])
+    if stage + 1 < num_stages:
+        sends.append(Kind.FORWARD)
+    if stage == 1:
+        sends.append(Kind.BACKWARD)
+    # Before the receive: a kernel that is loaded while one spins can hang both.
+    payloads = {kind: specs.sends[kind].make(torch.zeros) for kind in sends}
+    clock.request(frequency_mhz, Done())
+    channel.expect({receives: 1}, specs)
+    begin_s = executor.meet()
+    executor.let_counter_refresh()  # the clock settles too
+    start_s, end_s = begin_s + METER_MARGIN_S, begin_s + METER_MARGIN_S + _HOLD_S
+    time.sleep(_HOLD_S)  # the neighbour's GPU waits meanwhile
+    for kind in sends:
+        channel.send(unit(kind, 0), payloads[kind], end_s)
+    message = channel.receive(unit(receives, 0))
+    executor.wait_for_message(message.sent_s)
+    channel.end_step()
+    end_s -= METER_MARGIN_S  # refreshes on both sides of the window
+    meter.catch_up()
+    try:
+        return meter.energy_j(start_s, end_s) / (end_s - start_s)
+    except MeterError:
+        return math.nan

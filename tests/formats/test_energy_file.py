@@ -1,0 +1,134 @@
+"""Lines of energy logs: what they say, what they may leave out, and what is none of them."""
+
+import json
+import os
+
+import pytest
+
+from envpipe_megatron.formats.energy import (
+    EnergyFileError,
+    EnergyNote,
+    EnergyWindow,
+    append_line,
+    name_of_run,
+    parse_line,
+    read_energy_logs,
+)
+
+WINDOW = {
+    "format": "envpipe-energy/1", "node": "n1", "gpu": "NVIDIA A100", "gpu_uid": "GPU-1a2b",
+    "run": "mine", "rank": 0, "stage": 0, "phase": "steady", "first_iteration": 0,
+    "last_iteration": 42, "begin_s": 812.5, "duration_s": 3.1, "energy_j": 870.2,
+    "energy_uncertainty_j": 1.9, "compute_s": 2.4, "blocking_s": 0.5, "idle_s": 0.2,
+}  # fmt: skip
+LEAST = {"energy_j": 0, "duration_s": 1}
+
+
+def parsed(data):
+    return parse_line(json.dumps(data).encode())
+
+
+def test_a_whole_line():
+    assert parsed(WINDOW) == EnergyWindow(
+        node="n1", gpu_uid="GPU-1a2b", gpu="NVIDIA A100", rank=0, stage=0, run="mine",
+        phase="steady", first_iteration=0, last_iteration=42, energy_j=870.2, duration_s=3.1,
+        energy_uncertainty_j=1.9, shares_s=(2.4, 0.5, 0.2), begin_s=812.5,
+    )  # fmt: skip
+    assert parsed(WINDOW).gpu_key == ("n1", "GPU-1a2b")
+
+
+def test_the_least_that_a_line_can_say():
+    assert parsed(LEAST) == EnergyWindow(
+        "", "", "", None, None, "", "", None, None, 0.0, 1.0, None, None, None
+    )
+    assert parsed(LEAST | {"rank": 3, "begin_s": 0}).gpu_key == ("", "rank 3")
+    assert parsed(LEAST | {"begin_s": 0}).begin_s == 0.0
+    assert parsed(WINDOW | {"idle_s": None}).shares_s is None  # all three are known, or none
+
+
+def test_a_note_keeps_all_its_fields():
+    note = {"format": "envpipe-note/1", "node": "n1", "note": "job", "facts": {"model": "GPT"}}
+    assert parsed(note) == EnergyNote("n1", "job", note)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        3,
+        [],
+        *[WINDOW | {"format": other} for other in ("envpipe-energy/2", None)],
+        *[
+            WINDOW | {field: bad}
+            for field in ("rank", "stage", "first_iteration", "last_iteration")
+            for bad in (-1, 0.5, True, "0")
+        ],
+        *[
+            WINDOW | {field: bad}
+            for field in ("energy_j", "duration_s", "energy_uncertainty_j", "compute_s", "begin_s")
+            for bad in (-0.5, float("inf"), float("nan"), True, "1")
+        ],
+        *[WINDOW | {field: 7} for field in ("node", "gpu", "gpu_uid", "run", "phase")],
+        *[{field: value} for field, value in LEAST.items()],
+        *[{"format": "envpipe-note/1", field: 7} for field in ("node", "note")],
+    ],
+)  # fmt: skip
+def test_what_is_no_line_of_an_energy_log_is_refused(data):
+    with pytest.raises(ValueError):  # noqa: PT011 - of any text: readers count these lines
+        parsed(data)
+
+
+def test_each_line_counts_once_however_it_is_written(tmp_path):
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    turned = dict(reversed(WINDOW.items()))
+    first.write_text("\n".join(map(json.dumps, (WINDOW, LEAST, LEAST))))
+    second.write_text(f'\n{{"torn\n{json.dumps(turned)}\n{json.dumps(WINDOW | {"rank": 1})}\n')
+    logs = read_energy_logs([first, second])
+    assert logs.windows == (parsed(WINDOW), parsed(LEAST), parsed(WINDOW | {"rank": 1}))
+    assert logs.repeated == 2
+    assert logs.unreadable == (f"{second}:2",)
+
+
+def test_files_without_an_energy_log_are_refused_by_name(tmp_path):
+    good, empty, foreign = (tmp_path / name for name in ("good", "empty", "foreign"))
+    good.write_text(json.dumps(LEAST))
+    empty.write_text("\n")
+    foreign.write_text("stage,instruction\n")
+    assert len(read_energy_logs([empty, good, empty]).lines) == 1
+    for paths, named in (
+        ([foreign, good], foreign),
+        ([good, empty, foreign], foreign),
+        ([empty], empty),
+    ):
+        with pytest.raises(EnergyFileError, match=f"{named} holds no line"):
+            read_energy_logs(paths)
+
+
+def test_others_may_read_a_log_and_not_write_it(tmp_path):
+    before = os.umask(0o022)
+    append_line(tmp_path / "energy.jsonl", WINDOW)
+    os.umask(before)
+    assert (tmp_path / "energy.jsonl").stat().st_mode & 0o777 == 0o644
+    assert read_energy_logs([tmp_path / "energy.jsonl"]).windows == (parsed(WINDOW),)
+
+
+def test_a_log_is_closed_after_each_line(tmp_path):
+    def lowest_free():
+        os.close(descriptor := os.open(tmp_path, os.O_RDONLY))
+        return descriptor
+
+    free = lowest_free()
+    append_line(tmp_path / "energy.jsonl", WINDOW)
+    assert lowest_free() == free
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        ("2026-01-31T12:00:00+00:00", ""),
+        ("mine 2026-01-31T12:00:00+00:00", "mine"),
+        ("mine", "mine"),
+        ("2026-01-31 mine", "2026-01-31 mine"),
+    ],
+)
+def test_the_name_of_a_run_is_without_its_start(run, name):
+    assert name_of_run(run) == name

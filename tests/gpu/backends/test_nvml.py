@@ -1,0 +1,354 @@
+"""The NVML back end against the fake library: what it asks of a GPU is in the call history."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pynvml
+import pytest
+from fake_nvml.models import MODELS
+
+from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
+from envpipe_megatron.gpu.backends.nvml_errors import NvmlNotSupportedError
+from envpipe_megatron.gpu.base import (
+    FORBID_VARIABLE,
+    ClockControlForbiddenError,
+    ClockState,
+    GpuAddress,
+    UnsupportedFrequencyError,
+)
+from envpipe_megatron.gpu.opening import open_gpu
+
+LOCK = "nvmlDeviceSetGpuLockedClocks"
+RESET = "nvmlDeviceResetGpuLockedClocks"
+
+
+@pytest.fixture
+def node(fake_nvml):
+    fake_nvml.use_here()
+    return fake_nvml
+
+
+def _changes(node):
+    return [(call.function, call.uuid, call.arguments) for call in node.changes()]
+
+
+def test_the_gpus_of_a_node(node):
+    devices = list_nvml_gpus()
+    assert [device.index for device in devices] == [0, 1, 2, 3]
+    assert [device.uid for device in devices] == node.uuids
+    assert [device.pci_bus_id for device in devices] == node.pci_bus_ids
+    assert {device.name for device in devices} == {"NVIDIA A100-SXM4-80GB"}
+
+
+def test_a_lost_gpu_does_not_hide_the_others(node, caplog):
+    node.set_fault(node.uuids[1], "lost")
+    assert [device.index for device in list_nvml_gpus()] == [0, 2, 3]
+    assert "GPU 1 is left out" in caplog.text
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_clocks_come_from_the_device(fake_nvml_node, name):
+    node = fake_nvml_node(name)
+    node.use_here()
+    gpu = NvmlGpu(node.uuids[0])
+    memory_mhz = 9501 if name == "rtx3090" else max(MODELS[name].graphics_mhz)
+    assert gpu.supported_frequencies_mhz == MODELS[name].graphics_mhz[memory_mhz]
+    assert (gpu.name, gpu.index) == (MODELS[name].name, 0)
+    assert gpu.address == GpuAddress("nvml", node.uuids[0])
+    assert gpu.late_request_s == 0.0
+    assert node.changes() == []
+
+
+@pytest.mark.parametrize("written", [lambda bus: bus, str.lower, lambda bus: bus[4:].lower()])
+def test_found_by_pci_bus_id_with_the_uuid_as_address(node, written):
+    gpu = NvmlGpu(written(node.pci_bus_ids[2]))
+    assert (gpu.address.uid, gpu.index) == (node.uuids[2], 2)
+    assert gpu.pci_bus_id == node.pci_bus_ids[2]
+
+
+def test_clocks_are_those_of_the_fastest_memory(node, monkeypatch):
+    tables = {405: [210, 405], 1593: [1380, 1410, 1395, 1410], 1215: [1000]}
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetSupportedMemoryClocks", lambda _: list(tables))
+    monkeypatch.setattr(
+        pynvml, "nvmlDeviceGetSupportedGraphicsClocks", lambda _, memory_mhz: tables[memory_mhz]
+    )
+    assert NvmlGpu(node.uuids[0]).supported_frequencies_mhz == (1410, 1395, 1380)
+
+
+def test_a_gpu_without_clocks_to_choose_from(node, monkeypatch):
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetSupportedGraphicsClocks", lambda *_: [])
+    with pytest.raises(NvmlNotSupportedError, match=f"lists no SM clocks.*{node.uuids[0]}"):
+        _ = NvmlGpu(node.uuids[0]).supported_frequencies_mhz
+
+
+def test_lock_and_reset(node):
+    gpu = open_gpu(GpuAddress("nvml", node.uuids[1]))
+    assert gpu.requested_frequency_mhz is None
+    gpu.lock_frequency(1200)
+    assert node.locked_mhz(node.uuids[1]) == (1200, 1200)
+    assert (gpu.requested_frequency_mhz, gpu.observed_frequency_mhz) == (1200, 1200)
+    gpu.lock_frequency(900)
+    gpu.reset_frequency()
+    assert gpu.requested_frequency_mhz is None
+    assert node.locked_mhz(node.uuids[1]) is None
+    uuid = node.uuids[1]
+    assert _changes(node) == [
+        (LOCK, uuid, (1200, 1200)),
+        (LOCK, uuid, (900, 900)),
+        (RESET, uuid, ()),
+    ]
+
+
+def test_a_site_has_its_own_meaning_of_a_reset(node):
+    gpu = NvmlGpu(node.uuids[0], reset_range_mhz=(300, 1305))
+    gpu.lock_frequency(1200)
+    gpu.reset_frequency()
+    assert node.locked_mhz(node.uuids[0]) == (300, 1305)
+    assert RESET not in [call.function for call in node.changes()]
+
+
+def test_the_site_configuration_gives_the_range(node, tmp_path, monkeypatch):
+    path = tmp_path / "site.toml"
+    path.write_text('format = "envpipe-site/1"\n[gpu_control]\nreset_range_mhz = [210, 1305]\n')
+    monkeypatch.setenv("ENVPIPE_SITE_CONFIG", str(path))
+    open_gpu(GpuAddress("nvml", node.uuids[0])).reset_frequency()
+    assert _changes(node) == [(LOCK, node.uuids[0], (210, 1305))]
+
+
+def test_forbidden_means_no_call_at_all(node, monkeypatch):
+    gpu = NvmlGpu(node.uuids[0], reset_range_mhz=(210, 1410))
+    monkeypatch.setenv(FORBID_VARIABLE, "1")
+    for change in (lambda: gpu.lock_frequency(1200), gpu.reset_frequency):
+        with pytest.raises(ClockControlForbiddenError):
+            change()
+    gpu.clock_state()
+    gpu.read_energy()
+    assert gpu.power_w > 0
+    assert gpu.control_obstacle() is None
+    assert node.changes() == []
+
+
+def test_an_unsupported_clock_never_reaches_the_driver(node):
+    with pytest.raises(UnsupportedFrequencyError, match="1200 MHz"):
+        NvmlGpu(node.uuids[0]).lock_frequency(1201)
+    assert node.changes() == []
+
+
+def test_request_clock_reasons_and_limit_are_told_apart(node):
+    gpu = NvmlGpu(node.uuids[0])
+    assert gpu.clock_state() == ClockState(None, 1410, (), 400.0)
+    gpu.lock_frequency(1410)
+    node.set_fault(node.uuids[0], "clock_cap_mhz", 1305)
+    assert gpu.clock_state() == ClockState(1410, 1305, ("power cap",), 400.0)
+
+
+def test_throttle_reasons_in_words(node):
+    gpu = NvmlGpu(node.uuids[0])
+    bits = (
+        pynvml.nvmlClocksThrottleReasonGpuIdle
+        | pynvml.nvmlClocksThrottleReasonHwSlowdown
+        | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
+        | 1 << 40
+    )
+    node.set_fault(node.uuids[0], "throttle_reasons", bits)
+    assert gpu.clock_state().throttle_reasons == (
+        *("idle", "hardware slowdown", "hardware thermal slowdown"),
+        "reason 0x10000000000",
+    )
+
+
+def test_what_a_gpu_does_not_tell_stays_empty(node, monkeypatch):
+    def not_supported(*_):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    for name in (
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        "nvmlDeviceGetCurrentClocksThrottleReasons",
+        "nvmlDeviceGetEnforcedPowerLimit",
+        "nvmlDeviceGetMigMode",
+        "nvmlDeviceGetVirtualizationMode",
+    ):
+        monkeypatch.setattr(pynvml, name, not_supported)
+    gpu = NvmlGpu(node.uuids[0])
+    assert gpu.clock_state() == ClockState(None, 1410, (), None)
+    assert gpu.control_obstacle() is None
+
+
+def test_an_old_driver_knows_the_reasons_by_their_old_name(node):
+    node.set_fault(None, "old_driver")
+    gpu = NvmlGpu(node.uuids[0])
+    node.set_fault(node.uuids[0], "throttle_reasons", pynvml.nvmlClocksThrottleReasonSwPowerCap)
+    for _ in range(2):
+        assert gpu.clock_state().throttle_reasons == ("power cap",)
+    called = [call.function for call in node.history() if "Reasons" in call.function]
+    assert called == [
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        "nvmlDeviceGetCurrentClocksThrottleReasons",
+        "nvmlDeviceGetCurrentClocksThrottleReasons",
+    ]
+
+
+@pytest.mark.parametrize(("model", "reader"), [("h200", "FieldValues"), ("a100", "PowerUsage")])
+def test_power_is_instantaneous(fake_nvml_node, model, reader):
+    node = fake_nvml_node(model)
+    node.use_here()
+    gpu = NvmlGpu(node.uuids[0])
+    gpu.lock_frequency(1200)
+    before = len(node.history())
+    assert gpu.power_w == 50 + 0.125 * 1200
+    assert node.history()[-1].function == f"nvmlDeviceGet{reader}"
+    assert gpu.power_w == 200.0
+    # The field is asked for once where there is none.
+    assert len(node.history()) - before == (2 if model == "h200" else 3)
+
+
+def test_energy_of_a_window_is_power_times_time(node):
+    gpu = NvmlGpu(node.uuids[0])
+    gpu.lock_frequency(1200)
+    gpu.read_energy()  # a refresh in which the clock changed
+    first = gpu.read_energy()
+    while (last := gpu.read_energy()).time_s < first.time_s + 0.25:
+        pass
+    time_s = last.time_s - first.time_s
+    uncertain_s = first.time_uncertainty_s + last.time_uncertainty_s
+    energy_j = last.energy_j - first.energy_j
+    assert 200 * (time_s - uncertain_s) <= energy_j + 0.002
+    assert energy_j <= 200 * (time_s + uncertain_s) + 0.002
+    assert gpu.time_s() >= last.time_s
+
+
+def test_nvml_is_initialised_once_for_many_gpus_and_threads(node):
+    gpus = [NvmlGpu(uuid) for uuid in node.uuids]
+    failures = []
+
+    def work(gpu, clock):
+        try:
+            for _ in range(50):
+                gpu.lock_frequency(clock)
+                assert gpu.observed_frequency_mhz == clock
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=work, args=(gpu, 900 + 15 * place))
+        for place, gpu in enumerate(gpus)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert [node.locked_mhz(uuid)[0] for uuid in node.uuids] == [900, 915, 930, 945]
+    assert [c.function for c in node.history() if "Init" in c.function] == ["nvmlInitWithFlags"]
+
+
+def test_threads_that_initialise_at_once(node):
+    barrier = threading.Barrier(8)
+    found = []
+
+    def work():
+        barrier.wait()
+        found.append(NvmlGpu(node.uuids[0]).index)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [0] * 8
+    assert sum("Init" in call.function for call in node.history()) == 1
+
+
+def test_a_forked_child_initialises_again(node):
+    gpu = NvmlGpu(node.uuids[3])
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            gpu.lock_frequency(1005)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert node.locked_mhz(node.uuids[3]) == (1005, 1005)
+    gpu.reset_frequency()
+    assert node.locked_mhz(node.uuids[3]) is None
+    initialised = [call.pid for call in node.history() if "Init" in call.function]
+    assert initialised == [os.getpid(), child]
+    of_child = [call.function for call in node.history() if call.pid == child]
+    assert of_child[0] == "nvmlInitWithFlags"  # and no call before
+
+
+def test_a_child_that_is_forked_while_a_thread_initialises(node, monkeypatch):
+    plain, begun, go_on = pynvml.nvmlInit, threading.Event(), threading.Event()
+
+    def slow():
+        if threading.current_thread() is thread:
+            begun.set()
+            go_on.wait()
+        plain()
+
+    monkeypatch.setattr(pynvml, "nvmlInit", slow)
+    thread = threading.Thread(target=list_nvml_gpus)
+    thread.start()
+    begun.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(len(list_nvml_gpus()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(node.uuids)
+    go_on.set()
+    thread.join()
+
+
+def test_somebody_else_shuts_nvml_down(node):
+    gpu = NvmlGpu(node.uuids[0])
+    pynvml.nvmlShutdown()
+    gpu.lock_frequency(1200)
+    assert gpu.observed_frequency_mhz == 1200
+    assert _changes(node) == [(LOCK, node.uuids[0], (1200, 1200))]
+
+
+def test_a_call_does_not_hold_up_the_interpreter(node):
+    node.set_fault(node.uuids[0], "slow_ms", 100)
+    other = NvmlGpu(node.uuids[1])
+    gpu_thread = threading.Thread(target=NvmlGpu, args=(node.uuids[0],))
+    gpu_thread.start()
+    while gpu_thread.is_alive():
+        assert other.observed_frequency_mhz == 1410
+    pids_and_uuids = [call.uuid for call in node.history() if call.function.endswith("ClockInfo")]
+    assert len(pids_and_uuids) > 10
+
+
+def test_a_gpu_that_fails_in_the_middle(node):
+    gpu = NvmlGpu(node.uuids[0])
+    node.set_fault(node.uuids[0], "fail_after", 3)
+    for clock in (1200, 1185, 1170):
+        gpu.lock_frequency(clock)
+    with pytest.raises(Exception, match="Unknown Error"):
+        gpu.lock_frequency(1155)
+    # What was asked for and not done is not remembered as done.
+    assert gpu.requested_frequency_mhz == 1170
+    node.clear_faults()
+    gpu.reset_frequency()
+    assert node.locked_mhz(node.uuids[0]) is None
+
+
+def test_a_lock_outlives_a_killed_process(node):
+    script = (
+        "import os, signal, sys\n"
+        "from envpipe_megatron.gpu.backends.nvml import NvmlGpu\n"
+        "NvmlGpu(sys.argv[1]).lock_frequency(1200)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, node.uuids[0]])
+    assert done.returncode == -9
+    assert node.locked_mhz(node.uuids[0]) == (1200, 1200)
+    # Another process cannot know of it, and can undo it.
+    gpu = NvmlGpu(node.uuids[0])
+    assert gpu.clock_state() == ClockState(None, 1200, (), 400.0)
+    gpu.reset_frequency()
+    assert node.locked_mhz(node.uuids[0]) is None

@@ -1,0 +1,172 @@
+"""Each way in which NVML fails has a name and says what to do."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
+from envpipe_megatron.gpu.backends.nvml_errors import (
+    DriverMismatchError,
+    DriverNotLoadedError,
+    EnergyCounterError,
+    GpuLostError,
+    GpuNotFoundError,
+    MigModeError,
+    NvmlNotSupportedError,
+    NvmlPermissionError,
+    NvmlTimeoutError,
+    NvmlUnknownError,
+    VirtualGpuError,
+)
+from envpipe_megatron.gpu.base import GpuError, GpuPermissionError
+
+
+@pytest.fixture
+def node(fake_nvml):
+    fake_nvml.use_here()
+    return fake_nvml
+
+
+@pytest.mark.parametrize("change", ["lock", "reset", "site reset"])
+@pytest.mark.parametrize(
+    ("fault", "value", "error", "remedy"),
+    [
+        ("no_permission", 1, NvmlPermissionError, "root or CAP_SYS_ADMIN.*zeusd"),
+        ("lost", 1, GpuLostError, "Xid"),
+        ("timeout", 1, NvmlTimeoutError, "Try again"),
+        ("not_supported", 1, NvmlNotSupportedError, "nvidia-smi -q"),
+        ("mig", 1, MigModeError, "MIG off"),
+        ("vgpu", 1, VirtualGpuError, "without clock control"),
+        ("fail_after", 0, NvmlUnknownError, "nvidia-smi"),
+    ],
+)
+def test_faults_of_a_gpu(node, change, fault, value, error, remedy):
+    uuid = node.uuids[0]
+    gpu = NvmlGpu(uuid, reset_range_mhz=(210, 1305) if change == "site reset" else None)
+    gpu.lock_frequency(1200)
+    node.set_fault(uuid, fault, value)
+    with pytest.raises(error, match=f"{remedy}") as raised:
+        gpu.lock_frequency(900) if change == "lock" else gpu.reset_frequency()
+    assert type(raised.value) is error
+    assert uuid in str(raised.value)
+    assert raised.value.remedy
+    assert isinstance(raised.value, GpuPermissionError) is (fault == "no_permission")
+    # The lock and its memory stay as they were.
+    assert (node.locked_mhz(uuid), gpu.requested_frequency_mhz) == ((1200, 1200), 1200)
+    assert len(node.changes()) == 2
+
+
+@pytest.mark.parametrize("fault", ["mig", "vgpu"])
+def test_an_obstacle_is_found_by_reading(node, fault):
+    gpu = NvmlGpu(node.uuids[0])
+    assert gpu.control_obstacle() is None
+    node.set_fault(node.uuids[0], fault)
+    obstacle = gpu.control_obstacle()
+    assert isinstance(obstacle, MigModeError if fault == "mig" else VirtualGpuError)
+    assert f" (got '{node.uuids[0]}'). " in str(obstacle)
+    assert node.changes() == []
+
+
+def test_a_gpu_without_mig_has_no_obstacle(fake_nvml_node):
+    node = fake_nvml_node("v100")
+    node.use_here()
+    assert NvmlGpu(node.uuids[0]).control_obstacle() is None
+
+
+def test_a_lost_gpu_cannot_be_opened_or_read(node):
+    gpu = NvmlGpu(node.uuids[0])
+    node.set_fault(node.uuids[0], "lost")
+    for read in (
+        lambda: NvmlGpu(node.uuids[0]),
+        lambda: gpu.observed_frequency_mhz,
+        lambda: gpu.power_w,
+        gpu.clock_state,
+        gpu.read_energy,
+    ):
+        with pytest.raises(GpuLostError, match=node.uuids[0]):
+            read()
+
+
+@pytest.mark.parametrize("uid", ["GPU-0000", "0", "cuda:0", "00000000:FF:00.0"])
+def test_no_such_gpu(node, uid):
+    with pytest.raises(GpuNotFoundError, match="nvidia-smi -L"):
+        NvmlGpu(uid)
+
+
+def test_a_mig_instance_is_no_gpu(node):
+    with pytest.raises(MigModeError, match="MIG-12"):
+        NvmlGpu("MIG-12")
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "remedy"),
+    [
+        ("driver_mismatch", DriverMismatchError, "reboot"),
+        ("driver_not_loaded", DriverNotLoadedError, "Load the driver"),
+    ],
+)
+def test_a_driver_that_does_not_work(node, fault, error, remedy):
+    node.set_fault(None, fault)
+    for attempt in (list_nvml_gpus, lambda: NvmlGpu(node.uuids[0])):
+        with pytest.raises(error, match=remedy):
+            attempt()
+    node.clear_faults()
+    assert len(list_nvml_gpus()) == 4
+
+
+def test_no_library(tmp_path):
+    if _has_system_library():
+        pytest.skip("this machine has NVIDIA's library, so the loader finds one")
+    script = (
+        "from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus\n"
+        "from envpipe_megatron.gpu.backends.nvml_errors import NvmlLibraryNotFoundError\n"
+        "try:\n    list_nvml_gpus()\n"
+        "except NvmlLibraryNotFoundError as error:\n    print(error)\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
+    assert "no libnvidia-ml.so.1. Install the NVIDIA driver" in done.stdout, done.stderr
+
+
+def _has_system_library() -> bool:
+    environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
+    load = "import ctypes; ctypes.CDLL('libnvidia-ml.so.1')"
+    done = subprocess.run([sys.executable, "-c", load], env=environment, capture_output=True)
+    return done.returncode == 0
+
+
+def test_meters_that_are_not_there(node):
+    gpu = NvmlGpu(node.uuids[0])
+    node.set_fault(node.uuids[0], "no_energy")
+    with pytest.raises(NvmlNotSupportedError, match="Cannot read the energy"):
+        gpu.read_energy()
+    assert gpu.power_w > 0
+
+
+def _read_another(gpu, reading):
+    while (other := gpu.read_energy()) == reading:
+        pass
+    return other
+
+
+def test_a_counter_that_goes_back_is_told_once(node):
+    gpu = NvmlGpu(node.uuids[0])
+    old = gpu.read_energy()
+    node.set_fault(node.uuids[0], "energy_back_mj", 10**6)
+    with pytest.raises(EnergyCounterError, match="went back"):
+        _read_another(gpu, old)
+    before = gpu.read_energy()
+    assert before.energy_j < old.energy_j
+    assert _read_another(gpu, before).energy_j > before.energy_j
+
+
+def test_every_error_is_a_gpu_error():
+    from envpipe_megatron.gpu.backends import nvml_errors
+
+    errors = [e for e in vars(nvml_errors).values() if isinstance(e, type)]
+    assert len(errors) > 10
+    assert all(issubclass(error, GpuError) for error in errors)

@@ -1,0 +1,394 @@
+"""Zeusd: which GPU is changed, and every way in which the daemon can fail."""
+
+import json
+import os
+import socket
+import threading
+from dataclasses import replace
+
+import pytest
+from fake_zeusd import FakeZeusd
+from plain_reader import UUID, PlainReader, assert_reads_through
+
+from envpipe_megatron.gpu.backends.zeusd import (
+    ZeusdConnection,
+    ZeusdError,
+    ZeusdGpu,
+    ZeusdOffer,
+    ZeusdPermissionError,
+    _said,
+    zeusd_socket,
+)
+from envpipe_megatron.gpu.base import (
+    ClockControlForbiddenError,
+    GpuError,
+    GpuPermissionError,
+    UnsupportedFrequencyError,
+)
+from envpipe_megatron.gpu.site import SiteConfig
+
+
+@pytest.fixture(autouse=True)
+def _no_zeus_variables(monkeypatch):
+    monkeypatch.delenv("ZEUSD_SOCK_PATH", raising=False)
+    monkeypatch.delenv("ZEUSD_TOKEN", raising=False)
+
+
+@pytest.fixture
+def daemon(tmp_path):
+    daemon = FakeZeusd(tmp_path / "zeusd.sock")
+    yield daemon
+    if daemon.path.exists():
+        daemon.stop()
+
+
+def gpu_of(daemon, pci_address="00000000:41:00.0", reset_range_mhz=None, time_limit_s=30.0):
+    connection = ZeusdConnection(daemon.path, time_limit_s)
+    return ZeusdGpu(PlainReader(), pci_address, connection, reset_range_mhz)
+
+
+def locked(mhz, gpu_id=1):
+    values = {"gpu_ids": str(gpu_id), "min_clock_mhz": str(mhz), "max_clock_mhz": str(mhz)}
+    return "/gpu/set_gpu_locked_clocks", values
+
+
+RESET = ("/gpu/reset_gpu_locked_clocks", {"gpu_ids": "1"})
+
+
+def test_lock_and_reset_on_one_kept_connection(daemon):
+    gpu = gpu_of(daemon)
+    assert daemon.connections == 0  # opening needs no daemon
+    for clock in (1380, 1200):
+        gpu.lock_frequency(clock)
+        assert_reads_through(gpu, requested_mhz=clock)
+    gpu.reset_frequency()
+    assert_reads_through(gpu)
+    assert daemon.changes == [locked(1380), locked(1200), RESET]
+    assert daemon.connections == 1
+    assert daemon.requests.count("GET /discover") == 1
+    assert (gpu.address.backend, gpu.address.uid) == ("zeusd", UUID)
+
+
+def test_a_site_may_give_reset_another_meaning(daemon):
+    gpu = gpu_of(daemon, reset_range_mhz=(210, 1380))
+    gpu.reset_frequency()
+    assert gpu.requested_frequency_mhz is None
+    values = {"gpu_ids": "1", "min_clock_mhz": "210", "max_clock_mhz": "1380"}
+    assert daemon.changes == [("/gpu/set_gpu_locked_clocks", values)]
+
+
+def test_the_gpu_is_found_by_its_pci_address_and_not_by_a_number(daemon):
+    daemon.gpus = {"0000:41:00.0": {"id": 6}, "0001:41:00.0": {"id": 1}, "0000:41:00.1": {"id": 2}}
+    gpu_of(daemon, "00000000:41:00.0").lock_frequency(1380)
+    gpu_of(daemon, "00000001:41:00.0").lock_frequency(1200)
+    assert daemon.changes == [locked(1380, 6), locked(1200, 1)]
+
+
+def test_a_gpu_that_the_daemon_does_not_manage_is_never_touched(daemon):
+    gpu = gpu_of(daemon, "00000000:99:00.0")
+    with pytest.raises(ZeusdError, match=r"does not manage.*0000:99:00\.0"):
+        gpu.lock_frequency(1380)
+    assert "POST" not in " ".join(daemon.requests)
+
+
+def test_a_daemon_that_tells_no_addresses_is_refused(daemon):
+    daemon.offer = {
+        "gpus": [{"id": 0, "name": "fake"}],
+        "enabled_api_groups": ["gpu-control"],
+        "auth_required": False,
+    }
+    gpu = gpu_of(daemon)
+    with pytest.raises(ZeusdError, match=r"PCI addresses.*Upgrade zeusd to 0\.5"):
+        gpu.lock_frequency(1380)
+    assert daemon.requests == ["GET /discover"]
+    daemon.offer = None  # it was upgraded
+    gpu.lock_frequency(1380)
+    assert daemon.changes == [locked(1380)]
+    assert daemon.requests.count("GET /discover") == 2
+
+
+def test_what_a_daemon_offers(daemon):
+    connection = ZeusdConnection(daemon.path)
+    offer = ZeusdOffer(
+        {(0, 1, 0, 0): 0, (0, 0x41, 0, 0): 1},
+        frozenset(("gpu-control", "gpu-read", "cpu-read")),
+        False,
+    )
+    assert connection.discover() == connection.discover() == offer
+    assert daemon.connections == 1
+    connection.close()
+    daemon.tokens = {}
+    assert connection.discover() == replace(offer, auth_required=True)
+    assert daemon.connections == 2
+    daemon.drop_connections()
+    with pytest.raises(ZeusdError, match="closed the connection"):
+        connection.check_token()
+
+
+def test_a_daemon_that_closes_after_each_write_is_asked_anew_for_its_numbers(daemon):
+    daemon.closes = True
+    gpu = gpu_of(daemon)
+    gpu.lock_frequency(1380)
+    daemon.gpus = {"0000:41:00.0": {"id": 0}, "0000:01:00.0": {"id": 1}}
+    gpu.lock_frequency(1200)
+    assert daemon.changes == [locked(1380, 1), locked(1200, 0)]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"errors": {"0": "lost", "1": 3}, "error": "x"}', "lost; 3"),
+        (b'{"errors": ["lost"], "error": "some are lost"}', "some are lost"),
+        (b'{"reason": "lost"}', '{"reason": "lost"}'),
+        (b"[1]", "[1]"),
+        (b" words \n", "words"),
+        (b" \n", "no reason given"),
+        (b"\xff", "\ufffd"),
+        (b"x" * 3000, "x" * 2000),
+    ],
+)
+def test_the_reason_in_an_error(body, said):
+    assert _said(body) == said
+
+
+def test_idle_connections_that_the_daemon_closed_are_opened_again(daemon):
+    gpu = gpu_of(daemon)
+    for clock in (1380, 1200, 1410):
+        gpu.lock_frequency(clock)
+        daemon.drop_connections()
+    gpu.reset_frequency()
+    assert daemon.changes == [locked(1380), locked(1200), locked(1410), RESET]
+    assert daemon.connections == 4
+
+
+def test_a_restarted_daemon_is_asked_anew_for_its_numbers(daemon):
+    gpu = gpu_of(daemon)
+    gpu.lock_frequency(1380)
+    daemon.gpus = {"0000:41:00.0": {"id": 0}, "0000:01:00.0": {"id": 1}}
+    daemon.restart()
+    gpu.lock_frequency(1200)
+    assert daemon.changes == [locked(1380, 1), locked(1200, 0)]
+
+
+def test_a_daemon_that_dies_within_a_request_and_comes_back(daemon):
+    gpu = gpu_of(daemon)
+    gpu.lock_frequency(1380)
+    daemon.wait_for.clear()
+    daemon.in_write.clear()
+    thread = threading.Thread(target=gpu.lock_frequency, args=(1200,))
+    thread.start()
+    assert daemon.in_write.wait(30)
+    daemon.restart()
+    daemon.wait_for.set()
+    thread.join(30)
+    assert daemon.changes[-1] == locked(1200)
+    assert gpu.requested_frequency_mhz == 1200
+
+
+def test_a_daemon_that_is_gone_is_an_error_until_it_is_back(daemon):
+    gpu = gpu_of(daemon)
+    gpu.lock_frequency(1380)
+    daemon.stop()
+    for _ in range(2):
+        with pytest.raises(ZeusdError, match=r"no zeusd at .*zeusd\.sock.*Start zeusd"):
+            gpu.lock_frequency(1200)
+    assert gpu.requested_frequency_mhz == 1380
+    daemon.start()
+    gpu.reset_frequency()
+    assert daemon.changes == [locked(1380), RESET]
+
+
+def test_a_socket_file_that_nobody_listens_to(daemon, tmp_path):
+    left = tmp_path / "left.sock"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(left))
+    daemon.stop()
+    daemon.path = left
+    with pytest.raises(ZeusdError, match="Connection refused"):
+        gpu_of(daemon).lock_frequency(1380)
+    left.unlink()
+
+
+def test_a_socket_of_somebody_else(daemon, monkeypatch):
+    daemon.path.chmod(0o600)
+    if os.geteuid() == 0:
+        # Root may write everywhere: the kernel's answer to a user is given in its stead.
+        def denied(self, address):
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(socket.socket, "connect", denied)
+    else:
+        daemon.path.chmod(0o000)
+    with pytest.raises(ZeusdPermissionError, match="not writable by this user") as caught:
+        gpu_of(daemon).lock_frequency(1380)
+    assert isinstance(caught.value, GpuPermissionError)
+    assert daemon.requests == []
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "kind", "said"),
+    [
+        (403, {"errors": {"1": "NVML error: no permission"}}, ZeusdPermissionError, "root"),
+        (401, {"error": "Authentication required."}, ZeusdPermissionError, "ZEUSD_TOKEN"),
+        (404, {"error": "not enabled"}, ZeusdPermissionError, "--enable gpu-control"),
+        (400, {"errors": {"1": "NVML error: not supported"}}, ZeusdError, "not supported"),
+        (500, {"errors": {"1": "GPU is lost", "2": "x"}}, ZeusdError, "GPU is lost; x"),
+        (500, None, ZeusdError, "no reason given"),
+        (500, "words", ZeusdError, "words"),
+    ],
+)
+def test_the_drivers_reason_comes_back(daemon, status, answer, kind, said):
+    gpu = gpu_of(daemon)
+    gpu.lock_frequency(1380)
+    daemon.fault = (status, answer)
+    with pytest.raises(kind, match=said) as caught:
+        gpu.lock_frequency(1200)
+    assert type(caught.value) is kind
+    assert gpu.requested_frequency_mhz == 1380
+    with pytest.raises(ZeusdError):
+        gpu.reset_frequency()
+    daemon.fault = None
+    gpu.reset_frequency()
+    assert daemon.changes == [locked(1380), RESET]
+    assert daemon.connections == 1  # a refusal does not cost the connection
+
+
+def test_a_daemon_without_the_group_of_clock_control(daemon):
+    daemon.groups = ("gpu-read",)
+    with pytest.raises(ZeusdPermissionError, match="--enable gpu-control"):
+        gpu_of(daemon).lock_frequency(1380)
+
+
+def test_tokens(daemon, monkeypatch):
+    daemon.tokens = {"good": ["gpu-control"], "poor": ["gpu-read"]}
+    for token in (None, "bad", "poor"):
+        if token:
+            monkeypatch.setenv("ZEUSD_TOKEN", token)
+        with pytest.raises(ZeusdPermissionError, match="ZEUSD_TOKEN"):
+            gpu_of(daemon).lock_frequency(1380)
+        with pytest.raises(ZeusdPermissionError):
+            ZeusdConnection(daemon.path).check_token()
+    assert daemon.changes == []
+    monkeypatch.setenv("ZEUSD_TOKEN", "good")
+    ZeusdConnection(daemon.path).check_token()
+    gpu_of(daemon).lock_frequency(1380)
+    assert daemon.changes == [locked(1380)]
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_the_next(daemon):
+    gpu = gpu_of(daemon, time_limit_s=0.2)
+    daemon.wait_for.clear()
+    with pytest.raises(ZeusdError, match=r"within 0\.2 s.*may still take effect"):
+        gpu.lock_frequency(1380)
+    assert gpu.requested_frequency_mhz is None
+    daemon.wait_for.set()
+    gpu.lock_frequency(1200)
+    assert gpu.requested_frequency_mhz == 1200
+    assert locked(1200) in daemon.changes
+
+
+def test_a_guard_waits_at_least_as_long_as_a_request_may_be_under_way(daemon):
+    assert gpu_of(daemon).late_request_s == 5.0
+    assert ZeusdConnection(daemon.path)._time_limit_s == 5.0
+
+
+class Chatter:
+    """Something that listens and is no zeusd."""
+
+    def __init__(self, path, answer):
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(str(path))
+        self._socket.listen()
+        self._answer = answer
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection:
+                connection.recv(4096)
+                connection.sendall(self._answer)
+
+    def close(self):
+        self._socket.close()
+
+
+def http_answer(body):
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"", "closed the connection"),
+        (b"SSH-2.0-thing\r\n", "closed the connection"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", "closed the connection"),
+        (http_answer(b"<html>"), "does not answer /discover as zeusd does"),
+        (http_answer([1]), "does not answer /discover"),
+        (http_answer({"gpus": []}), "does not answer /discover"),
+        (
+            http_answer({"gpus": [3], "enabled_api_groups": [], "auth_required": False}),
+            "does not answer /discover",
+        ),
+        (
+            http_answer(
+                {
+                    "gpus": [{"id": 0, "pci_address": "over there"}],
+                    "enabled_api_groups": [],
+                    "auth_required": False,
+                }
+            ),
+            "Not a PCI bus id",
+        ),
+    ],
+)
+def test_what_is_no_zeusd_is_told_apart(tmp_path, answer, said):
+    other = Chatter(tmp_path / "other.sock", answer)
+    gpu = ZeusdGpu(PlainReader(), "0000:41:00.0", ZeusdConnection(tmp_path / "other.sock", 10.0))
+    with pytest.raises(GpuError, match=said):
+        gpu.lock_frequency(1380)
+    other.close()
+
+
+def test_only_supported_clocks_and_nothing_under_the_forbid_variable(daemon, monkeypatch):
+    gpu = gpu_of(daemon)
+    with pytest.raises(UnsupportedFrequencyError):
+        gpu.lock_frequency(1381)
+    monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "1")
+    for call in (lambda: gpu.lock_frequency(1380), gpu.reset_frequency):
+        with pytest.raises(ClockControlForbiddenError):
+            call()
+    assert daemon.requests == []
+
+
+def test_threads_share_a_connection_without_mixing_answers(daemon):
+    gpus = [gpu_of(daemon)]
+    connection = gpus[0]._connection
+    gpus.append(ZeusdGpu(PlainReader(), "0000:01:00.0", connection))
+    clocks = (1410, 1395, 1380, 1200) * 10
+
+    def set_all(gpu):
+        for clock in clocks:
+            gpu.lock_frequency(clock)
+
+    threads = [threading.Thread(target=set_all, args=(gpu,)) for gpu in gpus]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for gpu_id in (0, 1):
+        made = [change for change in daemon.changes if change[1]["gpu_ids"] == str(gpu_id)]
+        assert made == [locked(clock, gpu_id) for clock in clocks]
+    assert daemon.connections == 1
+
+
+def test_where_the_socket_is(monkeypatch, tmp_path):
+    assert str(zeusd_socket(SiteConfig())) == "/run/zeusd/zeusd.sock"
+    site = SiteConfig(zeusd_socket=tmp_path / "site.sock")
+    assert zeusd_socket(site) == tmp_path / "site.sock"
+    monkeypatch.setenv("ZEUSD_SOCK_PATH", str(tmp_path / "mine.sock"))
+    assert zeusd_socket(site) == tmp_path / "mine.sock"

@@ -1,0 +1,505 @@
+"""Arithmetic, meters and files of emulated GPUs, within one process."""
+
+import math
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envpipe_megatron.gpu.base import EnergyReading, GpuAddress, GpuError
+from envpipe_megatron.gpu.emulated.emulated_gpu import (
+    EmulatedGpu,
+    UnitRun,
+    list_emulated,
+    reset_all,
+)
+from envpipe_megatron.gpu.emulated.presets import PresetError, load_preset
+from envpipe_megatron.gpu.emulated.state import (
+    KEPT_SEGMENTS,
+    KEPT_TICKS,
+    EmulatedState,
+    Segment,
+    parse_state,
+    tick_number,
+)
+from envpipe_megatron.gpu.emulated.store import (
+    ROOT_VARIABLE,
+    EmulatedStateError,
+    StateFile,
+    default_root,
+)
+
+
+@pytest.fixture
+def gpu(tmp_path, round_preset):
+    return EmulatedGpu.create(round_preset, 0, tmp_path / "node")
+
+
+class FakeClock:
+    def __init__(self, now_s=0.0):
+        self.now_s = now_s
+
+    def __call__(self):
+        return self.now_s
+
+
+def anchored(gpu, wall_minus_virtual_s=100.0):
+    """The same GPU read with a clock that the test turns; virtual = clock - 100."""
+    gpu.anchor(wall_minus_virtual_s)
+    clock = FakeClock()
+    return EmulatedGpu(gpu.index, gpu._file, gpu.preset, clock), clock
+
+
+# --- settle arithmetic ---------------------------------------------------------------------------
+
+
+def test_unit_at_the_default_clock_waits_until_it_is_ready(gpu):
+    assert gpu.run_unit("forward", 1.0, 0.5) == UnitRun(0.5, 1.5, 300.0, 1000, 1000)
+    assert gpu.committed_energy_j() == 0.5 * 50 + 300
+    # Ready before the previous end: no waiting, and no time travel.
+    assert gpu.run_unit("backward", 0.5, 0.25) == UnitRun(1.5, 2.0, 250.0, 1000, 1000)
+
+
+def test_change_settles_within_a_unit(gpu):
+    gpu.lock_frequency(400)  # at 0, in force at 0.25
+    run = gpu.run_unit("forward", 1.0, 0.0)
+    # 0.25 s at 1000 (capped: 300 W) does a quarter; three quarters of 2 s at 400 (200 W).
+    assert run == UnitRun(0.0, 1.75, 0.25 * 300 + 1.5 * 200, 1000, 400)
+    assert gpu.run_unit("forward", 1.0, 0.0) == UnitRun(1.75, 3.75, 400.0, 400, 400)
+
+
+def test_change_settles_within_a_wait(gpu):
+    gpu.lock_frequency(400)
+    assert gpu.run_unit("forward", 1.0, 0.375) == UnitRun(0.375, 2.375, 400.0, 400, 400)
+
+
+@pytest.mark.parametrize(
+    ("ready_s", "first_mhz"),
+    [(0.25, 400), (0.249, 1000)],
+)
+def test_change_that_settles_as_a_unit_starts_is_in_force(gpu, ready_s, first_mhz):
+    gpu.lock_frequency(400)
+    assert gpu.run_unit("forward", 1.0, ready_s).frequency_mhz_start == first_mhz
+
+
+def test_unit_that_ends_as_the_change_settles_runs_at_the_old_clock(gpu):
+    gpu.lock_frequency(400)
+    assert gpu.run_unit("forward", 0.25, 0.0) == UnitRun(0.0, 0.25, 75.0, 1000, 1000)
+    assert gpu.observed_frequency_mhz == 400
+
+
+def test_change_outlives_short_units(gpu):
+    gpu.lock_frequency(400)
+    runs = [gpu.run_unit("forward", 0.125, 0.0) for _ in range(3)]
+    assert [r.frequency_mhz_start for r in runs] == [1000, 1000, 400]
+
+
+def test_later_request_supersedes_one_that_has_not_settled(gpu):
+    gpu.lock_frequency(200)
+    gpu.advance_to(0.125)
+    gpu.lock_frequency(400)  # 200 never comes into force; 400 does at 0.375
+    assert gpu.observed_frequency_mhz == 1000
+    run = gpu.run_unit("forward", 1.0, 0.0)
+    assert run == UnitRun(0.125, 0.375 + 1.5, 0.25 * 300 + 1.5 * 200, 1000, 400)
+
+
+def test_going_back_before_settling_leaves_the_clock(gpu):
+    gpu.lock_frequency(400)
+    gpu.lock_frequency(1000)
+    assert gpu._file.read().pending is None
+    assert gpu.run_unit("forward", 1.0, 0.0) == UnitRun(0.0, 1.0, 300.0, 1000, 1000)
+
+
+def test_equal_request_changes_nothing(gpu):
+    gpu.lock_frequency(400)
+    gpu.advance_to(0.125)
+    before = gpu._file.read()
+    gpu.lock_frequency(400)
+    assert gpu._file.read() == before
+    assert before.pending == (400, 0.25)
+
+
+def test_reset_goes_to_the_maximum_and_takes_as_long(gpu):
+    gpu.lock_frequency(400)
+    gpu.advance_to(1.0)
+    gpu.reset_frequency()
+    assert gpu.requested_frequency_mhz is None
+    run = gpu.run_unit("forward", 1.0, 0.0)  # 0.25 s at 400 does an eighth
+    assert run == UnitRun(1.0, 1.25 + 0.875, 0.25 * 200 + 0.875 * 300, 400, 1000)
+    gpu.lock_frequency(1000)  # the default clock, now as a lock: no change
+    assert gpu.requested_frequency_mhz == 1000
+    assert gpu._file.read().pending is None
+
+
+def test_power_cap_makes_the_highest_clocks_alike(tmp_path, round_preset):
+    runs = []
+    for index, clock_mhz in enumerate((1000, 900, 800)):
+        gpu = EmulatedGpu.create(round_preset, index, tmp_path)
+        gpu.lock_frequency(clock_mhz)
+        run = gpu.run_unit("forward", 1.0, 0.5)
+        runs.append((run.start_s, run.end_s, run.energy_j))
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_advance_to_the_past_does_nothing(gpu):
+    gpu.run_unit("forward", 1.0, 0.0)
+    before = gpu._file.read()
+    gpu.advance_to(0.5)
+    assert gpu._file.read() == before
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_bad_times_are_refused_and_leave_the_state(gpu, bad):
+    before = gpu._file.read()
+    for call in (
+        lambda: gpu.run_unit("forward", bad, 0.0),
+        lambda: gpu.run_unit("forward", 1.0, bad),
+        lambda: gpu.advance_to(bad),
+        *([lambda: gpu.anchor(bad)] if bad != -1.0 else []),  # which an anchor may be
+    ):
+        with pytest.raises(GpuError, match="finite"):
+            call()
+    with pytest.raises(GpuError, match="sideways"):
+        gpu.run_unit("sideways", 1.0, 5.0)
+    assert gpu._file.read() == before
+
+
+def test_changes_leave_no_file_open(gpu):
+    gpu.advance_to(0.5)
+    opened = Path("/proc/self/fd")
+    before = len(list(opened.iterdir()))
+    for end_s in range(1, 5):
+        gpu.advance_to(float(end_s))
+    assert len(list(opened.iterdir())) == before
+
+
+# --- conservation --------------------------------------------------------------------------------
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("unit"),
+            st.sampled_from(["forward", "backward"]),
+            st.floats(0, 0.4),
+            st.floats(0, 0.3),
+        ),
+        st.tuples(st.just("lock"), st.sampled_from([1410, 1305, 1005, 870])),
+        st.tuples(st.just("reset")),
+        st.tuples(st.just("wait"), st.floats(0, 5.0)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS)
+def test_energy_is_conserved(steps):
+    with tempfile.TemporaryDirectory() as root:
+        gpu = EmulatedGpu.create("a100-sxm", 0, root)
+        busy_s = busy_j = 0.0
+        for step in steps:
+            end_s = gpu.committed_end_s()
+            match step:
+                case ("unit", kind, time_at_max_s, gap_s):
+                    run = gpu.run_unit(kind, time_at_max_s, max(0.0, end_s + gap_s - 0.1))
+                    busy_s += run.end_s - run.start_s
+                    busy_j += run.energy_j
+                    assert run.start_s >= end_s
+                    assert run.end_s - run.start_s >= time_at_max_s * (1 - 1e-9) - 1e-12
+                case ("lock", clock_mhz):
+                    gpu.lock_frequency(clock_mhz)
+                case ("reset",):
+                    gpu.reset_frequency()
+                case ("wait", gap_s):
+                    gpu.advance_to(end_s + gap_s)
+        total_j = busy_j + (gpu.committed_end_s() - busy_s) * gpu.preset.wait_power_w
+        assert gpu.committed_energy_j() == pytest.approx(total_j, rel=1e-9, abs=1e-9)
+        reading = gpu.read_energy()
+        lag_s = gpu.committed_end_s() - reading.time_s
+        assert 0 <= lag_s < 0.1 + 1e-9
+        lag_j = gpu.committed_energy_j() - reading.energy_j
+        assert -1e-9 <= lag_j <= 500 * lag_s + 1e-9
+
+
+# --- counter -------------------------------------------------------------------------------------
+
+
+def test_counter_refreshes_at_multiples_of_its_period(gpu):
+    gpu.run_unit("forward", 0.3, 0.0)  # 300 W
+    assert gpu.read_energy() == EnergyReading(75.0, 0.25)
+    assert gpu.committed_energy_j() == pytest.approx(90.0)
+    gpu.run_unit("forward", 0.07, 0.0)  # ends at 0.37: no refresh in it
+    assert gpu.read_energy() == EnergyReading(75.0, 0.25)
+    gpu.advance_to(0.5)  # the refresh at 0.375 lies 0.005 s into the wait
+    assert gpu.read_energy().time_s == 0.5
+    assert gpu.read_energy().energy_j == pytest.approx(0.37 * 300 + 0.13 * 50)
+
+
+def test_new_gpu_reads_zero(gpu):
+    assert gpu.read_energy() == EnergyReading(0.0, 0.0)
+    assert (gpu.time_s(), gpu.power_w, gpu.observed_frequency_mhz) == (0.0, 50.0, 1000)
+
+
+@pytest.mark.parametrize("refresh_s", [0.1, 0.125, 0.02, 1 / 3])
+def test_tick_number_agrees_with_the_instants(refresh_s):
+    for number in range(2000):
+        assert tick_number(number * refresh_s, refresh_s) == number
+        before_s = math.nextafter((number + 1) * refresh_s, 0.0)
+        assert tick_number(before_s, refresh_s) == number
+
+
+def test_reader_in_a_sleep_does_not_see_the_future(gpu):
+    gpu.run_unit("forward", 1.0, 0.0)  # 0 .. 1, 300 W
+    gpu.lock_frequency(400)
+    gpu.advance_to(1.5)  # waits, settles at 1.25
+    gpu.run_unit("forward", 1.0, 0.0)  # 1.5 .. 3.5, 200 W
+    reader, clock = anchored(gpu)
+    expected = [
+        # virtual now, time, counter's instant and value, power, clock
+        (-5.0, 0.0, EnergyReading(0.0, 0.0), 300.0, 1000),
+        (0.3, 0.3, EnergyReading(75.0, 0.25), 300.0, 1000),
+        (1.1, 1.1, EnergyReading(300.0, 1.0), 50.0, 1000),
+        (1.3, 1.3, EnergyReading(312.5, 1.25), 50.0, 400),
+        (2.5, 2.5, EnergyReading(525.0, 2.5), 200.0, 400),
+        (3.5, 3.5, EnergyReading(725.0, 3.5), 50.0, 400),
+        (9.0, 3.5, EnergyReading(725.0, 3.5), 50.0, 400),  # after the work: waits
+    ]
+    for virtual_s, time_s, reading, power_w, clock_mhz in expected:
+        clock.now_s = 100.0 + virtual_s
+        assert reader.time_s() == pytest.approx(time_s)
+        assert reader.read_energy() == reading
+        assert reader.power_w == power_w
+        assert reader.observed_frequency_mhz == clock_mhz
+    gpu.anchor(None)
+    assert reader.time_s() == 3.5
+    assert reader.power_w == 200.0
+
+
+def test_clock_settles_during_an_anchored_wait(gpu):
+    gpu.run_unit("forward", 1.0, 0.0)
+    gpu.lock_frequency(400)
+    reader, clock = anchored(gpu)
+    for virtual_s, clock_mhz in ((1.0, 1000), (1.24, 1000), (1.25, 400), (7.0, 400)):
+        clock.now_s = 100.0 + virtual_s
+        assert reader.observed_frequency_mhz == clock_mhz
+
+
+def test_meters_of_the_past_tell_the_oldest_they_know(gpu):
+    for _ in range(40):  # a wait and a unit each, of a refresh
+        gpu.advance_to(gpu.committed_end_s() + 0.125)
+        gpu.run_unit("forward", 0.125, 0.0)
+    gpu.run_unit("forward", 0.0, 0.0)  # which takes no place
+    assert len(gpu._file.read().segments) == KEPT_SEGMENTS
+    reader, clock = anchored(gpu)
+    for back in range(1, 81):
+        clock.now_s = 110.0 - 0.125 * back
+        known = min(back, KEPT_SEGMENTS)
+        assert reader.power_w == (300.0 if known % 2 else 50.0)
+        tick = min(back, KEPT_TICKS - 1)
+        assert reader.read_energy() == EnergyReading(
+            40 * 43.75 - 43.75 * (tick // 2) - (37.5 if tick % 2 else 0), 10.0 - 0.125 * tick
+        )
+
+
+def test_history_of_refreshes_is_bounded_and_long_enough(gpu):
+    refresh_s = gpu.preset.refresh_s
+    truth = {}
+    for i in range(400):  # units much shorter than a refresh, of changing power
+        gpu.run_unit("backward" if i % 3 else "forward", 0.06, 0.0)
+        reading = gpu.read_energy()
+        truth[reading.time_s] = reading.energy_j
+    gpu.advance_to(gpu.committed_end_s() + 3600)  # a long segment costs no history
+    assert len(gpu._file.read().ticks) <= KEPT_TICKS
+    assert gpu._file.path.stat().st_size < 16_000
+    reader, clock = anchored(gpu)
+    newest = max(truth)
+    for back in range(KEPT_TICKS - 4):
+        instant_s = newest - back * refresh_s
+        clock.now_s = 100.0 + instant_s + refresh_s / 2
+        assert reader.read_energy() == EnergyReading(truth[instant_s], instant_s)
+
+
+def test_same_calls_give_the_same_bits(tmp_path):
+    gpus = [EmulatedGpu.create("a40", i, tmp_path) for i in range(2)]
+    runs = []
+    for gpu in gpus:
+        runs.append([])
+        for i in range(30):
+            gpu.lock_frequency((1740, 1200, 990)[i % 3])
+            runs[-1].append(gpu.run_unit("forward", 0.013 + i / 997, i / 31))
+    assert runs[0] == runs[1]
+    assert gpus[0]._file.path.read_bytes() == gpus[1]._file.path.read_bytes()
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def test_open_finds_the_preset_and_the_state(gpu, tmp_path):
+    gpu.lock_frequency(400)
+    gpu.run_unit("forward", 1.0, 0.0)
+    other = EmulatedGpu.open(tmp_path / "node", 0)
+    assert other.preset == gpu.preset
+    assert other.name == "Round numbers (emulated)"
+    assert other.requested_frequency_mhz == 400
+    assert other.committed_energy_j() == gpu.committed_energy_j()
+
+
+def test_a_preset_file_is_found_from_any_folder(tmp_path, round_preset, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = EmulatedGpu.create("round.toml", 0, "node")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert made.address == GpuAddress("emulated", f"{tmp_path}/node#0")
+    assert made.committed_end_s() == 0
+    assert EmulatedGpu.open(tmp_path / "node", 0).preset == load_preset(round_preset)
+    assert EmulatedGpu.create(round_preset, 0, tmp_path / "node").index == 0  # the same one
+
+
+def test_create_keeps_what_exists(gpu, tmp_path, round_preset):
+    gpu.run_unit("forward", 1.0, 0.0)
+    assert EmulatedGpu.create(round_preset, 0, tmp_path / "node").committed_end_s() == 1.0
+    with pytest.raises(EmulatedStateError, match="exists with preset"):
+        EmulatedGpu.create("a40", 0, tmp_path / "node")
+    with pytest.raises(PresetError):
+        EmulatedGpu.create("a400", 1, tmp_path / "node")
+    with pytest.raises(GpuError, match="counts from 0"):
+        EmulatedGpu.create("a40", -1, tmp_path / "node")
+
+
+def test_root_comes_from_the_environment(monkeypatch, tmp_path):
+    name = f"envpipe-emulated-{socket.gethostname()}-{os.getuid()}"
+    assert default_root() == Path(tempfile.gettempdir()) / name
+    monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path / "here"))
+    assert default_root() == tmp_path / "here"
+    EmulatedGpu.create("v100", 3, None)
+    EmulatedGpu.create("v100", 11, None)
+    for name in ("gpux", "gpu07", "gpu-1", "gpu\N{ARABIC-INDIC DIGIT THREE}", "gpu"):
+        (tmp_path / "here" / f"{name}.json").write_text("not one of ours")
+    assert list_emulated() == (3, 11)
+    assert list_emulated(tmp_path / "nowhere") == ()
+
+
+def test_reset_all(tmp_path):
+    gpus = [EmulatedGpu.create("a40", i, tmp_path) for i in range(4)]
+    for gpu in gpus:
+        gpu.lock_frequency(1005)
+    for index in (1, 2):  # those that are broken do not keep the others locked
+        gpus[index]._file.path.write_text("{}")
+    with pytest.raises(EmulatedStateError, match=r"gpu1\.json"):
+        reset_all(tmp_path)
+    assert [gpus[i].requested_frequency_mhz for i in (0, 3)] == [None, None]
+    for index in (1, 2):
+        gpus[index]._file.path.unlink()
+    assert reset_all(tmp_path) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b'{"format": "envpipe-emul', "not JSON"),
+        (b"[1, 2]", "format is not"),
+        (b'{"format": "envpipe-plan/1"}', "format is not"),
+        (b'{"format": "envpipe-emulated-gpu/1", "preset": "a40"}', "field clock_mhz"),
+    ],
+)
+def test_foreign_file_is_named_with_a_remedy(tmp_path, content, problem):
+    path = tmp_path / "gpu0.json"
+    path.write_bytes(content)
+    for call in (EmulatedGpu.open, lambda root, i: EmulatedGpu.create("a40", i, root)):
+        with pytest.raises(EmulatedStateError, match=rf"{problem}.*gpu0\.json.*delete the file"):
+            call(tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field"),
+    [
+        ('"end_s": 1.0', '"end_s": NaN', "end_s"),
+        ('"end_s": 1.0', '"end_s": -1.0', "end_s"),
+        ('"energy_j": 300.0', '"energy_j": "300"', "energy_j"),
+        ('"pending": null', '"pending": [400]', "pending"),
+        ('"requested_mhz": null', '"requested_mhz": true', "requested_mhz"),
+        ('"ticks": [[1, ', '"ticks": [[9, ', "ticks"),
+        ('"segments": [[', '"segments": [[0, ', "segments"),
+        ('"wall_minus_virtual_s": null', '"wall": null', "wall_minus_virtual_s"),
+        ('"wall_minus_virtual_s": null', '"wall_minus_virtual_s": NaN', "wall_minus_virtual_s"),
+        ('"clock_mhz": 1000', '"clock_mhz": 0', "clock_mhz"),
+        ('"clock_mhz": 1000', '"clock_mhz": 1000.0', "clock_mhz"),
+        ('"preset": "', '"preset": 3, "was": "', "preset"),
+        ('"ticks": [[1, ', '"ticks": [[-1, ', "ticks"),
+        ('"ticks": [[1, ', '"ticks": [[8, ', "ticks"),
+        ('"ticks": [', '"ticks": [], "were": [', "ticks"),
+        ('"segments": [[0.0', '"segments": [[-1.0', "segments"),
+    ],
+)
+def test_wrong_field_of_a_state_is_named(gpu, old, new, field):
+    gpu.run_unit("forward", 1.0, 0.0)
+    text = gpu._file.path.read_text().replace('"ticks": [[0, 0.0], ', '"ticks": [')
+    assert old in text
+    gpu._file.path.write_text(text.replace(old, new))
+    with pytest.raises(EmulatedStateError, match=f"field {field} is missing or wrong"):
+        gpu.committed_end_s()
+
+
+def test_a_state_comes_back_bit_for_bit(gpu):
+    gpu.run_unit("forward", 1 / 3, 0.1)
+    gpu.lock_frequency(400)
+    gpu.anchor(-1 / 7)
+    state = gpu._file.read()
+    assert state == EmulatedState(
+        gpu._file.read().preset,
+        1000,
+        400,
+        (400, 0.1 + 1 / 3 + 0.25),
+        0.1 + 1 / 3,
+        state.energy_j,
+        state.ticks,
+        [Segment(0.0, 0.1, 50.0, 1000), Segment(0.1, 0.1 + 1 / 3, 300.0, 1000)],
+        -1 / 7,
+    )
+    assert state.energy_j == pytest.approx(5 + 100)
+    assert parse_state(state.to_json()) == state
+
+
+def test_missing_gpu_lists_those_there_are(tmp_path):
+    EmulatedGpu.create("a40", 2, tmp_path)
+    with pytest.raises(EmulatedStateError, match="Known in this folder: 2"):
+        EmulatedGpu.open(tmp_path, 0)
+    with pytest.raises(EmulatedStateError, match="none"):
+        StateFile(tmp_path / "nowhere", 0).change(lambda state: None)
+
+
+def test_a_state_or_a_lock_that_is_a_folder(gpu):
+    gpu._file.path.unlink()
+    gpu._file.path.mkdir()
+    with pytest.raises(EmulatedStateError, match="unusable: cannot be read"):
+        gpu.committed_end_s()
+    gpu._file.path.with_name("gpu0.lock").unlink()
+    gpu._file.path.with_name("gpu0.lock").mkdir()
+    with pytest.raises(EmulatedStateError, match="Cannot write the state"):
+        gpu.advance_to(1.0)
+
+
+def test_folder_that_cannot_be_used(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    with pytest.raises(EmulatedStateError, match=ROOT_VARIABLE):
+        EmulatedGpu.create("a40", 0, file / "node")
+
+
+def test_a_state_that_cannot_be_written_is_not_lost_in_silence(gpu):
+    gpu._file.path.with_name("gpu0.json.new").mkdir()  # in the way
+    with pytest.raises(EmulatedStateError, match="Cannot write the state"):
+        gpu.lock_frequency(400)
+    assert gpu.requested_frequency_mhz is None
+
+
+def test_a_new_folder_is_its_users_alone(tmp_path):
+    EmulatedGpu.create("a40", 0, tmp_path / "node")
+    assert (tmp_path / "node").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "node" / "gpu0.lock").stat().st_mode & 0o777 == 0o600

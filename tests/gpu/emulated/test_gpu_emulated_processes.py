@@ -1,0 +1,183 @@
+"""Emulated GPUs seen from several processes and threads, some of which are killed."""
+
+import fcntl
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.emulated.state import parse_state
+
+UNITS = """
+import sys
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+gpu = EmulatedGpu.open(sys.argv[1], 0)
+print("ready", flush=True)
+count = int(sys.argv[2])
+while count != 0:
+    gpu.run_unit("forward", 0.0625, 0.0)
+    count -= 1
+"""
+
+
+def start(code, *arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def test_lock_is_seen_across_processes_and_outlives_its_process(tmp_path):
+    gpu = EmulatedGpu.create("a100-sxm", 0, tmp_path)
+    code = (
+        "import sys\n"
+        "from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu\n"
+        "gpu = EmulatedGpu.open(sys.argv[1], 0)\n"
+        "print(gpu.requested_frequency_mhz)\n"
+        "gpu.lock_frequency(1200)\n"
+        "gpu.run_unit('backward', 0.05, 0.01)\n"
+        "print(gpu.observed_frequency_mhz)\n"
+    )
+    gpu.lock_frequency(1005)
+    process = start(code, tmp_path)
+    output, _ = process.communicate(timeout=30)
+    assert (process.returncode, output.split()) == (0, ["1005", "1200"])
+    assert gpu.requested_frequency_mhz == 1200
+    assert gpu.committed_end_s() > 0.05
+
+
+def test_anchor_is_shared(tmp_path):
+    gpu = EmulatedGpu.create("a100-sxm", 0, tmp_path)
+    gpu.run_unit("forward", 1000.0, 0.0)
+    gpu.anchor(time.monotonic() - 500.0)  # virtual now is 500 s and a little
+    code = (
+        "import sys\n"
+        "from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu\n"
+        "gpu = EmulatedGpu.open(sys.argv[1], 0)\n"
+        "reading = gpu.read_energy()\n"
+        "print(gpu.time_s(), reading.time_s, reading.energy_j)\n"
+    )
+    output, _ = start(code, tmp_path).communicate(timeout=30)
+    now_s, tick_s, energy_j = map(float, output.split())
+    assert 500.0 <= tick_s <= now_s < 530.0
+    assert energy_j == pytest.approx(tick_s * gpu.preset.busy_power_w("forward", 1410))
+
+
+def test_concurrent_units_are_all_counted(tmp_path, round_preset):
+    gpu = EmulatedGpu.create(round_preset, 0, tmp_path)
+    processes = [start(UNITS, tmp_path, 150) for _ in range(2)]
+    with ThreadPoolExecutor(4) as pool:  # threads exclude each other, too
+        list(pool.map(lambda _: gpu.run_unit("forward", 0.0625, 0.0), range(100)))
+    for process in processes:
+        process.communicate(timeout=30)
+        assert process.returncode == 0
+    assert gpu.committed_end_s() == 400 * 0.0625
+    assert gpu.committed_energy_j() == 400 * 0.0625 * 300
+
+
+def test_forked_child_does_not_share_its_parents_lock(tmp_path, round_preset):
+    gpu = EmulatedGpu.create(round_preset, 0, tmp_path)
+    code = (
+        "import os, sys\n"
+        "from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu\n"
+        "gpu = EmulatedGpu.open(sys.argv[1], 0)\n"
+        "child = os.fork()\n"
+        "for _ in range(100): gpu.run_unit('forward', 0.0625, 0.0)\n"
+        "if child == 0: os._exit(0)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    process = start(code, tmp_path)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert gpu.committed_end_s() == 200 * 0.0625
+
+
+def test_state_is_whole_after_a_kill_at_any_point(tmp_path, round_preset):
+    gpu = EmulatedGpu.create(round_preset, 0, tmp_path)
+    delays = random.Random(20240924)
+    last_end_s = 0.0
+    for _ in range(12):
+        process = start(UNITS, tmp_path, -1)
+        try:
+            assert process.stdout.readline() == "ready\n"
+            deadline_s = time.monotonic() + delays.uniform(0.001, 0.04)
+            while time.monotonic() < deadline_s:  # a reader never sees half a state
+                parse_state(gpu._file.path.read_bytes())
+        finally:
+            os.kill(process.pid, signal.SIGKILL)
+            process.communicate(timeout=30)
+        state = parse_state(gpu._file.path.read_bytes())
+        assert state.energy_j == state.end_s * 300  # exact: binary fractions
+        assert state.end_s % 0.0625 == 0
+        assert state.end_s >= last_end_s
+        last_end_s = state.end_s
+        # The dead writer's lock is gone with it, and the next writer carries on.
+        assert gpu.run_unit("forward", 0.0625, 0.0).end_s == last_end_s + 0.0625
+    assert last_end_s > 0
+    assert sorted(p.suffix for p in tmp_path.glob("gpu0*")) in (
+        [".json", ".lock"],
+        [".json", ".lock", ".new"],
+    )
+
+
+@pytest.mark.parametrize("left_behind", [b"", b'{"format": "envpipe-emulated-gpu/1", "pres'])
+def test_half_written_new_file_is_ignored(tmp_path, round_preset, left_behind):
+    gpu = EmulatedGpu.create(round_preset, 0, tmp_path)
+    (tmp_path / "gpu0.json.new").write_bytes(left_behind)
+    gpu.run_unit("forward", 1.0, 0.0)
+    assert json.loads(gpu._file.path.read_text())["end_s"] == 1.0
+
+
+def test_whatever_a_signal_handler_raises_no_lock_is_kept(tmp_path):
+    """At a random instant of a change: the way out changes the same GPU, and must not wait for it.
+
+    The exception is kept, as one that is on its way out is: its traceback holds what frames hold.
+    """
+    gpu = EmulatedGpu.create("a100-sxm", 0, tmp_path)
+    randomness = random.Random(20)
+    before = signal.signal(signal.SIGALRM, lambda *_: sys.exit(1))
+    try:
+        for _ in range(5000):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, randomness.uniform(1e-6, 3e-4))
+                while True:
+                    gpu.lock_frequency(1200)
+            except SystemExit as error:
+                with (tmp_path / "gpu0.lock").open() as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # else: BlockingIOError
+                del error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    gpu.reset_frequency()
+    assert gpu.requested_frequency_mhz is None
+
+
+def test_a_child_that_was_forked_in_a_change_does_not_keep_the_lock(tmp_path):
+    """As a data loader's worker may be, while another thread changes the clock."""
+    file = EmulatedGpu.create("a100-sxm", 0, tmp_path)._file
+    keeps, ends = os.pipe()
+
+    def fork_meanwhile(state):
+        if os.fork() == 0:
+            os.close(ends)
+            os.read(keeps, 1)
+            os._exit(0)
+
+    try:
+        file.change(fork_meanwhile)
+        with (tmp_path / "gpu0.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(ends)
+        os.close(keeps)
+        os.wait()

@@ -1,0 +1,274 @@
+"""Presets: files, model, and that the stated fit errors are those of the data."""
+
+import importlib.util
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.emulated import presets
+from envpipe_megatron.gpu.emulated.presets import (
+    ControlOverride,
+    FitError,
+    GpuPreset,
+    KindModel,
+    PresetError,
+    list_presets,
+    load_preset,
+    preset_folder,
+)
+
+KINDS = ("forward", "backward")
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "first", "last", "fitted", "wait_w"),
+    [
+        ("a100-sxm", 81, (1410, 1395), 210, True, 83.64),
+        ("a100-pcie", 81, (1410, 1395), 210, True, 83.64),
+        ("a40", 103, (1740, 1725), 210, True, 70.38),
+        ("v100", 187, (1530, 1522, 1515, 1507), 135, False, None),
+        ("rtx3090", 127, (2100, 2085), 210, False, None),
+        ("h100", 110, (1980, 1965), 345, False, None),
+        ("h200", 110, (1980, 1965), 345, False, 124.4),
+        ("a6000", 127, (2100, 2085), 210, False, None),
+    ],
+)
+def test_shipped_presets(name, count, first, last, fitted, wait_w):
+    preset = load_preset(name)
+    clocks = preset.supported_frequencies_mhz
+    assert (len(clocks), clocks[: len(first)], clocks[-1]) == (count, first, last)
+    assert preset.fitted is fitted
+    assert (preset.fit_error_percent is not None) is fitted
+    assert ("Not fitted" in preset.source) is not fitted
+    if wait_w is not None:
+        assert preset.wait_power_w == wait_w
+    assert preset.refresh_s == 0.1
+
+
+def test_every_shipped_preset_is_listed_above():
+    assert list_presets() == (
+        *("a100-pcie", "a100-sxm", "a40", "a6000"),
+        *("h100", "h200", "rtx3090", "v100"),
+    )
+
+
+@pytest.mark.parametrize("name", list_presets())
+@pytest.mark.parametrize("kind", KINDS)
+def test_model_is_monotone_and_flat_above_the_cap(name, kind):
+    preset = load_preset(name)
+    clocks = preset.supported_frequencies_mhz
+    times = [preset.unit_time_s(kind, f, 0.5) for f in clocks]
+    powers = [preset.busy_power_w(kind, f) for f in clocks]
+    assert times[0] == pytest.approx(0.5, rel=1e-12)
+    for i in range(1, len(clocks)):
+        if clocks[i] >= preset.top_frequency_mhz:
+            assert (times[i], powers[i]) == (times[0], powers[0])
+        else:
+            assert times[i] > times[i - 1]
+            assert powers[i] < powers[i - 1]
+    assert powers[-1] > 0
+
+
+def test_model_by_hand(round_preset):
+    preset = load_preset(round_preset)
+    assert preset.unit_time_s("forward", 400, 1.0) == 2.0
+    assert preset.unit_time_s("backward", 400, 1.0) == 1.5
+    assert preset.unit_time_s("backward", 1000, 1.0) == 1.0
+    assert preset.busy_power_w("forward", 400) == 200.0
+    assert preset.busy_power_w("backward", 900) == 500.0
+    with pytest.raises(GpuError, match="sideways"):
+        preset.unit_time_s("sideways", 400, 1.0)
+    with pytest.raises(GpuError, match="positive"):
+        preset.busy_power_w("forward", 0)
+
+
+WHOLE = """
+format = "envpipe-gpu-preset/1"
+gpu = "All of it"
+fitted = true
+source = "test"
+max_frequency_mhz = 1000
+min_frequency_mhz = 985
+frequency_step_mhz = 7.5
+power_cap_frequency_mhz = 800
+frequency_change_s = 0
+wait_power_w = 0
+refresh_s = 0.25
+static_power_w = 100
+voltage_floor = 0.5
+voltage_knee_mhz = 400
+[forward]
+memory_fraction = 1
+dynamic_power_w = 200
+[backward]
+memory_fraction = 0.25
+dynamic_power_w = 0
+[fit_error_percent]
+time_mean = 1.5
+time_max = 2.5
+power_mean = 3.5
+power_max = 4.5
+[control]
+nvml_names = ["One", "Two *"]
+profile_max_mhz = 900
+profile_min_mhz = 900
+profile_step_mhz = 30
+memory_clock_mhz = 1215
+"""
+
+
+def test_every_field_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text(WHOLE)
+    preset = load_preset("mine.toml")
+    assert preset == GpuPreset(
+        name="mine",
+        gpu="All of it",
+        fitted=True,
+        source="test",
+        max_frequency_mhz=1000,
+        min_frequency_mhz=985,
+        frequency_step_mhz=7.5,
+        power_cap_frequency_mhz=800,
+        frequency_change_s=0.0,
+        wait_power_w=0.0,
+        refresh_s=0.25,
+        static_power_w=100.0,
+        voltage_floor=0.5,
+        voltage_knee_mhz=400.0,
+        forward=KindModel(1.0, 200.0),
+        backward=KindModel(0.25, 0.0),
+        fit_error_percent=FitError(1.5, 2.5, 3.5, 4.5),
+        control=ControlOverride(("One", "Two *"), 900, 900, 30, 1215),
+    )
+    assert preset.supported_frequencies_mhz == (1000, 992, 985)
+    assert [preset.relative_voltage(mhz) for mhz in (100, 400, 500, 800)] == [0.5, 0.5, 0.625, 1]
+    # 100 W, and of 200 W at the top (800 MHz) the clock's share times the voltage squared.
+    powers_w = [preset.busy_power_w("forward", mhz) for mhz in (400, 600, 800, 900)]
+    assert powers_w == [125.0, 184.375, 300.0, 300.0]
+    assert preset.unit_time_s("forward", 400, 3.0) == 3.0
+    assert preset.unit_time_s("backward", 400, 3.0) == 5.25
+    Path("mine.toml").rename("uncapped.toml")
+    uncapped = WHOLE.replace("power_cap_frequency_mhz = 800\n", "").replace("985", "1000")
+    Path("uncapped.toml").write_text(uncapped)
+    assert load_preset("uncapped.toml").top_frequency_mhz == 1000
+    assert load_preset("uncapped.toml").supported_frequencies_mhz == (1000,)
+
+
+def test_where_the_presets_are(tmp_path, monkeypatch):
+    """Beside the installed package's modules, or in the checkout that it is run from."""
+    package = tmp_path / "checkout" / "envpipe_megatron"
+    monkeypatch.setattr(presets, "__file__", str(package / "gpu" / "emulated" / "presets.py"))
+    with pytest.raises(PresetError, match=r"missing from this installation.*Reinstall"):
+        preset_folder()
+    checkout = tmp_path / "checkout" / "configs" / "gpus"
+    checkout.mkdir(parents=True)
+    assert preset_folder() == checkout
+    (package / "configs" / "gpus").mkdir(parents=True)
+    assert preset_folder() == package / "configs" / "gpus"
+
+
+def test_unknown_preset_lists_the_names():
+    with pytest.raises(PresetError, match=r"'a1000'.*a100-pcie, a100-sxm, a40, a6000, h100"):
+        load_preset("a1000")
+    with pytest.raises(PresetError, match="No such GPU preset file"):
+        load_preset("/nowhere/mine.toml")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field"),
+    [
+        ("wait_power_w = 50", "", "field wait_power_w .*missing"),
+        ("wait_power_w = 50", 'wait_power_w = "50"', "field wait_power_w must be a number"),
+        ("wait_power_w = 50", "wait_power_w = nan", "field wait_power_w is out of range"),
+        ("wait_power_w = 50", "wait_power_w = -1", "field wait_power_w is out of range"),
+        ("refresh_s = 0.125", "refresh_s = 0", "field refresh_s is out of range"),
+        ("voltage_floor = 1.0", "voltage_floor = 1.5", "field voltage_floor is out of range"),
+        ("voltage_knee_mhz = 0", "voltage_knee_mhz = 800", "field voltage_knee_mhz must be below"),
+        ("memory_fraction = 0.0", "memory_fraction = 2", r"field forward\.memory_fraction"),
+        ("memory_fraction = 0.0", "memory = 0", r"field forward\.memory is not a field"),
+        ("max_frequency_mhz = 1000", "max_frequency_mhz = 10.5", "max_frequency_mhz must be a wh"),
+        ("min_frequency_mhz = 100", "min_frequency_mhz = 1100", "min_frequency_mhz must not exc"),
+        ("fitted = false", "fitted = 0", "field fitted must be true or false"),
+        ("fitted = false", "fitted = true", "field fit_error_percent is needed"),
+        ("preset/1", "preset/2", "field format must be"),
+        ("[forward]", "[forwards]", "field forwards is not a field"),
+        (
+            "[forward]",
+            "[control]\nnvml_names = 3\n[forward]",
+            r"control\.nvml_names must be a list",
+        ),
+        (
+            "[forward]",
+            '[control]\nnvml_names = ["x"]\nprofile_min_mhz = 9\nprofile_max_mhz = 8\n[forward]',
+            r"control\.profile_min_mhz must not exceed",
+        ),
+        (
+            "[forward]",
+            '[control]\nnvml_names = ["x"]\nstep = 9\n[forward]',
+            r"control\.step is not a field",
+        ),
+        ("fitted = false", "fitted = ", "Cannot read the GPU preset"),
+        ('gpu = "Round numbers"', 'gpu = ""', "field gpu must be a text"),
+        ('gpu = "Round numbers"', "gpu = 3", "field gpu must be a text"),
+        ("wait_power_w = 50", "wait_power_w = inf", "field wait_power_w is out of range"),
+        ("wait_power_w = 50", "wait_power_w = true", "field wait_power_w must be a number"),
+        ("voltage_floor = 1.0", "voltage_floor = 0", "field voltage_floor is out of range"),
+        ("frequency_step_mhz = 100", "frequency_step_mhz = 0", "frequency_step_mhz is out of"),
+        ("max_frequency_mhz = 1000", "max_frequency_mhz = true", "max_frequency_mhz must be a wh"),
+        ("min_frequency_mhz = 100", "min_frequency_mhz = 0", "min_frequency_mhz must be a whole"),
+        ("[forward]", "[[forward]]", "field forward must be a table"),
+        (
+            "[forward]",
+            '[control]\nnvml_names = ["x", ""]\n[forward]',
+            r"control\.nvml_names must be a list",
+        ),
+        (
+            "[forward]",
+            "[control]\nprofile_min_mhz = 9\n[forward]",
+            r"control\.nvml_names must be a list of names\. .*missing",
+        ),
+        (
+            "[forward]",
+            "[fit_error_percent]\ntime_mean = 1\ntime_worst = 2\n[forward]",
+            r"fit_error_percent\.time_worst is not a field",
+        ),
+    ],
+)
+def test_wrong_field_is_named_with_its_file(round_preset, old, new, field):
+    path = Path(round_preset)
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(PresetError, match=rf"(?s){path.name}.*{field}|{field}.*{path.name}"):
+        load_preset(round_preset)
+
+
+@pytest.fixture(scope="module")
+def fit_script():
+    path = Path(__file__).resolve().parents[3] / "benchmarks" / "fit_gpu_presets.py"
+    spec = importlib.util.spec_from_file_location("fit_gpu_presets", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.mark.parametrize(
+    ("name", "time_mean", "power_mean"),
+    [("a100-sxm", 1.5, 2.0), ("a40", 1.5, 2.0), ("a100-pcie", 1.5, 2.5)],
+)
+def test_stated_fit_error_reproduces(shared_data, fit_script, name, time_mean, power_mean):
+    preset = load_preset(name)
+    target = next(t for t in fit_script.TARGETS if t.preset == name)
+    samples = fit_script.load_samples(shared_data, target, preset.max_frequency_mhz)
+    stated = asdict(preset.fit_error_percent)
+    assert asdict(fit_script.errors(preset, samples)) == pytest.approx(stated, abs=1e-3)
+    refit = fit_script.fit(preset, target, samples)
+    assert refit.power_cap_frequency_mhz == preset.power_cap_frequency_mhz
+    # Optimisers of different versions may stop elsewhere on the same valley floor.
+    assert asdict(refit.fit_error_percent) == pytest.approx(stated, abs=0.05)
+    assert stated["time_mean"] < time_mean
+    assert stated["power_mean"] < power_mean

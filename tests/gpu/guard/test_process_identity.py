@@ -1,0 +1,175 @@
+"""Who lives and who has ended, whatever number he has and however little may be seen of him."""
+
+import errno
+import os
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from envpipe_megatron.gpu.guard import process_identity
+from envpipe_megatron.gpu.guard.process_identity import (
+    ProcessIdentity,
+    open_peer_pidfd,
+    open_pidfd,
+    peer_uid_and_pid,
+    wait_for_any_end,
+    wait_readable,
+)
+
+
+@pytest.fixture
+def child():
+    """The number of a process that waits to be killed."""
+    process = subprocess.Popen(["sleep", "60"])
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def ended():
+    process = subprocess.Popen(["sleep", "60"])
+    identity = ProcessIdentity.of(process.pid)
+    process.kill()
+    process.wait()
+    return identity
+
+
+def open_files():
+    return set(Path("/proc/self/fd").iterdir())
+
+
+def means(descriptor):
+    """The number of the process that a descriptor stands for."""
+    fields = Path(f"/proc/self/fdinfo/{descriptor}").read_text().split()
+    return int(fields[fields.index("Pid:") + 1])
+
+
+def test_identity_follows_a_process_and_not_its_number():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    identity = ProcessIdentity.of(process.pid)
+    assert identity.is_alive() is True
+    another = ProcessIdentity(process.pid, identity.start_ticks + 1, identity.pid_namespace)
+    assert another.is_alive() is False
+    elsewhere = ProcessIdentity(process.pid, identity.start_ticks, 1)
+    assert elsewhere.is_alive() is None
+    process.kill()
+    wait_for_any_end([identity], 20.0)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert identity.is_alive() is False  # a zombie holds nothing
+    process.wait()
+    assert identity.is_alive() is False
+    assert ProcessIdentity.of(process.pid) is None
+
+
+def test_a_name_with_brackets_does_not_deceive(tmp_path):
+    program = tmp_path / os.fsdecode(b"a) R 1 (\xff")
+    program.symlink_to("/bin/sleep")
+    process = subprocess.Popen([str(program), "60"])
+    while b"a) R 1 (\xff" not in Path(f"/proc/{process.pid}/comm").read_bytes():
+        pass
+    identity = ProcessIdentity.of(process.pid)
+    assert identity.is_alive() is True
+    process.kill()
+    process.wait()
+    assert identity.is_alive() is False
+
+
+def test_a_process_lives_while_one_of_its_threads_does():
+    """As one that hangs in the driver; what it asked for may still come."""
+    script = (
+        "import ctypes, signal, threading\n"
+        "threading.Thread(target=signal.pause, daemon=True).start()\n"
+        "ctypes.CDLL(None).pthread_exit(None)"
+    )
+    child = subprocess.Popen([sys.executable, "-S", "-c", script])
+    identity = ProcessIdentity.of(child.pid)
+    while child.poll() is None and "\nState:\tZ" not in status_of(child):
+        pass
+    assert identity.is_alive() is True
+    child.kill()
+    child.wait()
+    assert identity.is_alive() is False
+
+
+def status_of(process):
+    return Path(f"/proc/{process.pid}/status").read_text()
+
+
+def test_where_proc_hides_others_the_kernel_tells(monkeypatch, ended):
+    own = ProcessIdentity.of(os.getpid())
+    monkeypatch.setattr(process_identity, "_stat_fields", lambda pid: None)
+    assert own.is_alive() is True
+    assert ended.is_alive() is False
+
+    def kill(pid, number):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", kill)
+    assert own.is_alive() is True
+
+
+def test_the_end_of_any_is_waited_for(child, monkeypatch, ended):
+    before, waited = open_files(), []
+    monkeypatch.setattr(
+        process_identity,
+        "wait_readable",
+        lambda them, s: waited.append(([means(d) for d in them], s)),
+    )
+    lives, own = ProcessIdentity.of(child), ProcessIdentity.of(os.getpid())
+    wait_for_any_end([lives, own], 60.0)
+    assert waited == [([child, os.getpid()], 60.0)]
+    for gone in (ended, ProcessIdentity(child, lives.start_ticks + 1, lives.pid_namespace)):
+        wait_for_any_end([own, gone, lives], 60.0)
+    assert len(waited) == 1
+    with pytest.raises(ProcessLookupError):
+        open_pidfd(ended.pid)
+    assert open_files() <= before
+
+
+@pytest.mark.parametrize(("timeout_s", "slept_s"), [(60.0, 0.1), (0.02, 0.02)])
+def test_an_end_that_the_kernel_does_not_announce_is_looked_for_soon(
+    monkeypatch, timeout_s, slept_s
+):
+    def pidfd_open(pid):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    slept = []
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    monkeypatch.setattr(process_identity, "time", SimpleNamespace(sleep=slept.append))
+    assert open_pidfd(os.getpid()) is None
+    wait_for_any_end([ProcessIdentity.of(os.getpid())], timeout_s)
+    assert slept == [slept_s]
+
+
+@pytest.mark.parametrize("option", [process_identity._SO_PEERPIDFD, 9999])
+def test_the_other_end_of_a_socket_is_known(monkeypatch, option):
+    """Also by a kernel that does not know the option."""
+    monkeypatch.setattr(process_identity, "_SO_PEERPIDFD", option)
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one, other:
+        assert peer_uid_and_pid(one) == (os.geteuid(), os.getpid())
+        descriptor = open_peer_pidfd(one)
+        assert means(descriptor) == os.getpid()
+        os.close(descriptor)
+
+
+def test_what_can_be_read_is_waited_for(monkeypatch):
+    one, other = socket.socketpair()
+    silent, _ = pair = socket.socketpair()
+    with one, other, pair[0], pair[1]:
+        descriptors = [silent.fileno(), one.fileno()]
+        for time_s in (0.0, -1.0, 1e-3):
+            assert wait_readable(descriptors, time_s) is False
+        other.send(b"x")
+        assert wait_readable(descriptors, 60.0) is True
+    waits_ms = []
+    poll = SimpleNamespace(register=lambda *_: None, poll=waits_ms.append)
+    monkeypatch.setattr(select, "poll", lambda: poll)
+    assert wait_readable([], 2.5) is False
+    assert waits_ms == [2500.0]

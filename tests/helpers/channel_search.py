@@ -1,0 +1,108 @@
+"""An exhaustive search over all interleavings of the stages' steps, for small jobs.
+
+It shares no code with `envpipe_megatron.core.channel_model`, which it checks.
+"""
+
+from envpipe_megatron.core.schedule import Kind, Schedule
+
+
+def explore_all(schedule: Schedule, capacity: int | None, max_states: int = 1_000_000) -> bool:
+    """Whether every interleaving of the stages' steps finishes; see `stopping_points`."""
+    points = stopping_points(schedule, capacity, max_states)
+    return points == {(schedule.units_per_stage,) * schedule.num_stages}
+
+
+def stopping_points(
+    schedule: Schedule, capacity: int | None, max_states: int = 1_000_000
+) -> frozenset[tuple[int, ...]]:
+    """Every state that some interleaving ends in, as units wholly finished on each stage.
+
+    It models the library one level lower: receives are posted, a transfer of a matched message is
+    a step of its own, and a stage waits behind a send for *transfers*. Capacity 0 posts a receive
+    when the stage stands at it and lets no send go untransferred; `k` and None post one ahead, and
+    `k` lets `k - 1` sends go untransferred.
+
+    Raises:
+        AssertionError: more than `max_states` global states.
+    """
+    programs = [_program(schedule, stage, capacity) for stage in range(schedule.num_stages)]
+    channels = sorted({c for program in programs for _, c in program if c is not None})
+    index = {channel: len(programs) + i for i, channel in enumerate(channels)}
+    sent = {c: _counts(programs[c[1]], ("start", c)) for c in channels}
+    taken = {c: _counts(programs[c[2]], ("take", c)) for c in channels}
+    finished = [_counts(program, ("end", None)) for program in programs]
+    may_wait = max(0, (capacity or 0) - 1)
+
+    def next_states(state: _State) -> list[_State]:
+        follow = []
+        for stage, program in enumerate(programs):
+            place = state[stage]
+            if place == len(program):
+                continue
+            action, channel = program[place]
+            possible = True
+            if channel is not None and action == "take":
+                possible = state[index[channel]] > taken[channel][place]
+            elif channel is not None and action == "wait":
+                possible = sent[channel][place] - state[index[channel]] <= may_wait
+            if possible:
+                follow.append(_plus_one(state, stage))
+        for channel in channels:
+            _, source, target = channel
+            place = state[target]
+            at_receive = programs[target][place : place + 1] == [("take", channel)]
+            posted = taken[channel][place] + (at_receive if capacity == 0 else 1)
+            if state[index[channel]] < min(posted, sent[channel][state[source]]):
+                follow.append(_plus_one(state, index[channel]))
+        return follow
+
+    # A state is each stage's place in its program, then the messages transferred on each channel.
+    start = (0,) * (len(programs) + len(channels))
+    seen, frontier, points = {start}, [start], set()
+    while frontier:
+        state = frontier.pop()
+        follow = next_states(state)
+        if not follow:
+            points.add(tuple(done[at] for done, at in zip(finished, state, strict=False)))
+        frontier.extend(new for new in follow if new not in seen)
+        seen.update(follow)
+        if len(seen) > max_states:
+            raise AssertionError(f"more than {max_states} states of '{schedule.name}'")
+    return frozenset(points)
+
+
+_State = tuple[int, ...]
+_Channel = tuple[Kind, int, int]  # kind, sending stage, receiving stage
+_Step = tuple[str, _Channel | None]
+
+
+def _program(schedule: Schedule, stage: int, capacity: int | None) -> list[_Step]:
+    """A stage's steps: take, start a send, wait until it may go on, end a unit."""
+    last = schedule.num_stages - 1
+    before, after = (stage - 1) % (last + 1), (stage + 1) % (last + 1)
+    steps: list[_Step] = []
+    for unit in schedule.stages[stage]:
+        front = (before, stage == 0 and unit.chunk == 0)
+        back = (after, stage == last and unit.chunk == schedule.num_chunks - 1)
+        backward = unit.kind is Kind.BACKWARD
+        (source, no_input), (target, no_output) = (back, front) if backward else (front, back)
+        if source != stage and not no_input:
+            steps.append(("take", (unit.kind, source, stage)))
+        if target != stage and not no_output:
+            steps.append(("start", (unit.kind, stage, target)))
+            if capacity is not None:
+                steps.append(("wait", (unit.kind, stage, target)))
+        steps.append(("end", None))
+    return steps
+
+
+def _counts(program: list[_Step], counted: _Step) -> list[int]:
+    """How often a step was made, by place in the program."""
+    done = [0]
+    for step in program:
+        done.append(done[-1] + (step == counted))
+    return done
+
+
+def _plus_one(state: _State, place: int) -> _State:
+    return (*state[:place], state[place] + 1, *state[place + 1 :])

@@ -1,0 +1,150 @@
+"""Independent models that the core is held against: slow, obvious, and sharing no code with it."""
+
+from envpipe_megatron.core.profile import ProfileRow, make_profile
+from envpipe_megatron.core.schedule import Kind, Schedule, Unit
+
+F, B = Kind.FORWARD, Kind.BACKWARD
+
+
+def units_of(num_microbatches, num_chunks):
+    return [
+        Unit(kind, m, c)
+        for kind in (F, B)
+        for c in range(num_chunks)
+        for m in range(num_microbatches)
+    ]
+
+
+def needs(num_stages, num_chunks, stage, unit):
+    """What must be done before a unit, as (stage, unit), by the definition of pipelining."""
+    kind, m, c = unit.kind, unit.microbatch, unit.chunk
+    if kind is F:
+        if stage > 0:
+            return [(stage - 1, Unit(F, m, c))]
+        return [(num_stages - 1, Unit(F, m, c - 1))] if c > 0 else []
+    own = [(stage, Unit(F, m, c))]
+    if stage < num_stages - 1:
+        return [*own, (stage + 1, Unit(B, m, c))]
+    return [*own, (0, Unit(B, m, c + 1))] if c < num_chunks - 1 else own
+
+
+def run_naively(orders, num_chunks):
+    """Let every stage run its next unit whenever that is ready; returns where each stage stops."""
+    position = [0] * len(orders)
+    done = set()
+    progress = True
+    while progress:
+        progress = False
+        for stage, order in enumerate(orders):
+            if position[stage] == len(order):
+                continue
+            unit = order[position[stage]]
+            if all(need in done for need in needs(len(orders), num_chunks, stage, unit)):
+                done.add((stage, unit))
+                position[stage] += 1
+                progress = True
+    return position
+
+
+def random_orders(rng, num_stages, num_microbatches, num_chunks=1):
+    """Orders that can run, any of them: units are taken at random among those that are ready."""
+    orders = [[] for _ in range(num_stages)]
+    left = [units_of(num_microbatches, num_chunks) for _ in range(num_stages)]
+    done = set()
+    while any(left):
+        ready = [
+            (stage, unit)
+            for stage, units in enumerate(left)
+            for unit in units
+            if all(need in done for need in needs(num_stages, num_chunks, stage, unit))
+        ]
+        stage, unit = rng.choice(ready)
+        orders[stage].append(unit)
+        left[stage].remove(unit)
+        done.add((stage, unit))
+    return tuple(tuple(order) for order in orders)
+
+
+def random_schedule(rng, max_stages=4, max_microbatches=4, max_chunks=2):
+    num_stages = rng.randint(1, max_stages)
+    num_microbatches = rng.randint(1, max_microbatches)
+    num_chunks = rng.randint(1, max_chunks)
+    orders = random_orders(rng, num_stages, num_microbatches, num_chunks)
+    return Schedule("random", num_microbatches, num_chunks, orders)
+
+
+def naive_times(schedule, duration, latency):
+    """(start, end) of each (stage, position), each found by recursion into what it waits for."""
+    orders, num_stages = schedule.stages, schedule.num_stages
+    place = {
+        (stage, unit): (stage, position)
+        for stage, order in enumerate(orders)
+        for position, unit in enumerate(order)
+    }
+    known = {}
+
+    def end(at):
+        if at not in known:
+            stage, position = at
+            arrivals = [0.0]
+            if position:
+                arrivals.append(end((stage, position - 1)))
+            for source in needs(num_stages, schedule.num_chunks, stage, orders[stage][position]):
+                if source[0] == stage and num_stages > 1:
+                    continue  # its own forward, which the order puts before it
+                if source[0] == stage:
+                    hop = 0.0
+                elif (
+                    abs(source[0] - stage) == 1 and source[1].chunk == orders[stage][position].chunk
+                ):
+                    hop = latency[min(source[0], stage)]
+                else:
+                    hop = max(latency)  # the hop between the last stage and the first
+                arrivals.append(end(place[source]) + hop)
+            start = max(arrivals)
+            known[at] = (start, start + duration[stage][position])
+        return known[at][1]
+
+    for stage, order in enumerate(orders):
+        for position in range(len(order)):
+            end((stage, position))
+    return known
+
+
+def parse(text):
+    """`F0 F1 B0` as units; `F0.1` with chunks."""
+    units = []
+    for word in text.split():
+        microbatch, _, chunk = word[1:].partition(".")
+        units.append(Unit(F if word[0] == "F" else B, int(microbatch), int(chunk or 0)))
+    return tuple(units)
+
+
+def parse_stages(*orders):
+    return tuple(parse(order) for order in orders)
+
+
+def profile_of(table, **options):
+    """A profile from {(stage, kind): {frequency_mhz: (time_s, energy_j)}}."""
+    rows = [
+        (stage, kind, ProfileRow(frequency, time_s, energy_j))
+        for (stage, kind), curve in table.items()
+        for frequency, (time_s, energy_j) in curve.items()
+    ]
+    return make_profile(rows, source="made for a test", **options)
+
+
+def uniform_profile(num_stages, curve, *, backward=2.0, slowness=None, **options):
+    """All stages alike: a backward takes `backward` times a forward; `slowness` by stage."""
+    slow = slowness or [1.0] * num_stages
+    return profile_of(
+        {
+            (stage, kind): {
+                f: (time * weight * slow[stage], energy * weight * slow[stage])
+                for f, (time, energy) in curve.items()
+            }
+            for stage in range(num_stages)
+            for kind, weight in ((F, 1.0), (B, backward))
+        },
+        **options,
+    )

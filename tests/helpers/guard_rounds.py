@@ -1,0 +1,495 @@
+"""Rounds of the guard's fault table: start jobs, let something go wrong at a random point, look.
+
+Each round ends with nothing of it running, no clock locked and no lease left, or it raises.
+"""
+
+import fcntl
+import os
+import random
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fake_nvml.fake_nvml import FakeNvml
+from guard_ranks import Rank, RankServer
+from stale_leases import undo_stale
+
+from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.guard.lease import list_leases
+from envpipe_megatron.gpu.guard.lease_record import LeaseRecord
+from envpipe_megatron.gpu.guard.protocol import runtime_folder, socket_path
+from envpipe_megatron.gpu.opening import open_gpu
+
+NUM_GPUS = 4
+DEADLINE_S = 120.0  # of what must come, on however busy a machine
+FAULTY_GUARD = Path(__file__).with_name("guard_that_fails.py")
+
+
+class Node:
+    """Emulated GPUs and fake NVIDIA ones, with folders of their own for leases and sockets."""
+
+    def __init__(self, folder: Path, library: Path) -> None:
+        self.nvml = FakeNvml(folder / "nvml", library, ["a100"] * NUM_GPUS)
+        emulated = [EmulatedGpu.create("a100-sxm", i, folder / "emulated") for i in range(NUM_GPUS)]
+        self.addresses = {
+            "emulated": [gpu.address for gpu in emulated],
+            "nvml": [GpuAddress("nvml", uid) for uid in self.nvml.uuids],
+        }
+        self._emulated = {gpu.address: gpu for gpu in emulated}
+        self._folder = folder
+        (folder / "run").mkdir(mode=0o700)
+        self.environment = {
+            "ENVPIPE_LEASE_DIR": str(folder / "leases"),
+            "XDG_RUNTIME_DIR": str(folder / "run"),
+        }
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """This process, and the ranks and guards that it starts, are on this node."""
+        before = {name: os.environ.get(name) for name in self.environment}
+        os.environ.update(self.environment)
+        try:
+            with self.nvml.used_here():
+                self.ranks = RankServer()
+                try:
+                    yield
+                finally:
+                    self.ranks.close()
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+    def locked_mhz(self, address: GpuAddress) -> object:
+        if address.backend == "nvml":
+            return self.nvml.locked_mhz(address.uid)
+        return self._emulated[address].requested_frequency_mhz
+
+    def driver_file(self, address: GpuAddress) -> Path:
+        """What a process has locked while it is inside the driver of this GPU."""
+        if address.backend == "nvml":
+            return self.nvml.folder / "state"
+        return self._folder / "emulated" / f"gpu{address.uid.rpartition('#')[2]}.lock"
+
+
+@dataclass
+class Outcome:
+    """What a round found: clocks locked and leases left at its end, and how long resets took."""
+
+    locked: int = 0
+    leases: int = 0
+    reset_s: list[float] = field(default_factory=list)
+
+
+class Round:
+    """One round: jobs to start, processes to look after, and what to await."""
+
+    def __init__(self, node: Node, fault: str, number: int, seed: int) -> None:
+        self.node = node
+        self.number = number
+        self.random = random.Random(f"{seed} {fault} {number}")
+        self.job = f"{fault} {seed} {number} {os.getpid()}"
+        self.addresses = self.node.addresses[("emulated", "nvml")[number % 2]]
+        self.ranks: list[Rank] = []
+        self.guards: dict[int, int] = {}
+        self.outcome = Outcome()
+
+    def start(self, count: int = 3, first: int = 0, job: str | None = None, **how) -> list[Rank]:
+        """Start ranks of a job on the GPUs from `first` on, and wait until they have locked."""
+        settings = {"heartbeat_s": 120.0, "give_up_s": 240.0, "stop_s": 120.0}
+        settings.update(how.pop("settings", {}))
+        ranks = [
+            self.node.ranks.start(
+                address=[address.backend, address.uid],
+                job=job or self.job,
+                seed=self.random.getrandbits(32),
+                settings=settings,
+                **how,
+            )
+            for address in self.addresses[first : first + count]
+        ]
+        self.ranks += ranks
+        for rank in ranks:
+            self.know_guard(rank.hear("held")[1])
+        return ranks
+
+    def know_guard(self, pid: int) -> None:
+        if pid not in self.guards:
+            self.guards[pid] = os.pidfd_open(pid)
+
+    @property
+    def guard(self) -> int:
+        """The pidfd of the only guard."""
+        (pidfd,) = self.guards.values()
+        return pidfd
+
+    def kill_guard(self, number: signal.Signals = signal.SIGKILL) -> None:
+        with suppress(ProcessLookupError):  # it may have ended by itself
+            signal.pidfd_send_signal(self.guard, number)
+
+    def pause(self, longest_s: float = 0.02) -> None:
+        """Let a random time pass, so that what follows meets the ranks at a random point."""
+        end_s = time.monotonic() + self.random.uniform(0, longest_s)
+        while time.monotonic() < end_s:
+            pass
+
+    def await_back(self, addresses: list[GpuAddress]) -> None:
+        """Wait until the clocks of GPUs are unlocked and their leases gone; note how long."""
+        start_s = time.monotonic()
+        waiting = set(addresses)
+        while waiting:
+            leased = {record.address for record in list_leases()}
+            for address in sorted(waiting - leased, key=str):
+                assert self.node.locked_mhz(address) is None, f"{address} lost its lease locked"
+                waiting.remove(address)
+            if time.monotonic() > start_s + DEADLINE_S:
+                raise TimeoutError(f"not back: {waiting}; leases {list_leases()}")
+            time.sleep(0.0005)
+        self.outcome.reset_s.append(time.monotonic() - start_s)
+
+    def finish(self, ranks: list[Rank]) -> None:
+        for rank in ranks:
+            rank.tell("finish")
+        for rank in ranks:
+            rank.wait()
+
+    def end(self) -> None:
+        """Wait until the guards have ended, and look at everything."""
+        for pid, pidfd in self.guards.items():
+            assert select.select([pidfd], [], [], DEADLINE_S)[0], f"guard {pid} has not ended"
+        locked, leased = self.left()
+        assert not locked
+        assert not leased
+
+    def left(self) -> tuple[list[GpuAddress], list[LeaseRecord]]:
+        """Return the GPUs whose clocks are locked, and the leases that are there; note both."""
+        leased = list_leases()
+        locked = [a for a in self.addresses if self.node.locked_mhz(a) is not None]
+        self.outcome.locked, self.outcome.leases = len(locked), len(leased)
+        return locked, leased
+
+    def close(self) -> None:
+        for pidfd in self.guards.values():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            select.select([pidfd], [], [], DEADLINE_S)
+            os.close(pidfd)
+        for rank in self.ranks:
+            rank.close()
+        self.left()
+        undo_stale(open_gpu)  # so that a round that failed does not spoil the next
+
+
+# --- the faults ----------------------------------------------------------------------------------
+
+
+def sigkill_of_one_rank(round_: Round) -> None:
+    ranks = round_.start()
+    round_.pause()
+    victim = ranks.pop(round_.random.randrange(3))
+    victim.kill(signal.SIGKILL)
+    round_.await_back([victim.address])
+    round_.finish(ranks)
+
+
+def sigkill_of_all_ranks(round_: Round) -> None:
+    ranks = round_.start()
+    round_.pause()
+    for rank in round_.random.sample(ranks, 3):
+        rank.kill(signal.SIGKILL)
+    round_.await_back([rank.address for rank in ranks])
+
+
+def sigkill_of_a_rank_with_a_child(round_: Round) -> None:
+    (rank,) = round_.start(1, with_child=True)
+    child = os.pidfd_open(rank.hear("child")[1])
+    round_.pause()
+    rank.kill(signal.SIGKILL)
+    round_.await_back([rank.address])
+    assert not select.select([child], [], [], 0)[0], "the child should have outlived the reset"
+    signal.pidfd_send_signal(child, signal.SIGKILL)
+    os.close(child)
+
+
+def sigkill_of_the_guard(round_: Round) -> None:
+    ranks = round_.start()
+    round_.pause()
+    round_.kill_guard()
+    round_.await_back([rank.address for rank in ranks])
+    for rank in ranks:
+        rank.hear("lost")
+    round_.finish(ranks)
+
+
+def sigkill_of_guard_and_one_rank(round_: Round) -> None:
+    ranks = round_.start()
+    round_.pause()
+    victim = round_.random.choice(ranks)
+    kills = [round_.kill_guard, lambda: victim.kill(signal.SIGKILL)]
+    for kill in round_.random.sample(kills, 2):
+        kill()
+        round_.pause(0.001)
+    round_.await_back([rank.address for rank in ranks])
+    round_.finish([rank for rank in ranks if rank is not victim])
+
+
+def sigkill_of_everything(round_: Round) -> None:
+    """Then the next start, or an explicit undo, finds what was left."""
+    ranks = round_.start()
+    round_.pause()
+    kills = [round_.kill_guard, *(lambda r=rank: r.kill(signal.SIGKILL) for rank in ranks)]
+    for kill in round_.random.sample(kills, 4):
+        kill()
+    for rank in ranks:
+        rank.wait()
+    assert select.select([round_.guard], [], [], DEADLINE_S)[0]
+    if round_.number % 4 < 2:
+        undo_stale(open_gpu)
+    else:
+        round_.finish(round_.start(job=f"{round_.job} again"))
+    round_.await_back([rank.address for rank in ranks])
+
+
+def exception_in_the_training_step(round_: Round) -> None:
+    ranks = round_.start(polite=round_.random.random() < 0.5)
+    round_.pause()
+    victim = ranks.pop(round_.random.randrange(3))
+    victim.tell("raise")
+    round_.await_back([victim.address])
+    round_.finish(ranks)
+
+
+def sigterm_to_the_ranks(round_: Round) -> None:
+    ranks = round_.start(polite=round_.random.random() < 0.5)
+    round_.pause()
+    for rank in ranks:
+        rank.kill(signal.SIGTERM)
+    round_.await_back([rank.address for rank in ranks])
+
+
+def sigterm_to_everything(round_: Round) -> None:
+    ranks = round_.start(polite=round_.random.random() < 0.5)
+    round_.pause()
+    kills = [
+        lambda: round_.kill_guard(signal.SIGTERM),
+        *(lambda r=rank: r.kill(signal.SIGTERM) for rank in ranks),
+    ]
+    for kill in round_.random.sample(kills, 4):
+        kill()
+        round_.pause(0.001)
+    round_.await_back([rank.address for rank in ranks])
+
+
+def sigterm_to_the_guard(round_: Round) -> None:
+    """The ranks are told, reset and release."""
+    ranks = round_.start()
+    round_.pause()
+    round_.kill_guard(round_.random.choice([signal.SIGTERM, signal.SIGHUP, signal.SIGINT]))
+    for rank in ranks:
+        rank.hear("stop")
+        rank.wait()
+    round_.await_back([rank.address for rank in ranks])
+
+
+def sigstop_of_a_rank(round_: Round) -> None:
+    """Stopped for longer than the heartbeat, between two calls of the driver."""
+    ranks = round_.start(2, settings={"heartbeat_s": 0.3})
+    round_.pause()
+    victim = ranks[0]
+    _stop_outside_the_driver(round_, victim)
+    start_s = time.monotonic()
+    while round_.node.locked_mhz(victim.address) is not None:
+        assert time.monotonic() < start_s + DEADLINE_S, "a silent rank's clock stays locked"
+        time.sleep(0.0005)
+    round_.outcome.reset_s.append(time.monotonic() - start_s)
+    leased = victim.address in {record.address for record in list_leases()}
+    victim.kill(signal.SIGCONT)
+    # On a busy machine the guard may be silent for as long, which is a lost one.
+    if victim.hear("was_reset", "lost") == ["was_reset"]:
+        assert leased, "it may lock again"
+        victim.tell("go on")
+        victim.hear("went on")
+    round_.finish(ranks)
+
+
+def _stop_outside_the_driver(round_: Round, rank: Rank) -> None:
+    """SIGSTOP a rank; where it holds the driver's lock then, nobody could reset the GPU."""
+    with round_.node.driver_file(rank.address).open("r+b") as file:
+        for _ in range(10_000):
+            rank.kill(signal.SIGSTOP)
+            # The state in /proc tells when it has stopped.
+            while Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                pass
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                rank.kill(signal.SIGCONT)
+                round_.pause(0.001)
+                continue
+            fcntl.flock(file, fcntl.LOCK_UN)
+            return
+    raise AssertionError("the rank is always inside the driver")
+
+
+def out_of_memory_in_the_guard(round_: Round) -> None:
+    """By an injected MemoryError at a random point, or by a real limit on its memory."""
+    injected = round_.random.random() < 0.5
+    if injected:
+        guard = _start_failing_guard(round_)
+    ranks = round_.start()
+    round_.pause()
+    if injected:
+        guard.send_signal(signal.SIGUSR1)
+        assert guard.wait(DEADLINE_S) == 2
+        for rank in ranks:
+            rank.hear("lost")
+        round_.await_back([rank.address for rank in ranks])
+        round_.finish(ranks)
+        return
+    (pid,) = round_.guards
+    size = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.prlimit(pid, resource.RLIMIT_AS, (size, size))
+    newcomer = round_.node.ranks.start(
+        address=[round_.addresses[3].backend, round_.addresses[3].uid],
+        job=round_.job,
+        seed=0,
+        settings={},
+    )
+    round_.ranks.append(newcomer)
+    for rank in ranks:
+        rank.kill(signal.SIGKILL)
+    round_.await_back([rank.address for rank in ranks])
+    newcomer.close()  # held all the same, or refused
+    round_.await_back([newcomer.address])
+
+
+def _start_failing_guard(round_: Round) -> subprocess.Popen[bytes]:
+    path = socket_path(round_.job)
+    ready, said = os.pipe()
+    with os.fdopen(ready, "rb"):
+        guard = subprocess.Popen(
+            [
+                *(sys.executable, str(FAULTY_GUARD), "--socket", str(path), "--job", round_.job),
+                *("--log", str(path.with_suffix(".log"))),
+            ],
+            env={**os.environ, "GUARD_READY_FD": str(said)},
+            pass_fds=[said],
+        )
+        os.close(said)
+        assert os.read(ready, 10) == b"ready"
+    round_.know_guard(guard.pid)
+    return guard
+
+
+def driver_that_fails(round_: Round) -> None:
+    """The resets of a dead rank's GPU fail for a while; the lease stays until one works."""
+    round_.addresses = round_.node.addresses["nvml"]
+    ranks = round_.start()
+    round_.pause()
+    victim = round_.random.choice(ranks)
+    fault = round_.random.choice(["no_permission", "timeout", "lost"])
+    log = socket_path(round_.job).with_suffix(".log")
+    round_.node.nvml.set_fault(victim.address.uid, fault)
+    try:
+        victim.kill(signal.SIGKILL)
+        wanted, end_s = round_.random.randint(1, 3), time.monotonic() + DEADLINE_S
+        while log.read_text().count(f"{victim.address.uid}: reset failed") < wanted:
+            assert time.monotonic() < end_s, "the guard gave up"
+            time.sleep(0.002)
+        assert victim.address in {record.address for record in list_leases()}
+    finally:
+        round_.node.nvml.clear_faults()
+    round_.await_back([victim.address])
+    round_.finish([rank for rank in ranks if rank is not victim])
+
+
+def two_jobs_on_disjoint_gpus(round_: Round) -> None:
+    """The end of one job, whatever it is, leaves the clocks of the other alone."""
+    others = round_.start(2, first=2, job=f"{round_.job} beside", steady=True)
+    (beside_guard,) = round_.guards
+    clocks = [round_.node.locked_mhz(rank.address) for rank in others]
+    ranks = round_.start(2)
+    round_.pause()
+    (own_guard,) = (pidfd for pid, pidfd in round_.guards.items() if pid != beside_guard)
+    with_guard = round_.random.random() < 0.5
+    if with_guard:
+        signal.pidfd_send_signal(own_guard, signal.SIGKILL)
+    for rank in ranks:
+        rank.kill(signal.SIGKILL)
+        rank.wait()
+    if with_guard:
+        assert select.select([own_guard], [], [], DEADLINE_S)[0]
+        undo_stale(open_gpu)
+    round_.await_back([rank.address for rank in ranks])
+    assert [round_.node.locked_mhz(rank.address) for rank in others] == clocks
+    assert all(clock is not None for clock in clocks)
+    round_.finish(others)
+
+
+def a_gpu_that_a_live_job_holds(round_: Round) -> None:
+    """A second job that wants it is refused, and the first one's clock is left alone."""
+    (rank,) = round_.start(1, steady=True)
+    clock = round_.node.locked_mhz(rank.address)
+    second = round_.node.ranks.start(
+        address=[rank.address.backend, rank.address.uid],
+        job=f"{round_.job} second",
+        seed=0,
+        settings={},
+    )
+    round_.ranks.append(second)
+    _, error, text = second.hear("refused")
+    assert error == "LeaseHeldError"
+    assert round_.job in text
+    second.wait()
+    assert round_.node.locked_mhz(rank.address) == clock is not None
+    round_.pause()
+    rank.kill(signal.SIGKILL)
+    round_.await_back([rank.address])
+
+
+FAULTS: dict[str, Callable[[Round], None]] = {
+    fault.__name__: fault
+    for fault in (
+        sigkill_of_one_rank,
+        sigkill_of_all_ranks,
+        sigkill_of_a_rank_with_a_child,
+        sigkill_of_the_guard,
+        sigkill_of_guard_and_one_rank,
+        sigkill_of_everything,
+        exception_in_the_training_step,
+        sigterm_to_the_ranks,
+        sigterm_to_everything,
+        sigterm_to_the_guard,
+        sigstop_of_a_rank,
+        out_of_memory_in_the_guard,
+        driver_that_fails,
+        two_jobs_on_disjoint_gpus,
+        a_gpu_that_a_live_job_holds,
+    )
+}
+
+
+def play(node: Node, fault: str, number: int, seed: int, outcome: Outcome | None = None) -> None:
+    """Play one round of a fault; note what it found.
+
+    Raises:
+        AssertionError, TimeoutError: a clock stayed locked, or a lease was left.
+    """
+    round_ = Round(node, fault, number, seed)
+    round_.outcome = outcome if outcome is not None else round_.outcome
+    with ExitStack() as ends:
+        ends.callback(round_.close)
+        FAULTS[fault](round_)
+        round_.end()
+    for left in runtime_folder().iterdir():
+        left.unlink()  # logs, and sockets of guards that were killed

@@ -1,0 +1,169 @@
+"""A pipeline of plain tensors for tests of the runtime: no training framework, little time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from envpipe_megatron.core.schedule import Kind, Schedule, Unit
+from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.gpu.emulated import store as emulated_store
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.emulated.state import EmulatedState, parse_state
+from envpipe_megatron.runtime.channel.collectives import Collectives, make_collectives
+from envpipe_megatron.runtime.channel.links import make_channel
+from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.p2p import P2PChannel
+from envpipe_megatron.runtime.execution import emulated_executor
+from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
+from envpipe_megatron.runtime.job.session import Session, SessionConfig
+from envpipe_megatron.runtime.profiling import wait_power
+
+SHAPE = (2, 3)
+SPECS = StageSpecs.alike(TensorSpec.of_one_type((SHAPE,), torch.float32, torch.device("cpu")))
+
+
+@dataclass
+class PlainWork:
+    """Checks that each unit gets its own message, and sends on.
+
+    Args:
+        stage: this rank's stage; a forward sends its microbatch + stage / 10, a backward minus it.
+        before_unit: called with each unit before it is run.
+    """
+
+    schedule: Schedule
+    stage: int
+    before_unit: Callable[[Unit], None] = lambda unit: None
+    executed: list[str] = field(default_factory=list)
+
+    def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        return self._run(unit, inputs, self.stage == 0, self.stage - 1)
+
+    def backward(self, unit: Unit, gradients: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        return self._run(
+            unit, gradients, self.stage == self.schedule.num_stages - 1, self.stage + 1
+        )
+
+    def _run(
+        self, unit: Unit, received: list[torch.Tensor] | None, first: bool, source: int
+    ) -> list[torch.Tensor]:
+        self.before_unit(unit)
+        self.executed.append(str(unit))
+        assert (received is None) is first
+        if received is not None:
+            assert torch.equal(received[0], self._message(unit, source)), unit
+        return [self._message(unit, self.stage)]
+
+    def _message(self, unit: Unit, stage: int) -> torch.Tensor:
+        sign = 1 if unit.kind is Kind.FORWARD else -1
+        return torch.full(SHAPE, sign * (unit.microbatch + stage / 10))
+
+    def sent(self, unit: Unit) -> None:
+        pass
+
+
+#: Twice in each refresh of an emulated GPU's counter.
+_STEP_S = 0.05
+
+
+class FastTime:
+    """The host's clock without its sleeps: they are jumped over, in the steps of a meter."""
+
+    def __init__(self) -> None:
+        self._jumped_s = 0.0
+        #: Called at every step, for a thread that would have run during the sleep.
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._jumped_s
+
+    def sleep(self, duration_s: float) -> None:
+        while duration_s > 0:
+            self._jumped_s += min(duration_s, _STEP_S)
+            duration_s -= _STEP_S
+            self.meanwhile()
+
+    def install(self, gpu: EmulatedGpu) -> None:
+        """Let this process's emulation run by this clock."""
+        jumping = SimpleNamespace(monotonic=self.monotonic, sleep=self.sleep)
+        emulated_executor.time = wait_power.time = jumping  # type: ignore[assignment]
+        gpu._monotonic_s = self.monotonic
+        emulated_store.parse_state = _remembered_state
+
+
+_parse_once = lru_cache(maxsize=4)(parse_state)
+
+
+def _remembered_state(text: bytes) -> EmulatedState:
+    """What `parse_state` returns, which looks at every number of a text that is read ten times.
+
+    Without sleeps the emulated GPUs' files would else be most of what a rank computes.
+    """
+    state = _parse_once(text)
+    return replace(
+        state,
+        ticks=[*state.ticks],
+        segments=[*state.segments],
+    )
+
+
+def channel(timeout_s: float, *, stamped: bool = True) -> P2PChannel:
+    return make_channel(dist.group.WORLD, stamped=stamped, timeout=timedelta(seconds=timeout_s))
+
+
+@lru_cache
+def lone_pipeline(stages: int, timeout_s: float = 30.0) -> Collectives:
+    """Of all ranks, kept: each gloo group has threads that wake a hundred times a second."""
+    return make_collectives([range(stages)], timedelta(seconds=timeout_s))
+
+
+def session(
+    rank: int,
+    config: SessionConfig,
+    root: Path,
+    *,
+    timeout_s: float = 10.0,
+    collectives_timeout_s: float = 30.0,
+    preset: str = "a100-sxm",
+    time_at_max_s: Mapping[Kind, float] | None = None,
+    fast: bool = True,
+    gpu_index: int | None = None,
+    seen_as: Callable[[EmulatedGpu], Gpu] = lambda gpu: gpu,
+    **options: Any,
+) -> tuple[Session, EmulatedGpu]:
+    """A session of this rank, whose stage is its rank, and its emulated GPU.
+
+    Args:
+        gpu_index: of the emulated GPU, by default the rank.
+        seen_as: what the session gets for the emulated GPU.
+    """
+    stages = dist.get_world_size()
+    collectives = lone_pipeline(stages, collectives_timeout_s)
+    gpu = EmulatedGpu.create(preset, rank if gpu_index is None else gpu_index, root)
+    fast_time = FastTime()
+    if fast:
+        fast_time.install(gpu)
+    times = time_at_max_s or {Kind.FORWARD: 0.002, Kind.BACKWARD: 0.004}
+    made = Session(
+        config,
+        seen_as(gpu),
+        lambda settle: EmulatedExecutor(gpu, times, collectives.latest, settle),
+        channel(timeout_s),
+        collectives,
+        stage=rank,
+        num_stages=stages,
+        rank=rank,
+        **options,
+    )
+    fast_time.meanwhile = made.meter._try_sample
+    return made, gpu

@@ -1,0 +1,146 @@
+"""Small random jobs for planners, and brute force over their frequencies and orders.
+
+Brute force tries every assignment of frequencies at once, one numpy array a unit, and shares no
+code with the planners that it checks.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from core_cases import B, F, needs, profile_of, run_naively, units_of
+
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a planner is given beside the order."""
+
+    profile: Profile
+    num_microbatches: int
+    conditions: Conditions
+
+    @property
+    def num_stages(self):
+        return self.profile.num_stages
+
+
+def random_curve(rng, clocks, work):
+    """{frequency_mhz: (time_s, energy_j)}: a valley, or times and energies without any order."""
+    if rng.random() < 0.3:
+        return {f: (work * rng.uniform(0.5, 2), work * rng.uniform(5, 200)) for f in clocks}
+    bound, static_w = rng.uniform(0, 0.6), rng.uniform(10, 120)
+    exponent = rng.uniform(1.5, 3)
+    curve = {}
+    for f in clocks:
+        share = f / 2000
+        time_s = work * (bound + (1 - bound) / share) * rng.uniform(1, 1.05)
+        curve[f] = (time_s, time_s * (static_w + 250 * share**exponent))
+    return curve
+
+
+def random_profile(rng, num_stages, max_frequencies=4, **options):
+    """Each kind of a stage lists one clock in common with the other, and at least two."""
+    scale = rng.choice([1.0, 1.0, 1e-3, 50.0])
+    table = {}
+    for stage in range(num_stages):
+        clocks = rng.sample(range(400, 2000, 15), max_frequencies)
+        for kind, weight in ((F, 1.0), (B, rng.uniform(1, 2.5))):
+            listed = [clocks[0], *rng.sample(clocks[1:], rng.randint(1, max_frequencies - 1))]
+            work = scale * weight * rng.uniform(0.7, 1.5)
+            table[stage, kind] = random_curve(rng, listed, work)
+    return profile_of(table, **options)
+
+
+def random_conditions(rng, profile):
+    """Everything around the units but clock changes and waiting power by clock."""
+    stages = profile.num_stages
+    unit_s = profile.rows[0][F][0].time_s
+    power_w = rng.choice([0.0, 60.0, 120.0])
+    return Conditions(
+        tuple(power_w * rng.choice([1, rng.uniform(0.3, 1.5)]) for _ in range(stages)),
+        tuple(rng.choice([0.0, rng.uniform(0, 0.5) * unit_s]) for _ in range(stages - 1)),
+        tuple(rng.uniform(0, 2) * unit_s for _ in range(stages)) if rng.random() < 0.4 else None,
+        tuple(rng.choice([1, 2, 8]) for _ in range(stages)) if rng.random() < 0.4 else None,
+    )
+
+
+def random_job(rng, stages=(2, 3), max_microbatches=6, max_frequencies=4):
+    profile = random_profile(rng, rng.choice(stages), max_frequencies)
+    return Job(profile, rng.randint(1, max_microbatches), random_conditions(rng, profile))
+
+
+@dataclass(frozen=True)
+class Everything:
+    """Every assignment of frequencies to an order: time and energy of each, [assignments]."""
+
+    iteration_time_s: np.ndarray
+    energy_j: np.ndarray
+
+    def least_energy_j(self, deadline_s):
+        """Inf where none meets the deadline."""
+        in_time = self.iteration_time_s <= deadline_s * (1 + RELATIVE_TOLERANCE)
+        return float(np.min(self.energy_j, where=in_time, initial=np.inf))
+
+
+def try_everything(schedule, profile, conditions, max_assignments=600_000):
+    stages = schedule.num_stages
+    powers_w, gpus = conditions.blocking_power_w, conditions.gpus_by_stage
+    latency_s = np.broadcast_to(conditions.latency_s, (stages - 1,))
+    nodes = [(stage, unit) for stage, order in enumerate(schedule.stages) for unit in order]
+    rows = [profile.rows[stage][unit.kind] for stage, unit in nodes]
+    shape = tuple(len(choices) for choices in rows)
+    assert np.prod(shape) <= max_assignments
+    duration = {}
+    energy_j, waiting_w = np.zeros(shape), float(np.dot(powers_w, gpus))
+    for axis, (node, choices) in enumerate(zip(nodes, rows, strict=True)):
+        along = [-1 if other == axis else 1 for other in range(len(shape))]
+        time_s = np.array([row.time_s for row in choices])
+        costs = np.array([row.energy_j for row in choices]) - powers_w[node[0]] * time_s
+        duration[node] = time_s.reshape(along)
+        energy_j = energy_j + (gpus[node[0]] * costs).reshape(along)
+    end = {}
+    position, last = [0] * stages, [np.zeros([1] * len(shape))] * stages
+    while len(end) < len(nodes):
+        for stage, order in enumerate(schedule.stages):
+            while position[stage] < len(order):
+                unit = order[position[stage]]
+                sources = [n for n in needs(stages, 1, stage, unit) if n[0] != stage]
+                if any(source not in end for source in sources):
+                    break
+                start = last[stage]
+                for source in sources:
+                    hop_s = latency_s[min(source[0], stage)]
+                    start = np.maximum(start, end[source] + hop_s)
+                last[stage] = end[stage, unit] = start + duration[stage, unit]
+                position[stage] += 1
+    iteration_s = np.zeros(shape)
+    for stage, tail_s in enumerate(conditions.tail_by_stage_s):
+        iteration_s = np.maximum(iteration_s, last[stage] + tail_s)
+    energy_j = energy_j + waiting_w * iteration_s
+    return Everything(iteration_s.ravel(), energy_j.ravel())
+
+
+def every_schedule(num_stages, num_microbatches):
+    """Every order that can run, up to the names of microbatches."""
+    units = units_of(num_microbatches, 1)
+    of_a_stage = [
+        order
+        for order in itertools.permutations(units)
+        if all(
+            order.index(unit) > order.index(units[unit.microbatch])
+            for unit in units[num_microbatches:]
+        )
+    ]
+    named = [
+        order
+        for order in of_a_stage
+        if [u.microbatch for u in order if u.kind is F] == list(range(num_microbatches))
+    ]
+    for orders in itertools.product(named, *[of_a_stage] * (num_stages - 1)):
+        if run_naively(orders, 1) == [len(units)] * num_stages:
+            yield Schedule("any", num_microbatches, 1, orders)

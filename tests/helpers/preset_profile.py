@@ -1,0 +1,24 @@
+"""A profile as a GPU preset would measure it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.gpu.emulated.presets import load_preset
+
+
+def preset_profile(
+    preset_name: str, num_stages: int, time_at_max_s: Mapping[Kind, float], clocks: Sequence[int]
+) -> Profile:
+    """All stages alike, at the highest clock and some others in MHz."""
+    preset = load_preset(preset_name)
+    rows = []
+    for stage in range(num_stages):
+        for kind, unit_s in time_at_max_s.items():
+            for mhz in (preset.max_frequency_mhz, *clocks):
+                time_s = preset.unit_time_s(kind.value, mhz, unit_s)
+                energy_j = time_s * preset.busy_power_w(kind.value, mhz)
+                rows.append((stage, kind, ProfileRow(mhz, time_s, energy_j)))
+    return make_profile(rows, source="the preset")

@@ -1,0 +1,204 @@
+"""Lower bounds: never above an optimum, whatever they are computed from, and not far below it."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_cases import every_schedule, random_conditions, random_profile, try_everything
+from scipy.optimize import OptimizeResult
+from test_linear_program import CLOSE, INTERIOR_POINT, SIMPLEX, SOLVERS, Case
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.policies import any_order
+from envpipe_megatron.policies.any_order import any_order_lower_bound_j
+from envpipe_megatron.policies.optimal.certificate import Prices, energy_lower_bound_j, price_flow
+from envpipe_megatron.policies.optimal.choices import make_choices
+from envpipe_megatron.policies.optimal.linear_program import DurationProgram, LinearProgramError
+
+SEEDS = st.integers(0, 2**32)
+
+
+def bound_j(case, prices, deadline_s=None):
+    return energy_lower_bound_j(
+        case.schedule,
+        case.choices,
+        case.conditions.latency_s,
+        case.tail_s,
+        deadline_s or case.deadline_s,
+        prices,
+    )
+
+
+def garbage(case, scale_w):
+    """Duals that no solver would give: any numbers, many of them 0."""
+    numbers = np.random.default_rng(case.rng.randrange(2**32))
+    units, stages = case.schedule.num_units, case.schedule.num_stages
+
+    def some(count):
+        return numbers.random(count) * numbers.integers(0, 2, count)
+
+    return Prices(some(units), some(units), scale_w * some(stages))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(SEEDS)
+def test_any_duals_give_a_bound(seed):
+    """Below the relaxed optimum, for all builders' orders and chunks, and at any scale."""
+    case = Case(seed)
+    optimum_j = case.program(SIMPLEX).solve(case.deadline_s).cost_j
+    steepest_w = max(
+        float(np.max(-np.diff(cost_j) / np.diff(time_s), initial=1.0))
+        for time_s, cost_j in case.hulls
+    )
+    for scale in (0.0, 0.1, 1.0, 30.0):
+        bound = bound_j(case, garbage(case, scale * steepest_w))
+        assert bound <= optimum_j + 1e-7 * abs(optimum_j)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(SEEDS)
+def test_any_duals_give_a_bound_on_what_exists(seed):
+    """Below the best of all assignments of frequencies that meet the deadline."""
+    rng = random.Random(seed)
+    profile = random_profile(rng, 2, 3)
+    conditions = random_conditions(rng, profile)
+    schedule = rng.choice([builders.one_f_one_b, builders.gpipe])(2, rng.choice([1, 2]))
+    everything = try_everything(schedule, profile, conditions)
+    deadline_s = float(everything.iteration_time_s.min()) * rng.choice([1.0, 1.1, 2.0])
+    choices = make_choices(profile, np.array(conditions.blocking_power_w), conditions.gpus_by_stage)
+    optimum_j = everything.least_energy_j(deadline_s)
+    numbers = np.random.default_rng(seed)
+    for scale_w in (0.0, 1.0, 100.0, 10_000.0):
+        units, stages = schedule.num_units, schedule.num_stages
+        guess = Prices(
+            numbers.random(units),
+            numbers.random(units),
+            scale_w * numbers.random(stages),
+        )
+        bound = energy_lower_bound_j(
+            schedule,
+            choices,
+            conditions.latency_s,
+            conditions.tail_by_stage_s,
+            deadline_s,
+            guess,
+        )
+        assert bound <= optimum_j * (1 + 1e-9)
+
+
+@SOLVERS
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_a_solvers_duals_give_the_optimum(max_simplex_units, seed):
+    case = Case(seed)
+    relaxed = case.program(max_simplex_units).solve(case.deadline_s)
+    optimum_j = case.program(SIMPLEX).solve(case.deadline_s).cost_j
+    # What disturbed slopes cost a bound: half of 0.1 % of what stretching saves.
+    can_save_j = sum(float(cost_j[0] - cost_j[-1]) for _, cost_j in case.hulls)
+    near_j = {SIMPLEX: 0.0, INTERIOR_POINT: 5e-4 * can_save_j}[max_simplex_units]
+    bound = bound_j(case, relaxed.prices)
+    assert bound <= optimum_j + 1e-7 * abs(optimum_j)
+    assert bound >= optimum_j - near_j - CLOSE[max_simplex_units] * abs(optimum_j)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(SEEDS)
+def test_duals_of_another_deadline_give_a_bound(seed):
+    case = Case(seed)
+    relaxed = case.program(SIMPLEX).solve(case.deadline_s)
+    later_s = case.deadline_s * case.rng.uniform(1.0, 3.0)
+    optimum_j = case.program(SIMPLEX).solve(later_s).cost_j
+    assert bound_j(case, relaxed.prices, later_s) <= optimum_j + 1e-7 * abs(optimum_j)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(SEEDS)
+def test_no_price_is_lost_between_end_and_start(seed):
+    case = Case(seed)
+    schedule, guess = case.schedule, garbage(case, 50.0)
+    price, cross_price = price_flow(schedule, guess)
+    assert price.min() >= 0.0
+    assert cross_price.min() >= 0.0
+    width, cross = schedule.units_per_stage, schedule.cross_dependency
+    for node in range(schedule.num_units):
+        # What a node is priced at came from the nodes behind it, and from the deadline.
+        came = guess.deadline_w[node // width] if (node + 1) % width == 0 else 0.0
+        if (node + 1) % width:
+            came += price[node + 1] - cross_price[node + 1]
+        receivers = np.flatnonzero(cross == node)
+        came += cross_price[receivers].sum()
+        assert price[node] == pytest.approx(came, abs=1e-9)
+        if cross[node] < 0:
+            assert cross_price[node] == 0.0
+        elif node % width == 0:
+            assert cross_price[node] == price[node]  # nothing else lies before it
+    starts = [node for node in range(schedule.num_units) if node % width == 0 and cross[node] < 0]
+    assert price[starts].sum() == pytest.approx(guess.deadline_w.sum())
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "jobs"), [(2, 2, 40), (2, 3, 2), (3, 2, 3)])
+def test_the_bound_of_all_orders_is_below_each_orders_optimum(stages, microbatches, jobs):
+    """Below the relaxed optimum even, of every order that can run."""
+    orders = list(every_schedule(stages, microbatches))
+    tight = 0
+    for seed in range(jobs):
+        rng = random.Random(seed)
+        profile = random_profile(rng, stages, 3)
+        conditions = random_conditions(rng, profile)
+        choices = make_choices(
+            profile, np.array(conditions.blocking_power_w), conditions.gpus_by_stage
+        )
+        tail_s = conditions.tail_by_stage_s
+        fastest_s = sum(microbatches * float(unit.time_s[0]) for unit in choices.units)
+        deadline_s = fastest_s * rng.uniform(0.7, 1.3) + float(tail_s.max())
+        least_j = []
+        for order in orders:
+            program = DurationProgram(order, choices, conditions.latency_s, tail_s)
+            try:
+                least_j.append(program.solve(deadline_s).cost_j)
+            except LinearProgramError:
+                continue  # no frequencies bring this order to the deadline
+        if not least_j:
+            continue
+        bound = any_order_lower_bound_j(
+            choices, stages, microbatches, conditions.latency_s, tail_s, deadline_s
+        )
+        assert bound <= min(least_j) + 1e-7 * abs(min(least_j)), seed
+        tight += bound >= min(least_j) - 0.1 * abs(min(least_j))
+    assert tight  # and not by being small
+
+
+def small_job():
+    profile = random_profile(random.Random(0), 2, 4)
+    choices = make_choices(profile, np.full(2, 50.0), np.ones(2, dtype=np.int64))
+    program = DurationProgram(builders.one_f_one_b(2, 4), choices, 0.0, np.zeros(2))
+    return choices, 1.1 * program.fastest_iteration_s
+
+
+def test_the_bound_of_all_orders_refuses_a_deadline_that_none_meets(monkeypatch):
+    """Additions say so; no solver is asked."""
+    monkeypatch.setattr(any_order, "linprog", None)
+    with pytest.raises(LinearProgramError, match="No order"):
+        any_order_lower_bound_j(small_job()[0], 2, 4, 0.0, np.zeros(2), 1e-6)
+
+
+def test_the_bound_of_all_orders_trusts_no_solver(monkeypatch):
+    """One that fails leaves a lower bound, and so does one that answers anything."""
+    choices, deadline_s = small_job()
+
+    def bound_j(answer=None):
+        if answer is not None:
+            monkeypatch.setattr(any_order, "linprog", lambda *_, **__: answer)
+        return any_order_lower_bound_j(choices, 2, 4, 0.0, np.zeros(2), deadline_s)
+
+    best_j = bound_j()
+    failed_j = bound_j(OptimizeResult(status=4, message="numerical difficulties"))
+    assert 0 < failed_j < best_j
+    numbers = np.random.default_rng(0)
+    for scale_w in (1.0, 100.0, 10_000.0):
+        for _ in range(20):
+            prices = OptimizeResult(marginals=scale_w * numbers.normal(size=4))
+            anything = OptimizeResult(status=0, fun=1e9, ineqlin=prices)
+            assert bound_j(anything) <= best_j * (1 + 1e-9)

@@ -1,0 +1,142 @@
+"""Which frequencies a planner looks at, and what it is told they cost."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from core_cases import B, F, profile_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_cases import random_job
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.evaluation import evaluate
+from envpipe_megatron.policies.optimal.choices import make_choices
+
+SEEDS = st.integers(0, 2**32)
+FIXED = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def choices_of(forward, backward=None, waiting_power_w=0.0, gpus=1):
+    """Of a single stage, from {frequency_mhz: (time_s, energy_j)}."""
+    profile = profile_of({(0, F): forward, (0, B): backward or forward})
+    return make_choices(profile, np.array([waiting_power_w]), np.array([gpus]))
+
+
+def table(unit):
+    return list(
+        zip(unit.frequency_mhz.tolist(), unit.time_s.tolist(), unit.cost_j.tolist(), strict=True)
+    )
+
+
+def test_a_clock_that_another_beats_in_time_and_cost_is_no_choice():
+    curve = {
+        1500: (1.2, 30.0),  # the highest, yet slower and dearer than 1400
+        1400: (1.0, 20.0),
+        1200: (1.5, 12.0),
+        1000: (1.5, 14.0),  # as slow as 1200 and dearer
+        800: (2.0, 9.0),
+        600: (3.0, 9.0),  # slower, saves nothing
+    }
+    forward, _ = choices_of(curve).units
+    assert table(forward) == [(1400, 1.0, 20.0), (1200, 1.5, 12.0), (800, 2.0, 9.0)]
+
+
+def test_the_hull_leaves_out_what_lies_on_or_above_a_line():
+    curve = {
+        1400: (1.0, 20.0),
+        1300: (1.5, 19.0),  # above the line from 1400 to 1200
+        1200: (2.0, 10.0),
+        1100: (2.5, 8.0),  # on the line from 1200 to 1000
+        1000: (3.0, 6.0),
+        900: (4.0, 5.5),
+    }
+    forward, _ = choices_of(curve).units
+    assert forward.frequency_mhz[forward.hull].tolist() == [1400, 1200, 1000, 900]
+    assert len(forward.frequency_mhz) == 6
+
+
+def test_waiting_is_taken_off_the_cost_and_makes_slow_units_cheaper():
+    curve = {1400: (1.0, 20.0), 1000: (2.0, 25.0)}
+    assert table(choices_of(curve).units[0]) == [(1400, 1.0, 20.0)]
+    choices = choices_of(curve, waiting_power_w=10.0, gpus=3)
+    assert table(choices.units[0]) == [(1400, 1.0, 30.0), (1000, 2.0, 15.0)]
+    assert choices.waiting_power_w == 30.0
+
+
+def test_units_stand_by_stage_and_kind():
+    profile = profile_of({(s, k): {1000: (1 + s, 2 + (k is B))} for s in range(2) for k in (F, B)})
+    choices = make_choices(profile, np.array([0.0, 0.0]), np.array([1, 10]))
+    assert [table(unit) for unit in choices.units] == [
+        [(1000, 1.0, 2.0)],
+        [(1000, 1.0, 3.0)],
+        [(1000, 2.0, 20.0)],
+        [(1000, 2.0, 30.0)],
+    ]
+
+
+@FIXED
+@given(SEEDS)
+def test_of_every_profiled_clock_some_choice_is_as_fast_and_as_cheap(seed):
+    job = random_job(random.Random(seed))
+    powers_w, gpus = job.conditions.blocking_power_w, job.conditions.gpus_by_stage
+    choices = make_choices(job.profile, np.array(powers_w), gpus)
+    for stage in range(job.num_stages):
+        for kind in (F, B):
+            unit = choices.units[2 * stage + (kind is B)]
+            assert np.all(np.diff(unit.time_s) > 0)
+            assert np.all(np.diff(unit.cost_j) < 0)
+            rows = {row.frequency_mhz: row for row in job.profile.rows[stage][kind]}
+            for row in rows.values():
+                cost_j = gpus[stage] * (row.energy_j - powers_w[stage] * row.time_s)
+                assert np.any((unit.time_s <= row.time_s) & (unit.cost_j <= cost_j))
+            for frequency, time_s, cost_j in table(unit):
+                row = rows[frequency]
+                assert time_s == row.time_s
+                assert cost_j == gpus[stage] * (row.energy_j - powers_w[stage] * row.time_s)
+
+
+@FIXED
+@given(SEEDS)
+def test_the_hull_is_convex_and_below_every_choice(seed):
+    job = random_job(random.Random(seed), max_frequencies=8)
+    choices = make_choices(
+        job.profile, np.array(job.conditions.blocking_power_w), job.conditions.gpus_by_stage
+    )
+    for unit in choices.units:
+        assert unit.hull[0] == 0
+        assert unit.hull[-1] == len(unit.time_s) - 1
+        time_s, cost_j = unit.time_s[unit.hull], unit.cost_j[unit.hull]
+        assert np.all(np.diff(np.diff(cost_j) / np.diff(time_s)) > 0)
+        below = np.interp(unit.time_s, time_s, cost_j)
+        assert np.all(below <= unit.cost_j + 1e-9 * np.abs(unit.cost_j))
+
+
+@FIXED
+@given(SEEDS)
+def test_costs_and_waiting_power_add_up_to_the_energy_of_an_iteration(seed):
+    """For any frequencies, whatever the timeline: the identity that planning rests on."""
+    rng = random.Random(seed)
+    job = random_job(rng)
+    conditions = job.conditions
+    schedule = builders.one_f_one_b(job.num_stages, job.num_microbatches)
+    choices = make_choices(
+        job.profile, np.array(conditions.blocking_power_w), conditions.gpus_by_stage
+    )
+    cost_j, frequency = 0.0, []
+    for stage, order in enumerate(schedule.stages):
+        units = [choices.units[2 * stage + (unit.kind is B)] for unit in order]
+        picked = [rng.randrange(len(unit.time_s)) for unit in units]
+        frequency.append([u.frequency_mhz[at] for u, at in zip(units, picked, strict=True)])
+        cost_j += sum(u.cost_j[at] for u, at in zip(units, picked, strict=True))
+    result = evaluate(schedule, np.array(frequency), job.profile, conditions)
+    total_j = cost_j + choices.waiting_power_w * result.timeline.iteration_time_s
+    assert total_j == pytest.approx(result.energy_by_stage_j.sum(), rel=1e-9)
+    # A later end of the last tail is waiting of all GPUs, and nothing else.
+    later = replace(
+        conditions, tail_time_s=tuple(t + 1.0 for t in conditions.tail_by_stage_s.tolist())
+    )
+    longer = evaluate(schedule, np.array(frequency), job.profile, later)
+    more_j = longer.energy_by_stage_j.sum() - result.energy_by_stage_j.sum()
+    assert more_j == pytest.approx(choices.waiting_power_w, abs=1e-9 * total_j)

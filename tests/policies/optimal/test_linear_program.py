@@ -1,0 +1,349 @@
+"""The linear program over durations: both solvers against a slow and obvious formulation."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from core_cases import B, F, needs, profile_of, random_orders
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_cases import Job, random_job, random_profile
+from scipy.optimize import linprog
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.policies.optimal.choices import make_choices, node_keys
+from envpipe_megatron.policies.optimal.duration_problem import SolverError
+from envpipe_megatron.policies.optimal.interior_point import InteriorPoint
+from envpipe_megatron.policies.optimal.linear_program import (
+    DurationProgram,
+    LinearProgramError,
+)
+from envpipe_megatron.policies.optimal.simplex import Simplex
+
+SEEDS = st.integers(0, 2**32)
+SIMPLEX, INTERIOR_POINT = 10**9, 0
+SOLVERS = pytest.mark.parametrize("max_simplex_units", [SIMPLEX, INTERIOR_POINT])
+#: The interior-point method disturbs slopes by up to 0.05 %, of costs that differ far less.
+CLOSE = {SIMPLEX: 1e-7, INTERIOR_POINT: 2e-5}
+
+
+def any_schedule(rng, stages, microbatches):
+    """One of the builders' orders, or one that can run and that nobody would build."""
+    caps = builders.extra_forward_caps(stages, microbatches)
+    extra = [min(rng.randint(0, microbatches), caps[0])]
+    for cap in caps[1:]:
+        extra.append(min(rng.randint(0, microbatches), cap, extra[-1] + 1))
+    schedules = [
+        builders.one_f_one_b(stages, microbatches),
+        builders.gpipe(stages, microbatches),
+        builders.envpipe(stages, microbatches, extra),
+        Schedule("random", microbatches, 1, random_orders(rng, stages, microbatches)),
+    ]
+    if microbatches % stages == 0 and stages > 1:
+        schedules.append(builders.interleaved(stages, microbatches, rng.choice([2, 3])))
+    return rng.choice(schedules)
+
+
+class Case:
+    """A random order of a random job, with a deadline between the fastest iteration and never."""
+
+    def __init__(
+        self, seed, max_microbatches=6, factors=(1.0, 1.0, 1.02, 1.2, 2.0, 1000.0), job=None
+    ):
+        self.rng = random.Random(seed)
+        job = (job or self._job)(self.rng, max_microbatches)
+        self.schedule = any_schedule(self.rng, job.num_stages, job.num_microbatches)
+        self.conditions = job.conditions
+        self.tail_s = job.conditions.tail_by_stage_s
+        self.profile = job.profile.for_chunks(self.schedule.num_chunks)
+        self.powers_w = np.array(job.conditions.blocking_power_w)
+        self.choices = make_choices(self.profile, self.powers_w, job.conditions.gpus_by_stage)
+        units = [self.choices.units[key] for key in node_keys(self.schedule)]
+        self.hulls = [(unit.time_s[unit.hull], unit.cost_j[unit.hull]) for unit in units]
+        self.fastest_s = self.iteration_s([times[0] for times, _ in self.hulls])
+        self.deadline_s = self.rng.choice(factors) * self.fastest_s
+
+    @staticmethod
+    def _job(rng, max_microbatches):
+        return random_job(rng, (1, 2, 3, 4), max_microbatches, rng.choice([2, 4, 10]))
+
+    def program(self, max_simplex_units):
+        return DurationProgram(
+            self.schedule, self.choices, self.conditions.latency_s, self.tail_s, max_simplex_units
+        )
+
+    def iteration_s(self, duration_s):
+        by_stage = np.reshape(duration_s, self.schedule.is_backward.shape)
+        ends = Timeline(self.schedule, by_stage, self.conditions.latency_s).end_s[:, -1]
+        return float(np.max(ends + self.tail_s))
+
+    def cost_j(self, duration_s):
+        """Of durations between hull points, with waiting until the last unit has ended."""
+        units_j = sum(
+            float(np.interp(duration, *hull))
+            for duration, hull in zip(duration_s, self.hulls, strict=True)
+        )
+        return units_j + self.choices.waiting_power_w * self.iteration_s(duration_s)
+
+
+def slow_optimum_j(case):
+    """The same optimum from the definitions: one weight for each profiled row of each unit.
+
+    A unit's time and energy are any mixture of its rows; it starts when all that it needs has ended
+    and arrived. Nothing of hulls, prices or the core's dependency graph is used.
+    """
+    schedule, conditions = case.schedule, case.conditions
+    stages, chunks = schedule.num_stages, schedule.num_chunks
+    hops_s = np.broadcast_to(conditions.latency_s, (stages - 1,))
+    nodes = [(stage, unit) for stage, order in enumerate(schedule.stages) for unit in order]
+    rows = [case.profile.rows[stage][unit.kind] for stage, unit in nodes]
+    first_weight = np.cumsum([0, *map(len, rows)])
+    num_weights, iteration = int(first_weight[-1]), int(first_weight[-1]) + len(nodes)
+    start = {node: num_weights + index for index, node in enumerate(nodes)}
+    place = {node: index for index, node in enumerate(nodes)}
+    cost = np.zeros(iteration + 1)
+    cost[iteration] = np.dot(case.powers_w, conditions.gpus_by_stage)
+    equal, less, limits = [], [], []
+
+    def not_before(source, later, gap_s):
+        """Row: the source's end + gap <= the column `later`."""
+        row = np.zeros(iteration + 1)
+        index = place[source]
+        row[first_weight[index] : first_weight[index + 1]] = [r.time_s for r in rows[index]]
+        row[start[source]] += 1.0
+        row[later] -= 1.0
+        less.append(row)
+        limits.append(-gap_s)
+
+    for index, (stage, unit) in enumerate(nodes):
+        weights = slice(first_weight[index], first_weight[index + 1])
+        cost[weights] = [
+            conditions.gpus_by_stage[stage] * (row.energy_j - case.powers_w[stage] * row.time_s)
+            for row in rows[index]
+        ]
+        row = np.zeros(iteration + 1)
+        row[weights] = 1.0
+        equal.append(row)
+        for source in needs(stages, chunks, stage, unit):
+            if source[0] == stage:
+                gap_s = 0.0
+            elif abs(source[0] - stage) == 1 and source[1].chunk == unit.chunk:
+                gap_s = hops_s[min(source[0], stage)]
+            else:
+                gap_s = max(hops_s)
+            not_before(source, start[stage, unit], gap_s)
+    for stage, order in enumerate(schedule.stages):
+        for before, after in itertools.pairwise(order):
+            not_before((stage, before), start[stage, after], 0.0)
+        not_before((stage, order[-1]), iteration, case.tail_s[stage])
+    # A hair above the deadline, which stands exactly at the fastest iteration in some cases.
+    bounds = [(0.0, None)] * iteration + [(0.0, case.deadline_s * (1 + 1e-12))]
+    solved = linprog(
+        cost, A_ub=np.array(less), b_ub=limits, A_eq=np.array(equal), b_eq=np.ones(len(nodes)),
+        bounds=bounds,
+    )  # fmt: skip
+    assert solved.status == 0, solved.message
+    return float(solved.fun)
+
+
+@SOLVERS
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_both_solvers_find_the_optimum_of_the_definitions(max_simplex_units, seed):
+    case = Case(seed)
+    relaxed = case.program(max_simplex_units).solve(case.deadline_s)
+    optimum_j = slow_optimum_j(case)
+    close = CLOSE[max_simplex_units]
+    assert relaxed.cost_j == pytest.approx(optimum_j, rel=close)
+    # And it is what the durations cost, which are in time and between fastest and cheapest.
+    assert case.iteration_s(relaxed.duration_s) <= case.deadline_s * (1 + 1e-6)
+    assert case.cost_j(relaxed.duration_s) == pytest.approx(optimum_j, rel=close)
+    for duration_s, (times_s, _) in zip(relaxed.duration_s, case.hulls, strict=True):
+        assert times_s[0] * (1 - 1e-9) <= duration_s <= times_s[-1] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        builders.one_f_one_b(4, 60),
+        builders.envpipe(4, 60, [6, 4, 2, 0]),
+        builders.gpipe(4, 60),
+        builders.interleaved(4, 40, 2),
+    ],
+    ids=lambda schedule: schedule.name,
+)
+@pytest.mark.parametrize("factor", [1.0, 1.1, 3.0])
+def test_both_solvers_agree_where_pipelines_are_longer(schedule, factor):
+    profile = random_profile(random.Random(7), 4, 12).for_chunks(schedule.num_chunks)
+    choices = make_choices(profile, np.full(4, 70.0), np.ones(4, dtype=np.int64))
+    simplex, interior_point = (
+        DurationProgram(schedule, choices, 0.01, np.zeros(4), units)
+        for units in (SIMPLEX, INTERIOR_POINT)
+    )
+    fastest_s = np.array([unit.time_s[0] for unit in choices.units])[node_keys(schedule)]
+    timeline = Timeline(schedule, fastest_s.reshape(schedule.is_backward.shape), 0.01)
+    deadline_s = factor * timeline.iteration_time_s
+    vertex, point = simplex.solve(deadline_s), interior_point.solve(deadline_s)
+    assert point.cost_j == pytest.approx(vertex.cost_j, rel=CLOSE[INTERIOR_POINT])
+    # Where equally good solutions abound it too picks one with few units between profiled times.
+    between = [
+        sum(
+            np.abs(choices.units[key].time_s / duration_s - 1).min() > 1e-4
+            for key, duration_s in zip(node_keys(schedule), relaxed.duration_s, strict=True)
+        )
+        for relaxed in (vertex, point)
+    ]
+    assert between[1] <= between[0] + 0.1 * schedule.num_units
+
+
+@SOLVERS
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_deadlines_one_after_the_other_give_what_each_gives_alone(max_simplex_units, seed):
+    case = Case(seed)
+    program = case.program(max_simplex_units)
+    for _ in range(4):
+        deadline_s = case.fastest_s * case.rng.choice([1.0, 1.01, 1.1, 1.5, 10.0])
+        again = program.solve(deadline_s).cost_j
+        assert again == pytest.approx(
+            case.program(max_simplex_units).solve(deadline_s).cost_j, rel=1e-7
+        )
+
+
+@SOLVERS
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_a_deadline_before_the_fastest_iteration_is_refused(max_simplex_units, seed):
+    case = Case(seed)
+    program = case.program(max_simplex_units)
+    program.solve(case.fastest_s)
+    with pytest.raises(LinearProgramError, match="at any frequencies") as error:
+        program.solve(0.999 * case.fastest_s)
+    assert case.schedule.name in str(error.value)
+    assert error.value.remedy
+
+
+def wild_job(rng, max_microbatches):
+    """A job whose times and energies span six orders of magnitude, as no pipeline's do."""
+    stages = rng.choice([1, 2, 3])
+    table = {}
+    for at in itertools.product(range(stages), (F, B)):
+        time_s, energy_j = 10 ** rng.uniform(-3, 3), 10 ** rng.uniform(-3, 3)
+        table[at] = {
+            clock: (time_s * rng.uniform(0.5, 2), energy_j * rng.uniform(0.5, 2))
+            for clock in rng.sample(range(400, 2000, 15), rng.randint(1, 6))
+        }
+    power_w, latency_s = rng.choice([0.0, 60.0]), rng.choice([0.0, 0.01])
+    conditions = Conditions((power_w,) * stages, (latency_s,) * (stages - 1))
+    return Job(profile_of(table), rng.randint(1, max_microbatches), conditions)
+
+
+def test_the_interior_point_method_forced_on_1250_programs_never_ends_wrong():
+    """However badly conditioned they are; another solver may have to be asked."""
+    for seed in range(1250):
+        case = Case(seed, max_microbatches=4, job=wild_job)
+        relaxed = case.program(INTERIOR_POINT).solve(case.deadline_s)
+        assert case.iteration_s(relaxed.duration_s) <= case.deadline_s * (1 + 1e-6), seed
+        # Any prices give a bound (test_certificate), so an answer that is near it is right.
+        can_save_j = sum(float(cost_j[0] - cost_j[-1]) for _, cost_j in case.hulls)
+        cost_j = case.cost_j(relaxed.duration_s)
+        assert cost_j - relaxed.lower_bound_j <= 1e-3 * (abs(cost_j) + can_save_j), seed
+
+
+def wrong(solution, problem, how):
+    """An answer that is late, too dear, or proven by nothing."""
+    none, all_of_it = np.zeros_like(problem.width), problem.width.copy()
+    return {
+        "late": replace(solution, segment=all_of_it),
+        "dear": replace(solution, segment=none),
+        "unproven": replace(solution, deadline_price=np.zeros_like(problem.tail)),
+        "not a number": replace(solution, deadline_price=np.full_like(problem.tail, np.nan)),
+    }[how]
+
+
+@pytest.mark.parametrize("unit_j", [1.0, 1e-6])
+@pytest.mark.parametrize("how", ["late", "dear", "unproven", "not a number"])
+@pytest.mark.parametrize("solver", [Simplex, InteriorPoint])
+def test_a_wrong_answer_is_noticed(monkeypatch, solver, how, unit_j):
+    schedule = builders.one_f_one_b(3, 5)
+    profile = random_profile(random.Random(7), 3, 6)
+    rows = tuple(
+        {k: [replace(row, energy_j=row.energy_j * unit_j) for row in kinds[k]] for k in kinds}
+        for kinds in profile.rows
+    )
+    profile = replace(profile, rows=rows)
+    choices = make_choices(profile, np.full(3, 70.0 * unit_j), np.ones(3, dtype=np.int64))
+    right, asked = (
+        DurationProgram(schedule, choices, 0.0, np.zeros(3), units)
+        for units in (SIMPLEX, {Simplex: SIMPLEX, InteriorPoint: INTERIOR_POINT}[solver])
+    )
+    deadline_s = 1.05 * right.fastest_iteration_s
+    optimum_j = right.solve(deadline_s).cost_j
+    solve = solver.solve
+
+    def solve_wrongly(self, deadline):
+        return wrong(solve(self, deadline), self._problem, how)
+
+    monkeypatch.setattr(solver, "solve", solve_wrongly)
+    if solver is InteriorPoint:  # the simplex is asked instead
+        assert asked.solve(deadline_s).cost_j == pytest.approx(optimum_j)
+    else:
+        with pytest.raises(LinearProgramError, match="although it can be met"):
+            asked.solve(deadline_s)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.05])
+def test_who_is_asked_for_what(monkeypatch, factor):
+    """The interior-point method twice, for a hair less at last, then the simplex."""
+    case = Case(3)
+    program = case.program(INTERIOR_POINT)
+    asked = []
+
+    def failing(self, deadline):
+        asked.append((type(self), deadline * program._time_unit_s))
+        raise SolverError(f"failure {len(asked)}")
+
+    for solver in (Simplex, InteriorPoint):
+        monkeypatch.setattr(solver, "solve", failing)
+    deadline_s = factor * case.fastest_s
+    with pytest.raises(LinearProgramError, match=r"can be met: failure 3 .*little more time"):
+        program.solve(deadline_s)
+    earlier_s = deadline_s if factor == 1.0 else deadline_s * (1 - 1e-5)
+    assert [solver for solver, _ in asked] == [InteriorPoint, InteriorPoint, Simplex]
+    assert [at for _, at in asked] == pytest.approx([deadline_s, earlier_s, deadline_s], rel=1e-9)
+
+
+def test_up_to_how_many_units_the_simplex_is_asked():
+    case = Case(3)
+    units = case.schedule.num_units
+    assert isinstance(case.program(units)._solver, Simplex)
+    assert isinstance(case.program(units - 1)._solver, InteriorPoint)
+
+
+def test_a_deadline_that_is_refused_is_told_with_the_one_that_is_not():
+    program = Case(3).program(SIMPLEX)
+    fastest_s = program.fastest_iteration_s
+    assert program.attainable(fastest_s * (1 - 1e-12)) == fastest_s
+    assert program.attainable(fastest_s * 1.5) == fastest_s * 1.5
+    told = f"takes {fastest_s:.6g} s: allow 1.2500 times the time"
+    with pytest.raises(LinearProgramError, match=told):
+        program.attainable(0.8 * fastest_s)
+
+
+@SOLVERS
+def test_units_without_a_choice_are_no_trouble(max_simplex_units):
+    profile = random_profile(random.Random(3), 3, 2)
+    rows = tuple({kind: listed[:1] for kind, listed in kinds.items()} for kinds in profile.rows)
+    choices = make_choices(replace(profile, rows=rows), np.zeros(3), np.ones(3, dtype=np.int64))
+    schedule = builders.one_f_one_b(3, 5)
+    program = DurationProgram(schedule, choices, 0.0, np.zeros(3), max_simplex_units)
+    times_s = np.array([unit.time_s[0] for unit in choices.units])[node_keys(schedule)]
+    energies_j = np.array([unit.cost_j[0] for unit in choices.units])[node_keys(schedule)]
+    relaxed = program.solve(2 * float(times_s.sum()))
+    assert relaxed.duration_s == pytest.approx(times_s)
+    assert relaxed.cost_j == pytest.approx(energies_j.sum())

@@ -1,0 +1,185 @@
+"""How many extra forwards memory, the batch, the channel and the user leave to each stage."""
+
+import itertools
+
+import pytest
+from core_cases import uniform_profile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.channel_model import ChannelModelError, completes
+from envpipe_megatron.core.schedule import ScheduleError
+from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.policies.limits import (
+    LimitError,
+    OrderLimits,
+    envpipe_counts,
+    envpipe_times_s,
+    in_flight_by_memory,
+    order_limits,
+)
+
+FIXED = settings(max_examples=150, deadline=None, derandomize=True)
+CURVE = {f: (1 + (1200 - f) / 480, 10 + (f - 1080) / 20) for f in (1200, 1170, 1140, 1110, 1080)}
+
+
+def within(counts, limits):
+    """The definition of `OrderLimits`, word for word."""
+    falls = [a - b for a, b in itertools.pairwise(counts)]
+    return (
+        all(0 <= count <= most for count, most in zip(counts, limits.most, strict=True))
+        and (limits.max_fall is None or all(fall <= limits.max_fall for fall in falls))
+        and all(-fall <= limits.max_rise for fall in falls)
+    )
+
+
+@FIXED
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=4),
+    st.sampled_from([None, 0, 1, 2, 3]),
+    st.sampled_from([0, 1]),
+    st.lists(st.integers(0, 5), min_size=4, max_size=4),
+)
+def test_fitted_counts_are_the_largest_within_the_limits(most, max_fall, max_rise, wanted):
+    limits = OrderLimits(tuple(most), max_fall, max_rise)
+    wanted = wanted[: len(most)]
+    every = itertools.product(*(range(limit + 1) for limit in most))
+    allowed = [counts for counts in every if within(counts, limits)]
+    below = [
+        counts
+        for counts in allowed
+        if all(count <= want for count, want in zip(counts, wanted, strict=True))
+    ]
+    # One of them is at least as large as every other, on every stage at once.
+    assert limits.fit(wanted) == tuple(map(max, zip(*below, strict=True)))
+    assert limits.fit(wanted) in below
+    assert all(limits.allow(counts) for counts in allowed)
+
+
+@FIXED
+@given(
+    st.lists(st.integers(-1, 4), min_size=3, max_size=3),
+    st.sampled_from([None, 1, 2]),
+    st.sampled_from([0, 1]),
+)
+def test_what_is_allowed_is_what_the_definition_says(counts, max_fall, max_rise):
+    limits = OrderLimits((3, 3, 1), max_fall, max_rise)
+    assert limits.allow(counts) == within(counts, limits)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 1), (2, 4), (3, 2), (3, 5)])
+def test_without_wishes_the_limits_are_what_can_run_at_all(stages, microbatches):
+    limits = order_limits(stages, microbatches)
+    allowed = set()
+    for counts in itertools.product(range(microbatches + 1), repeat=stages):
+        try:
+            builders.envpipe(stages, microbatches, counts)
+        except ScheduleError:
+            assert not limits.allow(counts), counts
+            continue
+        assert limits.allow(counts), counts
+        allowed.add(counts)
+    assert (0,) * stages in allowed
+    assert limits.fit([microbatches] * stages) in allowed
+
+
+@pytest.mark.parametrize("capacity", [1, 2])
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 6), (3, 5), (4, 6)])
+def test_on_a_bounded_channel_the_limits_are_what_completes(stages, microbatches, capacity):
+    free = order_limits(stages, microbatches)
+    bounded = order_limits(stages, microbatches, channel_capacity=capacity)
+    for counts in itertools.product(range(microbatches), repeat=stages):
+        if free.allow(counts):
+            schedule = builders.envpipe(stages, microbatches, counts)
+            assert bounded.allow(counts) == completes(schedule, capacity), counts
+
+
+def test_a_channel_that_holds_nothing_is_refused_where_1f1b_needs_one():
+    with pytest.raises(ChannelModelError, match="Not even 1F1B"):
+        order_limits(2, 2, channel_capacity=0)
+    # One microbatch never meets another, and one stage has no channel.
+    assert order_limits(2, 1, channel_capacity=0).fit([3, 3]) == (0, 0)
+    assert order_limits(1, 4, channel_capacity=0).fit([2]) == (2,)
+
+
+@FIXED
+@given(st.data(), st.integers(1, 6), st.integers(1, 16))
+def test_limits_are_those_of_envpipes_own_counts(data, stages, microbatches):
+    """A rule that counts for itself, under the same wishes, stays within; peaks keep the memory."""
+    wishes = {
+        "max_extra_forwards": data.draw(st.sampled_from([None, 0, 1, 2, 5])),
+        "max_in_flight": data.draw(
+            st.none()
+            | st.tuples(
+                *(
+                    st.integers(min(stages - s, microbatches), microbatches + 2)
+                    for s in range(stages)
+                )
+            )
+        ),
+        "max_warmup_step": data.draw(st.sampled_from([None, 0, 1, 3])),
+    }
+    times_s = st.lists(st.floats(0.1, 4.0), min_size=stages, max_size=stages)
+    counts = builders.envpipe_extra_forwards(
+        data.draw(times_s), data.draw(times_s), microbatches, **wishes
+    )
+    limits = order_limits(stages, microbatches, **wishes)
+    assert limits.allow(counts)
+    assert limits.most == tuple(
+        builders.extra_forward_caps(
+            stages,
+            microbatches,
+            max_extra_forwards=wishes["max_extra_forwards"],
+            max_in_flight=wishes["max_in_flight"],
+        )
+    )
+    largest = limits.fit([microbatches] * stages)
+    schedule = builders.envpipe(stages, microbatches, largest)
+    if wishes["max_in_flight"] is not None:
+        peaks = zip(schedule.peak_in_flight, wishes["max_in_flight"], strict=True)
+        assert all(peak <= most for peak, most in peaks)
+    if wishes["max_extra_forwards"] is not None:
+        assert max(schedule.extra_forwards) <= wishes["max_extra_forwards"]
+    if wishes["max_warmup_step"] is not None:
+        steps = (abs(a - b) for a, b in itertools.pairwise(largest))
+        assert max(steps, default=0) <= wishes["max_warmup_step"]
+
+
+def test_less_in_flight_than_1f1b_holds_is_refused():
+    with pytest.raises(ScheduleError, match=r"Stage 1 .*got 2.*holds 3"):
+        order_limits(4, 8, max_in_flight=(4, 2, 2, 1))
+
+
+def test_envpipes_counts_of_a_profile():
+    # 1.25 s a forward at the optimum, 2 s a backward at the highest clock.
+    profile = uniform_profile(4, CURVE)
+    assert envpipe_times_s(profile) == ([2.0] * 4, [1.25] * 4)
+    assert envpipe_counts(profile, 32) == [4, 3, 1, 0]
+    assert envpipe_counts(profile, 5) == [1, 2, 1, 0]
+
+
+def with_memory(activation_bytes, free_bytes, stages=3):
+    sidecar = Sidecar(activation_bytes=activation_bytes, free_bytes=free_bytes)
+    return uniform_profile(stages, CURVE, sidecar=sidecar)
+
+
+def test_bytes_become_microbatches_beside_the_one_that_is_there():
+    profile = with_memory((100.0, 100.0, 100.0), (250.0, 99.0, 0.0))
+    assert in_flight_by_memory(profile, 16) == (3, 1, 1)
+    assert in_flight_by_memory(profile, 2) == (2, 1, 1)  # no more than there are
+
+
+def test_bytes_that_fit_exactly_fit_whatever_their_rounding():
+    profile = with_memory((0.1, 0.1, 1e9 / 3), (0.3, 0.7, 1e9))  # 0.3 / 0.1 < 3 in floating point
+    assert in_flight_by_memory(profile, 16) == (4, 8, 4)
+
+
+def test_a_stage_that_keeps_no_activations_has_no_limit():
+    assert in_flight_by_memory(with_memory((0.0, 5.0, 5.0), (0.0, 0.0, 5.0)), 7) == (7, 1, 2)
+
+
+@pytest.mark.parametrize("missing", [(None, (1.0,) * 3), ((1.0,) * 3, None), (None, None)])
+def test_memory_that_was_not_measured_is_refused(missing):
+    with pytest.raises(LimitError, match=r"activation_bytes and free_bytes.*number of microb"):
+        in_flight_by_memory(with_memory(*missing), 8)

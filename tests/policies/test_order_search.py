@@ -1,0 +1,324 @@
+"""The search for an order: what it returns keeps every limit, and what limits cost."""
+
+import random
+from itertools import pairwise, product
+from pathlib import Path
+from types import SimpleNamespace as Namespace
+
+import numpy as np
+import pytest
+from core_cases import uniform_profile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_cases import Job, random_job
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.channel_model import completes
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.policies import order_search
+from envpipe_megatron.policies.limits import order_limits
+from envpipe_megatron.policies.memory_frontier import memory_frontier
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
+from envpipe_megatron.policies.order_search import Candidate, OrderSearch
+
+SEEDS = st.integers(0, 2**32)
+STEPS = (0, 1, 2, 3, None)
+CURVE = {f: (1 + (1200 - f) / 480, 10 + (f - 1080) / 20) for f in (1200, 1170, 1140, 1110, 1080)}
+
+
+def one_f_one_b_s(job):
+    own = builders.one_f_one_b(job.num_stages, job.num_microbatches)
+    return all_maximum_s(own, job.profile, job.conditions)
+
+
+def search_of(job, factor=1.0):
+    deadline_s = factor * one_f_one_b_s(job)
+    return OrderSearch(job.profile, job.num_microbatches, job.conditions, deadline_s), deadline_s
+
+
+def any_job(seed, max_microbatches=8):
+    rng = random.Random(seed)
+    return rng, random_job(rng, stages=(2, 3, 4), max_microbatches=max_microbatches)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(SEEDS)
+def test_candidates_are_within_the_limits_in_time_and_sorted(seed):
+    rng, job = any_job(seed)
+    stages, microbatches = job.num_stages, job.num_microbatches
+    search, deadline_s = search_of(job, rng.choice([1.0, 1.0, 1.1]))
+    capacity = rng.choice([1, 2, None])
+    limits = order_limits(
+        stages,
+        microbatches,
+        max_extra_forwards=rng.choice([None, 1, 2]),
+        max_warmup_step=rng.choice([None, 0, 1, 2]),
+        channel_capacity=capacity,
+    )
+    candidates = search.search(limits)
+    orders = [candidate.extra_forwards for candidate in candidates]
+    assert (0,) * stages in orders
+    assert len(set(orders)) == len(orders) <= search.orders_tried
+    for candidate in candidates:
+        extra = candidate.extra_forwards
+        assert limits.allow(extra)
+        schedule = builders.envpipe(stages, microbatches, extra)
+        assert schedule.extra_forwards == extra
+        assert completes(schedule, capacity)
+        relaxed_j = Optimizer(schedule, job.profile, job.conditions).relaxed_energy_j(deadline_s)
+        assert candidate.relaxed_energy_j == pytest.approx(relaxed_j, rel=1e-6)
+    # Extra forwards that save next to nothing are not worth their memory: 0.002 % each.
+    worth = [
+        candidate.relaxed_energy_j * (1 + 2e-5 * sum(candidate.extra_forwards))
+        for candidate in candidates
+    ]
+    assert worth == sorted(worth)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(SEEDS)
+def test_the_plan_is_in_time_and_never_above_1f1bs(seed):
+    rng, job = any_job(seed)
+    search, deadline_s = search_of(job, rng.choice([1.0, 1.0, 1.05, 1.3]))
+    plan = search.plan(search.search(order_limits(job.num_stages, job.num_microbatches)))
+    own = search.optimizer((0,) * job.num_stages)
+    assert own.schedule.name == "1f1b"
+    assert plan.cost.iteration_time_s <= deadline_s * (1 + 1e-9)
+    assert plan.cost.energy_j <= own.plan(deadline_s).cost.energy_j * (1 + 1e-9)
+    assert search.any_order_bound_j() <= plan.energy_lower_bound_j * (1 + 1e-9)
+    assert plan.energy_lower_bound_j <= plan.cost.energy_j * (1 + 1e-9)
+
+
+def test_1f1b_is_planned_too_where_the_best_orders_round_badly():
+    """One job of 1,500: two other orders have less relaxed energy, and 0.6 % dearer plans."""
+    rng, job = any_job(942, max_microbatches=4)
+    search, deadline_s = search_of(job, rng.choice([1.0, 1.0, 1.05, 1.3]))
+    first, second, *others = search.search(order_limits(job.num_stages, job.num_microbatches))
+    own = next(candidate for candidate in others if not any(candidate.extra_forwards))
+    energy_j = {
+        candidate: search.optimizer(candidate.extra_forwards).plan(deadline_s).cost.energy_j
+        for candidate in (first, second, own)
+    }
+    assert energy_j[own] < 0.995 * min(energy_j[first], energy_j[second])
+    assert search.plan([first, second, *others]).cost.energy_j == energy_j[own]
+
+
+@settings(max_examples=16, deadline=None, derandomize=True)
+@given(SEEDS, st.sampled_from(["extra", "in flight"]))
+def test_more_memory_never_costs_energy(seed, limited):
+    """Exactly so for the energies that orders are compared by; plans are rounded one by one.
+
+    Of 1,200 steps of such jobs one in a hundred ended in a plan that took more, at most 1.4 %.
+    """
+    _, job = any_job(seed)
+    stages, microbatches = job.num_stages, job.num_microbatches
+    relaxed_j, plan_j = [], []
+    for step in STEPS:
+        most = None if step is None else [min(stages, microbatches) + step] * stages
+        limits = (
+            order_limits(stages, microbatches, max_extra_forwards=step)
+            if limited == "extra"
+            else order_limits(stages, microbatches, max_in_flight=most)
+        )
+        search, _ = search_of(job)
+        candidates = search.search(limits)
+        relaxed_j.append(min(candidate.relaxed_energy_j for candidate in candidates))
+        plan_j.append(search.plan(candidates).cost.energy_j)
+    assert all(b <= a * (1 + 1e-9) for a, b in pairwise(relaxed_j))
+    assert all(b <= a * 1.02 for a, b in pairwise(plan_j))
+
+
+def test_on_small_jobs_the_search_nearly_always_finds_the_best_of_all_extra_forwards():
+    """It moves one stage, a front part or a rear part at a time: it is not exhaustive.
+
+    Of 400 such jobs two ended above the best, by 0.7 and 1.8 %, where only the stages in the middle
+    wanted more; of these none. Five orders are looked at in each.
+    """
+    missed, orders_tried = [], 0
+    for seed in range(40):
+        _, job = any_job(seed, max_microbatches=5)
+        stages, microbatches = job.num_stages, job.num_microbatches
+        search, deadline_s = search_of(job)
+        limits = order_limits(stages, microbatches)
+        every = [
+            Optimizer(builders.envpipe(stages, microbatches, extra), job.profile, job.conditions)
+            for extra in product(range(microbatches), repeat=stages)
+            if limits.allow(extra)
+        ]
+        least_j = min(
+            optimizer.relaxed_energy_j(deadline_s)
+            for optimizer in every
+            if optimizer.fastest_s <= deadline_s * (1 + 1e-9)
+        )
+        found_j = min(c.relaxed_energy_j for c in search.search(limits))
+        assert found_j >= least_j * (1 - 1e-6), seed
+        missed.append(found_j / least_j - 1)
+        orders_tried += search.orders_tried
+    assert max(missed) <= 1e-6
+    assert orders_tried <= 200
+
+
+@pytest.mark.parametrize(("saved", "taken"), [(1e-16, False), (1e-5, False), (1e-4, True)])
+def test_a_microbatch_is_not_taken_for_next_to_nothing(monkeypatch, saved, taken):
+    """Neither by a plan nor by a point of the memory frontier: 0.002 % each is what it must buy."""
+    job = Job(uniform_profile(2, CURVE), 4, Conditions((10.0,) * 2))
+
+    def rounded(extra):
+        return Namespace(cost=Namespace(energy_j=100.0 * (1 - saved * sum(extra))), extra=extra)
+
+    def optimizer(self, extra, *_):
+        return Namespace(plan=lambda *_: rounded(extra))
+
+    monkeypatch.setattr(OrderSearch, "optimizer", optimizer)
+    monkeypatch.setattr(
+        OrderSearch, "search", lambda *_: [Candidate((1, 0), 99.0), Candidate((0, 0), 99.1)]
+    )
+    search, _ = search_of(job)
+    assert search.plan(search.search()).extra == ((1, 0) if taken else (0, 0))
+    found = iter([(0, 0), (1, 0)])
+    monkeypatch.setattr(OrderSearch, "search", lambda *_: [Candidate(next(found), 99.0)])
+    points = memory_frontier(search, order_limits(2, 4, max_extra_forwards=1))
+    assert [point.max_extra_forwards for point in points] == ([0, 1] if taken else [0])
+
+
+def test_what_an_order_does_not_need_is_taken_away_without_costing_energy(monkeypatch):
+    """By longest paths alone: no order is solved for beyond those to start from and the result."""
+    monkeypatch.setattr(order_search, "_UNIT_BUDGET", 0)
+    monkeypatch.setattr(order_search, "_FEWEST_ORDERS", 0)
+    taken = []
+    for seed in range(60):
+        rng, job = any_job(seed)
+        limits = order_limits(job.num_stages, job.num_microbatches)
+        factor = rng.choice([1.0, 1.05])
+        best = []
+        for looks in (0, 200_000):
+            monkeypatch.setattr(order_search, "_LOOK_BUDGET", looks)
+            search, _ = search_of(job, factor)
+            best.append(search.search(limits)[0])
+        before, after = best
+        assert limits.allow(after.extra_forwards)
+        assert after.relaxed_energy_j <= before.relaxed_energy_j * (1 + 1e-6), seed
+        taken.append(sum(before.extra_forwards) - sum(after.extra_forwards))
+    assert min(taken) >= 0
+    assert any(taken)
+
+
+def test_small_jobs_may_try_many_orders_and_the_largest_a_few(monkeypatch):
+    _, job = any_job(5)
+    tried = []
+    for units, fewest in ((0, 0), (0, 2), (10**6, 0)):
+        monkeypatch.setattr(order_search, "_UNIT_BUDGET", units)
+        monkeypatch.setattr(order_search, "_FEWEST_ORDERS", fewest)
+        search, _ = search_of(job, 1.05)
+        search.search(order_limits(job.num_stages, job.num_microbatches))
+        tried.append(search.orders_tried)
+    assert tried[0] < tried[1] < tried[2]
+
+
+def test_large_jobs_are_searched_with_few_linear_programs():
+    profile = uniform_profile(8, CURVE, slowness=[1, 1, 1, 1, 1, 1, 1, 1.2])
+    own = builders.one_f_one_b(8, 96)
+    conditions = Conditions((10.0,) * 8)
+    search = OrderSearch(profile, 96, conditions, all_maximum_s(own, profile, conditions))
+    candidates = search.search(order_limits(8, 96))
+    assert search.orders_tried <= 16
+    one_f_one_b = next(c for c in candidates if not any(c.extra_forwards))
+    assert candidates[0].relaxed_energy_j < 0.99 * one_f_one_b.relaxed_energy_j
+
+
+@pytest.mark.parametrize("slow_stage", [0, 3, 7])
+def test_one_microbatch_more_in_flight_is_used_well(slow_stage):
+    """Rear stages have room for more than one extra forward then, and using it costs energy."""
+    profile = uniform_profile(8, CURVE, slowness=[1 + 0.1 * (s == slow_stage) for s in range(8)])
+    conditions = Conditions((10.0,) * 8)
+    deadline_s = all_maximum_s(builders.one_f_one_b(8, 48), profile, conditions)
+    front_parts = [tuple(int(s < count) for s in range(8)) for count in range(8)]
+    least_j = min(
+        Optimizer(builders.envpipe(8, 48, extra), profile, conditions).relaxed_energy_j(deadline_s)
+        for extra in front_parts
+    )
+    search = OrderSearch(profile, 48, conditions, deadline_s)
+    best = search.search(order_limits(8, 48, max_in_flight=[9] * 8))[0]
+    assert best.relaxed_energy_j < least_j * 1.002
+
+
+def test_counts_that_were_good_before_are_taken_up():
+    profile = uniform_profile(3, CURVE, backward=2.0)
+    conditions = Conditions((40.0,) * 3)
+    # So late that no order is worth extra forwards: the search has no reason to look far.
+    deadline_s = 2 * all_maximum_s(builders.one_f_one_b(3, 12), profile, conditions)
+    limits = order_limits(3, 12)
+    start = (2, 1, 2)
+    plain, started = (OrderSearch(profile, 12, conditions, deadline_s) for _ in range(2))
+    assert start not in [c.extra_forwards for c in plain.search(limits)]
+    assert start in [c.extra_forwards for c in started.search(limits, [start])]
+    # A start beyond the limits is lowered to them.
+    tight = order_limits(3, 12, max_extra_forwards=1)
+    lowered = OrderSearch(profile, 12, conditions, deadline_s).search(tight, [(9, 9, 9)])
+    assert (1, 1, 1) in [c.extra_forwards for c in lowered]
+
+
+def test_a_single_stage_has_one_order_that_matters():
+    profile = uniform_profile(1, CURVE)
+    conditions = Conditions((40.0,))
+    own_s = all_maximum_s(builders.one_f_one_b(1, 4), profile, conditions)
+    search = OrderSearch(profile, 4, conditions, own_s)
+    best = search.search(order_limits(1, 4))[0]
+    assert best.extra_forwards == (0,)
+    assert search.plan([best]).schedule == builders.one_f_one_b(1, 4)
+
+
+def test_orders_that_hide_the_latency_meet_deadlines_that_1f1b_misses():
+    """1F1B pays two hops for every microbatch; extra forwards are on their way meanwhile."""
+    profile, conditions = uniform_profile(4, CURVE), Conditions((30.0,) * 4, 0.5)
+    own = Optimizer(builders.one_f_one_b(4, 16), profile, conditions)
+    deadline_s = 0.9 * own.fastest_s
+    with pytest.raises(LinearProgramError):
+        own.plan(deadline_s)
+    search = OrderSearch(profile, 16, conditions, deadline_s)
+    candidates = search.search(order_limits(4, 16))
+    assert (0, 0, 0, 0) not in [c.extra_forwards for c in candidates]
+    assert search.plan(candidates).cost.iteration_time_s <= deadline_s * (1 + 1e-9)
+    tight = order_limits(4, 16, max_extra_forwards=0)
+    with pytest.raises(LinearProgramError, match=r"'1f1b'.*deadline"):
+        OrderSearch(profile, 16, conditions, deadline_s).search(tight)
+
+
+def test_an_order_that_cannot_meet_the_deadline_is_not_planned():
+    """The second best that the search looked at may be too late at any clock."""
+    for seed in range(50):
+        _, job = any_job(seed, max_microbatches=3)
+        search, deadline_s = search_of(job)
+        candidates = search.search(order_limits(job.num_stages, job.num_microbatches))
+        assert all(np.isfinite(c.relaxed_energy_j) for c in candidates)
+        assert search.plan(candidates).cost.iteration_time_s <= deadline_s * (1 + 1e-9)
+
+
+DATA = Path(__file__).parents[2].parent / "shared" / "data" / "perseus_sosp24"
+
+
+def test_more_memory_on_gpt3_175b_saves_more():
+    """8 stages of the A100 profile, 12 microbatches: relaxed and rounded energies fall."""
+    path = DATA / "emulation" / "stage_profile" / "gpt3-175b_a100_sxm.csv"
+    if not path.exists():
+        pytest.skip(f"the published profiles are not in {DATA}")
+    profile, conditions = read_profile(path), Conditions((83.64,) * 8)
+    own = builders.one_f_one_b(8, 12)
+    deadline_s = all_maximum_s(own, profile, conditions)
+    relaxed_j, plans, best = [], [], []
+    search = OrderSearch(profile, 12, conditions, deadline_s)
+    for step in STEPS:
+        limits = order_limits(8, 12, max_extra_forwards=step)
+        candidates = search.search(limits, best)
+        best = [candidates[0].extra_forwards]
+        relaxed_j.append(candidates[0].relaxed_energy_j)
+        plans.append(search.plan(candidates))
+    assert all(b <= a for a, b in pairwise(relaxed_j))
+    energies_j = [plan.cost.energy_j for plan in plans]
+    assert all(b <= a for a, b in pairwise(energies_j))
+    savings = [plan.cost.saving_percent(plan.baseline.cost) for plan in plans]
+    print("saving by extra forwards (%):", dict(zip(STEPS, np.round(savings, 2), strict=True)))
+    assert savings[1] >= savings[0] + 1.5  # one extra forward
+    assert savings[-1] >= savings[0] + 4.0

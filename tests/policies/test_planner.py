@@ -1,0 +1,394 @@
+"""From wishes to a plan, and the figures of published profiles."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from core_cases import uniform_profile
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.channel_model import ChannelModelError, completes
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan, read_plan
+from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
+from envpipe_megatron.policies.limits import LimitError
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+from envpipe_megatron.policies.order_search import OrderSearch
+from envpipe_megatron.policies.planner import (
+    BY_MEMORY,
+    RECONFIGURE_NAMES,
+    SCHEDULES,
+    PlannerError,
+    PlanRequest,
+    build_schedule,
+    make_frontier,
+    make_plan,
+)
+from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended, reconfigure
+
+CURVE = {f: (1 + (1200 - f) / 480, 10 + (f - 1080) / 20) for f in (1200, 1170, 1140, 1110, 1080)}
+PROFILE = uniform_profile(4, CURVE)  # 1.25 s at the optimum: EnvPipe wants 4, 3, 1, 0 extra
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "expected"),
+    [
+        ("1f1b", 1, builders.one_f_one_b(4, 8)),
+        ("gpipe", 1, builders.gpipe(4, 8)),
+        ("interleaved", 2, builders.interleaved(4, 8, 2)),
+        ("envpipe", 1, builders.envpipe(4, 8, [4, 3, 1, 0])),
+        ("ours", 1, builders.envpipe(4, 8, [4, 3, 1, 0])),
+    ],
+)
+def test_every_schedule_by_its_name(name, chunks, expected):
+    schedule, notes = build_schedule(PROFILE, PlanRequest(8, name, num_chunks=chunks))
+    assert schedule == expected
+    assert notes == ()
+
+
+def test_names_are_those_of_the_command_line():
+    assert {"1f1b", "gpipe", "interleaved", "envpipe"} <= set(SCHEDULES)
+    assert RECONFIGURE_NAMES[:3] == ("default", "greedy", "balanced")
+
+
+@pytest.mark.parametrize(
+    ("limits", "extra"),
+    [
+        ({"max_extra_forwards": 2}, (2, 2, 1, 0)),
+        ({"max_warmup_step": 1}, (3, 2, 1, 0)),
+        ({"max_in_flight": 5}, (1, 2, 1, 0)),
+        ({"max_in_flight": (5,)}, (1, 2, 1, 0)),
+        ({"max_in_flight": (8, 4, 2, 1)}, (4, 1, 0, 0)),
+    ],
+)
+def test_limits_reach_the_order(limits, extra):
+    schedule, _ = build_schedule(PROFILE, PlanRequest(32, "envpipe", **limits))
+    assert schedule.extra_forwards == extra
+
+
+def test_a_channel_that_holds_little_lowers_the_extra_forwards_and_says_so():
+    profile = uniform_profile(4, CURVE, backward=12.0)
+    free, no_notes = build_schedule(profile, PlanRequest(48, "envpipe"))
+    tight, notes = build_schedule(profile, PlanRequest(48, "envpipe", channel_capacity=1))
+    assert no_notes == ()
+    assert sum(tight.extra_forwards) < sum(free.extra_forwards)
+    assert len(notes) == 1
+    assert notes[0]
+
+
+@pytest.mark.parametrize("policy", ["baseline", "uniform", "envelope"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "envpipe"])
+def test_every_policy_on_every_schedule(schedule, policy):
+    chunks = 2 if schedule == "interleaved" else 1
+    planned = make_plan(PROFILE, PlanRequest(8, schedule, policy, "default", 50.0, chunks))
+    assert planned.plan.policy == policy
+    assert planned.reconfigured is None
+    assert planned.plan.conditions.blocking_power_w == (50.0,) * 4
+    assert planned.plan.cost.energy_j > 0
+    work = 10.0 if policy == "uniform" else 16.0
+    assert planned.plan.energy_by_stage_j[3] == pytest.approx(
+        8 * 3 * work
+        + 50 * (planned.plan.cost.iteration_time_s - 8 * 3 * (1.25 if work == 10 else 1))
+    )
+
+
+@pytest.mark.parametrize("name", ["greedy", "balanced"])
+def test_reconfigured_plans_are_named_and_keep_the_baselines_time(name):
+    planned = make_plan(PROFILE, PlanRequest(16, "envpipe", "envelope", name, 30.0))
+    assert planned.plan.policy == f"envelope-{name}"
+    assert planned.reconfigured.ended is Ended.ENVELOPE
+    baseline = planned.plan.baseline.cost
+    assert planned.plan.cost.slowdown_percent(baseline) < 1e-6
+    assert planned.plan.cost.saving_percent(baseline) > 0
+
+
+def test_the_sidecars_latency_counts():
+    profile = uniform_profile(4, CURVE, sidecar=Sidecar(p2p_latency_s=(0.5, 0.25, 0.25)))
+    slow, fast = (make_plan(p, PlanRequest(8)).plan for p in (profile, PROFILE))
+    assert slow.conditions.latency_s == (0.5, 0.25, 0.25)
+    assert slow.cost.iteration_time_s >= fast.cost.iteration_time_s + 2.0
+
+
+@pytest.mark.parametrize(
+    ("request_", "value"),
+    [
+        (PlanRequest(8, policy="uniform", reconfigure="greedy"), "greedy"),
+        (PlanRequest(8, policy="baseline", reconfigure="balanced"), "balanced"),
+        (PlanRequest(8, "1f1b", num_chunks=2), "2"),
+        (PlanRequest(8, "envpipe", num_chunks=2), "2"),
+        (PlanRequest(8, "auto", "optimal", num_chunks=2), "2"),
+        (PlanRequest(8, "envpipe", max_in_flight=(5, 5)), r"\(got 5, 5\)"),
+    ],
+)
+def test_wishes_that_contradict_each_other_are_refused(request_, value):
+    with pytest.raises(PlannerError, match=value):
+        make_plan(PROFILE, request_)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        PlanRequest(0),
+        PlanRequest(6, "interleaved", num_chunks=2),
+        PlanRequest(8, "interleaved"),
+        PlanRequest(8, "envpipe", max_in_flight=3),
+        PlanRequest(8, blocking_power_w=-1.0),
+    ],
+)
+def test_impossible_wishes_are_refused_as_errors_for_users(request_):
+    with pytest.raises(EnvPipeError):
+        make_plan(PROFILE, request_)
+
+
+def optimal(schedule="1f1b", microbatches=8, **wishes):
+    chunks = 2 if schedule == "interleaved" else 1
+    return PlanRequest(
+        microbatches, schedule, "optimal", blocking_power_w=30.0, num_chunks=chunks, **wishes
+    )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_optimal_plans_on_every_schedule(schedule):
+    planned = make_plan(PROFILE, optimal(schedule))
+    plan, baseline = planned.plan, planned.plan.baseline.cost
+    assert plan.policy == "optimal"
+    assert planned.reconfigured is None
+    assert 0 < plan.energy_lower_bound_j <= plan.cost.energy_j * (1 + 1e-9)
+    assert plan.gap_percent < 0.01  # the work fits the clocks as it happens
+    if schedule == "gpipe":  # with stages alike, every unit is on the critical path
+        assert plan.cost.energy_j == pytest.approx(baseline.energy_j)
+    else:
+        assert plan.cost.energy_j < 0.95 * baseline.energy_j
+    assert plan.cost.iteration_time_s <= baseline.iteration_time_s * (1 + 1e-9)
+    assert plan.conditions.blocking_power_w == (30.0,) * 4
+    if schedule != "auto":
+        built, _ = build_schedule(PROFILE, optimal(schedule))
+        assert plan.schedule == built
+        assert planned.notes == ()
+
+
+def test_auto_is_at_least_as_good_as_any_order_by_name_and_says_what_is_left():
+    planned = make_plan(PROFILE, optimal("auto"))
+    for schedule in ("1f1b", "gpipe", "envpipe"):
+        assert (
+            planned.plan.cost.energy_j <= make_plan(PROFILE, optimal(schedule)).plan.cost.energy_j
+        )
+    (note,) = planned.notes
+    compared, _, most = note.partition(" orders were compared. No order at all can save more than ")
+    assert int(compared) > 5
+    saving = planned.plan.cost.saving_percent(planned.plan.baseline.cost)
+    assert saving <= float(most.partition(" %")[0]) + 0.005  # it is printed with two decimals
+    assert "at this deadline" in most
+
+
+@pytest.mark.parametrize("policy", ["baseline", "uniform", "envelope"])
+def test_auto_goes_with_the_optimal_policy_alone(policy):
+    with pytest.raises(PlannerError, match=rf"auto.*got '{policy}'.*--policy optimal"):
+        make_plan(PROFILE, PlanRequest(8, "auto", policy))
+
+
+@pytest.mark.parametrize("policy", ["baseline", "uniform", "envelope"])
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        ({"deadline_factor": 1.1}, "deadline.*got 1.1"),
+        ({"min_dwell_s": 0.1}, "dwell time.*got 0.1"),
+        ({"park": True}, "parking.*got true"),
+    ],
+)
+def test_what_goes_with_the_optimal_policy_alone(policy, wish, said):
+    with pytest.raises(PlannerError, match=rf"{policy} knows no {said}.*--policy optimal"):
+        make_plan(PROFILE, PlanRequest(8, "1f1b", policy, **wish))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
+@pytest.mark.parametrize("wishes", [{"park": True}, {"park": True, "min_dwell_s": 1.5}])
+def test_parking_and_dwell_times_reach_the_plan_and_the_frontier(schedule, wishes):
+    profile = uniform_profile(2, CURVE)
+    conditions = Conditions((60.0,) * 2, wait_power_w=({300: 10.0, 1200: 60.0},) * 2)
+    request = PlanRequest(4, schedule, "optimal", conditions=conditions, **wishes)
+    planned = make_plan(profile, request)
+    for plan in (planned.plan, *make_frontier(profile, request, 2)):
+        assert plan.park_mhz is not None
+        assert shortest_dwell_s(plan) >= wishes.get("min_dwell_s", 0.0)
+    assert planned.plan.conditions == conditions
+    if schedule == "auto":
+        # The note says what no order can go below when it parks.
+        baseline = planned.plan.baseline.cost
+        search = OrderSearch(profile, 4, conditions, baseline.iteration_time_s, parking=True)
+        most = 100 * (1 - search.any_order_bound_j() / baseline.energy_j)
+        assert f"save more than {most:.2f} %" in planned.notes[0]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_later_deadline_is_used_and_kept(schedule):
+    costs = []
+    for factor in (1.0, 1.02, 1.1):
+        # Waiting is cheap: dear waiting would end the iteration before the deadline.
+        wishes = replace(optimal(schedule, deadline_factor=factor), blocking_power_w=5.0)
+        plan = make_plan(PROFILE, wishes).plan
+        own_s = plan.baseline.cost.iteration_time_s
+        assert plan.cost.iteration_time_s <= factor * own_s * (1 + 1e-9)
+        costs.append(plan.cost)
+    assert costs[1].iteration_time_s > costs[0].iteration_time_s
+    assert all(later.energy_j < earlier.energy_j for earlier, later in pairwise(costs))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_deadline_that_no_clock_meets_is_told(schedule):
+    with pytest.raises(LinearProgramError, match=r"deadline \(s\).*Its fastest iteration takes"):
+        make_plan(PROFILE, optimal(schedule, deadline_factor=0.9))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_deadline_that_is_none_is_refused(schedule, factor):
+    with pytest.raises(PlannerError, match=rf"deadline.*got {factor}.*above 0"):
+        make_plan(PROFILE, optimal(schedule, deadline_factor=factor))
+
+
+LIMITS = ({"max_extra_forwards": 1}, {"max_in_flight": 6}, {"max_warmup_step": 1})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: next(iter(limit)))
+def test_limits_go_with_orders_that_have_extra_forwards(schedule, limit):
+    with pytest.raises(PlannerError, match=f"envpipe and auto.*'{schedule}'"):
+        make_plan(PROFILE, optimal(schedule, **limit))
+
+
+def test_limits_hold_in_the_order_that_auto_finds():
+    def schedule_with(**limits):
+        return make_plan(PROFILE, optimal("auto", 16, **limits)).plan.schedule
+
+    free = schedule_with()
+    assert max(free.extra_forwards) > 2
+    assert max(schedule_with(max_extra_forwards=1).extra_forwards) == 1
+    assert schedule_with(max_extra_forwards=0).stages == builders.one_f_one_b(4, 16).stages
+    assert max(schedule_with(max_in_flight=5).peak_in_flight) == 5
+    in_flight = (6, 4, 2, 1)
+    peaks = schedule_with(max_in_flight=in_flight).peak_in_flight
+    assert peaks != builders.one_f_one_b(4, 16).peak_in_flight
+    assert all(peak <= most for peak, most in zip(peaks, in_flight, strict=True))
+    stepped = schedule_with(max_warmup_step=1).extra_forwards
+    assert max(stepped) > 0
+    assert all(abs(a - b) <= 1 for a, b in pairwise(stepped))
+
+
+@pytest.mark.parametrize("capacity", [1, 2])
+def test_auto_keeps_to_what_the_channel_carries(capacity):
+    profile = uniform_profile(4, CURVE, backward=6.0)
+    free = make_plan(profile, optimal("auto", 16)).plan.schedule
+    bound = make_plan(profile, optimal("auto", 16, channel_capacity=capacity)).plan.schedule
+    assert completes(bound, capacity)
+    assert max(bound.extra_forwards) > 0
+    if capacity == 1:
+        assert not completes(free, capacity)
+
+
+def test_a_channel_that_not_even_1f1b_finishes_on_is_refused():
+    for schedule in ("envpipe", "auto"):
+        with pytest.raises(ChannelModelError, match="Not even 1F1B"):
+            make_plan(PROFILE, optimal(schedule, channel_capacity=0))
+
+
+@pytest.mark.parametrize("schedule", ["envpipe", "auto"])
+def test_memory_in_bytes_limits_what_is_in_flight(schedule):
+    one, free = (100.0, 100.0, 200.0, 50.0), (450.0, 350.0, 200.0, 0.0)
+    sidecar = Sidecar(activation_bytes=one, free_bytes=free)
+    profile = uniform_profile(4, CURVE, sidecar=sidecar)
+    plan = make_plan(profile, optimal(schedule, 16, max_in_flight=BY_MEMORY)).plan
+    held = [peak * size for peak, size in zip(plan.schedule.peak_in_flight, one, strict=True)]
+    room = [left + size for left, size in zip(free, one, strict=True)]
+    assert all(bytes_ <= most for bytes_, most in zip(held, room, strict=True))
+    assert plan.schedule.extra_forwards[0] == 1  # five in flight, four of them 1F1B's
+    # The same as what the bytes come to in microbatches.
+    by_count = make_plan(profile, optimal(schedule, 16, max_in_flight=(5, 4, 2, 1))).plan
+    assert by_count.schedule == plan.schedule
+
+
+def test_memory_that_is_not_known_or_too_small_is_refused():
+    with pytest.raises(LimitError, match="activation_bytes"):
+        make_plan(PROFILE, optimal("auto", max_in_flight=BY_MEMORY))
+    sidecar = Sidecar(activation_bytes=(1.0,) * 4, free_bytes=(2.0,) * 4)
+    with pytest.raises(EnvPipeError, match=r"Stage 0 .*got 3.*holds 4"):
+        make_plan(replace(PROFILE, sidecar=sidecar), optimal("auto", max_in_flight=BY_MEMORY))
+    with pytest.raises(PlannerError, match=r"'much'.*4 stages"):
+        make_plan(PROFILE, optimal("auto", max_in_flight="much"))
+
+
+def test_an_optimal_plan_is_written_with_its_bound(tmp_path):
+    plan = make_plan(PROFILE, optimal("auto")).plan
+    plan.write(tmp_path / "plan.json")
+    again = read_plan(tmp_path / "plan.json", PROFILE)
+    assert again.energy_lower_bound_j == plan.energy_lower_bound_j
+    assert again.gap_percent == pytest.approx(plan.gap_percent)
+    assert again.cost == plan.cost
+
+
+DATA = Path(__file__).parents[2].parent / "shared" / "data" / "perseus_sosp24"
+
+
+def published(path):
+    if not (DATA / path).exists():
+        pytest.skip(f"the published profiles are not in {DATA}")
+    return read_profile(DATA / path)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "blocking_power_w", "num_microbatches", "low", "high"),
+    [
+        ("a100_sxm", 83.64, 24, 20.35, 20.45),
+        ("a100_sxm", 83.64, 96, 16.05, 16.15),
+        ("a40", 70.38, 24, 17.7, 17.85),
+        ("a40", 70.38, 96, 12.65, 13.0),
+    ],
+)
+def test_envpipe_in_full_on_gpt3_175b(gpu, blocking_power_w, num_microbatches, low, high):
+    """Against 1F1B with everything at the highest clock; 8 stages, its own order, balanced."""
+    profile = published(f"emulation/stage_profile/gpt3-175b_{gpu}.csv")
+    wishes = PlanRequest(num_microbatches, "envpipe", "envelope", "balanced", blocking_power_w)
+    plan = make_plan(profile, wishes).plan
+    baseline = plan.baseline.cost
+    assert low <= plan.cost.saving_percent(baseline) <= high
+    assert abs(plan.cost.slowdown_percent(baseline)) < 0.01
+
+
+def test_greedy_takes_2905_steps_on_the_a100_with_96_microbatches():
+    profile = published("emulation/stage_profile/gpt3-175b_a100_sxm.csv")
+    planned = make_plan(profile, PlanRequest(96, "envpipe", "envelope", "greedy", 83.64))
+    assert planned.reconfigured.steps == 2905
+    assert planned.reconfigured.ended is Ended.ENVELOPE
+    assert planned.plan.schedule.peak_in_flight[0] == 18
+
+
+def test_on_a_measured_unbalanced_job_the_path_never_becomes_the_envelope():
+    profile = published("measured/A100_gpt3-xl_dp1_pp4_tp1/profile.csv")
+    plan = make_plan(profile, PlanRequest(128, "1f1b", "envelope", blocking_power_w=83.64)).plan
+    result = reconfigure(plan, RECONFIGURE_POLICIES["balanced"])
+    assert result.ended is Ended.NOTHING_CAN_RISE
+    after = Plan("x", plan.schedule, result.frequency_mhz, profile, plan.conditions)
+    assert after.cost.slowdown_percent(plan.baseline.cost) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("gpu", "blocking_power_w", "expected"),
+    [("a100_sxm", 83.64, (14.7, 21.5, 21.6)), ("a40", 70.38, (10.9, 20.0, 20.2))],
+)
+def test_order_and_clocks_together_on_gpt3_175b(gpu, blocking_power_w, expected):
+    """Savings (%) of optimal clocks on 1F1B, EnvPipe's order and the best; 24 microbatches."""
+    profile = published(f"emulation/stage_profile/gpt3-175b_{gpu}.csv")
+    savings = []
+    for schedule in ("1f1b", "envpipe", "auto"):
+        wishes = PlanRequest(24, schedule, "optimal", blocking_power_w=blocking_power_w)
+        plan = make_plan(profile, wishes).plan
+        baseline = plan.baseline.cost
+        savings.append(plan.cost.saving_percent(baseline))
+        assert plan.cost.slowdown_percent(baseline) < 1e-6
+        assert plan.gap_percent < (0.8 if schedule == "1f1b" else 0.3)
+    assert savings == pytest.approx(expected, abs=0.15)
+    assert savings == sorted(savings)

@@ -1,0 +1,282 @@
+"""Reconfiguring: one step by hand, why the loop ends, and what it never does."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from core_cases import uniform_profile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.timeline import is_envelope
+from envpipe_megatron.policies.frequencies import POLICIES
+from envpipe_megatron.policies.reconfigure import (
+    RECONFIGURE_POLICIES,
+    Ended,
+    Ladders,
+    Step,
+    reconfigure,
+    step,
+)
+
+GREEDY, BALANCED = RECONFIGURE_POLICIES["greedy"], RECONFIGURE_POLICIES["balanced"]
+#: 1.0 s at 1200 MHz to 1.4 s at 1080, the valley's bottom.
+CURVE = {f: (1 + (1200 - f) / 300, 10 + (f - 1080) / 20) for f in (1200, 1170, 1140, 1110, 1080)}
+
+
+def plan_of(schedule, profile, policy="envelope", latency_s=0.0):
+    frequency = POLICIES[policy](schedule, profile)
+    return Plan(
+        policy, schedule, frequency, profile, Conditions((0.0,) * schedule.num_stages, latency_s)
+    )
+
+
+def steps_of(plan, policy, *, until=1):
+    """The first steps of a loop as (path, raised) by name, and the frequencies they lead to."""
+    ladders, names, taken = Ladders(plan.schedule, plan.profile), plan.schedule.describe, []
+    for _ in range(until):
+        frequency = plan.frequency_mhz.copy()
+        timeline = plan.timeline
+        outcome = step(
+            plan.schedule,
+            frequency.ravel().tolist(),
+            timeline.critical_path(),
+            policy,
+            ladders,
+        )
+        for node, target in outcome.raised.items():
+            frequency.ravel()[node] = target
+        plan = replace(plan, frequency_mhz=frequency)
+        raised = {names(node): target for node, target in outcome.raised.items()}
+        taken.append(([names(node) for node in outcome.path], raised))
+    return taken, plan
+
+
+#: From the end; B1 on stage 0 waited for stage 1, B0 on stage 1 for stage 2.
+PATH_OF_3_BY_3 = [
+    *("B2 on stage 0", "B1 on stage 0"),
+    *("B1 on stage 1", "F2 on stage 1", "B0 on stage 1"),
+    *("B0 on stage 2", "F0 on stage 2", "F0 on stage 1", "F0 on stage 0"),
+]
+
+
+class TestOneStepOf3By3:
+    """Envelope on 1F1B; inside it everything runs at 1080 MHz, F 1.4 s and B 2.8 s.
+
+    Stage 0: F0 0-1      F1 1-2.4   F2 2.4-3.8  B0 7.8-10.6  B1 12-14.8   B2 14.8-16.8
+    Stage 1: F0 1-2      F1 2.4-3.8 B0 5-7.8    F2 7.8-9.2   B1 9.2-12    B2 12.2-14.2
+    Stage 2: F0 2-3      B0 3-5     F1 5-6      B1 6-8       F2 9.2-10.2  B2 10.2-12.2
+    """
+
+    @pytest.fixture
+    def plan(self):
+        return plan_of(builders.one_f_one_b(3, 3), uniform_profile(3, CURVE))
+
+    def test_timeline(self, plan):
+        assert plan.timeline.iteration_time_s == pytest.approx(16.8)
+
+    def test_greedy_raises_the_last_unit_by_90(self, plan):
+        [(path, raised)], _ = steps_of(plan, GREEDY)
+        assert path == PATH_OF_3_BY_3
+        assert raised == {"B1 on stage 0": 1170}
+
+    def test_balanced_raises_all_lowest_by_30(self, plan):
+        [(path, raised)], _ = steps_of(plan, BALANCED)
+        assert path == PATH_OF_3_BY_3
+        assert raised == {
+            "B1 on stage 0": 1110,
+            "B1 on stage 1": 1110,
+            "F2 on stage 1": 1110,
+            "B0 on stage 1": 1110,
+        }
+
+    def test_balanced_leaves_those_that_are_higher_already(self, plan):
+        frequency = plan.frequency_mhz.copy()
+        frequency[1, 4] = 1110  # B1 on stage 1
+        _, raised = steps_of(replace(plan, frequency_mhz=frequency), BALANCED)[0][0]
+        assert "B1 on stage 1" not in raised
+        assert "F2 on stage 1" in raised
+
+    def test_greedy_goes_on_with_the_same_unit_until_it_is_at_the_top(self, plan):
+        # At 1170 B1 takes 2.2 s and ends at 14.2, just when B2's gradient comes: still no wait.
+        # At 1200 it ends at 14, B2 waits, and the path leaves through stages 1 and 2 to F2.
+        taken, after = steps_of(plan, GREEDY, until=3)
+        assert [raised for _, raised in taken] == [
+            {"B1 on stage 0": 1170},
+            {"B1 on stage 0": 1200},
+            {"F2 on stage 1": 1170},
+        ]
+        # F2 on stage 1 now takes 1.1 s instead of 1.4, which the last stage hands on in full.
+        assert after.timeline.iteration_time_s == pytest.approx(16.2 - 0.3)
+
+    def test_the_loop_makes_the_same_steps(self, plan):
+        for policy in (GREEDY, BALANCED):
+            result = reconfigure(plan, policy)
+            _, after = steps_of(plan, policy, until=result.steps)
+            assert (after.frequency_mhz == result.frequency_mhz).all()
+            assert result.ended is Ended.ENVELOPE
+
+
+class TestLadders:
+    schedule = builders.one_f_one_b(1, 1)
+    profile = uniform_profile(1, dict.fromkeys((800, 850, 1000, 1005), (1, 1)))
+
+    @pytest.mark.parametrize(
+        ("frequency", "granularity", "target"),
+        [
+            (800, 50, 850),  # exactly as much
+            (800, 51, 1000),  # at least as much
+            (800, 30, 850),
+            (850, 30, 1000),
+            (1000, 30, 1005),  # the top, where no step is as large
+            (800, 5000, 1005),
+            (1005, 30, None),
+            (900, 30, 1000),  # also from a frequency that is not a rung
+        ],
+    )
+    def test_the_lowest_rung_at_least_that_much_higher(self, frequency, granularity, target):
+        ladders = Ladders(self.schedule, self.profile)
+        for node in (0, 1):
+            assert ladders.next_above(node, frequency, granularity) == target
+
+    def test_all_clocks_of_a_gpu_between_those_that_were_profiled(self):
+        profile = uniform_profile(1, dict.fromkeys((800, 850, 1005), (1, 1)))
+        ladders = Ladders(self.schedule, profile, [[700, 800, 900, 1005, 1100]])
+        climb = [ladders.next_above(0, clock, 30) for clock in (700, 800, 900, 1005)]
+        assert climb == [800, 900, 1005, None]
+
+
+def test_the_policies_are_those_of_envpipes_code():
+    known = {
+        name: (p.name, p.granularity_mhz, p.max_steps) for name, p in RECONFIGURE_POLICIES.items()
+    }
+    assert known == {"greedy": ("greedy", 90, 50_000), "balanced": ("balanced", 30, 5_000)}
+
+
+def test_ends_when_the_path_is_the_envelope():
+    # At M = 8 the last stage is the bottleneck, so the inside can keep pace with it.
+    profile = uniform_profile(4, CURVE, slowness=[0.8, 0.8, 0.8, 1.0])
+    plan = plan_of(builders.envpipe(4, 8, [4, 3, 1, 0]), profile)
+    result = reconfigure(plan, BALANCED)
+    assert result.ended is Ended.ENVELOPE
+    after = replace(plan, frequency_mhz=result.frequency_mhz)
+    assert is_envelope(plan.schedule, after.timeline.critical_path())
+
+
+def test_ends_when_nothing_on_the_path_can_rise():
+    # Stage 1 is the bottleneck: however fast, the path goes through its inside.
+    profile = uniform_profile(4, CURVE, slowness=[1.0, 2.0, 1.0, 1.0])
+    plan = plan_of(builders.one_f_one_b(4, 8), profile)
+    for policy in (GREEDY, BALANCED):
+        result = reconfigure(plan, policy)
+        assert result.ended is Ended.NOTHING_CAN_RISE
+        path = replace(plan, frequency_mhz=result.frequency_mhz).timeline.critical_path()
+        frequency = result.frequency_mhz.ravel().tolist()
+        assert {frequency[node] for node in path} == {1200}
+        last = step(plan.schedule, frequency, path, policy, Ladders(plan.schedule, profile))
+        assert last == Step(path, {}, Ended.NOTHING_CAN_RISE)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([GREEDY, BALANCED]))
+def test_the_end_that_is_said_is_true_of_the_plan_with_its_tails_and_late_clocks(seed, policy):
+    rng = random.Random(seed)
+    p = rng.randint(2, 5)
+    slowness = [rng.uniform(0.7, 1.3) for _ in range(p)]
+    profile = uniform_profile(p, CURVE, slowness=slowness)
+    conditions = Conditions(
+        (0.0,) * p,
+        latency_s=rng.choice([0.0, 0.1]),
+        tail_time_s=tuple(rng.uniform(0, 3) for _ in range(p)),
+        change_time_s=rng.choice([0.0, 0.05, 0.5]),
+    )
+    plan = plan_of(builders.one_f_one_b(p, rng.randint(1, 9)), profile)
+    plan = replace(plan, conditions=conditions)
+    result = reconfigure(plan, policy)
+    after = replace(plan, frequency_mhz=result.frequency_mhz)
+    path = after.timeline.critical_path()
+    last = int((after.timeline.end_s[:, -1] + conditions.tail_time_s).argmax())
+    assert path[0] == (last + 1) * plan.schedule.units_per_stage - 1
+    if result.ended is Ended.ENVELOPE:
+        assert is_envelope(plan.schedule, path)
+    else:
+        assert result.ended is Ended.NOTHING_CAN_RISE
+        assert not is_envelope(plan.schedule, path)
+        assert {int(result.frequency_mhz.flat[node]) for node in path} == {1200}
+
+
+@pytest.mark.parametrize("policy", [GREEDY, BALANCED])
+def test_late_clocks_raise_units_only_beyond_what_is_raised_without_them(policy):
+    """From the start they would: a unit that rises alone comes late, and so do those around it."""
+    plan = plan_of(builders.one_f_one_b(4, 8), uniform_profile(4, CURVE))
+    late = replace(plan, conditions=Conditions((0.0,) * 4, change_time_s=0.3))
+    without, result = reconfigure(plan, policy), reconfigure(late, policy)
+    assert result.steps >= without.steps
+    assert (result.frequency_mhz >= without.frequency_mhz).all()
+
+
+def test_tails_that_end_the_iteration_leave_what_ends_before_them_alone():
+    """The last stage's tail is longer than all other stages take after it: they have the time."""
+    profile = uniform_profile(4, CURVE)
+    plan = plan_of(builders.one_f_one_b(4, 8), profile)
+    tailed = replace(plan, conditions=Conditions((0.0,) * 4, tail_time_s=(0.0, 0.0, 0.0, 20.0)))
+    result = reconfigure(tailed, BALANCED)
+    after = replace(tailed, frequency_mhz=result.frequency_mhz)
+    assert after.cost.iteration_time_s == pytest.approx(tailed.baseline.cost.iteration_time_s)
+    untailed = replace(tailed, frequency_mhz=reconfigure(plan, BALANCED).frequency_mhz)
+    assert after.cost.energy_j < untailed.cost.energy_j
+
+
+def test_ends_at_the_limit_of_steps():
+    plan = plan_of(builders.one_f_one_b(4, 8), uniform_profile(4, CURVE))
+    full = reconfigure(plan, GREEDY)
+    cut = reconfigure(plan, replace(GREEDY, max_steps=3))
+    assert (cut.steps, cut.ended) == (3, Ended.STEP_LIMIT)
+    assert reconfigure(plan, replace(GREEDY, max_steps=full.steps)).ended is full.ended
+    untouched = reconfigure(plan, replace(GREEDY, max_steps=0))
+    assert (untouched.frequency_mhz == plan.frequency_mhz).all()
+
+
+def test_a_plan_that_is_done_is_left_as_it_is():
+    plan = plan_of(builders.one_f_one_b(4, 8), uniform_profile(4, CURVE), policy="baseline")
+    result = reconfigure(plan, BALANCED)
+    assert result.steps == 0
+    assert (result.frequency_mhz == plan.frequency_mhz).all()
+
+
+def test_the_plan_itself_is_not_changed():
+    plan = plan_of(builders.one_f_one_b(3, 6), uniform_profile(3, CURVE))
+    before, cost = plan.frequency_mhz.copy(), plan.cost
+    assert reconfigure(plan, BALANCED).steps > 0
+    assert (plan.frequency_mhz == before).all()
+    assert replace(plan).cost == cost
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([GREEDY, BALANCED]))
+def test_never_longer_than_everything_at_the_highest_clock(seed, policy):
+    """Also with unbalanced stages, latency, and a highest clock that is not the fastest."""
+    rng = random.Random(seed)
+    p, m = rng.randint(1, 5), rng.randint(1, 9)
+    extra = builders.envpipe_extra_forwards(
+        [rng.uniform(0.5, 3) for _ in range(p)], [1.0] * p, m, max_extra_forwards=rng.randint(0, 5)
+    )
+    schedule = builders.envpipe(p, m, extra)
+    curve = {
+        f: (1 + (1200 - f) / 300 + rng.uniform(0, 0.1), rng.uniform(5, 10) + f / 200)
+        for f in range(900, 1201, rng.choice([15, 30, 60]))
+    }
+    profile = uniform_profile(
+        p, curve, slowness=[rng.uniform(0.5, 1.5) for _ in range(p)], backward=rng.uniform(1, 3)
+    )
+    latency = tuple(rng.choice([0.0, rng.uniform(0, 0.5)]) for _ in range(p - 1))
+    plan = plan_of(schedule, profile, latency_s=latency)
+    result = reconfigure(plan, policy)
+    assert result.ended is not Ended.STEP_LIMIT
+    after = replace(plan, frequency_mhz=result.frequency_mhz)
+    highest = plan_of(schedule, profile, "baseline", latency)
+    assert after.cost.iteration_time_s <= highest.cost.iteration_time_s * (1 + 1e-9)
+    assert (result.frequency_mhz >= plan.frequency_mhz).all()

@@ -1,0 +1,351 @@
+"""What few ranks tell each other, each in its turn in one process; and what becomes of errors."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.runtime.channel import collectives as runtime_collectives
+from envpipe_megatron.runtime.channel import host_group
+from envpipe_megatron.runtime.channel.collectives import (
+    MEDIAN,
+    SUM,
+    Collectives,
+    CollectivesError,
+    all_pipelines,
+    make_collectives,
+    tree_groups,
+)
+from envpipe_megatron.runtime.channel.host_group import FRAME_BYTES, HostGroup
+from envpipe_megatron.runtime.going_on import (
+    GoesOnError,
+    by_planner,
+    by_planner_in_time,
+    in_words,
+    on_every_rank,
+)
+
+
+class Wire:
+    """Gloo's exchanges, whose senders have come before their receivers."""
+
+    def __init__(self) -> None:
+        self.sent: dict[Any, list[torch.Tensor]] = {}
+        self.made: list[Any] = []
+
+    def group(self, store: Any, index: int, size: int, timeout: timedelta) -> Any:
+        self.made.append((store, index, size, timeout))
+
+        def work(do: Any) -> Any:
+            return SimpleNamespace(wait=do)
+
+        def put(what: Any, tensor: torch.Tensor) -> None:
+            self.sent.setdefault(what, []).append(tensor.clone())
+
+        def take(what: Any, into: torch.Tensor) -> None:
+            came = self.sent[what].pop(0)
+            assert (came.shape, came.dtype) == (into.shape, into.dtype)
+            into.copy_(came)
+
+        def gather(frames: list[torch.Tensor], own: torch.Tensor, root: int) -> Any:
+            if index != root:
+                return work(lambda: put(index, own))
+            return work(
+                lambda: [
+                    take(n, frame) if n != index else frame.copy_(own)
+                    for n, frame in enumerate(frames)
+                ]
+            )
+
+        def broadcast(tensor: torch.Tensor, root: int) -> Any:
+            if index != root:
+                return work(lambda: take(("all", index), tensor))
+            return work(lambda: [put(("all", n), tensor) for n in range(size) if n != index])
+
+        return SimpleNamespace(
+            gather=gather,
+            broadcast=broadcast,
+            send=lambda tensors, peer, tag: work(lambda: put((index, peer, tag), tensors[0])),
+            recv=lambda tensors, peer, tag: work(lambda: take((peer, index, tag), tensors[0])),
+        )
+
+
+@pytest.fixture
+def wire(monkeypatch) -> Wire:
+    made = Wire()
+    monkeypatch.setattr(dist, "ProcessGroupGloo", made.group, raising=False)
+    monkeypatch.setattr(host_group, "_get_default_store", lambda: "store")
+    monkeypatch.setattr(host_group, "PrefixStore", lambda name, store: (name, store))
+    return made
+
+
+#: Bytes whose pickle, with its length before it, just fits into a frame.
+FITS = FRAME_BYTES - len(host_group.pickle.dumps(b"x" * 200)) + 200 - 8
+
+
+@pytest.mark.parametrize("size", [0, FITS - 1, FITS, FITS + 1, 3 * FRAME_BYTES])
+def test_values_of_any_length_reach_the_leader_and_come_back(wire, monkeypatch, size):
+    ranks, leader = [7, 3, 5], 3
+    values = {rank: bytes([rank]) * (size + rank - 3 if size else 0) for rank in ranks}
+    groups = {}
+    for rank in ranks:
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        groups[rank] = HostGroup(ranks, "name", timedelta(seconds=9), leader=leader)
+    store = ("envpipe/name", "store")
+    assert wire.made == [(store, index, 3, timedelta(seconds=9)) for index in range(3)]
+    assert [group.leads for group in groups.values()] == [False, True, False]
+    for rank in (7, 5):
+        assert groups[rank].gather(values[rank]) == []
+    assert groups[leader].gather(values[leader]) == [values[rank] for rank in ranks]
+    assert groups[leader].broadcast(values[leader]) == values[leader]
+    for rank in (7, 5):
+        assert groups[rank].broadcast(None) == values[leader]
+    assert not any(wire.sent.values())
+
+
+def test_a_rank_alone_needs_no_connection(wire, monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 4)
+    alone = HostGroup([4], "name", timedelta(seconds=9), leader=4)
+    assert (alone.leads, alone.gather("own"), alone.broadcast("own")) == (True, ["own"], "own")
+    assert alone.transport is None
+    assert not wire.made
+
+
+class Told:
+    """A pipeline's group, of which the leader came first: the others hear what it has said."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def seen_by(self, stage: int, gathered: Any = None) -> Collectives:
+        def broadcast(value: Any) -> Any:
+            if stage == 0:
+                self.said.append(value)
+            return self.said[-1]
+
+        def gather(value: Any) -> list[Any]:
+            return [value, *(gathered or [])] if stage == 0 else []
+
+        group: Any = SimpleNamespace(leads=stage == 0, broadcast=broadcast, gather=gather)
+        return Collectives(stage, group, [], 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "others"),
+    [
+        (EnvPipeError("of a test"), EnvPipeError),
+        (ValueError("of a test"), CollectivesError),
+    ],
+)
+def test_an_error_of_the_planner_is_everybodys(error, others):
+    told = Told()
+
+    def fails() -> None:
+        raise error
+
+    with pytest.raises(type(error), match="of a test") as raised:
+        told.seen_by(0).agreed(fails)
+    assert raised.value is error
+    with pytest.raises(others, match="of a test") as raised:
+        told.seen_by(1).agreed(lambda: pytest.fail("the planner alone makes it"))
+    assert isinstance(error, EnvPipeError) or "ValueError" in str(raised.value)
+
+
+def test_arrays_of_replicas_are_merged_element_by_element():
+    replicas = [np.array([[1.0, 2.0]]), np.array([[3.0, 50.0]]), np.array([[8.0, 4.0]])]
+    assert SUM(replicas).tolist() == [[12.0, 56.0]]
+    assert MEDIAN(replicas).tolist() == [[3.0, 4.0]]
+
+
+@pytest.mark.parametrize("top", [True, False])
+def test_values_go_up_the_tree_and_down_again(top):
+    calls: list[Any] = []
+
+    def group(name: str, leads: bool) -> Any:
+        def gather(own: int) -> list[int]:
+            calls.append((name, own))
+            return [own, 2 * own] if leads else []
+
+        def broadcast(value: Any) -> str:
+            calls.append((name, value))
+            return f"{value} {name}"
+
+        return SimpleNamespace(leads=leads, gather=gather, broadcast=broadcast)
+
+    tree = [group("low", True), group("high", top)]
+    made = Collectives(1, group("pipeline", top), tree, 4)
+    assert made.is_planner is top
+    assert made.to_planner(1, sum) == ([9, 18] if top else [])
+    assert calls == [("low", 1), ("high", 3), *([("pipeline", 9)] if top else [])]
+    calls.clear()
+    assert made.from_planner("told") == f"told{' pipeline' * top} high low"
+    assert [name for name, _ in calls] == [*["pipeline"] * top, "high", "low"]
+
+
+@pytest.mark.parametrize(
+    ("size", "widths"),
+    [(1, []), (2, [2]), (8, [8]), (9, [3, 3]), (10, [4, 3]), (64, [8, 8]), (100, [5, 5, 4])],
+)
+def test_the_levels_of_a_tree_are_about_as_wide(size, widths):
+    assert [len(group) for group in tree_groups(0, size)] == widths
+
+
+def test_it_holds_on_all_where_it_holds_on_all_stages():
+    assert Told().seen_by(0, [True]).on_all(True) is True
+    assert Told().seen_by(0, [False]).on_all(True) is False
+    stages = Told().seen_by(0, [None, 7, 8])
+    assert stages.first(None) == (2, 7)
+    alone: Any = SimpleNamespace(leads=True, gather=lambda own: [own])
+    alone.broadcast = lambda own: own
+    for other, holds, value in ((True, True, True), (False, False, False), (None, False, 9)):
+        two: Any = SimpleNamespace(leads=True, broadcast=lambda own: own)
+        two.gather = lambda own, other=other: [own, other]
+        replicas = Collectives(0, alone, [two], 2)
+        assert replicas.on_all(True) is holds
+        assert replicas.first(9 if other is None else None) == (0, value)
+
+
+def test_what_the_planner_makes_may_be_nothing():
+    told = Told()
+    assert told.seen_by(0).agreed(lambda: None) is None
+    assert told.seen_by(1).agreed(lambda: 5) is None
+
+
+def test_an_error_of_one_rank_ends_what_every_rank_makes():
+    alone = Told().seen_by(0)
+    assert alone.everywhere(lambda: 5) == 5
+
+    def fails() -> None:
+        raise KeyError("of a test")
+
+    with pytest.raises(KeyError):
+        alone.everywhere(fails)
+    with pytest.raises(GoesOnError, match=r"^Stage 0: KeyError: 'of a test'$"):
+        on_every_rank(alone, fails)
+    assert on_every_rank(alone, lambda: 5) == 5
+    elsewhere: Any = SimpleNamespace(first=lambda own: (2, "of another"))
+    elsewhere.everywhere = lambda make: Collectives.everywhere(elsewhere, make)
+    with pytest.raises(CollectivesError, match="A rank of stage 2 cannot go on: of another"):
+        elsewhere.everywhere(lambda: 5)
+    with pytest.raises(GoesOnError, match="Stage 2: of another"):
+        on_every_rank(elsewhere, lambda: 5)
+
+
+def test_the_latest_time_is_that_of_all_stages():
+    told = Told()
+    assert told.seen_by(0, [7.0]).latest(3.0) == 7.0
+    assert told.seen_by(1).latest(7.0) == 7.0
+
+
+@pytest.mark.parametrize(("text", "reason"), [("\n gone\nfor ever", "gone"), ("", "")])
+@pytest.mark.parametrize("exchange", ["in_pipeline", "from_planner", "on_all"])
+def test_a_rank_that_is_gone_is_told_by_its_stage(exchange, text, reason):
+    def gone(value: Any) -> Any:
+        raise RuntimeError(text)
+
+    group: Any = SimpleNamespace(leads=True, gather=gone, broadcast=gone)
+    with pytest.raises(
+        CollectivesError, match=rf"^Stage 3 lost another rank of the job: {reason}\. Look"
+    ):
+        getattr(Collectives(3, group, [], 1), exchange)(True)
+
+
+def test_ranks_that_cannot_be_reached_are_an_error(monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+
+    def unreachable(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("of a test")
+
+    monkeypatch.setattr(runtime_collectives, "HostGroup", unreachable)
+    with pytest.raises(CollectivesError, match="Rank 1 cannot reach others of the job: of a test"):
+        make_collectives([[0, 1]], timedelta(seconds=1))
+
+
+def test_groups_of_two_jobs_in_one_process_have_names_of_their_own(monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    made: list[Any] = []
+
+    def group(ranks: Any, name: str, timeout: timedelta, *, leader: int) -> Any:
+        made.append((list(ranks), name, timeout, leader))
+        return SimpleNamespace(leads=leader == 5)
+
+    monkeypatch.setattr(runtime_collectives, "HostGroup", group)
+    for _ in range(2):
+        found = make_collectives([[1, 5], [3, 0]], timedelta(seconds=9))
+        assert (found.num_replicas, found.is_planner) == (2, False)
+    assert [(ranks, leader) for ranks, _, _, leader in made] == [([0, 5], 0), ([1, 5], 1)] * 2
+    assert len({name for _, name, _, _ in made}) == 4
+    assert {timeout for _, _, timeout, _ in made} == {timedelta(seconds=9)}
+
+
+def test_the_pipelines_of_a_job_are_what_its_ranks_say(monkeypatch):
+    def gathered(everyone: list[Any], own: Any) -> None:
+        everyone[:] = [(1, 3), own, (1, 3), own]
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "all_gather_object", gathered)
+    assert all_pipelines([0, 2]) == [(0, 2), (1, 3)]
+
+
+def test_an_error_is_told_in_words_of_some_length(caplog):
+    assert in_words(EnvPipeError("x" * 1001)) == "x" * 1000
+    assert not caplog.records
+    error = ValueError("of a test")
+    assert in_words(error) == "ValueError: of a test"
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert record.exc_info
+    assert record.exc_info[1] is error
+
+
+def test_planning_goes_on_without_what_fails():
+    told = Told()
+
+    def fails() -> None:
+        raise ValueError("of a test")
+
+    for planned in (by_planner, lambda c, make: by_planner_in_time(c, make, 60.0)):
+        with pytest.raises(GoesOnError, match=r"^ValueError: of a test$"):
+            planned(told.seen_by(0), fails)
+        with pytest.raises(GoesOnError, match=r"^ValueError: of a test$"):
+            planned(told.seen_by(1), lambda: pytest.fail("the planner alone makes it"))
+
+
+def test_what_is_made_at_the_last_moment_counts():
+    told, elsewhere = Told(), []
+    assert by_planner_in_time(told.seen_by(0), lambda: 5, longest_s=0.0) == 5
+    assert by_planner_in_time(told.seen_by(1), lambda: elsewhere.append(6), longest_s=0.0) == 5
+    assert not elsewhere
+
+
+def test_planning_may_take_longer_than_the_others_wait_to_hear_of_it():
+    ended, looks = threading.Event(), []
+
+    def agreed(make: Any) -> Any:
+        looks.append(0)
+        if len(looks) == 2:
+            ended.set()
+        return make()
+
+    heard: Any = SimpleNamespace(is_planner=True, agreed=agreed)
+    assert by_planner_in_time(heard, ended.wait, longest_s=60.0, look_s=0.01) is True
+    assert len(looks) > 1
+
+
+def test_a_planning_thread_ends_with_its_process():
+    told, ended = Told(), threading.Event()
+    with pytest.raises(GoesOnError, match="It took longer than 0 s"):
+        by_planner_in_time(told.seen_by(0), ended.wait, longest_s=0.0, look_s=0.0)
+    (thread,) = (t for t in threading.enumerate() if t.name == "envpipe-planner")
+    assert thread.daemon
+    ended.set()
+    thread.join()

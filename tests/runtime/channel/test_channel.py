@@ -1,0 +1,94 @@
+"""The channel over gloo, between three ranks without a training framework; and its messages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import channel_ranks
+import pytest
+import torch
+from plain_stages import SPECS
+
+from envpipe_megatron.core.builders import one_f_one_b
+from envpipe_megatron.runtime.channel import p2p as channel
+from envpipe_megatron.runtime.channel.messages import MessageError, TensorSpec, empty_header
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def test_sends_return_at_once_and_keep_their_order(three_ranks):
+    (times_s, _), (_, messages), _ = three_ranks.run(channel_ranks.many_pending, 64)
+    # Returned while the receiver stood at a barrier behind them: none waited for it.
+    assert len(times_s) == 64
+    assert sorted(times_s)[32] < 0.01
+    assert messages == [(number, pytest.approx(0.1 * number)) for number in range(64)]
+
+
+def test_freeing_an_output_does_not_touch_its_send(three_ranks):
+    assert three_ranks.run(channel_ranks.swapped, 32)[1] == list(range(32))
+
+
+def test_output_that_does_not_lie_in_one_piece(three_ranks):
+    assert three_ranks.run(channel_ranks.transposed)[1] == ([[0, 2, 4], [1, 3, 5]], None)
+
+
+def test_directions_do_not_wait_for_each_other(three_ranks):
+    taken = three_ranks.run(channel_ranks.both_ways, 8)[1]
+    assert taken == [*(("B", 200 + m) for m in range(8)), *(("F", m) for m in range(8))]
+
+
+def test_one_receive_is_posted_at_a_time(three_ranks):
+    """The first at the start of the step, then one whenever one is taken."""
+    assert three_ranks.run(channel_ranks.posted_receives, 5)[1] == [1, 1, 1, 1, 1, 0]
+
+
+def test_message_left_over_is_an_error(three_ranks):
+    text = three_ranks.run(channel_ranks.left_over)[1]
+    assert text.startswith("ChannelError: Stage 1 ended a step with messages not taken")
+    assert three_ranks.run(channel_ranks.swapped, 3)[1] == [0, 1, 2]  # the links are as before
+
+
+def test_messages_of_several_tensors(three_ranks):
+    upstream, downstream, _ = three_ranks.run(channel_ranks.several_tensors)
+    for number in range(2):
+        assert upstream[number] == [(torch.bfloat16, [-number] * 7, False)]
+        assert downstream[number] == [
+            (torch.float32, [[number + 0.5] * 3] * 2, True),
+            (torch.int64, [number] * 5, False),
+            (torch.bool, [position % 2 == number for position in range(4)], False),
+        ]
+
+
+def test_messages_that_vary(three_ranks):
+    assert three_ranks.run(channel_ranks.varying, 7) == [[True] * 7, [True] * 7, []]
+
+
+def test_messages_that_vary_need_several_hardware_queues():
+    made = channel.P2PChannel([0, 1], 0, {}, stamped=False, timeout=None, capacity=1)
+    with pytest.raises(channel.ChannelError, match="CUDA_DEVICE_MAX_CONNECTIONS=8"):
+        made.begin_step(one_f_one_b(2, 2), replace(SPECS, vary=True))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtypes", "num_bytes"),
+    [
+        (((),), (torch.float32,), 4),
+        (((2, 3), (5,), (0, 4)), (torch.bfloat16, torch.bool, torch.int32), 12 + 5),
+    ],
+)
+def test_headers_say_what_a_message_carries(shapes, dtypes, num_bytes):
+    spec = TensorSpec(shapes, dtypes, torch.device("meta"))
+    assert spec.num_bytes == num_bytes
+    assert TensorSpec.of(spec.make()) == spec
+    assert TensorSpec.of_header(spec.header(), spec.device) == spec
+
+
+def test_a_message_with_too_much_for_its_header_is_refused():
+    cpu = torch.device("cpu")
+    full = ((7, 8, 9),) * 25 + ((),)  # 1 + 25 * 5 + 2 numbers
+    spec = TensorSpec.of_one_type(full, torch.int64, cpu)
+    assert spec.header().shape == empty_header().shape == (128,)
+    assert spec.header().dtype == empty_header().dtype
+    assert TensorSpec.of_header(spec.header(), cpu) == spec
+    with pytest.raises(MessageError, match="fewer tensors"):
+        TensorSpec.of_one_type((*full[:-1], (5,)), torch.float32, cpu).header()

@@ -1,0 +1,430 @@
+"""How long a change of clock is said to take, against GPUs of which it is known."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.emulated.presets import preset_folder
+from envpipe_megatron.gpu.guard.client import GuardEvent
+from envpipe_megatron.gpu.guard.lease import list_leases
+from envpipe_megatron.gpu.guard.lease_folder import LEASE_DIR_VARIABLE
+from envpipe_megatron.runtime.clocks import latency as clock_latency
+from envpipe_megatron.runtime.clocks.controller import spread
+from envpipe_megatron.runtime.clocks.latency import (
+    KERNELS,
+    ClockLatencyError,
+    CudaKernelTimer,
+    EmulatedKernelTimer,
+    Trace,
+    analyse,
+    measure_changes,
+    measure_guarded,
+    summarise,
+)
+
+KERNEL_S = 1e-3
+
+
+def emulated(folder: Path, frequency_change_s: float) -> EmulatedGpu:
+    """An H200 whose clock takes this long to change."""
+    lines = (preset_folder() / "h200.toml").read_text().splitlines()
+    changed = [
+        f"frequency_change_s = {frequency_change_s}"
+        if line.startswith("frequency_change_s")
+        else line
+        for line in lines
+    ]
+    preset = folder / "preset.toml"
+    preset.write_text("\n".join(changed))
+    return EmulatedGpu.create(str(preset), 0, folder / "node")
+
+
+@pytest.mark.parametrize("frequency_change_s", [0.0, 0.004, 0.06])
+def test_finds_what_the_preset_says(tmp_path, frequency_change_s):
+    gpu = emulated(tmp_path, frequency_change_s)
+    timer = EmulatedKernelTimer(gpu, KERNEL_S)
+    changes = measure_changes(gpu, timer, [1980, 1200], repeats=2)
+    assert list(changes) == [(1980, 1200), (1200, 1980)]
+    slowest_kernel_s = gpu.preset.unit_time_s("forward", 1200, KERNEL_S)
+    for measured in changes.values():
+        assert len(measured) == 2
+        for change in measured:
+            late_s = change.settling_s - frequency_change_s
+            assert -1e-9 <= late_s <= slowest_kernel_s + 1e-9
+            assert 0 <= change.shown_s - frequency_change_s <= 2 * slowest_kernel_s
+    assert gpu.requested_frequency_mhz is None
+    found_s = summarise(gpu, changes).frequency_change_s
+    assert 0 <= found_s - frequency_change_s + 1e-9 <= slowest_kernel_s + 2e-9
+
+
+def test_first_kernel_runs_at_the_old_clock(tmp_path):
+    gpu = emulated(tmp_path, 0.01)
+    changes = measure_changes(gpu, EmulatedKernelTimer(gpu, KERNEL_S), [1980, 1200], repeats=1)
+    old_s, new_s = (gpu.preset.unit_time_s("forward", mhz, KERNEL_S) for mhz in (1980, 1200))
+    assert changes[1980, 1200][0].first_kernel_ratio == pytest.approx(old_s / new_s)
+    assert changes[1200, 1980][0].first_kernel_ratio == pytest.approx(new_s / old_s)
+
+
+def test_every_two_clocks_both_ways(tmp_path):
+    gpu = emulated(tmp_path, 0.0)
+    locks: list[int] = []
+    said: list[str] = []
+
+    def lock(frequency_mhz: int) -> None:
+        locks.append(frequency_mhz)
+        gpu.lock_frequency(frequency_mhz)
+
+    clocks = [1200, 1980, 990, 1980]
+    timer = EmulatedKernelTimer(gpu, KERNEL_S)
+    changes = measure_changes(gpu, timer, clocks, 2, said.append, lock)
+    assert {pair: len(measured) for pair, measured in changes.items()} == dict.fromkeys(
+        itertools.permutations((1980, 1200, 990), 2), 2
+    )
+    assert said == [f"between {a} and {b} MHz" for a, b in ((1980, 1200), (1980, 990), (1200, 990))]
+    assert locks == [
+        *(1980, 1200, 1980, 1200, 1980),
+        *(1980, 990, 1980, 990, 1980),
+        *(1200, 990, 1200, 990, 1200),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shows", "differs", "traces"),
+    [(True, True, 2), (True, False, 4), (False, True, 3), (False, False, 4)],
+)
+def test_a_change_is_watched_until_it_was_seen_and_not_for_ever(tmp_path, shows, differs, traces):
+    """Every three quarters of a second a trace, of slow kernels where the change `differs`."""
+    gpu = emulated(tmp_path, 0.0)
+    clock = {"mhz": 0}
+    counts: list[int] = []
+
+    class Timer:
+        now_s = 0.0
+
+        def trace(self, call, look):
+            before, called_s = clock["mhz"], self.now_s
+            call()
+            lead = [called_s - 0.0625, called_s] if clock["mhz"] != before else [called_s]
+            counts.extend([0] * (clock["mhz"] != before))
+            counts[-1] += 1
+            kernel_s = 0.125 if differs and clock["mhz"] == 1200 else 0.0625
+            ends_s = [*lead, *(called_s + kernel_s * number for number in range(1, 7))]
+            self.now_s += 0.75
+            looks = [(self.now_s, clock["mhz"] if shows else 210)]
+            return Trace(called_s, called_s, list(itertools.pairwise(ends_s)), looks)
+
+    measure_changes(gpu, Timer(), [1980, 1200], 1, lock=lambda mhz: clock.update(mhz=mhz))
+    assert counts[1] == traces
+
+
+@pytest.mark.parametrize("good_locks", [0, 1, 3])
+def test_clock_is_reset_whatever_fails(tmp_path, monkeypatch, good_locks):
+    gpu = emulated(tmp_path, 0.0)
+    lock, locks = gpu._lock, []
+
+    def failing(self, frequency_mhz: int) -> None:
+        if len(locks) == good_locks:
+            raise GpuError("driver")
+        locks.append(frequency_mhz)
+        lock(frequency_mhz)
+
+    monkeypatch.setattr(EmulatedGpu, "_lock", failing)
+    with pytest.raises(GpuError, match="driver"):
+        measure_changes(gpu, EmulatedKernelTimer(gpu, KERNEL_S), [1980, 1200], repeats=2)
+    assert len(locks) == good_locks
+    assert gpu.requested_frequency_mhz is None
+
+
+@pytest.mark.parametrize("clocks", [[1200, 1200], [1200, 1201]])
+def test_impossible_clocks_are_refused_before_a_guard_is_started(tmp_path, monkeypatch, clocks):
+    gpu = emulated(tmp_path, 0.0)
+    monkeypatch.setattr(clock_latency, "hold_gpu", None)
+    with pytest.raises(ClockLatencyError, match=r"120[01]"):
+        measure_guarded(gpu, EmulatedKernelTimer(gpu), clocks, repeats=1)
+    assert gpu.requested_frequency_mhz is None
+
+
+def test_guarded_measurement_leaves_no_lease_and_no_lock(tmp_path, monkeypatch):
+    monkeypatch.setenv(LEASE_DIR_VARIABLE, str(tmp_path / "leases"))
+    gpu = emulated(tmp_path, 0.0)
+    held: list[str] = []
+
+    class Timer(EmulatedKernelTimer):
+        def trace(self, call, look):
+            held.extend(lease.address.uid for lease in list_leases() if lease.live)
+            return super().trace(call, look)
+
+    said: list[str] = []
+    changes = measure_guarded(gpu, Timer(gpu, KERNEL_S), [1980, 1200], 1, said.append)
+    assert [len(measured) for measured in changes.values()] == [1, 1]
+    assert said == ["between 1980 and 1200 MHz"]
+    assert set(held) == {gpu.address.uid}
+    assert list_leases() == []
+    assert gpu.requested_frequency_mhz is None
+
+
+@pytest.mark.parametrize("event", [GuardEvent.LOST, GuardEvent.STOP])
+def test_nothing_is_locked_once_the_guard_has_ended(tmp_path, monkeypatch, event):
+    gpu = emulated(tmp_path, 0.0)
+    tell: list[Callable[[GuardEvent], None]] = []
+    released: list[int | None] = []
+
+    def hold_gpu(address, job, *, on_event):
+        tell.append(on_event)
+        return SimpleNamespace(release=lambda: released.append(gpu.requested_frequency_mhz))
+
+    locks: list[int] = []
+    lock = EmulatedGpu._lock
+
+    def counting(self, frequency_mhz: int) -> None:
+        lock(self, frequency_mhz)
+        locks.append(frequency_mhz)
+        tell[0](GuardEvent.WAS_RESET)  # says nothing against going on
+
+    class Timer(EmulatedKernelTimer):
+        def trace(self, call, look):
+            if len(locks) == 2:
+                tell[0](event)
+            return super().trace(call, look)
+
+    monkeypatch.setattr(clock_latency, "hold_gpu", hold_gpu)
+    monkeypatch.setattr(EmulatedGpu, "_lock", counting)
+    with pytest.raises(ClockLatencyError, match="guard has ended"):
+        measure_guarded(gpu, Timer(gpu, KERNEL_S), [1980, 1200], repeats=5)
+    assert len(locks) == 2
+    assert released == [None]  # reset before the guard lets go
+
+
+# --- what a trace says ---------------------------------------------------------------------------
+
+
+def traced(*times_ms: float, call_after: int = 10) -> list[Trace]:
+    """Kernels that take these times, a call after some of them; then a trace of the last time."""
+    ends = [0.0]
+    for time_ms in times_ms:
+        ends.append(ends[-1] + time_ms / 1e3)
+    kernels = list(itertools.pairwise(ends))
+    called_s = ends[call_after]
+    after = [
+        (ends[-1] + i * times_ms[-1] / 1e3, ends[-1] + (i + 1) * times_ms[-1] / 1e3)
+        for i in range(20)
+    ]
+    return [
+        Trace(called_s, called_s + 0.5e-3, kernels, [(called_s + 4e-3, 1203)]),
+        Trace(after[0][0], after[0][0], after, []),
+    ]
+
+
+def test_a_step():
+    change = analyse(traced(*[1.0] * 15, *[2.0] * 10), 1200)
+    assert change.call_s == pytest.approx(0.5e-3)
+    assert change.settling_s == pytest.approx(5e-3)
+    assert change.shown_s == pytest.approx(4e-3)
+    assert change.first_kernel_ratio == pytest.approx(0.5)
+
+
+def test_a_ramp_settles_near_its_end():
+    change = analyse(traced(*[1.0] * 10, 1.2, 1.4, 1.6, 1.8, *[2.0] * 10), 1200)
+    # The first that is nearer to the end than a quarter of the difference takes 1.8 ms.
+    assert change.settling_s == pytest.approx((1.2 + 1.4 + 1.6) * 1e-3)
+
+
+def test_kernels_that_happen_to_fit_are_not_taken_for_settled():
+    change = analyse(traced(*[1.0] * 10, 2.0, 2.0, 1.0, 1.0, *[2.0] * 10), 1200)
+    assert change.settling_s == pytest.approx(6e-3)
+
+
+@pytest.mark.parametrize(
+    ("after_ms", "settled_ms"),
+    [
+        ([2.0] * 4 + [1.0] + [2.0] * 10, 9.0),  # four are too few
+        ([2.0] * 5 + [1.0] + [2.0] * 10, 0.0),
+        ([1.74] + [2.0] * 10, 1.74),  # further than a quarter of the difference
+        ([1.76] + [2.0] * 10, 0.0),
+        ([2.24] + [2.0] * 10, 0.0),
+        ([1.02, 1.0255] + [1.035] * 10, 1.02),  # of small differences, one percent is close
+        ([1.02] * 10, None),  # no difference
+    ],
+)
+def test_when_the_clock_has_settled(after_ms, settled_ms):
+    settling_s = analyse(traced(*[1.0] * 10, *after_ms), 1200).settling_s
+    assert settling_s == (None if settled_ms is None else pytest.approx(settled_ms / 1e3, abs=1e-9))
+
+
+@pytest.mark.parametrize(("to_mhz", "shown"), [(1203, True), (1188, True), (1187, False)])
+def test_a_clock_is_shown_up_to_a_step_of_the_table_off(to_mhz, shown):
+    assert (analyse(traced(*[1.0] * 25), to_mhz).shown_s is not None) == shown
+
+
+def test_the_first_kernel_is_the_first_that_begins_after_the_call():
+    # One runs when the call is made, and another begins before it returns.
+    change = analyse(traced(*[1.0] * 10, 0.25, 1.5, 1.25, *[2.0] * 10), 1200)
+    assert change.first_kernel_ratio == pytest.approx(0.625)
+    assert analyse(
+        traced(*[1.0] * 10, 1.25, *[2.0] * 10), 1200
+    ).first_kernel_ratio == pytest.approx(1)
+
+
+def test_a_clock_that_settled_within_a_running_kernel_took_no_time():
+    """And where nothing ran before the call, nobody knows what changed."""
+    kernels = [(0.0, 1.0), (1.0, 2.0), *((2.0 * n, 2.0 * n + 2) for n in range(1, 9))]
+    trace = Trace(3.0, 3.5, kernels, [])
+    assert analyse([trace], 1200).settling_s == 0.0
+    assert analyse([Trace(0.5, 0.75, kernels, [])], 1200).settling_s is None
+
+
+def test_one_slow_kernel_before_the_call_hides_nothing():
+    change = analyse(traced(*[1.0] * 8, 5.0, 1.0, *[1.0] * 5, *[2.0] * 10), 1200)
+    assert change.settling_s == pytest.approx(5e-3)
+
+
+def test_clocks_that_make_no_difference_are_not_seen():
+    """As above a power cap."""
+    change = analyse(traced(*[1.0] * 15, *[1.01] * 10), 1200)
+    assert change.settling_s is None
+    assert change.first_kernel_ratio == pytest.approx(1.0, rel=0.02)
+
+
+def test_a_clock_that_is_never_shown():
+    assert analyse(traced(*[1.0] * 15, *[2.0] * 10), 900).shown_s is None
+
+
+def test_summary_says_what_was_not_seen(tmp_path):
+    gpu = emulated(tmp_path, 0.0)
+    unseen = analyse(traced(*[1.0] * 25), 900)
+    seen = analyse(traced(*[1.0] * 15, *[2.0] * 10), 1200)
+    result = summarise(gpu, {(1980, 900): [unseen], (1980, 1200): [seen, unseen, seen]})
+    assert result.changes[0]["settling_s"] == {"count": 0}
+    assert result.changes[1]["settling_s"]["count"] == 2
+    assert result.frequency_change_s == pytest.approx(5e-3)
+    later = replace(seen, settling_s=8e-3)
+    slowest = summarise(gpu, {(1980, 1200): [seen] * 3, (1200, 1980): [later, later, seen]})
+    assert slowest.frequency_change_s == 8e-3
+    assert slowest.to_json() == {
+        "format": "envpipe-clock-latency/1",
+        "gpu": gpu.name,
+        "changes": slowest.changes,
+        "frequency_change_s": 8e-3,
+    }
+    row = slowest.changes[1]
+    assert (row["from_mhz"], row["to_mhz"]) == (1200, 1980)
+    assert row["call_s"] == spread([seen.call_s] * 3)
+    assert row["shown_s"] == spread([seen.shown_s] * 3)
+    assert row["first_kernel_ratio"] == spread([seen.first_kernel_ratio] * 3)
+    assert row["settling_s"] == spread([8e-3, 8e-3, seen.settling_s])
+    assert summarise(gpu, {(1980, 900): [unseen]}).frequency_change_s is None
+
+
+# --- CUDA ----------------------------------------------------------------------------------------
+
+
+class SimulatedCuda:
+    """A stream of kernels that spin for cycles, on a host whose time passes in its calls alone.
+
+    The GPU's clock shows another time than the host's.
+    """
+
+    SKEW_S = 1234.5
+    CALL_S, SETTLING_S = 2e-3, 7e-3
+
+    def __init__(self) -> None:
+        self.host_s = 50.0
+        self.free_s = 0.0
+        self.mhz = 2000.0
+        self.next_mhz: tuple[float, float] | None = None
+        self.queue: list[tuple[float, int, SimulatedEvent | None]] = []
+
+    def monotonic(self) -> float:
+        self.host_s += 1e-7
+        return self.host_s
+
+    def lock(self, frequency_mhz: int) -> None:
+        self.next_mhz = (self.host_s + self.SETTLING_S, frequency_mhz)
+        self.host_s += self.CALL_S
+
+    def look(self) -> int:
+        self.host_s += 1e-4
+        self._clock_at(self.host_s)
+        return int(self.mhz)
+
+    def put(self, cycles: int, event: SimulatedEvent | None) -> None:
+        self.host_s += 3e-6
+        self.queue.append((self.host_s, cycles, event))
+
+    def run_until(self, host_s: float) -> None:
+        """Begin all that begins by then."""
+        while self.queue and max(self.free_s, self.queue[0][0]) <= host_s:
+            put_s, cycles, event = self.queue.pop(0)
+            start_s = max(self.free_s, put_s)
+            self._clock_at(start_s)
+            self.free_s = start_s + cycles / (self.mhz * 1e6)
+            if event is not None:
+                event.end_s = self.free_s
+
+    def _clock_at(self, at_s: float) -> None:
+        if self.next_mhz and self.next_mhz[0] <= at_s:
+            self.mhz, self.next_mhz = self.next_mhz[1], None
+
+    def _sleep(self, cycles: int) -> None:
+        self.put(cycles, None)
+
+    def synchronize(self) -> None:
+        while self.queue:
+            self.run_until(max(self.free_s, self.queue[0][0]))
+        self.host_s = max(self.host_s, self.free_s)
+
+    def Event(self, enable_timing: bool) -> SimulatedEvent:  # noqa: N802 - torch's name
+        assert enable_timing
+        return SimulatedEvent(self)
+
+
+class SimulatedEvent:
+    def __init__(self, cuda: SimulatedCuda) -> None:
+        self._cuda = cuda
+        self.end_s: float | None = None
+
+    def record(self) -> None:
+        self.end_s = None
+        self._cuda.put(0, self)
+
+    def query(self) -> bool:
+        self._cuda.host_s += 1e-6
+        self._cuda.run_until(self._cuda.host_s)
+        return self.end_s is not None and self.end_s <= self._cuda.host_s
+
+    def synchronize(self) -> None:
+        while self.end_s is None:
+            self._cuda.run_until(max(self._cuda.free_s, self._cuda.queue[0][0]))
+        self._cuda.host_s = max(self._cuda.host_s, self.end_s)
+
+    def elapsed_time(self, other: SimulatedEvent) -> float:
+        return 1e3 * ((other.end_s + self._cuda.SKEW_S) - (self.end_s + self._cuda.SKEW_S))
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> SimulatedCuda:
+    cuda = SimulatedCuda()
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(clock_latency, "time", SimpleNamespace(monotonic=cuda.monotonic))
+    return cuda
+
+
+def test_cuda_events_are_brought_to_the_hosts_clock(cuda):
+    timer = CudaKernelTimer()
+    traces = [timer.trace(lambda: cuda.lock(1000), cuda.look), timer.trace(lambda: None, cuda.look)]
+    change = analyse(traces, 1000)
+    kernel_s = CudaKernelTimer._CYCLES / 1000e6
+    assert len(traces[0].kernels_s) == KERNELS
+    assert change.call_s == pytest.approx(cuda.CALL_S, abs=1e-5)
+    assert 0 <= change.settling_s - cuda.SETTLING_S <= kernel_s + 1e-5
+    assert 0 <= change.shown_s - cuda.SETTLING_S <= 2e-4
+    assert change.first_kernel_ratio == pytest.approx(0.5, rel=0.02)

@@ -1,0 +1,355 @@
+"""What is said of a clock that was asked for and did or did not come."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+from fake_gpu import FakeGpu
+
+from envpipe_megatron.gpu.backends.nvml import NvmlGpu
+from envpipe_megatron.gpu.base import FORBID_VARIABLE, ClockState, GpuError
+from envpipe_megatron.runtime.clocks import watch as clock_watch
+from envpipe_megatron.runtime.clocks.controller import ClockController
+from envpipe_megatron.runtime.clocks.watch import ClockWatch
+from envpipe_megatron.runtime.execution.completion import Done
+
+NEVER_S = 1e6
+
+
+class Watched:
+    """A fake GPU, whose clock was changed when a test says so, and its watch."""
+
+    def __init__(self) -> None:
+        self.gpu = FakeGpu()
+        self.last_change_s = float("-inf")
+        self.watch = ClockWatch(
+            self.gpu, lambda: self.last_change_s, settling_s=0.03, period_s=NEVER_S
+        )
+
+    def look(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.watch.sample()
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    watched = Watched()
+    yield watched
+    watched.watch.close()
+
+
+def test_clock_that_follows(watched):
+    for frequency in (1000, 1200):
+        watched.gpu.lock_frequency(frequency)
+        watched.look(10)
+    watched.gpu.observed_mhz = 1215  # one step of the table is no deviation
+    watched.look(10)
+    summary = watched.watch.summary()
+    assert (summary["judged"], summary["above_share"], summary["below_share"]) == (30, 0, 0)
+    assert summary["warning"] is None
+    assert summary["clocks_mhz"] == [
+        {"requested": 1200, "samples": 20, "mean": 1207.5, "min": 1200, "max": 1215},
+        {"requested": 1000, "samples": 10, "mean": 1000, "min": 1000, "max": 1000},
+    ]
+
+
+def test_lock_without_effect(watched):
+    watched.gpu.lock_frequency(1000)
+    watched.look(15)
+    watched.gpu.observed_mhz = 1400
+    watched.look(5)
+    summary = watched.watch.summary()
+    assert summary["above_share"] == 0.25
+    assert "above the one requested in 25%" in summary["warning"]
+    assert "below" not in summary["warning"]
+    assert "\n" not in summary["warning"]
+
+
+def test_capped_clock_with_its_reasons(watched):
+    gpu = watched.gpu
+    gpu.power_limit_w = 400.0
+    gpu.lock_frequency(1400)
+    watched.look(10)
+    gpu.observed_mhz, gpu.throttle_reasons, gpu.power_limit_w = 1250, ("power cap",), 350.0
+    watched.look(6)
+    gpu.throttle_reasons = ("power cap", "hot")
+    watched.look(4)
+    summary = watched.watch.summary()
+    assert (summary["above_share"], summary["below_share"]) == (0, 0.5)
+    assert summary["throttle_reasons_below"] == {"power cap": 10, "hot": 4}
+    assert summary["power_limit_w"] == [350.0, 400.0]
+    assert "below it in 50% (power cap 50%, hot 20%)" in summary["warning"]
+
+
+def test_a_few_deviations_are_no_warning(watched):
+    watched.gpu.lock_frequency(1000)
+    watched.look(97)
+    watched.gpu.observed_mhz = 1400
+    watched.look(3)
+    summary = watched.watch.summary()
+    assert summary["above_share"] == 0.03
+    assert summary["warning"] is None
+
+
+@pytest.mark.parametrize(
+    ("followed", "above", "below", "warned"),
+    [
+        (0, 9, 0, False),  # too few to judge
+        (0, 10, 0, True),
+        (95, 5, 0, True),
+        (95, 0, 5, True),
+        (96, 4, 0, False),
+        (92, 4, 4, False),  # neither is frequent
+    ],
+)
+def test_when_a_clock_is_said_not_to_have_followed(watched, followed, above, below, warned):
+    watched.gpu.lock_frequency(1200)
+    for observed_mhz, times in ((1185, followed), (1216, above), (1184, below)):
+        watched.gpu.observed_mhz = observed_mhz
+        watched.look(times)
+    summary = watched.watch.summary()
+    judged = followed + above + below
+    told = summary["judged"], summary["above_share"], summary["below_share"]
+    assert told == (judged, above / judged, below / judged)
+    parts = []
+    if above:
+        parts.append(
+            f"above the one requested in {above / judged:.0%} (the lock had no effect: something "
+            "else sets or resets clocks, or the GPU ignores locks)"
+        )
+    if below:
+        parts.append(f"below it in {below / judged:.0%} (no reason reported)")
+    wanted = f"The clock of fake did not follow in all of {judged} samples: it was {parts[0]}"
+    assert summary["warning"] == (wanted if warned else None)
+
+
+def test_a_clock_that_was_both_above_and_below(watched):
+    watched.gpu.lock_frequency(1200)
+    watched.gpu.throttle_reasons = ("hot",)
+    for observed_mhz, times in ((1400, 12), (1000, 8)):
+        watched.gpu.observed_mhz = observed_mhz
+        watched.look(times)
+    warning = watched.watch.summary()["warning"]
+    assert "in 60% (the lock had no effect" in warning
+    assert warning.endswith(") and below it in 40% (hot 40%)")
+
+
+def test_nothing_seen_and_each_look_told():
+    seen = []
+    gpu = FakeGpu()
+    watch = ClockWatch(
+        gpu, lambda: 0.0, period_s=NEVER_S, on_sample=lambda *look: seen.append(look)
+    )
+    nothing = {
+        "judged": 0,
+        "above_share": 0.0,
+        "below_share": 0.0,
+        "not_judged": {},
+        "throttle_reasons": {},
+        "throttle_reasons_below": {},
+        "clocks_mhz": [],
+        "power_limit_w": None,
+        "error": None,
+        "warning": None,
+    }
+    assert watch.summary() == nothing
+    before_s = time.monotonic()
+    watch.sample()
+    ((look_s, state),) = seen
+    assert before_s <= look_s <= time.monotonic()
+    assert state == ClockState(None, 1400, (), None)
+    for name in ("first", "second"):
+        gpu.error = GpuError(name)
+        watch.sample()
+    assert len(seen) == 1
+    assert watch.summary() == {
+        **nothing,
+        "not_judged": {"unlocked": 1, "failed": 2},
+        "error": "first",
+    }
+    watch.close()
+    assert not watch._thread.is_alive()
+
+
+@pytest.mark.parametrize(("passed_s", "judged"), [(0.5, 1), (0.4375, 0)])
+def test_a_change_settles_for_so_long(monkeypatch, passed_s, judged):
+    gpu = FakeGpu()
+    gpu.lock_frequency(1200)
+    watch = ClockWatch(gpu, lambda: 8.0, settling_s=0.5, period_s=NEVER_S)
+    monkeypatch.setattr(clock_watch, "time", SimpleNamespace(monotonic=lambda: 8.0 + passed_s))
+    watch.sample()
+    assert watch.summary()["judged"] == judged
+    watch.close()
+
+
+def test_reasons_that_hold_nothing_back_are_told_apart(watched):
+    """A power cap acts below some clock; under a lower lock it changes nothing."""
+    watched.gpu.throttle_reasons = ("power cap",)
+    watched.gpu.lock_frequency(1000)
+    watched.look(20)
+    summary = watched.watch.summary()
+    assert summary["throttle_reasons"] == {"power cap": 20}
+    assert summary["throttle_reasons_below"] == {}
+    assert summary["warning"] is None
+
+
+def test_what_is_not_judged(watched):
+    gpu = watched.gpu
+    gpu.observed_mhz = 1100
+    watched.look(2)  # nothing was requested
+    gpu.lock_frequency(1400)
+    watched.last_change_s = float("inf")  # a call is under way
+    watched.look(3)
+    watched.last_change_s = time.monotonic() + 100  # not settled
+    watched.look(4)
+    watched.last_change_s = time.monotonic() - 0.04
+    gpu.throttle_reasons = ("idle",)
+    watched.look(5)
+    gpu.error = GpuError("lost")
+    watched.look(6)
+    summary = watched.watch.summary()
+    assert summary["judged"] == 0
+    assert summary["not_judged"] == {"unlocked": 2, "unsettled": 7, "idle": 5, "failed": 6}
+    assert summary["error"] == "lost"
+    assert summary["warning"] is None
+    gpu.error, gpu.throttle_reasons = None, ()
+    watched.look(1)
+    assert watched.watch.summary()["judged"] == 1
+
+
+def test_clock_that_changes_during_the_look_is_not_judged(watched, monkeypatch):
+    watched.gpu.lock_frequency(1000)
+    state = watched.gpu.clock_state
+
+    def change_meanwhile():
+        watched.last_change_s = time.monotonic()
+        return state()
+
+    monkeypatch.setattr(watched.gpu, "clock_state", change_meanwhile)
+    watched.look()
+    assert watched.watch.summary()["not_judged"] == {"unsettled": 1}
+
+
+def test_looks_by_itself_and_never_on_the_caller():
+    gpu, looked = FakeGpu(), threading.Event()
+    threads = []
+    state = gpu.clock_state
+
+    def clock_state():
+        threads.append(threading.current_thread())
+        looked.set()
+        return state()
+
+    gpu.clock_state = clock_state
+    watch = ClockWatch(gpu, lambda: float("-inf"), period_s=0.001)
+    assert looked.wait(10)
+    watch.close()
+    watch.summary()
+    assert threading.current_thread() not in threads
+
+
+def test_learns_of_changes_from_the_controller():
+    """Neither the instants around a change are judged, nor those while the driver is called."""
+    gpu = FakeGpu()
+    clock = ClockController(gpu)
+    watch = ClockWatch(gpu, lambda: clock.last_change_s, settling_s=NEVER_S, period_s=NEVER_S)
+    gpu.lock_frequency(1100)  # by an earlier job
+    watch.sample()
+    gpu.driver.clear()
+    gpu.in_driver.clear()
+    clock.request(1000, Done())
+    assert gpu.in_driver.wait(10)
+    watch.sample()
+    gpu.driver.set()
+    clock.wait_idle()
+    watch.sample()
+    assert watch.summary()["judged"] == 1
+    assert watch.summary()["not_judged"] == {"unsettled": 2}
+    clock.close()
+    watch.close()
+
+
+@pytest.fixture
+def nvml(fake_nvml, monkeypatch) -> Iterator[tuple[NvmlGpu, ClockWatch]]:
+    """A fake GPU behind real NVML calls, locked to 1005 MHz, and its watch."""
+    monkeypatch.delenv(FORBID_VARIABLE, raising=False)
+    fake_nvml.use_here()
+    gpu = NvmlGpu(fake_nvml.uuids[1])
+    watch = ClockWatch(gpu, lambda: float("-inf"), period_s=NEVER_S)
+    gpu.lock_frequency(1005)
+    yield gpu, watch
+    watch.close()
+
+
+def test_nvml_lock_that_is_followed(fake_nvml, nvml):
+    _, watch = nvml
+    for _ in range(20):
+        watch.sample()
+    summary = watch.summary()
+    assert summary["judged"] == 20
+    assert summary["warning"] is None
+    assert summary["power_limit_w"] == [400.0, 400.0]
+
+
+def test_nvml_lock_that_is_accepted_and_capped(fake_nvml, nvml):
+    gpu, watch = nvml
+    fake_nvml.set_fault(gpu.address.uid, "clock_cap_mhz", 900)
+    fake_nvml.set_fault(
+        gpu.address.uid, "throttle_reasons", pynvml.nvmlClocksThrottleReasonSwPowerCap
+    )
+    for _ in range(20):
+        watch.sample()
+    summary = watch.summary()
+    assert summary["below_share"] == 1.0
+    assert summary["clocks_mhz"] == [
+        {"requested": 1005, "samples": 20, "mean": 900, "min": 900, "max": 900}
+    ]
+    assert "below it in 100% (power cap 100%)" in summary["warning"]
+
+
+def test_nvml_lock_that_somebody_else_undid(fake_nvml, nvml):
+    gpu, watch = nvml
+    NvmlGpu(gpu.address.uid).reset_frequency()
+    for _ in range(20):
+        watch.sample()
+    summary = watch.summary()
+    assert summary["above_share"] == 1.0
+    assert "the lock had no effect" in summary["warning"]
+
+
+def test_nvml_idle_gpu_is_not_judged(fake_nvml, nvml):
+    gpu, watch = nvml
+    fake_nvml.set_fault(gpu.address.uid, "clock_cap_mhz", 210)
+    fake_nvml.set_fault(gpu.address.uid, "throttle_reasons", pynvml.nvmlClocksThrottleReasonGpuIdle)
+    watch.sample()
+    assert watch.summary()["not_judged"] == {"idle": 1}
+
+
+def test_a_driver_that_hangs_does_not_keep_the_watch_open():
+    hanging, come_back = threading.Event(), threading.Event()
+
+    class Hanging(FakeGpu):
+        def clock_state(self) -> ClockState:
+            hanging.set()
+            come_back.wait(60)
+            return super().clock_state()
+
+    watch = ClockWatch(Hanging(), lambda: float("-inf"), period_s=0.001)
+    assert hanging.wait(10)
+    closing = threading.Thread(target=watch.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+    come_back.set()
+
+
+def test_needs_no_torch():
+    code = "import sys, envpipe_megatron.runtime.clocks.watch; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,205 @@
+"""What surrounds the clock of a rank: who is asked, told and given back, in one process."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from fake_gpu import FakeGpu
+
+from envpipe_megatron.gpu.base import GpuAddress, GpuError
+from envpipe_megatron.gpu.control import ChosenControl
+from envpipe_megatron.gpu.guard.client import GuardEvent
+from envpipe_megatron.gpu.guard.protocol import SOCKET_VARIABLE
+from envpipe_megatron.runtime.clocks import rank_clock, rank_gpu
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock, make_everywhere
+from envpipe_megatron.runtime.clocks.rank_gpu import open_rank_gpu
+from envpipe_megatron.runtime.execution.completion import Done
+
+
+class Guard:
+    """What a node's guard was asked for, and may tell."""
+
+    def __init__(self) -> None:
+        self.held: list[GpuAddress] = []
+        self.released = 0
+        self.error: GpuError | None = None
+
+    def hold_gpu(self, address, *, on_event):
+        self.held.append(address)
+        self.tell = on_event
+        return SimpleNamespace(release=self._release)
+
+    def _release(self) -> None:
+        self.released += 1
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def guard(monkeypatch) -> Guard:
+    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
+    guard = Guard()
+    monkeypatch.setattr(rank_clock, "hold_gpu", guard.hold_gpu)
+    return guard
+
+
+@pytest.fixture
+def gpu() -> FakeGpu:
+    return FakeGpu()
+
+
+def ask(clock: RankClock, *frequencies: int) -> None:
+    for frequency in frequencies:
+        clock.controller.request(frequency, Done())
+        clock.controller.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("real", "backend", "agent", "wish", "held", "watched"),
+    [
+        (True, "nvml", False, None, True, True),
+        (True, "nvml", False, False, False, True),
+        (False, "emulated", False, None, False, False),
+        (False, "emulated", True, None, True, False),
+        (False, "emulated", True, False, False, False),
+        (False, "emulated", False, True, True, False),
+        (False, "none", True, None, False, True),
+        (False, "dry_run", True, None, False, False),
+    ],
+)
+def test_which_gpus_are_held_and_watched(
+    guard, gpu, monkeypatch, real, backend, agent, wish, held, watched
+):
+    monkeypatch.setattr(FakeGpu, "drives_hardware", real)
+    monkeypatch.setattr(FakeGpu, "address", GpuAddress(backend, "one"))
+    if agent:
+        monkeypatch.setenv(SOCKET_VARIABLE, "/somewhere")
+    clock = RankClock(gpu, guarded=wish)
+    assert guard.held == [gpu.address] * held
+    clock.close()
+    assert guard.released == held
+    summary = clock.summary()
+    assert (summary.pop("followed") is not None) == watched
+    assert summary == {"backend": backend, **clock.controller.summary()}
+
+
+def test_the_watch_looks_at_this_gpu_and_tells(guard, gpu, monkeypatch):
+    monkeypatch.setattr(FakeGpu, "drives_hardware", True)
+    seen = []
+    clock = RankClock(gpu, on_sample=lambda time_s, state: seen.append(state))
+    gpu.lock_frequency(1200)
+    clock.controller.last_change_s = float("-inf")
+    clock._watch.sample()
+    clock.controller.last_change_s = float("inf")  # a call is under way
+    clock._watch.sample()
+    assert [state.requested_mhz for state in seen] == [1200, 1200]
+    assert clock.summary()["followed"]["judged"] == 1
+    clock.close()
+    assert not clock._watch._thread.is_alive()
+
+
+def test_the_controller_does_as_wished(guard):
+    dwelling, relocking = RankClock(FakeGpu(), 1.0), RankClock(FakeGpu(), relock=True)
+    plain = RankClock(FakeGpu())
+    for clock in (dwelling, relocking, plain):
+        ask(clock, 1000, 1000, 1200)
+        clock.close()
+    assert dwelling._gpu.history == [1000, None]
+    assert relocking._gpu.history == [1000, 1000, 1200, None]
+    assert plain._gpu.history == [1000, 1200, None]
+
+
+def test_what_a_guard_tells(guard, gpu, caplog):
+    clock = RankClock(gpu, guarded=True)
+    ask(clock, 1000)
+    guard.tell(GuardEvent.WAS_RESET)
+    ask(clock, 1000)
+    assert gpu.history == [1000, 1000]
+    guard.tell(GuardEvent.LOST)
+    assert gpu.history == [1000, 1000, None]
+    assert "The guard of this node's clocks is gone. Clocks are at" in str(clock.controller.error)
+    assert guard.released == 0
+    clock.close()
+    clock.close()
+    assert guard.released == 2  # a hold that is released does nothing
+    other = RankClock(gpu, guarded=True)
+    guard.tell(GuardEvent.STOP)
+    assert "was told to end the job" in str(other.controller.error)
+    assert guard.released == 3
+    other.close()
+
+
+@pytest.mark.parametrize("earlier", [None, GpuError("no lock")])
+def test_a_guard_that_does_not_let_go_is_an_error_of_the_clock(guard, gpu, caplog, earlier):
+    clock = RankClock(gpu, guarded=True)
+    if earlier is not None:
+        clock.controller.stop(earlier)
+    guard.error = GpuError("the clock is still locked")
+    clock.close()
+    assert clock.controller.error is (earlier or guard.error)
+    assert "the clock is still locked" in caplog.text
+
+
+def test_a_clock_on_every_rank_or_on_none(guard):
+    gpus = [FakeGpu(), FakeGpu()]
+    alone = SimpleNamespace(everywhere=lambda make: make())
+    clock = make_everywhere(alone, lambda: RankClock(gpus[0], guarded=True))
+    ask(clock, 1000)
+    clock.close()
+    assert gpus[0].history == [1000, None]
+
+    def refused(make):
+        make()
+        raise GpuError("another rank was refused")
+
+    with pytest.raises(GpuError, match="another rank"):
+        make_everywhere(
+            SimpleNamespace(everywhere=refused), lambda: RankClock(gpus[1], guarded=True)
+        )
+    assert guard.released == 2
+
+
+# --- which back end ------------------------------------------------------------------------------
+
+CONTROLLED = ChosenControl("auto", "nvml", "this process has the right")
+READS = ChosenControl("auto", None, "nobody may", ("Ask for the right.",))
+
+
+@pytest.mark.parametrize("planner", [True, False])
+@pytest.mark.parametrize(
+    ("own", "first", "opened"),
+    [
+        (CONTROLLED, None, CONTROLLED),
+        (CONTROLLED, (2, READS), READS),
+        (READS, (0, READS), READS),
+        (ChosenControl("none", None, "as wished"), (0, ChosenControl("none", None, "so")), None),
+    ],
+)
+def test_all_ranks_open_as_the_first_that_has_no_control(
+    monkeypatch, caplog, planner, own, first, opened
+):
+    caplog.set_level(logging.INFO)
+    told = []
+    collectives = SimpleNamespace(
+        is_planner=planner,
+        everywhere=lambda make: make(),
+        to_planner=lambda mine, merge: [merge([mine, {"zeusd"}]), mine] if planner else [],
+        first=lambda without: told.append(without) or first,
+    )
+    monkeypatch.setattr(rank_gpu, "read_site", lambda: "the site")
+    monkeypatch.setattr(
+        rank_gpu, "choose_control", lambda *wish, require: told.append((*wish, require)) or own
+    )
+    monkeypatch.setattr(rank_gpu, "open_controlled", lambda *opening: opening)
+    opened = opened or first[1]
+    found = open_rank_gpu("GPU-1", collectives, "auto", **({"require": True} if planner else {}))
+    assert found == (("GPU-1", opened, "the site"), opened)
+    assert told == [("auto", "the site", planner), None if own.backend else own]
+    said = []
+    if planner and opened.backend:
+        said = ["clocks are controlled by nvml, zeusd: this process has the right"]
+    elif planner and opened.warning:
+        said = [READS.warning]
+    assert [record.getMessage() for record in caplog.records] == said

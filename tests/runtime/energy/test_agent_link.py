@@ -1,0 +1,297 @@
+"""What a rank tells its node's agent, and that it never waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_gpu import FakeGpu
+
+from envpipe_megatron.runtime.energy import agent_link
+from envpipe_megatron.runtime.energy.agent_link import AGENT_VARIABLE, AgentLink, connect_to_agent
+
+LONG_S = 20.0
+WELCOME = {"event": "welcome", "node": "n0"}
+ENDPOINT = {"host": "n0", "port": 5, "token": "t"}
+COLLECTING = {"event": "collecting", "endpoint": ENDPOINT}
+LABELS = {"rank": 3, "stage": 1}
+#: Node and GPU of the rank under test.
+OWN = ("n0", "fake#0")
+
+
+class Ranks:
+    """Collectives of a rank, and what the ranks of other nodes say.
+
+    Args:
+        others: for each other rank, the endpoint that it knows, or that and the GPU that is billed.
+        is_planner: whether this rank is.
+    """
+
+    def __init__(self, *others: Any, is_planner: bool = True) -> None:
+        self.is_planner = is_planner
+        self.others = [
+            other if isinstance(other, tuple) else (other, ("n1", f"fake#{index}"))
+            for index, other in enumerate(others)
+        ]
+        self.gathered: list[Any] = []
+
+    def from_planner(self, endpoint: Any) -> Any:
+        self._endpoint = endpoint
+        return endpoint if self.is_planner else self.others[0][0]
+
+    def all_to_planner(self, billed: Any) -> list[list[Any]]:
+        self.gathered.append((self._endpoint, billed))
+        return [[billed], [billed for _, billed in self.others]] if self.is_planner else []
+
+
+class PretendedAgent:
+    """Listens, answers with what it was given, and remembers what it heard.
+
+    Args:
+        answers: to each message in turn, None for none; after the last it hangs up or, by a `...`,
+            listens on.
+    """
+
+    def __init__(self, path: Path, *answers: Any) -> None:
+        self.heard: queue.Queue[Any] = queue.Queue()
+        self._answers = answers
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            with connection:
+                for answer in self._answers:
+                    if answer is ...:
+                        while data := connection.recv(16384):
+                            self.heard.put(json.loads(data))
+                        self.heard.put("it hung up")
+                        return
+                    self.heard.put(json.loads(connection.recv(16384)))
+                    if isinstance(answer, bytes):
+                        connection.send(answer)
+                    elif answer is not None:
+                        connection.send(json.dumps(answer).encode())
+
+    def hears(self) -> Any:
+        return self.heard.get(timeout=LONG_S)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture
+def pretend(monkeypatch) -> Iterator[Callable[..., PretendedAgent]]:
+    folder = Path(tempfile.mkdtemp(prefix="link-", dir="/tmp"))  # a socket's path must be short
+    made: list[PretendedAgent] = []
+
+    def make(*answers: Any) -> PretendedAgent:
+        path = folder / str(len(made))
+        made.append(PretendedAgent(path, *answers))
+        monkeypatch.setenv(AGENT_VARIABLE, str(path))
+        return made[-1]
+
+    yield make
+    for agent in made:
+        agent.close()
+    shutil.rmtree(folder)
+
+
+def link_to(ranks: Ranks) -> AgentLink | None:
+    return connect_to_agent(FakeGpu(), LABELS, ranks)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[AgentLink, socket.socket]]:
+    """A link, and the agent's end of it, which reads when the test does."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    there.settimeout(LONG_S)
+    link = AgentLink(here, "n0")
+    yield link, there
+    link.close()
+    there.close()
+
+
+# At the start --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_without_an_agent_there_is_no_link(monkeypatch, value, caplog):
+    monkeypatch.delenv(AGENT_VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(AGENT_VARIABLE, value)
+    ranks = Ranks(None)
+    assert link_to(ranks) is None
+    assert ranks.gathered == [(None, None)]  # the other ranks wait for it
+    assert caplog.text == ""
+
+
+def test_the_planner_has_its_agent_collect_and_tells_all_ranks(pretend, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "n0")
+    agent = pretend(WELCOME, COLLECTING, ...)
+    ranks = Ranks(None, None)
+    link = link_to(ranks)
+    assert link is not None
+    link.window({"energy_j": 1.0})
+    link.job({"model": "gpt"})
+    link.close()
+    link.close()
+    assert [agent.hears() for _ in range(8)] == [
+        {"op": "hello", "backend": "fake", "gpu_uid": "fake#0", "rank": 3, "stage": 1},
+        {"op": "collect", "host": "n0"},
+        {"op": "send_to", "endpoint": ENDPOINT},
+        {"op": "job", "facts": {"num_gpus": 3}},
+        {"op": "window", "line": {"energy_j": 1.0}},
+        {"op": "job", "facts": {"model": "gpt"}},
+        {"op": "bye"},
+        "it hung up",
+    ]
+    assert ranks.gathered == [(ENDPOINT, OWN)]
+
+
+@pytest.mark.parametrize(
+    ("others", "num_gpus"),
+    [
+        ([(None, OWN)], 1),  # ranks that share a GPU
+        ([(None, ("n1", "fake#0"))], 2),  # the same name on another node
+        ([(None, None), (None, None)], 3),  # of nodes without an agent
+    ],
+)
+def test_gpus_are_counted_once(pretend, others, num_gpus):
+    agent = pretend(WELCOME, COLLECTING, ...)
+    link = link_to(Ranks(*others))
+    assert link is not None
+    link.close()
+    heard = [agent.hears() for _ in range(4)]
+    assert heard[3] == {"op": "job", "facts": {"num_gpus": num_gpus}}
+
+
+def test_another_rank_sends_to_where_the_planner_said(pretend):
+    agent = pretend(WELCOME, ...)
+    link = link_to(Ranks(ENDPOINT, None, is_planner=False))
+    assert link is not None
+    link.close()
+    heard = [agent.hears() for _ in range(3)]
+    assert [message["op"] for message in heard] == ["hello", "send_to", "bye"]
+    assert heard[1]["endpoint"] == ENDPOINT
+
+
+def test_where_the_planner_has_no_agent_each_node_keeps_its_bill(pretend):
+    agent = pretend(WELCOME, ...)
+    link = link_to(Ranks(None, is_planner=False))
+    assert link is not None
+    link.close()
+    assert [agent.hears()["op"] for _ in range(2)] == ["hello", "bye"]
+
+
+@pytest.mark.parametrize("path", ["/nowhere/socket", "/tmp", "x" * 200])
+def test_an_agent_that_is_gone_is_told_of(monkeypatch, path, caplog):
+    monkeypatch.setenv(AGENT_VARIABLE, path)
+    ranks = Ranks(None)
+    assert link_to(ranks) is None
+    assert ranks.gathered == [(None, None)]
+    assert "writes its own energy log" in caplog.text
+
+
+@pytest.mark.parametrize("answers", [(), (b"garbage",), (b"[]",), (None,)])
+def test_an_agent_that_hangs_up_is_told_of(pretend, answers, caplog):
+    pretend(*answers)
+    assert link_to(Ranks(None)) is None
+    assert "writes its own energy log" in caplog.text
+
+
+def test_an_agent_that_is_silent_is_not_waited_for_long(pretend, monkeypatch, caplog):
+    monkeypatch.setattr(agent_link, "_ANSWER_S", 0.05)
+    pretend(None, ...)
+    ranks = Ranks(None)
+    assert link_to(ranks) is None
+    assert ranks.gathered == [(None, None)]
+    assert "timed out" in caplog.text
+
+
+@pytest.mark.parametrize("answer", [None, b"garbage", {}, {"event": "refused"}])
+def test_an_agent_that_does_not_collect_still_bills_its_node(pretend, answer, monkeypatch):
+    monkeypatch.setattr(agent_link, "_ANSWER_S", 0.05)
+    agent = pretend(WELCOME, answer, ...)
+    ranks = Ranks(None)
+    link = link_to(ranks)
+    assert link is not None
+    assert ranks.gathered == [(None, OWN)]
+    link.window({})
+    link.close()
+    heard = [agent.hears()["op"] for _ in range(5)]
+    assert heard == ["hello", "collect", "job", "window", "bye"]
+
+
+# While it trains -----------------------------------------------------------------------------
+
+
+def test_an_agent_that_is_stuck_holds_up_no_training(pair, caplog):
+    """What does not fit is dropped, and told once while it lasts; later windows come through."""
+    link, agent = pair
+    sent = 0
+    while "does not take window" not in caplog.text:
+        link.window({"number": sent})
+        sent += 1
+    begin_s = time.monotonic()
+    for _ in range(1000):
+        link.window({"number": "dropped"})
+        assert time.monotonic() - begin_s < LONG_S / 4  # for all of them: none waited
+    assert caplog.text.count("does not take") == 1
+    numbers = [json.loads(agent.recv(16384))["line"]["number"] for _ in range(sent - 1)]
+    assert numbers == list(range(sent - 1))
+    link.window({"number": "later"})
+    assert json.loads(agent.recv(16384))["line"]["number"] == "later"
+    while caplog.text.count("does not take") == 1:
+        link.window({})
+
+
+def test_an_agent_that_dies_holds_up_no_training(pair, caplog):
+    link, agent = pair
+    agent.close()
+    for _ in range(100):
+        link.window({})
+        link.send_to(ENDPOINT)
+    link.close()
+    assert caplog.text.count("does not take") == 1
+
+
+def test_facts_that_are_none_of_jsons_end_no_training(pair, caplog):
+    link, agent = pair
+    link.job({"model": object()})
+    link.job({"model": "gpt"})
+    assert json.loads(agent.recv(16384)) == {"op": "job", "facts": {"model": "gpt"}}
+    assert "does not take job" in caplog.text
+
+
+def test_facts_that_are_too_long_are_not_cut(pair, caplog):
+    link, agent = pair
+    link.job({"model": "x" * 20_000})
+    link.job({"model": "gpt"})
+    assert json.loads(agent.recv(16384)) == {"op": "job", "facts": {"model": "gpt"}}
+    assert "does not take job: [Errno 90] Message too long" in caplog.text
+
+
+def test_closing_with_a_full_buffer_returns(pair, caplog):
+    link, agent = pair
+    while not caplog.text:
+        link.window({})
+    link.close()
+    link.close()
+    link.window({})  # too late, and no error
+    while agent.recv(16384):
+        pass

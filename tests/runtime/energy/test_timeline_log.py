@@ -1,0 +1,190 @@
+"""What of a job's iterations is written, and that training never waits for it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from functools import partial
+
+import pytest
+import session_ranks
+from fake_gpu import FakeGpu
+
+from envpipe_megatron.formats.energy import Phase, append_line
+from envpipe_megatron.formats.timeline import read_timelines
+from envpipe_megatron.gpu.base import ClockState
+from envpipe_megatron.runtime.clocks.watch import ClockWatch
+from envpipe_megatron.runtime.energy import timeline_log
+from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
+from envpipe_megatron.runtime.execution.executor import make_record
+
+LABELS = {"node": "n1", "gpu": "A100", "gpu_uid": "GPU-1", "rank": 3, "stage": 1, "run": "first"}
+RECORD = make_record([0.0, 0.1], [0.1, 0.2499996], 12.5, 0.3, 0.4)
+
+
+def add(log, phase, iteration, clocks=(1410, 1200)):
+    log.add(phase, iteration, RECORD, ["F0", "B0"], clocks and list(clocks))
+
+
+def test_what_is_written_is_read_again(tmp_path):
+    path = tmp_path / "timeline.jsonl"
+    log = TimelineLog(partial(append_line, path), LABELS)
+    add(log, Phase.WARMUP, 7)
+    add(log, Phase.PROFILE, 8, clocks=None)
+    log.close()
+    with path.open("ab") as file:
+        file.write(b'{"format": "envpipe-timeline/1", "node": "n1", "units": "F0 B')
+    read = read_timelines([path])
+    assert read.unreadable == (f"{path}:3",)
+    first, second = read.iterations
+    assert vars_of(first.labels) == LABELS
+    assert (first.phase, first.iteration, first.begin_s) == ("warm-up", 7, 12.5)
+    assert first.iteration_time_s == 0.3
+    assert [str(unit) for unit in first.units] == ["F0", "B0"]
+    assert first.start_us.tolist() == [0, 100_000]
+    assert first.end_us.tolist() == [100_000, 250_000]
+    assert first.frequency_mhz.tolist() == [1410, 1200]
+    assert second.frequency_mhz is None
+
+
+def vars_of(labels):
+    return {name: getattr(labels, name) for name in LABELS}
+
+
+def test_a_long_steady_phase_is_thinned_out_and_the_others_are_not():
+    lines = []
+    log = TimelineLog(lines.append, LABELS)
+    for index in range(30):
+        add(log, Phase.RECONFIGURE, index)
+    for index in range(250):
+        add(log, Phase.STEADY, 30 + index)
+    log.close()
+    recorded = [line["iteration"] for line in lines]
+    assert recorded == [*range(30), *range(30, 40), 130, 230]
+
+
+def test_clocks_that_were_seen_stand_beside_the_iterations(tmp_path):
+    path = tmp_path / "timeline.jsonl"
+    log = TimelineLog(partial(append_line, path), LABELS)
+    gpu = FakeGpu()
+    watch = ClockWatch(gpu, lambda: 0.0, period_s=3600.0, on_sample=log.add_clock)
+    watch.sample()
+    gpu.lock_frequency(1200)
+    watch.sample()
+    watch.close()
+    log.close()
+    (samples,) = read_timelines([path]).clocks
+    assert samples.requested_mhz == (None, 1200)
+    assert samples.observed_mhz[1] == 1200
+    assert samples.time_s[0] <= samples.time_s[1]
+
+
+def test_clocks_of_a_long_job_are_recorded_in_its_first_hour():
+    lines = []
+    log = TimelineLog(lines.append, LABELS)
+    for half_seconds in range(3 * 7200):
+        log.add_clock(0.5 * half_seconds + 1e-4, ClockState(1200, 1185))
+    log.close()
+    assert sum(len(line["time_s"]) for line in lines) == 7200
+    assert lines[0] == {
+        "format": "envpipe-clock/1",
+        **LABELS,
+        "time_s": [0.5 * half_seconds for half_seconds in range(120)],
+        "requested_mhz": [1200] * 120,
+        "observed_mhz": [1185] * 120,
+    }
+
+
+def test_a_full_disk_ends_the_log_with_one_message_and_not_the_training(caplog):
+    tried = []
+
+    def append(line):
+        tried.append(line)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log = TimelineLog(append, LABELS)
+    for index in range(1000):
+        add(log, Phase.WARMUP, index)
+    log.close()
+    assert len(tried) == 1
+    assert [r.message for r in caplog.records if "ends" in r.message] == [
+        "The timeline ends, training goes on: [Errno 28] No space left on device"
+    ]
+
+
+@pytest.mark.parametrize("lines", [1, 1000], ids=["few lines wait", "more than may wait"])
+def test_a_disk_that_hangs_holds_up_neither_training_nor_its_end(lines, caplog, monkeypatch):
+    monkeypatch.setattr(timeline_log, "_JOIN_S", 0.01)
+    writing, hangs = threading.Event(), threading.Event()
+
+    def append(line):
+        writing.set()
+        hangs.wait()
+
+    log = TimelineLog(append, LABELS)
+    add(log, Phase.WARMUP, 0)
+    assert writing.wait(60)
+    for index in range(lines):
+        add(log, Phase.WARMUP, 1 + index)
+    log.close()
+    hangs.set()
+    assert all(t.daemon for t in threading.enumerate() if t.name == "envpipe-timeline")
+    assert [record.message for record in caplog.records] == [
+        "The timeline is not complete: its file cannot be written any more"
+    ]
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+def test_a_slow_disk_costs_lines_that_are_counted(caplog, lost):
+    writing, hangs = threading.Event(), threading.Event()
+    lines = []
+
+    def append(line):
+        writing.set()
+        hangs.wait()
+        lines.append(line["iteration"])
+
+    log = TimelineLog(append, LABELS)
+    add(log, Phase.WARMUP, 0)
+    assert writing.wait(60)
+    for index in range(256 + lost):
+        add(log, Phase.WARMUP, 1 + index)
+    hangs.set()
+    log.close()
+    assert lines == list(range(257))
+    warned = [f"The timeline lacks {lost} lines: its disk is slow"] if lost else []
+    assert [record.message for record in caplog.records] == warned
+
+
+def test_without_a_folder_nothing_is_kept():
+    before = set(threading.enumerate())
+    log = TimelineLog(None, LABELS)
+    add(log, Phase.WARMUP, 0)
+    log.add_clock(0.5, ClockState(1200, 1185))
+    assert set(threading.enumerate()) <= before
+    log.close()
+
+
+@pytest.mark.xdist_group("pipeline")
+def test_a_session_leaves_the_timelines_of_all_its_ranks(three_ranks, tmp_path):
+    three_ranks.run(session_ranks.train_without_control, tmp_path, -1, 0)
+    read = read_timelines([tmp_path / "timeline.jsonl"])
+    assert not read.unreadable
+    by_iteration = {}
+    for one in read.iterations:
+        by_iteration.setdefault(one.iteration, []).append(one)
+    assert sorted(by_iteration) == list(range(len(by_iteration)))
+    for ranks in by_iteration.values():
+        assert sorted(one.labels.rank for one in ranks) == [0, 1, 2]
+        assert len({one.phase for one in ranks}) == 1
+        # Emulated GPUs of a pipeline share one time base, and begin together.
+        assert len({one.begin_s for one in ranks}) == 1
+    last = by_iteration[max(by_iteration)]
+    assert last[0].phase == "steady"
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    for one in last:
+        assert one.order.split() == plan["schedule"][one.labels.stage]
+        assert one.frequency_mhz.tolist() == plan["frequency_mhz"][one.labels.stage]
+    warmup = by_iteration[0]
+    assert {mhz for one in warmup for mhz in one.frequency_mhz.tolist()} == {1410}

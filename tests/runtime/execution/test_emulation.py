@@ -1,0 +1,177 @@
+"""Emulated iterations take exactly the longest path, and the profiler finds the GPU's model."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import emulation_ranks
+import numpy as np
+import pytest
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import ProfileRow, make_profile
+from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.gpu.emulated.presets import load_preset, preset_folder
+from envpipe_megatron.runtime.execution.emulated_executor import Fidelity
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+STAGES = 3
+SCHEDULES = {
+    "1f1b": builders.one_f_one_b(STAGES, 5),
+    "gpipe": builders.gpipe(STAGES, 4),
+    "envpipe": builders.envpipe(STAGES, 6, [3, 2, 0]),
+    "fewer microbatches than stages": builders.envpipe(STAGES, 2, [0, 0, 0]),
+}
+
+
+@pytest.fixture
+def instant_preset(tmp_path) -> str:
+    """An A100 whose clock changes take no time, so that units have the model's time exactly."""
+    text = (preset_folder() / "a100-sxm.toml").read_text()
+    path = tmp_path / "instant.toml"
+    path.write_text(text.replace("frequency_change_s = 0.010", "frequency_change_s = 0.0"))
+    assert load_preset(str(path)).frequency_change_s == 0
+    return str(path)
+
+
+def write_plan(folder: Path, schedule: Schedule, preset: str, seed: int) -> tuple[np.ndarray, list]:
+    """A plan of random frequencies for stages of random times; its frequencies and times."""
+    rng = random.Random(seed)
+    model = load_preset(preset)
+    times_s = [(rng.uniform(0.01, 0.03), rng.uniform(0.02, 0.06)) for _ in range(STAGES)]
+    clocks = [model.max_frequency_mhz, *rng.sample(model.supported_frequencies_mhz[1:], 6)]
+    rows = [
+        (stage, kind, ProfileRow(clock, model.unit_time_s(kind.value, clock, time_s), 1.0))
+        for stage in range(STAGES)
+        for kind, time_s in zip(Kind, times_s[stage], strict=True)
+        for clock in clocks
+    ]
+    profile = make_profile(rows, source="random")
+    profile.write(folder / "profile.csv")
+    frequency = np.random.default_rng(seed).choice(clocks, schedule.is_backward.shape)
+    Plan("custom", schedule, frequency, profile, Conditions((80.0,) * STAGES)).write(
+        folder / "plan.json"
+    )
+    return frequency, times_s
+
+
+def durations(schedule: Schedule, frequency: np.ndarray, preset: str, times_s: list) -> np.ndarray:
+    model = load_preset(preset)
+    return np.array(
+        [
+            [
+                model.unit_time_s(
+                    unit.kind.value, int(f), times_s[stage][unit.kind is Kind.BACKWARD]
+                )
+                for unit, f in zip(order, frequency[stage], strict=True)
+            ]
+            for stage, order in enumerate(schedule.stages)
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_iteration_is_the_longest_path(three_ranks, tmp_path, instant_preset, name, seed):
+    schedule = SCHEDULES[name]
+    frequency, times_s = write_plan(tmp_path, schedule, instant_preset, seed)
+    runs = three_ranks.run(
+        emulation_ranks.run_plan, tmp_path, instant_preset, schedule.num_microbatches, 1, times_s, 3
+    )
+    warmup = builders.one_f_one_b(STAGES, schedule.num_microbatches)
+    top = np.full(warmup.is_backward.shape, frequency.max())
+    for iteration, (order, clocks) in enumerate([(warmup, top), *[(schedule, frequency)] * 2]):
+        timeline = Timeline(order, durations(order, clocks, instant_preset, times_s))
+        for stage, records in enumerate(runs):
+            seen = records[iteration]
+            assert seen["iteration_time_s"] == pytest.approx(timeline.iteration_time_s, abs=1e-9)
+            assert seen["start_s"] == pytest.approx(timeline.start_s[stage].tolist(), abs=1e-9)
+            waits = timeline.start_s[stage] - np.array([0.0, *timeline.end_s[stage][:-1]])
+            assert seen["receive_wait_s"] == pytest.approx(waits.tolist(), abs=1e-9)
+
+
+def test_iteration_is_the_longest_path_of_its_units(three_ranks, tmp_path):
+    """Also where a clock settles within a unit: the path of the times that the units then took."""
+    schedule = SCHEDULES["envpipe"]
+    _, times_s = write_plan(tmp_path, schedule, "a100-sxm", 7)
+    runs = three_ranks.run(emulation_ranks.run_plan, tmp_path, "a100-sxm", 6, 1, times_s, 3)
+    again = three_ranks.run(
+        emulation_ranks.run_plan, _fresh(tmp_path), "a100-sxm", 6, 1, times_s, 3
+    )
+    assert again == runs  # to the bit, whatever the host did meanwhile
+    for iteration in (1, 2):
+        taken_s = np.array(
+            [np.subtract(run[iteration]["end_s"], run[iteration]["start_s"]) for run in runs]
+        )
+        longest_s = Timeline(schedule, taken_s).iteration_time_s
+        for run in runs:
+            assert run[iteration]["iteration_time_s"] == pytest.approx(longest_s, abs=1e-9)
+
+
+def _fresh(folder: Path) -> Path:
+    """The same job on GPUs that have done nothing yet."""
+    fresh = folder / "again"
+    fresh.mkdir()
+    for name in ("profile.csv", "profile.json", "plan.json"):
+        if (folder / name).exists():
+            (fresh / name).write_bytes((folder / name).read_bytes())
+    return fresh
+
+
+@pytest.mark.parametrize(("late_every", "trusted"), [(0, True), (5, False)])
+def test_overruns_are_counted(three_ranks, tmp_path, late_every, trusted):
+    outcomes = three_ranks.run(emulation_ranks.overruns, tmp_path, late_every)
+    assert [units for units, _, _ in outcomes] == [40, 40, 40]
+    if not trusted:  # microbatches 0 and 5 of two iterations
+        assert outcomes[1][1] >= 4
+        assert outcomes[1][2] is False
+    else:
+        assert sum(overruns for _, overruns, _ in outcomes) <= 1  # a busy machine may add one
+
+
+def test_one_unit_of_a_hundred_may_overrun():
+    assert Fidelity().trusted
+    assert Fidelity(units=100, overruns=1).trusted
+    assert not Fidelity(units=100, overruns=2).trusted
+
+
+def test_profiler_finds_the_model(three_ranks, tmp_path):
+    """The sweep starts at the top, passes the valley, and measures what the model says."""
+    times_s = (0.2, 0.4)  # several refreshes of the counter a unit
+    runs = three_ranks.run(emulation_ranks.profile, tmp_path, "a100-sxm", times_s)
+    profile, preset = runs[0]
+    assert all(other.to_csv() == profile.to_csv() for other, _ in runs)
+    assert (tmp_path / "profile.csv").read_text() == profile.to_csv()
+    clocks = [row.frequency_mhz for row in profile.rows[0][Kind.FORWARD]]
+    assert clocks[0] == preset.max_frequency_mhz
+    assert len(clocks) >= 8
+    model_j = {
+        clock: sum(model(preset, kind, clock, t)[1] for kind, t in zip(Kind, times_s, strict=True))
+        for clock in clocks
+    }
+    valley_mhz = min(model_j, key=model_j.__getitem__)
+    assert clocks[-1] < valley_mhz < clocks[0]
+    for stage in range(STAGES):
+        # The bottom is flat: any clock that costs as little to within a percent will do.
+        assert model_j[profile.optimal_frequency_mhz[stage]] <= 1.01 * model_j[valley_mhz]
+        for kind, time_at_max_s in zip(Kind, times_s, strict=True):
+            for row in profile.rows[stage][kind]:
+                time_s, energy_j = model(preset, kind, row.frequency_mhz, time_at_max_s)
+                assert row.time_s == pytest.approx(time_s, rel=0.02)
+                assert row.energy_j == pytest.approx(energy_j, rel=0.03), (stage, kind, row)
+        for clock in clocks:
+            pair_j = sum(profile.row(stage, kind, clock).energy_j for kind in Kind)
+            assert pair_j == pytest.approx(model_j[clock], rel=0.005)
+    waiting_w = [curve[clocks[0]] for curve in profile.sidecar.wait_power_w]
+    assert waiting_w == pytest.approx([preset.wait_power_w] * STAGES, rel=0.02)
+    assert profile.sidecar.frequency_change_s == pytest.approx(preset.frequency_change_s, rel=0.2)
+
+
+def model(preset, kind: Kind, clock: int, time_at_max_s: float) -> tuple[float, float]:
+    time_s = preset.unit_time_s(kind.value, clock, time_at_max_s)
+    return time_s, time_s * preset.busy_power_w(kind.value, clock)

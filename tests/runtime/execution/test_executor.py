@@ -1,0 +1,93 @@
+"""CUDA events around units, on a stand-in for CUDA that takes the time it is told."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.runtime.execution import executor
+
+
+class Cuda:
+    """Work on one stream takes `time_s` along; the host is as far."""
+
+    def __init__(self):
+        self.time_s, self.made = 100.0, 0
+        self.waited: list[str] = []
+        self.stream = SimpleNamespace(synchronize=lambda: self.waited.append("stream"))
+        cuda = self
+
+        class Event:
+            def __init__(self, *, enable_timing, blocking):
+                assert enable_timing
+                assert blocking  # or who waits keeps a core busy
+                cuda.made += 1
+
+            def record(self, stream):
+                assert stream is cuda.stream
+                self.at_s = cuda.time_s
+
+            def elapsed_time(self, later):
+                return (later.at_s - self.at_s) * 1e3
+
+            def synchronize(self):
+                cuda.waited.append("event")
+
+        self.Event = Event
+
+    def current_stream(self):
+        return self.stream
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> Cuda:
+    cuda = Cuda()
+    monkeypatch.setattr(executor, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(executor, "time", SimpleNamespace(monotonic=lambda: cuda.time_s))
+    return cuda
+
+
+def test_units_and_waits_are_timed_by_events_that_are_used_every_other_iteration(cuda):
+    timed, schedule = executor.CudaExecutor(), builders.one_f_one_b(1, 2)
+    ends = []
+    for number in range(4):
+        cuda.time_s = begin_s = 100.0 * (number + 1)
+        timed.begin_iteration(schedule, 0)
+        for wait_s, unit_s in ((0.0, 0.5), (0.25, 1.0), (0.0, 2.0)):
+            cuda.time_s += wait_s
+            timed.begin_unit(None)
+            cuda.time_s += unit_s
+            ends.append(timed.end_unit()[1])
+        cuda.time_s += 2.0  # the optimizer's
+        assert not cuda.waited
+        record = timed.end_iteration()
+        assert cuda.waited.pop() == "event"
+        assert record.start_s.tolist() == pytest.approx([0.0, 0.75, 1.75])
+        assert record.end_s.tolist() == pytest.approx([0.5, 1.75, 3.75])
+        assert record.receive_wait_s.tolist() == pytest.approx([0.0, 0.25, 0.0])
+        assert record.begin_s == pytest.approx(begin_s)
+        assert (record.iteration_time_s, record.wall_time_s) == pytest.approx((3.75, 5.75))
+        if number == 1:
+            made = cuda.made
+            assert not set(ends[:3]) & set(ends[3:])  # the controller may still look at them
+    assert cuda.made == made
+
+
+def test_outside_iterations_the_hosts_clock_tells_the_time(cuda, monkeypatch):
+    timed = executor.CudaExecutor()
+    assert timed.now_s() == timed.meet() == 100.0
+    timed.wait_for_message(None)
+    assert cuda.waited == ["stream"]
+    slept: list[float] = []
+    monkeypatch.setattr(executor.time, "sleep", slept.append, raising=False)
+    timed.let_counter_refresh()
+    assert slept == [0.2]
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+def test_another_thread_looks_at_events_on_this_threads_device(cuda, in_use):
+    devices: list[int] = []
+    cuda.is_initialized, cuda.current_device = lambda: in_use, lambda: 5
+    cuda.set_device = devices.append
+    executor.same_device()()
+    assert devices == [5] * in_use

@@ -1,0 +1,143 @@
+"""Sessions and the rights to change clocks: all ranks or none, and clocks that come back."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import controlled_ranks
+import pytest
+from rank_pool import RankPool
+
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.guard.client import hold_gpu
+from envpipe_megatron.gpu.guard.lease import list_leases
+
+pytestmark = pytest.mark.xdist_group("pipeline")
+
+
+@pytest.fixture
+def guards(tmp_path, monkeypatch) -> Path:
+    """The folder of guards and leases, for this process too."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(tmp_path / "leases"))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another job")
+    (tmp_path / "run").mkdir(mode=0o700)
+    return tmp_path
+
+
+def requested_mhz(root: Path, count: int) -> list[int | None]:
+    return [EmulatedGpu.open(root, index).requested_frequency_mhz for index in range(count)]
+
+
+@pytest.mark.parametrize("reader", [0, 2])
+def test_without_control_of_one_gpu_no_rank_asks_for_a_clock(three_ranks, tmp_path, reader):
+    """Everybody runs the framework's order at baseline clocks, and energy is measured."""
+    told = three_ranks.run(controlled_ranks.train_with_a_gpu_to_read, tmp_path, reader)
+    for rank, (phase, notes, clock, requested, energy_j) in enumerate(told):
+        assert phase == "steady"
+        assert "reading alone" in notes[0]
+        assert clock["changes"] == 0
+        assert clock["error"] is None
+        assert clock["backend"] == ("none" if rank == reader else "emulated")
+        assert requested is None
+        assert energy_j > 0
+
+
+def test_a_guarded_session_holds_its_gpu_and_gives_it_back(three_ranks, guards):
+    told = three_ranks.run(controlled_ranks.train_guarded, guards, False)
+    for leases, locked_mhz, forked_mhz, after_mhz, error in told:
+        assert leases == [f"{guards}#{index}" for index in range(3)]
+        assert locked_mhz is not None
+        assert forked_mhz == locked_mhz
+        assert after_mhz is not None
+        assert error is None
+    assert requested_mhz(guards, 3) == [None] * 3
+    assert not list_leases()
+    lines = [json.loads(line) for line in (guards / "clocks.jsonl").read_text().splitlines()]
+    assert sorted(line["rank"] for line in lines) == [0, 1, 2]
+    assert all(line["changes"] and line["error"] is None for line in lines)
+
+
+def test_training_goes_on_at_baseline_clocks_when_the_guard_dies(three_ranks, guards):
+    told = three_ranks.run(controlled_ranks.train_guarded, guards, True)
+    for _, locked_mhz, _, after_mhz, error in told:
+        assert locked_mhz is not None
+        assert after_mhz is None
+        assert "guard" in error
+    assert not list_leases()
+    lines = [json.loads(line) for line in (guards / "clocks.jsonl").read_text().splitlines()]
+    assert all("guard" in line["error"] for line in lines)
+
+
+def test_a_gpu_of_another_job_ends_every_rank_before_it_trains(three_ranks, guards):
+    other = EmulatedGpu.create("a100-sxm", 1, guards)
+    hold = hold_gpu(other.address, on_event=lambda event: None)
+    other.lock_frequency(1005)
+    try:
+        told = three_ranks.run(controlled_ranks.be_refused, guards)
+        assert told[1].startswith("LeaseHeldError")
+        assert "another job" in told[1]
+        for text in (told[0], told[2]):
+            assert text.startswith("CollectivesError: A rank of stage 1 cannot go on")
+            assert "another job" in text
+        assert other.requested_frequency_mhz == 1005
+        assert [record.address.uid for record in list_leases()] == [f"{guards}#1"]
+    finally:
+        hold.release()
+    assert other.requested_frequency_mhz is None
+
+
+def test_a_rank_without_a_folder_ends_every_rank_and_holds_no_gpu(three_ranks, guards):
+    """Its error is not one of ours, and the others do not wait for it all the same."""
+    (guards / "file").touch()
+    told = three_ranks.run(controlled_ranks.be_without_a_folder, guards, 1)
+    assert told[1].startswith("NotADirectoryError")
+    for text in (told[0], told[2]):
+        assert text.startswith("CollectivesError: A rank of stage 1 cannot go on")
+        assert "file/output" in text
+    assert not list_leases()
+
+
+def test_a_session_that_cannot_be_made_holds_no_gpu(three_ranks, guards):
+    told = three_ranks.run(controlled_ranks.fail_in_the_executor, guards, 1)
+    assert told[1] == ("the executor of a test", False)
+    assert told[0] == told[2] == ("nothing failed", False)
+
+
+def test_the_clock_of_a_killed_rank_comes_back(guards):
+    with RankPool(2) as pool:
+        pool.start(controlled_ranks.train_until_killed, guards)
+        outcomes = pool.outcomes(ranks=[0])
+        assert outcomes[0][0] is False
+        # The guard ends by itself when it is done, and nothing tells of that.
+        look = threading.Event()
+        for _ in range(2000):
+            if not list_leases():
+                break
+            look.wait(0.01)
+        assert not list_leases()
+        assert requested_mhz(guards, 2) == [None, None]
+
+
+@pytest.mark.parametrize("without", [-1, 0, 2])
+def test_all_ranks_control_clocks_or_none(fake_nvml_library, fake_nvml, without):
+    library, environment = str(fake_nvml_library), fake_nvml.environment
+    with RankPool(3) as pool:  # its own: a library stays loaded
+        arguments = (controlled_ranks.choose, library, environment, "auto", without)
+        for told in pool.run(*arguments, False):
+            if without < 0:
+                assert told == ("nvml", "nvml", None)
+            else:
+                assert told[:2] == ("none", None)
+                assert "ENVPIPE_FORBID_CLOCK_CONTROL" in told[2]
+                assert "energy is measured" in told[2]
+        for rank, told in enumerate(pool.run(*arguments, True)):
+            if without < 0:
+                assert told == ("nvml", "nvml", None)
+            else:
+                named = "GpuPermissionError" if rank == without else "CollectivesError"
+                assert told.startswith(named)
+                assert "ENVPIPE_FORBID_CLOCK_CONTROL" in told
+    assert fake_nvml.changes() == []

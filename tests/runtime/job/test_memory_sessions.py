@@ -1,0 +1,119 @@
+"""Sessions whose plans are limited by the memory that was measured, through the real runtime."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+
+import memory_ranks
+import pytest
+from fake_memory import Sizes
+
+from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.runtime.memory.peak import SAFETY_MARGIN
+
+pytestmark = pytest.mark.xdist_group("pipeline")
+
+SIZES = Sizes(message=0)
+#: Of a stage with one microbatch in flight, in its backward.
+ALONE = SIZES.weights + SIZES.gradients + SIZES.optimizer + SIZES.backward + SIZES.activations
+STAGES, MICROBATCHES = 3, 8
+PLENTY = (10**9,) * STAGES
+
+
+def capacities(*in_flight):
+    """Of devices that hold so many microbatches and half of another, and the margin."""
+    return tuple(
+        int((ALONE + (count - 0.5) * SIZES.activations) / (1 - SAFETY_MARGIN))
+        for count in in_flight
+    )
+
+
+def train(pool, root, devices, request, profile_file=None):
+    run = functools.partial(memory_ranks.train, profile_file=profile_file)
+    return pool.run(run, root, devices, MICROBATCHES, request)
+
+
+ENVELOPE = {"schedule": "envpipe", "policy": "envelope"}
+
+
+def test_extra_forwards_are_limited_by_measured_memory(three_ranks, tmp_path):
+    request = {**ENVELOPE, "max_in_flight": "memory", "reconfigure": "balanced"}
+    told = train(three_ranks, tmp_path, capacities(5, 3, 1), request)
+    for rank, one in enumerate(told):
+        assert one.phase == "steady"
+        assert one.peak_in_flight == (5, 3, 1)
+        assert one.memory == told[0].memory
+        stage = one.memory[rank]
+        assert (stage.baseline_in_flight, stage.in_flight) == (STAGES - rank, (5, 3, 1)[rank])
+        assert stage.activation_bytes == SIZES.activations
+        assert stage.step_peak_bytes == stage.baseline_peak_bytes  # a step needs less
+        # What was predicted, what the session measured, and what the device saw.
+        assert stage.predicted_peak_bytes(stage.in_flight) == one.peak_bytes
+        assert stage.measured_peak_bytes == one.peak_bytes
+        # Units are looked at in the last iteration of the warm-up, and in no other.
+        seen = one.readings_by_phase
+        assert seen.pop("warm-up") == 2 * MICROBATCHES + 1
+        assert set(seen.values()) == {0}
+    said = "\n".join(told[0].said)
+    assert "in flight 5, 3, 1, predicted peak" in said
+    assert "+0.0%, +0.0%, +0.0% from the prediction" in said
+    assert "Memory holds at most 5, 3, 1 microbatches in flight." in told[0].notes
+    sidecar = read_profile(tmp_path / "profile.csv").sidecar
+    assert sidecar.activation_bytes == (SIZES.activations,) * STAGES
+    half = SIZES.activations / 2
+    assert sidecar.free_bytes == pytest.approx(
+        [4 * SIZES.activations + half, 2 * SIZES.activations + half, half], abs=2
+    )
+    assert json.loads((tmp_path / "plan.json").read_text())["peak_in_flight"] == [5, 3, 1]
+
+
+def test_without_a_wish_memory_limits_all_the_same(three_ranks, tmp_path):
+    told = train(three_ranks, tmp_path, capacities(4, 2, 1), ENVELOPE)
+    assert told[0].peak_in_flight == (4, 2, 1)
+    told = train(three_ranks, tmp_path, PLENTY, {**ENVELOPE, "max_in_flight": (6, 3, 1)})
+    assert told[0].peak_in_flight == (6, 3, 1)  # it wants more than memory left it above
+
+
+def test_a_baseline_job_knows_its_memory_too(three_ranks, tmp_path):
+    for rank, one in enumerate(train(three_ranks, tmp_path, PLENTY, {})):
+        stage = one.memory[rank]
+        assert stage.in_flight == stage.baseline_in_flight == STAGES - rank
+        assert stage.measured_peak_bytes == stage.baseline_peak_bytes == one.peak_bytes
+
+
+def test_a_profile_by_file_is_filled_in_or_heeded(three_ranks, tmp_path):
+    measured = {**ENVELOPE, "max_in_flight": "memory"}
+    train(three_ranks, tmp_path, PLENTY, measured)
+    path = tmp_path / "profile.csv"
+    known = read_profile(path)
+    # It says nothing: measured while warming up.
+    replace(known, sidecar=replace(known.sidecar, free_bytes=None)).write(path)
+    told = train(three_ranks, tmp_path / "a", capacities(4, 3, 1), measured, path)
+    assert told[0].peak_in_flight == (4, 3, 1)
+    assert all(one.free_bytes == told[0].free_bytes is not None for one in told)
+    # It says more than there is, then less.
+    for free, expected in ((10**9, (4, 3, 1)), (3_000, (3, 2, 1))):
+        facts = replace(known.sidecar, free_bytes=(free,) * STAGES)
+        replace(known, sidecar=facts).write(path)
+        told = train(three_ranks, tmp_path / "b", capacities(4, 3, 1), measured, path)
+        assert told[0].peak_in_flight == expected
+        assert told[0].free_bytes == (free,) * STAGES
+    # Where nothing can be measured, its word is enough.
+    facts = Sidecar(activation_bytes=(100.0,) * STAGES, free_bytes=(350.0, 250.0, 150.0))
+    replace(known, sidecar=facts).write(path)
+    told = train(three_ranks, tmp_path / "c", None, measured, path)
+    assert told[0].peak_in_flight == (4, 3, 1)
+    assert all(one.memory is None for one in told)
+
+
+def test_a_limit_that_nobody_knows_is_refused_before_training(three_ranks, tmp_path):
+    for text in three_ranks.run(memory_ranks.refused, tmp_path, None):
+        assert text.startswith("MemoryUnknownError: ")
+        assert "activation_bytes and free_bytes" in text
+    told = three_ranks.run(memory_ranks.refused, tmp_path, tmp_path / "profile.csv")
+    assert told[0].startswith("MemoryUnknownError: ")
+    assert all(text.startswith("CollectivesError: ") for text in told[1:])
+    assert all("no CUDA device" in text for text in told)

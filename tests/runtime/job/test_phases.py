@@ -1,0 +1,461 @@
+"""The phases of one rank, by hand: what runs in them, and what is watched, said and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from plain_stages import SPECS
+from preset_profile import preset_profile
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan, PlanError
+from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.overrides import sweep_range
+from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended
+from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.execution.orders import IterationOrder
+from envpipe_megatron.runtime.going_on import GoesOnError
+from envpipe_megatron.runtime.job import phases
+from envpipe_megatron.runtime.job.context import SessionConfig, SessionState
+from envpipe_megatron.runtime.job.phases import run_phases
+from envpipe_megatron.runtime.job.planning import Adopted
+from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
+from envpipe_megatron.runtime.profiling.profiler import ProfilerError, ProfilerSettings
+
+CLOCKS = (1005, 1200, 1410)
+STAGES, MICROBATCHES = 2, 4
+ENVELOPE = PlanRequest(MICROBATCHES, "envpipe", "envelope")
+
+
+def profile_of(stages: int = STAGES) -> Any:
+    times_s = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
+    return preset_profile("a100-sxm", stages, times_s, CLOCKS[:2])
+
+
+class Memory:
+    """Notes what is done with it."""
+
+    def __init__(self) -> None:
+        self.watch: Any = None
+        self.stages: Any = None
+        self.calls: list[Any] = []
+        self.peaks: list[int | None] = [5, 9, 7]
+
+    def learn(self, schedule: Schedule, specs: Any) -> None:
+        assert specs is SPECS
+        self.calls.append(("learn", schedule.name))
+        self.stages = "learned"
+
+    def peak_bytes(self) -> int | None:
+        return self.peaks.pop(0)
+
+    def compare(self, peak: int | None) -> None:
+        self.calls.append(("compare", peak))
+        self.stages = "compared"
+
+
+@dataclass
+class Rank:
+    """Stage 0 of a job, on one of its two replicas; others say what it says, but for `other`."""
+
+    config: SessionConfig
+    kept_order: Schedule | None = None
+    other: Callable[[Any], Any] = lambda own: own
+    replica: Callable[[Any], Any] = lambda own: own
+    keeps_profile: bool = False
+    backend: str = "emulated"
+    is_planner: bool = True
+    supported: tuple[int, ...] = CLOCKS
+    predicting: Exception | None = None
+    memory: Memory = field(default_factory=Memory)
+    said: list[str] = field(default_factory=list)
+    state: SessionState = field(default_factory=SessionState)
+    specs: Any = SPECS
+    stage: int = 0
+    num_stages: int = STAGES
+    num_microbatches: int = MICROBATCHES
+    channel: Any = "channel"
+    executor: Any = "executor"
+    meter: Any = "meter"
+    print_grid: Any = "grid"
+
+    def __post_init__(self) -> None:
+        pipeline: Any = SimpleNamespace(
+            leads=True, gather=lambda own: [own, self.other(own)], broadcast=lambda own: own
+        )
+        replicas: Any = SimpleNamespace(leads=True, broadcast=lambda own: own)
+        replicas.gather = lambda own: [own, self.replica(own)]
+        self.collectives = Collectives(0, pipeline, [replicas], 2)
+        self.collectives.is_planner = self.is_planner
+        self.gpu = SimpleNamespace(
+            name="NVIDIA of a test",
+            address=SimpleNamespace(backend=self.backend),
+            supported_frequencies_mhz=self.supported,
+        )
+        self.clock = SimpleNamespace(error=None)
+        self.say = self.said.append
+        self.predicted: list[str] = []
+
+    def predict_memory(self, schedule: Schedule) -> None:
+        self.predicted.append(schedule.name)
+        if self.predicting is not None:
+            raise self.predicting
+
+    def run(self, count: int) -> list[tuple[IterationOrder, Any]]:
+        """So many iterations, and what was watched in each."""
+        job: Any = self
+        going, record, ran = run_phases(job), None, []
+        for number in range(count):
+            order = going.send(record)  # type: ignore[arg-type]  # a generator begins with None
+            ran.append((order, self.memory.watch))
+            record = f"record {number}"  # type: ignore[assignment]
+        return ran
+
+
+def clocks_of(order: IterationOrder) -> set[int]:
+    return set(order.frequency_mhz.ravel().tolist())
+
+
+def test_a_baseline_keeps_the_frameworks_order_at_the_highest_clock():
+    rank = Rank(SessionConfig(PlanRequest(MICROBATCHES), warmup_iterations=2))
+    ran = rank.run(7)
+    assert [(order.phase, watched) for order, watched in ran] == [
+        (Phase.WARMUP, Watch.PEAK),
+        (Phase.WARMUP, Watch.UNITS),
+        *[(Phase.STEADY, Watch.PEAK)] * 3,
+        *[(Phase.STEADY, Watch.NOTHING)] * 2,
+    ]
+    for order, _ in ran:
+        assert order.schedule.stages == builders.one_f_one_b(STAGES, MICROBATCHES).stages
+        assert clocks_of(order) == {1410}
+    assert rank.memory.calls == [("learn", "1f1b"), ("compare", 9)]
+    assert rank.predicted == ["1f1b"]
+    assert rank.state.memory == "compared"
+    assert rank.said == ["warm-up: 2 iterations of 1f1b at 1410 MHz", "steady: 1f1b"]
+
+
+@pytest.mark.parametrize("peaks", [[None, 4, 3], [None] * 3])
+def test_peaks_that_nobody_knows_are_not_compared(peaks):
+    rank = Rank(SessionConfig(PlanRequest(MICROBATCHES), warmup_iterations=1))
+    rank.memory.peaks, rank.memory.stages = [*peaks], "known"
+    rank.run(5)
+    assert rank.memory.calls == [("compare", 4 if peaks[1] else None)]
+
+
+@pytest.mark.parametrize("error", [MemoryFullError, GoesOnError])
+def test_too_little_memory_for_the_own_order_is_said_alone(error):
+    rank = Rank(SessionConfig(PlanRequest(MICROBATCHES), warmup_iterations=1))
+    rank.predicting = error("Of a test")
+    assert rank.run(3)[-1][0].phase is Phase.STEADY
+    assert "memory: Of a test" in rank.said
+
+
+def test_chunks_and_orders_that_are_kept_warm_up_as_they_will_run():
+    chunks = PlanRequest(MICROBATCHES, "interleaved", num_chunks=2)
+    warmup, _ = Rank(SessionConfig(chunks)).run(1)[0]
+    assert warmup.schedule.stages == builders.interleaved(STAGES, MICROBATCHES, 2).stages
+    kept = builders.gpipe(STAGES, MICROBATCHES)
+    warmup, _ = Rank(SessionConfig(chunks), kept_order=kept).run(1)[0]
+    assert warmup.schedule is kept
+
+
+GPIPE = builders.gpipe(STAGES, MICROBATCHES)
+FILES = {"plan_file": Path("plan.json"), "profile_file": Path("profile.csv")}
+
+
+@pytest.mark.parametrize(
+    ("request_", "options", "kept", "saves"),
+    [
+        (("1f1b", "baseline"), {}, None, False),
+        (("1f1b", "baseline"), FILES, None, True),
+        (("1f1b", "uniform"), {}, None, True),
+        (("gpipe", "baseline"), {}, None, True),
+        (("gpipe", "baseline"), {}, GPIPE, False),
+        (("1f1b", "baseline"), {}, GPIPE, False),
+        (("interleaved", "baseline"), {}, None, False),
+        (("envpipe", "baseline"), {}, None, True),
+    ],
+)
+def test_where_nothing_is_saved_nothing_is_measured(monkeypatch, request_, options, kept, saves):
+    asked = []
+
+    def save(job: Any, schedule: Schedule, records: Any) -> Any:
+        asked.append(records)
+        raise GoesOnError("Of a test")
+        yield
+
+    monkeypatch.setattr(phases, "_save_energy", save)
+    chunks = 2 if request_[0] == "interleaved" else 1
+    request = PlanRequest(MICROBATCHES, *request_, num_chunks=chunks)
+    rank = Rank(SessionConfig(request, warmup_iterations=3, **options), kept_order=kept)
+    rank.state.plan = "plan"  # type: ignore[assignment]
+    order, _ = rank.run(4)[-1]
+    assert (order.phase, clocks_of(order)) == (Phase.STEADY, {1410})
+    assert asked == ([["record 1", "record 2"]] if saves else [])
+    notes = "The framework's own order, at the highest clock: Of a test"
+    assert rank.state.notes == ((notes,) if saves else ())
+    assert (notes in rank.said) is saves
+    assert rank.state.plan == (None if saves else "plan")
+    assert len(rank.predicted) == 1
+
+
+def plan_of(clock: int = 1200) -> Plan:
+    order = builders.envpipe(STAGES, MICROBATCHES, [2, 0])
+    frequency = np.full(order.is_backward.shape, clock)
+    return Plan("envelope", order, frequency, profile_of(), Conditions((80.0,) * STAGES))
+
+
+@pytest.fixture
+def saving(monkeypatch) -> Any:
+    """What is adopted and reconfigured, by hand."""
+    parts = SimpleNamespace(adopted=Adopted(plan_of(), ("A note.",), made_now=True), calls=[])
+
+    def profile(job: Any, schedule: Schedule) -> Any:
+        assert schedule.name == "1f1b"
+        return profile_of()
+        yield
+
+    def adopt(job: Any, profile: Any, clocks_mhz: Any) -> Any:
+        parts.calls.append(("adopt", profile, clocks_mhz))
+        return parts.adopted
+
+    class Loop:
+        def __init__(self, *arguments: Any) -> None:
+            parts.calls.append(("reconfigure", *arguments))
+
+        def run(self) -> Any:
+            yield "reconfiguring"
+            return plan_of(1410), 7, Ended.ENVELOPE
+
+    monkeypatch.setattr(phases, "_profile", profile)
+    monkeypatch.setattr(phases, "adopt_plan", adopt)
+    monkeypatch.setattr(phases, "measured_threshold_s", lambda *arguments: arguments)
+    monkeypatch.setattr(phases, "OnlineReconfigurer", Loop)
+    return parts
+
+
+@pytest.mark.parametrize("made_now", [True, False])
+def test_a_plan_is_reconfigured_where_it_is_new(saving, tmp_path, made_now):
+    request = replace(ENVELOPE, reconfigure="balanced")
+    saving.adopted = replace(saving.adopted, made_now=made_now)
+    both = {set: lambda own: own - {1200}}
+    rank = Rank(
+        SessionConfig(request, warmup_iterations=2, output_dir=tmp_path),
+        replica=lambda own: both.get(type(own), lambda same: same)(own),
+        other=lambda own: own - {1005} if isinstance(own, set) else own,
+    )
+    *_, (order, _) = rank.run(3 + made_now)
+    clocks = [{1005, 1410}, {1410}]
+    assert saving.calls[0] == ("adopt", profile_of(), clocks)
+    assert rank.state.notes == ("A note.",)
+    assert "A note." in rank.said
+    plan = plan_of(1410 if made_now else 1200)
+    assert (order.phase, order.schedule) == (Phase.STEADY, plan.schedule)
+    assert (order.frequency_mhz == plan.frequency_mhz).all()
+    assert rank.state.plan.to_json() == plan.to_json()
+    assert rank.state.profile == profile_of()
+    if not made_now:
+        assert len(saving.calls) == 1
+        assert rank.state.reconfigure_ended is None
+        return
+    _, start, policy, threshold, *rest = saving.calls[-1]
+    assert start.to_json() == plan_of().to_json()
+    assert policy is RECONFIGURE_POLICIES["balanced"]
+    own = builders.one_f_one_b(STAGES, MICROBATCHES)
+    assert threshold == (own, ["record 1"], rank.collectives)
+    assert rest == [clocks, rank.collectives, "grid"]
+    assert (rank.state.reconfigure_steps, rank.state.reconfigure_ended) == (7, Ended.ENVELOPE)
+    assert rank.said[-3:] == [
+        "reconfigure: balanced, extra forwards [2, 0]",
+        f"reconfigure: ended after 7 steps, since {Ended.ENVELOPE.value}",
+        "steady: envpipe",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_planner", "made_now", "left"),
+    [
+        ({}, True, True, True),
+        ({}, True, False, True),
+        ({}, False, True, False),
+        (FILES, True, False, True),
+        ({**FILES, "plan_file": "own"}, True, False, False),
+        ({**FILES, "plan_file": "own"}, True, True, True),
+    ],
+)
+def test_the_plan_is_left_where_it_is_not_yet(
+    saving, tmp_path, options, is_planner, made_now, left
+):
+    if options.get("plan_file") == "own":
+        options = {**options, "plan_file": tmp_path / "plan.json"}
+    saving.adopted = replace(saving.adopted, made_now=made_now)
+    config = SessionConfig(ENVELOPE, warmup_iterations=1, output_dir=tmp_path, **options)
+    Rank(config, is_planner=is_planner).run(2)
+    assert (tmp_path / "plan.json").exists() is left
+
+
+def test_a_job_without_a_folder_leaves_nothing(saving):
+    order, _ = Rank(SessionConfig(ENVELOPE, warmup_iterations=1)).run(2)[-1]
+    assert order.schedule.name == "envpipe"
+
+
+def test_a_result_that_cannot_be_written_is_said(saving, tmp_path, caplog):
+    (tmp_path / "plan.json").mkdir()
+    Rank(SessionConfig(ENVELOPE, warmup_iterations=1, output_dir=tmp_path)).run(2)
+    assert "plan.json could not be written, training goes on" in caplog.text
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a stage's memory was measured to be."""
+
+    activation_bytes: float
+    free_bytes: float
+
+
+class Measured(Memory):
+    def learn(self, schedule: Schedule, specs: Any) -> None:
+        super().learn(schedule, specs)
+        self.stages = (Known(10.0, 100.0), Known(20.0, 200.0))
+
+
+def finish(going: Any) -> Any:
+    """What a phase returns that runs no iteration."""
+    with pytest.raises(StopIteration) as ended:
+        next(going)
+    return ended.value.value
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_profile_by_file_says_what_memory_holds_or_is_told(tmp_path, kept, known):
+    path = tmp_path / "given.csv"
+    facts = Sidecar(activation_bytes=(1.0, 2.0), free_bytes=(3.0, 4.0)) if known else Sidecar()
+    replace(profile_of(), sidecar=facts).write(path)
+    rank: Any = Rank(
+        SessionConfig(ENVELOPE, profile_file=path), keeps_profile=kept, memory=Measured()
+    )
+    schedule = builders.one_f_one_b(STAGES, MICROBATCHES)
+    profile = finish(phases._profile(rank, schedule))
+    assert rank.memory.calls == [("learn", "1f1b")]
+    assert rank.state.memory == rank.memory.stages
+    assert profile.sidecar.activation_bytes == ((1.0, 2.0) if known else (10.0, 20.0))
+    assert profile.sidecar.free_bytes == ((3.0, 4.0) if known else (100.0, 200.0))
+    profile_of(3).write(path)
+    refused = GoesOnError if kept else PlanError
+    with pytest.raises(refused, match="3"):
+        next(phases._profile(rank, schedule))
+
+
+@pytest.fixture
+def measuring(monkeypatch) -> Any:
+    """What surrounds the units, by hand; and a profiler that returns what it was given."""
+    parts = SimpleNamespace(calls=[], waits=[])
+
+    def wait_power(*arguments: Any) -> float:
+        parts.calls.append(arguments)
+        return arguments[0] / 10
+
+    class Profiler:
+        def __init__(self, *arguments: Any) -> None:
+            parts.profiler = arguments
+
+        def run(self, known: Sidecar) -> Any:
+            parts.known = known
+            return replace(profile_of(), sidecar=known)
+            yield
+
+    def hop(*arguments: Any) -> float:
+        parts.hop = arguments
+        return 0.25
+
+    monkeypatch.setattr(phases, "measure_wait_power", wait_power)
+    monkeypatch.setattr(phases, "OnlineProfiler", Profiler)
+    monkeypatch.setattr(phases, "measure_p2p_latency_s", hop)
+    monkeypatch.setattr(phases, "wait_clocks", lambda clocks: sorted(clocks)[::2])
+    return parts
+
+
+@pytest.mark.parametrize("is_planner", [True, False])
+def test_an_online_profile_knows_what_surrounds_the_units(measuring, tmp_path, is_planner):
+    settings = ProfilerSettings(2, 3, 4)
+    config = SessionConfig(
+        ENVELOPE,
+        facts=Sidecar(tensor_parallel=1, sequence_length=77),
+        profiler=settings,
+        output_dir=tmp_path,
+    )
+    # The other replica's hop takes thrice as long, that of the next stage nothing.
+    rank: Any = Rank(
+        config,
+        replica=lambda own: 3 * own if isinstance(own, float) else own,
+        other=lambda own: 0.0 if isinstance(own, float) else own,
+        memory=Measured(),
+        is_planner=is_planner,
+    )
+    schedule = replace(builders.one_f_one_b(STAGES, MICROBATCHES))
+    profile = finish(phases._profile(rank, schedule))
+    assert measuring.known == Sidecar(
+        gpu="NVIDIA of a test", tensor_parallel=1, sequence_length=77, p2p_latency_s=(0.5,)
+    )
+    assert measuring.hop == (0, STAGES, "channel", SPECS, "executor")
+    order, clocks, stage, clock, meter, waits, collectives, wanted, say = measuring.profiler
+    assert (order, clocks, stage) == (schedule, (1410, 1200, 1005), 0)
+    assert (clock, meter, collectives) == (rank.clock, "meter", rank.collectives)
+    assert (wanted, say) == (settings, rank.say)
+    assert waits.power_w == {1410: 141.0, 1005: 100.5}
+    around = (0, STAGES, "channel", SPECS, "executor", rank.clock, "meter")
+    assert measuring.calls == [(1410, *around), (1005, *around)]
+    assert rank.said == [f"profile: waiting power at {clock} MHz" for clock in (1410, 1005)]
+    assert profile.sidecar.free_bytes == (100.0, 200.0)
+    assert rank.memory.calls == [("learn", "1f1b")]
+    assert (tmp_path / "profile.csv").exists() is is_planner
+
+
+def test_a_dry_run_says_that_it_changes_no_clock(measuring):
+    rank: Any = Rank(SessionConfig(ENVELOPE), backend="dry_run", memory=Measured())
+    finish(phases._profile(rank, builders.one_f_one_b(STAGES, MICROBATCHES)))
+    assert any("a dry run changes no clock" in text for text in rank.said)
+    assert [arguments[0] for arguments in measuring.calls] == [1410]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_waiting_power_is_measured_as_long_as_all_clocks_follow(measuring, elsewhere):
+    rank: Any = Rank(SessionConfig(ENVELOPE))
+    if elsewhere:
+        rank.other = lambda own: False if own is True else own
+    else:
+        rank.clock.error = "of a test"
+    assert phases._wait_power(rank, (1410, 1200, 1005)).power_w == {1410: 141.0}
+
+
+def test_clocks_of_another_kind_of_gpu_are_swept_as_it_needs():
+    supported = tuple(range(300, 2100, 15))
+    rank: Any = Rank(SessionConfig(ENVELOPE), supported=supported)
+    swept = {None: phases._swept_clocks(rank)}
+    assert swept[None] == sweep_range(supported, None)
+    rank.gpu.name = "NVIDIA GeForce RTX 3090"
+    for name, preset in ((None, "rtx3090"), ("v100", "v100")):
+        rank.config = SessionConfig(ENVELOPE, gpu_preset=name)
+        swept[preset] = phases._swept_clocks(rank)
+        assert swept[preset] == sweep_range(supported, load_preset(preset).control)
+    assert len(set(swept.values())) == 3
+    rank.other = lambda own: not own if isinstance(own, bool) else own
+    with pytest.raises(ProfilerError, match="different clocks"):
+        phases._swept_clocks(rank)
+    few: Any = Rank(SessionConfig(ENVELOPE), supported=(1410, 1005))
+    assert phases._swept_clocks(few) == (1410, 1005)
+    few.gpu.supported_frequencies_mhz = (1410,)
+    with pytest.raises(ProfilerError, match=r"a single clock \(MHz\) \(got 1410\)"):
+        phases._swept_clocks(few)

@@ -1,0 +1,233 @@
+"""Plans made online: from all that was measured of the job."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from preset_profile import preset_profile
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import Conditions, known_conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+from envpipe_megatron.policies.planner import PlannerError, PlanRequest, make_plan
+from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.going_on import GoesOnError
+from envpipe_megatron.runtime.job import planning
+from envpipe_megatron.runtime.job.context import SessionError
+from envpipe_megatron.runtime.job.planning import adopt_plan, make_online
+from envpipe_megatron.runtime.memory.peak import MemoryFullError
+
+PUBLISHED = Path(__file__).parents[4] / "shared/data/perseus_sosp24/emulation/stage_profile"
+
+
+def test_late_clocks_make_no_online_plan_slow():
+    """GPT-3 175B in 1F1B: a plan that knows nothing of changes of clock is 1.35 % too slow."""
+    path = PUBLISHED / "gpt3-175b_a100_sxm.csv"
+    if not path.exists():
+        pytest.skip(f"the published profiles are not in {PUBLISHED}")
+    profile = read_profile(path)
+    measured = Sidecar(wait_power_w=({1410: 83.64},) * 8, frequency_change_s=0.05)
+    profile = replace(profile, sidecar=measured)
+    request = PlanRequest(24, "1f1b", "optimal", blocking_power_w=83.64)
+    blind = replace(make_plan(profile, request).plan, conditions=known_conditions(profile))
+    assert blind.cost.slowdown_percent(blind.baseline.cost) > 1
+    job = SimpleNamespace(
+        config=SimpleNamespace(request=PlanRequest(1, "1f1b", "optimal")),
+        num_microbatches=24,
+        channel=SimpleNamespace(capacity=None),
+        state=SimpleNamespace(memory=None),
+    )
+    plan, _ = make_online(job, profile)
+    assert plan.conditions.change_time_s == 0.05
+    assert plan.cost.slowdown_percent(plan.baseline.cost) < 1e-6
+    assert plan.cost.saving_percent(plan.baseline.cost) > 12
+
+
+@pytest.mark.parametrize(
+    ("failure", "ends_as"), [(LinearProgramError, GoesOnError), (PlannerError, PlannerError)]
+)
+def test_of_a_profile_that_the_user_named_a_solver_that_fails_ends_no_training(
+    monkeypatch, failure, ends_as
+):
+    def fails(job, profile):
+        raise failure("of a test")
+
+    monkeypatch.setattr(planning, "make_online", fails)
+    collectives = SimpleNamespace(is_planner=True, from_planner=lambda value: value)
+    collectives.agreed = lambda make: make()
+    job = SimpleNamespace(
+        config=SimpleNamespace(profile_file=Path("named.csv"), plan_file=None),
+        keeps_profile=False,
+        keeps_plan=False,
+        collectives=collectives,
+    )
+    with pytest.raises(ends_as, match="of a test"):
+        adopt_plan(job, None, [])
+
+
+CLOCKS = [{1410, 1200, 1005}] * 2
+
+
+def profile_of_two():
+    return preset_profile("a100-sxm", 2, {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}, (1200, 1005))
+
+
+@dataclass
+class Starting:
+    """A job of one rank that plans; its parts by hand."""
+
+    path: Path
+    keeps_plan: bool = False
+    keeps_profile: bool = False
+    named_profile: bool = False
+    request: PlanRequest = field(default_factory=lambda: PlanRequest(4, "1f1b", "uniform"))
+    num_microbatches: int = 4
+    kept_order: Any = None
+    capacity: int | None = None
+    memory: Any = None
+    #: How many predictions find too little memory.
+    full: int = 0
+    said: list[str] = field(default_factory=list)
+    predicted: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        by_file = self.path if self.path.exists() else None
+        named = Path("named.csv") if self.named_profile or self.keeps_profile else None
+        self.config = SimpleNamespace(plan_file=by_file, profile_file=named, request=self.request)
+        self.channel = SimpleNamespace(capacity=self.capacity)
+        self.state = SimpleNamespace(memory=self.memory)
+        alone: Any = SimpleNamespace(
+            leads=True, gather=lambda own: [own], broadcast=lambda own: own
+        )
+        self.collectives = Collectives(0, alone, [], 1)
+        self.say = self.said.append
+
+    def predict_memory(self, schedule: Any) -> None:
+        self.predicted.append(schedule.name)
+        if len(self.predicted) <= self.full:
+            raise MemoryFullError("Too little of a test")
+
+    def adopt(self) -> Any:
+        job: Any = self
+        return adopt_plan(job, profile_of_two(), CLOCKS)
+
+
+@pytest.fixture
+def by_file(tmp_path) -> Path:
+    """The plan of another start, in another order than those that are made here."""
+    order = builders.envpipe(2, 4, [2, 0])
+    clocks = np.full(order.is_backward.shape, 1200)
+    plan = Plan("uniform", order, clocks, profile_of_two(), Conditions((80.0, 80.0)))
+    plan.write(tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def test_a_plan_by_file_is_run_as_it_stands(by_file):
+    for keeps in (False, True):
+        job = Starting(by_file, keeps_plan=keeps, keeps_profile=keeps)
+        adopted = job.adopt()
+        assert adopted.plan.schedule.name == "envpipe"
+        assert (adopted.notes, adopted.made_now) == ((), False)
+        assert (job.predicted, job.said) == (["envpipe"], [])
+
+
+def test_without_a_file_a_plan_is_made(tmp_path):
+    job = Starting(tmp_path / "none")
+    adopted = job.adopt()
+    assert (adopted.plan.schedule.name, adopted.plan.policy) == ("1f1b", "uniform")
+    assert (adopted.made_now, job.predicted, job.said) == (True, ["1f1b"], [])
+
+
+REFUSED = [
+    ({"num_microbatches": 5}, "number of microbatches .got 4.. This job has 5"),
+    ({"capacity": 1}, "needs a deeper channel"),
+    (
+        {"kept_order": builders.one_f_one_b(2, 4)},
+        "as 1f1b, and the plan has another order .got 'envpipe'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), REFUSED)
+def test_a_plan_by_file_that_cannot_run_is_refused_or_made_anew(by_file, options, said):
+    with pytest.raises(SessionError, match=said):
+        Starting(by_file, **options).adopt()
+    job = Starting(by_file, keeps_plan=True, **options)
+    adopted = job.adopt()
+    assert (adopted.plan.schedule.name, adopted.made_now) == ("1f1b", True)
+    (told,) = job.said
+    assert told.startswith("the plan of an earlier start is made anew: ")
+
+
+def test_a_kept_plan_that_memory_does_not_hold_is_made_anew(by_file):
+    job = Starting(by_file, keeps_plan=True, full=1)
+    adopted = job.adopt()
+    assert (adopted.plan.schedule.name, adopted.made_now) == ("1f1b", True)
+    assert job.predicted == ["envpipe", "1f1b"]
+    assert job.said == ["the plan of an earlier start is made anew: Too little of a test"]
+    with pytest.raises(GoesOnError, match="Too little of a test"):
+        Starting(by_file, keeps_plan=True, full=2).adopt()
+    with pytest.raises(MemoryFullError):
+        Starting(by_file, full=1).adopt()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({}, GoesOnError),
+        ({"keeps_profile": True}, GoesOnError),
+        ({"named_profile": True}, SessionError),
+    ],
+)
+def test_clocks_that_gpus_lack_end_training_only_where_the_user_named_them(
+    tmp_path, monkeypatch, options, error
+):
+    monkeypatch.setattr(sys.modules[__name__], "CLOCKS", [{1410, 1200, 1005}, {1410}])
+    with pytest.raises(error, match=r"the GPUs of stage 1 do not have .got 1\d\d\d"):
+        Starting(tmp_path / "none", **options).adopt()
+
+
+@pytest.mark.parametrize("limit", [None, (2, 1)])
+def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, limit):
+    asked = []
+
+    def make(profile, request):
+        asked.append((profile, request))
+        return SimpleNamespace(plan="plan", notes=("A note.",))
+
+    def limited(request, profile, memory):
+        assert memory == "memory"
+        asked.append((profile, request))
+        return limit
+
+    monkeypatch.setattr(planning, "make_plan", make)
+    monkeypatch.setattr(planning, "in_flight_limit", limited)
+    request = PlanRequest(1, "envpipe", "envelope", "balanced", max_in_flight=3)
+    job: Any = Starting(
+        tmp_path / "none", request=request, num_microbatches=7, capacity=1, memory="memory"
+    )
+    profile = replace(profile_of_two(), sidecar=Sidecar(wait_power_w=({1410: 80.0},) * 2))
+    plan, notes = make_online(job, profile)
+    wanted = replace(
+        request,
+        num_microbatches=7,
+        reconfigure="default",
+        channel_capacity=1,
+        conditions=known_conditions(profile),
+    )
+    assert known_conditions(profile) is not None
+    given = replace(wanted, max_in_flight=limit or 3)
+    assert asked == [(profile, wanted), (profile, given)]
+    assert plan == "plan"
+    held = "Memory holds at most 2, 1 microbatches in flight."
+    assert notes == (("A note.", held) if limit else ("A note.",))

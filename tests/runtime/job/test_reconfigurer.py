@@ -1,0 +1,158 @@
+"""What reconfiguring takes for a wait, over replicas that have hiccups; and its loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from preset_profile import preset_profile
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.timeline import critical_path
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended, Step
+from envpipe_megatron.runtime.channel.collectives import MEDIAN
+from envpipe_megatron.runtime.job import reconfigurer
+from envpipe_megatron.runtime.job.reconfigurer import (
+    OnlineReconfigurer,
+    measured_threshold_s,
+    no_bubble_threshold_s,
+)
+
+REPLICAS, ITERATIONS = 16, 10
+
+
+def test_hiccups_of_single_replicas_are_no_bubbles():
+    """One receive in a hundred is 10 ms late; 16 replicas, and one pays for all in a mean."""
+    rng = np.random.default_rng(3)
+    schedule = builders.one_f_one_b(4, 24)
+    shape = schedule.receives.shape
+
+    def iteration() -> np.ndarray:
+        """Waits without bubbles [num_stages, REPLICAS, units_per_stage], s."""
+        waits_s = rng.normal(5e-4, 5e-5, (shape[0], REPLICAS, shape[1]))
+        return waits_s + 0.01 * (rng.random(waits_s.shape) < 0.01)
+
+    warmup = [iteration() for _ in range(ITERATIONS)]
+    #: For each stage, that of each replica: waits [ITERATIONS, units_per_stage], shortest units.
+    gathered = [np.array(warmup).transpose(1, 2, 0, 3), np.full((shape[0], REPLICAS), 0.02)]
+    collectives = SimpleNamespace(
+        to_planner=lambda own, merge: [merge(list(stage)) for stage in gathered.pop(0)],
+        agreed=lambda make: make(),
+    )
+    own = SimpleNamespace(receive_wait_s=np.zeros(shape[1]), unit_time_s=np.ones(shape[1]))
+    threshold_s = measured_threshold_s(schedule, [own] * ITERATIONS, collectives)
+    assert 5e-4 < threshold_s < 1e-3
+    misread = [MEDIAN(list(stage)) > threshold_s for stage in iteration()]
+    assert np.mean(misread) < 0.001
+
+
+def test_the_threshold_is_the_least_wait_and_what_it_varies_by():
+    # The second receive waits least: by median 2 ms, and off it by 0, 1, 1, 2 and 8 ms.
+    waits_s = [[9e-3, 2e-3], [9e-3, 3e-3], [8e-3, 1e-3], [7e-3, 4e-3], [9e-3, 10e-3]]
+    median_s, off_s = 3e-3, 1e-3
+    found_s = no_bubble_threshold_s([np.array(waits) for waits in waits_s], 0.5)
+    assert found_s == pytest.approx(median_s + 4 * 1.4826 * off_s + 0.01 * 0.5)
+
+
+def test_only_receives_behind_the_filling_of_the_pipeline_are_looked_at():
+    """A unit without a receive, and the first of a stage, say nothing of a message."""
+    schedule = builders.one_f_one_b(2, 2)
+    waits_s = np.where(schedule.receives, 2e-3, 0.0)
+    waits_s[:, 0] = 0.0
+    told: Any = {"waits": None, "shortest": None}
+
+    def to_planner(own: Any, merge: Any) -> Any:
+        told["waits" if isinstance(own, np.ndarray) else "shortest"] = own
+        stages = [[w] * 3 for w in waits_s] if isinstance(own, np.ndarray) else [0.5, 0.25]
+        return [np.array(stage) for stage in stages] if isinstance(own, np.ndarray) else stages
+
+    collectives: Any = SimpleNamespace(to_planner=to_planner, agreed=lambda make: make())
+    units_s = [np.array([0.5, 0.75, 0.375, 1.0]), np.array([0.5, 0.625, 0.75, 1.0])]
+    records: Any = [
+        SimpleNamespace(receive_wait_s=waits_s[1], unit_time_s=times_s) for times_s in units_s
+    ]
+    found_s = measured_threshold_s(schedule, records, collectives)
+    assert found_s == pytest.approx(2e-3 + 0.01 * 0.25)
+    assert told["waits"].tolist() == [waits_s[1].tolist()] * 2
+    assert told["shortest"] == 0.375
+
+
+def reconfigured(monkeypatch, taken: list[Step], max_steps: int = 50) -> Any:
+    """Run the loop on steps by hand; what it came to, what ran, and what each step looked at."""
+    clocks = (1410, 1200)
+    profile = preset_profile("a100-sxm", 2, {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}, clocks[1:])
+    schedule = builders.one_f_one_b(2, 2)
+    plan = Plan("envelope", schedule, np.full((2, 4), 1200), profile, Conditions((80.0, 80.0)))
+    looked: list[Any] = []
+    steps = iter(taken)
+
+    def step(schedule: Any, clocks_mhz: Any, path: Any, policy: Any, ladders: Any) -> Step:
+        above = ladders.next_above(0, 1200, 30), ladders.next_above(4, 1200, 30)
+        looked.append((clocks_mhz, path, policy.name, above))
+        return next(steps)
+
+    monkeypatch.setattr(reconfigurer, "step", step)
+    pipeline = SimpleNamespace(
+        to_planner=lambda own, merge: [merge([own, own, own + 5.0]), 2 * own],
+        agreed=lambda make: make(),
+    )
+    policy = replace(RECONFIGURE_POLICIES["balanced"], max_steps=max_steps)
+    said: list[str] = []
+    loop = OnlineReconfigurer(
+        plan,
+        policy,
+        0.03,
+        [(1410, 1200), (1410, 1305, 1200)],
+        pipeline,
+        said.append,  # type: ignore[arg-type]
+    )
+    run, record, ran = loop.run(), None, []
+    waits_s = np.array([0.0, 0.0, 0.01, 0.04])
+    try:
+        while True:
+            order = run.send(record)  # type: ignore[arg-type]  # a generator begins with None
+            assert (order.phase, order.schedule) == (Phase.RECONFIGURE, schedule)
+            ran.append(order.frequency_mhz.copy())
+            record = SimpleNamespace(receive_wait_s=waits_s)
+    except StopIteration as ended:
+        path = critical_path(schedule, [*waits_s, *(2 * waits_s)], 0.03)
+        assert path != critical_path(schedule, [*waits_s, *(2 * waits_s)], 0.05)
+        assert all(look[1:] == (path, "balanced", (1410, 1305)) for look in looked)
+        assert [look[0] for look in looked] == [clocks.ravel().tolist() for clocks in ran]
+        assert [text.splitlines()[0] for text in said] == [
+            f"Reconfigure step {number}" for number in range(len(ran))
+        ]
+        assert all("B0 1200 10.0" in text for text in said)
+        made, count, why = ended.value
+        assert made.policy == "envelope-balanced"
+        assert made.profile == replace(profile, interpolates=True)
+        assert (made.schedule, made.conditions) == (schedule, plan.conditions)
+        return made.frequency_mhz.tolist(), count, why, [clocks.ravel().tolist() for clocks in ran]
+
+
+def test_an_end_must_be_seen_twice_in_a_row(monkeypatch):
+    start = [1200] * 8
+    one, two = [1410, *start[1:]], [1410, 1200, 1200, 1200, 1200, 1305, 1200, 1200]
+    taken = [
+        Step([0], {0: 1410}, None),
+        Step([0], {}, Ended.ENVELOPE),
+        Step([0], {5: 1305}, None),
+        Step([0], {}, Ended.ENVELOPE),
+        Step([0], {}, Ended.NOTHING_CAN_RISE),
+    ]
+    found = reconfigured(monkeypatch, taken)
+    assert found == ([two[:4], two[4:]], 2, Ended.NOTHING_CAN_RISE, [start, one, one, two, two])
+
+
+def test_reconfiguring_ends_by_its_limit_of_steps(monkeypatch):
+    taken = [Step([0], {0: 1305}, None), Step([0], {0: 1410}, None)]
+    frequencies, count, why, ran = reconfigured(monkeypatch, taken, max_steps=2)
+    assert (count, why, len(ran)) == (2, Ended.STEP_LIMIT, 2)
+    assert frequencies == [[1410, 1200, 1200, 1200], [1200] * 4]

@@ -1,0 +1,136 @@
+"""Jobs that are started again: what was measured is used, and every joule is billed once."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import step_ranks
+from rank_pool import RankPool
+
+from envpipe_megatron.formats.energy import read_energy_logs
+from envpipe_megatron.launch.bill import bill_of
+from envpipe_megatron.policies.reconfigure import Ended
+
+pytestmark = pytest.mark.xdist_group("pipeline")
+
+#: Steps that take a job of three stages well into its steady phase.
+ENOUGH = 28
+
+
+def lines(folder: Path) -> list[dict[str, object]]:
+    text = (folder / "output" / "energy.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines() if line]
+
+
+def test_a_finished_job_goes_on_in_its_steady_phase(three_ranks, tmp_path):
+    first = three_ranks.run(step_ranks.start_job, tmp_path, ENOUGH)
+    phases = list(dict.fromkeys(first[0]["phases"]))
+    assert phases == ["warm-up", "profile", "reconfigure", "steady"]
+    output = tmp_path / "output"
+    kept = {name: (output / name).read_bytes() for name in ("profile.csv", "plan.json")}
+    # From its last checkpoint: some iterations run once more.
+    again = three_ranks.run(step_ranks.start_job, tmp_path, 6, 20)
+    for before, after in zip(first, again, strict=True):
+        assert after["phases"] == ["warm-up"] * 2 + ["steady"] * 4
+        assert after["profile"] == before["profile"]
+        assert after["plan"]["frequency_mhz"] == before["plan"]["frequency_mhz"]
+        assert after["plan"]["schedule"] == before["plan"]["schedule"]
+        assert after["baseline"].mean == before["baseline"].mean
+        assert after["baseline"].own is None
+        assert after["summary"]["reconfigure"] == before["summary"]["reconfigure"]
+        assert after["summary"]["reconfigure"]["ended"] in list(Ended)
+    assert any("resumed: warm-up, profile, plan, reconfigure" in said for said in again[0]["said"])
+    assert {name: (output / name).read_bytes() for name in kept} == kept
+    assert len(json.loads((output / "job.json").read_text())["starts"]) == 2
+    # The bill has both starts, with the framework's own numbers, and nothing twice.
+    logs = read_energy_logs([output / "energy.jsonl"])
+    assert logs.repeated == 0
+    assert len({window.run for window in logs.windows}) == 2
+    total_j = sum(rank["logged_j"] for start in (first, again) for rank in start)
+    assert bill_of(logs.lines).total().energy_j == pytest.approx(total_j)
+    runs = {line["run"]: [] for line in lines(tmp_path)}
+    for line in lines(tmp_path):
+        runs[line["run"]].append((line["first_iteration"], line["last_iteration"]))
+    numbers = [(min(a for a, _ in r), max(b for _, b in r)) for r in runs.values()]
+    assert numbers == [(0, ENOUGH - 1), (20, 25)]
+
+
+def test_jobs_killed_anywhere_go_on_from_what_they_had(tmp_path):
+    """A rank kills itself in a random unit; the job is started again until it is steady."""
+    rng = random.Random(0)
+    profiles, plans, baselines = [], [], []
+    done: list[str] = []
+    planner = None
+    for start in range(3):
+        last = start == 2
+        victim = rng.randrange(3)
+        steps = ENOUGH if last else rng.choice([2, 6, 12, 20, ENOUGH])
+        unit = f"{rng.choice('FB')}{rng.randrange(step_ranks.MICROBATCHES)}"
+        killed = None if last else (victim, rng.randrange(steps), unit)
+        with RankPool(3, timeout_s=10) as pool:
+            pool.start(step_ranks.start_job, tmp_path, steps, 0, killed)
+            outcomes = pool.outcomes(ranks=[r for r in range(3) if killed is None or r != victim])
+        if killed is None:
+            assert all(worked for worked, _ in outcomes.values()), outcomes
+            planner = outcomes[0][1]
+        else:
+            assert not any(worked for worked, _ in outcomes.values())
+        job = json.loads((tmp_path / "output" / "job.json").read_text())
+        assert set(done) <= set(job["phases_done"])  # nothing is lost
+        done = job["phases_done"]
+        assert len(job["starts"]) == start + 1
+        for kept, part in ((profiles, "profile"), (plans, "plan"), (baselines, "baseline")):
+            if job[part]:
+                kept.append(json.dumps(job[part]))
+    # What was once measured or planned is what every later start used.
+    assert len(set(profiles)) == len(set(plans)) == len(set(baselines)) == 1
+    assert planner is not None
+    assert planner["phases"][-1] == "steady"
+    assert done == ["warm-up", "profile", "plan", "reconfigure"]
+    assert not list((tmp_path / "output").glob("*.old*"))
+    logs = read_energy_logs([tmp_path / "output" / "energy.jsonl"])
+    assert logs.repeated == 0
+    starts = Counter(window.run for window in logs.windows)
+    assert set(starts) <= set(job["starts"])
+
+
+def test_with_its_profile_alone_a_job_goes_on_from_planning(three_ranks, tmp_path):
+    three_ranks.run(step_ranks.start_job, tmp_path, ENOUGH)
+    output = tmp_path / "output"
+    job = json.loads((output / "job.json").read_text())
+    job |= {"plan": {}, "reconfigure": {"steps": 0, "ended": None}}
+    (output / "job.json").write_text(json.dumps(job))
+    profile = (output / "profile.csv").read_bytes()
+    for told in three_ranks.run(step_ranks.start_job, tmp_path, 40):
+        phases = told["phases"]
+        assert list(dict.fromkeys(phases)) == ["warm-up", "reconfigure", "steady"]
+        assert phases.count("warm-up") == 2
+    assert (output / "profile.csv").read_bytes() == profile
+    kept = json.loads((output / "job.json").read_text())
+    assert kept["phases_done"] == ["warm-up", "profile", "plan", "reconfigure"]
+
+
+@pytest.mark.parametrize("what", ["model", "policy", "damage"])
+def test_another_or_damaged_job_starts_over_on_every_rank(three_ranks, tmp_path, what):
+    three_ranks.run(step_ranks.start_job, tmp_path, ENOUGH)
+    output = tmp_path / "output"
+    before = (output / "profile.csv").read_bytes()
+    fingerprint = {**step_ranks.FINGERPRINT, "hidden_size": 128} if what == "model" else None
+    reconfigure = "default" if what == "policy" else "balanced"
+    if what == "damage":
+        with (output / "plan.json").open("r+b") as file:
+            file.truncate(100)
+    arguments = (tmp_path, ENOUGH, 0, None, fingerprint, reconfigure)
+    for told in three_ranks.run(step_ranks.start_job, *arguments):
+        assert told["phases"][:5] == ["warm-up"] * 4 + ["profile"]
+        assert told["phases"][-1] == "steady"
+    assert (output / "profile.old1.csv").read_bytes() == before
+    assert (output / "plan.old1.json").exists()
+    stored = json.loads((output / "job.json").read_text())
+    assert len(stored["starts"]) == 1
+    assert "plan" in stored["phases_done"]
+    assert len({line["run"] for line in lines(tmp_path)}) == 2

@@ -1,0 +1,572 @@
+"""A session among its parts, each of which notes how it is called: on one rank, without a GPU."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from plain_stages import SPECS
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.policies.reconfigure import Ended
+from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.execution.completion import Done
+from envpipe_megatron.runtime.execution.executor import make_record
+from envpipe_megatron.runtime.execution.orders import IterationOrder
+from envpipe_megatron.runtime.job import session as runtime_session
+from envpipe_megatron.runtime.job.context import SessionConfig, SessionError
+from envpipe_megatron.runtime.job.preparing import prepare, without_control
+from envpipe_megatron.runtime.job.resuming import Resumed
+from envpipe_megatron.runtime.job.session import Session
+from envpipe_megatron.runtime.memory.peak import MemoryUnknownError
+
+SCHEDULE = builders.one_f_one_b(1, 2)
+RECORD = make_record([0.0, 1.0, 2.0, 3.0], [0.5, 1.5, 2.5, 3.5], 10.0, 4.0, 5.0)
+
+
+class Noted:
+    """A part that notes its calls, and returns what a test has given it."""
+
+    def __init__(self, name: str, calls: list[Any], **gives: Any) -> None:
+        self._name, self._calls, self._gives = name, calls, gives
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            named.pop("notes", None)
+            self._calls.append((f"{self._name}.{method}", *arguments, *named.values()))
+            given = self._gives.get(method)
+            if isinstance(given, Exception):
+                raise given
+            return given
+
+        return call
+
+
+class Work:
+    def forward(self, unit: Any, inputs: Any) -> Any:
+        return []
+
+    backward = forward
+
+    def sent(self, unit: Any) -> None: ...
+
+
+class World:
+    """The parts of a session, and what it did with them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[Any] = []
+        self.made: dict[str, Any] = {}
+        self.said: list[str] = []
+        self.monkeypatch = monkeypatch
+        self.address = SimpleNamespace(backend="emulated", uid="GPU-7")
+        self.gpu: Any = SimpleNamespace(
+            name="A100", address=self.address, supported_frequencies_mhz=(1200, 1410, 1005)
+        )
+        self.agent: Any = None
+        self.clock: Any = Noted("clock", self.calls)
+        self.clock.error = None
+        self.orders: list[IterationOrder | Exception] = []
+        self.records: list[Any] = []
+        self.summary = {"followed": None, "error": None}
+        self.energy: Any = Noted("energy", self.calls, lap="lap", gather="all", summary={"j": 1})
+        self.energy.baseline = "baseline"
+        self.timeline: Any = Noted("timeline", self.calls)
+        self.log: Any = Noted("log", self.calls)
+        self.meter: Any = Noted("meter", self.calls)
+        self.executor: Any = Noted(
+            "executor", self.calls, end_unit=(None, "event"), end_iteration=RECORD, now_s=77.0
+        )
+        self.rank_clock: Any = Noted("rank clock", self.calls, summary=self.summary)
+        self.rank_clock.controller = self.clock
+        self.memory: Any = Noted("memory", self.calls)
+        self.memory.watched = lambda make_work: make_work
+        self.pipeline: Any = SimpleNamespace(
+            leads=True, gather=lambda own: [own], broadcast=lambda own: own
+        )
+        for name, part in (
+            ("TrainingEnergy", self.energy),
+            ("TimelineLog", self.timeline),
+            ("EnergyLog", self.log),
+            ("EnergyMeter", self.meter),
+            ("RankClock", self.rank_clock),
+            ("JobMemory", self.memory),
+        ):
+            self.put(name, part)
+        monkeypatch.setattr(runtime_session, "connect_to_agent", self.connect)
+        monkeypatch.setattr(runtime_session, "run_phases", self.phases)
+
+    def put(self, name: str, part: Any) -> None:
+        def make(*arguments: Any, **named: Any) -> Any:
+            self.made[name] = (arguments, named)
+            if isinstance(part, Exception):
+                raise part
+            return part
+
+        self.monkeypatch.setattr(runtime_session, name, make)
+
+    def connect(self, gpu: Any, labels: Any, collectives: Any) -> Any:
+        self.made["agent"] = (gpu, dict(labels), collectives)
+        return self.agent
+
+    def phases(self, job: Any) -> Any:
+        self.job = job
+        for order in self.orders:
+            if isinstance(order, Exception):
+                raise order
+            if isinstance(order, IterationOrder):
+                self.records.append((yield order))
+            else:
+                order()
+
+    def session(self, config: SessionConfig | None = None, **options: Any) -> Session:
+        self.collectives = Collectives(0, self.pipeline, [], 1)
+        self.channel: Any = Noted("channel", self.calls)
+        self.channel.ranks = [4]
+
+        def make_executor(settle: Any) -> Any:
+            assert settle == "settle"
+            return self.executor
+
+        self.clock.wait_idle = "settle"
+        return Session(
+            config or SessionConfig(PlanRequest(2)),
+            self.gpu,
+            options.pop("make_executor", make_executor),
+            self.channel,
+            self.collectives,
+            stage=0,
+            num_stages=1,
+            rank=3,
+            say=self.said.append,
+            **options,
+        )
+
+    def taken(self) -> list[Any]:
+        """What was called since the last time, but for the channel and the executor's units."""
+        calls, self.calls[:] = [*self.calls], []
+        return [
+            call
+            for call in calls
+            if not call[0].startswith(("channel.", "executor.begin", "executor.end"))
+        ]
+
+
+@pytest.fixture
+def world(monkeypatch) -> World:
+    return World(monkeypatch)
+
+
+def order(phase: Phase, first_mhz: int) -> IterationOrder:
+    clocks = np.array([[first_mhz, 1005, 1200, 1005]])
+    return IterationOrder(phase, SCHEDULE, clocks)
+
+
+def run(session: Session, microbatches: int = 2) -> Any:
+    return session.run_iteration(microbatches, SPECS, lambda schedule: Work())
+
+
+def requests(calls: list[Any]) -> list[int]:
+    return [call[1] for call in calls if call[0] == "clock.request"]
+
+
+UNITS = ["F0", "B0", "F1", "B1"]
+RECEIVES = [False] * 4
+
+
+def billed(calls: list[Any]) -> list[Any]:
+    """Calls but for requests; arrays as lists."""
+    return [
+        tuple(part.tolist() if isinstance(part, np.ndarray) else part for part in call)
+        for call in calls
+        if call[0] != "clock.request"
+    ]
+
+
+def test_steps_are_numbered_billed_and_told_to_the_phases(world):
+    world.orders = [
+        order(Phase.WARMUP, 1410),
+        order(Phase.WARMUP, 1410),
+        order(Phase.PROFILE, 1200),
+        order(Phase.PROFILE, 1200),
+        order(Phase.STEADY, 1005),
+    ]
+    session = world.session()
+    assert (session.state.iteration, session.executed) == (-1, [])
+    world.taken()
+    session.begin_step()
+    assert run(session) is RECORD
+    calls = world.taken()
+    assert requests(calls) == [1410, 1005, 1200, 1005, 1410]
+    first, *others = (call for call in calls if call[0] == "clock.request")
+    assert isinstance(first[2], Done)
+    assert all(call[2] == "event" for call in others)
+    clocks = [1410, 1005, 1200, 1005]
+    assert billed(calls) == [
+        ("energy.begin_step",),
+        ("memory.units_ended",),
+        ("energy.add", Phase.WARMUP, 0, RECORD, RECEIVES),
+        ("timeline.add", Phase.WARMUP, 0, RECORD, UNITS, clocks),
+    ]
+    assert session.executed == UNITS
+    session.end_step()
+    run(session)  # a framework that calls nothing else
+    assert billed(world.taken())[:3] == [
+        ("energy.end_step", 0),
+        ("executor.now_s",),
+        ("memory.units_ended",),
+    ]
+    assert session.state.iteration == 1
+    session.begin_step(40)
+    run(session)
+    run(session)
+    assert session.state.iteration == 41
+    added = [(call[0], *call[1:3]) for call in world.taken() if call[0] not in ("clock.request",)]
+    assert [call for call in added if call[0].startswith("energy")] == [
+        ("energy.begin_step",),
+        ("energy.add_between_phases", 40, 77.0),
+        ("energy.add", Phase.PROFILE, 40),
+        ("energy.settle_baseline",),
+        ("energy.add", Phase.PROFILE, 41),
+    ]
+    session.begin_step(7)
+    session.end_step()
+    run(session)
+    assert session.state.iteration == 8
+    assert world.records == [RECORD] * 4
+    assert session.state.phase is Phase.STEADY
+    assert list(session.state.iterations) == [
+        (phase, 4.0, 5.0) for phase in [*[Phase.WARMUP] * 2, *[Phase.PROFILE] * 2, Phase.STEADY]
+    ]
+
+
+def test_a_job_knows_what_its_phases_work_with(world):
+    world.orders = [order(Phase.WARMUP, 1410)]
+    config = SessionConfig(PlanRequest(2), warmup_iterations=2)
+    grids: list[str] = []
+    session = world.session(config, print_grid=grids.append)
+    run(session)
+    job = world.job
+    assert (job.config, job.state, job.stage, job.num_stages) == (config, session.state, 0, 1)
+    assert (job.num_microbatches, job.specs, job.gpu) == (2, SPECS, world.gpu)
+    assert (job.channel, job.executor, job.clock) == (world.channel, world.executor, world.clock)
+    assert (job.meter, job.collectives, job.memory) == (
+        world.meter,
+        world.collectives,
+        world.memory,
+    )
+    assert (job.kept_order, job.stored) == (None, None)
+    job.say("a word")
+    job.print_grid("a grid")
+    assert (world.said, grids) == (["a word"], ["a grid"])
+    assert session.pipeline_ranks == [4]
+    assert session.baseline == "baseline"
+
+
+def test_memory_is_that_of_the_device_in_use(world):
+    world.monkeypatch.setattr(runtime_session, "device_memory", lambda: "the device's")
+    world.session()
+    assert world.made["JobMemory"][0][0] == "the device's"
+
+
+def test_one_rank_alone_talks(world):
+    world.pipeline.leads = False
+    world.pipeline.broadcast = lambda own: True if own is None or own is False else own
+    world.orders = [order(Phase.WARMUP, 1410)]
+    world.collectives = None
+    grids: list[str] = []
+    session = world.session(print_grid=grids.append)
+    session._say("a word")
+    session._print_grid("a grid")
+    assert (world.said, grids) == ([], [])
+
+
+@pytest.mark.parametrize("backend", ["emulated", "nvml"])
+def test_a_framework_that_runs_its_units_has_messages_of_its_own(world, backend):
+    world.address.backend = backend
+    world.orders = [order(Phase.WARMUP, 1410)]
+    session = world.session()
+    going = session.open_iteration(SCHEDULE, SPECS)
+    assert ("executor.begin_iteration", SCHEDULE, 0) in world.calls
+    carried = ("channel.begin_step", SCHEDULE, SPECS) in world.calls
+    assert carried is (backend == "emulated")
+    assert world.job.kept_order is SCHEDULE
+    assert world.job.num_microbatches == 2
+    with pytest.raises(SessionError, match="An earlier iteration failed"):
+        session.open_iteration(SCHEDULE, SPECS)
+    for _ in UNITS:
+        going.begin_unit()
+        going.end_unit([])
+    assert session.close_iteration(going) is RECORD
+    assert session.executed == UNITS
+
+
+def test_another_number_of_microbatches_is_refused(world):
+    world.orders = [order(Phase.WARMUP, 1410)] * 3
+    session = world.session()
+    run(session)
+    with pytest.raises(SessionError, match=r"planned for 2 microbatches \(got 3\)"):
+        run(session, 3)
+    run(session)
+
+
+def test_a_session_ends_with_what_its_phases_raise(world):
+    world.orders = [order(Phase.WARMUP, 1410), ValueError("of a test")]
+    kept = []
+    world.monkeypatch.setattr(Resumed, "keep", lambda self, *arguments: kept.append(arguments))
+    session = world.session()
+    run(session)
+    with pytest.raises(ValueError, match="of a test"):
+        run(session)
+    assert kept == [(session.state, Phase.WARMUP, "baseline")]
+    with pytest.raises(SessionError, match="An earlier iteration failed"):
+        run(session)
+
+
+def test_what_phases_find_is_kept_and_notes_go_to_the_bill(world):
+    world.agent = Noted("agent", world.calls)
+    world.agent.node = "node of the agent"
+    kept = []
+    world.monkeypatch.setattr(Resumed, "keep", lambda self, *arguments: kept.append(arguments))
+
+    def note() -> None:
+        session.state.notes = ("A note.",)
+
+    world.orders = [order(Phase.WARMUP, 1410), note, order(Phase.STEADY, 1410)]  # type: ignore[list-item]
+    world.orders += [order(Phase.STEADY, 1410)]
+    session = world.session()
+    for _ in range(3):
+        run(session)
+    assert kept == [(session.state, Phase.STEADY, "baseline")] * 2
+    assert [call for call in world.calls if call[0] == "agent.job"] == [
+        ("agent.job", {"notes": ["A note."]})
+    ]
+    session._collectives.is_planner = False
+    session.describe_job({"model": "m"})
+    assert world.calls[-1][0] != "agent.job"
+    session._collectives.is_planner = True
+    session.describe_job({"model": "m"})
+    assert world.calls[-1] == ("agent.job", {"model": "m"})
+
+
+def test_what_is_no_training_runs_at_the_highest_clock(world):
+    session = world.session()
+    world.taken()
+    session.pause()
+    (paused, (request, clock, after)) = world.taken()
+    assert (paused, request, clock) == (("energy.pause",), "clock.request", 1410)
+    assert isinstance(after, Done)
+    assert (session.lap(), session.gather("interval")) == ("lap", "all")  # type: ignore[arg-type]
+    assert world.taken() == [("energy.lap",), ("energy.gather", "interval")]
+
+
+def test_where_clocks_are_not_controlled_none_is_asked_for_or_told(world):
+    world.orders = [order(Phase.WARMUP, 1410)] * 2
+    session = world.session()
+    run(session)
+    world.clock.error = "lost"
+    run(session)
+    told = [call[-1] for call in world.taken() if call[0] == "timeline.add"]
+    assert told == [[1410, 1005, 1200, 1005], None]
+    world.address.backend = "none"
+    request = PlanRequest(2, "envpipe", "envelope", num_chunks=1)
+    world.orders = [order(Phase.WARMUP, 1410)]
+    session = world.session(SessionConfig(request), fingerprint={"hidden": 64})
+    assert session.state.notes == (
+        "A GPU is opened for reading alone: the framework's order at baseline clocks",
+    )
+    world.clock.error = None
+    world.taken()
+    run(session)
+    session.pause()
+    calls = world.taken()
+    assert requests(calls) == []
+    assert [call[-1] for call in calls if call[0] == "timeline.add"] == [None]
+    assert world.job.config.request == PlanRequest(2, "1f1b", "baseline")
+
+
+LABELS = {
+    "node": "own",
+    "gpu": "A100",
+    "gpu_uid": "GPU-7",
+    "clock_backend": "emulated",
+    "rank": 3,
+    "stage": 0,
+}
+
+
+@pytest.mark.parametrize("with_agent", [False, True])
+def test_every_line_says_whose_it_is(world, tmp_path, with_agent):
+    world.monkeypatch.setattr("socket.gethostname", lambda: "own")
+    if with_agent:
+        world.agent = Noted("agent", world.calls)
+        world.agent.node, world.agent.window = "agent's", "window"
+    config = SessionConfig(PlanRequest(2), min_dwell_s=0.5, relock=True, output_dir=tmp_path)
+    world.session(config, labels={"run": "first", "rank": 9}, guarded=True, memory="memory")
+    labels = {"run": "first", **LABELS}
+    assert world.made["agent"][:2] == (world.gpu, labels)
+    if with_agent:
+        labels["node"] = "agent's"
+    (append, told), _ = world.made["TimelineLog"]
+    assert append.args == (tmp_path / "timeline.jsonl",)
+    assert told == labels
+    (meter, append, told), _ = world.made["EnergyLog"]
+    assert (meter, told) == (world.meter, labels)
+    assert append == "window" if with_agent else append.args == (tmp_path / "energy.jsonl",)
+    arguments, named = world.made["RankClock"]
+    assert arguments == (world.gpu, 0.5)
+    assert named == {"relock": True, "guarded": True, "on_sample": named["on_sample"]}
+    named["on_sample"](1.0, "state")
+    assert world.calls[-1] == ("timeline.add_clock", 1.0, "state")
+    assert world.made["EnergyMeter"] == ((world.gpu,), {})
+    (memory, stage, collectives, _), _ = world.made["JobMemory"]
+    assert (memory, stage, collectives) == ("memory", 0, world.collectives)
+    (meter, log, now_s, collectives, baseline, _), _ = world.made["TrainingEnergy"]
+    assert (meter, log, now_s()) == (world.meter, world.log, 77.0)
+    assert (collectives, baseline) == (world.collectives, None)
+
+
+def test_a_job_that_starts_again_goes_on_with_what_it_left(world):
+    config = SessionConfig(PlanRequest(2), warmup_iterations=5)
+    found: Any = SimpleNamespace(
+        baseline="kept", phases_done=["profile"], reconfigure_steps=4, starts=["Monday"]
+    )
+    found.reconfigure_ended = Ended.ENVELOPE
+    asked = []
+
+    def resume(*arguments: Any) -> Resumed:
+        asked.append(arguments)
+        return Resumed(config, found, "Tuesday")
+
+    world.monkeypatch.setattr(runtime_session, "resume", resume)
+    wished = SessionConfig(PlanRequest(2))
+    world.orders = [order(Phase.WARMUP, 1410)]
+    session = world.session(wished, fingerprint={"hidden": 64})
+    assert asked == [(wished, {"hidden": 64}, 1, world.channel, world.gpu, world.collectives)]
+    assert world.said == ["resumed: profile of the job started Monday are done"]
+    assert world.made["TrainingEnergy"][0][4] == "kept"
+    assert world.made["EnergyLog"][0][2]["run"] == "Tuesday"
+    run(session)
+    assert (world.job.config, world.job.stored) == (config, found)
+    summary = session.summary()
+    assert summary["reconfigure"] == {"steps": 4, "ended": Ended.ENVELOPE.value}
+
+
+def test_a_summary_says_what_the_job_came_to(world):
+    world.orders = [order(Phase.STEADY, 1410)]
+    session = world.session()
+    session.state.notes = ("A note.",)
+    session.begin_step(12)
+    run(session)
+    assert session.summary() == {
+        "rank": 3,
+        "stage": 0,
+        "phase": "steady",
+        "iteration": 12,
+        "notes": ["A note."],
+        "j": 1,
+        "reconfigure": {"steps": 0, "ended": None},
+        "clocks": world.summary,
+    }
+
+
+CLOSING = [
+    "rank clock.close",
+    "executor.let_counter_refresh",
+    "log.close",
+    "agent.close",
+    "meter.close",
+    "rank clock.summary",
+    "timeline.close",
+]
+
+
+@pytest.mark.parametrize("fails", [None, "executor", "log", "meter"])
+def test_closing_goes_on_whatever_fails(world, tmp_path, fails, caplog):
+    world.agent = Noted("agent", world.calls)
+    world.agent.node = "agent's"
+    world.summary["followed"] = {"warning": "Clocks are late of a test"} if fails else None
+    if fails:
+        method = "let_counter_refresh" if fails == "executor" else "close"
+        getattr(world, fails)._gives[method] = OSError("of a test")
+    session = world.session(SessionConfig(PlanRequest(2), output_dir=tmp_path))
+    world.calls.clear()
+    if fails:
+        with pytest.raises(OSError, match="of a test"):
+            session.close()
+    else:
+        session.close()
+    assert [call[0] for call in world.calls] == CLOSING
+    assert ("Clocks are late of a test" in caplog.text) is bool(fails)
+    line = (tmp_path / "clocks.jsonl").read_text()
+    assert '"node": "agent\'s"' in line
+    assert '"error": null' in line
+    world.calls.clear()
+    session.close()
+    assert world.calls == [("rank clock.close",)]
+
+
+def test_a_forked_child_closes_nothing(world):
+    session = world.session()
+    world.calls.clear()
+    child = os.getpid() + 1
+    world.monkeypatch.setattr(os, "getpid", lambda: child)
+    session.close()
+    assert world.calls == []
+
+
+@pytest.mark.parametrize("fails", ["make_executor", "EnergyMeter", "RankClock"])
+def test_a_session_that_cannot_be_made_leaves_nothing_open(world, fails):
+    world.agent = Noted("agent", world.calls)
+    world.agent.node = "agent's"
+    options = {}
+    if fails == "make_executor":
+
+        def no_executor(settle: Any) -> Any:
+            raise OSError("of a test")
+
+        options["make_executor"] = no_executor
+    else:
+        world.put(fails, OSError("of a test"))
+    with pytest.raises(OSError, match="of a test"):
+        world.session(**options)
+    closed = ["rank clock.close"] if fails != "RankClock" else []
+    assert [call[0] for call in world.calls] == [*closed, "agent.close", "timeline.close"]
+
+
+@pytest.mark.parametrize(("backend", "may_ask"), [("none", False), ("nvml", True)])
+def test_a_folder_and_memory_are_there_before_the_gpu_is_held(tmp_path, backend, may_ask):
+    gpu: Any = SimpleNamespace(address=SimpleNamespace(backend=backend))
+    request = PlanRequest(4, "envpipe", "envelope", max_in_flight="memory")
+    files = {"profile_file": tmp_path / "profile.csv"}
+    folder = tmp_path / "some" / "where"
+    config = SessionConfig(request, output_dir=folder)
+    for reads_files in (True, False):
+        with pytest.raises(MemoryUnknownError):
+            prepare(config, gpu, None, reads_files=reads_files)
+    assert not folder.exists()
+    for _ in range(2):  # or it is there
+        assert prepare(config, gpu, "memory", reads_files=True) is may_ask  # type: ignore[arg-type]
+        assert folder.exists()
+    given = SessionConfig(request, **files)  # type: ignore[arg-type]
+    assert prepare(given, gpu, None, reads_files=False) is may_ask
+    with pytest.raises(MemoryUnknownError):
+        prepare(given, gpu, None, reads_files=True)
+    planned = replace(given, plan_file=Path("plan.json"))
+    assert prepare(planned, gpu, None, reads_files=True) is may_ask
+
+
+@pytest.mark.parametrize(("chunks", "schedule"), [(1, "1f1b"), (3, "interleaved")])
+def test_without_control_the_frameworks_order_is_wanted(chunks, schedule):
+    request = PlanRequest(6, "interleaved" if chunks > 1 else "envpipe", num_chunks=chunks)
+    files = {"profile_file": Path("profile.csv"), "plan_file": Path("plan.json")}
+    config = SessionConfig(request, warmup_iterations=7, **files)  # type: ignore[arg-type]
+    wanted = PlanRequest(6, schedule, num_chunks=chunks)
+    assert without_control(config) == SessionConfig(wanted, warmup_iterations=7)

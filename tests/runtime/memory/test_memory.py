@@ -1,0 +1,618 @@
+"""Memory is measured in the framework's own order; peaks of other orders are as predicted."""
+
+from __future__ import annotations
+
+import logging
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Barrier
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from fake_memory import FakeMemory, FakeStage, Sizes, run_units
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.profile import ProfileRow, make_profile
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.policies.limits import order_limits
+from envpipe_megatron.policies.planner import BY_MEMORY, PlanRequest
+from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.memory.device import CudaMemory, device_memory
+from envpipe_megatron.runtime.memory.limit import (
+    check_memory_is_known,
+    in_flight_limit,
+    knows_memory,
+    with_memory,
+)
+from envpipe_megatron.runtime.memory.peak import (
+    PREDICTION_ERROR,
+    SAFETY_MARGIN,
+    JobMemory,
+    MemoryFullError,
+    MemoryUnknownError,
+    StageMemory,
+    Watch,
+    activation_bytes,
+)
+
+SPECS = StageSpecs.alike(TensorSpec.of_one_type(((5,),), torch.float16, torch.device("cpu")))
+PLENTY = 10**9
+
+
+class Meeting:
+    """A host group whose ranks are threads; the first leads."""
+
+    def __init__(self, size):
+        self.values = [None] * size
+        self.barrier = Barrier(size, timeout=20)
+
+    def of(self, index):
+        def exchange(value):
+            self.values[index] = value
+            self.barrier.wait()
+            everyone = list(self.values)
+            self.barrier.wait()
+            return everyone
+
+        return SimpleNamespace(
+            leads=index == 0,
+            gather=lambda value: exchange(value) if index == 0 else exchange(value)[:0],
+            broadcast=lambda value: exchange(value)[0],
+        )
+
+
+class FakeJob:
+    """A job whose ranks are threads of this process."""
+
+    def __init__(self, stages, microbatches, sizes, *, seed=0, replicas=1, capacity=PLENTY):
+        self.own = builders.one_f_one_b(stages, microbatches)
+        pipelines = [Meeting(stages) for _ in range(replicas)]
+        trees = [Meeting(replicas) for _ in range(stages)]
+        self.said = []
+        self.devices, self.ranks = [], []
+        for rank in range(stages * replicas):
+            device = FakeMemory(capacity)
+            stage = FakeStage(device, sizes(rank), random.Random(100 * seed + rank))
+            replica, own = divmod(rank, stages)
+            ranks = Collectives(own, pipelines[replica].of(own), [trees[own].of(replica)], replicas)
+            memory = JobMemory(device, own, ranks, self._say(rank))
+            self.devices.append(device)
+            self.ranks.append((rank % stages, stage, memory))
+
+    def _say(self, rank):
+        return self.said.append if rank == 0 else lambda text: None
+
+    def everywhere(self, call):
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            return list(pool.map(lambda rank: call(*rank), self.ranks))
+
+    def iterate(self, schedule, watch, iterations=1):
+        """The peak of each rank's units in the last of them."""
+
+        def run(stage, work, memory):
+            for _ in range(iterations):
+                memory.watch = watch
+                run_units(memory.watched(lambda schedule: work)(schedule), schedule.stages[stage])
+                memory.units_ended()
+                peak = memory._source.peak
+                work.end_iteration()
+                work.step()
+            return peak
+
+        return self.everywhere(run)
+
+    def learn(self, profiled=3, specs=SPECS):
+        """Warm up, and profile; the last iteration counts."""
+        self.iterate(self.own, Watch.PEAK)
+        self.iterate(self.own, Watch.UNITS)
+
+        def run(stage, work, memory):
+            for left in reversed(range(profiled)):
+                memory.watch = Watch.PEAK
+                run_units(memory.watched(lambda schedule: work)(self.own), self.own.stages[stage])
+                if not left:
+                    memory.learn(self.own, specs)
+                work.end_iteration()
+                work.step()
+            return memory.stages
+
+        found = self.everywhere(run)
+        assert all(stages == found[0] for stages in found)
+        return found[0]
+
+
+def profile(stages, sidecar=None):
+    """Long backwards: EnvPipe's rule wants more extra forwards than there are microbatches."""
+    rows = [
+        (stage, kind, ProfileRow(f, (8.0 if kind is Kind.BACKWARD else 1.0) * 1000 / f, f / 10))
+        for stage in range(stages)
+        for kind in Kind
+        for f in (1000, 900)
+    ]
+    return make_profile(rows, source="a test's", sidecar=sidecar)
+
+
+REGIMES = {
+    "plain": Sizes(),
+    "recomputed": Sizes(activations=400, backward=6_000, message=50),
+    "gradients made anew": Sizes(keeps_gradients=False),
+    "activations are nearly all": Sizes(
+        weights=2_000, gradients=1_000, optimizer=1_000, activations=9_000, jitter=0.03, message=90
+    ),
+    "a step that needs the most": Sizes(step=90_000),
+    "holes": Sizes(holes=4_000),
+}
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("seed", range(6))
+def test_peaks_of_other_orders_are_as_predicted(regime, seed):
+    rng = random.Random(seed)
+    stages, microbatches = rng.randint(2, 6), rng.randint(1, 14)
+    sizes = REGIMES[regime]
+    scales = [rng.uniform(0.7, 1.4) for _ in range(stages)]
+    job = FakeJob(
+        stages,
+        microbatches,
+        lambda rank: replace(sizes, activations=int(scales[rank] * sizes.activations)),
+        seed=seed,
+    )
+    learned = job.learn()
+    limits = order_limits(stages, microbatches)
+    extra = limits.fit([rng.randint(0, microbatches) for _ in range(stages)])
+    schedule = builders.envpipe(stages, microbatches, extra)
+    actual = np.max([job.iterate(schedule, Watch.PEAK) for _ in range(3)], axis=0)
+    predicted = [
+        memory.predicted_peak_bytes(peak)
+        for memory, peak in zip(learned, schedule.peak_in_flight, strict=True)
+    ]
+    assert predicted == pytest.approx(actual.tolist(), rel=PREDICTION_ERROR)
+    assert [memory.baseline_in_flight for memory in learned] == list(job.own.peak_in_flight)
+    if regime == "a step that needs the most":
+        assert all(memory.step_peak_bytes > 140_000 for memory in learned)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_plan_goes_beyond_the_memory_that_is_there(seed):
+    """The fake device raises when it is out of memory; holes and waiting outputs count."""
+    rng = random.Random(seed)
+    stages, microbatches = rng.randint(2, 5), rng.randint(4, 16)
+    sizes = replace(rng.choice(list(REGIMES.values())), holes=rng.choice([0, 500]))
+    job = FakeJob(stages, microbatches, lambda rank: sizes, seed=seed)
+    job.learn()
+    needed = max(device.peak for device in job.devices) + sizes.holes
+    capacity = int(needed * rng.uniform(1.02, 1.6))
+    for device in job.devices:
+        device.capacity = capacity
+    learned = job.learn()
+    request = PlanRequest(microbatches, "envpipe", max_in_flight=BY_MEMORY)
+    most = in_flight_limit(request, with_memory(profile(stages), learned), learned)
+    for memory, count in zip(learned, most, strict=True):
+        room = memory.room_bytes / memory.activation_bytes
+        assert count == min(microbatches, memory.baseline_in_flight + int(room + 1e-9))
+        allowed = memory.baseline_peak_bytes + memory.room_bytes
+        assert allowed <= max((1 - SAFETY_MARGIN) * capacity, memory.baseline_peak_bytes)
+    extra = order_limits(stages, microbatches, max_in_flight=most).fit([microbatches] * stages)
+    job.iterate(builders.envpipe(stages, microbatches, extra), Watch.PEAK, 3)
+
+
+def test_without_room_for_one_more_there_are_no_extra_forwards():
+    sizes = Sizes()
+    for spare, extra in ((0, 0), (2_900, 0), (3_100, 1), (6_200, 2)):
+        job = FakeJob(3, 8, lambda rank: sizes)
+        before = job.learn()[0].baseline_peak_bytes
+        for device in job.devices:
+            device.capacity = int((before + spare) / (1 - SAFETY_MARGIN)) + 1
+        learned = job.learn()
+        request = PlanRequest(8, "envpipe", max_in_flight=BY_MEMORY)
+        most = in_flight_limit(request, with_memory(profile(3), learned), learned)
+        assert most[0] == 3 + extra, spare
+
+
+def test_a_full_device_keeps_the_frameworks_own_order():
+    """Less than the safety margin is left: no room, and no refusal either."""
+    sizes = Sizes()
+    job = FakeJob(3, 8, lambda rank: sizes)
+    full = job.learn()[0].baseline_peak_bytes
+    for device in job.devices:
+        device.capacity = full + 100
+    learned = job.learn()
+    assert learned[0].room_bytes == 0
+    request = PlanRequest(8, "ours", max_in_flight=BY_MEMORY)
+    most = in_flight_limit(request, with_memory(profile(3), learned), learned)
+    assert most[0] == 3
+
+
+def test_holes_are_no_room():
+    def room(holes):
+        job = FakeJob(2, 6, lambda rank: Sizes(holes=holes), capacity=150_000)
+        for _, work, _ in job.ranks:
+            work.rng.randint = max  # as many as there ever are
+        return [memory.room_bytes for memory in job.learn()]
+
+    assert room(4_000) == [whole - 4_000 for whole in room(0)]
+
+
+def test_an_optimizer_that_comes_into_being_late_counts():
+    """Its first steps are skipped, as with loss scaling; the last profiled iteration counts."""
+    sizes = Sizes()
+    early, late = FakeJob(2, 4, lambda rank: sizes), FakeJob(2, 4, lambda rank: sizes)
+    for _, work, _ in late.ranks:
+        work.skipped_steps = 3
+    assert late.learn()[0].baseline_peak_bytes == early.learn()[0].baseline_peak_bytes
+
+
+def test_of_replicas_the_one_with_the_least_room_counts():
+    def sizes(rank):
+        return Sizes(activations=5_000 if rank == 2 else 3_000)  # the second replica of stage 0
+
+    job = FakeJob(2, 6, sizes, replicas=2, capacity=200_000)
+    job.devices[0].capacity = 150_000
+    first, second = job.learn()
+    alone = FakeJob(2, 6, lambda rank: Sizes(), capacity=150_000).learn()
+    assert first.activation_bytes == pytest.approx(5_000, abs=60)
+    assert first.baseline_peak_bytes > alone[0].baseline_peak_bytes + 3_000
+    assert first.room_bytes == pytest.approx(alone[0].room_bytes, abs=200)
+    assert second.room_bytes > alone[1].room_bytes + 40_000
+
+
+def test_a_rank_that_knows_no_memory_leaves_it_unknown_on_all():
+    job = FakeJob(3, 4, lambda rank: Sizes())
+    job.ranks[1][2]._source = None
+    schedule = job.own
+
+    def run(stage, work, memory):
+        memory.watch = Watch.UNITS
+        run_units(memory.watched(lambda schedule: work)(schedule), schedule.stages[stage])
+        memory.units_ended()
+        memory.learn(schedule, SPECS)
+        memory.predict(schedule)
+        memory.compare(memory.peak_bytes())
+        return memory.stages
+
+    assert job.everywhere(run) == [None] * 3
+
+
+def test_a_rank_whose_readings_mean_nothing_says_so_and_leaves_memory_unknown_on_all(caplog):
+    job = FakeJob(3, 4, lambda rank: Sizes())
+    job.iterate(job.own, Watch.UNITS)
+    del job.ranks[1][2]._readings[0]
+
+    def run(stage, work, memory):
+        memory.learn(job.own, SPECS)
+        return memory.stages
+
+    assert job.everywhere(run) == [None] * 3
+    assert "This rank's memory is not known" in caplog.text
+
+
+def test_before_units_were_watched_nothing_is_known(caplog):
+    job = FakeJob(2, 4, lambda rank: Sizes())
+    job.iterate(job.own, Watch.PEAK)
+    assert [memory.peak_bytes() for _, _, memory in job.ranks] == [None, None]
+    job.everywhere(lambda stage, work, memory: memory.learn(job.own, SPECS))
+    assert [memory.stages for _, _, memory in job.ranks] == [None, None]
+    assert not caplog.records
+
+
+def test_the_peak_of_units_stays_theirs_when_the_step_has_followed():
+    job = FakeJob(2, 6, lambda rank: Sizes(step=90_000))
+    job.learn()
+
+    def run(stage, work, memory):
+        memory.watch = Watch.PEAK
+        run_units(memory.watched(lambda schedule: work)(job.own), job.own.stages[stage])
+        assert memory.peak_bytes() == memory._source.peak
+        peak = memory._source.peak
+        memory.units_ended()
+        work.end_iteration()
+        work.step()
+        assert memory._source.peak > peak
+        assert memory.peak_bytes() == peak
+        return True
+
+    assert job.everywhere(run) == [True, True]
+
+
+def test_a_steps_peak_is_of_iterations_that_were_watched_alone():
+    """What comes between them is not: an evaluation, say, while nothing is looked at."""
+    job = FakeJob(2, 4, lambda rank: Sizes(message=0))
+    before = [stage.step_peak_bytes for stage in job.learn()]
+    job.iterate(job.own, Watch.NOTHING)
+    for device in job.devices:
+        device.use(500_000)
+    assert [stage.step_peak_bytes for stage in job.learn()] == before
+
+
+def test_the_measured_peak_is_held_against_the_prediction(caplog):
+    job = FakeJob(2, 6, lambda rank: Sizes(message=0))
+    job.learn()
+    schedule = builders.envpipe(2, 6, (3, 0))
+
+    def run(leak):
+        def each(stage, work, memory):
+            memory.predict(schedule)
+            memory.watch = Watch.PEAK
+            if stage == 1:
+                work.memory.take(leak)
+            run_units(memory.watched(lambda schedule: work)(schedule), schedule.stages[stage])
+            memory.compare(memory.peak_bytes())
+            work.end_iteration()
+            return memory.stages
+
+        return job.everywhere(each)[0]
+
+    with caplog.at_level(logging.WARNING):
+        stages = run(0)
+    assert [stage.in_flight for stage in stages] == [5, 1]
+    for stage in stages:
+        assert stage.measured_peak_bytes == stage.predicted_peak_bytes(stage.in_flight)
+    assert not caplog.records
+    assert "+0.0%" in job.said[-1]
+    with caplog.at_level(logging.WARNING):
+        run(20_000)
+    (record,) = caplog.records  # the planner alone says so
+    assert "Stage 1 holds" in record.getMessage()
+    assert "more than was predicted" in record.getMessage()
+
+
+def test_an_order_that_was_given_and_takes_the_margin_is_told(caplog):
+    job = FakeJob(2, 8, lambda rank: Sizes(), capacity=88_000)
+    job.learn()
+    with caplog.at_level(logging.WARNING):
+        job.everywhere(lambda stage, work, memory: memory.predict(builders.gpipe(2, 8)))
+    assert [record.getMessage()[:27] for record in caplog.records] == [
+        "Stage 0 may run out of memo",
+        "Stage 1 may run out of memo",
+    ]
+
+
+def test_what_is_said_of_memory_is_in_gib(caplog):
+    gib = 2**30
+    sizes = Sizes(2 * gib, gib, message=0, forward=0, backward=0, gradients=gib, optimizer=2 * gib)
+    job = FakeJob(2, 6, lambda rank: sizes, capacity=11 * gib)
+    job.learn()
+    with caplog.at_level(logging.WARNING):
+        job.everywhere(lambda stage, work, memory: memory.predict(builders.envpipe(2, 6, (4, 0))))
+    assert job.said == [
+        "memory (GiB): peak [7.00, 6.00], a microbatch in flight [1.00, 1.00], room for more "
+        "[3.45, 4.45] beside 5% kept free",
+        "memory: in flight 6, 1, predicted peak [11.00, 6.00] GiB",
+    ]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Stage 0 may run out of memory: 6 microbatches in flight need 11.00 GiB, and 10.45 GiB may "
+        "be used"
+    ]
+
+
+def test_memory_is_ready_before_an_order_begins():
+    job = FakeJob(2, 6, lambda rank: Sizes(message=0, holes=2_000))
+    job.learn()
+    schedule = builders.envpipe(2, 6, (3, 0))
+    job.everywhere(lambda stage, work, memory: memory.predict(schedule))
+    ready = [device.reserved for device in job.devices]
+    holes = [memory._unusable_bytes for _, _, memory in job.ranks]
+    assert max(holes) > 0
+    peaks = job.iterate(schedule, Watch.PEAK)
+    assert [r - h for r, h in zip(ready, holes, strict=True)] == pytest.approx(peaks, rel=0.01)
+
+
+def test_an_order_without_memory_ends_the_job_on_all_ranks():
+    job = FakeJob(2, 8, lambda rank: Sizes(), replicas=2, capacity=10**6)
+    job.learn()
+    job.devices[2].capacity = job.devices[2].allocated + 10_000  # another job came, say
+
+    def run(stage, work, memory):
+        with pytest.raises(MemoryFullError, match=r"Stages 0 have no memory .*got 8, 8"):
+            memory.predict(builders.gpipe(2, 8))
+        return True
+
+    assert job.everywhere(run) == [True] * 4
+
+
+def test_what_lies_before_training_is_no_steps_peak():
+    """A checkpoint that is read, say."""
+    job = FakeJob(2, 6, lambda rank: Sizes())
+    for device in job.devices:
+        device.use(500_000)
+    assert all(memory.step_peak_bytes < 200_000 for memory in job.learn())
+
+
+def test_nothing_is_looked_at_once_the_plan_runs():
+    job = FakeJob(2, 6, lambda rank: Sizes())
+    job.learn()
+    counts = [(device.readings, device.resets, device.looks) for device in job.devices]
+    job.iterate(job.own, Watch.NOTHING, 5)
+    assert counts == [(device.readings, device.resets, device.looks) for device in job.devices]
+    job.iterate(job.own, Watch.PEAK)
+    assert [readings for readings, *_ in counts] == [device.readings for device in job.devices]
+
+
+KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD}
+
+
+@pytest.mark.parametrize(
+    ("units", "allocated", "expected"),
+    [
+        ("FFBFBB", [0, 10, 20, 10, 20, 10, 0], 10),
+        ("FBFBFB", [7, 17, 7, 17, 7, 17, 7], 10),  # the last stage
+        ("FBFBFB", [0, 15, 30, 40, 30, 40, 30], 10),  # a workspace, and gradients
+        ("FB", [0, 10, 25], 10),  # gradients outweigh the only microbatch
+        ("FFFBBB", [0, 12, 24, 36, 28, 20, 12], 12),  # outputs wait for their transfer
+    ],
+)
+def test_activations_of_one_microbatch(units, allocated, expected):
+    assert activation_bytes([KINDS[unit] for unit in units], allocated) == expected
+
+
+def test_a_microbatch_holds_at_least_its_message():
+    """What comes in; of the first stage, what goes out."""
+    short, long = (
+        TensorSpec.of_one_type(((length,),), torch.float16, torch.device("cpu"))
+        for length in (5, 8)
+    )
+    ends, middle = {}, {Kind.FORWARD: short}
+    sizes = Sizes(activations=0, message=0)
+    for receives, num_bytes in ((middle, 10), (ends, 16)):
+        specs = StageSpecs(receives, {Kind.FORWARD: long})
+        assert FakeJob(2, 4, lambda rank: sizes).learn(specs=specs)[0].activation_bytes == num_bytes
+
+
+MEMORY = (StageMemory(100.0, 2, 1000, 250.0, 1100), StageMemory(100.0, 1, 1000, 50.0, 1100))
+
+
+def test_free_beside_one_microbatch_is_the_room_and_the_others():
+    assert [stage.free_bytes for stage in MEMORY] == [350.0, 50.0]
+    sidecar = with_memory(profile(2, Sidecar(gpu="a test's")), MEMORY).sidecar
+    assert sidecar == Sidecar(
+        gpu="a test's", activation_bytes=(100.0, 100.0), free_bytes=(350.0, 50.0)
+    )
+    assert knows_memory(sidecar)
+    assert not knows_memory(replace(sidecar, free_bytes=None))
+
+
+def test_a_limit_by_memory_needs_somebody_who_knows_it(tmp_path):
+    """A number needs nobody."""
+    path = tmp_path / "profile.csv"
+    by_memory = PlanRequest(8, "envpipe", max_in_flight=BY_MEMORY)
+    for free_bytes in (None, (350.0, 50.0)):
+        profile(2, Sidecar(activation_bytes=(1.0, 1.0), free_bytes=free_bytes)).write(path)
+        check_memory_is_known(replace(by_memory, max_in_flight=3), path, None)
+        check_memory_is_known(by_memory, path, FakeMemory(1))
+        check_memory_is_known(by_memory, None, FakeMemory(1))
+        unknown = [None, tmp_path / "no.csv", *[path] * (free_bytes is None)]
+        for file in unknown:
+            with pytest.raises(MemoryUnknownError, match="no CUDA device's is measured"):
+                check_memory_is_known(by_memory, file, None)
+    check_memory_is_known(by_memory, path, None)
+
+
+def test_a_profile_stays_as_it_is_where_nothing_was_measured():
+    given = profile(2)
+    assert with_memory(given, None) is given
+
+
+@pytest.mark.parametrize(
+    ("schedule", "asked", "known", "file", "expected"),
+    [
+        ("envpipe", BY_MEMORY, MEMORY, None, (4, 1)),
+        ("ours", None, MEMORY, None, (4, 1)),  # never beyond what is there
+        ("auto", BY_MEMORY, MEMORY, ((100.0, 100.0), (200.0, 900.0)), (3, 1)),
+        ("envpipe", BY_MEMORY, None, ((100.0, 100.0), (200.0, 900.0)), (3, 8)),
+        ("envpipe", BY_MEMORY, None, ((100.0, 100.0), (0.0, 0.0)), (2, 1)),  # it runs already
+        ("envpipe", None, None, ((100.0, 100.0), (0.0, 0.0)), None),  # nobody asked
+        ("envpipe", 5, MEMORY, None, None),  # the user's word
+        ("1f1b", None, MEMORY, None, None),
+    ],
+)
+def test_bytes_limit_what_may_be_planned(schedule, asked, known, file, expected):
+    sidecar = Sidecar(activation_bytes=file[0], free_bytes=file[1]) if file else None
+    given = profile(2, sidecar) if file else with_memory(profile(2), known)
+    request = PlanRequest(8, schedule, max_in_flight=asked)
+    assert in_flight_limit(request, given, known) == expected
+
+
+def test_without_a_cuda_device_there_is_no_memory_to_measure():
+    if torch.cuda.is_initialized():
+        pytest.skip("a CUDA device is in use")
+    assert device_memory() is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_memory_is_that_of_torchs_allocator():
+    mebibyte = 2**20
+    kept = torch.empty(64 * mebibyte, dtype=torch.uint8, device="cuda")
+    memory = device_memory()
+    memory.reset_peak()
+    before, capacity = memory.read(), memory.capacity_bytes()
+    del kept
+    large = torch.empty(256 * mebibyte, dtype=torch.uint8, device="cuda")
+    assert memory.read().allocated_bytes == before.allocated_bytes + 192 * mebibyte
+    del large
+    assert memory.read().allocated_bytes == before.allocated_bytes - 64 * mebibyte
+    assert memory.peak_bytes() == before.allocated_bytes + 192 * mebibyte
+    memory.reset_peak()
+    assert memory.peak_bytes() == memory.read().allocated_bytes
+    # Cached or given back, what was freed is there to be had; others on the device may come and go.
+    assert memory.capacity_bytes() == pytest.approx(capacity, abs=64 * mebibyte)
+    pieces = [torch.empty(3 * mebibyte, dtype=torch.uint8, device="cuda") for _ in range(16)]
+    del pieces[::2]
+    assert memory.read().unusable_bytes >= 16 * mebibyte  # holes between live blocks
+    more = torch.cuda.memory_reserved() + 512 * mebibyte
+    assert memory.reserve(more)
+    assert torch.cuda.memory_reserved() == pytest.approx(more, abs=32 * mebibyte)
+    assert not memory.reserve(2 * memory.capacity_bytes())
+
+
+def test_cuda_memory_reads_the_allocators_counters(monkeypatch):
+    """By their names in torch's nested statistics; a block that a stream still uses is not free."""
+
+    def current(count):
+        return {"all": {"current": count}}
+
+    stats = {
+        "allocated_bytes": current(700),
+        "active_bytes": current(730),
+        "inactive_split_bytes": current(50),
+    }
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", {3: stats}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", {3: 900}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", {3: (4_000, 8_000)}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", {3: 800}.__getitem__)
+    reset = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    memory = device_memory()
+    assert (memory.read().allocated_bytes, memory.read().unusable_bytes) == (700, 80)
+    assert memory.capacity_bytes() == 4_900  # others on the device hold the rest
+    assert memory.peak_bytes() == 800
+    memory.reset_peak()
+    assert reset == [3]
+
+
+def test_an_allocator_that_counts_nothing_leaves_memory_unknown(monkeypatch, caplog):
+    def refuse(device):
+        raise RuntimeError("it does not support getDeviceStats")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", refuse)
+    assert device_memory() is None
+    assert "getDeviceStats" in caplog.text
+
+
+def test_cuda_memory_that_is_cached_already_is_not_taken_again(monkeypatch):
+    """The allocator gives a piece that it holds before it asks the driver."""
+    pieces, asked, driver = [40, 300], [], 500
+    reserved = 1_000
+
+    def empty(count, *, dtype, device):
+        nonlocal reserved, driver
+        assert (dtype, device) == (torch.uint8, 0)
+        asked.append(count)
+        for piece in pieces:
+            if piece >= count:
+                pieces.remove(piece)
+                return [0]
+        if count > driver:
+            raise torch.OutOfMemoryError
+        reserved, driver = reserved + count, driver - count
+        return [0]
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    monkeypatch.setattr(torch, "empty", empty)
+    memory = CudaMemory()
+    assert memory.reserve(900)
+    assert not asked
+    assert memory.reserve(1_200)
+    assert (asked, reserved, driver) == ([200, 200], 1_200, 300)
+    assert not memory.reserve(1_501)
+    assert memory.reserve(1_500)

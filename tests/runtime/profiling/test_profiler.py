@@ -1,0 +1,360 @@
+"""The online profiler on one stage, driven by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.energy.meter import MeterError
+from envpipe_megatron.runtime.execution.executor import StageRecord
+from envpipe_megatron.runtime.execution.orders import IterationOrder
+from envpipe_megatron.runtime.profiling.profiler import (
+    OnlineProfiler,
+    ProfilerError,
+    ProfilerSettings,
+)
+from envpipe_megatron.runtime.profiling.wait_power import WaitPower
+
+CLOCKS_MHZ = (1400, 1200, 1000)
+FORWARD_S, BACKWARD_S = 0.1, 0.2  # at the highest clock
+WAIT_POWER = WaitPower({1400: 50.0, 1000: 30.0})
+
+
+class MeterByHand:
+    """Knows the energy of each iteration by its begin and end."""
+
+    refresh_s = 0.1
+
+    def __init__(self, uncertainty_j: float = 0.0) -> None:
+        self.last_refresh_s = 0.0
+        self.iterations_j: dict[tuple[float, float], float] = {}
+        self.uncertainty_j = uncertainty_j
+        self.windows: list[tuple[float, float]] = []
+
+    def energy_j(self, start_s: float, end_s: float) -> float:
+        assert self.last_refresh_s >= end_s
+        return self.iterations_j[start_s, end_s]
+
+    def catch_up(self) -> None:
+        self.last_refresh_s = max(end_s for _, end_s in self.iterations_j)
+
+    def window(self, start_s: float, end_s: float) -> SimpleNamespace:
+        self.windows.append((start_s, end_s))
+        return SimpleNamespace(uncertainty_j=self.uncertainty_j)
+
+
+class FailingMeter(MeterByHand):
+    def energy_j(self, start_s: float, end_s: float) -> float:
+        raise MeterError("The counter stands still")
+
+
+@dataclass
+class Hand:
+    """One stage that is profiled: what its units take, and what others of its job say.
+
+    Args:
+        pair_j: energy of a pair, by forward and backward clock.
+        stage: the last of a pipeline of so many and one.
+        wait_s: before every unit, and thrice as long behind the last.
+        late_s: how late a clock changes within an iteration; the first forward alone feels it.
+        gap_s: from an iteration to the next.
+        other: what the stages before say, from what this one says.
+        replica: what another replica of a stage says, from what the first says.
+    """
+
+    pair_j: Callable[[int, int], float]
+    meter: MeterByHand = field(default_factory=MeterByHand)
+    clocks_mhz: tuple[int, ...] = CLOCKS_MHZ
+    settings: ProfilerSettings = field(default_factory=lambda: ProfilerSettings(min_window_s=0.1))
+    microbatches: int = 2
+    stage: int = 0
+    wait_s: float = 0.0
+    late_s: float = 0.0
+    gap_s: float = 0.0
+    other: Callable[[Any], Any] = lambda own: own
+    replica: Callable[[Any], Any] | None = None
+    error: Exception | None = None
+    said: list[str] = field(default_factory=list)
+    #: Forward and backward clock of each iteration that was run.
+    ran: list[tuple[int, int]] = field(default_factory=list)
+
+    def profile(self) -> Profile:
+        def gather(own: Any) -> list[Any]:
+            return [*(self.other(own) for _ in range(self.stage)), own]
+
+        pipeline = SimpleNamespace(leads=True, gather=gather, broadcast=lambda own: own)
+        tree = []
+        if self.replica is not None:
+            two = SimpleNamespace(leads=True, broadcast=lambda own: own)
+            two.gather = lambda own: [own, self.replica(own)]  # type: ignore[misc]
+            tree.append(two)
+        profiler = OnlineProfiler(
+            builders.one_f_one_b(self.stage + 1, self.microbatches),
+            self.clocks_mhz,
+            self.stage,
+            SimpleNamespace(error=self.error),  # type: ignore[arg-type]
+            self.meter,  # type: ignore[arg-type]
+            WAIT_POWER,
+            Collectives(self.stage, pipeline, tree, 1 + len(tree)),  # type: ignore[arg-type]
+            self.settings,
+            self.said.append,
+        )
+        run, record, now_s = profiler.run(Sidecar(gpu="A100")), None, 0.0
+        try:
+            while True:
+                order = run.send(record)  # type: ignore[arg-type]  # a generator begins with None
+                assert order.phase is Phase.PROFILE
+                record = self.iterate(order, now_s)
+                now_s = record.end_of_iteration_s + self.gap_s
+        except StopIteration as ended:
+            return ended.value
+
+    def iterate(self, order: IterationOrder, now_s: float) -> StageRecord:
+        clocks = order.frequency_mhz[self.stage]
+        backward = order.schedule.is_backward[self.stage]
+        forward_mhz, backward_mhz = int(clocks[~backward][0]), int(clocks[backward][0])
+        self.ran.append((forward_mhz, backward_mhz))
+        top = self.clocks_mhz[0]
+        units_s = np.where(backward, BACKWARD_S, FORWARD_S) * top / clocks
+        if forward_mhz != backward_mhz:
+            units_s[0] -= self.microbatches * self.late_s * (top / forward_mhz - 1)
+        end_s = np.cumsum(units_s + self.wait_s)
+        total_s = float(end_s[-1]) + 3 * self.wait_s
+        waits_s = [*[self.wait_s] * len(clocks), 3 * self.wait_s]
+        waits_j = sum(
+            wait_s * WAIT_POWER.at(int(clock))
+            for wait_s, clock in zip(waits_s, [*clocks, clocks[0]], strict=True)
+        )
+        units_j = self.microbatches * self.pair_j(forward_mhz, backward_mhz)
+        waits = np.full(len(clocks), self.wait_s)
+        record = StageRecord(end_s - units_s, end_s, waits, now_s, total_s, total_s)
+        self.meter.iterations_j[now_s, record.end_of_iteration_s] = units_j + waits_j
+        return record
+
+
+def profile_by_hand(
+    meter: MeterByHand, pair_j: Callable[[int, int], float]
+) -> tuple[Profile, list[str]]:
+    """Profile one stage of two microbatches; a pair's energy by forward and backward clock."""
+    hand = Hand(pair_j, meter)
+    return hand.profile(), hand.said
+
+
+def test_a_pair_whose_kinds_are_told_apart_is_split():
+    forward_j = {1400: 20.0, 1200: 15.0, 1000: 11.0}
+    backward_j = {1400: 40.0, 1200: 33.0, 1000: 28.0}
+    profile, said = profile_by_hand(MeterByHand(), lambda f, b: forward_j[f] + backward_j[b])
+    for clock in CLOCKS_MHZ:
+        row = profile.row(0, Kind.FORWARD, clock)
+        assert row.energy_j == pytest.approx(forward_j[clock])
+        assert profile.row(0, Kind.BACKWARD, clock).energy_j == pytest.approx(backward_j[clock])
+        assert row.energy_uncertainty_j == 0.0
+    assert not any("shared by time" in text for text in said)
+
+
+def test_energies_that_cannot_be_told_apart_are_shared_by_time_and_said():
+    def pair_j(forward_mhz: int, backward_mhz: int) -> float:
+        return 5.0 if forward_mhz != backward_mhz else forward_mhz / 20
+
+    profile, said = profile_by_hand(MeterByHand(), pair_j)
+    for clock in CLOCKS_MHZ:
+        forward, backward = (profile.row(0, kind, clock) for kind in Kind)
+        assert forward.energy_j == pytest.approx(clock / 20 / 3)
+        assert backward.energy_j == pytest.approx(clock / 20 * 2 / 3)
+    assert [text for text in said if "stage 0" in text and "shared by time" in text]
+
+
+@pytest.mark.parametrize(
+    ("meter", "pair_j"),
+    [(FailingMeter(), 60.0), (MeterByHand(), 0.0), (MeterByHand(), math.inf)],
+)
+def test_a_meter_that_fails_is_named_with_its_stage(meter, pair_j):
+    with pytest.raises(ProfilerError, match="energy counter of stage 0"):
+        profile_by_hand(meter, lambda f, b: pair_j)
+
+
+def test_a_clock_that_is_lost_is_named_with_its_stage():
+    hand = Hand(told_apart, error=ValueError("of a test"))
+    with pytest.raises(ProfilerError, match=r"Clock control of stage 0 .*: of a test"):
+        hand.profile()
+
+
+@pytest.mark.parametrize("iterations", [(0, 1), (1, 0)])
+def test_a_clock_has_an_iteration_to_settle_and_one_to_be_measured(iterations):
+    ProfilerSettings(1, 1)
+    with pytest.raises(ProfilerError, match="at least one"):
+        ProfilerSettings(*iterations)
+
+
+FORWARD_J = {1400: 20.0, 1200: 15.0, 1000: 11.0}
+BACKWARD_J = {1400: 40.0, 1200: 33.0, 1000: 28.0}
+
+
+def told_apart(forward_mhz: int, backward_mhz: int) -> float:
+    return FORWARD_J[forward_mhz] + BACKWARD_J[backward_mhz]
+
+
+def test_a_clock_settles_and_is_measured_in_both_sweeps():
+    hand = Hand(told_apart, settings=ProfilerSettings(2, 3, 1, min_window_s=0.1))
+    hand.profile()
+    together, apart = [(f, f) for f in CLOCKS_MHZ], [(f, 1400) for f in CLOCKS_MHZ[1:]]
+    assert hand.ran == [
+        *(clocks for clocks in together for _ in range(2 + 3)),
+        *[together[-1]] * 2,
+        *(clocks for clocks in apart for _ in range(2 + 1)),
+        *[apart[-1]] * 2,
+    ]
+    assert hand.said == [
+        *(
+            f"profile: forward {clock} MHz, backward {clock} MHz ({n} of at most 3)"
+            for n, clock in enumerate(CLOCKS_MHZ, 1)
+        ),
+        "profile: forward 1200 MHz, backward 1400 MHz (1 of at most 2)",
+        "profile: forward 1000 MHz, backward 1400 MHz (2 of at most 2)",
+    ]
+
+
+def test_short_iterations_are_repeated_until_they_fill_a_window():
+    """By the shortest of all stages' at the highest clock: equally often on every rank."""
+    halved = {float: lambda own: own / 2}
+    hand = Hand(
+        told_apart,
+        stage=1,
+        other=lambda own: halved.get(type(own), lambda same: same)(own),
+        settings=ProfilerSettings(1, 2, 2, min_window_s=1.0),
+    )
+    hand.profile()
+    assert hand.ran[:6] == [(1400, 1400)] * 5 + [(1200, 1200)]  # 0.6 s, and 0.3 s elsewhere
+    assert hand.ran.count((1200, 1200)) == 5
+    assert hand.ran.count((1200, 1400)) == 5
+
+
+def test_the_energy_of_waits_is_none_of_a_unit():
+    """A wait is at the clock of the unit behind it, the last at that of the first."""
+    hand = Hand(told_apart, wait_s=0.04, meter=MeterByHand(0.6), microbatches=4)
+    profile = hand.profile()
+    for clock in CLOCKS_MHZ:
+        forward, backward = (profile.row(0, kind, clock) for kind in Kind)
+        assert (forward.energy_j, backward.energy_j) == pytest.approx(
+            (FORWARD_J[clock], BACKWARD_J[clock])
+        )
+        assert (forward.time_s, backward.time_s) == pytest.approx(
+            (FORWARD_S * 1400 / clock, BACKWARD_S * 1400 / clock)
+        )
+    pairs = 4 * 5
+    assert profile.row(0, Kind.FORWARD, 1400).energy_uncertainty_j == pytest.approx(0.6 / pairs / 3)
+    begins_s = [start_s for start_s, _ in hand.meter.iterations_j]
+    ends_s = [end_s for _, end_s in hand.meter.iterations_j]
+    assert hand.meter.windows[0] == (begins_s[1], ends_s[5])
+
+
+def test_a_counter_that_is_past_a_window_is_not_read_again(monkeypatch):
+    meter = MeterByHand()
+    meter.last_refresh_s = math.inf
+    monkeypatch.setattr(meter, "catch_up", lambda: pytest.fail("it waits for a read"))
+    profile_by_hand(meter, told_apart)
+
+
+def test_energies_that_scatter_from_block_to_block_are_uncertain():
+    """Blocks are of five refreshes of the meter, half a second: here of one iteration."""
+    energies_j = itertools.cycle([60.0, 63.0, 57.0, 62.0])
+    hand = Hand(
+        lambda f, b: next(energies_j), settings=ProfilerSettings(1, 4, 4, 0.1), microbatches=2
+    )
+    row = hand.profile().row(0, Kind.FORWARD, 1400)
+    error_j = 2 * math.hypot(0.5, 2.5, 3.5, 1.5) * math.sqrt(4 / 3)
+    assert row.energy_uncertainty_j == pytest.approx(error_j / 8 / 3)
+
+
+def test_units_at_the_wrong_clock_count_in_the_second_sweep_alone():
+    hand = Hand(told_apart, late_s=0.01, microbatches=4)
+    profile = hand.profile()
+    assert profile.sidecar.frequency_change_s == pytest.approx(0.01)
+    assert profile.sidecar.gpu == "A100"
+    assert profile.row(0, Kind.FORWARD, 1200).time_s == pytest.approx(FORWARD_S * 1400 / 1200)
+
+
+def test_tails_are_those_of_the_iterations_that_followed_each_other():
+    """The stage before has ended half a second earlier, and its clock changes later."""
+
+    def earlier(own: Any) -> Any:
+        if hasattr(own, "told_apart"):
+            return replace(own, late_s=0.5)
+        return (own[0] - 0.5, own[1]) if isinstance(own, tuple) else own
+
+    hand = Hand(told_apart, stage=1, gap_s=0.25, other=earlier)
+    profile = hand.profile()
+    assert profile.sidecar.tail_time_s == pytest.approx((0.25, 0.25))
+    assert profile.sidecar.frequency_change_s == 0.5
+    hand = Hand(told_apart, gap_s=0.25, settings=ProfilerSettings(1, 1, 1, min_window_s=0.1))
+    assert hand.profile().sidecar.tail_time_s is None
+
+
+def test_a_profile_is_the_mean_of_the_replicas():
+    def thrice(own: Any) -> Any:
+        if not hasattr(own, "rows") or isinstance(own.rows, dict):
+            return own
+        return replace(
+            own,
+            rows=3 * own.rows,
+            power_w=3 * own.power_w,
+            tail_s=3 * own.tail_s,
+            late_s=own.late_s + 0.5,
+            told_apart=False,
+        )
+
+    hand = Hand(told_apart, gap_s=0.25, replica=thrice, meter=MeterByHand(0.6))
+    profile = hand.profile()
+    row = profile.row(0, Kind.BACKWARD, 1200)
+    assert (row.time_s, row.energy_j) == pytest.approx((2 * 0.2 * 1400 / 1200, 2 * 33.0))
+    first = profile.row(0, Kind.FORWARD, 1400)
+    # Half the root of the sum of 1 and 3 times the square of one's.
+    assert first.energy_uncertainty_j == pytest.approx(0.6 / 10 / 3)
+    facts = profile.sidecar
+    assert facts.wait_power_w == ({1400: 100.0, 1000: 60.0},)
+    assert facts.tail_time_s == pytest.approx((0.5,))
+    assert facts.frequency_change_s == pytest.approx(0.5)
+    assert [text for text in hand.said if "stage 0" in text and "shared by time" in text]
+
+
+#: Rises of energy begin at the third clock; one is interrupted by a plateau, one by a fall.
+VALLEY_J = (60, 55, 50, 51, 52, 53, 54, 54, 55, 56, 57, 58, 57, 58, 59, 60, 61, 62, 63, 64)
+
+
+@pytest.mark.parametrize(
+    ("energies", "others", "measured"),
+    [
+        (VALLEY_J, 1, 18),
+        (VALLEY_J, 18, 18),
+        (VALLEY_J, 19, 19),
+        (VALLEY_J, 99, 20),
+        (range(50, 70), 1, 6),
+    ],
+)
+def test_a_sweep_ends_when_every_stage_is_past_its_valley(energies, others, measured):
+    """After five rises in a row; other stages are past it after so many clocks."""
+    clocks = tuple(range(1400, 1000, -20))
+    energies_j = dict(zip(clocks, energies, strict=True))
+    hand = Hand(
+        lambda f, b: energies_j[f],
+        clocks_mhz=clocks,
+        stage=1,
+        other=lambda own: len(hand.ran) > 2 * others if isinstance(own, bool) else own,
+        settings=ProfilerSettings(1, 1, 1, 0.1),
+    )
+    hand.profile()
+    # The next clock has settled by then.
+    assert len({f for f, b in hand.ran if f == b}) == min(measured + 1, 20)

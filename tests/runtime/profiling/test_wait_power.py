@@ -1,0 +1,89 @@
+"""Which clocks waiting is measured at, what a stage does meanwhile, and the curve that results."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from envpipe_megatron.core.schedule import Kind, unit
+from envpipe_megatron.runtime.energy.meter import MeterError
+from envpipe_megatron.runtime.profiling import wait_power
+from envpipe_megatron.runtime.profiling.wait_power import WaitPower, measure_wait_power, wait_clocks
+
+
+@pytest.mark.parametrize(
+    ("sweep_mhz", "clocks_mhz"),
+    [
+        ([1400, 1300, 1200, 1100, 1000, 900, 800], [800, 1000, 1200, 1400]),
+        ([1400, 1390, 1380, 900, 800], [800, 900, 1380, 1400]),
+        ([1000, 1400], [1000, 1400]),
+        ([1400], [1400]),
+    ],
+)
+def test_waiting_is_measured_at_few_clocks_of_the_sweep(sweep_mhz, clocks_mhz):
+    assert wait_clocks(sweep_mhz) == clocks_mhz
+
+
+def test_power_between_clocks_lies_on_a_line():
+    power = WaitPower({1400: 70.0, 1000: 50.0, 1200: 54.0})
+    told_w = [power.at(mhz) for mhz in (900, 1000, 1150, 1200, 1250, 1400, 1500)]
+    assert told_w == [50, 50, 53, 54, 58, 70, 70]
+
+
+@pytest.mark.parametrize(
+    ("stage", "receives", "sends"),
+    [
+        (0, Kind.BACKWARD, [Kind.FORWARD]),
+        (1, Kind.FORWARD, [Kind.FORWARD, Kind.BACKWARD]),
+        (2, Kind.FORWARD, [Kind.FORWARD]),
+        (3, Kind.FORWARD, []),
+    ],
+)
+@pytest.mark.parametrize("seen", [True, False])
+def test_what_a_stage_does_while_the_pipeline_stands_still(
+    monkeypatch, stage, receives, sends, seen
+):
+    """It waits for a neighbour that sends 1.7 s after all met, and is metered for 1.3 s of them."""
+    done: list[tuple[object, ...]] = []
+
+    def energy_j(start_s: float, end_s: float) -> float:
+        done.append(("meter", pytest.approx(start_s), pytest.approx(end_s)))
+        if not seen:
+            raise MeterError("The counter stands still")
+        return 130.0
+
+    channel = SimpleNamespace(
+        expect=lambda counts, specs: done.append(("expect", counts)),
+        send=lambda *sent: done.append(("send", *sent)),
+        receive=lambda unit: done.append(("receive", unit)) or SimpleNamespace(sent_s=7.5),
+        end_step=lambda: done.append(("end",)),
+    )
+    executor = SimpleNamespace(
+        meet=lambda: done.append(("meet",)) or 10.0,
+        let_counter_refresh=lambda: done.append(("refresh",)),
+        wait_for_message=lambda sent_s: done.append(("wait", sent_s)),
+    )
+    clock = SimpleNamespace(request=lambda mhz, after: done.append(("clock", mhz, after.query())))
+    meter = SimpleNamespace(catch_up=lambda: done.append(("look",)), energy_j=energy_j)
+    sleeps = SimpleNamespace(sleep=lambda time_s: done.append(("sleep", time_s)))
+    monkeypatch.setattr(wait_power, "time", sleeps)
+    specs = SimpleNamespace(
+        sends={kind: SimpleNamespace(make=lambda zeros, kind=kind: kind) for kind in Kind}
+    )
+    power_w = measure_wait_power(1200, stage, 4, channel, specs, executor, clock, meter)
+    assert power_w == pytest.approx(100) if seen else math.isnan(power_w)
+    assert done == [
+        ("clock", 1200, True),
+        ("expect", {receives: 1}),
+        ("meet",),
+        ("refresh",),
+        ("sleep", 1.5),
+        *(("send", unit(kind, 0), kind, pytest.approx(11.7)) for kind in sends),
+        ("receive", unit(receives, 0)),
+        ("wait", 7.5),
+        ("end",),
+        ("look",),
+        ("meter", 10.2, 11.5),
+    ]
