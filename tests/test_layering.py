@@ -43,7 +43,7 @@ sys.exit(f"imported: {heavy}" if heavy else 0)
     )
     assert done.returncode == 0, done.stderr
     seen = set(done.stdout.split())
-    for name in ("cli.plan", "core.plan", "policies.planner", "gpu.emulated.emulated_gpu"):
+    for name in ("cli.plans.plan", "core.plan", "policies.planner", "gpu.emulated.emulated_gpu"):
         assert f"envpipe_megatron.{name}" in seen
 
 

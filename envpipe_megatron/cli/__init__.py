@@ -9,20 +9,20 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from envpipe_megatron import __version__
-from envpipe_megatron.cli.clocks import clocks
 from envpipe_megatron.cli.common import ErrorsAsMessages
-from envpipe_megatron.cli.doctor import doctor
-from envpipe_megatron.cli.energy import energy
-from envpipe_megatron.cli.interchange import export_freqs, import_freqs
-from envpipe_megatron.cli.launch import launch
-from envpipe_megatron.cli.partition import partition
-from envpipe_megatron.cli.patch import patch
-from envpipe_megatron.cli.plan import plan
-from envpipe_megatron.cli.profile import profile
-from envpipe_megatron.cli.quickstart import quickstart
-from envpipe_megatron.cli.report import report
-from envpipe_megatron.cli.simulate import simulate
-from envpipe_megatron.cli.straggler import straggler
+from envpipe_megatron.cli.jobs.energy import energy
+from envpipe_megatron.cli.jobs.launch import launch
+from envpipe_megatron.cli.jobs.patch import patch
+from envpipe_megatron.cli.jobs.profile import profile
+from envpipe_megatron.cli.jobs.quickstart import quickstart
+from envpipe_megatron.cli.jobs.report import report
+from envpipe_megatron.cli.machine.clocks import clocks
+from envpipe_megatron.cli.machine.doctor import doctor
+from envpipe_megatron.cli.plans.interchange import export_freqs, import_freqs
+from envpipe_megatron.cli.plans.partition import partition
+from envpipe_megatron.cli.plans.plan import plan
+from envpipe_megatron.cli.plans.simulate import simulate
+from envpipe_megatron.cli.plans.straggler import straggler
 
 
 @click.group(cls=ErrorsAsMessages, context_settings={"help_option_names": ["-h", "--help"]})

@@ -7,7 +7,7 @@ import pytest
 from cli_helpers import run_well
 from fake_zeusd import FakeZeusd
 
-from envpipe_megatron.cli.doctor_checks import Check, looked
+from envpipe_megatron.cli.machine.checks import Check, looked
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu import control
 from envpipe_megatron.gpu.base import GpuAddress
@@ -173,7 +173,7 @@ def test_a_single_hardware_queue(node, monkeypatch):
 
 def test_a_torch_that_is_too_new_for_the_driver_is_found_by_both(node, monkeypatch):
     seen = []
-    module = import_module("envpipe_megatron.cli.doctor")  # not the command of that name
+    module = import_module("envpipe_megatron.cli.machine.doctor")  # not the command of that name
     monkeypatch.setattr(module, "software_checks", lambda cuda: seen.append(cuda) or [])
     look()
     assert len(seen) == 1

@@ -10,7 +10,7 @@ import pytest
 LOOK = """
 import json, sys
 from dataclasses import asdict
-from envpipe_megatron.cli.doctor_software import software_checks
+from envpipe_megatron.cli.machine.software import software_checks
 checks = software_checks(json.loads(sys.argv[1]))
 print(json.dumps({check.name: asdict(check) for check in checks}))
 loaded = {"torch", "megatron", "apex", "transformer_engine", "deepspeed", "zeus"} & set(sys.modules)

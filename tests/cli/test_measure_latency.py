@@ -7,9 +7,9 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from envpipe_megatron.cli import clocks_latency
-from envpipe_megatron.cli.clocks_latency import measure_latency
 from envpipe_megatron.cli.common import ErrorsAsMessages
+from envpipe_megatron.cli.machine import latency as clocks_latency
+from envpipe_megatron.cli.machine.latency import measure_latency
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.emulated.presets import load_preset

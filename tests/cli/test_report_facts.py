@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from envpipe_megatron.cli.report_facts import report_facts
+from envpipe_megatron.cli.jobs.report_facts import report_facts
 from envpipe_megatron.formats.energy import EnergyLogs, EnergyNote, EnergyWindow
 from envpipe_megatron.formats.timeline import TimelineLogs
 from envpipe_megatron.report.run_folder import RunFolder

@@ -14,12 +14,12 @@ from launch_helpers import LONG_S, run, run_badly, run_well
 from torch.distributed.run import get_args_parser
 
 import envpipe_megatron.launch.node as node
-from envpipe_megatron.cli.launch import launch
+from envpipe_megatron.cli.jobs.launch import launch
 from envpipe_megatron.launch.node import NodeSettings
 from envpipe_megatron.launch.ssh import CARRIED_NAMES, CARRIED_PREFIXES
 
 # `envpipe_megatron.cli` has the command under the name of its module.
-launch_module = sys.modules["envpipe_megatron.cli.launch"]
+launch_module = sys.modules["envpipe_megatron.cli.jobs.launch"]
 OWN = [name for option in launch.params for name in option.opts]
 
 
@@ -119,7 +119,7 @@ def test_bad_options_start_nothing(started, words, message):
 def test_help_needs_no_torch():
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "from envpipe_megatron.cli.launch import launch\n"
+        "from envpipe_megatron.cli.jobs.launch import launch\n"
         "launch(['--help'])"
     )
     done = subprocess.run(

@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from envpipe_megatron.cli.doctor_checks import Check
-from envpipe_megatron.cli.doctor_machine import (
+from envpipe_megatron.cli.machine.checks import Check
+from envpipe_megatron.cli.machine.hardware import (
     control_checks,
     driver_cuda,
     environment_checks,
     gpu_checks,
 )
-from envpipe_megatron.cli.doctor_software import software_checks
+from envpipe_megatron.cli.machine.software import software_checks
 
 FORMAT = "envpipe-doctor/1"
 

@@ -13,7 +13,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from envpipe_megatron.cli.doctor_checks import Check, looked
+from envpipe_megatron.cli.machine.checks import Check, looked
 from envpipe_megatron.integrations import versions
 from envpipe_megatron.patching.catalog import load_catalog
 

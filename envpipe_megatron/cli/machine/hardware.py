@@ -9,7 +9,7 @@ from functools import partial
 
 import pynvml
 
-from envpipe_megatron.cli.doctor_checks import Check, looked
+from envpipe_megatron.cli.machine.checks import Check, looked
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
 from envpipe_megatron.gpu.backends.nvml_errors import MigModeError, VirtualGpuError

@@ -27,7 +27,7 @@ def report(folder: Path, output: Path | None) -> None:
 
       envpipe report runs/quickstart
     """
-    from envpipe_megatron.cli.report_facts import report_facts
+    from envpipe_megatron.cli.jobs.report_facts import report_facts
     from envpipe_megatron.report.report import PAGE_FILE, SUMMARY_FILE, TRACE_FILE, write_report
     from envpipe_megatron.report.run_folder import read_run_folder
 

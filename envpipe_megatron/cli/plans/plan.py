@@ -19,7 +19,7 @@ from envpipe_megatron.cli.common import (
     say,
     summary_table,
 )
-from envpipe_megatron.cli.conditions import conditions_options, read_conditions
+from envpipe_megatron.cli.plans.conditions import conditions_options, read_conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.sidecar import sidecar_path

@@ -1,0 +1,1 @@
+"""Commands that start a job, or read what one left."""

@@ -1,0 +1,1 @@
+"""Commands about this machine: what it can do, and its GPUs' clocks."""

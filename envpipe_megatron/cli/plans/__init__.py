@@ -1,0 +1,1 @@
+"""Commands on profiles and plans; none needs a GPU."""
