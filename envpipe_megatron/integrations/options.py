@@ -17,17 +17,28 @@ from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.policies.planner import BY_MEMORY, PlannerError, PlanRequest, check_request
+from envpipe_megatron.policies.planner import (
+    BY_MEMORY,
+    LIMITED_SCHEDULES,
+    POLICIES,
+    SCHEDULE_ALIASES,
+    SCHEDULES,
+    PlannerError,
+    PlanRequest,
+    check_request,
+)
 
-TYPES = ("baseline", "uniform", "envelope", "optimal")
-SCHEDULINGS = ("1f1b", "ours", "envpipe", "auto")
+TYPES = POLICIES
+#: Not those that the framework's own options decide.
+SCHEDULINGS = tuple(
+    name for name in (*SCHEDULES, *SCHEDULE_ALIASES) if name not in ("gpipe", "interleaved")
+)
 RECONFIGURES = ("default", "greedy", "balanced", "optimal")
 
-#: What a type goes with where the user does not say. EnvPipe in full is the default: its clocks
-#: follow what is measured in each iteration, so a profile that errs costs no time.
+#: What a type goes with where the user does not say; others go with 1F1B. EnvPipe in full is the
+#: default: its clocks follow what is measured in each iteration, so a profile that errs costs no
+#: time.
 _GOES_WITH = {
-    "baseline": ("1f1b", "default"),
-    "uniform": ("1f1b", "default"),
     "envelope": ("ours", "balanced"),
     "optimal": ("auto", "default"),
 }
@@ -124,9 +135,9 @@ def read_options(
                 remedy="Use --envpipe-type optimal.",
             )
         policy, reconfigure = "optimal", "default"
-    usual_scheduling, usual_reconfigure = _GOES_WITH[policy]
+    usual_scheduling, usual_reconfigure = _GOES_WITH.get(policy, ("1f1b", "default"))
     scheduling = scheduling or usual_scheduling
-    reordered = scheduling != "1f1b"
+    limited = scheduling in (*LIMITED_SCHEDULES, *SCHEDULE_ALIASES)
     if args.envpipe_plan is not None:
         if reconfigure not in (None, "default") or args.envpipe_max_in_flight is not None:
             raise OptionError(
@@ -135,7 +146,7 @@ def read_options(
                 remedy="Give --envpipe-plan without --envpipe-max-in-flight and "
                 "--envpipe-reconfigure, or let the job plan.",
             )
-        usual_reconfigure, reordered = "default", False
+        usual_reconfigure, limited = "default", False
     output_dir = args.envpipe_output
     if output_dir is None and save_folder is not None:
         output_dir = Path(save_folder) / "envpipe"
@@ -144,7 +155,7 @@ def read_options(
         scheduling=scheduling,
         reconfigure=reconfigure or usual_reconfigure,
         max_in_flight=_max_in_flight(
-            args.envpipe_max_in_flight, BY_MEMORY if reordered and on_gpu else None
+            args.envpipe_max_in_flight, BY_MEMORY if limited and on_gpu else None
         ),
         baseline_steps=args.envpipe_baseline_steps,
         profile_steps=args.envpipe_profile_steps,

@@ -1,4 +1,9 @@
-"""The policies that give every unit its frequency by a rule (Choi et al., ATC'23, section 4)."""
+"""The policies that give every unit its frequency by a rule (Choi et al., ATC'23, section 4).
+
+A policy is a function of a schedule and a profile that returns a frequency in MHz for each unit,
+[num_stages, units_per_stage], each of them profiled. Another package adds its own by an entry point
+of the group `envpipe_megatron.policies`; see `core.registry`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.core.plan import max_frequencies
 from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.registry import Registry
 from envpipe_megatron.core.schedule import Schedule
 
 Frequencies = NDArray[np.int64]
@@ -43,8 +49,6 @@ def envelope(schedule: Schedule, profile: Profile) -> Frequencies:
     )
 
 
-POLICIES: dict[str, Callable[[Schedule, Profile], Frequencies]] = {
-    "baseline": baseline,
-    "uniform": uniform,
-    "envelope": envelope,
-}
+POLICIES: Registry[Callable[[Schedule, Profile], Frequencies]] = Registry(
+    "envpipe_megatron.policies", {"baseline": baseline, "uniform": uniform, "envelope": envelope}
+)

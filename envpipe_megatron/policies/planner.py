@@ -1,16 +1,23 @@
-"""From a profile and a user's wishes to a plan: the one entry of commands and of training."""
+"""From a profile and a request to a plan: the one entry of commands and of training.
+
+Another package adds an order of units by an entry point of the group `envpipe_megatron.schedules`
+(see `core.registry`): a function of a `Profile` and a `PlanRequest` that returns a `Schedule`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import fit_to_channel
 from envpipe_megatron.core.conditions import Conditions, make_conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.registry import Registry
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.frequencies import POLICIES as RULES
@@ -26,7 +33,6 @@ from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.order_search import OrderSearch
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Reconfigured, reconfigure
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "envpipe", "auto")
 #: Orders whose extra forwards can be limited.
 LIMITED_SCHEDULES = ("envpipe", "auto")
 POLICIES = (*RULES, "optimal")
@@ -81,6 +87,25 @@ class PlanRequest:
     park: bool = False
 
 
+#: Orders that a function of the job returns; EnvPipe's comes with notes, and auto with its clocks.
+BUILDERS: Registry[Callable[[Profile, PlanRequest], Schedule]] = Registry(
+    "envpipe_megatron.schedules",
+    {
+        "1f1b": lambda profile, request: builders.one_f_one_b(
+            profile.num_stages, request.num_microbatches
+        ),
+        "gpipe": lambda profile, request: builders.gpipe(
+            profile.num_stages, request.num_microbatches
+        ),
+        "interleaved": lambda profile, request: builders.interleaved(
+            profile.num_stages, request.num_microbatches, request.num_chunks
+        ),
+    },
+)
+SCHEDULES = tuple(dict.fromkeys(("1f1b", "gpipe", "interleaved", *LIMITED_SCHEDULES, *BUILDERS)))
+_ONE_CHUNK = ("1f1b", "gpipe", *LIMITED_SCHEDULES, *SCHEDULE_ALIASES)
+
+
 @dataclass(frozen=True)
 class Planned:
     """A plan, how its reconfiguring ended, and what the user should know about it."""
@@ -109,7 +134,7 @@ def make_plan(profile: Profile, request: PlanRequest) -> Planned:
         deadline_s = request.deadline_factor * all_maximum_s(schedule, profile, conditions)
         optimizer = Optimizer(schedule, profile, conditions, parking=request.park)
         return Planned(optimizer.plan(deadline_s, request.min_dwell_s), None, notes)
-    frequency = RULES[request.policy](schedule, profile)
+    frequency = np.asarray(RULES[request.policy](schedule, profile))
     plan = Plan(request.policy, schedule, frequency, profile, conditions)
     if request.reconfigure == "default":
         return Planned(plan, None, notes)
@@ -277,12 +302,17 @@ def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tu
     _check_chunks(request)
     name = SCHEDULE_ALIASES.get(request.schedule, request.schedule)
     stages, microbatches = profile.num_stages, request.num_microbatches
-    if name == "1f1b":
-        return builders.one_f_one_b(stages, microbatches), ()
-    if name == "gpipe":
-        return builders.gpipe(stages, microbatches), ()
-    if name == "interleaved":
-        return builders.interleaved(stages, microbatches, request.num_chunks), ()
+    if name != "envpipe":
+        schedule = BUILDERS[name](profile, request)
+        job = (stages, microbatches, request.num_chunks)
+        built = (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks)
+        if built != job:
+            raise PlannerError(
+                f"Schedule {name} is of another number of stages, microbatches or chunks",
+                value=built,
+                remedy=f"The job has {job}: mend the function that builds it.",
+            )
+        return schedule, ()
     extra = builders.envpipe_extra_forwards(
         *envpipe_times_s(profile),
         microbatches,
@@ -313,7 +343,7 @@ def check_memory_frontier(request: PlanRequest) -> None:
 
 def _check_chunks(request: PlanRequest) -> None:
     # Not in check_request: a job that is given its plan has chunks whatever order it asks for.
-    if request.schedule != "interleaved" and request.num_chunks > 1:
+    if request.schedule in _ONE_CHUNK and request.num_chunks > 1:
         raise PlannerError(
             f"Schedule {request.schedule} has one chunk a stage",
             value=request.num_chunks,

@@ -1,0 +1,157 @@
+"""What another package adds without a change to this one: an order of units, and a policy."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+CURVE = {1200: (0.10, 40.0), 1000: (0.11, 34.0), 800: (0.13, 31.0)}
+
+CODE = '''
+import numpy as np
+from envpipe_megatron.core.schedule import Kind, Schedule, unit
+
+
+def in_pairs(profile, request):
+    """GPipe for two microbatches at a time."""
+    order = [
+        unit(kind, first + m)
+        for first in range(0, request.num_microbatches, 2)
+        for kind in Kind
+        for m in range(2)
+    ]
+    stages = (tuple(order),) * profile.num_stages
+    return Schedule("in-pairs", request.num_microbatches, 1, stages)
+
+
+def one_more(profile, request):
+    """The order of another job than was asked for."""
+    microbatches = request.num_microbatches + 1
+    order = [unit(kind, m) for kind in Kind for m in range(microbatches)]
+    return Schedule("one-more", microbatches, 1, (tuple(order),) * profile.num_stages)
+
+
+def backwards_slowly(schedule, profile):
+    """Backwards at the lowest clock, forwards at the highest."""
+    lists = [[row.frequency_mhz for row in kinds[Kind.FORWARD]] for kinds in profile.rows]
+    lowest, highest = ([[pick(clocks)] for clocks in lists] for pick in (min, max))
+    return np.where(schedule.is_backward, lowest, highest)
+'''
+ENTRY_POINTS = """
+[envpipe_megatron.schedules]
+in-pairs = mine:in_pairs
+one-more = mine:one_more
+broken = mine:not_there
+1f1b = mine:not_there
+
+[envpipe_megatron.policies]
+backwards-slowly = mine:backwards_slowly
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Runs Python where a package `mine` is installed beside this one, in a folder of a profile."""
+    package = tmp_path / "installed"
+    info = package / "mine-1.0.dist-info"
+    info.mkdir(parents=True)
+    (package / "mine.py").write_text(CODE)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    rows = [
+        f"{stage},{kind},{mhz},{weight * time_s},{weight * energy_j}"
+        for stage in range(3)
+        for kind, weight in (("forward", 1), ("backward", 2))
+        for mhz, (time_s, energy_j) in CURVE.items()
+    ]
+    header = "stage,instruction,frequency,time,energy"
+    (tmp_path / "profile.csv").write_text("\n".join([header, *rows]) + "\n")
+    path = os.pathsep.join([str(package), str(REPOSITORY)])
+
+    def run(program, *arguments):
+        return subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+def envpipe(command, *arguments):
+    return command("from envpipe_megatron.cli import main; main()", *arguments)
+
+
+def plan(command, *options):
+    return envpipe(
+        command, "plan", "--profile", "profile.csv", "--num-microbatches", "4",
+        "--output", "plan.json", *options,
+    )  # fmt: skip
+
+
+def test_a_new_schedule_is_planned_simulated_and_drawn(command, tmp_path):
+    options = ["--schedule", "in-pairs", "--policy", "optimal", "--deadline-factor", "1.5"]
+    done = plan(command, *options)
+    assert done.returncode == 0, done.stderr
+    made = json.loads((tmp_path / "plan.json").read_text())
+    assert made["schedule_name"] == "in-pairs"
+    assert made["schedule"] == [["F0", "F1", "B0", "B1", "F2", "F3", "B2", "B3"]] * 3
+    drawn = envpipe(
+        command, "simulate", "--profile", "profile.csv", "--plan", "plan.json",
+        "--output", "pictures",
+    )  # fmt: skip
+    assert drawn.returncode == 0, drawn.stderr
+    facts = json.loads((tmp_path / "pictures" / "simulation.json").read_text())
+    assert (facts["schedule"], facts["baseline"]["schedule"]) == ("in-pairs", "1f1b")
+    assert facts["peak_in_flight"] == [2, 2, 2]
+    assert (tmp_path / "pictures" / "timeline.png").stat().st_size > 10_000
+
+
+def test_a_new_policy_is_planned_with(command, tmp_path):
+    done = plan(command, "--policy", "backwards-slowly")
+    assert done.returncode == 0, done.stderr
+    made = json.loads((tmp_path / "plan.json").read_text())
+    assert made["policy"] == "backwards-slowly"
+    for order, clocks in zip(made["schedule"], made["frequency_mhz"], strict=True):
+        assert clocks == [800 if unit.startswith("B") else 1200 for unit in order]
+
+
+def test_a_job_takes_both_names(command):
+    program = """
+import argparse
+from envpipe_megatron.integrations.flags import add_arguments
+from envpipe_megatron.integrations.options import read_options
+parser = argparse.ArgumentParser()
+add_arguments(parser.add_argument_group("envpipe"))
+given = parser.parse_args()
+print(read_options(given, {}, num_stages=3, on_gpu=True).request(4))
+"""
+    arguments = ["--envpipe-type", "backwards-slowly", "--envpipe-scheduling", "in-pairs"]
+    done = command(program, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "schedule='in-pairs', policy='backwards-slowly'" in done.stdout
+
+
+def test_what_cannot_be_planned_is_refused_and_no_package_replaces_ours(command):
+    program = """
+import sys
+from click.testing import CliRunner
+from envpipe_megatron.cli import main
+for name in sys.argv[1:]:
+    options = ["--profile", "profile.csv", "--num-microbatches", "4", "--output", "plan.json"]
+    done = CliRunner().invoke(main, ["plan", *options, "--schedule", name])
+    print(name, done.exit_code, " ".join(done.stderr.split()))
+"""
+    done = command(program, "broken", "one-more", "none", "1f1b")
+    broken, other_job, unknown, ours = done.stdout.splitlines()
+    assert "'broken' of envpipe_megatron.schedules cannot be imported" in broken
+    assert "another number of stages, microbatches or chunks (got 3, 5, 1)" in other_job
+    assert "'none' is not one of '1f1b'" in unknown
+    assert ours.startswith("1f1b 0 ")
