@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from claims import CLAIMS_FILE, Claim, read_claims
-from figures.experiments import EXPERIMENTS
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.claims import CLAIMS_FILE, Claim, read_claims
+from benchmarks.figures.experiments import EXPERIMENTS
 from envpipe_megatron.quickstart.ranks import ended_like_ctrl_c
 
 _HERE = Path(__file__).resolve().parent
@@ -36,7 +36,7 @@ class Part:
     Args:
         name: of the part, and of its folder.
         script: below this folder.
-        options: besides the folder.
+        options: before the folder's.
         own_folder: whether it is given its folder, else that of all parts, where it finds its own.
     """
 
@@ -49,13 +49,13 @@ class Part:
         """What runs it, for a folder of all parts."""
         folder = output / self.name if self.own_folder else output
         script = str(_HERE / self.script)
-        return [sys.executable, script, "--output", str(folder), *self.options]
+        return [sys.executable, script, *self.options, "--output", str(folder)]
 
 
 PARTS = (
-    *(Part(name, f"{name}.py", own_folder=False) for name in EXPERIMENTS),
-    Part("ablation", "ablation.py"),
-    Part("overhead", "overhead.py"),
+    *(Part(name, "figures/figure.py", (name,), own_folder=False) for name in EXPERIMENTS),
+    Part("ablation", "ablation/ablation.py"),
+    Part("overhead", "overhead/overhead.py"),
     Part("planner_compare", "planner/compare.py", ("--lowtime-limit", "0")),
     Part("planner_validation", "planner/validation.py"),
     Part("h200_validation", "planner/h200_validation.py"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from figures.rows import Row
+from benchmarks.figures.rows import Row
 
 
 def basis_of(rows: Sequence[Row]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from figures.experiments import Family, Model
+from benchmarks.figures.experiments import Family, Model
 
 
 def inputs_of(model: Model, samples: int, seed: int, device: torch.device) -> torch.Tensor:

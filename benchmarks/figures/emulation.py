@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from benchmarks.figures.unit_times import UnitTimes
 from envpipe_megatron.gpu.emulated.presets import load_preset, resolve_preset
-from figures.unit_times import UnitTimes
 
 #: The shortest forward of a pipeline is not made shorter than this share of what the longest is
 #: asked to be, or the host would compute longer than the unit.

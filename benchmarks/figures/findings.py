@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, groupby, pairwise
 
-from claims import Claim
-
+from benchmarks.claims import Claim
+from benchmarks.figures.basis import basis_of
+from benchmarks.figures.experiments import BALANCED, ENVELOPE, GREEDY, MODELS, UNIFORM, Experiment
+from benchmarks.figures.followups import why_few_save_less
+from benchmarks.figures.outcome import DRY_RUN, NO_CONTROL
+from benchmarks.figures.rows import Row, of_setting, savers, saving_difference
 from envpipe_megatron.runtime.energy.intervals import NORMAL_95
-from figures.basis import basis_of
-from figures.experiments import BALANCED, ENVELOPE, GREEDY, MODELS, UNIFORM, Experiment
-from figures.followups import why_few_save_less
-from figures.outcome import DRY_RUN, NO_CONTROL
-from figures.rows import Row, of_setting, savers, saving_difference
 
 #: What the paper allows, and so counts as none (%).
 _NO_SLOWDOWN_PERCENT = 1.0

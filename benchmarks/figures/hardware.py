@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from benchmarks.figures.emulation import time_factor
+from benchmarks.figures.experiments import Experiment, Job, Setting
+from benchmarks.figures.outcome import DRY_RUN, NO_CONTROL, Outcome
+from benchmarks.figures.requests import EmulatedTime, RunRequest
+from benchmarks.figures.training import ExperimentError
+from benchmarks.figures.unit_times import unit_times
 from envpipe_megatron.gpu.emulated.presets import load_preset
-from figures.emulation import time_factor
-from figures.experiments import Experiment, Job, Setting
-from figures.outcome import DRY_RUN, NO_CONTROL, Outcome
-from figures.requests import EmulatedTime, RunRequest
-from figures.training import ExperimentError
-from figures.unit_times import unit_times
 
 SIZES = ("paper", "reduced")
 #: Measured steps of a run, as in EnvPipe's scripts.

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from figures.data import inputs_of
-from figures.experiments import Family, Model
+from benchmarks.figures.data import inputs_of
+from benchmarks.figures.experiments import Family, Model
 
 
 class Attention(nn.Module):

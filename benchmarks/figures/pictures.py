@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from figures.experiments import (
+from benchmarks.figures.experiments import (
     BALANCED,
     BASELINE,
     ENVELOPE,
@@ -17,7 +17,7 @@ from figures.experiments import (
     Experiment,
     Job,
 )
-from figures.rows import Row, of_setting
+from benchmarks.figures.rows import Row, of_setting
 
 #: Of Okabe and Ito, told apart with any colour vision, and words for each setting.
 _BARS = {

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from figures.experiments import BASELINE, ENVELOPE, Job, Setting
+from benchmarks.figures.experiments import BASELINE, ENVELOPE, Job, Setting
 
 #: One more whenever the same request comes to something else: what was run before is run again.
 _EDITION = 2

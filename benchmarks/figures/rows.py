@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from figures.experiments import BASELINE, Job, Setting
-from figures.outcome import EMULATED, Outcome
+from benchmarks.figures.experiments import BASELINE, Job, Setting
+from benchmarks.figures.outcome import EMULATED, Outcome
 
 
 @dataclass(frozen=True)

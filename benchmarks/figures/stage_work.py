@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from benchmarks.figures.data import loss_of
+from benchmarks.figures.experiments import Model, Precision
+from benchmarks.figures.layers import Stage
 from envpipe_megatron.core.schedule import Unit
-from figures.data import loss_of
-from figures.experiments import Model, Precision
-from figures.layers import Stage
 
 
 class TrainingWork:

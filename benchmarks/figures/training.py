@@ -11,6 +11,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.figures.emulation import write_scaled_preset
+from benchmarks.figures.outcome import Outcome
+from benchmarks.figures.requests import RESULT_FILE, Batch, RunRequest
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.quickstart.ranks import (
     ended_like_ctrl_c,
@@ -19,12 +22,9 @@ from envpipe_megatron.quickstart.ranks import (
     started_ranks,
     torchrun_command,
 )
-from figures.emulation import write_scaled_preset
-from figures.outcome import Outcome
-from figures.requests import RESULT_FILE, Batch, RunRequest
 
-#: The folder that `figures` is imported from.
-_BENCHMARKS = Path(__file__).resolve().parents[1]
+#: What `benchmarks` is imported from.
+_CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class ExperimentError(EnvPipeError):
@@ -77,7 +77,9 @@ def _train_batch(batch: Batch, console: Console) -> None:
     path, log_path = batch.folder / "batch.json", batch.folder / "log.txt"
     batch.write(path)
     job = batch.requests[0].job
-    command = torchrun_command(job.stages * job.replicas, ["--module", "figures.worker", str(path)])
+    command = torchrun_command(
+        job.stages * job.replicas, ["--module", "benchmarks.figures.worker", str(path)]
+    )
     pids: list[int] = []
     with (
         ended_like_ctrl_c(signal.SIGTERM, signal.SIGHUP),
@@ -112,7 +114,7 @@ def _say(console: Console, text: str, style: str | None = None) -> None:
 
 def _environment(emulated: Path) -> dict[str, str]:
     environment = rank_environment(emulated)
-    paths = [str(_BENCHMARKS), str(_BENCHMARKS.parent), environment.get("PYTHONPATH", "")]
+    paths = [str(_CHECKOUT), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     # On GPUs, kernels must be loaded before any receive spins, and receives need queues.
     environment.setdefault("CUDA_MODULE_LOADING", "EAGER")

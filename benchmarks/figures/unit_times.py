@@ -14,9 +14,9 @@ from functools import cache
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from figures.data import inputs_of
-from figures.experiments import MODELS, Job, Model, Precision
-from figures.layers import Stage, build_stage
+from benchmarks.figures.data import inputs_of
+from benchmarks.figures.experiments import MODELS, Job, Model, Precision
+from benchmarks.figures.layers import Stage, build_stage
 
 #: What a GPU is assumed to reach: its vendor's figure for dense matrix products (operations/s), and
 #: the share of it that training reaches.

@@ -1,6 +1,6 @@
 """One rank of the experiments: trains a batch of runs, one after another, and leaves their results.
 
-torchrun --nproc-per-node 4 --module figures.worker BATCH.json
+torchrun --nproc-per-node 4 --module benchmarks.figures.worker BATCH.json
 """
 
 from __future__ import annotations
@@ -16,6 +16,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.figures.data import inputs_of, targets_of
+from benchmarks.figures.experiments import MODELS, reduced
+from benchmarks.figures.layers import activation_shapes, build_stage
+from benchmarks.figures.outcome import EMULATED, NO_CONTROL, Outcome, RankOutcome
+from benchmarks.figures.requests import (
+    PROFILE_FILE,
+    RESULT_FILE,
+    WARMUP_ITERATIONS,
+    Batch,
+    RunRequest,
+)
+from benchmarks.figures.stage_work import TrainingWork, rehearse
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import Gpu
@@ -31,12 +43,6 @@ from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecuto
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
-from figures.data import inputs_of, targets_of
-from figures.experiments import MODELS, reduced
-from figures.layers import activation_shapes, build_stage
-from figures.outcome import EMULATED, NO_CONTROL, Outcome, RankOutcome
-from figures.requests import PROFILE_FILE, RESULT_FILE, WARMUP_ITERATIONS, Batch, RunRequest
-from figures.stage_work import TrainingWork, rehearse
 
 _TIMEOUT = timedelta(seconds=120)
 #: How long an emulated clock is measured, s: ten looks of the meter, which looks 20 times a second.

@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-import proof_checkouts
-from measured_jobs import as_lines, at_its_clock, runs_of
-from proof_jobs import CPU_RUN, ROOT, Launch, check_harmless, joined
-from proof_models import (
+
+from benchmarks.megatron_lm import proof_checkouts
+from benchmarks.megatron_lm.measured_jobs import as_lines, at_its_clock, runs_of
+from benchmarks.megatron_lm.proof_jobs import CPU_RUN, ROOT, Launch, check_harmless, joined
+from benchmarks.megatron_lm.proof_models import (
     GPT_1_3B,
     NO_EVALUATION,
     TINY_ON_CPU,
@@ -36,7 +37,6 @@ from proof_models import (
     base_arguments,
     training,
 )
-
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.plan import Plan, max_frequencies

@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from part_ratio import arguments
-from proof_arms import ENVPIPE
-from proof_jobs import Job, Site
-from proof_state import State
+from benchmarks.megatron_lm.part_ratio import arguments
+from benchmarks.megatron_lm.proof_arms import ENVPIPE
+from benchmarks.megatron_lm.proof_jobs import Job, Site
+from benchmarks.megatron_lm.proof_state import State
 
 PART = "energy"
 TARGET = 0.01

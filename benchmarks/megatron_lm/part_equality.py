@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from proof_arms import AGAIN, ARMS, ENVPIPE, OFF, ONE_F_ONE_B, STOCK, Planned
-from proof_jobs import Job, Site, joined, results_alone
-from proof_models import (
+from benchmarks.megatron_lm.proof_arms import AGAIN, ARMS, ENVPIPE, OFF, ONE_F_ONE_B, STOCK, Planned
+from benchmarks.megatron_lm.proof_jobs import Job, Site, joined, results_alone
+from benchmarks.megatron_lm.proof_models import (
     MAPPINGS,
     NO_EVALUATION,
     PP2,
@@ -22,7 +22,7 @@ from proof_models import (
     corpus_data,
     training,
 )
-from proof_state import State
+from benchmarks.megatron_lm.proof_state import State
 
 PART = "equality"
 #: Of the framework's order before the plan's, beyond those that the framework makes itself.

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from proof_jobs import Job, Site, joined
-from proof_models import NO_EVALUATION, PP2, TINY, TINY_ON_CPU, base_arguments, training
+from benchmarks.megatron_lm.proof_jobs import Job, Site, joined
+from benchmarks.megatron_lm.proof_models import (
+    NO_EVALUATION,
+    PP2,
+    TINY,
+    TINY_ON_CPU,
+    base_arguments,
+    training,
+)
 
 PART = "faults"
 _LENGTH = training(5)

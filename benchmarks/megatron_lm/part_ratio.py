@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import click
-from proof_arms import ENVPIPE, ONE_F_ONE_B, STOCK, Planned
-from proof_jobs import Job, Site, joined
-from proof_models import (
+from scipy import stats
+
+from benchmarks.megatron_lm.proof_arms import ENVPIPE, ONE_F_ONE_B, STOCK, Planned
+from benchmarks.megatron_lm.proof_jobs import Job, Site, joined
+from benchmarks.megatron_lm.proof_models import (
     GPT_1_3B,
     NO_EVALUATION,
     PP2,
@@ -28,9 +30,8 @@ from proof_models import (
     base_arguments,
     training,
 )
-from proof_state import State
-from proof_turns import Block
-from scipy import stats
+from benchmarks.megatron_lm.proof_state import State
+from benchmarks.megatron_lm.proof_turns import Block
 
 PART = "ratio"
 ARMS = (STOCK, ONE_F_ONE_B, ENVPIPE)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from proof_jobs import Job, Site, joined
-from proof_models import (
+from benchmarks.megatron_lm.proof_jobs import Job, Site, joined
+from benchmarks.megatron_lm.proof_models import (
     LEAST,
     LEAST_ON_CPU,
     NO_EVALUATION,
@@ -17,7 +17,7 @@ from proof_models import (
     base_arguments,
     training,
 )
-from proof_state import State
+from benchmarks.megatron_lm.proof_state import State
 
 PART = "stress"
 

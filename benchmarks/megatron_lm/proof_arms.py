@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from proof_jobs import Site
-from proof_models import Mapping
-
+from benchmarks.megatron_lm.proof_jobs import Site
+from benchmarks.megatron_lm.proof_models import Mapping
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import fit_to_channel
 from envpipe_megatron.core.conditions import Conditions

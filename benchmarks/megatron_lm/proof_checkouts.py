@@ -9,7 +9,8 @@ import sysconfig
 from pathlib import Path
 
 import click
-from proof_jobs import CPU_RUN
+
+from benchmarks.megatron_lm.proof_jobs import CPU_RUN
 
 
 def prepare(checkout: Path) -> None:

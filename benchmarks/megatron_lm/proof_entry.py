@@ -151,7 +151,7 @@ def main() -> None:
     folder, script = Path(job["folder"]), Path(job["script"])
     die_with_parent()
     sys.argv = [str(script), *sys.argv[2:]]
-    own_folder = sys.path.pop(0)  # as if the script had been named on the command line
+    sys.path.pop(0)  # as if the script had been named on the command line
     sys.path.insert(0, str(script.parent))
     turns = Turns(job["socket"], job["run"], rank, job["turns"], job["iterations"])
     recorder = Recorder(rank)
@@ -167,8 +167,7 @@ def main() -> None:
         if "--envpipe" in sys.argv and not job["hide_package"]:
             observe_session(recorder)
         if job["stress"] is not None:
-            sys.path.append(own_folder)
-            from proof_stress import install
+            from benchmarks.megatron_lm.proof_stress import install
 
             install(job["stress"], rank, turns.at, lambda: turns.begun - 1)
 

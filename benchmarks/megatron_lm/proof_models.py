@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from proof_jobs import CPU_RUN, joined
+from benchmarks.megatron_lm.proof_jobs import CPU_RUN, joined
 
 #: Without Transformer Engine and Apex, which the machine may lack.
 GPU_BASE = (

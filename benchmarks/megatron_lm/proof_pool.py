@@ -15,10 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import click
-from proof_entry import die_with_parent
-from proof_jobs import Job, Launch, Site, make_launch, printed_energies, printed_results
-from proof_state import State
-from proof_turns import Block, Referee
+
+from benchmarks.megatron_lm.proof_entry import die_with_parent
+from benchmarks.megatron_lm.proof_jobs import (
+    Job,
+    Launch,
+    Site,
+    make_launch,
+    printed_energies,
+    printed_results,
+)
+from benchmarks.megatron_lm.proof_state import State
+from benchmarks.megatron_lm.proof_turns import Block, Referee
 
 #: The thread that trains is the last in a dump.
 _KEPT_OF_A_LOG, _KEPT_OF_STACKS = 1500, 6000

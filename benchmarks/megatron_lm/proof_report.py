@@ -10,13 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import part_energy
-import part_equality
-import part_faults
-import part_ratio
-import part_stress
-from proof_jobs import Site
-from proof_state import State
+from benchmarks.megatron_lm import part_energy, part_equality, part_faults, part_ratio, part_stress
+from benchmarks.megatron_lm.proof_jobs import Site
+from benchmarks.megatron_lm.proof_state import State
 
 _MIB = 2**20
 _GIB = 2**30

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from proof_jobs import Job
+from benchmarks.megatron_lm.proof_jobs import Job
 
 
 class State:

@@ -24,17 +24,20 @@ from pathlib import Path
 from typing import Any
 
 import click
-import part_energy
-import part_equality
-import part_faults
-import part_ratio
-import part_stress
-import proof_checkouts
-import proof_report
-from part_ratio import Keeper, Rounds
-from proof_jobs import Job, Site
-from proof_pool import Limits, run_jobs
-from proof_state import State
+
+from benchmarks.megatron_lm import (
+    part_energy,
+    part_equality,
+    part_faults,
+    part_ratio,
+    part_stress,
+    proof_checkouts,
+    proof_report,
+)
+from benchmarks.megatron_lm.part_ratio import Keeper, Rounds
+from benchmarks.megatron_lm.proof_jobs import Job, Site
+from benchmarks.megatron_lm.proof_pool import Limits, run_jobs
+from benchmarks.megatron_lm.proof_state import State
 
 PARTS = ("equality", "ratio", "stress", "energy", "faults", "report")
 #: Kept of the time that a call may take, for logs and report, s.

@@ -15,10 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
-from comparison_files import write_results
-from planner_targets import Target, planner_targets
-from planning_workloads import Workload, read_workloads
-from plans_compared import (
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.planner.comparison_files import write_results
+from benchmarks.planner.planner_targets import Target, planner_targets
+from benchmarks.planner.planning_workloads import Workload, read_workloads
+from benchmarks.planner.plans_compared import (
     FRONTIER_POINTS,
     Comparison,
     LowtimeSource,
@@ -28,10 +31,7 @@ from plans_compared import (
     rival_pairs,
     warm_up,
 )
-from published_savings import WHAT_DIFFERS, Published, Saving, read_published
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.planner.published_savings import WHAT_DIFFERS, Published, Saving, read_published
 from envpipe_megatron.errors import EnvPipeError
 
 DATA_DIR = Path("../shared/data/perseus_sosp24")

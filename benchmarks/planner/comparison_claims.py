@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from plans_compared import FRONTIER_POINTS, Comparison, PlanKind, rival_pairs
-from published_savings import WHAT_DIFFERS, Published
-
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-from claims import Claim
+from benchmarks.claims import Claim
+from benchmarks.planner.plans_compared import FRONTIER_POINTS, Comparison, PlanKind, rival_pairs
+from benchmarks.planner.published_savings import WHAT_DIFFERS, Published
 
 FIGURE = "planner_compare"
 COMMAND = "python benchmarks/planner/compare.py"

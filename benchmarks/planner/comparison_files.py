@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from comparison_claims import comparison_claims
-from comparison_pictures import memory_figure, savings_figure
-from planner_targets import Target
-from planning_workloads import Workload
-from plans_compared import Comparison, Row, rival_pairs
-from published_savings import Published, Saving
-
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-from claims import CLAIMS_FILE, write_claims
-from outputs import save_picture, write_csv
+from benchmarks.claims import CLAIMS_FILE, write_claims
+from benchmarks.outputs import save_picture, write_csv
+from benchmarks.planner.comparison_claims import comparison_claims
+from benchmarks.planner.comparison_pictures import memory_figure, savings_figure
+from benchmarks.planner.planner_targets import Target
+from benchmarks.planner.planning_workloads import Workload
+from benchmarks.planner.plans_compared import Comparison, Row, rival_pairs
+from benchmarks.planner.published_savings import Published, Saving
 
 
 def write_results(

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from plans_compared import EXTRA_FORWARDS, UNIT_TIME_S, Comparison, PlanKind, Row
+
+from benchmarks.planner.plans_compared import EXTRA_FORWARDS, UNIT_TIME_S, Comparison, PlanKind, Row
 
 #: Kind, limit, colour (of Okabe and Ito, told apart with any colour vision) and colour of figures.
 _BARS = (

@@ -11,7 +11,6 @@ from the unit times of the profiled job when it ran the same order. Run from the
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +20,12 @@ from typing import Any
 import click
 import numpy as np
 from matplotlib.figure import Figure
-from memory_validation import MemoryPrediction, memory_cells, memory_figure
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-from claims import CLAIMS_FILE, Claim, write_claims
-from outputs import save_picture, write_csv
-
+from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
+from benchmarks.outputs import save_picture, write_csv
+from benchmarks.planner.memory_validation import MemoryPrediction, memory_cells, memory_figure
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.plan import Plan, max_frequencies

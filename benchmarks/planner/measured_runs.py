@@ -30,8 +30,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
-from workload_folder import MeasuredRun, MeasuredRunsError, Workload, read_workload
 
+from benchmarks.planner.workload_folder import (
+    MeasuredRun,
+    MeasuredRunsError,
+    Workload,
+    read_workload,
+)
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.evaluation import evaluate
 from envpipe_megatron.core.plan import Cost

@@ -8,21 +8,17 @@ Counted are the bytes of live tensors, as a GPU's allocator would count them.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from planning_workloads import preset_workload
 
+from benchmarks.planner.planning_workloads import preset_workload
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan, max_frequencies
-
-_TESTS = Path(__file__).resolve().parents[2] / "tests"
-sys.path[1:1] = [str(_TESTS / "helpers"), str(_TESTS / "pipeline")]
 
 _STAGES, _MICROBATCHES = 4, 8
 _EXTRA_FORWARDS = (3, 2, 2, 0)

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import click
 from matplotlib.figure import Figure
-from planning_workloads import Workload, read_workloads
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.planner.planning_workloads import Workload, read_workloads
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Kind

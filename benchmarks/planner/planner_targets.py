@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from plans_compared import (
+from benchmarks.planner.plans_compared import (
     EXTRA_FORWARDS,
     FRONTIER_POINTS,
     UNIT_TIME_S,

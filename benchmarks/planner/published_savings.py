@@ -12,8 +12,7 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-from planning_workloads import Workload
-
+from benchmarks.planner.planning_workloads import Workload
 from envpipe_megatron.core.plan import Cost
 
 #: Layers of the model to layers of the profile, and GPUs of a stage.

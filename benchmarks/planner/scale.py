@@ -27,10 +27,10 @@ from unittest.mock import patch
 import click
 import numpy as np
 from matplotlib.figure import Figure
-from peak_memory import peak_mib
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.planner.peak_memory import peak_mib
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile

@@ -21,10 +21,10 @@ from typing import TypeVar
 
 import click
 import numpy as np
-from peak_memory import peak_mib
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.planner.peak_memory import peak_mib
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.plan import Plan

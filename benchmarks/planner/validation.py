@@ -10,7 +10,6 @@ from the checkout:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,15 +19,24 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MultipleLocator
-from measured_runs import PROFILED_SYSTEM, Errors, Validation, errors_of, validate
-from memory_validation import MemoryPrediction, cpu_memory, memory_cells, memory_figure
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-from claims import CLAIMS_FILE, Claim, write_claims
-from outputs import save_picture, write_csv
-
+from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
+from benchmarks.outputs import save_picture, write_csv
+from benchmarks.planner.measured_runs import (
+    PROFILED_SYSTEM,
+    Errors,
+    Validation,
+    errors_of,
+    validate,
+)
+from benchmarks.planner.memory_validation import (
+    MemoryPrediction,
+    cpu_memory,
+    memory_cells,
+    memory_figure,
+)
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.errors import EnvPipeError
 

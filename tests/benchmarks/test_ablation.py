@@ -3,9 +3,7 @@
 import csv
 import itertools
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -15,15 +13,15 @@ from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.schedule import Kind
 
 pytest.importorskip("matplotlib")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import ablation as command
-from ablation_claims import ablation_claims
-from ablation_rows import Ablation, Start, ablate
-from ablation_runtime import Checked
-from claims import read_claims
 from matplotlib.figure import Figure
-from outputs import save_picture
-from planning_workloads import Workload
+
+from benchmarks.ablation import ablation as command
+from benchmarks.ablation.findings import ablation_claims
+from benchmarks.ablation.rows import Ablation, Start, ablate
+from benchmarks.ablation.runtime import Checked
+from benchmarks.claims import read_claims
+from benchmarks.outputs import save_picture
+from benchmarks.planner.planning_workloads import Workload
 
 STAGES, MICROBATCHES = 3, 5
 PROFILE = preset_profile(

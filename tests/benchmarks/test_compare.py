@@ -3,9 +3,7 @@
 import csv
 import json
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,15 +17,21 @@ from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
 
 pytest.importorskip("matplotlib")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "planner"))
-import compare as command
-import plans_compared
-from comparison_claims import comparison_claims
-from lowtime_rival import LowtimeRun
-from planner_targets import Measured, Target, planner_targets
-from planning_workloads import Workload, read_workloads
-from plans_compared import AtRivalTime, LowtimeSource, PlanKind, Row, compare, lowtime_row
-from published_savings import Published, Saving, read_published
+from benchmarks.planner import compare as command
+from benchmarks.planner import plans_compared
+from benchmarks.planner.comparison_claims import comparison_claims
+from benchmarks.planner.lowtime_rival import LowtimeRun
+from benchmarks.planner.planner_targets import Measured, Target, planner_targets
+from benchmarks.planner.planning_workloads import Workload, read_workloads
+from benchmarks.planner.plans_compared import (
+    AtRivalTime,
+    LowtimeSource,
+    PlanKind,
+    Row,
+    compare,
+    lowtime_row,
+)
+from benchmarks.planner.published_savings import Published, Saving, read_published
 
 POWER_W = 80.0
 STAGES, MICROBATCHES = 3, 6

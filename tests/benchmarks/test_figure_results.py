@@ -2,9 +2,7 @@
 
 import csv
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -17,12 +15,12 @@ from envpipe_megatron.gpu.emulated.presets import load_preset
 
 pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import all as everything
-from claims import CLAIMS_FILE, Claim, read_claims, write_claims
-from figures import command, training
-from figures.basis import basis_of, overrun_warning
-from figures.experiments import (
+from benchmarks import all as everything
+from benchmarks.claims import CLAIMS_FILE, Claim, read_claims, write_claims
+from benchmarks.figures import figure as command
+from benchmarks.figures import training
+from benchmarks.figures.basis import basis_of, overrun_warning
+from benchmarks.figures.experiments import (
     BALANCED,
     BASELINE,
     ENVELOPE,
@@ -32,13 +30,13 @@ from figures.experiments import (
     Experiment,
     Job,
 )
-from figures.findings import claims_of
-from figures.followups import why_few_save_less
-from figures.hardware import Place
-from figures.outcome import Outcome, PlanFacts
-from figures.requests import PROFILE_FILE, EmulatedTime
-from figures.rows import saving_difference
-from figures.training import ExperimentError
+from benchmarks.figures.findings import claims_of
+from benchmarks.figures.followups import why_few_save_less
+from benchmarks.figures.hardware import Place
+from benchmarks.figures.outcome import Outcome, PlanFacts
+from benchmarks.figures.requests import PROFILE_FILE, EmulatedTime
+from benchmarks.figures.rows import saving_difference
+from benchmarks.figures.training import ExperimentError
 
 REDUCED = Place("reduced")
 
@@ -48,7 +46,9 @@ SOME_TIME = EmulatedTime(0.25, (0.01,) * 4, (0.03,) * 4)
 
 @pytest.fixture
 def some_time(monkeypatch):
-    monkeypatch.setattr("figures.hardware.emulated_time", lambda job, forward_ms: SOME_TIME)
+    monkeypatch.setattr(
+        "benchmarks.figures.hardware.emulated_time", lambda job, forward_ms: SOME_TIME
+    )
 
 
 def v100_profile(factor, stages):
@@ -91,7 +91,9 @@ def test_gpus_are_emulated_unless_real_ones_are_asked_for(options, place, asked)
     assert done.exit_code == 0, done.output
     assert asked["place"] == place
     assert asked["models"] == ["gpt_125M", "resnet_152"]
-    assert sorted(asked["again"].split()) == sorted(f"python benchmarks/fig9_a.py {chosen}".split())
+    assert sorted(asked["again"].split()) == sorted(
+        f"python benchmarks/figures/figure.py fig9_a {chosen}".split()
+    )
 
 
 def test_longer_units_are_another_run():
@@ -306,7 +308,9 @@ def test_clocks_that_were_left_alone_prove_nothing(tmp_path):
 def test_savings_must_fall_with_the_microbatches(
     points, agrees, profiled, why, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("figures.findings.why_few_save_less", lambda profile, counts: "So.")
+    monkeypatch.setattr(
+        "benchmarks.figures.findings.why_few_save_less", lambda profile, counts: "So."
+    )
 
     def outcome_of(job, setting):
         profiling = tmp_path / REDUCED.request(job, setting).profiling().key
@@ -351,7 +355,7 @@ def test_a_figure_from_end_to_end(tmp_path, monkeypatch):
     job = Job("gpt_125M", "v100", 2, 8, stages=2)
     tiny = Experiment("fig9_a", "tiny", (job,), (BASELINE, BALANCED))
     monkeypatch.setitem(command.EXPERIMENTS, "fig9_a", tiny)
-    monkeypatch.setattr("figures.hardware.STEPS", 3)
+    monkeypatch.setattr("benchmarks.figures.hardware.STEPS", 3)
     # Profiling online takes most of the time, and is tested elsewhere.
     profiling = REDUCED.request(job, BALANCED).profiling()
     profiled = tmp_path / "runs" / profiling.key
@@ -380,7 +384,7 @@ def test_all_goes_on_after_a_part_that_fails(tmp_path, monkeypatch):
     script = tmp_path / "part.py"
     script.write_text(
         "import json, pathlib, sys\n"
-        "folder = pathlib.Path(sys.argv[2])\n"
+        "folder = pathlib.Path(sys.argv[-1])\n"
         "folder.mkdir()\n"
         "claim = dict(figure=folder.name, command='c', claim='x | y', basis='b')\n"
         "(folder / 'claims.json').write_text(json.dumps([claim]))\n"

@@ -1,8 +1,6 @@
 """EnvPipe's experiments: what is trained, how long its units take, and what names a run."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from preset_profile import preset_profile
@@ -16,11 +14,11 @@ from envpipe_megatron.policies.frequencies import envelope
 
 pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import torch
-from figures.data import inputs_of, loss_of, targets_of
-from figures.emulation import time_factor, write_scaled_preset
-from figures.experiments import (
+
+from benchmarks.figures.data import inputs_of, loss_of, targets_of
+from benchmarks.figures.emulation import time_factor, write_scaled_preset
+from benchmarks.figures.experiments import (
     BALANCED,
     BASELINE,
     EXPERIMENTS,
@@ -29,10 +27,10 @@ from figures.experiments import (
     Job,
     reduced,
 )
-from figures.layers import activation_shapes, build_stage, layer_makers, split
-from figures.requests import Batch, EmulatedTime, RunRequest
-from figures.training import batches
-from figures.unit_times import UnitTimes, stage_operations
+from benchmarks.figures.layers import activation_shapes, build_stage, layer_makers, split
+from benchmarks.figures.requests import Batch, EmulatedTime, RunRequest
+from benchmarks.figures.training import batches
+from benchmarks.figures.unit_times import UnitTimes, stage_operations
 
 # --- what is trained -----------------------------------------------------------------------------
 

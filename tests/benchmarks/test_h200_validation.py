@@ -1,18 +1,11 @@
 """This project's own measurements: whole, and predicted as well as the guide says."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
+from benchmarks.megatron_lm.measured_jobs import at_its_clock
+from benchmarks.planner.h200_validation import MEASURED, peaks, predict
 from envpipe_megatron.core.profile import ProfileRow, make_profile, read_profile
 from envpipe_megatron.core.schedule import Kind
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "planner"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "megatron_lm"))
-
-from h200_validation import MEASURED, peaks, predict
-from measured_jobs import at_its_clock
 
 FOLDERS = sorted(path.parent for path in MEASURED.glob("*/measured.json"))
 

@@ -1,8 +1,6 @@
 """The rival's harness: plans in our order, kept when time runs out, and not made twice."""
 
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +13,8 @@ from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
 
 pytest.importorskip("lowtime", reason="the rival is installed with the extra 'rivals'")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "planner"))
-import lowtime_rival
-from lowtime_rival import RECIPES, run_lowtime
+from benchmarks.planner import lowtime_rival
+from benchmarks.planner.lowtime_rival import RECIPES, run_lowtime
 
 POWER_W = 80.0
 CLOCKS = range(1400, 700, -100)

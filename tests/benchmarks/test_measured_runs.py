@@ -3,8 +3,6 @@
 import csv
 import json
 import random
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,12 +15,11 @@ from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
 
 pytest.importorskip("matplotlib")
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "planner"))
 
-from measured_runs import validate
-from memory_validation import MemoryPrediction
-from validation import validation_claims
-from workload_folder import MeasuredRunsError, read_workload
+from benchmarks.planner.measured_runs import validate
+from benchmarks.planner.memory_validation import MemoryPrediction
+from benchmarks.planner.validation import validation_claims
+from benchmarks.planner.workload_folder import MeasuredRunsError, read_workload
 
 STAGES, MICROBATCHES = 4, 12
 CLOCKS = (1400, 1300, 1200, 1100, 1000)

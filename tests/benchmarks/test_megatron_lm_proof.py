@@ -19,15 +19,10 @@ from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import completes
 
 pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "megatron_lm"))
-import part_energy
-import part_equality
-import part_ratio
-import part_stress
-import proof_report
-from proof_arms import ENVPIPE, ONE_F_ONE_B, STOCK, Planned
-from proof_checkouts import modified
-from proof_jobs import (
+from benchmarks.megatron_lm import part_energy, part_equality, part_ratio, part_stress, proof_report
+from benchmarks.megatron_lm.proof_arms import ENVPIPE, ONE_F_ONE_B, STOCK, Planned
+from benchmarks.megatron_lm.proof_checkouts import modified
+from benchmarks.megatron_lm.proof_jobs import (
     HarmfulError,
     Job,
     Launch,
@@ -37,11 +32,11 @@ from proof_jobs import (
     printed_energies,
     printed_results,
 )
-from proof_models import PP2, PP2TP2, PP4
-from proof_pool import Limits, run_jobs
-from proof_state import State
-from proof_stress import random_extra_forwards
-from proof_turns import Block
+from benchmarks.megatron_lm.proof_models import PP2, PP2TP2, PP4
+from benchmarks.megatron_lm.proof_pool import Limits, run_jobs
+from benchmarks.megatron_lm.proof_state import State
+from benchmarks.megatron_lm.proof_stress import random_extra_forwards
+from benchmarks.megatron_lm.proof_turns import Block
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("ENVPIPE_LM_FULL") != "1", reason="takes minutes: ENVPIPE_LM_FULL=1 runs it"
@@ -493,12 +488,11 @@ def test_a_report_can_be_made_at_any_time(site, state):
 DRIVER = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from proof_jobs import Job, Site
-from proof_pool import Limits, run_jobs
-from proof_state import State
+from benchmarks.megatron_lm.proof_jobs import Job, Site
+from benchmarks.megatron_lm.proof_pool import Limits, run_jobs
+from benchmarks.megatron_lm.proof_state import State
 
-checkout, scratch = Path(sys.argv[2]), Path(sys.argv[3])
+checkout, scratch = Path(sys.argv[1]), Path(sys.argv[2])
 job = Job("part/hangs/stock", ("9", "5"), 2, 9, patched=False)
 site = Site(checkout, checkout, scratch, cpu=False, num_gpus=2)
 limits = Limits(time.monotonic() + 300.0, 300.0, 300.0, 99, concurrency=1, least_s=0.0)
@@ -507,8 +501,7 @@ run_jobs(site, State(scratch / "proof.json"), [job], limits)
 
 
 def test_jobs_die_with_the_script_that_started_them(site):
-    here = str(Path(part_ratio.__file__).parent)
-    arguments = [sys.executable, "-c", DRIVER, here, str(site.stock), str(site.scratch)]
+    arguments = [sys.executable, "-c", DRIVER, str(site.stock), str(site.scratch)]
     with subprocess.Popen(arguments) as driver:
         job = _job("part/hangs/stock", 9, hangs=5)
         _wait(lambda: len(_steps(site, job)) == 9 + 5)

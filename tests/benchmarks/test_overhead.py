@@ -1,7 +1,6 @@
 """The overhead: what is measured is the runtime's own, and rows, picture and claims agree."""
 
 import csv
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,14 +8,13 @@ from click.testing import CliRunner
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import overhead as command
-import overhead_host
-import overhead_latency
-from claims import read_claims
-from overhead_measures import Measure, planning_measures
-from overhead_pictures import overhead_figure
-from planning_workloads import preset_workload
+from benchmarks.claims import read_claims
+from benchmarks.overhead import host as overhead_host
+from benchmarks.overhead import latency as overhead_latency
+from benchmarks.overhead import overhead as command
+from benchmarks.overhead.measures import Measure, planning_measures
+from benchmarks.overhead.pictures import overhead_figure
+from benchmarks.planner.planning_workloads import preset_workload
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURES = [

@@ -1,7 +1,6 @@
 """The page on schedules says what the simulator says, and each of its pictures is there."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,7 @@ import pytest
 from envpipe_megatron.core.schedule import Kind
 
 pytest.importorskip("matplotlib")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import schedule_pictures
+from benchmarks.schedules import pictures as schedule_pictures
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
 NUMBER = re.compile(r"\d+(?:\.\d+)?")

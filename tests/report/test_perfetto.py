@@ -2,20 +2,15 @@
 
 import gzip
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from trace_rules import check_format
 
+from benchmarks.report import perfetto_check, report_scale
 from envpipe_megatron.formats.energy import PHASES
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.report.run_folder import read_run_folder
 from envpipe_megatron.report.trace import write_trace
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import perfetto_check
-import report_scale
 
 STAGES, REPLICAS, MICROBATCHES, ITERATIONS = 4, 2, 8, 25
 

@@ -16,7 +16,7 @@ from envpipe_megatron.runtime.channel.collectives import all_pipelines
 from envpipe_megatron.runtime.channel.p2p import ChannelError, P2PChannel
 
 #: A transfer whose peer is not ready yet spins, and holds its SMs while units compute. Measured on
-#: four H200s (benchmarks/gpu_schedules.py): with NCCL's own choice 1F1B took 1.15 of the time of
+#: four H200s (benchmarks/gpu/schedules.py): with NCCL's own choice 1F1B took 1.15 of the time of
 #: megatron-core's, with four CTAs 1.06, with two 1.02; EnvPipe's order 1.03, 1.00 and 1.00. Fewer
 #: make each transfer slower, which 1F1B feels.
 MAX_CTAS = 2

@@ -247,8 +247,8 @@ def test_wrong_field_is_named_with_its_file(round_preset, old, new, field):
 
 @pytest.fixture(scope="module")
 def fit_script():
-    path = Path(__file__).resolve().parents[3] / "benchmarks" / "fit_gpu_presets.py"
-    spec = importlib.util.spec_from_file_location("fit_gpu_presets", path)
+    path = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu" / "fit_presets.py"
+    spec = importlib.util.spec_from_file_location("fit_presets", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

@@ -1,6 +1,6 @@
 """The fault table: whatever ends, and whenever, no clock stays locked and no lease is left.
 
-`benchmarks/guard_faults.py` plays the same rounds more often and records a table.
+`benchmarks/gpu/guard_faults.py` plays the same rounds more often and records a table.
 """
 
 import os

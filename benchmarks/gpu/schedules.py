@@ -4,7 +4,7 @@ One rank a GPU, no clock is changed (dry run). Prints, for each order, whether l
 are equal to megatron-core's to the last bit, and its iteration time over megatron-core's, from
 alternating blocks of iterations: the median ratio and a 95 % interval by bootstrap over blocks.
 
-    torchrun --nproc-per-node 4 benchmarks/gpu_schedules.py --output results.json
+    torchrun --nproc-per-node 4 benchmarks/gpu/schedules.py --output results.json
 """
 
 from __future__ import annotations

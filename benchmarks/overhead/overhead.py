@@ -11,28 +11,24 @@
 All on CPU, in about two minutes on a quiet machine of two cores; a busy one lengthens what is
 measured. The commands that measure the same on GPUs are printed at the end. Run from the checkout:
 
-    python benchmarks/overhead.py
+    python benchmarks/overhead/overhead.py
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
 import click
-from claims import CLAIMS_FILE, Claim, write_claims
-from outputs import save_picture, write_csv
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(1, str(Path(__file__).resolve().parent / "planner"))
-sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
-sys.path.insert(3, str(Path(__file__).resolve().parents[1] / "tests" / "pipeline"))
-from overhead_measures import (
+from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
+from benchmarks.outputs import save_picture, write_csv
+from benchmarks.overhead.measures import (
     Measure,
     controller_measures,
     iteration_measures,
@@ -43,10 +39,9 @@ from overhead_measures import (
     planning_measures,
     thread_measures,
 )
-from overhead_pictures import overhead_figure
-from overhead_ratio import RatioSettings
-from planning_workloads import Workload, preset_workload, read_workloads
-from rank_pool import RankPool  # type: ignore[import-not-found]  # of tests/
+from benchmarks.overhead.pictures import overhead_figure
+from benchmarks.overhead.ratio import RatioSettings
+from benchmarks.planner.planning_workloads import Workload, preset_workload, read_workloads
 
 DATA_DIR = Path("../shared/data/perseus_sosp24")
 #: The pipeline that is planned: 8 stages, 96 microbatches.
@@ -59,11 +54,11 @@ NUM_RANKS = 2
 LOG_LINE_RANKS = (8, 16, 32, 64)
 #: What measures the same on GPUs, and changes no clock there.
 ON_GPUS = (
-    "ENVPIPE_FORBID_CLOCK_CONTROL=1 torchrun --nproc-per-node 2 benchmarks/gpu_control.py "
+    "ENVPIPE_FORBID_CLOCK_CONTROL=1 torchrun --nproc-per-node 2 benchmarks/gpu/control.py "
     "--output gpu_control.json",
-    "torchrun --nproc-per-node 4 benchmarks/gpu_schedules.py --output gpu_schedules.json",
+    "torchrun --nproc-per-node 4 benchmarks/gpu/schedules.py --output gpu_schedules.json",
 )
-COMMAND = "python benchmarks/overhead.py"
+COMMAND = "python benchmarks/overhead/overhead.py"
 #: Each part, and how its claim begins.
 SENTENCES = {
     "training thread": "The calls around a unit take the training thread, median and p99: ",
@@ -110,6 +105,8 @@ def main(seconds: float, output: Path) -> None:
 
 def _measured(seconds: float, ratio: RatioSettings, console: Console) -> Iterator[Measure]:
     """All measures, one part after the other: they would disturb each other."""
+    from rank_pool import RankPool  # type: ignore[import-not-found]  # of tests/
+
     yield from thread_measures(seconds)
     yield from controller_measures(seconds)
     yield from planning_measures(_workload(), repeats=1)

@@ -6,21 +6,17 @@ and changes of clock take no time here.
 
 Run from the checkout:
 
-    python benchmarks/schedule_pictures.py
+    python benchmarks/schedules/pictures.py
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
 from PIL import Image
-
-sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
-from preset_profile import preset_profile  # type: ignore[import-not-found]  # of tests/
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import make_conditions
@@ -148,6 +144,8 @@ def emulated_profile() -> Profile:
     # As close as reconfiguring steps.
     control = replace(preset.control, profile_step_mhz=30)
     clocks_mhz = sweep_range(preset.supported_frequencies_mhz, control)
+    from preset_profile import preset_profile  # type: ignore[import-not-found]  # of tests/
+
     profile: Profile = preset_profile(GPU, STAGES, UNIT_TIME_S, clocks_mhz[1:])
     return profile
 

@@ -4,7 +4,7 @@ GPUs are opened as a job opens them (UUID from CUDA, meters from NVML), with the
 Energies do not change with clocks that are not set, so the plan means nothing; shown are the
 meters, the waiting power, the hops and tails that a real pipeline gives, and that the loop runs.
 
-    ENVPIPE_FORBID_CLOCK_CONTROL=1 torchrun --nproc-per-node 2 benchmarks/gpu_loop.py --output DIR
+    ENVPIPE_FORBID_CLOCK_CONTROL=1 torchrun --nproc-per-node 2 benchmarks/gpu/loop.py --output DIR
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
-from gpu_schedules import Bench, join_pipeline
 
+from benchmarks.gpu.schedules import Bench, join_pipeline
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, clock_control_forbidden
 from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device

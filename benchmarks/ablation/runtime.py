@@ -6,19 +6,15 @@ channel and clock controller are those of training, the units are empty, and sle
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planning_workloads import PRESET, preset_workload
-
+from benchmarks.planner.planning_workloads import PRESET, preset_workload
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
-
-sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
 _STAGES, _MICROBATCHES = 4, 8
 _DWELL_TIMES_S = (0.0, 0.2)
@@ -91,8 +87,8 @@ def run_plan(rank: int, root: Path, dwell_s: float) -> Cost:
     Every rank calls it.
     """
     import plain_stages  # type: ignore[import-not-found]  # of tests/
-    from planning_workloads import TIME_AT_MAX_S
 
+    from benchmarks.planner.planning_workloads import TIME_AT_MAX_S
     from envpipe_megatron.runtime.job.session import SessionConfig
 
     config = SessionConfig(

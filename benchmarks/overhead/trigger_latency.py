@@ -1,4 +1,4 @@
-"""How soon after a unit's end the clock request for the next unit reaches the back end.
+r"""How soon after a unit's end the clock request for the next unit reaches the back end.
 
 A training thread launches units as fast as it can; behind each it asks the clock controller for
 another clock. The back end is a dry run that notes the instant at which its lock is entered. On a
@@ -8,8 +8,9 @@ ended, so each such event bounds the difference of the two clocks on both sides.
 bounds of many, before and after, give the difference, its drift and the error. Without a GPU, a
 second process ends the units and notes when it did.
 
-    python benchmarks/trigger_latency.py --cpu --output results.json
-    ENVPIPE_FORBID_CLOCK_CONTROL=1 python benchmarks/trigger_latency.py --output results.json
+    python benchmarks/overhead/trigger_latency.py --cpu --output results.json
+    ENVPIPE_FORBID_CLOCK_CONTROL=1 python benchmarks/overhead/trigger_latency.py \
+        --output results.json
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How long a report of a large run takes, and whether Perfetto reads its trace.
 
-    python benchmarks/report_scale.py --output runs/report_scale
+    python benchmarks/report/report_scale.py --output runs/report_scale
 
 Makes the folder of a job of 64 emulated ranks (32 stages, two replicas) and 1,000 iterations, all
 of them recorded: a job that goes on reconfiguring nearly to its end, which no real one does. Times

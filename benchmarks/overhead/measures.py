@@ -11,12 +11,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-import overhead_host
-import overhead_latency
-import overhead_logs
-import overhead_ratio
-from planning_workloads import Workload
-
+from benchmarks.overhead import host as overhead_host
+from benchmarks.overhead import latency as overhead_latency
+from benchmarks.overhead import logs as overhead_logs
+from benchmarks.overhead import ratio as overhead_ratio
+from benchmarks.planner.planning_workloads import Workload
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
 from envpipe_megatron.runtime.clocks.controller import SWITCH_INTERVAL_S, spread
 

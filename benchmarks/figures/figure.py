@@ -1,4 +1,7 @@
-"""The command behind each figure: train what is missing, then CSV, picture and claims."""
+"""One of EnvPipe's figures: train what is missing, then CSV, picture and claims.
+
+python benchmarks/figures/figure.py fig9_a
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,23 @@ from pathlib import Path
 
 import click
 import torch
-from claims import CLAIMS_FILE, Claim, write_claims
 from click.core import ParameterSource
-from outputs import save_picture, write_csv
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
+from benchmarks.figures.basis import overrun_warning
+from benchmarks.figures.experiments import BASELINE, EXPERIMENTS, MODELS, Experiment
+from benchmarks.figures.findings import claims_of
+from benchmarks.figures.hardware import SIZES, Place, hardware_of
+from benchmarks.figures.outcome import EMULATED
+from benchmarks.figures.pictures import draw
+from benchmarks.figures.requests import PROFILE_FILE
+from benchmarks.figures.rows import Row
+from benchmarks.figures.training import read_result, train
+from benchmarks.outputs import save_picture, write_csv
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.control import CHOICES
-from figures.basis import overrun_warning
-from figures.experiments import BASELINE, EXPERIMENTS, MODELS, Experiment
-from figures.findings import claims_of
-from figures.hardware import SIZES, Place, hardware_of
-from figures.outcome import EMULATED
-from figures.pictures import draw
-from figures.requests import PROFILE_FILE
-from figures.rows import Row
-from figures.training import read_result, train
 
 #: In the output folder: what was trained, which all figures share.
 _RUNS = "runs"
@@ -103,7 +106,7 @@ def figure_command(name: str) -> click.Command:
 def _again(name: str) -> str:
     """What makes the same figure again: the options that were given, but for the folder."""
     context = click.get_current_context()
-    words = ["python", f"benchmarks/{name}.py"]
+    words = ["python", "benchmarks/figures/figure.py", name]
     for option in context.command.params:
         assert option.name is not None
         given = context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
@@ -210,3 +213,12 @@ def _sentence(claim: Claim) -> str:
     verdict = {True: "agrees", False: "contradicts", None: "not compared"}[claim.agrees]
     why = f" {claim.why}" if claim.why else ""
     return f"- {claim.claim}. Paper: {claim.paper} ({verdict}).{why}"
+
+
+main = click.Group(
+    commands={name: figure_command(name) for name in EXPERIMENTS},
+    help="Make one of EnvPipe's figures.",
+)
+
+if __name__ == "__main__":
+    main()

@@ -5,7 +5,7 @@ are killed, stopped or starved of memory while they lock clocks of emulated GPUs
 NVIDIA's own Python bindings, of the tests' fake NVML library. Needs the development extra and a C
 compiler; touches no real GPU. Run from the checkout:
 
-    python benchmarks/guard_faults.py --repeat 200 --output guard_faults.csv
+    python benchmarks/gpu/guard_faults.py --repeat 200 --output guard_faults.csv
 
 Columns: the fault, its rounds, the clocks that were locked and the lease files that were there when
 all of a round had ended, the rounds that failed in any way, and from the fault to the last reset
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
 from fake_nvml.fake_nvml import build_library, compilers  # type: ignore[import-not-found]  # of tests/
 from guard_rounds import FAULTS, Node, Outcome, play  # type: ignore[import-not-found]  # of tests/
 
@@ -76,7 +76,7 @@ def play_all(
 def main(repeat: int, faults: Sequence[str], seed: int | None, output: Path | None) -> None:
     """Let ranks and guards end at random points, and count what stays locked.
 
-    Example: python benchmarks/guard_faults.py --repeat 200 --output guard_faults.csv
+    Example: python benchmarks/gpu/guard_faults.py --repeat 200 --output guard_faults.csv
     """
     console = Console()
     seed = int(time.time()) if seed is None else seed

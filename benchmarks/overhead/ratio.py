@@ -64,9 +64,10 @@ def compare_schedules(rank: int, settings: RatioSettings) -> list[TimeRatio]:
 def _compare(options: dict[str, Any]) -> list[TimeRatio]:
     import torch
     import torch.distributed as dist
-    from gpu_schedules import Bench, bootstrap, equal
     from megatron.core import parallel_state, tensor_parallel
-    from overhead_host import HostExecutor
+
+    from benchmarks.gpu.schedules import Bench, bootstrap, equal
+    from benchmarks.overhead.host import HostExecutor
 
     class CpuBench(Bench):
         device = "cpu"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ablation_rows import Ablation, Row, Start
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+
+from benchmarks.ablation.rows import Ablation, Row, Start
 
 #: Of Okabe and Ito, told apart with any colour vision.
 _COLOURS = {Start.FULL: "#0072B2", Start.BASELINE: "#E69F00"}

@@ -6,7 +6,7 @@ fields refresh, what a read takes, and whether they agree over a load; (blocking
 that waits in a receive against an idle one; (events) what making and recording one costs;
 (controller) see trigger_latency.py. One part's failure does not lose the others.
 
-    ENVPIPE_FORBID_CLOCK_CONTROL=1 torchrun --nproc-per-node 2 benchmarks/gpu_control.py \
+    ENVPIPE_FORBID_CLOCK_CONTROL=1 torchrun --nproc-per-node 2 benchmarks/gpu/control.py \
         --output gpu_control.json
 """
 
@@ -31,8 +31,8 @@ import click
 import pynvml
 import torch
 import torch.distributed as dist
-import trigger_latency
 
+from benchmarks.overhead import trigger_latency
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, clock_control_forbidden
 from envpipe_megatron.gpu.overrides import override_for, sweep_range

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from overhead_measures import Measure, of_part
+
+from benchmarks.overhead.measures import Measure, of_part
 
 #: Of Okabe and Ito, told apart with any colour vision.
 _MEDIAN, _P99 = "#0072B2", "#D55E00"

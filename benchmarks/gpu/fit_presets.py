@@ -1,7 +1,7 @@
 """Fit the time and power model of the GPU presets to measured profiles, and print TOML lines.
 
 The presets a100-sxm, a40 and a100-pcie come from here; the others are not fitted. Run from the
-checkout: `python benchmarks/fit_gpu_presets.py --data ../shared/data`.
+checkout: `python benchmarks/gpu/fit_presets.py --data ../shared/data`.
 """
 
 import csv
@@ -225,7 +225,7 @@ def toml_lines(preset: GpuPreset) -> str:
 def main(data: Path) -> None:
     """Print the fitted lines of each preset.
 
-    Example: python benchmarks/fit_gpu_presets.py --data ../shared/data
+    Example: python benchmarks/gpu/fit_presets.py --data ../shared/data
     """
     for target in TARGETS:
         start = load_preset(target.preset)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ablation_rows import CHANGE_TIME_S, Ablation, Row, Start
-from ablation_runtime import Checked
-from claims import Claim
+from benchmarks.ablation.rows import CHANGE_TIME_S, Ablation, Row, Start
+from benchmarks.ablation.runtime import Checked
+from benchmarks.claims import Claim
 
 FIGURE = "ablation"
-COMMAND = "python benchmarks/ablation.py"
+COMMAND = "python benchmarks/ablation/ablation.py"
 #: EnvPipe's authors: no more slowdown than this (%).
 _ENVPIPE_SLOWDOWN_PERCENT = 1.0
 

@@ -3,7 +3,7 @@
 Runs EnvPipe's order for all non-increasing extra forwards (the last stage has none) of p = 2..8
 stages and M = p..24 microbatches: 1,271,601 vectors. Prints how many finish as they are, how many
 `fit_to_channel` must lower, and checks that all finish after it. Run from the checkout:
-`python benchmarks/channel_sweep.py`.
+`python benchmarks/schedules/channel_sweep.py`.
 
 The simulation is the one of `channel_model`, for many vectors at once; it and the lowering are
 compared with `find_stall` and `fit_to_channel` on a random sample of every batch.
@@ -160,7 +160,7 @@ def batches(max_stages: int, max_microbatches: int, sample: int) -> Iterator[Bat
 def main(max_stages: int, max_microbatches: int, workers: int, sample: int) -> None:
     """Count the orders that finish on channels of capacity None, 1 and 2.
 
-    Example: python benchmarks/channel_sweep.py --max-stages 4 --max-microbatches 12
+    Example: python benchmarks/schedules/channel_sweep.py --max-stages 4 --max-microbatches 12
     """
     start_s = time.perf_counter()
     jobs = list(batches(max_stages, max_microbatches, sample))

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from trigger_latency import StandIn, measure
+
+from benchmarks.overhead.trigger_latency import StandIn, measure
 
 #: Between looks at the last unit, s.
 _LOOK_S = 2e-4

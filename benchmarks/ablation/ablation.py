@@ -7,29 +7,26 @@ emulated A100 gives. A few plans are then run by the real runtime, on emulated A
 with what the simulator says of them. Takes about two minutes on a quiet machine of two cores. Run
 from the checkout:
 
-    python benchmarks/ablation.py
+    python benchmarks/ablation/ablation.py
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
 import click
-from claims import CLAIMS_FILE, write_claims
-from outputs import save_picture, write_csv
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(1, str(Path(__file__).resolve().parent / "planner"))
-from ablation_claims import ablation_claims, runtime_claims
-from ablation_pictures import ablation_figure
-from ablation_rows import Ablation, Row, ablate
-from ablation_runtime import Checked, check_by_runtime
-from planning_workloads import Workload, preset_workload, read_workloads
-
+from benchmarks.ablation.findings import ablation_claims, runtime_claims
+from benchmarks.ablation.pictures import ablation_figure
+from benchmarks.ablation.rows import Ablation, Row, ablate
+from benchmarks.ablation.runtime import Checked, check_by_runtime
+from benchmarks.claims import CLAIMS_FILE, write_claims
+from benchmarks.outputs import save_picture, write_csv
+from benchmarks.planner.planning_workloads import Workload, preset_workload, read_workloads
 from envpipe_megatron.errors import EnvPipeError
 
 DATA_DIR = Path("../shared/data/perseus_sosp24")

@@ -1,0 +1,1 @@
+"""What each ingredient of EnvPipe is worth; `ablation.py`."""

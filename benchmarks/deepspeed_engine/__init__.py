@@ -1,0 +1,1 @@
+"""DeepSpeed's own engine against ours, and layers split by time."""

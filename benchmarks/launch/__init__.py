@@ -1,0 +1,1 @@
+"""The launcher's collector and bill, measured."""

@@ -1,0 +1,1 @@
+"""Proof that a patched Megatron-LM trains as the unmodified one; `prove.py`."""

@@ -1,0 +1,1 @@
+"""Planners compared, and the simulator against what was measured."""

@@ -1,0 +1,1 @@
+"""Schedules side by side, and the sweep of orders through bounded channels."""
