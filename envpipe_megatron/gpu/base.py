@@ -102,6 +102,8 @@ class Gpu(ABC):
     Attributes:
         drives_hardware: whether `_lock` and `_reset` change a real GPU. True unless a back end
             says otherwise, so that forgetting to say it is safe.
+        is_emulated: whether its time, power and clock follow a model.
+        read_only: whether it refuses every lock.
         late_request_s: how long a request of a process that was killed may still take effect: a
             guard resets once more after that time.
         address: this GPU for other processes.
@@ -110,6 +112,8 @@ class Gpu(ABC):
     """
 
     drives_hardware: ClassVar[bool] = True
+    is_emulated: ClassVar[bool] = False
+    read_only: ClassVar[bool] = False
     late_request_s: float = 0.0
     address: GpuAddress
     name: str
@@ -127,6 +131,11 @@ class Gpu(ABC):
                     f"{cls.__qualname__} replaces {method}, which carries the guard of "
                     f"{FORBID_VARIABLE}: implement _lock and _reset instead"
                 )
+
+    @property
+    def changes_clock(self) -> bool:
+        """Whether a lock changes a clock, real or emulated."""
+        return self.drives_hardware or self.is_emulated
 
     @final
     def lock_frequency(self, frequency_mhz: int) -> None:

@@ -55,3 +55,12 @@ def open_gpu(address: GpuAddress, site: SiteConfig | None = None) -> Gpu:
 
         return ReadOnlyGpu(gpu)
     return gpu
+
+
+def open_reader(address: GpuAddress) -> Gpu:
+    """Open a GPU to read its meters, whatever back end changes its clock.
+
+    Raises:
+        GpuError: the GPU cannot be opened, or the site configuration is wrong.
+    """
+    return open_gpu(address if address.backend == "emulated" else GpuAddress("none", address.uid))

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from envpipe_megatron.formats.energy import JOB, parse_line
-from envpipe_megatron.gpu.base import Gpu, GpuAddress
+from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.guard.process_identity import peer_uid_and_pid
 from envpipe_megatron.gpu.guard.protocol import GuardProtocolError, receive, send
-from envpipe_megatron.gpu.opening import open_gpu
+from envpipe_megatron.gpu.opening import open_reader
 from envpipe_megatron.launch.bill import Bill
 from envpipe_megatron.launch.collector import Collector
 from envpipe_megatron.launch.ledger import GpuLedger
@@ -247,7 +247,8 @@ class NodeAgent:
         uid = str(hello["gpu_uid"])
         async with self._opening.setdefault(uid, asyncio.Lock()):  # ranks may share a GPU
             if uid not in self._ledgers:
-                gpu = await asyncio.to_thread(_open_for_reading, str(hello["backend"]), uid)
+                address = GpuAddress(str(hello["backend"]), uid)
+                gpu = await asyncio.to_thread(open_reader, address)
                 ledger = await asyncio.to_thread(GpuLedger, gpu, labels, self.log.append)
                 self._ledgers[uid] = ledger
         self._ledgers[uid].labels = labels
@@ -298,8 +299,3 @@ class NodeAgent:
         await self._patiently(self._collector.all_ended(wait_s))
         await self._collector.close()  # whoever shows the bill now shows one that stays as it is
         return self._collector.running()
-
-
-def _open_for_reading(backend: str, uid: str) -> Gpu:
-    """Nothing but reading: the agent never changes a clock."""
-    return open_gpu(GpuAddress("emulated" if backend == "emulated" else "none", uid))

@@ -24,6 +24,7 @@ from envpipe_megatron.gpu.control import (
     open_controlled,
 )
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.opening import open_reader
 from envpipe_megatron.gpu.site import SiteConfig, in_user_namespace
 
 
@@ -342,6 +343,13 @@ def test_every_choice_opens_as_itself_and_changes_only_by_its_own_way(machine):
         assert (gpu.address.backend, gpu.address.uid) == (name, uuid)
         assert gpu.name == "NVIDIA A100-SXM4-80GB"
         assert gpu.power_w > 0
+        assert (gpu.changes_clock, gpu.read_only) == (
+            name not in ("dry_run", "none"),
+            name == "none",
+        )
+        reader = open_reader(gpu.address)
+        assert isinstance(reader, ReadOnlyGpu)
+        assert reader.address.uid == uuid
         if name != "none":
             gpu.lock_frequency(1200)
     commands = (machine.tmp_path / "commands").read_text().splitlines()
@@ -382,7 +390,9 @@ def test_an_emulated_gpu_is_opened_by_folder_and_index(tmp_path):
     chosen = choose_control("emulated", SiteConfig())
     gpu = open_controlled(f"{tmp_path}#1", chosen, SiteConfig())
     gpu.lock_frequency(1200)
-    assert EmulatedGpu.open(tmp_path, 1).requested_frequency_mhz == 1200
+    reader = open_reader(gpu.address)
+    assert reader.requested_frequency_mhz == 1200
+    assert (reader.is_emulated, reader.changes_clock, reader.drives_hardware) == (True, True, False)
 
 
 def test_chosen_control_with_a_back_end_warns_of_nothing():

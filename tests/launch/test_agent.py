@@ -20,7 +20,6 @@ import pytest
 from agent_ranks import LONG_S, Rank, connect
 
 from envpipe_megatron.formats.energy import read_energy_logs
-from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.guard.protocol import receive, send
 from envpipe_megatron.launch import agent as agent_module
 from envpipe_megatron.launch import node_log
@@ -211,12 +210,6 @@ def test_a_hello_without_a_gpu_is_hung_up_on(nodes):
     rank = nodes.rank(agent, gpu)
     send(rank.connection, {"op": "hello", "backend": "emulated"})
     assert rank.is_hung_up()
-
-
-@pytest.mark.parametrize(("backend", "opened"), [("emulated", "emulated"), ("nvml", "none")])
-def test_gpus_are_opened_for_reading_alone(monkeypatch, backend, opened):
-    monkeypatch.setattr(agent_module, "open_gpu", lambda address: address)
-    assert agent_module._open_for_reading(backend, "GPU-1") == GpuAddress(opened, "GPU-1")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")

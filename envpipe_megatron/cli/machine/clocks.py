@@ -22,7 +22,7 @@ from envpipe_megatron.gpu.base import ClockState, Gpu, GpuAddress, GpuError
 from envpipe_megatron.gpu.emulated.emulated_gpu import list_emulated
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE, default_root
 from envpipe_megatron.gpu.guard.resetting import ResetOutcome, Resetter
-from envpipe_megatron.gpu.opening import open_gpu
+from envpipe_megatron.gpu.opening import open_reader
 from envpipe_megatron.gpu.overrides import override_for, sweep_range
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.gpu.visible_devices import visible_gpus
@@ -34,11 +34,13 @@ class ListedGpu:
 
     Attributes:
         index: NVML's, or that of an emulated GPU.
-        address: for reading alone where it is a real GPU.
+        address: of the GPU.
+        is_emulated: whether it is none of NVML's.
     """
 
     index: int
     address: GpuAddress
+    is_emulated: bool = False
 
 
 def listed_gpus() -> list[ListedGpu]:
@@ -54,10 +56,10 @@ def listed_gpus() -> list[ListedGpu]:
             raise
         root = default_root().absolute()
         return [
-            ListedGpu(index, GpuAddress("emulated", f"{root}#{index}"))
+            ListedGpu(index, GpuAddress("emulated", f"{root}#{index}"), is_emulated=True)
             for index in list_emulated(root)
         ]
-    return [ListedGpu(device.index, GpuAddress("none", device.uid)) for device in devices]
+    return [ListedGpu(device.index, GpuAddress("nvml", device.uid)) for device in devices]
 
 
 def _selected(wanted: Sequence[str], gpus: Sequence[ListedGpu]) -> list[ListedGpu]:
@@ -119,17 +121,17 @@ def show(wanted: tuple[str, ...], all_clocks: bool) -> None:
 
 
 def _table(listed: ListedGpu, all_clocks: bool) -> Table:
-    gpu = open_gpu(listed.address)
+    gpu = open_reader(listed.address)
     supported = gpu.supported_frequencies_mhz
     state = gpu.clock_state()
     swept = sweep_range(supported, override_for(gpu.name))
     table = Table(title=f"GPU {listed.index}: {gpu.name}", title_justify="left", show_header=False)
-    table.add_row("UUID" if listed.address.backend == "none" else "address", gpu.address.uid)
+    table.add_row("address" if gpu.is_emulated else "UUID", gpu.address.uid)
     table.add_row("SM clocks", _range_text(supported))
     if all_clocks:
         table.add_row("all SM clocks (MHz)", _listing(supported))
     table.add_row("a profile sweeps (MHz)", _listing(swept))
-    if listed.address.backend == "none":
+    if not gpu.is_emulated:
         table.add_row("memory clocks (MHz)", _listing(_memory_clocks(gpu)))
     table.add_row("SM clock now", _clock_text(state))
     limit = "" if state.power_limit_w is None else f" of at most {state.power_limit_w:.0f} W"
@@ -177,17 +179,13 @@ def reset(wanted: tuple[str, ...]) -> None:
     gpus = listed_gpus()
     if wanted:
         chosen = _selected(wanted, gpus)
-    elif any(gpu.address.backend == "none" for gpu in gpus):
+    elif not all(gpu.is_emulated for gpu in gpus):
         visible = {device.uid for device in visible_gpus().devices}
         chosen = [gpu for gpu in gpus if gpu.address.uid in visible]
     else:
         chosen = gpus
     resetter = Resetter(site)
-    addresses = [
-        # Real GPUs are opened by whatever back end is allowed.
-        GpuAddress("nvml", gpu.address.uid) if gpu.address.backend == "none" else gpu.address
-        for gpu in chosen
-    ]
+    addresses = [gpu.address for gpu in chosen]
     index_of = {gpu.address.uid: gpu.index for gpu in gpus}
     console, all_done, num_gpus = Console(), True, 0
 

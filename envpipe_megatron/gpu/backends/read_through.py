@@ -63,6 +63,7 @@ class ReadOnlyGpu(ReadThroughGpu):
     """
 
     drives_hardware = False
+    read_only = True
 
     def __init__(self, reader: Gpu) -> None:
         super().__init__("none", reader)

@@ -56,6 +56,7 @@ class EmulatedGpu(Gpu):
     """
 
     drives_hardware: ClassVar[bool] = False
+    is_emulated: ClassVar[bool] = True
 
     def __init__(
         self,

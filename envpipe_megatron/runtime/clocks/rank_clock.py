@@ -52,11 +52,10 @@ class RankClock:
         try:
             if guarded is None:
                 on_agents_node = SOCKET_VARIABLE in os.environ
-                emulated = gpu.address.backend == "emulated"
-                guarded = gpu.drives_hardware or (emulated and on_agents_node)
+                guarded = gpu.drives_hardware or (gpu.is_emulated and on_agents_node)
             if guarded:
                 self._hold = hold_gpu(gpu.address, on_event=self._hear)
-            if gpu.drives_hardware or gpu.address.backend == "none":
+            if gpu.drives_hardware or gpu.read_only:
                 self._watch = ClockWatch(
                     gpu, lambda: self.controller.last_change_s, on_sample=on_sample
                 )

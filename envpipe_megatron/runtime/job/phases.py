@@ -171,7 +171,7 @@ def _profile(job: Job, schedule: Schedule) -> PhaseRun[Profile]:
         kept = job.keeps_profile
         return by_planner(job.collectives, read) if kept else job.collectives.agreed(read)
     clocks = _swept_clocks(job)
-    if job.gpu.address.backend == "dry_run":
+    if not job.gpu.changes_clock:
         job.say("profile: a dry run changes no clock, so energies and plan show the loop alone")
     wait_power = _wait_power(job, clocks)
     hop_s = measure_p2p_latency_s(job.stage, job.num_stages, job.channel, job.specs, job.executor)
@@ -233,7 +233,7 @@ def _wait_power(job: Job, clocks: Sequence[int]) -> WaitPower:
     power_w: dict[int, float] = {}
     for frequency in sorted(wait_clocks(clocks), reverse=True):
         if power_w:
-            follows = job.clock.error is None and job.gpu.address.backend != "dry_run"
+            follows = job.clock.error is None and job.gpu.changes_clock
             if not job.collectives.on_all(follows):
                 break
         job.say(f"profile: waiting power at {frequency} MHz")

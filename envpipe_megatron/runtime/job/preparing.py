@@ -24,7 +24,7 @@ def prepare(
         check_memory_is_known(config.request, config.profile_file, memory)
     if config.output_dir:
         config.output_dir.mkdir(parents=True, exist_ok=True)
-    return gpu.address.backend != "none"
+    return not gpu.read_only
 
 
 def without_control(config: SessionConfig) -> SessionConfig:

@@ -225,8 +225,7 @@ class Session:
                 an earlier iteration failed.
             ChannelError: a neighbour is gone or silent.
         """
-        emulated = self._gpu.address.backend == "emulated"
-        channel = self._channel if emulated else None
+        channel = self._channel if self._gpu.is_emulated else None
         run = self._open(kept_order.num_microbatches, specs, kept_order, channel)
         run.begin()
         return run

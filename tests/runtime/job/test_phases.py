@@ -74,7 +74,7 @@ class Rank:
     other: Callable[[Any], Any] = lambda own: own
     replica: Callable[[Any], Any] = lambda own: own
     keeps_profile: bool = False
-    backend: str = "emulated"
+    changes_clock: bool = True
     is_planner: bool = True
     supported: tuple[int, ...] = CLOCKS
     predicting: Exception | None = None
@@ -100,7 +100,7 @@ class Rank:
         self.collectives.is_planner = self.is_planner
         self.gpu = SimpleNamespace(
             name="NVIDIA of a test",
-            address=SimpleNamespace(backend=self.backend),
+            changes_clock=self.changes_clock,
             supported_frequencies_mhz=self.supported,
         )
         self.clock = SimpleNamespace(error=None)
@@ -424,7 +424,7 @@ def test_an_online_profile_knows_what_surrounds_the_units(measuring, tmp_path, i
 
 
 def test_a_dry_run_says_that_it_changes_no_clock(measuring):
-    rank: Any = Rank(SessionConfig(ENVELOPE), backend="dry_run", memory=Measured())
+    rank: Any = Rank(SessionConfig(ENVELOPE), changes_clock=False, memory=Measured())
     finish(phases._profile(rank, builders.one_f_one_b(STAGES, MICROBATCHES)))
     assert any("a dry run changes no clock" in text for text in rank.said)
     assert [arguments[0] for arguments in measuring.calls] == [1410]

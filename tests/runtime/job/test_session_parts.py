@@ -68,7 +68,11 @@ class World:
         self.monkeypatch = monkeypatch
         self.address = SimpleNamespace(backend="emulated", uid="GPU-7")
         self.gpu: Any = SimpleNamespace(
-            name="A100", address=self.address, supported_frequencies_mhz=(1200, 1410, 1005)
+            name="A100",
+            address=self.address,
+            supported_frequencies_mhz=(1200, 1410, 1005),
+            is_emulated=True,
+            read_only=False,
         )
         self.agent: Any = None
         self.clock: Any = Noted("clock", self.calls)
@@ -288,15 +292,15 @@ def test_one_rank_alone_talks(world):
     assert (world.said, grids) == ([], [])
 
 
-@pytest.mark.parametrize("backend", ["emulated", "nvml"])
-def test_a_framework_that_runs_its_units_has_messages_of_its_own(world, backend):
-    world.address.backend = backend
+@pytest.mark.parametrize("emulated", [True, False])
+def test_a_framework_that_runs_its_units_has_messages_of_its_own(world, emulated):
+    world.gpu.is_emulated = emulated
     world.orders = [order(Phase.WARMUP, 1410)]
     session = world.session()
     going = session.open_iteration(SCHEDULE, SPECS)
     assert ("executor.begin_iteration", SCHEDULE, 0) in world.calls
     carried = ("channel.begin_step", SCHEDULE, SPECS) in world.calls
-    assert carried is (backend == "emulated")
+    assert carried is emulated
     assert world.job.kept_order is SCHEDULE
     assert world.job.num_microbatches == 2
     with pytest.raises(SessionError, match="An earlier iteration failed"):
@@ -375,7 +379,7 @@ def test_where_clocks_are_not_controlled_none_is_asked_for_or_told(world):
     run(session)
     told = [call[-1] for call in world.taken() if call[0] == "timeline.add"]
     assert told == [[1410, 1005, 1200, 1005], None]
-    world.address.backend = "none"
+    world.gpu.read_only = True
     request = PlanRequest(2, "envpipe", "envelope", num_chunks=1)
     world.orders = [order(Phase.WARMUP, 1410)]
     session = world.session(SessionConfig(request), fingerprint={"hidden": 64})
@@ -541,9 +545,9 @@ def test_a_session_that_cannot_be_made_leaves_nothing_open(world, fails):
     assert [call[0] for call in world.calls] == [*closed, "agent.close", "timeline.close"]
 
 
-@pytest.mark.parametrize(("backend", "may_ask"), [("none", False), ("nvml", True)])
-def test_a_folder_and_memory_are_there_before_the_gpu_is_held(tmp_path, backend, may_ask):
-    gpu: Any = SimpleNamespace(address=SimpleNamespace(backend=backend))
+@pytest.mark.parametrize("may_ask", [False, True])
+def test_a_folder_and_memory_are_there_before_the_gpu_is_held(tmp_path, may_ask):
+    gpu: Any = SimpleNamespace(read_only=not may_ask)
     request = PlanRequest(4, "envpipe", "envelope", max_in_flight="memory")
     files = {"profile_file": tmp_path / "profile.csv"}
     folder = tmp_path / "some" / "where"
