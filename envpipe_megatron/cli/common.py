@@ -21,6 +21,18 @@ EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUTPUT_FILE = click.Path(dir_okay=False, path_type=Path)
 OUTPUT_FOLDER = click.Path(file_okay=False, path_type=Path)
 
+PROFILE_OPTION = click.option(
+    "--profile", "profile_path", type=EXISTING_FILE, required=True, help="Profile CSV."
+)
+PLAN_OPTION = click.option(
+    "--plan", "plan_path", type=EXISTING_FILE, required=True, help="Plan JSON."
+)
+NEW_PLAN_OPTION = click.option("--output", type=OUTPUT_FILE, required=True, help="Plan JSON.")
+MICROBATCHES_OPTION = click.option(
+    "--num-microbatches", type=click.IntRange(min=1), required=True,
+    help="Microbatches of an iteration.",
+)  # fmt: skip
+
 #: A file's mark stands within these.
 _HEAD_BYTES = 1 << 16
 
@@ -133,6 +145,16 @@ def say(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+def table_of(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """A table whose columns are aligned to the right, but for one without a heading."""
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def known_blocking_power(
     profile: Profile, given_w: float | tuple[float, ...] | None
 ) -> float | tuple[float, ...]:
@@ -152,31 +174,26 @@ def known_blocking_power(
     return 0.0
 
 
+def numbers(values: Iterable[int]) -> str:
+    """Numbers as a table's cell shows them."""
+    return " ".join(map(str, values))
+
+
 def summary_table(plan: Plan) -> Table:
     """A plan beside its baseline."""
-    baseline = plan.baseline
-    table = Table(title=f"{plan.policy} on {plan.schedule.name}")
-    for column in ("", "plan", f"baseline ({baseline.schedule.name})"):
-        table.add_column(column, justify="right" if column else "left")
-
-    def spread(counts: Iterable[int]) -> str:
-        return " ".join(str(count) for count in counts)
-
-    table.add_row(
-        "iteration time (s)",
-        f"{plan.cost.iteration_time_s:.4f}",
-        f"{baseline.cost.iteration_time_s:.4f}",
-    )
-    table.add_row("energy (J)", f"{plan.cost.energy_j:.1f}", f"{baseline.cost.energy_j:.1f}")
-    table.add_row("saving (%)", f"{plan.cost.saving_percent(baseline.cost):.2f}", "")
+    schedule, cost, baseline = plan.schedule, plan.cost, plan.baseline
+    time, theirs = f"{cost.iteration_time_s:.4f}", f"{baseline.cost.iteration_time_s:.4f}"
+    rows = [
+        ("iteration time (s)", time, theirs),
+        ("energy (J)", f"{cost.energy_j:.1f}", f"{baseline.cost.energy_j:.1f}"),
+        ("saving (%)", f"{cost.saving_percent(baseline.cost):.2f}"),
+    ]
     if plan.gap_percent is not None:
-        table.add_row("gap to the lower bound (%)", f"{plan.gap_percent:.3f}", "")
-    table.add_row("slowdown (%)", f"{plan.cost.slowdown_percent(baseline.cost):.3f}", "")
-    if plan.schedule.num_chunks == 1:
-        table.add_row("extra forwards by stage", spread(plan.schedule.extra_forwards), "")
-    table.add_row(
-        "peak in flight by stage",
-        spread(plan.schedule.peak_in_flight),
-        spread(baseline.schedule.peak_in_flight),
-    )
-    return table
+        rows.append(("gap to the lower bound (%)", f"{plan.gap_percent:.3f}"))
+    rows.append(("slowdown (%)", f"{cost.slowdown_percent(baseline.cost):.3f}"))
+    if schedule.num_chunks == 1:
+        rows.append(("extra forwards by stage", numbers(schedule.extra_forwards)))
+    peaks = numbers(schedule.peak_in_flight), numbers(baseline.schedule.peak_in_flight)
+    rows.append(("peak in flight by stage", *peaks))
+    columns = ("", "plan", f"baseline ({baseline.schedule.name})")
+    return table_of(f"{plan.policy} on {schedule.name}", columns, rows)

@@ -54,6 +54,13 @@ _OPTIONS = (
 )
 
 
+#: Of the options' values, as commands get them.
+CONDITION_NAMES = (
+    "blocking_power", "use", "p2p_latency", "tail_time", "tensor_parallel", "change_time",
+    "change_energy",
+)  # fmt: skip
+
+
 def conditions_options(command: Command) -> Command:
     """Add the options; the command gets them by name, for `read_conditions`."""
     for option in reversed(_OPTIONS):
@@ -61,30 +68,21 @@ def conditions_options(command: Command) -> Command:
     return command
 
 
-def read_conditions(
-    profile: Profile,
-    *,
-    blocking_power: tuple[float, ...] | None,
-    use: tuple[str, ...],
-    p2p_latency: tuple[float, ...] | None,
-    tail_time: tuple[float, ...] | None,
-    tensor_parallel: tuple[int, ...] | None,
-    change_time: float | None,
-    change_energy: float | None,
-) -> Conditions:
-    """The conditions of a profile's job from the options' values."""
+def read_conditions(profile: Profile, **values: Any) -> Conditions:
+    """The conditions of a profile's job, from the options' values by `CONDITION_NAMES`."""
+
+    def single(name: str) -> Any:
+        """One number as itself, for all stages."""
+        given = values[name]
+        return given[0] if given is not None and len(given) == 1 else given
+
     return make_conditions(
         profile,
-        blocking_power_w=known_blocking_power(profile, _single(blocking_power)),
-        use=use,
-        latency_s=_single(p2p_latency),
-        tail_time_s=_single(tail_time),
-        gpus_per_stage=_single(tensor_parallel),
-        change_time_s=change_time,
-        change_energy_j=change_energy,
+        blocking_power_w=known_blocking_power(profile, single("blocking_power")),
+        use=values["use"],
+        latency_s=single("p2p_latency"),
+        tail_time_s=single("tail_time"),
+        gpus_per_stage=single("tensor_parallel"),
+        change_time_s=values["change_time"],
+        change_energy_j=values["change_energy"],
     )
-
-
-def _single(values: tuple[Any, ...] | None) -> Any:
-    """One number as itself, for all stages."""
-    return values[0] if values is not None and len(values) == 1 else values

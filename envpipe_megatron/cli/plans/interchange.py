@@ -9,7 +9,11 @@ from rich.console import Console
 
 from envpipe_megatron.cli.common import (
     EXISTING_FILE,
+    MICROBATCHES_OPTION,
+    NEW_PLAN_OPTION,
     OUTPUT_FILE,
+    PLAN_OPTION,
+    PROFILE_OPTION,
     Finite,
     check_outputs,
     known_blocking_power,
@@ -24,16 +28,13 @@ from envpipe_megatron.formats.interchange import read_freqs, write_freqs
 
 
 @click.command("import-freqs")
-@click.option("--profile", "profile_path", type=EXISTING_FILE, required=True, help="Profile CSV.")
+@PROFILE_OPTION
 @click.option(
     "--freqs", "freqs_path", type=EXISTING_FILE, required=True,
     help="freqs_pipeline_NNNNN.py of Zeus or lowtime; it is parsed, never run.",
 )  # fmt: skip
-@click.option(
-    "--num-microbatches", type=click.IntRange(min=1), required=True,
-    help="Microbatches of an iteration.",
-)  # fmt: skip
-@click.option("--output", type=OUTPUT_FILE, required=True, help="Plan JSON.")
+@MICROBATCHES_OPTION
+@NEW_PLAN_OPTION
 @click.option(
     "--blocking-power",
     type=Finite(min=0),
@@ -67,8 +68,8 @@ def import_freqs(
 
 
 @click.command("export-freqs")
-@click.option("--profile", "profile_path", type=EXISTING_FILE, required=True, help="Profile CSV.")
-@click.option("--plan", "plan_path", type=EXISTING_FILE, required=True, help="Plan JSON.")
+@PROFILE_OPTION
+@PLAN_OPTION
 @click.option(
     "--output", type=OUTPUT_FILE, required=True,
     help="File for Zeus's server, called .py: lowtime says freqs_pipeline_NNNNN.py.",

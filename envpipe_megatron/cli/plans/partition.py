@@ -11,7 +11,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FILE, Finite, check_outputs, say
+from envpipe_megatron.cli.common import (
+    EXISTING_FILE,
+    MICROBATCHES_OPTION,
+    OUTPUT_FILE,
+    Finite,
+    check_outputs,
+    say,
+)
 from envpipe_megatron.core.partition import (
     EMBEDDING,
     LOSS,
@@ -43,12 +50,7 @@ logger = logging.getLogger(__name__)
     help="Layer CSV: layer,instruction,frequency,time,energy[,memory][,activation].",
 )
 @click.option("--num-stages", type=click.IntRange(min=2), required=True, help="Pipeline stages.")
-@click.option(
-    "--num-microbatches",
-    type=click.IntRange(min=1),
-    required=True,
-    help="Microbatches of an iteration.",
-)
+@MICROBATCHES_OPTION
 @click.option(
     "--objective",
     type=click.Choice(["bottleneck", "energy"]),

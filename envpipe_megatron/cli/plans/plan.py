@@ -8,24 +8,30 @@ from typing import Any
 import click
 from click.core import ParameterSource
 from rich.console import Console
-from rich.table import Table
 
 from envpipe_megatron.cli.common import (
-    EXISTING_FILE,
+    MICROBATCHES_OPTION,
+    NEW_PLAN_OPTION,
     OUTPUT_FILE,
+    PROFILE_OPTION,
     Finite,
     check_outputs,
     counts,
+    numbers,
     say,
     summary_table,
+    table_of,
 )
-from envpipe_megatron.cli.plans.conditions import conditions_options, read_conditions
+from envpipe_megatron.cli.plans.conditions import (
+    CONDITION_NAMES,
+    conditions_options,
+    read_conditions,
+)
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.frontier import FRONTIER_FORMAT, write_frontier
-from envpipe_megatron.policies.memory_frontier import MemoryPoint
 from envpipe_megatron.policies.planner import (
     BY_MEMORY,
     LIMITED_SCHEDULES,
@@ -43,9 +49,9 @@ from envpipe_megatron.policies.planner import (
 
 
 @click.command()
-@click.option("--profile", "profile_path", type=EXISTING_FILE, required=True, help="Profile CSV.")
-@click.option("--num-microbatches", type=int, required=True, help="Microbatches of an iteration.")
-@click.option("--output", type=OUTPUT_FILE, required=True, help="Plan JSON.")
+@PROFILE_OPTION
+@MICROBATCHES_OPTION
+@NEW_PLAN_OPTION
 @click.option(
     "--schedule",
     type=click.Choice([*SCHEDULES, *SCHEDULE_ALIASES]),
@@ -71,7 +77,7 @@ from envpipe_megatron.policies.planner import (
     "highest clocks.",
 )
 @click.option(
-    "--min-dwell", type=Finite(min=0), default=0.0,
+    "--min-dwell", "min_dwell_s", type=Finite(min=0), default=0.0,
     help="With --policy optimal: keep each clock of a stage at least as long, s.",
 )  # fmt: skip
 @click.option(
@@ -119,23 +125,11 @@ from envpipe_megatron.policies.planner import (
 )
 def plan(
     profile_path: Path,
-    num_microbatches: int,
     output: Path,
-    schedule: str,
-    policy: str,
-    reconfigure: str,
-    deadline_factor: float,
-    min_dwell: float,
-    park: bool,
-    max_extra_forwards: int | None,
-    max_in_flight: tuple[int, ...] | str | None,
-    max_warmup_step: int | None,
-    channel_capacity: int | None,
-    num_chunks: int,
     frontier_path: Path | None,
     frontier_points: int,
     memory_path: Path | None,
-    **conditions: Any,
+    **options: Any,
 ) -> None:
     """Make a plan from a profile; needs no GPU.
 
@@ -159,21 +153,8 @@ def plan(
         beside |= {path.with_suffix(".png"): PICTURE_MARK for path in named}
     check_outputs([output, *named], [profile_path, sidecar_path(profile_path)], beside)
     profile = read_profile(profile_path)
-    request = PlanRequest(
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        policy=policy,
-        reconfigure=reconfigure,
-        num_chunks=num_chunks,
-        max_extra_forwards=max_extra_forwards,
-        max_in_flight=max_in_flight,
-        max_warmup_step=max_warmup_step,
-        channel_capacity=channel_capacity,
-        deadline_factor=deadline_factor,
-        min_dwell_s=min_dwell,
-        park=park,
-        conditions=read_conditions(profile, **conditions),
-    )
+    surroundings = {name: options.pop(name) for name in CONDITION_NAMES}
+    request = PlanRequest(conditions=read_conditions(profile, **surroundings), **options)
     given = click.get_current_context().get_parameter_source("frontier_points")
     if frontier_path is not None:
         check_frontier(request)
@@ -181,10 +162,11 @@ def plan(
         raise click.UsageError("--frontier-points goes with --frontier.")
     if memory_path is not None:
         check_memory_frontier(request)
-    if channel_capacity is not None and schedule not in (*LIMITED_SCHEDULES, *SCHEDULE_ALIASES):
+    limited = (*LIMITED_SCHEDULES, *SCHEDULE_ALIASES)
+    if request.channel_capacity is not None and request.schedule not in limited:
         raise EnvPipeError(
-            f"Schedule {schedule} is not lowered to what a channel holds",
-            value=channel_capacity,
+            f"Schedule {request.schedule} is not lowered to what a channel holds",
+            value=request.channel_capacity,
             remedy=f"Use --schedule {' or '.join(LIMITED_SCHEDULES)}, or leave the capacity out.",
         )
     planned = make_plan(profile, request)
@@ -210,16 +192,11 @@ def _make_frontier(
 
     plans = make_frontier(profile, request, num_points)
     stored = write_frontier(plans, path)
-    plot_frontier(
-        plans, path.with_suffix(".png"), title=f"{Path(profile.source).name}: time and energy"
-    )
-    table = Table(title=f"Frontier: {len(plans)} plans")
-    for column in ("iteration time (s)", "energy (J)", "saving (%)", "slowdown (%)", "gap (%)"):
-        table.add_column(column, justify="right")
-    shown = {round(at * (len(plans) - 1) / 9) for at in range(10)}
-    for plan in (plans[index] for index in sorted(shown)):
-        table.add_row(*_row(plan), f"{plan.gap_percent:.3f}")
-    console.print(table)
+    name = Path(profile.source).name
+    plot_frontier(plans, path.with_suffix(".png"), title=f"{name}: time and energy")
+    shown = sorted({round(at * (len(plans) - 1) / 9) for at in range(10)})
+    rows = [(*_figures(plans[index]), f"{plans[index].gap_percent:.3f}") for index in shown]
+    console.print(table_of(f"Frontier: {len(plans)} plans", (*_FIGURES, "gap (%)"), rows))
     say(console, f"Frontier written to {path}, its plans to {stored}")
 
 
@@ -230,20 +207,21 @@ def _make_memory_frontier(
 
     points = make_memory_frontier(profile, request)
     write_memory_frontier(points, path)
-    plot_memory_frontier(
-        points, path.with_suffix(".png"), title=f"{Path(profile.source).name}: what memory buys"
-    )
-    table = Table(title="What memory buys")
-    for column in ("peak in flight", "iteration time (s)", "energy (J)", "saving (%)",
-                   "slowdown (%)", "extra forwards by stage"):  # fmt: skip
-        table.add_column(column, justify="right")
-    for point in points:
-        table.add_row(str(point.peak_in_flight), *_row(point.plan), _extra(point))
-    console.print(table)
+    name = Path(profile.source).name
+    plot_memory_frontier(points, path.with_suffix(".png"), title=f"{name}: what memory buys")
+    columns = ("peak in flight", *_FIGURES, "extra forwards by stage")
+    rows = [
+        (str(at.peak_in_flight), *_figures(at.plan), numbers(at.plan.schedule.extra_forwards))
+        for at in points
+    ]
+    console.print(table_of("What memory buys", columns, rows))
     say(console, f"Memory frontier written to {path}")
 
 
-def _row(plan: Plan) -> tuple[str, str, str, str]:
+_FIGURES = ("iteration time (s)", "energy (J)", "saving (%)", "slowdown (%)")
+
+
+def _figures(plan: Plan) -> tuple[str, ...]:
     cost, baseline = plan.cost, plan.baseline.cost
     return (
         f"{cost.iteration_time_s:.4f}",
@@ -251,7 +229,3 @@ def _row(plan: Plan) -> tuple[str, str, str, str]:
         f"{cost.saving_percent(baseline):.2f}",
         f"{cost.slowdown_percent(baseline):.3f}",
     )
-
-
-def _extra(point: MemoryPoint) -> str:
-    return " ".join(map(str, point.plan.schedule.extra_forwards))

@@ -10,7 +10,14 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FOLDER, say, summary_table
+from envpipe_megatron.cli.common import (
+    OUTPUT_FOLDER,
+    PLAN_OPTION,
+    PROFILE_OPTION,
+    say,
+    summary_table,
+    table_of,
+)
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.files import refuse_foreign
@@ -20,8 +27,8 @@ _FILES = ("simulation.json", "timeline.png", "timeline_baseline.png", "energy_va
 
 
 @click.command()
-@click.option("--profile", "profile_path", type=EXISTING_FILE, required=True, help="Profile CSV.")
-@click.option("--plan", "plan_path", type=EXISTING_FILE, required=True, help="Plan JSON.")
+@PROFILE_OPTION
+@PLAN_OPTION
 @click.option("--output", type=OUTPUT_FOLDER, help="Folder for the pictures.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: bool) -> None:
@@ -83,17 +90,16 @@ def _waits(plan: Plan) -> list[float]:
 
 
 def _stage_table(plan: Plan) -> Table:
-    table = Table(title="By stage")
-    for column in ("stage", "energy (J)", "busy (s)", "waiting (s)", "clocks (MHz)"):
-        table.add_column(column, justify="right")
     busy = plan.timeline.duration_s.sum(axis=1)
-    for stage, wait_s in enumerate(_waits(plan)):
-        clocks = plan.frequency_mhz[stage]
-        table.add_row(
+    rows = [
+        (
             str(stage),
             f"{plan.energy_by_stage_j[stage]:.1f}",
             f"{busy[stage]:.4f}",
             f"{wait_s:.4f}",
-            f"{clocks.min()}-{clocks.max()}",
+            f"{plan.frequency_mhz[stage].min()}-{plan.frequency_mhz[stage].max()}",
         )
-    return table
+        for stage, wait_s in enumerate(_waits(plan))
+    ]
+    columns = ("stage", "energy (J)", "busy (s)", "waiting (s)", "clocks (MHz)")
+    return table_of("By stage", columns, rows)

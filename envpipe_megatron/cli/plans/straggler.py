@@ -9,7 +9,8 @@ from rich.console import Console
 
 from envpipe_megatron.cli.common import (
     EXISTING_FILE,
-    OUTPUT_FILE,
+    NEW_PLAN_OPTION,
+    PROFILE_OPTION,
     Finite,
     check_outputs,
     say,
@@ -23,7 +24,7 @@ from envpipe_megatron.formats.frontier import read_frontier
 
 
 @click.command()
-@click.option("--profile", "profile_path", type=EXISTING_FILE, required=True, help="Profile CSV.")
+@PROFILE_OPTION
 @click.option(
     "--frontier", "frontier_path", type=EXISTING_FILE, required=True,
     help="Plans of a frontier, the .jsonl that envpipe plan --frontier writes.",
@@ -38,7 +39,7 @@ from envpipe_megatron.formats.frontier import read_frontier
     "--time", "time_s", type=Finite(min=0, min_open=True),
     help="Measured iteration time of the slower replica, s.",
 )  # fmt: skip
-@click.option("--output", type=OUTPUT_FILE, required=True, help="Plan JSON.")
+@NEW_PLAN_OPTION
 def straggler(
     profile_path: Path,
     frontier_path: Path,
