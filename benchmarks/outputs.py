@@ -1,17 +1,48 @@
-"""The files that a benchmark leaves beside its claims: rows as CSV, pictures as PNG and SVG."""
+"""What benchmarks leave and show: rows as CSV and as a table, pictures as PNG and SVG."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import click
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
 
+#: Profiles and runs that others measured, beside the checkout.
+PERSEUS_DATA = Path("../shared/data/perseus_sosp24")
+#: Of Okabe and Ito, told apart with any colour vision.
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+PINK, SKY, YELLOW = "#CC79A7", "#56B4E9", "#F0E442"
+COLOURS = (BLUE, ORANGE, GREEN, RED, PINK, SKY, YELLOW)
 _DPI = 160
+#: Characters of a table, which a narrower terminal or a pipe would cut.
+_TABLE_WIDTH = 190
+
+Row = Mapping[str, Any]
 
 
-def write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+def output_option(folder: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The option `--output` of a benchmark, whose folder is below runs/benchmarks."""
+    return click.option(
+        "--output",
+        type=click.Path(file_okay=False, path_type=Path),
+        default=Path("runs/benchmarks") / folder,
+        show_default=True,
+        help="Folder for CSV files, pictures and claims.json.",
+    )
+
+
+def make_console() -> Console:
+    """A console that is wide enough for tables."""
+    return Console(width=max(Console().width, _TABLE_WIDTH))
+
+
+def write_csv(path: Path, rows: Iterable[Row]) -> None:
     """Write rows of equal keys; an empty file where there are none."""
     listed = list(rows)
     with path.open("w", newline="") as file:
@@ -20,7 +51,48 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
         writer.writerows(listed)
 
 
+def make_table(title: str, rows: Sequence[Row], columns: Sequence[str] = ()) -> Table:
+    """A table of rows of equal keys.
+
+    Args:
+        title: above it.
+        rows: what `write_csv` takes.
+        columns: the keys to show, in this order; all without.
+    """
+    table = Table(title=title, title_justify="left")
+    names = columns or (tuple(rows[0]) if rows else ())
+    for name in names:
+        is_text = any(isinstance(row[name], str) for row in rows)
+        table.add_column(name.replace("_", " "), justify="left" if is_text else "right")
+    for row in rows:
+        table.add_row(*(_cell(row[name]) for name in names))
+    return table
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, float):
+        decimals = 4 if abs(value) < 10 else 1 if abs(value) >= 1000 else 2
+        return f"{round(value, decimals) + 0.0:.{decimals}f}"  # + 0.0: no -0.00
+    return str(value)
+
+
 def save_picture(figure: Figure, folder: Path, name: str) -> None:
     """Write `name`.png for a glance and `name`.svg for a paper, the same for the same figure."""
     figure.savefig(folder / f"{name}.png", dpi=_DPI)
     figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+
+
+def bare(*panels: Axes) -> None:
+    """Take the frame's upper and right line away."""
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+
+
+def span(values: Sequence[float], digits: int = 1) -> str:
+    """The least and the greatest value, such as `1.8 to 9.2`; one number where both are alike."""
+    low, high = (f"{round(value, digits) + 0.0:.{digits}f}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"

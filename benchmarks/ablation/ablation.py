@@ -26,7 +26,7 @@ from benchmarks.ablation.rows import Ablation, Row, ablate
 from benchmarks.ablation.runtime import Checked, check_by_runtime
 from benchmarks.claims import CLAIMS_FILE, write_claims
 from benchmarks.outputs import save_picture, write_csv
-from benchmarks.planner.planning_workloads import Workload, preset_workload, read_workloads
+from benchmarks.planner.workloads import Workload, preset_workload, read_workloads
 from envpipe_megatron.errors import EnvPipeError
 
 DATA_DIR = Path("../shared/data/perseus_sosp24")

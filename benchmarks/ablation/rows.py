@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
-from benchmarks.planner.parking_worth import conditions_with_curve
-from benchmarks.planner.planning_workloads import Workload
+from benchmarks.planner.workloads import Workload, conditions_with_curve
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule

@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.planner.planning_workloads import PRESET, preset_workload
+from benchmarks.planner.workloads import PRESET, preset_workload
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
@@ -88,7 +88,7 @@ def run_plan(rank: int, root: Path, dwell_s: float) -> Cost:
     """
     import plain_stages  # type: ignore[import-not-found]  # of tests/
 
-    from benchmarks.planner.planning_workloads import TIME_AT_MAX_S
+    from benchmarks.planner.workloads import TIME_AT_MAX_S
     from envpipe_megatron.runtime.job.session import SessionConfig
 
     config = SessionConfig(

@@ -15,7 +15,7 @@ from benchmarks.overhead import host as overhead_host
 from benchmarks.overhead import latency as overhead_latency
 from benchmarks.overhead import logs as overhead_logs
 from benchmarks.overhead import ratio as overhead_ratio
-from benchmarks.planner.planning_workloads import Workload
+from benchmarks.planner.workloads import Workload
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
 from envpipe_megatron.runtime.clocks.controller import SWITCH_INTERVAL_S, spread
 

@@ -41,7 +41,7 @@ from benchmarks.overhead.measures import (
 )
 from benchmarks.overhead.pictures import overhead_figure
 from benchmarks.overhead.ratio import RatioSettings
-from benchmarks.planner.planning_workloads import Workload, preset_workload, read_workloads
+from benchmarks.planner.workloads import Workload, preset_workload, read_workloads
 
 DATA_DIR = Path("../shared/data/perseus_sosp24")
 #: The pipeline that is planned: 8 stages, 96 microbatches.

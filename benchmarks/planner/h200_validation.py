@@ -20,12 +20,18 @@ from typing import Any
 import click
 import numpy as np
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
-from benchmarks.outputs import save_picture, write_csv
-from benchmarks.planner.memory_validation import MemoryPrediction, memory_cells, memory_figure
+from benchmarks.outputs import (
+    BLUE,
+    RED,
+    make_console,
+    make_table,
+    output_option,
+    save_picture,
+    write_csv,
+)
+from benchmarks.planner.memory import MemoryPrediction, memory_cells, memory_figure
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.plan import Plan, max_frequencies
@@ -36,8 +42,7 @@ MEASURED = Path(__file__).resolve().parents[1] / "h200"
 NAME = "h200_validation"
 COMMAND = "python benchmarks/planner/h200_validation.py"
 BASIS = "measured on two H200s, clocks left alone"
-#: Okabe and Ito's.
-_COLOURS = {"1f1b": "#0072B2", "envpipe": "#D55E00"}
+_COLOURS = {"1f1b": BLUE, "envpipe": RED}
 _WORDS = {"1f1b": "1F1B", "envpipe": "EnvPipe's order"}
 _MARKERS = "os^"
 
@@ -88,24 +93,20 @@ class Predicted:
 
 
 @click.command(help=(__doc__ or "").replace("\n\n    python", "\n\n\b\n    python"))
-@click.option(
-    "--output",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path(f"runs/benchmarks/{NAME}"),
-    show_default=True,
-)
+@output_option(NAME)
 def main(output: Path) -> None:
     """Predict the runs in benchmarks/h200."""
     folders = sorted(path.parent for path in MEASURED.glob("*/measured.json"))
     runs = [one for folder in folders for one in predict(folder)]
     memory = [one for folder in folders for one in peaks(folder)]
     output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / f"{NAME}.csv", map(_row, runs))
+    rows = [_row(run) for run in runs]
+    write_csv(output / f"{NAME}.csv", rows)
     write_csv(output / "memory.csv", memory_cells(memory))
     save_picture(_figure(runs), output, NAME)
     save_picture(memory_figure(memory), output, "memory")
     write_claims(output / CLAIMS_FILE, _claims(runs, memory))
-    _print(runs)
+    make_console().print(make_table("Predicted above measured", rows))
 
 
 def predict(folder: Path) -> list[Predicted]:
@@ -210,15 +211,15 @@ def _row(run: Predicted) -> dict[str, object]:
         "order": run.order,
         "num_microbatches": run.num_microbatches,
         "profiled_job": run.profiled,
-        "measured_time_s": f"{run.measured_s:.6f}",
-        "predicted_time_s": f"{run.by_profile_s:.6f}",
-        "time_error_percent": f"{run.time_error_percent:.3f}",
-        "predicted_time_by_order_s": f"{run.by_order_s:.6f}",
-        "time_error_by_order_percent": f"{run.order_error_percent:.3f}",
-        "measured_energy_j": f"{run.measured_j:.2f}",
-        "predicted_energy_j": f"{run.by_profile_j:.2f}",
-        "energy_error_percent": f"{run.energy_error_percent:.3f}",
-        "timeline_error_by_order_percent": f"{run.timeline_percent:.3f}",
+        "measured_time_s": round(run.measured_s, 6),
+        "predicted_time_s": round(run.by_profile_s, 6),
+        "time_error_percent": round(run.time_error_percent, 3),
+        "predicted_time_by_order_s": round(run.by_order_s, 6),
+        "time_error_by_order_percent": round(run.order_error_percent, 3),
+        "measured_energy_j": round(run.measured_j, 2),
+        "predicted_energy_j": round(run.by_profile_j, 2),
+        "energy_error_percent": round(run.energy_error_percent, 3),
+        "timeline_error_by_order_percent": round(run.timeline_percent, 3),
     }
 
 
@@ -263,11 +264,11 @@ def _claims(runs: Sequence[Predicted], memory: Sequence[MemoryPrediction]) -> It
         yield Claim(
             NAME,
             COMMAND,
-            f"Iteration time in {words} is predicted {_span([r.time_error_percent for r in own])} "
+            f"Iteration time in {words} is predicted {_off([r.time_error_percent for r in own])} "
             "from the profile that was made in 1F1B, and "
-            f"{_span([r.order_error_percent for r in others])} for other numbers of microbatches "
+            f"{_off([r.order_error_percent for r in others])} for other numbers of microbatches "
             "from unit times in the same order; energy "
-            f"{_span([r.energy_error_percent for r in own])}",
+            f"{_off([r.energy_error_percent for r in own])}",
             BASIS,
             why="Units are slower while a receive waits beside them, and in EnvPipe's order most "
             "activations are there in time"
@@ -285,23 +286,8 @@ def _claims(runs: Sequence[Predicted], memory: Sequence[MemoryPrediction]) -> It
     )
 
 
-def _span(errors: Sequence[float]) -> str:
+def _off(errors: Sequence[float]) -> str:
     return f"{min(errors):+.1f} to {max(errors):+.1f} % off"
-
-
-def _print(runs: Iterable[Predicted]) -> None:
-    table = Table(title="Predicted above measured (%)", title_justify="left")
-    for column in ("model", "order", "M", "measured (s)", "time", "by order", "energy", "timeline"):
-        table.add_column(column, justify="left" if column in ("model", "order") else "right")
-    for run in runs:
-        table.add_row(
-            run.model, run.order, f"{run.num_microbatches}{' *' if run.profiled else ''}",
-            f"{run.measured_s:.4f}", f"{run.time_error_percent:+.2f}",
-            f"{run.order_error_percent:+.2f}", f"{run.energy_error_percent:+.2f}",
-            f"{run.timeline_percent:.2f}",
-        )  # fmt: skip
-    Console(width=120).print(table)
-    Console(width=120).print("*: the job whose unit times are used", highlight=False)
 
 
 if __name__ == "__main__":

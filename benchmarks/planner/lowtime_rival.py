@@ -18,9 +18,6 @@ lowtime runs in a process of its own under a limit of CPU time. Each plan is app
 it is found, so that a run that ends at its limit keeps what it has; a run that is stored is read
 instead of repeated. Times are CPU seconds without imports: lowtime is single-threaded, so on an
 idle machine they are wall time, and on a busy one they do not charge lowtime for others' work.
-
-    python benchmarks/planner/lowtime_rival.py --profile gpt3-175b_a100_sxm.csv \
-        --num-microbatches 12 --blocking-power 83.64 --output-dir lowtime_runs
 """
 
 from __future__ import annotations
@@ -37,13 +34,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import click
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 
 from envpipe_megatron.core import builders
-from envpipe_megatron.core.profile import Profile, ProfileRow, read_profile
+from envpipe_megatron.core.profile import Profile, ProfileRow
 from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.errors import EnvPipeError
 
@@ -304,48 +299,3 @@ def _operation_spec(rows: tuple[ProfileRow, ...], request: _Request) -> Any:
         subtract_waiting(efficient.options)
     model = ExponentialModel(efficient, search_strategy="best")
     return OperationSpec[int](options=efficient, cost_model=model)
-
-
-@click.command()
-@click.option(
-    "--profile", required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
-)
-@click.option("--num-microbatches", required=True, type=click.IntRange(1))
-@click.option("--blocking-power", required=True, type=float, help="W of a GPU that waits.")
-@click.option("--unit-time", default=0.001, show_default=True, help="lowtime's step of time (s).")
-@click.option("--recipe", type=click.Choice(RECIPES), default="zeus", show_default=True)
-@click.option("--time-limit", default=1500.0, show_default=True, help="CPU time (s).")
-@click.option("--output-dir", required=True, type=click.Path(file_okay=False, path_type=Path))
-def main(
-    profile: Path,
-    num_microbatches: int,
-    blocking_power: float,
-    unit_time: float,
-    recipe: Recipe,
-    time_limit: float,
-    output_dir: Path,
-) -> None:
-    """Run lowtime on one profile, keep its plans, and say how long it took."""
-    run = run_lowtime(
-        read_profile(profile),
-        num_microbatches,
-        blocking_power,
-        unit_time_s=unit_time,
-        recipe=recipe,
-        time_limit_s=time_limit,
-        output_dir=output_dir,
-    )
-    slowest_s, fastest_s = run.plans[0][0], run.plans[-1][0]
-    Console().print(
-        f"{profile.name}, {num_microbatches} microbatches, {recipe}, steps of {unit_time:g} s: "
-        f"{run.num_plans} plans of {slowest_s:.4f} to {fastest_s:.4f} s; "
-        f"{'finished' if run.finished else 'ended at its limit'}, fastest plan after "
-        f"{run.seconds_to_fastest:.1f} s, whole run {run.seconds_total:.1f} s of CPU "
-        f"({run.wall_seconds_total:.1f} s by the clock)",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-if __name__ == "__main__":
-    main()

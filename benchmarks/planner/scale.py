@@ -12,13 +12,13 @@ which a busy machine lengthens least.
 
 from __future__ import annotations
 
-import csv
 import multiprocessing
 import re
+import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,10 +27,16 @@ from unittest.mock import patch
 import click
 import numpy as np
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.planner.peak_memory import peak_mib
+from benchmarks.outputs import (
+    BLUE,
+    PERSEUS_DATA,
+    RED,
+    make_console,
+    make_table,
+    save_picture,
+    write_csv,
+)
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
@@ -43,7 +49,7 @@ from envpipe_megatron.policies.planner import PlanRequest, build_schedule
 
 SIZES = ("4x16", "8x24", "8x96", "8x256", "16x256", "16x512", "32x512", "32x1024", "64x1024")
 ORDERS = {"1f1b": "1F1B", "envpipe": "EnvPipe"}
-_PROFILE = Path("../shared/data/perseus_sosp24/emulation/stage_profile/gpt3-175b_a100_sxm.csv")
+_PROFILE = PERSEUS_DATA / "emulation/stage_profile/gpt3-175b_a100_sxm.csv"
 _PARTS = ("build", "solve", "rounding")
 _LINES = {
     "total_s": "whole plan with its bound",
@@ -52,8 +58,7 @@ _LINES = {
 }
 #: With presolve HiGHS takes more of these programs for infeasible, which none of them is.
 _IPM = {"solver": "ipm", "run_crossover": "off", "presolve": "off"}
-#: Of Okabe and Ito, told apart with any colour vision: ours and HiGHS', each on both orders.
-_COLOURS = {"1f1b": "#0072B2", "envpipe": "#D55E00"}
+_COLOURS = {"1f1b": BLUE, "envpipe": RED}
 
 
 @dataclass(frozen=True)
@@ -143,10 +148,21 @@ def measure_plan(job: Job) -> dict[str, float]:
     return {
         **{f"{part}_s": seconds for part, seconds in spent_s.items()},
         "total_s": total_s,
-        "peak_mib": peak_mib(),
+        "peak_mib": _peak_mib(),
         "saving_percent": plan.cost.saving_percent(plan.baseline.cost),
         "gap_percent": gap,
     }
+
+
+def _peak_mib() -> float:
+    """The most memory that this process has held so far, MiB; it never falls."""
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux hands ru_maxrss on through fork and exec, so it tells the parent's
+        peak_kib = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+        if peak_kib:
+            return int(peak_kib[1]) / 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)  # bytes there, KiB elsewhere
 
 
 def measure_highs(job: Job, solver: str) -> dict[str, float]:
@@ -247,52 +263,11 @@ def growth_figure(rows: Sequence[Measured], highs_limit_s: float) -> Figure:
     return figure
 
 
-def _table(rows: Iterable[Measured]) -> Table:
-    table = Table(
-        "p x M", "order", title="Optimal plans at the all-maximum time", title_justify="left"
-    )
-    headings = {
-        "units": "num_units",
-        "in flight": "peak_in_flight",
-        **{f"{part} (s)": f"{part}_s" for part in _PARTS},
-        "total (s)": "total_s",
-        "peak (MiB)": "peak_mib",
-        "saving (%)": "saving_percent",
-        "gap (%)": "gap_percent",
-        "simplex (s)": "simplex_s",
-        "HiGHS ipm (s)": "ipm_s",
-    }
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        cells = [_cell(name, getattr(row, name)) for name in headings.values()]
-        table.add_row(f"{row.num_stages} x {row.num_microbatches}", ORDERS[row.order], *cells)
-    return table
-
-
-def _cell(name: str, value: float | None) -> str:
-    if value is None:
-        return "-"
-    if name.endswith("_s"):
-        return f"{value:.2f}"
-    return f"{value:.3f}" if name.endswith("_percent") else f"{value:,.0f}"
-
-
 def _parse_size(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)x(\d+)", text)
     if not match or int(match[1]) < 2 or int(match[2]) < 1:
         raise click.BadParameter(f"{text!r} is not STAGESxMICROBATCHES, such as 16x512")
     return int(match[1]), int(match[2])
-
-
-def _expected_s(
-    sizes: Sequence[tuple[int, int]], plan_limit_s: float, highs_limit_s: float
-) -> float:
-    """Both orders of each size, from what one core of a server took."""
-    units = np.array([2 * stages * microbatches for stages, microbatches in sizes])
-    plan_s = np.minimum(1.5 + 2e-4 * units, plan_limit_s)
-    simplex_s = np.minimum(1.5 + 1e-7 * units**2, highs_limit_s)
-    return float(2 * (plan_s + 2 * simplex_s).sum())
 
 
 @click.command()
@@ -337,10 +312,8 @@ def main(
     output: Path,
 ) -> None:
     """Measure how planning grows with the pipeline; writes a table, a CSV and a picture."""
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = make_console()
     wanted = [_parse_size(size) for size in sizes]
-    minutes = _expected_s(wanted, plan_limit, highs_limit) / 60
-    console.print(f"{2 * len(wanted)} plans; expect about {max(1, minutes):.0f} minutes.")
     rows = []
     for stages, microbatches in wanted:
         for order in ORDERS:
@@ -349,16 +322,12 @@ def main(
             total_s = rows[-1].total_s
             done = f"{total_s:.1f} s" if total_s is not None else f"over {plan_limit:g} s"
             console.print(f"{stages} x {microbatches} on {ORDERS[order]}: {done}")
-    console.print(_table(rows))
+    cells = [asdict(row) for row in rows]
+    console.print(make_table("Optimal plans at the all-maximum time", cells))
     output.mkdir(parents=True, exist_ok=True)
-    with (output / "scale.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Measured)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-    console.print(f"Wrote {output / 'scale.csv'}.")
+    write_csv(output / "scale.csv", cells)
     if any(row.total_s is not None for row in rows):
-        growth_figure(rows, highs_limit).savefig(output / "scale.png", dpi=150)
-        console.print(f"Wrote {output / 'scale.png'}.")
+        save_picture(growth_figure(rows, highs_limit), output, "scale")
 
 
 if __name__ == "__main__":

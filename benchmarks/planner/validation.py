@@ -2,7 +2,7 @@
 
 Every run of every workload folder is predicted by `measured_runs.validate`, without any fit and
 with conditions fitted on the half of the runs that it is not in. Peak memory is predicted from 1F1B
-alone and measured in EnvPipe's order, where there are ranks to train (`memory_validation`). Run
+alone and measured in EnvPipe's order, where there are ranks to train (`memory`). Run
 from the checkout:
 
     python benchmarks/planner/validation.py
@@ -20,18 +20,24 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MultipleLocator
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
-from benchmarks.outputs import save_picture, write_csv
+from benchmarks.outputs import (
+    COLOURS,
+    PERSEUS_DATA,
+    make_console,
+    make_table,
+    output_option,
+    save_picture,
+    write_csv,
+)
 from benchmarks.planner.measured_runs import (
     PROFILED_SYSTEM,
-    Errors,
     Validation,
     errors_of,
     validate,
 )
-from benchmarks.planner.memory_validation import (
+from benchmarks.planner.memory import (
     MemoryPrediction,
     cpu_memory,
     memory_cells,
@@ -40,36 +46,24 @@ from benchmarks.planner.memory_validation import (
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.errors import EnvPipeError
 
-DEFAULT_FOLDERS = Path("../shared/data/perseus_sosp24/measured")
+DEFAULT_FOLDERS = PERSEUS_DATA / "measured"
 FIGURE = "planner_validation"
 COMMAND = "python benchmarks/planner/validation.py"
 HALF_NAMES = ("A", "B")
-#: Okabe and Ito's colours, told apart by readers with any colour vision; black is the identity.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
 HALF_MARKERS = ("o", "^")
-#: Characters of the table, which a narrower terminal or a pipe would cut.
-TABLE_WIDTH = 190
 #: Runs further off than this get their name in the picture.
 FAR_OFF = 0.03
-#: A latency below this is not worth a mention, s.
-_NO_LATENCY_S = 0.0005
 
 
 @click.command()
 @click.argument("folders", nargs=-1, type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--output",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("runs/benchmarks/planner_validation"),
-    show_default=True,
-    help="Folder for CSV files, pictures and claims.json.",
-)
+@output_option(FIGURE)
 def main(folders: tuple[Path, ...], output: Path) -> None:
     """Predict the measured runs of FOLDERS and print how far off the predictions are.
 
     Without FOLDERS, those of ../shared/data are taken, where they are.
     """
-    console = Console(width=max(Console().width, TABLE_WIDTH))
+    console = make_console()
     if not folders and DEFAULT_FOLDERS.is_dir():
         folders = tuple(sorted(path for path in DEFAULT_FOLDERS.iterdir() if path.is_dir()))
     if not folders:
@@ -81,14 +75,17 @@ def main(folders: tuple[Path, ...], output: Path) -> None:
     memory = _memory(console)
     output.mkdir(parents=True, exist_ok=True)
     if validations:
-        write_csv(output / "validation.csv", map(_summary, _lines(validations)))
+        lines = [_summary(*line) for line in _lines(validations)]
+        write_csv(output / "validation.csv", lines)
         write_csv(output / "validation_runs.csv", _run_rows(validations))
         save_picture(_scatter(validations), output, "validation")
-        _print(console, validations)
+        console.print(make_table("Mean absolute error of predicted runs (%)", lines))
+        console.print(_notes(validations))
     if memory:
         write_csv(output / "validation_memory.csv", memory_cells(memory))
         save_picture(memory_figure(memory), output, "validation_memory")
-        console.print(_memory_table(memory))
+        title = "Peak memory in EnvPipe's order"
+        console.print(make_table(title, memory_cells(memory)))
     write_claims(output / CLAIMS_FILE, validation_claims(validations, memory))
 
 
@@ -98,23 +95,6 @@ def _memory(console: Console) -> list[MemoryPrediction]:
         console.print("Memory is skipped: megatron-core is not installed.")
         return []
     return cpu_memory()
-
-
-def _memory_table(predictions: Iterable[MemoryPrediction]) -> Table:
-    table = Table("where", title="Peak memory in EnvPipe's order", title_justify="left")
-    for heading in ("stage", "in flight", "1F1B (B)", "predicted (B)", "measured (B)", "error (%)"):
-        table.add_column(heading, justify="right")
-    for one in predictions:
-        table.add_row(
-            one.where,
-            str(one.stage),
-            str(one.in_flight),
-            f"{one.baseline_bytes:,.0f}",
-            f"{one.predicted_bytes:,.0f}",
-            f"{one.measured_bytes:,.0f}",
-            f"{one.error_percent:+.2f}",
-        )
-    return table
 
 
 def validation_claims(
@@ -181,8 +161,9 @@ def _lines(validations: Iterable[Validation]) -> list[Line]:
     return lines
 
 
-def _summary(line: Line) -> dict[str, object]:
-    validation, half, conditions = line
+def _summary(
+    validation: Validation, half: int | None, conditions: Conditions | None
+) -> dict[str, object]:
     errors = validation.errors(half)
     row: dict[str, object] = {
         "workload": validation.workload.name,
@@ -236,66 +217,10 @@ def _run_rows(validations: Iterable[Validation]) -> Iterable[dict[str, object]]:
             yield row
 
 
-def _print(console: Console, validations: Sequence[Validation]) -> None:
-    table = Table(
-        "workload",
-        "fit → held out",
-        title="Mean absolute error of predicted runs (%), profile alone → with fitted conditions",
-        title_justify="left",
-    )
-    for heading in ("runs", "time", "energy", "worst time (in own fit)"):
-        table.add_column(heading, justify="right")
-    for heading in ("tail (s)", "tail / M (ms)", "p2p (ms)", "clock change (ms)", "blocking (W)"):
-        table.add_column(heading, justify="right")
-    for validation, half, conditions in _lines(validations):
-        errors = validation.errors(half)
-        cells = [
-            str(errors.num_runs),
-            f"{errors.time_unfitted:.2f} → {errors.time_held_out:.2f}",
-            f"{errors.energy_unfitted:.2f} → {errors.energy_held_out:.2f}",
-        ]
-        if half is None or conditions is None:
-            table.add_section()
-            table.add_row(validation.workload.name, "both", *cells, style="bold")
-            continue
-        tail_s = float(conditions.tail_by_stage_s[0])
-        table.add_row(
-            "",
-            f"{HALF_NAMES[1 - half]} → {HALF_NAMES[half]}",
-            *cells,
-            _worst_time(errors),
-            f"{tail_s:.2f}",
-            f"{1e3 * tail_s / validation.workload.schedule.num_microbatches:.1f}",
-            _latency_text(conditions),
-            f"{1e3 * conditions.change_time_s:.0f}" if conditions.change_time_s else "-",
-            f"{conditions.blocking_power_w[0]:.1f}",
-        )
-    console.print(table)
-    console.print(_notes(validations))
-
-
-def _worst_time(errors: Errors) -> str:
-    worst = errors.worst_time
-    held_out, fitted = (
-        round(worst.time_error_percent(cost), 2) + 0.0  # + 0.0: no -0.00
-        for cost in (worst.held_out, worst.fitted)
-    )
-    return f"{worst.run.name} {held_out:+.2f} ({fitted:+.2f})"
-
-
 def _hops(conditions: Conditions) -> list[float]:
     """Latency of each boundary, s."""
     hops = conditions.latency_s  # a tuple once it was checked
     return [hops] if isinstance(hops, float) else list(hops)
-
-
-def _latency_text(conditions: Conditions) -> str:
-    slow = [
-        f"{stage}|{stage + 1}: {1e3 * hop:.0f}"
-        for stage, hop in enumerate(_hops(conditions))
-        if hop > _NO_LATENCY_S
-    ]
-    return ", ".join(slow) or "-"
 
 
 def _notes(validations: Sequence[Validation]) -> str:

@@ -21,7 +21,7 @@ from benchmarks.ablation.rows import Ablation, Start, ablate
 from benchmarks.ablation.runtime import Checked
 from benchmarks.claims import read_claims
 from benchmarks.outputs import save_picture
-from benchmarks.planner.planning_workloads import Workload
+from benchmarks.planner.workloads import Workload
 
 STAGES, MICROBATCHES = 3, 5
 PROFILE = preset_profile(

@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,13 +16,12 @@ from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
 
 pytest.importorskip("matplotlib")
+from benchmarks import outputs
 from benchmarks.planner import compare as command
-from benchmarks.planner import plans_compared
-from benchmarks.planner.comparison_claims import comparison_claims
+from benchmarks.planner import plans as plans_compared
+from benchmarks.planner.claims import comparison_claims
 from benchmarks.planner.lowtime_rival import LowtimeRun
-from benchmarks.planner.planner_targets import Measured, Target, planner_targets
-from benchmarks.planner.planning_workloads import Workload, read_workloads
-from benchmarks.planner.plans_compared import (
+from benchmarks.planner.plans import (
     AtRivalTime,
     LowtimeSource,
     PlanKind,
@@ -31,7 +29,7 @@ from benchmarks.planner.plans_compared import (
     compare,
     lowtime_row,
 )
-from benchmarks.planner.published_savings import Published, Saving, read_published
+from benchmarks.planner.workloads import Published, Saving, Workload, read_published, read_workloads
 
 POWER_W = 80.0
 STAGES, MICROBATCHES = 3, 6
@@ -160,60 +158,6 @@ def test_ours_passes_only_if_neither_dearer_nor_slower():
         assert AtRivalTime(rival, Cost(time_s, energy_j), "1f1b").passed is passed
 
 
-@pytest.mark.parametrize(
-    ("at_most", "values", "worst", "verdict"),
-    [
-        (True, (0.1, 0.3), 0.3, "PASS"),
-        (True, (0.4, 0.3), 0.4, "MISS"),
-        (False, (0.3, 2.0), 0.3, "PASS"),
-        (False, (0.2, 2.0), 0.2, "MISS"),
-    ],
-)
-def test_a_target_is_judged_by_its_worst_case(at_most, values, worst, verdict):
-    target = Target("", "", 0.3, at_most, tuple(Measured(value, "") for value in values))
-    assert (target.worst.value, target.verdict) == (worst, verdict)
-
-
-def _found(comparison, name):
-    (target,) = (t for t in planner_targets([comparison]) if t.name.startswith(name))
-    return target
-
-
-def test_targets_take_their_figures_from_the_rows_they_are_about(comparison):
-    ours = comparison.row(PlanKind.OURS_ON_1F1B)
-    runs = [
-        replace(ours, kind=PlanKind.LOWTIME, recipe=recipe, unit_time_s=unit_s, planning_cpu_s=cpu)
-        for recipe, unit_s, cpu in (
-            ("zeus", 0.001, 300.0 * ours.planning_time_s),
-            ("sosp24", 0.001, 50.0 * ours.planning_time_s),
-            ("sosp24", 0.0001, 900.0 * ours.planning_time_s),
-        )
-    ]
-    with_lowtime = replace(comparison, rows=(*comparison.rows, *runs))
-    faster = _found(with_lowtime, "one plan against lowtime's run, its faster recipe")
-    zeus = _found(with_lowtime, "one plan against lowtime's run, recipe zeus")
-    assert faster.worst.value == pytest.approx(50)
-    assert (faster.verdict, zeus.verdict) == ("MISS", "PASS")
-    assert zeus.worst.value == pytest.approx(300)
-    assert _found(comparison, "one plan against lowtime's run, recipe zeus").verdict == "-"
-
-    full = comparison.row(PlanKind.ENVPIPE)
-    better = replace(full, cost=replace(full.cost, energy_j=0.5 * full.cost.energy_j))
-    rows = [better if row is full else row for row in comparison.rows]
-    lead = "joint against EnvPipe in full, at the all-maximum time"
-    assert _found(comparison, lead).verdict == "PASS"
-    assert _found(replace(comparison, rows=tuple(rows)), lead).verdict == "MISS"
-
-    # A joint plan without extra forwards is one on 1F1B, which has gaps of its own to keep.
-    wide = [
-        replace(row, gap_percent=5.0) if not any(row.extra_forwards) else row
-        for row in comparison.rows
-    ]
-    wide_gaps = replace(comparison, rows=tuple(wide))
-    assert _found(wide_gaps, "gap to the bound, joint orders").worst.value < 5.0
-    assert _found(wide_gaps, "gap to the bound, 1F1B, A100 SXM and measured").verdict == "MISS"
-
-
 @pytest.fixture
 def data_dir(tmp_path):
     """A folder of the published form: two tiny emulated profiles, one measured workload."""
@@ -249,7 +193,7 @@ def test_published_plans_are_brought_to_the_scale_of_the_profile(data_dir):
 
 
 def test_the_command_writes_tables_and_pictures(data_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "DATA_DIR", data_dir)
+    monkeypatch.setattr(outputs, "PERSEUS_DATA", data_dir)
     some = [w for w in read_workloads(data_dir) if w.num_microbatches < 24]
     monkeypatch.setattr(command, "read_workloads", lambda _: some)
     output = tmp_path / "out"
@@ -263,8 +207,6 @@ def test_the_command_writes_tables_and_pictures(data_dir, tmp_path, monkeypatch)
     assert len(rows) == 3 * 10
     assert {row["workload"] for row in rows} == {workload.key for workload in some}
     assert all(float(row["energy_j"]) > 0 for row in rows)
-    with (output / "targets.csv").open(newline="") as file:
-        assert {row["passed"] for row in csv.DictReader(file)} <= {"True", "False"}
     for picture in ("savings", "saving_by_memory"):
         assert (output / f"{picture}.png").stat().st_size > 10_000
         assert (output / f"{picture}.svg").exists()
@@ -293,7 +235,7 @@ def test_a_claim_agrees_only_with_a_publication_that_it_reaches(comparison):
 
 
 def test_without_the_profiles_the_command_says_so_and_ends_well(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "DATA_DIR", tmp_path / "nowhere")
+    monkeypatch.setattr(outputs, "PERSEUS_DATA", tmp_path / "nowhere")
     result = CliRunner().invoke(command.main, ["--output", str(tmp_path / "out")])
     assert result.exit_code == 0
     assert "Skipped" in result.output

@@ -17,7 +17,7 @@ from envpipe_megatron.errors import EnvPipeError
 pytest.importorskip("matplotlib")
 
 from benchmarks.planner.measured_runs import validate
-from benchmarks.planner.memory_validation import MemoryPrediction
+from benchmarks.planner.memory import MemoryPrediction
 from benchmarks.planner.validation import validation_claims
 from benchmarks.planner.workload_folder import MeasuredRunsError, read_workload
 

@@ -14,7 +14,7 @@ from benchmarks.overhead import latency as overhead_latency
 from benchmarks.overhead import overhead as command
 from benchmarks.overhead.measures import Measure, planning_measures
 from benchmarks.overhead.pictures import overhead_figure
-from benchmarks.planner.planning_workloads import preset_workload
+from benchmarks.planner.workloads import preset_workload
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURES = [

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.claims import Claim
-from benchmarks.planner.plans_compared import FRONTIER_POINTS, Comparison, PlanKind, rival_pairs
-from benchmarks.planner.published_savings import WHAT_DIFFERS, Published
+from benchmarks.outputs import span
+from benchmarks.planner.plans import FRONTIER_POINTS, Comparison, PlanKind, rival_pairs
+from benchmarks.planner.workloads import WHAT_DIFFERS, Published
 
 FIGURE = "planner_compare"
 COMMAND = "python benchmarks/planner/compare.py"
@@ -35,16 +36,17 @@ def comparison_claims(
     return [replace(claim, command=f"{COMMAND} {options}".strip()) for claim in claims]
 
 
+def _claim(
+    claim: str, paper: str = "", agrees: bool | None = None, why: str = "", basis: str = BASIS
+) -> Claim:
+    return Claim(FIGURE, COMMAND, claim, basis, paper, agrees, why)
+
+
 def _groups(comparisons: Sequence[Comparison]) -> list[tuple[str, list[Comparison]]]:
     """The emulated model and the measured ones, in words, where there are any."""
     named = (("GPT-3 175B on 8 stages", True), ("the models that were trained and measured", False))
     groups = [(name, [c for c in comparisons if c.workload.emulated == e]) for name, e in named]
     return [(name, some) for name, some in groups if some]
-
-
-def _span(values: Sequence[float], digits: int = 1) -> str:
-    low, high = (f"{round(value, digits) + 0.0:.{digits}f}" for value in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"
 
 
 def _saved(comparisons: Sequence[Comparison], kind: PlanKind) -> list[float]:
@@ -62,14 +64,11 @@ def _saving_claims(comparisons: Sequence[Comparison]) -> list[Claim]:
             for kind in (PlanKind.OURS_JOINT, PlanKind.ENVPIPE)
         ]
         claims.append(
-            Claim(
-                FIGURE,
-                COMMAND,
-                f"On {name}, order and clocks planned together save {_span(joint)} % with at most "
-                f"{max(0.0, slower):.2f} % more time ({_span(peaks[0], 0)} microbatches in "
-                f"flight), EnvPipe in full {_span(envpipe)} % ({_span(peaks[1], 0)} in flight): "
-                f"{_span(lead)} points less",
-                BASIS,
+            _claim(
+                f"On {name}, order and clocks planned together save {span(joint)} % with at most "
+                f"{max(0.0, slower):.2f} % more time ({span(peaks[0], 0)} microbatches in "
+                f"flight), EnvPipe in full {span(envpipe)} % ({span(peaks[1], 0)} in flight): "
+                f"{span(lead)} points less",
             )
         )
     return claims
@@ -85,13 +84,10 @@ def _lowtime_claims(comparisons: Sequence[Comparison]) -> list[Claim]:
     if not differences:
         return []
     return [
-        Claim(
-            FIGURE,
-            COMMAND,
+        _claim(
             f"On 1F1B, in the time that lowtime's plan really takes, the optimal policy needs "
-            f"{_span([-value for value in differences], 2)} % less energy ({len(differences)} "
+            f"{span([-value for value in differences], 2)} % less energy ({len(differences)} "
             "plans)",
-            BASIS,
             "Perseus: its plans lie on the frontier of time and energy",
             agrees=max(differences) > 0,
             why="" if max(differences) > 0 else "lowtime fits exponentials and rounds times down.",
@@ -114,12 +110,9 @@ def _published_claims(
         ours, theirs = ([pair[side] for pair in pairs] for side in (0, 1))
         as_good = all(one >= other for one, other in pairs)
         claims.append(
-            Claim(
-                FIGURE,
-                COMMAND,
-                f"On {name}, in 1F1B's order alone the optimal policy saves {_span(ours)} %",
-                BASIS,
-                f"Perseus prints {_span(theirs)} % for the same workloads",
+            _claim(
+                f"On {name}, in 1F1B's order alone the optimal policy saves {span(ours)} %",
+                f"Perseus prints {span(theirs)} % for the same workloads",
                 agrees=as_good,
                 why="" if as_good else WHAT_DIFFERS,
             )
@@ -128,40 +121,34 @@ def _published_claims(
 
 
 def _planning_claims(comparisons: Sequence[Comparison]) -> list[Claim]:
-    most = [c for c in comparisons if c.workload.num_microbatches == _MOST_MICROBATCHES]
-    claims = []
     gaps = [
         row.gap_percent for c in comparisons for row in c.rows if row.kind is PlanKind.OURS_JOINT
     ]
     on_1f1b = [c.row(PlanKind.OURS_ON_1F1B).gap_percent for c in comparisons]
-    claims.append(
-        Claim(
-            FIGURE,
-            COMMAND,
+    claims = [
+        _claim(
             f"Joint plans lie {_known_span(gaps)} % above the lower bound of their order, plans on "
-            f"1F1B {_known_span(on_1f1b)} %",
-            BASIS,
+            f"1F1B {_known_span(on_1f1b)} %"
         )
-    )
+    ]
+    most = [c for c in comparisons if c.workload.num_microbatches == _MOST_MICROBATCHES]
     if most:
-        time_of: Callable[[PlanKind], list[float | None]] = lambda kind: [  # noqa: E731
-            comparison.row(kind).planning_time_s for comparison in most
-        ]
-        frontiers: list[float | None] = [f.planning_time_s for c in most for f in c.frontiers]
+        plans, joint = (
+            _known_span([comparison.row(kind).planning_time_s for comparison in most])
+            for kind in (PlanKind.OURS_ON_1F1B, PlanKind.OURS_JOINT)
+        )
+        frontiers = span([f.planning_time_s for c in most for f in c.frontiers], 2)
         claims.append(
-            Claim(
-                FIGURE,
-                COMMAND,
-                f"Of 8 stages x {_MOST_MICROBATCHES} microbatches one plan on 1F1B takes "
-                f"{_known_span(time_of(PlanKind.OURS_ON_1F1B))} s, with the best order "
-                f"{_known_span(time_of(PlanKind.OURS_JOINT))} s, a frontier of {FRONTIER_POINTS} "
-                f"plans {_known_span(frontiers)} s",
-                f"{BASIS}; planned on this machine's CPU, busy or not",
+            _claim(
+                f"Of 8 stages x {_MOST_MICROBATCHES} microbatches one plan on 1F1B takes {plans} "
+                f"s, with the best order {joint} s, a frontier of {FRONTIER_POINTS} plans "
+                f"{frontiers} s",
                 "Perseus prints 87 s for a frontier of GPT-3 175B, 6.5 minutes on average",
+                basis=f"{BASIS}; planned on this machine's CPU, busy or not",
             )
         )
     return claims
 
 
 def _known_span(values: Sequence[float | None]) -> str:
-    return _span([value for value in values if value is not None], 2)
+    return span([value for value in values if value is not None], 2)

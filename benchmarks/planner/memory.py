@@ -15,7 +15,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from benchmarks.planner.planning_workloads import preset_workload
+from benchmarks.outputs import COLOURS
+from benchmarks.planner.workloads import preset_workload
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan, max_frequencies
@@ -24,8 +25,6 @@ _STAGES, _MICROBATCHES = 4, 8
 _EXTRA_FORWARDS = (3, 2, 2, 0)
 #: Iterations of 1F1B, in the last of which memory is measured, and of both orders.
 _WARMUP, _STEPS = 3, 7
-#: Okabe and Ito's colours, told apart with any colour vision.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def memory_cells(predictions: Iterable[MemoryPrediction]) -> list[dict[str, obje
             "baseline_peak_bytes": one.baseline_bytes,
             "predicted_peak_bytes": one.predicted_bytes,
             "measured_peak_bytes": one.measured_bytes,
-            "error_percent": f"{one.error_percent:.4f}",
+            "error_percent": round(one.error_percent, 4),
         }
         for one in predictions
     ]
@@ -108,7 +107,7 @@ def memory_figure(predictions: Iterable[MemoryPrediction]) -> Figure:
         own = [one for one in listed if one.where == where]
         x = [one.measured_bytes / one.baseline_bytes for one in own]
         y = [one.predicted_bytes / one.baseline_bytes for one in own]
-        axes.plot(x, y, "o", mfc="none", color=_COLOURS[index % len(_COLOURS)], label=where)
+        axes.plot(x, y, "o", mfc="none", color=COLOURS[index], label=where)
         for one, at in zip(own, zip(x, y, strict=True), strict=True):
             text = f"stage {one.stage}, {one.in_flight} in flight"
             axes.annotate(text, at, (12, -15), textcoords="offset points", fontsize=8)

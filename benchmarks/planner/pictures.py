@@ -8,21 +8,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from benchmarks.planner.plans_compared import EXTRA_FORWARDS, UNIT_TIME_S, Comparison, PlanKind, Row
+from benchmarks.outputs import BLUE, GREEN, ORANGE, PINK, RED, SKY, YELLOW, bare
+from benchmarks.planner.plans import EXTRA_FORWARDS, UNIT_TIME_S, Comparison, PlanKind, Row
 
-#: Kind, limit, colour (of Okabe and Ito, told apart with any colour vision) and colour of figures.
+#: Kind, limit, colour and colour of figures.
 _BARS = (
-    (PlanKind.ENVPIPE_ON_1F1B, None, "#F0E442", "black"),
-    (PlanKind.ENVPIPE, None, "#E69F00", "black"),
-    (PlanKind.LOWTIME, None, "#56B4E9", "black"),
-    (PlanKind.OURS_ON_1F1B, None, "#0072B2", "white"),
-    (PlanKind.OURS_JOINT, 1, "#CC79A7", "black"),
-    (PlanKind.OURS_JOINT, None, "#D55E00", "white"),
+    (PlanKind.ENVPIPE_ON_1F1B, None, YELLOW, "black"),
+    (PlanKind.ENVPIPE, None, ORANGE, "black"),
+    (PlanKind.LOWTIME, None, SKY, "black"),
+    (PlanKind.OURS_ON_1F1B, None, BLUE, "white"),
+    (PlanKind.OURS_JOINT, 1, PINK, "black"),
+    (PlanKind.OURS_JOINT, None, RED, "white"),
 )
 #: A plan that takes this much longer than all-maximum is marked (%).
 _SLOWER_PERCENT = 0.05
 _GROUP_WIDTH = 0.84
-_LINES = (("#0072B2", "o"), ("#009E73", "s"), ("#CC79A7", "^"), ("#D55E00", "D"))
+_LINES = ((BLUE, "o"), (GREEN, "s"), (PINK, "^"), (RED, "D"))
 
 
 def savings_figure(comparisons: Sequence[Comparison]) -> Figure:
@@ -90,7 +91,7 @@ def _draw_bars(axes: Axes, comparisons: Sequence[Comparison]) -> None:
     axes.set_xticks(range(len(comparisons)), names, fontsize="small")
     axes.margins(y=0.1)
     axes.set_ylim(bottom=0)
-    axes.spines[["top", "right"]].set_visible(False)
+    bare(axes)
 
 
 def _bar_row(comparison: Comparison, kind: PlanKind, limit: int | None) -> Row | None:
@@ -119,7 +120,7 @@ def memory_figure(comparisons: Sequence[Comparison]) -> Figure | None:
             _draw_memory(axes, comparison, colour, marker)
         axes.set_title(f"GPT-3 175B, {gpu}")
         axes.set_xlabel("peak in flight on the fullest stage (microbatches)")
-        axes.spines[["top", "right"]].set_visible(False)
+        bare(axes)
         axes.grid(axis="y", color="0.9")
     panels[0].set_ylabel("energy saved against all-maximum (%)")
     handles, labels = panels[0].get_legend_handles_labels()

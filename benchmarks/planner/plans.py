@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from benchmarks.planner.lowtime_rival import RECIPES, LowtimeRun, Recipe, run_lowtime
-from benchmarks.planner.planning_workloads import Workload
+from benchmarks.planner.workloads import Workload
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.errors import EnvPipeError
