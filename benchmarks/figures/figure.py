@@ -14,26 +14,26 @@ import click
 import torch
 from click.core import ParameterSource
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
-from benchmarks.figures.basis import overrun_warning
-from benchmarks.figures.experiments import BASELINE, EXPERIMENTS, MODELS, Experiment
-from benchmarks.figures.findings import claims_of
-from benchmarks.figures.hardware import SIZES, Place, hardware_of
+from benchmarks.figures.experiments import BASELINE, EXPERIMENTS, Experiment
+from benchmarks.figures.findings import claims_of, overrun_warning
 from benchmarks.figures.outcome import EMULATED
 from benchmarks.figures.pictures import draw
-from benchmarks.figures.requests import PROFILE_FILE
+from benchmarks.figures.requests import PROFILE_FILE, SIZES, Place, hardware_of
 from benchmarks.figures.rows import Row
 from benchmarks.figures.training import read_result, train
-from benchmarks.outputs import save_picture, write_csv
+from benchmarks.outputs import make_console, make_table, save_picture, write_csv
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.control import CHOICES
 
+#: What a terminal shows of the CSV.
+_SHOWN = (
+    "Model", "Stages", "Microbatches", "Type", "Scheduling", "Reconfig", "Throughput (sample/s)",
+    "Energy (mJ)", "Saving (%)", "Predicted saving (%)", "Slowdown (%)", "Peak in flight",
+)  # fmt: skip
 #: In the output folder: what was trained, which all figures share.
 _RUNS = "runs"
-#: Characters of the table, which a narrower terminal or a pipe would cut.
-_TABLE_WIDTH = 120
 
 
 def figure_command(name: str) -> click.Command:
@@ -90,7 +90,7 @@ def figure_command(name: str) -> click.Command:
         real_gpus: bool,
         gpu_backend: str | None,
     ) -> None:
-        console = Console(width=max(Console().width, _TABLE_WIDTH))
+        console = make_console()
         experiment = _narrowed(EXPERIMENTS[name], chosen, stages)
         gpus = torch.cuda.device_count() if real_gpus or gpu_backend else None
         place = Place(size, gpus, gpu_backend or Place.backend, forward_ms)
@@ -130,7 +130,7 @@ def make_rows(experiment: Experiment, place: Place, folder: Path, console: Conso
     """Train what a figure needs and is not there yet; its rows, in the order of its runs.
 
     Raises:
-        ExperimentError: too few GPUs, or a rank failed.
+        EnvPipeError: too few GPUs, or a rank failed.
     """
     place.check(experiment)
     if place.emulated:
@@ -153,19 +153,9 @@ def make_rows(experiment: Experiment, place: Place, folder: Path, console: Conso
         # Without clock control there is no profile: nothing is profiled or planned.
         profiled = folder / request.profiling().key / PROFILE_FILE
         profile = profiled if request.needs_profile and profiled.is_file() else None
-        rows.append(
-            Row(
-                job,
-                setting,
-                hardware,
-                factor,
-                request.steps,
-                request.job.replicas,
-                result,
-                baseline,
-                profile,
-            )
-        )
+        replicas = request.job.replicas
+        measured = hardware, factor, request.steps, replicas, result, baseline, profile
+        rows.append(Row(job, setting, *measured))
     return rows
 
 
@@ -174,9 +164,11 @@ def leave(
 ) -> None:
     """Write a figure's files, and show what stands in them."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_csv(folder / f"{experiment.name}.csv", [row.columns() for row in rows])
+    columns = [row.columns() for row in rows]
+    write_csv(folder / f"{experiment.name}.csv", columns)
     save_picture(draw(experiment, rows), folder, experiment.name)
-    console.print(_table(experiment, rows))
+    hardware = " and ".join(dict.fromkeys(row.hardware for row in rows))
+    console.print(make_table(f"{experiment.title}: {hardware}", columns, _SHOWN))
     claims = claims_of(experiment, rows, again)
     write_claims(folder / CLAIMS_FILE, claims)
     for claim in claims:
@@ -184,29 +176,6 @@ def leave(
     if warning := overrun_warning(rows):
         console.print(f"Warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
     console.print(f"Everything is in {folder}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _table(experiment: Experiment, rows: list[Row]) -> Table:
-    hardware = " and ".join(dict.fromkeys(row.hardware for row in rows))
-    table = Table(title=f"{experiment.title}: {hardware}")
-    for heading in ("model", "DP PP M", "setting"):
-        table.add_column(heading)
-    for heading in ("samples/s", "J/step", "saved", "predicted", "slower", "in flight"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        job, setting, plan = row.job, row.setting, row.result.plan
-        table.add_row(
-            MODELS[job.model].label,
-            f"{job.replicas} {job.stages} {job.num_microbatches}",
-            f"{setting.type} {setting.scheduling} {setting.reconfigure}",
-            f"{row.throughput:.2f}",
-            f"{row.energy_j:.0f}",
-            f"{row.saving_percent:.1f} %",
-            f"{plan.predicted_saving_percent:.1f} %" if plan else "",
-            f"{row.slowdown_percent:+.2f} %",
-            str(max(row.peak_in_flight)),
-        )
-    return table
 
 
 def _sentence(claim: Claim) -> str:

@@ -6,16 +6,18 @@ method.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, groupby, pairwise
+from pathlib import Path
 
 from benchmarks.claims import Claim
-from benchmarks.figures.basis import basis_of
 from benchmarks.figures.experiments import BALANCED, ENVELOPE, GREEDY, MODELS, UNIFORM, Experiment
-from benchmarks.figures.followups import why_few_save_less
 from benchmarks.figures.outcome import DRY_RUN, NO_CONTROL
 from benchmarks.figures.rows import Row, of_setting, savers, saving_difference
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.profile import Profile, read_profile
+from envpipe_megatron.policies.planner import PlanRequest, make_plan
 from envpipe_megatron.runtime.energy.intervals import NORMAL_95
 
 #: What the paper allows, and so counts as none (%).
@@ -25,47 +27,35 @@ _ONE_NODE = "up to 25.2 % on one node of four GPUs"
 _TWO_NODES = "up to 28.4 % on two nodes, 16 GPUs"
 
 
-@dataclass(frozen=True)
-class _Said:
-    """A sentence, what the paper says of the same, and the runs that it is made from.
+def _said(
+    sentence: str, paper: str, rows: Sequence[Row], agrees: bool | None, why: str = ""
+) -> Claim:
+    """A claim whose figure and command `claims_of` fills in.
 
     Args:
+        sentence: what was seen.
+        paper: what the paper says of the same.
+        rows: the runs that it is made from.
         agrees: None where the two cannot be compared.
         why: they do not agree, or cannot.
     """
-
-    sentence: str
-    paper: str
-    rows: list[Row]
-    agrees: bool | None
-    why: str = ""
+    return Claim("", "", sentence, basis_of(rows), paper, agrees, why)
 
 
 def claims_of(experiment: Experiment, rows: list[Row], command: str) -> list[Claim]:
     """All claims of one figure; the last is that training was the same."""
     found = [*_CLAIMS[experiment.name](rows), _losses(rows)]
-    return [
-        Claim(
-            experiment.name,
-            command,
-            said.sentence,
-            basis_of(said.rows),
-            said.paper,
-            said.agrees,
-            said.why,
-        )
-        for said in found
-    ]
+    return [replace(said, figure=experiment.name, command=command) for said in found]
 
 
 def _savings_mean_something(rows: Iterable[Row]) -> bool:
     return not any(row.result.control in (DRY_RUN, NO_CONTROL) for row in rows)
 
 
-def _losses(rows: list[Row]) -> _Said:
+def _losses(rows: list[Row]) -> Claim:
     compared = savers(rows)
     same = sum(row.losses_equal for row in compared)
-    return _Said(
+    return _said(
         f"All losses of {same} of {len(compared)} runs are the baseline's to the last bit",
         "accuracy is preserved",
         rows,
@@ -79,12 +69,12 @@ _EMULATED_MAGNITUDE = (
 _REAL_MAGNITUDE = "How much can be saved is another on each GPU, so only directions compare."
 
 
-def _savings(paper: str) -> Callable[[list[Row]], Iterator[_Said]]:
-    def say(rows: list[Row]) -> Iterator[_Said]:
+def _savings(paper: str) -> Callable[[list[Row]], Iterator[Claim]]:
+    def say(rows: list[Row]) -> Iterator[Claim]:
         balanced = of_setting(rows, BALANCED)
         meaningful = _savings_mean_something(rows)
         slowest = max(row.slowdown_percent for row in balanced)
-        yield _Said(
+        yield _said(
             f"EnvPipe is at most {slowest:+.2f} % slower",
             "less than 1 % slower",
             rows,
@@ -93,7 +83,7 @@ def _savings(paper: str) -> Callable[[list[Row]], Iterator[_Said]]:
         sentence = ", ".join(f"{_percent(row)} ({_name(row)})" for row in balanced)
         magnitude = _EMULATED_MAGNITUDE if rows[0].emulated else _REAL_MAGNITUDE
         lost = meaningful and any(row.saving_percent <= 0 for row in balanced)
-        yield _Said(
+        yield _said(
             f"EnvPipe saves {sentence}",
             paper,
             rows,
@@ -104,13 +94,13 @@ def _savings(paper: str) -> Callable[[list[Row]], Iterator[_Said]]:
     return say
 
 
-def _parts(rows: list[Row]) -> Iterator[_Said]:
+def _parts(rows: list[Row]) -> Iterator[Claim]:
     for label, some in _by_model(rows):
         parts = [of_setting(some, setting)[0] for setting in (UNIFORM, ENVELOPE, BALANCED)]
         slower = [row.slowdown_percent for row in parts]
         saved = [_percent(row) for row in parts]
         in_order = slower[0] > slower[1] >= slower[2] and slower[2] < _NO_SLOWDOWN_PERCENT
-        yield _Said(
+        yield _said(
             f"{label}: uniform saves {saved[0]} and is {slower[0]:.1f} % slower; EnvPipe's order "
             f"and envelope {saved[1]}, {slower[1]:.1f} % slower; balanced {saved[2]}, "
             f"{slower[2]:+.2f} %",
@@ -120,10 +110,10 @@ def _parts(rows: list[Row]) -> Iterator[_Said]:
         )
 
 
-def _greedy(rows: list[Row]) -> Iterator[_Said]:
+def _greedy(rows: list[Row]) -> Iterator[Claim]:
     pairs = list(zip(of_setting(rows, BALANCED), of_setting(rows, GREEDY), strict=True))
     worse = any(_saves_less(balanced, greedy) for balanced, greedy in pairs)
-    yield _Said(
+    yield _said(
         "Balanced saves, against greedy: " + "; ".join(_against(*pair) for pair in pairs),
         "expected: balanced saves at least as much as greedy",
         rows,
@@ -143,7 +133,7 @@ def _against(balanced: Row, greedy: Row) -> str:
     return sentence
 
 
-def _microbatches(rows: list[Row]) -> Iterator[_Said]:
+def _microbatches(rows: list[Row]) -> Iterator[Claim]:
     for label, some in _by_model(rows):
         by_count = sorted(of_setting(some, BALANCED), key=lambda row: row.job.num_microbatches)
         sentence = ", ".join(
@@ -152,7 +142,7 @@ def _microbatches(rows: list[Row]) -> Iterator[_Said]:
         agrees, why = None, ""
         if _savings_mean_something(some):
             agrees, why = _falls_with_microbatches(by_count)
-        yield _Said(
+        yield _said(
             f"{label} saves {sentence}",
             "expected: the fewer microbatches, the larger the bubbles and the saving",
             some,
@@ -208,7 +198,7 @@ def _name(row: Row) -> str:
     return f"{label}, DP{row.job.replicas} PP{row.job.stages}" if several else label
 
 
-_CLAIMS: dict[str, Callable[[list[Row]], Iterator[_Said]]] = {
+_CLAIMS: dict[str, Callable[[list[Row]], Iterator[Claim]]] = {
     "fig9_a": _savings(_ONE_NODE),
     "fig9_b": _savings(_ONE_NODE),
     "fig10": _parts,
@@ -216,3 +206,83 @@ _CLAIMS: dict[str, Callable[[list[Row]], Iterator[_Said]]] = {
     "fig12": _savings(_TWO_NODES),
     "fig13": _microbatches,
 }
+
+
+def basis_of(rows: Sequence[Row]) -> str:
+    """Of a claim that was made from these runs."""
+    parts = [" and ".join(dict.fromkeys(row.hardware for row in rows))]
+    if rows[0].emulated:
+        parts += ["reduced model", "unit times from operation counts", "no network time"]
+    parts.append(" or ".join(dict.fromkeys(f"{row.steps} measured steps" for row in rows)))
+    replicas = sorted({row.job.replicas for row in rows if row.replicas_run < row.job.replicas})
+    if replicas:
+        parts.append(f"one of {' or '.join(map(str, replicas))} replicas")
+    overran = [row for row in rows if not row.result.trusted]
+    if overran:
+        parts.append(_overran(overran, rows))
+    return ", ".join(parts)
+
+
+def overrun_warning(rows: Sequence[Row]) -> str:
+    """What it means that runs overran, as `Fidelity` says it; empty where none did."""
+    overran = [row for row in rows if not row.result.trusted]
+    if not overran:
+        return ""
+    return (
+        f"{_overran(overran, rows)}: this machine's own computation took over half of the emulated "
+        "time of these units. Emulated times are arithmetic and do not depend on it. Longer units "
+        "(a larger --forward-ms) or a machine with less to do make it go away."
+    )
+
+
+def _overran(overran: Sequence[Row], rows: Sequence[Row]) -> str:
+    worst = max(row.result.overrun_percent for row in overran)
+    return f"{len(overran)} of {len(rows)} runs overran (at most {worst:.0f} % of units)"
+
+
+#: Stages whose longest pair of units is this much longer than the shortest differ.
+_UNEQUAL = 1.1
+
+
+def why_few_save_less(profile_file: Path, counts: Sequence[int]) -> str:
+    """Why fewer microbatches save less: for each number of them, what stays at full clock.
+
+    Args:
+        profile_file: of the job.
+        counts: numbers of microbatches of an iteration.
+    """
+    profile = read_profile(profile_file)
+    on_envelope = _listed([_envelope_percent(profile.num_stages, count) for count in counts], 0)
+    best = _listed([_best_saving_percent(profile, count) for count in counts], 1)
+    slack = "; stages that differ have slack in every microbatch" if _stages_differ(profile) else ""
+    return (
+        f"With M = {_listed(counts, 0)} the outer envelope, which stays at full clock, holds "
+        f"{on_envelope} % of the units{slack}. From the same profile, the planner's best order and "
+        f"clocks save {best} %."
+    )
+
+
+def _listed(numbers: Sequence[float], decimals: int) -> str:
+    return ", ".join(f"{number:.{decimals}f}" for number in numbers)
+
+
+def _envelope_percent(num_stages: int, num_microbatches: int) -> float:
+    schedule = builders.one_f_one_b(num_stages, num_microbatches)
+    return 100 * len(schedule.outer_envelope) / schedule.num_units
+
+
+def _best_saving_percent(profile: Profile, num_microbatches: int) -> float:
+    """At the time of 1F1B at full clock."""
+    curves = profile.sidecar.wait_power_w or ({0: 0.0},) * profile.num_stages
+    powers = tuple(curve[max(curve)] for curve in curves)
+    request = PlanRequest(num_microbatches, "auto", "optimal", blocking_power_w=powers)
+    plan = make_plan(profile, request).plan
+    return plan.cost.saving_percent(plan.baseline.cost)
+
+
+def _stages_differ(profile: Profile) -> bool:
+    pairs_s = [
+        sum(max(rows, key=lambda row: row.frequency_mhz).time_s for rows in kinds.values())
+        for kinds in profile.rows
+    ]
+    return max(pairs_s) > _UNEQUAL * min(pairs_s)

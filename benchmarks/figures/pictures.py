@@ -18,14 +18,15 @@ from benchmarks.figures.experiments import (
     Job,
 )
 from benchmarks.figures.rows import Row, of_setting
+from benchmarks.outputs import BLUE, ORANGE, SKY, YELLOW, bare
 
-#: Of Okabe and Ito, told apart with any colour vision, and words for each setting.
+#: Colour and words for each setting.
 _BARS = {
     BASELINE: ("#999999", "baseline (1F1B, full clock)"),
-    UNIFORM: ("#F0E442", "uniform (1F1B)"),
-    ENVELOPE: ("#56B4E9", "EnvPipe, not reconfigured"),
-    GREEDY: ("#E69F00", "EnvPipe, greedy"),
-    BALANCED: ("#0072B2", "EnvPipe, balanced"),
+    UNIFORM: (YELLOW, "uniform (1F1B)"),
+    ENVELOPE: (SKY, "EnvPipe, not reconfigured"),
+    GREEDY: (ORANGE, "EnvPipe, greedy"),
+    BALANCED: (BLUE, "EnvPipe, balanced"),
 }
 _GROUP_WIDTH = 0.8
 
@@ -37,12 +38,24 @@ def draw(experiment: Experiment, rows: Sequence[Row]) -> Figure:
     throughput, energy = figure.subplots(2, 1, sharex=True)
     for index, setting in enumerate(experiment.settings):
         mine = of_setting(list(rows), setting)
-        _bars(throughput, index, len(experiment.settings), mine, [_speed(row) for row in mine])
-        _bars(energy, index, len(experiment.settings), mine, [_energy(row) for row in mine])
+        _bars(
+            throughput,
+            index,
+            len(experiment.settings),
+            mine,
+            [1 / (1 + row.slowdown_percent / 100) for row in mine],
+        )
+        _bars(
+            energy,
+            index,
+            len(experiment.settings),
+            mine,
+            [1 - row.saving_percent / 100 for row in mine],
+        )
+    bare(throughput, energy)
     for axes, label in ((throughput, "throughput"), (energy, "energy an iteration")):
         axes.axhline(1, color="black", linewidth=0.6, linestyle=":")
         axes.set_ylabel(f"{label} (baseline = 1)")
-        axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylim(0, 1.12)
         axes.margins(x=0.02)
     jobs = [row.job for row in of_setting(list(rows), experiment.settings[0])]
@@ -77,14 +90,6 @@ def _bars(axes: Axes, index: int, of: int, rows: Sequence[Row], heights: Sequenc
             ha="center",
             fontsize=7,
         )
-
-
-def _speed(row: Row) -> float:
-    return 1 / (1 + row.slowdown_percent / 100)
-
-
-def _energy(row: Row) -> float:
-    return 1 - row.saving_percent / 100
 
 
 def _label(job: Job, several: bool) -> str:

@@ -1,4 +1,4 @@
-"""What a rank is asked to train, handed over as a JSON file, and what names it in the cache."""
+"""What ranks are asked to train and on what, as a JSON file, and what names it in the cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures.experiments import BASELINE, ENVELOPE, Job, Setting
+from benchmarks.figures.experiments import BASELINE, ENVELOPE, Experiment, Job, Setting
+from benchmarks.figures.outcome import DRY_RUN, NO_CONTROL, Outcome
+from benchmarks.figures.unit_times import time_factor, unit_times
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.emulated.presets import load_preset
 
 #: One more whenever the same request comes to something else: what was run before is run again.
 _EDITION = 2
@@ -33,11 +37,6 @@ class EmulatedTime:
     factor: float
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
-
-    @classmethod
-    def of_json(cls, data: dict[str, Any]) -> EmulatedTime:
-        """What a JSON object of the fields says."""
-        return cls(data["factor"], tuple(data["forward_s"]), tuple(data["backward_s"]))
 
 
 @dataclass(frozen=True)
@@ -85,16 +84,13 @@ class RunRequest:
         minibatch = job.stages * job.microbatch_size * job.replicas
         return replace(self, job=replace(job, minibatch_size=minibatch), setting=ENVELOPE, steps=1)
 
-    def to_json(self) -> dict[str, Any]:
-        """Of JSON's types."""
-        return asdict(self)
-
     @classmethod
     def of_json(cls, data: dict[str, Any]) -> RunRequest:
-        """What `to_json` gave."""
+        """The request of which `asdict` made this."""
         fields = {**data, "job": Job(**data["job"]), "setting": Setting(**data["setting"])}
-        if data["emulated"]:
-            fields["emulated"] = EmulatedTime.of_json(data["emulated"])
+        if emulated := data["emulated"]:
+            times = tuple(emulated["forward_s"]), tuple(emulated["backward_s"])
+            fields["emulated"] = EmulatedTime(emulated["factor"], *times)
         return cls(**fields)
 
 
@@ -112,11 +108,7 @@ class Batch:
 
     def write(self, path: Path) -> None:
         """Write the JSON file that ranks read."""
-        content = {
-            "folder": str(self.folder),
-            "requests": [request.to_json() for request in self.requests],
-        }
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        path.write_text(json.dumps(asdict(self), indent=1, default=str) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Batch:
@@ -124,3 +116,75 @@ class Batch:
         content = json.loads(path.read_text())
         requests = tuple(RunRequest.of_json(entry) for entry in content["requests"])
         return cls(requests, Path(content["folder"]))
+
+
+SIZES = ("paper", "reduced")
+#: Measured steps of a run, as in EnvPipe's scripts.
+STEPS = 30
+#: The same of a job that the reduced size trains one replica of: its iterations take seconds.
+REDUCED_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Place:
+    """How a figure is made.
+
+    Args:
+        size: one of `SIZES`; reduced trains one of several replicas for all, in fewer steps.
+        gpus: of this machine; None emulates.
+        backend: of the clocks of real GPUs.
+        forward_ms: wall time of a pipeline's longest forward on emulated GPUs.
+    """
+
+    size: str
+    gpus: int | None = None
+    backend: str = "auto"
+    forward_ms: int = 8
+
+    @property
+    def emulated(self) -> bool:
+        """Whether GPUs are emulated."""
+        return self.gpus is None
+
+    def request(self, job: Job, setting: Setting) -> RunRequest:
+        """What ranks are asked to do for one run of a figure."""
+        steps = STEPS
+        if self.size == "reduced" and job.replicas > 1:
+            job = replace(job, minibatch_size=job.minibatch_size // job.replicas, replicas=1)
+            steps = REDUCED_STEPS
+        emulated = emulated_time(job, self.forward_ms) if self.emulated else None
+        return RunRequest(job, setting, steps, emulated, self.backend)
+
+    def check(self, experiment: Experiment) -> None:
+        """Raise where a figure cannot be made here.
+
+        Raises:
+            EnvPipeError: fewer GPUs than ranks.
+        """
+        jobs = [self.request(job, setting).job for job, setting in experiment.runs()]
+        needed = max(job.stages * job.replicas for job in jobs)
+        if self.gpus is not None and needed > self.gpus:
+            raise EnvPipeError(
+                f"{experiment.name} needs {needed} GPUs at size {self.size}, PyTorch sees fewer",
+                value=self.gpus,
+                remedy="Give fewer stages with --stages, or leave out --real-gpus and "
+                "--gpu-backend to emulate GPUs.",
+            )
+
+
+def hardware_of(request: RunRequest, outcome: Outcome) -> str:
+    """What a run was done on, for tables and pictures."""
+    if request.emulated is not None:
+        preset = load_preset(request.job.gpu)
+        return f"emulated {preset.gpu} ({'fitted' if preset.fitted else 'not fitted'})"
+    if outcome.control in (DRY_RUN, NO_CONTROL):
+        return f"{outcome.gpu} (clocks left alone, so savings mean nothing)"
+    return f"{outcome.gpu} (clocks by {outcome.control})"
+
+
+def emulated_time(job: Job, forward_ms: int) -> EmulatedTime:
+    """Time of a job on its emulated GPU, whose longest forward has this wall time."""
+    times = unit_times(job)
+    factor = time_factor(times, forward_ms / 1e3)
+    scaled = times.scaled(factor)
+    return EmulatedTime(factor, scaled.forward_s, scaled.backward_s)

@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from benchmarks.figures.data import loss_of
 from benchmarks.figures.experiments import Model, Precision
-from benchmarks.figures.layers import Stage
+from benchmarks.figures.layers import Stage, loss_of
 from envpipe_megatron.core.schedule import Unit
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.figures.emulation import write_scaled_preset
 from benchmarks.figures.outcome import Outcome
 from benchmarks.figures.requests import RESULT_FILE, Batch, RunRequest
+from benchmarks.figures.unit_times import write_scaled_preset
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.quickstart.ranks import (
     ended_like_ctrl_c,
@@ -27,15 +27,11 @@ from envpipe_megatron.quickstart.ranks import (
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-class ExperimentError(EnvPipeError):
-    """An experiment that cannot be done here, or did not finish."""
-
-
 def train(requests: Iterable[RunRequest], folder: Path, console: Console) -> None:
     """Do those of the runs that have no result in a folder yet, and the profiles they need.
 
     Raises:
-        ExperimentError: a rank failed; runs that ended before keep their results.
+        EnvPipeError: a rank failed; runs that ended before keep their results.
         KeyboardInterrupt: on Ctrl-C and SIGTERM, after the ranks have ended.
     """
     wanted = list(requests)
@@ -103,7 +99,7 @@ def _train_batch(batch: Batch, console: Console) -> None:
                     _say(console, f"  {event['text']}", "dim")
         code = ranks.wait()
     if code != 0:
-        raise ExperimentError(
+        raise EnvPipeError(
             f"A rank failed (exit code {code})", remedy=f"The first error stands in {log_path}."
         )
 

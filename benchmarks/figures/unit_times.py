@@ -8,15 +8,17 @@ of savings in percent, the ratios between stages decide, and those of clock chan
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.figures.data import inputs_of
 from benchmarks.figures.experiments import MODELS, Job, Model, Precision
-from benchmarks.figures.layers import Stage, build_stage
+from benchmarks.figures.layers import Stage, build_stage, inputs_of
+from envpipe_megatron.gpu.emulated.presets import load_preset, resolve_preset
 
 #: What a GPU is assumed to reach: its vendor's figure for dense matrix products (operations/s), and
 #: the share of it that training reaches.
@@ -83,3 +85,42 @@ def unit_times(job: Job) -> UnitTimes:
         tuple(operations.forward / (peak * share) for operations in counted),
         tuple(operations.backward / (peak * share) for operations in counted),
     )
+
+
+#: The shortest forward of a pipeline is not made shorter than this share of what the longest is
+#: asked to be, or the host would compute longer than the unit.
+_SHORTEST_SHARE = 0.75
+#: What of a preset is time.
+_TIMES = ("frequency_change_s", "refresh_s")
+
+
+def time_factor(times: UnitTimes, forward_s: float) -> float:
+    """What emulated time is multiplied by for these units.
+
+    Args:
+        times: of the real size.
+        forward_s: of the longest forward of the pipeline in wall time; longer where the shortest
+            would else be too short for a host.
+    """
+    shortest_s = _SHORTEST_SHARE * forward_s
+    return max(forward_s / max(times.forward_s), shortest_s / min(times.forward_s))
+
+
+def write_scaled_preset(name: str, factor: float, folder: Path) -> Path:
+    """Write a preset whose times are multiplied by a factor.
+
+    Args:
+        name: of a preset that comes with the package.
+        factor: above 0.
+        folder: is made where it is missing.
+    """
+    text = resolve_preset(name).read_text(encoding="utf-8")
+    preset = load_preset(name)
+    for field in _TIMES:
+        value = f"{field} = {getattr(preset, field) * factor!r}"
+        text, count = re.subn(rf"(?m)^{field} = .*$", value, text)
+        assert count == 1, f"{name} says {field} {count} times"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.toml"
+    path.write_text(text, encoding="utf-8")
+    return path

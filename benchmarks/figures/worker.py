@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.figures.data import inputs_of, targets_of
 from benchmarks.figures.experiments import MODELS, reduced
-from benchmarks.figures.layers import activation_shapes, build_stage
+from benchmarks.figures.layers import activation_shapes, build_stage, inputs_of, targets_of
 from benchmarks.figures.outcome import EMULATED, NO_CONTROL, Outcome, RankOutcome
 from benchmarks.figures.requests import (
     PROFILE_FILE,

@@ -11,6 +11,7 @@ from preset_profile import preset_profile
 from rich.console import Console
 
 from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.presets import load_preset
 
 pytest.importorskip("torch")
@@ -19,7 +20,6 @@ from benchmarks import all as everything
 from benchmarks.claims import CLAIMS_FILE, Claim, read_claims, write_claims
 from benchmarks.figures import figure as command
 from benchmarks.figures import training
-from benchmarks.figures.basis import basis_of, overrun_warning
 from benchmarks.figures.experiments import (
     BALANCED,
     BASELINE,
@@ -30,13 +30,10 @@ from benchmarks.figures.experiments import (
     Experiment,
     Job,
 )
-from benchmarks.figures.findings import claims_of
-from benchmarks.figures.followups import why_few_save_less
-from benchmarks.figures.hardware import Place
+from benchmarks.figures.findings import basis_of, claims_of, overrun_warning, why_few_save_less
 from benchmarks.figures.outcome import Outcome, PlanFacts
-from benchmarks.figures.requests import PROFILE_FILE, EmulatedTime
+from benchmarks.figures.requests import PROFILE_FILE, EmulatedTime, Place
 from benchmarks.figures.rows import saving_difference
-from benchmarks.figures.training import ExperimentError
 
 REDUCED = Place("reduced")
 
@@ -47,7 +44,7 @@ SOME_TIME = EmulatedTime(0.25, (0.01,) * 4, (0.03,) * 4)
 @pytest.fixture
 def some_time(monkeypatch):
     monkeypatch.setattr(
-        "benchmarks.figures.hardware.emulated_time", lambda job, forward_ms: SOME_TIME
+        "benchmarks.figures.requests.emulated_time", lambda job, forward_ms: SOME_TIME
     )
 
 
@@ -117,7 +114,7 @@ def test_the_reduced_size_trains_one_replica_with_as_many_microbatches():
 
 
 def test_too_few_gpus_are_refused():
-    with pytest.raises(ExperimentError, match="needs 4 GPUs"):
+    with pytest.raises(EnvPipeError, match="needs 4 GPUs"):
         Place("reduced", 2).check(EXPERIMENTS["fig9_a"])
     Place("reduced", 4).check(EXPERIMENTS["fig9_a"])
 
@@ -355,7 +352,7 @@ def test_a_figure_from_end_to_end(tmp_path, monkeypatch):
     job = Job("gpt_125M", "v100", 2, 8, stages=2)
     tiny = Experiment("fig9_a", "tiny", (job,), (BASELINE, BALANCED))
     monkeypatch.setitem(command.EXPERIMENTS, "fig9_a", tiny)
-    monkeypatch.setattr("benchmarks.figures.hardware.STEPS", 3)
+    monkeypatch.setattr("benchmarks.figures.requests.STEPS", 3)
     # Profiling online takes most of the time, and is tested elsewhere.
     profiling = REDUCED.request(job, BALANCED).profiling()
     profiled = tmp_path / "runs" / profiling.key

@@ -16,8 +16,6 @@ pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 import torch
 
-from benchmarks.figures.data import inputs_of, loss_of, targets_of
-from benchmarks.figures.emulation import time_factor, write_scaled_preset
 from benchmarks.figures.experiments import (
     BALANCED,
     BASELINE,
@@ -27,10 +25,23 @@ from benchmarks.figures.experiments import (
     Job,
     reduced,
 )
-from benchmarks.figures.layers import activation_shapes, build_stage, layer_makers, split
+from benchmarks.figures.layers import (
+    activation_shapes,
+    build_stage,
+    inputs_of,
+    layer_makers,
+    loss_of,
+    split,
+    targets_of,
+)
 from benchmarks.figures.requests import Batch, EmulatedTime, RunRequest
 from benchmarks.figures.training import batches
-from benchmarks.figures.unit_times import UnitTimes, stage_operations
+from benchmarks.figures.unit_times import (
+    UnitTimes,
+    stage_operations,
+    time_factor,
+    write_scaled_preset,
+)
 
 # --- what is trained -----------------------------------------------------------------------------
 
