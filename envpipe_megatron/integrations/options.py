@@ -1,7 +1,9 @@
-"""The options of a job, checked against each other; free of frameworks and torch.
+"""The options of a job: one table of flags, and what becomes of them; no framework, no torch.
 
-EnvPipe's environment variables ENVPIPE_TYPE, ENVPIPE_SCHEDULING and ENVPIPE_RECONFIGURE stand for
-the options of those names where these are not given.
+`FLAGS` says what there is. `add_arguments` adds them to a framework's command line, `settings`
+takes them by name and value, and `read_options` checks both ways' against each other. EnvPipe's
+environment variables ENVPIPE_TYPE, ENVPIPE_SCHEDULING and ENVPIPE_RECONFIGURE stand for the options
+of those names where these are not given.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.planner import (
     BY_MEMORY,
@@ -43,6 +47,90 @@ _GOES_WITH = {
     "optimal": ("auto", "default"),
 }
 
+#: Each option by its name without `--envpipe-`, as argparse takes it.
+FLAGS: dict[str, dict[str, Any]] = {
+    "type": {
+        "choices": TYPES,
+        "help": "baseline: measure, at the highest clock; uniform: each stage at its optimal "
+        "clock; envelope: highest on the outer envelope, optimal inside; optimal: least energy by "
+        "a linear program. Default: $ENVPIPE_TYPE, else envelope.",
+    },
+    "scheduling": {
+        "choices": SCHEDULINGS,
+        "help": "Order of forwards and backwards: 1f1b; ours or envpipe: EnvPipe's; auto: planned "
+        "together with the clocks, with type optimal. Default: $ENVPIPE_SCHEDULING, else ours with "
+        "type envelope, auto with optimal, 1f1b with the others.",
+    },
+    "reconfigure": {
+        "choices": RECONFIGURES,
+        "help": "With type envelope, adjust clocks from measured iterations: greedy, balanced; "
+        "default: do not; optimal: the same as type optimal. Default: $ENVPIPE_RECONFIGURE, else "
+        "balanced with type envelope.",
+    },
+    "max-in-flight": {
+        "metavar": "N[,N...]|memory",
+        "help": "Most microbatches whose activations a stage holds, one number or one for each "
+        "stage; memory (default on GPUs): as many as fit, by what the first steps measure.",
+    },
+    "baseline-steps": {
+        "type": int,
+        "default": 10,
+        "metavar": "N",
+        "help": "Steps in the framework's own order at the highest clock, which savings are "
+        "measured against. Default: 10.",
+    },
+    "profile-steps": {
+        "type": int,
+        "default": 5,
+        "metavar": "N",
+        "help": "Steps measured at each clock while profiling, at least; short ones are repeated "
+        "for a second. Default: 5.",
+    },
+    "profile": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "A profile CSV, instead of profiling.",
+    },
+    "plan": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "A plan JSON to run as it stands, whatever type and order; needs the profile that "
+        "prices it.",
+    },
+    "profile-only": {
+        "action": "store_true",
+        "help": "End the job when the profile is written.",
+    },
+    "gpu-control": {
+        "choices": GPU_CONTROLS,
+        "default": "auto",
+        "help": "What changes clocks; auto (default): the first that is allowed; dry_run: log what "
+        "would be done; none: only measure.",
+    },
+    "require-control": {
+        "action": "store_true",
+        "help": "Refuse to train where clocks may not be changed, instead of measuring alone.",
+    },
+    "min-dwell-ms": {
+        "type": float,
+        "default": 0.0,
+        "metavar": "X",
+        "help": "Least time between two changes of a GPU's clock. Default: 0.",
+    },
+    "gpu": {
+        "default": "auto",
+        "metavar": "PRESET",
+        "help": "The kind of GPU whose range of clocks is profiled, such as v100; auto (default): "
+        "by the name of the GPU. Without a GPU: the kind that is emulated.",
+    },
+    "output": {
+        "type": Path,
+        "metavar": "DIR",
+        "help": "Folder for profile, plan, energy log and summary. Default: 'envpipe' in the "
+        "folder of --save, else nothing is written.",
+    },
+}
+
 
 class OptionError(EnvPipeError):
     """An option of EnvPipe that is wrong, or does not go with another."""
@@ -50,25 +138,10 @@ class OptionError(EnvPipeError):
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for, with what goes without saying filled in.
+    """The options of `FLAGS`, checked, with defaults filled in.
 
-    Args:
-        policy: one of `TYPES`.
-        scheduling: one of `SCHEDULINGS`.
-        reconfigure: default, greedy or balanced.
-        max_in_flight: most microbatches in flight, one number or one for each stage; `memory`: what
-            fits beside the rest; None for no limit.
-        baseline_steps: measured iterations of the framework's own order at the highest clock.
-        profile_steps: measured iterations at each clock.
-        profile_file: used in place of the online profile.
-        plan_file: run as it stands.
-        profile_only: end the job when the profile is written.
-        gpu_control: one of `gpu.control.CHOICES`.
-        require_control: whether a job that may not change clocks is an error.
-        min_dwell_s: least time between two changes of a clock.
-        output_dir: where profile, plan and energy log go; None for nowhere.
-        gpu_preset: whose clocks are profiled, and which GPU is emulated where there is none; None
-            for what the GPU itself says.
+    `policy` is the type. None as the limit of microbatches in flight is no limit; as a file, folder
+    or preset, none.
     """
 
     policy: str
@@ -98,6 +171,12 @@ class Options:
         )
 
 
+def add_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the options that go with --envpipe to a framework's command line."""
+    for name, keywords in FLAGS.items():
+        group.add_argument(f"--envpipe-{name}", **keywords)
+
+
 def read_options(
     args: argparse.Namespace,
     environment: Mapping[str, str] | None = None,
@@ -109,7 +188,7 @@ def read_options(
     """Check the options against each other, and fill in what was not given.
 
     Args:
-        args: has what `flags.add_arguments` added, parsed.
+        args: has what `add_arguments` added, parsed.
         environment: by default this process's.
         num_stages: p.
         save_folder: where the job keeps its checkpoints, if it does.
@@ -172,24 +251,6 @@ def read_options(
     return options
 
 
-def make_output_folder(options: Options) -> None:
-    """Make it before anything is built.
-
-    Raises:
-        OptionError: there can be none.
-    """
-    if options.output_dir is None:
-        return
-    try:
-        options.output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OptionError(
-            f"There can be no output folder: {error.strerror}",
-            value=str(options.output_dir),
-            remedy="Give another one by --envpipe-output.",
-        ) from error
-
-
 def prepare_files(options: Options, num_stages: int) -> None:
     """Make the output folder, and read what files are given, before anything is built.
 
@@ -198,18 +259,16 @@ def prepare_files(options: Options, num_stages: int) -> None:
     Raises:
         EnvPipeError: there can be no folder; a file is damaged, or of another number of stages.
     """
-    make_output_folder(options)
-    if os.environ.get("RANK", "0") == "0":
-        check_files(options, num_stages)
-
-
-def check_files(options: Options, num_stages: int) -> None:
-    """Read the files that the job is given before anything is built.
-
-    Raises:
-        EnvPipeError: one is damaged, or of another number of stages.
-    """
-    if options.profile_file is None:
+    if options.output_dir is not None:
+        try:
+            options.output_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OptionError(
+                f"There can be no output folder: {error.strerror}",
+                value=str(options.output_dir),
+                remedy="Give another one by --envpipe-output.",
+            ) from error
+    if options.profile_file is None or not _reads_files(os.environ):
         return
     profile = read_profile(options.profile_file)
     if profile.num_stages != num_stages:
@@ -234,45 +293,48 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool) -> None:
         ):
             text = text.replace(option, name)
         raise OptionError(text) from None
-    if isinstance(options.max_in_flight, tuple) and len(options.max_in_flight) != num_stages:
+    limit, by_file = options.max_in_flight, options.profile_file is not None
+    if isinstance(limit, tuple) and len(limit) != num_stages:
         raise OptionError(
             f"--envpipe-max-in-flight is one number, or one for each of {num_stages} stages",
-            value=options.max_in_flight,
+            value=limit,
         )
-    if options.max_in_flight == BY_MEMORY and not on_gpu:
-        raise OptionError(
+    for wrong, what, remedy in (
+        (
+            limit == BY_MEMORY and not on_gpu,
             "--envpipe-max-in-flight memory needs GPUs, whose memory can be measured",
-            remedy="Give a number of microbatches.",
-        )
-    if options.plan_file and not options.profile_file:
-        raise OptionError(
+            "Give a number of microbatches.",
+        ),
+        (
+            options.plan_file is not None and not by_file,
             "--envpipe-plan needs the profile that prices it",
-            value=str(options.plan_file),
-            remedy="Give --envpipe-profile too.",
-        )
-    if options.profile_only and (options.profile_file or options.output_dir is None):
-        raise OptionError(
+            "Give --envpipe-profile too.",
+        ),
+        (
+            options.profile_only and (by_file or options.output_dir is None),
             "--envpipe-profile-only measures a profile and writes it",
-            remedy="Give --envpipe-output, and no --envpipe-profile.",
-        )
-    if options.policy == "baseline" and (options.profile_only or options.profile_file):
-        raise OptionError(
+            "Give --envpipe-output, and no --envpipe-profile.",
+        ),
+        (
+            options.policy == "baseline" and (options.profile_only or by_file),
             "--envpipe-type baseline measures alone: it makes no profile, and runs no plan",
-            remedy="Use another type with --envpipe-profile, -profile-only and -plan.",
-        )
-    if options.gpu_control == "none" and (
-        options.profile_only or options.profile_file or options.require_control
-    ):
-        raise OptionError(
+            "Use another type with --envpipe-profile, -profile-only and -plan.",
+        ),
+        (
+            options.gpu_control == "none"
+            and (options.profile_only or by_file or options.require_control),
             "--envpipe-gpu-control none only measures, in the framework's own order",
-            remedy="Leave it out with --envpipe-profile, -profile-only, -plan and "
-            "-require-control; dry_run runs a plan and changes no clock.",
-        )
-    if options.gpu_control == "emulated" and on_gpu:
-        raise OptionError(
+            "Leave it out with --envpipe-profile, -profile-only, -plan and -require-control; "
+            "dry_run runs a plan and changes no clock.",
+        ),
+        (
+            options.gpu_control == "emulated" and on_gpu,
             "--envpipe-gpu-control emulated is for jobs without GPUs",
-            remedy="Use dry_run, which logs what would be done.",
-        )
+            "Use dry_run, which logs what would be done.",
+        ),
+    ):
+        if wrong:
+            raise OptionError(what, remedy=remedy)
     for name, value, least in (
         ("--envpipe-baseline-steps", options.baseline_steps, 2),
         ("--envpipe-profile-steps", options.profile_steps, 1),
@@ -304,11 +366,9 @@ def _preset(given: str) -> str | None:
     return name
 
 
-def _max_in_flight(
-    given: str | None, unless_given: str | None
-) -> int | tuple[int, ...] | str | None:
+def _max_in_flight(given: str | None, default: str | None) -> int | tuple[int, ...] | str | None:
     if given is None or given == BY_MEMORY:
-        return given or unless_given
+        return given or default
     try:
         numbers = tuple(int(part) for part in given.split(","))
     except ValueError:
@@ -321,8 +381,11 @@ def _max_in_flight(
     return numbers if len(numbers) > 1 else numbers[0]
 
 
+def _reads_files(variables: Mapping[str, str]) -> bool:
+    return variables.get("RANK", "0") == "0"
+
+
 def _existing(name: str, path: Path | None, variables: Mapping[str, str]) -> Path | None:
-    """A file that is there on the node of rank 0, which alone reads it."""
-    if path is not None and variables.get("RANK", "0") == "0" and not path.is_file():
+    if path is not None and _reads_files(variables) and not path.is_file():
         raise OptionError(f"The file of {name} is not there", value=str(path))
     return path

@@ -7,10 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import NoReturn
 
-from envpipe_megatron.integrations.flags import add_arguments
 from envpipe_megatron.integrations.options import (
+    FLAGS,
     OptionError,
     Options,
+    add_arguments,
     read_options,
 )
 
@@ -45,8 +46,7 @@ def plain_names(settings: Mapping[str, object]) -> dict[str, object]:
 def merged(block: Mapping[str, object], call: Mapping[str, object]) -> dict[str, object]:
     """Settings of a file, and those of a call, which go before them.
 
-    A type in the call takes the file's order and reconfiguring along where it gives none: they may
-    not go with it.
+    A type in the call drops the file's order and reconfiguring, which may not go with it.
 
     Raises:
         OptionError: two names of one option in one of them.
@@ -71,19 +71,18 @@ def read_settings(settings: Mapping[str, object], *, num_stages: int, on_gpu: bo
         OptionError: a name that is unknown or given twice, a value of the wrong kind, or options
             that do not go together, by their names here.
     """
+    parser = _Parser(prog="envpipe", allow_abbrev=False, add_help=False)
+    add_arguments(parser.add_argument_group())
     try:
-        return read_options(_parsed(plain_names(settings)), num_stages=num_stages, on_gpu=on_gpu)
+        args = parser.parse_args(_words(plain_names(settings)))
+        return read_options(args, num_stages=num_stages, on_gpu=on_gpu)
     except OptionError as error:
         raise OptionError(_FLAG.sub(lambda flag: flag[1].replace("-", "_"), str(error))) from None
 
 
-def _parsed(settings: Mapping[str, object]) -> argparse.Namespace:
-    parser = _Parser(prog="envpipe", allow_abbrev=False, add_help=False)
-    add_arguments(parser.add_argument_group())
-    # argparse tells of a flag without a value by its `nargs`.
-    takes_value = {
-        action.dest.removeprefix("envpipe_"): action.nargs != 0 for action in parser._actions
-    }
+def _words(settings: Mapping[str, object]) -> list[str]:
+    """The settings as a command line."""
+    takes_value = {name.replace("-", "_"): "action" not in flag for name, flag in FLAGS.items()}
     words: list[str] = []
     for name, value in settings.items():
         if name not in takes_value:
@@ -103,4 +102,4 @@ def _parsed(settings: Mapping[str, object]) -> argparse.Namespace:
             words.append(f"{flag}={','.join(str(part) for part in parts)}")
         elif value:
             words.append(flag)
-    return parser.parse_args(words)
+    return words

@@ -12,12 +12,11 @@ import pytest
 from envpipe_megatron.core.profile import ProfileRow, make_profile
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.flags import add_arguments
 from envpipe_megatron.integrations.megatron_lm.refusals import REFUSED, check_supported
 from envpipe_megatron.integrations.options import (
     Options,
-    check_files,
-    make_output_folder,
+    add_arguments,
+    prepare_files,
     read_options,
 )
 
@@ -93,26 +92,24 @@ def test_refusals_name_the_options_of_megatron() -> None:
         assert all(name.startswith("--envpipe-") for name in named)
 
 
-def test_files_are_read_before_anything_is_built(tmp_path: Path) -> None:
+def test_files_are_read_before_anything_is_built(tmp_path: Path, monkeypatch: Any) -> None:
     rows = [(stage, kind, ProfileRow(1000, 0.1, 10.0)) for stage in range(4) for kind in Kind]
     profile, plan = tmp_path / "profile.csv", tmp_path / "plan.json"
     make_profile(rows, source="a test's").write(profile)
-    check_files(read("--envpipe-profile", str(profile)), 4)
-    with pytest.raises(EnvPipeError, match="4 stages and this job 2"):
-        check_files(read("--envpipe-profile", str(profile)), 2)
     plan.write_text("{}")
-    with pytest.raises(EnvPipeError, match=r"plan\.json"):
-        check_files(read("--envpipe-profile", str(profile), "--envpipe-plan", str(plan)), 4)
-    with pytest.raises(EnvPipeError, match="header"):
-        check_files(read("--envpipe-profile", __file__), 4)
-
-
-def test_an_output_folder_that_cannot_be(tmp_path: Path) -> None:
-    make_output_folder(read())
-    make_output_folder(read("--envpipe-output", str(tmp_path / "a" / "b")))
+    by_file = read("--envpipe-profile", str(profile), "--envpipe-output", str(tmp_path / "a" / "b"))
+    prepare_files(by_file, 4)
     assert (tmp_path / "a" / "b").is_dir()
-    with pytest.raises(EnvPipeError, match=r"no output folder: .*--envpipe-output"):
-        make_output_folder(read("--envpipe-output", __file__))
+    for words, stages, why in (
+        (("--envpipe-profile", str(profile)), 2, "4 stages and this job 2"),
+        (("--envpipe-profile", str(profile), "--envpipe-plan", str(plan)), 4, r"plan\.json"),
+        (("--envpipe-profile", __file__), 4, "header"),
+        (("--envpipe-output", __file__), 4, r"no output folder: .*--envpipe-output"),
+    ):
+        with pytest.raises(EnvPipeError, match=why):
+            prepare_files(read(*words), stages)
+    monkeypatch.setenv("RANK", "3")  # another node's, perhaps, without the file
+    prepare_files(by_file, 2)
 
 
 def test_output_lies_beside_the_checkpoints() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations import flags
+from envpipe_megatron.integrations import options as job_options
 from envpipe_megatron.integrations.deepspeed.configuration import check_version
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
 from envpipe_megatron.integrations.deepspeed.initialize import begin
@@ -75,7 +75,7 @@ _state = _State()
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the options that go with --envpipe."""
-    flags.add_arguments(group)
+    job_options.add_arguments(group)
 
 
 def validate(args: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations import flags
+from envpipe_megatron.integrations import options as job_options
 from envpipe_megatron.integrations.hooking import (
     NEEDED_BY_ITERATION,
     HookError,
@@ -52,7 +52,7 @@ _state = _State()
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the options that go with --envpipe."""
-    flags.add_arguments(group)
+    job_options.add_arguments(group)
 
 
 def validate(args: argparse.Namespace) -> None:

@@ -48,21 +48,21 @@ def check_own_order(told, text):
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault("runtime.planning:make_plan", error=MemoryError),
-        Fault("runtime.planning:make_plan", error=PlannerError),
-        Fault("runtime.planning:known_conditions", error=RecursionError),
-        Fault("runtime.planning:in_flight_limit"),
-        Fault("runtime.planning:_check"),
-        Fault("runtime.memory:StageMemory.predicted_peak_bytes", victim=1),
-        Fault("runtime.memory:StageMemory.predicted_peak_bytes", victim=None),
-        Fault("runtime.phases:sweep_range", victim=1),
-        Fault("runtime.profiler:split_energies", victim=2),
-        Fault("runtime.profiler:make_profile", error=EnvPipeError),
-        Fault("runtime.profiler:_Point.read", victim=1, call=3),
-        Fault("runtime.reconfigurer:no_bubble_threshold_s"),
-        Fault("runtime.reconfigurer:step", call=2),
-        Fault("runtime.reconfigurer:grid", error=MemoryError),
-        Fault("runtime.reconfigurer:replace", error=EnvPipeError),
+        Fault("runtime.job.planning:make_plan", error=MemoryError),
+        Fault("runtime.job.planning:make_plan", error=PlannerError),
+        Fault("runtime.job.planning:known_conditions", error=RecursionError),
+        Fault("runtime.job.planning:in_flight_limit"),
+        Fault("runtime.job.planning:_check"),
+        Fault("runtime.memory.peak:StageMemory.predicted_peak_bytes", victim=1),
+        Fault("runtime.memory.peak:StageMemory.predicted_peak_bytes", victim=None),
+        Fault("runtime.job.phases:sweep_range", victim=1),
+        Fault("runtime.profiling.profiler:split_energies", victim=2),
+        Fault("runtime.profiling.profiler:make_profile", error=EnvPipeError),
+        Fault("runtime.profiling.profiler:_Point.read", victim=1, call=3),
+        Fault("runtime.job.reconfigurer:no_bubble_threshold_s"),
+        Fault("runtime.job.reconfigurer:step", call=2),
+        Fault("runtime.job.reconfigurer:grid", error=MemoryError),
+        Fault("runtime.job.reconfigurer:replace", error=EnvPipeError),
     ],
     ids=lambda fault: f"{fault.target.split(':')[1]} {fault.error.__name__} on {fault.victim}",
 )
@@ -76,10 +76,10 @@ def test_what_fails_leaves_the_frameworks_order(three_ranks, tmp_path, fault):
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault("plan:Plan.write"),
-        Fault("profile:Profile.write"),
-        Fault("runtime.job_file:JobKeeper.keep_plan", error=MemoryError),
-        Fault("runtime.memory:activation_bytes", victim=1),
+        Fault("core.plan:Plan.write"),
+        Fault("core.profile:Profile.write"),
+        Fault("runtime.job.job_file:JobKeeper.keep_plan", error=MemoryError),
+        Fault("runtime.memory.peak:activation_bytes", victim=1),
     ],
     ids=lambda fault: fault.target,
 )
@@ -117,7 +117,7 @@ def test_a_solver_may_fail_anywhere(three_ranks, tmp_path):
 
 
 def test_no_start_meets_the_same_failure_for_ever(three_ranks, tmp_path):
-    fault = Fault("runtime.planning:make_plan", error=MemoryError)
+    fault = Fault("runtime.job.planning:make_plan", error=MemoryError)
     run = three_ranks.run
     check_own_order(run(going_on_ranks.train, tmp_path, ENVELOPE, (fault,)), "MemoryError")
     assert stored(tmp_path)["profile"]  # the next start may have more memory
@@ -131,7 +131,7 @@ def test_no_start_meets_the_same_failure_for_ever(three_ranks, tmp_path):
     assert stored(tmp_path)["plan"]
 
 
-@pytest.mark.parametrize("fault", ["runtime.planning:_read", None], ids=["order", "memory"])
+@pytest.mark.parametrize("fault", ["runtime.job.planning:_read", None], ids=["order", "memory"])
 def test_a_kept_plan_that_does_not_run_any_more_is_made_anew(three_ranks, tmp_path, fault):
     plenty, less = (10**9,) * 3, (78_000, 75_000, 72_000)
     run = three_ranks.run
@@ -153,7 +153,7 @@ def test_a_kept_plan_that_does_not_run_any_more_is_made_anew(three_ranks, tmp_pa
 
 def test_kept_files_that_cannot_be_read_start_over(three_ranks, tmp_path):
     three_ranks.run(going_on_ranks.train, tmp_path, ENVELOPE)
-    fault = Fault("runtime.job_file:read_profile", error=OverflowError)
+    fault = Fault("runtime.job.job_file:read_profile", error=OverflowError)
     told = three_ranks.run(going_on_ranks.train, tmp_path, ENVELOPE, (fault,))
     assert phases(told[0]) == ["warm-up", "profile", "reconfigure", "steady"]
     assert (tmp_path / "profile.old1.csv").exists()
@@ -165,12 +165,12 @@ def test_what_the_user_gave_is_refused(three_ranks, tmp_path):
     profile = read_profile(tmp_path / "measured" / "profile.csv")
     given = tmp_path / "given.csv"
     replace(profile, source="").write(given)
-    bug = Fault("runtime.planning:make_plan")
+    bug = Fault("runtime.job.planning:make_plan")
     told = three_ranks.run(
         going_on_ranks.train, tmp_path / "bug", ENVELOPE, (bug,), (10**9,) * 3, given
     )
     check_own_order(told, "ZeroDivisionError")
-    wrong = Fault("runtime.planning:make_plan", error=PlannerError)
+    wrong = Fault("runtime.job.planning:make_plan", error=PlannerError)
     with pytest.raises(RankFailedError, match="PlannerError: of a test"):
         three_ranks.run(
             going_on_ranks.train, tmp_path / "wrong", ENVELOPE, (wrong,), (10**9,) * 3, given

@@ -17,7 +17,7 @@ from envpipe_megatron.cli import main
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
-SCRIPT = Path(__file__).with_name("hand_started_node.py")
+SCRIPT = Path(__file__).parents[1] / "hand_started_node.py"
 
 
 def test_two_hand_started_nodes_add_up(tmp_path):
