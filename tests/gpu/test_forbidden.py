@@ -357,8 +357,8 @@ def names_in(path):
 @pytest.mark.parametrize(
     ("signs", "home"),
     [
-        (("nvmlDeviceSet", "nvmlDeviceReset", "nvmlDeviceClear"), "gpu/nvml.py"),
-        (("set_gpu_locked_clocks", "reset_gpu_locked_clocks"), "gpu/zeusd.py"),
+        (("nvmlDeviceSet", "nvmlDeviceReset", "nvmlDeviceClear"), "gpu/backends/nvml.py"),
+        (("set_gpu_locked_clocks", "reset_gpu_locked_clocks"), "gpu/backends/zeusd.py"),
     ],
 )
 def test_calls_that_change_a_gpu_stand_in_one_module_each(signs, home):
