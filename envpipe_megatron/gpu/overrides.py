@@ -17,7 +17,7 @@ def override_for(nvml_name: str) -> ControlOverride | None:
     """Return the override for a GPU by the name that NVML reports, None where there is none.
 
     Raises:
-        PresetError: a preset's file is wrong.
+        GpuError: a preset's file is wrong.
     """
     name = _without_vendor(nvml_name)
     for preset in list_presets():

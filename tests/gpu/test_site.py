@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from envpipe_megatron.gpu import site as site_module
+from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.site import (
     SiteConfig,
-    SiteConfigError,
     in_user_namespace,
     read_site,
     read_site_file,
@@ -35,7 +35,7 @@ def site_of(tmp_path, fields, header='format = "envpipe-site/1"\n[gpu_control]\n
 
 
 def refused(path):
-    with pytest.raises(SiteConfigError) as caught:
+    with pytest.raises(GpuError) as caught:
         read_site_file(path)
     return str(caught.value)
 
@@ -95,73 +95,62 @@ def test_a_default_file_that_cannot_be_reached_is_not_passed_over(tmp_path, monk
     path = tmp_path / "default.toml"
     path.symlink_to(path)  # a loop: as little to be read as a folder without rights, and for root
     monkeypatch.setattr(site_module, "DEFAULT_SITE_PATH", path)
-    with pytest.raises(SiteConfigError, match=r"default\.toml"):
+    with pytest.raises(GpuError, match=r"default\.toml"):
         read_site()
 
 
 def test_a_named_file_that_is_missing_is_an_error_and_not_the_default(tmp_path, monkeypatch):
     monkeypatch.setenv("ENVPIPE_SITE_CONFIG", str(tmp_path / "gone.toml"))
-    with pytest.raises(SiteConfigError, match=r"gone\.toml.*ENVPIPE_SITE_CONFIG"):
+    with pytest.raises(GpuError, match=r"gone\.toml.*ENVPIPE_SITE_CONFIG"):
         read_site()
 
 
 PAIR = 'lock_command = ["/a", "{uuid}", "{mhz}"]\nreset_command = ["/a", "{uuid}"]\n'
+ARGV = [  # of a lock command, and what is said of it
+    ('"a", "{uuid}", "{mhz}"', "absolute path"),
+    ('"/{uuid}", "{uuid}", "{mhz}"', "absolute path"),
+    ('"/a", "{uuid}"', "{mhz}"),
+    ('"/a", "{mhz}"', "{uuid} or {index}"),
+    ('"/a", "{uuid}", "{mhz}", "{user}"', "braces"),
+    ('"/a", "{uuid}", "{mhz}", "{"', "braces"),
+    ('"/a", "{uuid}", "{mhz}", "}"', "braces"),
+    ('"/a", "{{uuid}}", "{mhz}"', "braces"),
+    ('"/a\\u0000", "{uuid}", "{mhz}"', "NUL"),
+    ('"/a", "\\u0000{uuid}", "{mhz}"', "NUL"),
+]
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ('backends = ["nvml", "magic"]', ["gpu_control.backends", "nvml, zeusd, command"]),
-        ('backends = ["nvml", "nvml"]', ["gpu_control.backends", "once"]),
-        ('backends = "nvml"', ["gpu_control.backends", "list of strings", "'nvml'"]),
-        ('zeusd_socket = "zeusd.sock"', ["gpu_control.zeusd_socket", "absolute"]),
-        ("zeusd_socket = 3", ["gpu_control.zeusd_socket"]),
-        ('reset_command = ["/a", "{uuid}"]', ["gpu_control.lock_command", "missing"]),
-        ('lock_command = ["/a", "{uuid}", "{mhz}"]', ["gpu_control.reset_command", "missing"]),
-        ('lock_command = "/a {uuid} {mhz}"', ["gpu_control.lock_command", "list of strings"]),
-        ("lock_command = []", ["gpu_control.lock_command", "absolute path"]),
-        ('lock_command = ["a", "{uuid}", "{mhz}"]', ["gpu_control.lock_command", "absolute path"]),
-        ('lock_command = ["/{uuid}", "{uuid}", "{mhz}"]', ["lock_command", "absolute path"]),
-        ('lock_command = ["/a", "{uuid}"]', ["gpu_control.lock_command", "{mhz}"]),
-        ('lock_command = ["/a", "{mhz}"]', ["gpu_control.lock_command", "{uuid} or {index}"]),
-        ('lock_command = ["/a", "{uuid}", "{mhz}", "{user}"]', ["lock_command", "braces"]),
-        ('lock_command = ["/a", "{uuid}", "{mhz}", "{"]', ["lock_command", "braces"]),
-        ('lock_command = ["/a", "{{uuid}}", "{mhz}"]', ["lock_command", "braces"]),
-        ('lock_command = ["/a\\u0000", "{uuid}", "{mhz}"]', ["lock_command", "NUL"]),
-        ('reset_command = ["/a", "all"]', ["gpu_control.reset_command", "{uuid} or {index}"]),
-        ('reset_command = ["/a", "{uuid}", "{mhz}"]', ["reset_command", "braces", "{index}"]),
-        ("command_time_limit_s = 0", ["gpu_control.command_time_limit_s", "above 0"]),
-        ("command_time_limit_s = inf", ["gpu_control.command_time_limit_s", "above 0"]),
-        ("command_time_limit_s = true", ["gpu_control.command_time_limit_s", "number"]),
-        ("reset_range_mhz = [1410, 210]", ["gpu_control.reset_range_mhz", "lowest"]),
-        ("reset_range_mhz = [0, 210]", ["gpu_control.reset_range_mhz"]),
-        ("reset_range_mhz = [true, 210]", ["gpu_control.reset_range_mhz"]),
-        ("reset_range_mhz = 210", ["gpu_control.reset_range_mhz"]),
-        ("reset_range_mhz = [210, 1410.0]", ["gpu_control.reset_range_mhz"]),
-        ("reset_range_mhz = [210, 1410, 1500]", ["gpu_control.reset_range_mhz"]),
-        ("reset_range_mhz = [210]", ["gpu_control.reset_range_mhz"]),
-        ('command_time_limit_s = "3"', ["gpu_control.command_time_limit_s", "number"]),
-        ("command_time_limit_s = -1", ["gpu_control.command_time_limit_s", "above 0"]),
-        ('backends = ["nvml", 3]', ["gpu_control.backends", "list of strings"]),
-        ('lock_command = ["/a", "{uuid}", "{mhz}", "}"]', ["lock_command", "braces"]),
-        ('lock_command = ["/a\\u0000", "\\u0000{uuid}", "{mhz}"]', ["lock_command", "NUL"]),
-        ("backend = []", ["gpu_control.backend'", "Known", "backends"]),
+        ('backends = ["nvml", "magic"]', ["backends", "nvml, zeusd, command"]),
+        ('backends = ["nvml", "nvml"]', ["backends", "once"]),
+        ('backends = "nvml"', ["backends", "list of texts", "'nvml'"]),
+        ('zeusd_socket = "zeusd.sock"', ["zeusd_socket", "absolute"]),
+        ('reset_command = ["/a", "{uuid}"]', ["lock_command", "missing"]),
+        ('lock_command = ["/a", "{uuid}", "{mhz}"]', ["reset_command", "missing"]),
+        *[(f"lock_command = [{argv}]", ["lock_command", said]) for argv, said in ARGV],
+        ('reset_command = ["/a", "all"]', ["lock_command", "missing"]),
+        (PAIR.replace('"/a", "{uuid}"]', '"/a", "all"]'), ["reset_command", "{uuid} or {index}"]),
+        (PAIR.replace('"/a", "{uuid}"]', '"/a", "{mhz}"]'), ["reset_command", "braces", "{index}"]),
+        ("command_time_limit_s = 0", ["command_time_limit_s", "above 0"]),
+        ("reset_range_mhz = [1410, 210]", ["reset_range_mhz", "lowest"]),
+        ("backend = []", ["backend is not a known field", "Known", "backends"]),
     ],
 )
 def test_a_wrong_field_is_named_with_its_file(tmp_path, fields, said):
     path = site_of(tmp_path, fields)
     message = refused(path)
-    for part in (str(path), *said):
+    for part in (f"{path}: field gpu_control.", *said):
         assert part in message
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "'format'"),
-        ('format = "envpipe-site/2"', "envpipe-site/1"),
-        ('format = "envpipe-site/1"\ngpu_control = 3', "'gpu_control' must be a table"),
-        ('format = "envpipe-site/1"\nextra = 3', "'extra'"),
+        ("", "field format"),
+        ('format = "envpipe-site/1"\ngpu_control = 3', "gpu_control must be a table"),
+        ('format = "envpipe-site/1"\nextra = 3', "field extra"),
         ("format = ", "not TOML"),
     ],
 )

@@ -3,8 +3,7 @@
 It has a virtual time that advances only by the work and waiting put on it (`run_unit`,
 `advance_to`), time and power by a preset's model, clock changes that take their time, and an energy
 counter that refreshes as a real one does. All of it is arithmetic on virtual time: the same calls
-give the same bits, however busy the host is. How requests supersede each other is said in
-`emulated_state`.
+give the same bits, however busy the host is. `state` says how one request replaces another.
 """
 
 import math
@@ -18,12 +17,7 @@ from typing import ClassVar, Self
 from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuAddress, GpuError
 from envpipe_megatron.gpu.emulated.presets import GpuPreset, Kind, load_preset
 from envpipe_megatron.gpu.emulated.state import EmulatedState, tick_number
-from envpipe_megatron.gpu.emulated.store import (
-    EmulatedStateError,
-    StateFile,
-    default_root,
-    stored_indices,
-)
+from envpipe_megatron.gpu.emulated.store import StateFile, default_root, stored_indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +45,8 @@ class EmulatedGpu(Gpu):
     Clocks here are requested clocks that have settled. A preset's power cap acts on time and power
     and is not shown as a lower clock.
 
-    Every method that touches the state may raise EmulatedStateError: file missing, foreign, or the
-    folder not writable.
+    Every method that touches the state may raise GpuError: file missing, foreign, or the folder not
+    writable.
     """
 
     drives_hardware: ClassVar[bool] = False
@@ -86,8 +80,8 @@ class EmulatedGpu(Gpu):
             root: folder of the node; by default that of `default_root`.
 
         Raises:
-            PresetError: no such preset.
-            EmulatedStateError: this GPU exists with another preset, or the folder cannot be used.
+            GpuError: no such preset, this GPU exists with another preset, or the folder cannot be
+                used.
         """
         if index < 0:
             raise GpuError("The index of an emulated GPU counts from 0", value=index)
@@ -97,7 +91,7 @@ class EmulatedGpu(Gpu):
         file = StateFile(_folder(root), index)
         state = file.create(EmulatedState(reference, model.max_frequency_mhz))
         if state.preset != reference:
-            raise EmulatedStateError(
+            raise GpuError(
                 f"Emulated GPU {file.path} exists with preset {state.preset!r}",
                 value=reference,
                 remedy="Use that preset, delete the folder, or set ENVPIPE_EMULATED_ROOT",
@@ -109,8 +103,7 @@ class EmulatedGpu(Gpu):
         """Open a GPU that exists, whatever its preset.
 
         Raises:
-            EmulatedStateError: there is none, or its file is foreign.
-            PresetError: its preset is gone.
+            GpuError: there is none, its file is foreign, or its preset is gone.
         """
         file = StateFile(_folder(root), index)
         return cls(index, file, load_preset(file.read().preset))
@@ -130,7 +123,7 @@ class EmulatedGpu(Gpu):
             ready_s: virtual instant at which its input is there, s.
 
         Raises:
-            GpuError: a time that is negative or not finite, or an unknown kind.
+            GpuError: a time that is negative or not finite.
         """
         _check_time("time_at_max_s", time_at_max_s)
         _check_time("ready_s", ready_s)
@@ -177,14 +170,14 @@ class EmulatedGpu(Gpu):
     # --- clocks ---------------------------------------------------------------------------------
 
     def _lock(self, frequency_mhz: int) -> None:
-        # A request carries the instant of the last committed end: that is when a real controller,
-        # which waits for the previous unit to finish, makes it.
         self._request(frequency_mhz, frequency_mhz)
 
     def _reset(self) -> None:
         self._request(None, self.preset.max_frequency_mhz)
 
     def _request(self, requested_mhz: int | None, clock_mhz: int) -> None:
+        # It takes the instant of the last committed end: that is when a real controller, which
+        # waits for the previous unit to finish, makes it.
         change_s = self.preset.frequency_change_s
         self._file.change(lambda state: state.request(requested_mhz, clock_mhz, change_s))
 
@@ -224,10 +217,10 @@ class EmulatedGpu(Gpu):
         if wall_minus_virtual_s is not None and not math.isfinite(wall_minus_virtual_s):
             raise GpuError("The anchor must be a finite number of s", value=wall_minus_virtual_s)
 
-        def tie(state: EmulatedState) -> None:
+        def set_anchor(state: EmulatedState) -> None:
             state.wall_minus_virtual_s = wall_minus_virtual_s
 
-        self._file.change(tie)
+        self._file.change(set_anchor)
 
     def time_s(self) -> float:
         """Return virtual now in s: never beyond the committed end."""
@@ -241,13 +234,10 @@ class EmulatedGpu(Gpu):
         Without an anchor it is the power just before the committed end.
         """
         state = self._file.read()
-        segment = state.segment_at(self._instant_s(state))
-        anchored_wait = (
-            state.wall_minus_virtual_s is not None and self._instant_s(state) >= state.end_s
-        )
-        if segment is None or anchored_wait:
-            return self.preset.wait_power_w
-        return segment.power_w
+        now_s = self._instant_s(state)
+        segment = state.segment_at(now_s)
+        waits = state.wall_minus_virtual_s is not None and now_s >= state.end_s
+        return self.preset.wait_power_w if segment is None or waits else segment.power_w
 
     def read_energy(self) -> EnergyReading:
         """Return the counter at its last refresh: at a multiple of `refresh_s` of virtual time.
@@ -279,16 +269,15 @@ def reset_all(root: str | os.PathLike[str] | None = None) -> tuple[int, ...]:
     Raises:
         GpuError: some could not be reset; it is raised after all the others were.
     """
-    done, failure = [], None
-    for index in list_emulated(root):
+    indices, failure = list_emulated(root), None
+    for index in indices:
         try:
             EmulatedGpu.open(root, index).reset_frequency()
-            done.append(index)
         except GpuError as error:
             failure = failure or error
     if failure is not None:
         raise failure
-    return tuple(done)
+    return indices
 
 
 def _folder(root: str | os.PathLike[str] | None) -> Path:

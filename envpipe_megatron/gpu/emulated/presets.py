@@ -14,22 +14,17 @@ requested clock changes neither time nor power.
 """
 
 import math
-import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from envpipe_megatron.files import read_text
 from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.toml_tables import build, parse_toml
 
 Kind: TypeAlias = Literal["forward", "backward"]
 
 FORMAT = "envpipe-gpu-preset/1"
-
-
-class PresetError(GpuError):
-    """A preset does not exist, or its file is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +106,6 @@ class GpuPreset:
     max_frequency_mhz: int
     min_frequency_mhz: int
     frequency_step_mhz: float
-    power_cap_frequency_mhz: int | None
     frequency_change_s: float
     wait_power_w: float
     refresh_s: float
@@ -120,8 +114,9 @@ class GpuPreset:
     voltage_knee_mhz: float
     forward: KindModel
     backward: KindModel
-    fit_error_percent: FitError | None
-    control: ControlOverride | None
+    power_cap_frequency_mhz: int | None = None
+    fit_error_percent: FitError | None = None
+    control: ControlOverride | None = None
 
     @property
     def supported_frequencies_mhz(self) -> tuple[int, ...]:
@@ -138,30 +133,18 @@ class GpuPreset:
         return min(self.max_frequency_mhz, self.power_cap_frequency_mhz or self.max_frequency_mhz)
 
     def unit_time_s(self, kind: Kind, frequency_mhz: float, time_at_max_s: float) -> float:
-        """Return the duration in s at a clock of a unit that takes `time_at_max_s` at the maximum.
-
-        Raises:
-            GpuError: unknown kind, or a clock that is not positive.
-        """
+        """Return the duration at a clock of a unit from that at the maximum, both in s."""
         memory_fraction = self._kind(kind).memory_fraction
-        top = self.top_frequency_mhz
+        top_mhz = self.top_frequency_mhz
         return time_at_max_s * (
-            memory_fraction + (1.0 - memory_fraction) * (top / self._reached(frequency_mhz))
+            memory_fraction + (1.0 - memory_fraction) * (top_mhz / min(frequency_mhz, top_mhz))
         )
 
     def busy_power_w(self, kind: Kind, frequency_mhz: float) -> float:
-        """Return the power in W while a unit runs at a clock.
-
-        Raises:
-            GpuError: unknown kind, or a clock that is not positive.
-        """
-        model = self._kind(kind)
-        reached_mhz = self._reached(frequency_mhz)
-        voltage = self.relative_voltage(reached_mhz)
-        return (
-            self.static_power_w
-            + model.dynamic_power_w * (reached_mhz / self.top_frequency_mhz) * voltage**2
-        )
+        """Return the power in W while a unit runs at a clock."""
+        reached_mhz = min(frequency_mhz, self.top_frequency_mhz)
+        dynamic_w = self._kind(kind).dynamic_power_w * (reached_mhz / self.top_frequency_mhz)
+        return self.static_power_w + dynamic_w * self.relative_voltage(reached_mhz) ** 2
 
     def relative_voltage(self, frequency_mhz: float) -> float:
         """Return the voltage at a clock, relative to that at the top clock."""
@@ -172,30 +155,21 @@ class GpuPreset:
             self.top_frequency_mhz - knee_mhz
         )
 
-    def _reached(self, frequency_mhz: float) -> float:
-        if not frequency_mhz > 0:
-            raise GpuError("A clock must be a positive number of MHz", value=frequency_mhz)
-        return min(frequency_mhz, self.top_frequency_mhz)
-
     def _kind(self, kind: Kind) -> KindModel:
-        if kind == "forward":
-            return self.forward
-        if kind == "backward":
-            return self.backward
-        raise GpuError("Unknown kind of unit", value=kind, remedy="Use 'forward' or 'backward'")
+        return {"forward": self.forward, "backward": self.backward}[kind]
 
 
 def preset_folder() -> Path:
     """Return the folder of the preset files: in the installed package, or else in the checkout.
 
     Raises:
-        PresetError: neither exists.
+        GpuError: neither exists.
     """
     package = Path(__file__).resolve().parents[2]
     for folder in (package / "configs" / "gpus", package.parent / "configs" / "gpus"):
         if folder.is_dir():
             return folder
-    raise PresetError(
+    raise GpuError(
         "The GPU presets are missing from this installation",
         value=str(package),
         remedy="Reinstall envpipe-megatron",
@@ -211,7 +185,7 @@ def load_preset(name_or_path: str) -> GpuPreset:
     """Load a preset by name (`a100-sxm`), or from a file of your own (a path ending in `.toml`).
 
     Raises:
-        PresetError: no such preset (the error lists those there are), or a wrong field (the error
+        GpuError: no such preset (the error lists those there are), or a wrong field (the error
             names file and field).
     """
     return _load(resolve_preset(name_or_path))
@@ -221,16 +195,16 @@ def resolve_preset(name_or_path: str) -> Path:
     """Return the absolute path of the file of a preset that is given by name or by path.
 
     Raises:
-        PresetError: there is none.
+        GpuError: there is none.
     """
     if name_or_path.endswith(".toml"):
         path = Path(name_or_path).expanduser().resolve()
         if path.is_file():
             return path
-        raise PresetError("No such GPU preset file", value=str(path), remedy="Check the path")
+        raise GpuError("No such GPU preset file", value=str(path), remedy="Check the path")
     names = list_presets()
     if name_or_path not in names:
-        raise PresetError(
+        raise GpuError(
             "Unknown GPU preset",
             value=name_or_path,
             remedy=f"Use one of {', '.join(names)}, or the path of a .toml file",
@@ -241,127 +215,41 @@ def resolve_preset(name_or_path: str) -> Path:
 @cache
 def _load(path: Path) -> GpuPreset:
     try:
-        table = tomllib.loads(read_text(path))
-    except (OSError, ValueError) as error:
-        raise PresetError(
-            f"Cannot read the GPU preset {path}: {error}", remedy="Repair or remove the file"
-        ) from error
-    return _Reader(path, "", table).preset()
+        content = path.read_bytes()
+    except OSError as error:
+        raise GpuError(f"Cannot read the GPU preset {path}: {error}") from error
+    table = parse_toml(content, f"GPU preset {path}", FORMAT)
+    preset = build(GpuPreset, table, f"GPU preset {path}: field ", name=path.stem)
+    _check(preset, path)
+    return preset
 
 
-class _Reader:
-    """Takes fields out of one TOML table; every complaint names file and field."""
-
-    def __init__(self, path: Path, prefix: str, table: dict[str, object]) -> None:
-        self._path = path
-        self._prefix = prefix
-        self._table = table
-
-    def preset(self) -> GpuPreset:
-        if self._text("format") != FORMAT:
-            raise self._wrong("format", f"must be {FORMAT!r}")
-        self._refuse_unknown({"format"} | ({f.name for f in fields(GpuPreset)} - {"name"}))
-        preset = GpuPreset(
-            name=self._path.stem,
-            gpu=self._text("gpu"),
-            fitted=self._flag("fitted"),
-            source=self._text("source"),
-            max_frequency_mhz=self._whole("max_frequency_mhz"),
-            min_frequency_mhz=self._whole("min_frequency_mhz"),
-            frequency_step_mhz=self._number("frequency_step_mhz", above=0.0),
-            power_cap_frequency_mhz=(
-                self._whole("power_cap_frequency_mhz")
-                if "power_cap_frequency_mhz" in self._table
-                else None
-            ),
-            frequency_change_s=self._number("frequency_change_s"),
-            wait_power_w=self._number("wait_power_w"),
-            refresh_s=self._number("refresh_s", above=0.0),
-            static_power_w=self._number("static_power_w"),
-            voltage_floor=self._number("voltage_floor", above=0.0, most=1.0),
-            voltage_knee_mhz=self._number("voltage_knee_mhz"),
-            forward=self._sub("forward").kind(),
-            backward=self._sub("backward").kind(),
-            fit_error_percent=(
-                self._sub("fit_error_percent").fit_error()
-                if "fit_error_percent" in self._table
-                else None
-            ),
-            control=self._sub("control").control() if "control" in self._table else None,
-        )
-        if preset.min_frequency_mhz > preset.max_frequency_mhz:
-            raise self._wrong("min_frequency_mhz", "must not exceed max_frequency_mhz")
-        if preset.voltage_knee_mhz >= preset.top_frequency_mhz:
-            raise self._wrong(
-                "voltage_knee_mhz", f"must be below the top clock, {preset.top_frequency_mhz}"
-            )
-        if preset.fitted and preset.fit_error_percent is None:
-            raise self._wrong("fit_error_percent", "is needed where fitted = true")
-        return preset
-
-    def kind(self) -> KindModel:
-        self._refuse_unknown({f.name for f in fields(KindModel)})
-        return KindModel(
-            memory_fraction=self._number("memory_fraction", most=1.0),
-            dynamic_power_w=self._number("dynamic_power_w"),
-        )
-
-    def control(self) -> ControlOverride:
-        self._refuse_unknown({f.name for f in fields(ControlOverride)})
-        names = self._table.get("nvml_names")
-        if not isinstance(names, list) or not all(isinstance(n, str) and n for n in names):
-            raise self._wrong("nvml_names", "must be a list of names")
-        given = [f.name for f in fields(ControlOverride)[1:] if f.name in self._table]
-        control = ControlOverride(tuple(names), **{name: self._whole(name) for name in given})
-        if (control.profile_min_mhz or 0) > (control.profile_max_mhz or math.inf):
-            raise self._wrong("profile_min_mhz", "must not exceed profile_max_mhz")
-        return control
-
-    def fit_error(self) -> FitError:
-        names = [f.name for f in fields(FitError)]
-        self._refuse_unknown(set(names))
-        return FitError(**{name: self._number(name) for name in names})
-
-    def _sub(self, field: str) -> "_Reader":
-        value = self._table.get(field)
-        if not isinstance(value, dict):
-            raise self._wrong(field, "must be a table")
-        return _Reader(self._path, f"{self._prefix}{field}.", value)
-
-    def _text(self, field: str) -> str:
-        value = self._table.get(field)
-        if not isinstance(value, str) or not value:
-            raise self._wrong(field, "must be a text")
-        return value
-
-    def _flag(self, field: str) -> bool:
-        value = self._table.get(field)
-        if not isinstance(value, bool):
-            raise self._wrong(field, "must be true or false")
-        return value
-
-    def _whole(self, field: str) -> int:
-        value = self._table.get(field)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise self._wrong(field, "must be a whole number above 0")
-        return value
-
-    def _number(self, field: str, *, above: float | None = None, most: float = math.inf) -> float:
-        value = self._table.get(field)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self._wrong(field, "must be a number")
-        low_enough = value <= most and math.isfinite(value)
-        if not low_enough or value < 0 or (above is not None and value <= above):
-            raise self._wrong(field, "is out of range")
-        return float(value)
-
-    def _refuse_unknown(self, known: set[str]) -> None:
-        for field in self._table:
-            if field not in known:
-                raise self._wrong(field, "is not a field of a GPU preset")
-
-    def _wrong(self, field: str, problem: str) -> PresetError:
-        what = f"GPU preset {self._path}: field {self._prefix}{field} {problem}"
-        if field not in self._table:
-            return PresetError(what, remedy="The field is missing: add it")
-        return PresetError(what, value=self._table[field], remedy="Correct this field")
+def _check(preset: GpuPreset, path: Path) -> None:
+    """Refuse values that do not go together, and numbers out of their range."""
+    control = preset.control or ControlOverride(())
+    top_mhz = preset.top_frequency_mhz
+    for wrong, problem in (
+        (preset.frequency_step_mhz == 0, "frequency_step_mhz must be above 0"),
+        (preset.refresh_s == 0, "refresh_s must be above 0"),
+        (not 0 < preset.voltage_floor <= 1, "voltage_floor must be above 0 and at most 1"),
+        (preset.forward.memory_fraction > 1, "forward.memory_fraction must be at most 1"),
+        (preset.backward.memory_fraction > 1, "backward.memory_fraction must be at most 1"),
+        (
+            preset.min_frequency_mhz > preset.max_frequency_mhz,
+            "min_frequency_mhz must not exceed max_frequency_mhz",
+        ),
+        (
+            preset.voltage_knee_mhz >= top_mhz,
+            f"voltage_knee_mhz must be below the top clock, {top_mhz}",
+        ),
+        (
+            preset.fitted and preset.fit_error_percent is None,
+            "fit_error_percent is needed where fitted = true",
+        ),
+        (
+            (control.profile_min_mhz or 0) > (control.profile_max_mhz or math.inf),
+            "control.profile_min_mhz must not exceed profile_max_mhz",
+        ),
+    ):
+        if wrong:
+            raise GpuError(f"GPU preset {path}: field {problem}", remedy="Correct the file.")

@@ -5,17 +5,15 @@ committed is a chain of segments of constant power and clock; from it follow the
 the values of the energy counter, and the clock and power at a past instant.
 
 Clock changes: a request made at instant t comes into force at t + change time; until then the old
-clock stays. At most one request is on its way. A later one takes its place, also its settling time:
-the superseded clock never comes into force. So a controller that changes its mind faster than the
-GPU settles stays at the old clock.
+clock stays. At most one request is pending. A later one replaces it, also its settling time: the
+replaced clock never comes into force. So a controller that changes its mind faster than the GPU
+settles stays at the old clock.
 """
 
 import json
-import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 FORMAT = "envpipe-emulated-gpu/1"
 
@@ -23,8 +21,7 @@ KEPT_TICKS = 64
 KEPT_SEGMENTS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """A committed stretch of virtual time: s, s, W, MHz."""
 
     start_s: float
@@ -33,18 +30,18 @@ class Segment:
     frequency_mhz: int
 
 
-@dataclass(slots=True)
+@dataclass
 class EmulatedState:
     """What is known of one emulated GPU.
 
-    Mutable, unlike most data here: it is the working copy of one change, read from the file
-    and dropped after it is written.
+    Mutable, unlike most data here: it is the working copy of one change, read from the file and
+    dropped after it is written.
 
     Attributes:
         preset: name or path of the preset.
         clock_mhz: the clock in force at `end_s`.
         requested_mhz: the lock, None for the driver's default.
-        pending: clock in MHz on its way and the instant in s at which it comes into force.
+        pending: clock in MHz that is requested and the instant in s at which it comes into force.
         end_s: the last committed end.
         energy_j: exact cumulative energy at `end_s`.
         ticks: counter values (number of the refresh, J), of which those between two entries lie on
@@ -88,11 +85,11 @@ class EmulatedState:
     def request(self, requested_mhz: int | None, target_mhz: int, change_s: float) -> None:
         """Note a request, made at the last committed end, for `target_mhz`."""
         self.requested_mhz = requested_mhz
-        heading_for_mhz = self.pending[0] if self.pending else self.clock_mhz
-        if target_mhz != heading_for_mhz:
-            # Back to the clock that is still in force: nothing is on its way any more.
-            going_back = target_mhz == self.clock_mhz
-            self.pending = None if going_back else (target_mhz, self.end_s + change_s)
+        coming_mhz = self.pending[0] if self.pending else self.clock_mhz
+        if target_mhz == self.clock_mhz:
+            self.pending = None
+        elif target_mhz != coming_mhz:
+            self.pending = (target_mhz, self.end_s + change_s)
 
     def wait_until(self, time_s: float, power_w: float, refresh_s: float) -> None:
         """Commit waiting up to `time_s`; nothing where that has passed."""
@@ -105,7 +102,7 @@ class EmulatedState:
 
     def energy_at_tick(self, number: int) -> tuple[int, float]:
         """Return (number, J) of a refresh; of the oldest or newest known where it is outside."""
-        after = bisect_right(self.ticks, (number, math.inf))
+        after = bisect_right(self.ticks, number, key=lambda tick: tick[0])
         if after in (0, len(self.ticks)):
             return self.ticks[max(after - 1, 0)]
         (low, low_j), (high, high_j) = self.ticks[after - 1 : after + 1]
@@ -120,22 +117,7 @@ class EmulatedState:
 
     def to_json(self) -> bytes:
         """Return the state as one line of JSON; floats come back bit for bit."""
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "preset": self.preset,
-                "clock_mhz": self.clock_mhz,
-                "requested_mhz": self.requested_mhz,
-                "pending": self.pending,
-                "end_s": self.end_s,
-                "energy_j": self.energy_j,
-                "ticks": self.ticks,
-                "segments": [
-                    (s.start_s, s.end_s, s.power_w, s.frequency_mhz) for s in self.segments
-                ],
-                "wall_minus_virtual_s": self.wall_minus_virtual_s,
-            }
-        ).encode()
+        return json.dumps({"format": FORMAT, **vars(self)}).encode()
 
 
 def tick_number(time_s: float, refresh_s: float) -> int:
@@ -159,62 +141,13 @@ def parse_state(text: bytes) -> EmulatedState:
         raw: Any = json.loads(text)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+    if not isinstance(raw, dict) or raw.pop("format", None) != FORMAT:
         raise ValueError(f"its format is not {FORMAT!r}")
-    state: EmulatedState
-    name = "preset"
     try:
-        preset = raw[name]
-        if not isinstance(preset, str):
-            raise TypeError
-        name = "clock_mhz"
-        state = EmulatedState(preset, _mhz(raw[name]))
-        name = "requested_mhz"
-        state.requested_mhz = None if raw[name] is None else _mhz(raw[name])
-        name = "pending"
-        if raw[name] is not None:
-            pending_mhz, settle_s = raw[name]
-            state.pending = _mhz(pending_mhz), _finite(settle_s)
-        name = "end_s"
-        state.end_s = _finite(raw[name])
-        name = "energy_j"
-        state.energy_j = _finite(raw[name])
-        name = "ticks"
-        state.ticks = [(_whole(number), _finite(energy_j)) for number, energy_j in raw[name]]
-        if not state.ticks or any(a[0] >= b[0] for a, b in pairwise(state.ticks)):
-            raise ValueError
-        name = "segments"
-        state.segments = [
-            Segment(_finite(start_s), _finite(end_s), _finite(power_w), _mhz(mhz))
-            for start_s, end_s, power_w, mhz in raw[name]
-        ]
-        name = "wall_minus_virtual_s"
-        state.wall_minus_virtual_s = None if raw[name] is None else _number(raw[name])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"its field {name} is missing or wrong") from error
+        state = EmulatedState(**raw)
+        state.pending = state.pending and (state.pending[0], state.pending[1])
+        state.ticks = [(number, energy_j) for number, energy_j in state.ticks]
+        state.segments = [Segment(*segment) for segment in state.segments]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"it has other fields than a state: {error}") from error
     return state
-
-
-def _whole(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError
-    return value
-
-
-def _mhz(value: object) -> int:
-    if type(value) is not int or value <= 0:
-        raise ValueError
-    return value
-
-
-def _number(value: object) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]  # narrowed
-        raise ValueError
-    return float(value)  # type: ignore[arg-type]  # checked above
-
-
-def _finite(value: object) -> float:
-    number = _number(value)
-    if number < 0:
-        raise ValueError
-    return number

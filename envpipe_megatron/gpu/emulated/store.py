@@ -23,10 +23,6 @@ _PREFIX, _SUFFIX = "gpu", ".json"
 Result = TypeVar("Result")
 
 
-class EmulatedStateError(GpuError):
-    """The state of an emulated GPU is missing, foreign, or cannot be written."""
-
-
 def default_root() -> Path:
     """Return the folder of this node's GPUs: ENVPIPE_EMULATED_ROOT, or one per machine and user."""
     given = os.environ.get(ROOT_VARIABLE)
@@ -64,13 +60,13 @@ class StateFile:
         """Return the state.
 
         Raises:
-            EmulatedStateError: there is none, or the file is not one.
+            GpuError: there is none, or the file is not one.
         """
         try:
             text = self.path.read_bytes()
         except FileNotFoundError as error:
             known = stored_indices(self.path.parent)
-            raise EmulatedStateError(
+            raise GpuError(
                 "There is no such emulated GPU",
                 value=str(self.path),
                 remedy=f"Known in this folder: {', '.join(map(str, known)) or 'none'}. Create it "
@@ -87,22 +83,22 @@ class StateFile:
         """Have `work` change the state, alone, and write it when that ends without error.
 
         Raises:
-            EmulatedStateError: the state is missing or wrong, or cannot be written.
+            GpuError: the state is missing or wrong, or cannot be written.
         """
 
-        def read_and_write() -> Result:
+        def change_state() -> Result:
             state = self.read()
             result = work(state)
             self._write(state)
             return result
 
-        return self._alone(read_and_write)
+        return self._alone(change_state)
 
     def create(self, fresh: EmulatedState) -> EmulatedState:
         """Write `fresh` where no state exists; return the state that is there then.
 
         Raises:
-            EmulatedStateError: the folder cannot be used, or holds a foreign file there.
+            GpuError: the folder cannot be used, or holds a foreign file there.
         """
         try:
             # Private to the user: whoever can write here decides what the others read.
@@ -130,7 +126,7 @@ class StateFile:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             return work()
         finally:
-            # Said aloud: a child that was forked meanwhile keeps what is opened, and the lock.
+            # Closing alone would not do: a child that was forked meanwhile keeps file and lock.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
@@ -138,10 +134,9 @@ class StateFile:
         # Opened anew each time: a lock belongs to the opened file, so threads exclude each other.
         try:
             return os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:
-            self.read()  # says that the GPU does not exist
-            raise
         except OSError as error:
+            if not self.path.parent.exists():
+                self.read()  # says that there is no such GPU
             raise self._unusable(error) from error
 
     def _write(self, state: EmulatedState) -> None:
@@ -153,15 +148,15 @@ class StateFile:
         except OSError as error:
             raise self._unusable(error) from error
 
-    def _broken(self, problem: str) -> EmulatedStateError:
-        return EmulatedStateError(
+    def _broken(self, problem: str) -> GpuError:
+        return GpuError(
             f"The state of an emulated GPU is unusable: {problem}",
             value=str(self.path),
             remedy="End the jobs that use it and delete the file; the GPU starts anew",
         )
 
-    def _unusable(self, error: OSError) -> EmulatedStateError:
-        return EmulatedStateError(
+    def _unusable(self, error: OSError) -> GpuError:
+        return GpuError(
             f"Cannot write the state of an emulated GPU: {error}",
             value=str(self.path),
             remedy=f"Point {ROOT_VARIABLE} at a folder of your own with free space",

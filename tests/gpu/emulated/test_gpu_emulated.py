@@ -17,7 +17,7 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import (
     list_emulated,
     reset_all,
 )
-from envpipe_megatron.gpu.emulated.presets import PresetError, load_preset
+from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.gpu.emulated.state import (
     KEPT_SEGMENTS,
     KEPT_TICKS,
@@ -26,12 +26,7 @@ from envpipe_megatron.gpu.emulated.state import (
     parse_state,
     tick_number,
 )
-from envpipe_megatron.gpu.emulated.store import (
-    ROOT_VARIABLE,
-    EmulatedStateError,
-    StateFile,
-    default_root,
-)
+from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE, StateFile, default_root
 
 
 @pytest.fixture
@@ -163,8 +158,6 @@ def test_bad_times_are_refused_and_leave_the_state(gpu, bad):
     ):
         with pytest.raises(GpuError, match="finite"):
             call()
-    with pytest.raises(GpuError, match="sideways"):
-        gpu.run_unit("sideways", 1.0, 5.0)
     assert gpu._file.read() == before
 
 
@@ -362,9 +355,9 @@ def test_a_preset_file_is_found_from_any_folder(tmp_path, round_preset, monkeypa
 def test_create_keeps_what_exists(gpu, tmp_path, round_preset):
     gpu.run_unit("forward", 1.0, 0.0)
     assert EmulatedGpu.create(round_preset, 0, tmp_path / "node").committed_end_s() == 1.0
-    with pytest.raises(EmulatedStateError, match="exists with preset"):
+    with pytest.raises(GpuError, match="exists with preset"):
         EmulatedGpu.create("a40", 0, tmp_path / "node")
-    with pytest.raises(PresetError):
+    with pytest.raises(GpuError):
         EmulatedGpu.create("a400", 1, tmp_path / "node")
     with pytest.raises(GpuError, match="counts from 0"):
         EmulatedGpu.create("a40", -1, tmp_path / "node")
@@ -389,7 +382,7 @@ def test_reset_all(tmp_path):
         gpu.lock_frequency(1005)
     for index in (1, 2):  # those that are broken do not keep the others locked
         gpus[index]._file.path.write_text("{}")
-    with pytest.raises(EmulatedStateError, match=r"gpu1\.json"):
+    with pytest.raises(GpuError, match=r"gpu1\.json"):
         reset_all(tmp_path)
     assert [gpus[i].requested_frequency_mhz for i in (0, 3)] == [None, None]
     for index in (1, 2):
@@ -405,45 +398,23 @@ def test_reset_all(tmp_path):
         (b'{"format": "envpipe-emul', "not JSON"),
         (b"[1, 2]", "format is not"),
         (b'{"format": "envpipe-plan/1"}', "format is not"),
-        (b'{"format": "envpipe-emulated-gpu/1", "preset": "a40"}', "field clock_mhz"),
+        (b'{"format": "envpipe-emulated-gpu/1", "preset": "a40"}', "other fields .*clock_mhz"),
+        (
+            b'{"format": "envpipe-emulated-gpu/1", "preset": "a", "clock_mhz": 1, "more": 1}',
+            "other fields .*more",
+        ),
+        (
+            b'{"format": "envpipe-emulated-gpu/1", "preset": "a", "clock_mhz": 1, "ticks": [1]}',
+            "other fields",
+        ),
     ],
 )
 def test_foreign_file_is_named_with_a_remedy(tmp_path, content, problem):
     path = tmp_path / "gpu0.json"
     path.write_bytes(content)
     for call in (EmulatedGpu.open, lambda root, i: EmulatedGpu.create("a40", i, root)):
-        with pytest.raises(EmulatedStateError, match=rf"{problem}.*gpu0\.json.*delete the file"):
+        with pytest.raises(GpuError, match=rf"{problem}.*gpu0\.json.*delete the file"):
             call(tmp_path, 0)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "field"),
-    [
-        ('"end_s": 1.0', '"end_s": NaN', "end_s"),
-        ('"end_s": 1.0', '"end_s": -1.0', "end_s"),
-        ('"energy_j": 300.0', '"energy_j": "300"', "energy_j"),
-        ('"pending": null', '"pending": [400]', "pending"),
-        ('"requested_mhz": null', '"requested_mhz": true', "requested_mhz"),
-        ('"ticks": [[1, ', '"ticks": [[9, ', "ticks"),
-        ('"segments": [[', '"segments": [[0, ', "segments"),
-        ('"wall_minus_virtual_s": null', '"wall": null', "wall_minus_virtual_s"),
-        ('"wall_minus_virtual_s": null', '"wall_minus_virtual_s": NaN', "wall_minus_virtual_s"),
-        ('"clock_mhz": 1000', '"clock_mhz": 0', "clock_mhz"),
-        ('"clock_mhz": 1000', '"clock_mhz": 1000.0', "clock_mhz"),
-        ('"preset": "', '"preset": 3, "was": "', "preset"),
-        ('"ticks": [[1, ', '"ticks": [[-1, ', "ticks"),
-        ('"ticks": [[1, ', '"ticks": [[8, ', "ticks"),
-        ('"ticks": [', '"ticks": [], "were": [', "ticks"),
-        ('"segments": [[0.0', '"segments": [[-1.0', "segments"),
-    ],
-)
-def test_wrong_field_of_a_state_is_named(gpu, old, new, field):
-    gpu.run_unit("forward", 1.0, 0.0)
-    text = gpu._file.path.read_text().replace('"ticks": [[0, 0.0], ', '"ticks": [')
-    assert old in text
-    gpu._file.path.write_text(text.replace(old, new))
-    with pytest.raises(EmulatedStateError, match=f"field {field} is missing or wrong"):
-        gpu.committed_end_s()
 
 
 def test_a_state_comes_back_bit_for_bit(gpu):
@@ -468,33 +439,33 @@ def test_a_state_comes_back_bit_for_bit(gpu):
 
 def test_missing_gpu_lists_those_there_are(tmp_path):
     EmulatedGpu.create("a40", 2, tmp_path)
-    with pytest.raises(EmulatedStateError, match="Known in this folder: 2"):
+    with pytest.raises(GpuError, match="Known in this folder: 2"):
         EmulatedGpu.open(tmp_path, 0)
-    with pytest.raises(EmulatedStateError, match="none"):
+    with pytest.raises(GpuError, match="none"):
         StateFile(tmp_path / "nowhere", 0).change(lambda state: None)
 
 
 def test_a_state_or_a_lock_that_is_a_folder(gpu):
     gpu._file.path.unlink()
     gpu._file.path.mkdir()
-    with pytest.raises(EmulatedStateError, match="unusable: cannot be read"):
+    with pytest.raises(GpuError, match="unusable: cannot be read"):
         gpu.committed_end_s()
     gpu._file.path.with_name("gpu0.lock").unlink()
     gpu._file.path.with_name("gpu0.lock").mkdir()
-    with pytest.raises(EmulatedStateError, match="Cannot write the state"):
+    with pytest.raises(GpuError, match="Cannot write the state"):
         gpu.advance_to(1.0)
 
 
 def test_folder_that_cannot_be_used(tmp_path):
     file = tmp_path / "file"
     file.write_text("in the way")
-    with pytest.raises(EmulatedStateError, match=ROOT_VARIABLE):
+    with pytest.raises(GpuError, match=ROOT_VARIABLE):
         EmulatedGpu.create("a40", 0, file / "node")
 
 
 def test_a_state_that_cannot_be_written_is_not_lost_in_silence(gpu):
     gpu._file.path.with_name("gpu0.json.new").mkdir()  # in the way
-    with pytest.raises(EmulatedStateError, match="Cannot write the state"):
+    with pytest.raises(GpuError, match="Cannot write the state"):
         gpu.lock_frequency(400)
     assert gpu.requested_frequency_mhz is None
 

