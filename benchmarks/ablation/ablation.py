@@ -12,24 +12,22 @@ from the checkout:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks import outputs
 from benchmarks.ablation.findings import ablation_claims, runtime_claims
 from benchmarks.ablation.pictures import ablation_figure
 from benchmarks.ablation.rows import Ablation, Row, ablate
 from benchmarks.ablation.runtime import Checked, check_by_runtime
 from benchmarks.claims import CLAIMS_FILE, write_claims
-from benchmarks.outputs import save_picture, write_csv
+from benchmarks.outputs import make_console, make_table, output_option, save_picture, write_csv
 from benchmarks.planner.workloads import Workload, preset_workload, read_workloads
 from envpipe_megatron.errors import EnvPipeError
 
-DATA_DIR = Path("../shared/data/perseus_sosp24")
 #: GPT-3 175B on both GPUs, few and many microbatches, and a model that was trained and measured.
 KEYS = (
     "gpt3-175b_a100_sxm_mb24",
@@ -41,27 +39,24 @@ KEYS = (
 _STAGES, _MICROBATCHES = 4, 24
 _PLANNING = (Ablation.ORDER, Ablation.POLICY, Ablation.MEMORY)
 _CLOCKS = (Ablation.DWELL, Ablation.CHANGE, Ablation.WAITING)
-#: Characters of the tables, which a narrower terminal or a pipe would cut.
-TABLE_WIDTH = 120
+#: What a terminal shows of ablation.csv.
+_SHOWN = (
+    "ablation", "start", "setting", "saving_percent", "slowdown_percent", "peak_in_flight",
+    "gap_percent", "planning_time_s",
+)  # fmt: skip
 
 
 @click.command()
-@click.option(
-    "--output",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("runs/benchmarks/ablation"),
-    show_default=True,
-    help="Folder for CSV files, pictures and claims.json.",
-)
+@output_option("ablation")
 def main(output: Path) -> None:
     """Switch one ingredient at a time, and say what it was worth."""
-    console = Console(width=max(Console().width, TABLE_WIDTH))
+    console = make_console()
     workloads, basis = _workloads(console)
     rows: list[Row] = []
     try:
         for workload in workloads:
             found = ablate(workload)
-            console.print(_table(workload, found))
+            console.print(make_table(workload.name, [_cells(row) for row in found], _SHOWN))
             rows.extend(found)
     except EnvPipeError as error:
         raise click.ClickException(str(error)) from error
@@ -105,34 +100,13 @@ def _checked_cells(checked: Checked) -> dict[str, object]:
 
 def _workloads(console: Console) -> tuple[list[Workload], str]:
     """What is planned, and what its profiles stand on."""
-    if DATA_DIR.is_dir():
-        known = {workload.key: workload for workload in read_workloads(DATA_DIR)}
+    data = outputs.PERSEUS_DATA
+    if data.is_dir():
+        known = {workload.key: workload for workload in read_workloads(data)}
         return [known[key] for key in KEYS], "replay of measured A100 and A40 profiles"
-    console.print(f"There are no measured profiles at {DATA_DIR}: an emulated A100 stands in.")
+    console.print(f"There are no measured profiles at {data}: an emulated A100 stands in.")
     workload = preset_workload(_STAGES, _MICROBATCHES)
     return [workload], f"profile of an {workload.gpu}"
-
-
-def _table(workload: Workload, rows: Iterable[Row]) -> Table:
-    table = Table("ablation", "in", "setting", title=workload.name, title_justify="left")
-    for heading in ("saving (%)", "slowdown (%)", "peak in flight", "gap (%)", "planning (s)"):
-        table.add_column(heading, justify="right")
-    last: Ablation | None = None
-    for row in rows:
-        if row.ablation is not last:
-            table.add_section()
-        last = row.ablation
-        table.add_row(
-            row.ablation,
-            row.start,
-            row.setting,
-            f"{round(row.saving_percent, 2) + 0.0:.2f}",  # + 0.0: no -0.00
-            f"{round(row.slowdown_percent, 2) + 0.0:.2f}",
-            str(row.peak_in_flight),
-            "-" if row.gap_percent is None else f"{row.gap_percent:.3f}",
-            f"{row.planning_time_s:.2f}",
-        )
-    return table
 
 
 def _cells(row: Row) -> dict[str, object]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from benchmarks.ablation.rows import CHANGE_TIME_S, Ablation, Row, Start
 from benchmarks.ablation.runtime import Checked
 from benchmarks.claims import Claim
+from benchmarks.outputs import span
 
 FIGURE = "ablation"
 COMMAND = "python benchmarks/ablation/ablation.py"
@@ -64,11 +65,6 @@ class _Found:
         return [row.slowdown_percent for row in self.rows(ablation, setting, start)]
 
 
-def _span(values: Sequence[float], digits: int = 1) -> str:
-    low, high = (f"{round(value, digits) + 0.0:.{digits}f}" for value in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"
-
-
 def _differences(more: Sequence[float], less: Sequence[float]) -> list[float]:
     return [one - other for one, other in zip(more, less, strict=True)]
 
@@ -84,9 +80,9 @@ def _order_claims(found: _Found, basis: str) -> list[Claim]:
     searched = _differences(on["auto"], on["EnvPipe's"])
     return [
         _claim(
-            f"With the best clocks, EnvPipe's order saves {_span(worth)} points more than 1F1B "
-            f"({_span(on['1F1B'])} % there), and a searched order {_span(searched, 2)} points more "
-            f"again; at the highest clocks the order alone saves {_span(alone)} %",
+            f"With the best clocks, EnvPipe's order saves {span(worth)} points more than 1F1B "
+            f"({span(on['1F1B'])} % there), and a searched order {span(searched, 2)} points more "
+            f"again; at the highest clocks the order alone saves {span(alone)} %",
             basis,
             "EnvPipe, section 4: extra forwards move bubbles behind units that can be stretched "
             "into them",
@@ -111,17 +107,17 @@ def _policy_claims(found: _Found, basis: str) -> list[Claim]:
     )
     return [
         _claim(
-            f"A uniform clock on 1F1B costs {_span(uniform)} % of time and the envelope without "
-            f"reconfiguring {_span(default)} %; reconfigured in the balanced way the envelope "
-            f"costs {_span([max(0.0, slow) for slow in balanced])} %",
+            f"A uniform clock on 1F1B costs {span(uniform)} % of time and the envelope without "
+            f"reconfiguring {span(default)} %; reconfigured in the balanced way the envelope "
+            f"costs {span([max(0.0, slow) for slow in balanced])} %",
             basis,
             f"EnvPipe: less than {_ENVPIPE_SLOWDOWN_PERCENT:g} % of throughput is lost",
             agrees=worst < _ENVPIPE_SLOWDOWN_PERCENT,
         ),
         _claim(
             "On the same order and in the same time, the optimal policy saves "
-            f"{_span(lead)} points more than the balanced envelope (on 1F1B {_span(on_1f1b)}), and "
-            f"the balanced envelope {_span(greedy)} points more than the greedy one",
+            f"{span(lead)} points more than the balanced envelope (on 1F1B {span(on_1f1b)}), and "
+            f"the balanced envelope {span(greedy)} points more than the greedy one",
             basis,
             "expected: balanced reconfiguring saves at least as much as greedy",
             agrees=min(greedy) >= 0,
@@ -138,9 +134,9 @@ def _memory_claim(found: _Found, basis: str) -> Claim:
     every = _differences(free, none)
     peaks = [row.peak_in_flight for row in found.rows(memory, "no limit")]
     return _claim(
-        f"In the memory that 1F1B takes, {_span(none)} % are saved; one microbatch more in flight "
-        f"adds {_span(first)} points, four add {_span(most)}, and no limit "
-        f"({_span([float(peak) for peak in peaks], 0)} in flight) {_span(every)}",
+        f"In the memory that 1F1B takes, {span(none)} % are saved; one microbatch more in flight "
+        f"adds {span(first)} points, four add {span(most)}, and no limit "
+        f"({span([float(peak) for peak in peaks], 0)} in flight) {span(every)}",
         basis,
     )
 
@@ -148,7 +144,7 @@ def _memory_claim(found: _Found, basis: str) -> Claim:
 def _clock_claims(found: _Found, basis: str) -> Iterable[Claim]:
     none = found.saved(Ablation.DWELL, "0 ms")
     costs = [
-        f"{_span(_differences(none, found.saved(Ablation.DWELL, setting)), 2)} points at {setting}"
+        f"{span(_differences(none, found.saved(Ablation.DWELL, setting)), 2)} points at {setting}"
         for setting in ("50 ms", "100 ms", "200 ms", "500 ms")
         if len(found.saved(Ablation.DWELL, setting)) == len(none)
     ]
@@ -161,8 +157,8 @@ def _clock_claims(found: _Found, basis: str) -> Iterable[Claim]:
     lost = _differences(none, found.saved(Ablation.CHANGE, setting))
     late = found.slower(Ablation.CHANGE, f"{setting}, not planned for")
     yield _claim(
-        f"Clocks that come {setting} late cost {_span(lost, 2)} points where the plan knows of it, "
-        f"in no more time; a plan that does not know of it takes {_span(late, 2)} % more time",
+        f"Clocks that come {setting} late cost {span(lost, 2)} points where the plan knows of it, "
+        f"in no more time; a plan that does not know of it takes {span(late, 2)} % more time",
         basis,
         "Perseus: a change of clock takes about 10 ms",
     )
@@ -175,7 +171,7 @@ def _unit_times(found: _Found) -> str:
         for kinds in row.plan.profile.rows
         for rows in kinds.values()
     ]
-    return _span(times_ms, 0)
+    return span(times_ms, 0)
 
 
 def _waiting_claims(found: _Found, basis: str) -> Iterable[Claim]:
@@ -183,8 +179,8 @@ def _waiting_claims(found: _Found, basis: str) -> Iterable[Claim]:
     free, known = found.saved(waiting, "0 W"), found.saved(waiting, "as measured")
     unaware = _differences(known, found.saved(waiting, "as measured, planned as if 0"))
     yield _claim(
-        f"If waiting took no power, {_span(free)} % would be saved in place of {_span(known)} %; "
-        f"a plan made as if waiting were free saves {_span(unaware, 2)} points less than one that "
+        f"If waiting took no power, {span(free)} % would be saved in place of {span(known)} %; "
+        f"a plan made as if waiting were free saves {span(unaware, 2)} points less than one that "
         "knows what it takes",
         basis,
     )
@@ -194,7 +190,7 @@ def _waiting_claims(found: _Found, basis: str) -> Iterable[Claim]:
     alone = found.saved(waiting, "by clock, parked", Start.BASELINE)
     yield _claim(
         f"Parking the clock in waits, with changes of {1e3 * CHANGE_TIME_S:g} ms, adds "
-        f"{_span(parked, 2)} points to the full configuration and saves {_span(alone, 2)} % of "
+        f"{span(parked, 2)} points to the full configuration and saves {span(alone, 2)} % of "
         "1F1B at the highest clock by itself",
         f"{basis}; waiting power by clock assumed from an H200's two measured idle states",
     )

@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from benchmarks.ablation.rows import Ablation, Row, Start
+from benchmarks.outputs import BLUE, ORANGE, bare
 
-#: Of Okabe and Ito, told apart with any colour vision.
-_COLOURS = {Start.FULL: "#0072B2", Start.BASELINE: "#E69F00"}
+_COLOURS = {Start.FULL: BLUE, Start.BASELINE: ORANGE}
 _NAMES = {
     Start.FULL: "switched in the full configuration",
     Start.BASELINE: "switched in the baseline (1F1B, highest clock)",
@@ -83,7 +83,7 @@ def _draw(axes: Axes, rows: Sequence[Row], settings: Sequence[str], *, named: bo
     axes.tick_params(axis="x", labelsize=8)
     axes.grid(axis="x", color="0.9")
     axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    bare(axes)
 
 
 def _draw_bar(axes: Axes, row: Row, position: float) -> None:

@@ -25,10 +25,10 @@ from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, reconfigure
 
-#: Microbatches in flight beyond those of 1F1B on its fullest stage; None for no limit.
-MEMORY_STEPS = (0, 1, 2, 4, None)
-DWELL_TIMES_S = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
-CHANGE_TIMES_S = (0.0, 0.01, 0.03)
+#: Microbatches in flight beyond those of 1F1B on its fullest stage.
+MEMORY_STEPS = (0, 1, 2, 4)
+DWELL_TIMES_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+CHANGE_TIMES_S = (0.01, 0.03)
 #: A plan that takes this much longer than the baseline (%) takes as long.
 SAME_TIME_PERCENT = 1e-6
 #: What Perseus reports for a change of clock, s.
@@ -100,51 +100,53 @@ class Row:
 
 @dataclass(frozen=True)
 class Timed:
-    """A plan and how long it took to make, s."""
+    """A plan, how long it took to make (s), and the bound of `Row`."""
 
     plan: Plan
     seconds: float
+    bound_j: float | None = None
 
 
 def timed(make: Callable[[], Plan]) -> Timed:
     """Make a plan, with a clock on it."""
     start_s = time.perf_counter()
     plan = make()
-    return Timed(plan, time.perf_counter() - start_s)
+    return Timed(plan, time.perf_counter() - start_s, plan.energy_lower_bound_j)
 
 
 def _made(workload: Workload, request: PlanRequest) -> Timed:
     return timed(lambda: make_plan(workload.profile, request).plan)
 
 
+#: Where an ingredient is switched, to what, and the plan.
+_Made = tuple[Start, str, Timed]
+
+
 def ablate(workload: Workload) -> list[Row]:
     """All plans of one workload, an ingredient at a time."""
     full = _made(workload, workload.request("auto", "optimal"))
+    makers = {
+        Ablation.ORDER: _orders,
+        Ablation.POLICY: _policies,
+        Ablation.MEMORY: _memory_limits,
+        Ablation.DWELL: _dwell_times,
+        Ablation.CHANGE: _change_times,
+        Ablation.WAITING: _waiting_powers,
+    }
     return [
-        *_orders(workload, full),
-        *_policies(workload, full),
-        *_memory_limits(workload, full),
-        *_dwell_times(workload, full),
-        *_change_times(workload, full),
-        *_waiting_powers(workload, full),
+        Row(workload, ablation, start, setting, made.plan, made.seconds, made.bound_j)
+        for ablation, make in makers.items()
+        for start, setting, made in make(workload, full)
     ]
 
 
-def _row(workload: Workload, ablation: Ablation, start: Start, setting: str, made: Timed) -> Row:
-    plan = made.plan
-    return Row(workload, ablation, start, setting, plan, made.seconds, plan.energy_lower_bound_j)
-
-
-def _orders(workload: Workload, full: Timed) -> Iterator[Row]:
+def _orders(workload: Workload, full: Timed) -> Iterator[_Made]:
     """The best clocks on three orders, and three orders at the highest clocks."""
     for name, label in (("1f1b", "1F1B"), ("envpipe", "EnvPipe's")):
         for policy, start in (("optimal", Start.FULL), ("baseline", Start.BASELINE)):
-            request = workload.request(name, policy)
-            made = _made(workload, request)
-            yield _row(workload, Ablation.ORDER, start, label, made)
-    yield _row(workload, Ablation.ORDER, Start.FULL, "auto", full)
-    at_maximum = timed(partial(_by_rule, full.plan, "baseline", "default"))
-    yield _row(workload, Ablation.ORDER, Start.BASELINE, "auto", at_maximum)
+            yield start, label, _made(workload, workload.request(name, policy))
+    yield Start.FULL, "auto", full
+    yield Start.BASELINE, "auto", timed(partial(_by_rule, full.plan, "baseline", "default"))
 
 
 #: Policy, way of reconfiguring, and both in words.
@@ -157,16 +159,16 @@ _POLICIES = (
 )
 
 
-def _policies(workload: Workload, full: Timed) -> Iterator[Row]:
+def _policies(workload: Workload, full: Timed) -> Iterator[_Made]:
     """Every policy on the order of the full configuration, and on 1F1B."""
     on_1f1b = _made(workload, workload.request("1f1b", "optimal"))
     for start, best in ((Start.FULL, full), (Start.BASELINE, on_1f1b)):
         for policy, reconfiguring, label in _POLICIES:
             made = timed(partial(_by_rule, best.plan, policy, reconfiguring))
-            row = _row(workload, Ablation.POLICY, start, label, made)
-            in_time = row.slowdown_percent <= SAME_TIME_PERCENT
-            yield replace(row, bound_j=best.plan.energy_lower_bound_j if in_time else None)
-        yield _row(workload, Ablation.POLICY, start, "optimal", best)
+            slower = made.plan.cost.slowdown_percent(made.plan.baseline.cost)
+            bound_j = best.bound_j if slower <= SAME_TIME_PERCENT else None
+            yield start, label, replace(made, bound_j=bound_j)
+        yield start, "optimal", best
 
 
 def _by_rule(best: Plan, policy: str, reconfiguring: str) -> Plan:
@@ -181,67 +183,59 @@ def _by_rule(best: Plan, policy: str, reconfiguring: str) -> Plan:
     return replace(plan, frequency_mhz=found.frequency_mhz)
 
 
-def _memory_limits(workload: Workload, full: Timed) -> Iterator[Row]:
-    """The full configuration with so many microbatches in flight on every stage at most."""
+def _memory_limits(workload: Workload, full: Timed) -> Iterator[_Made]:
+    """The full configuration with a limit on the microbatches in flight on every stage."""
     of_1f1b = max(full.plan.baseline.schedule.peak_in_flight)
     for more in MEMORY_STEPS:
-        if more is None:
-            yield _row(workload, Ablation.MEMORY, Start.FULL, "no limit", full)
-            continue
         request = replace(workload.request("auto", "optimal"), max_in_flight=of_1f1b + more)
-        made = _made(workload, request)
-        label = f"1F1B's + {more}" if more else "1F1B's"
-        yield _row(workload, Ablation.MEMORY, Start.FULL, label, made)
+        yield Start.FULL, f"1F1B's + {more}" if more else "1F1B's", _made(workload, request)
+    yield Start.FULL, "no limit", full
 
 
-def _dwell_times(workload: Workload, full: Timed) -> Iterator[Row]:
+def _dwell_times(workload: Workload, full: Timed) -> Iterator[_Made]:
     """The order of the full configuration, each clock kept for a while."""
-    yield _row(workload, Ablation.DWELL, Start.FULL, "0 ms", full)
-    conditions = workload.conditions
-    for dwell_s in DWELL_TIMES_S[1:]:
-        made = _planned(full.plan.schedule, workload, conditions, dwell_s)
+    yield Start.FULL, "0 ms", full
+    for dwell_s in DWELL_TIMES_S:
+        made = _planned(full.plan.schedule, workload, workload.conditions, dwell_s)
         if made is not None:
-            yield _row(workload, Ablation.DWELL, Start.FULL, f"{1e3 * dwell_s:g} ms", made)
+            yield Start.FULL, f"{1e3 * dwell_s:g} ms", made
 
 
-def _change_times(workload: Workload, full: Timed) -> Iterator[Row]:
+def _change_times(workload: Workload, full: Timed) -> Iterator[_Made]:
     """The order of the full configuration, clocks coming late; planned for it, and not."""
-    yield _row(workload, Ablation.CHANGE, Start.FULL, "0 ms", full)
-    for change_s in CHANGE_TIMES_S[1:]:
+    yield Start.FULL, "0 ms", full
+    for change_s in CHANGE_TIMES_S:
         conditions = replace(workload.conditions, change_time_s=change_s)
-        unaware = replace(full.plan, conditions=conditions, energy_lower_bound_j=None)
-        made = _planned(full.plan.schedule, workload, conditions)
         label = f"{1e3 * change_s:g} ms"
-        unaware_label = f"{label}, not planned for"
-        yield _row(
-            workload, Ablation.CHANGE, Start.FULL, unaware_label, Timed(unaware, full.seconds)
-        )
+        yield Start.FULL, f"{label}, not planned for", _under(full, conditions)
+        made = _planned(full.plan.schedule, workload, conditions)
         if made is not None:
-            yield _row(workload, Ablation.CHANGE, Start.FULL, label, made)
+            yield Start.FULL, label, made
 
 
-def _waiting_powers(workload: Workload, full: Timed) -> Iterator[Row]:
+def _waiting_powers(workload: Workload, full: Timed) -> Iterator[_Made]:
     """The order of the full configuration under other waiting powers, and parked clocks."""
     schedule, known = full.plan.schedule, workload.conditions
     free = replace(known, blocking_power_w=(0.0,) * known.num_stages)
     by_clock = replace(conditions_with_curve(workload), change_time_s=CHANGE_TIME_S)
     planned_free = _planned(schedule, workload, free)
     if planned_free is not None:
-        yield _row(workload, Ablation.WAITING, Start.FULL, "0 W", planned_free)
-        unaware = replace(planned_free.plan, conditions=known, energy_lower_bound_j=None)
-        made = Timed(unaware, planned_free.seconds)
-        yield _row(workload, Ablation.WAITING, Start.FULL, "as measured, planned as if 0", made)
-    yield _row(workload, Ablation.WAITING, Start.FULL, "as measured", full)
+        yield Start.FULL, "0 W", planned_free
+        yield Start.FULL, "as measured, planned as if 0", _under(planned_free, known)
+    yield Start.FULL, "as measured", full
     for parking, label in ((False, "by clock (assumed)"), (True, "by clock, parked")):
-        by_clock_plan = _planned(schedule, workload, by_clock, parking=parking)
-        if by_clock_plan is not None:
-            yield _row(workload, Ablation.WAITING, Start.FULL, label, by_clock_plan)
+        made = _planned(schedule, workload, by_clock, parking=parking)
+        if made is not None:
+            yield Start.FULL, label, made
     at_maximum = replace(full.plan.baseline, conditions=by_clock)
-    for label, make in (
-        ("by clock (assumed)", lambda: at_maximum),
-        ("by clock, parked", lambda: park(at_maximum)),
-    ):
-        yield _row(workload, Ablation.WAITING, Start.BASELINE, label, timed(make))
+    yield Start.BASELINE, "by clock (assumed)", timed(lambda: at_maximum)
+    yield Start.BASELINE, "by clock, parked", timed(lambda: park(at_maximum))
+
+
+def _under(made: Timed, conditions: Conditions) -> Timed:
+    """The same plan, which does not know of the conditions that price it."""
+    plan = replace(made.plan, conditions=conditions, energy_lower_bound_j=None)
+    return Timed(plan, made.seconds)
 
 
 def _planned(

@@ -24,10 +24,16 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.claims import CLAIMS_FILE, Claim, write_claims
-from benchmarks.outputs import save_picture, write_csv
+from benchmarks.outputs import (
+    PERSEUS_DATA,
+    make_console,
+    make_table,
+    output_option,
+    save_picture,
+    write_csv,
+)
 from benchmarks.overhead.measures import (
     Measure,
     controller_measures,
@@ -43,7 +49,6 @@ from benchmarks.overhead.pictures import overhead_figure
 from benchmarks.overhead.ratio import RatioSettings
 from benchmarks.planner.workloads import Workload, preset_workload, read_workloads
 
-DATA_DIR = Path("../shared/data/perseus_sosp24")
 #: The pipeline that is planned: 8 stages, 96 microbatches.
 KEY = "gpt3-175b_a100_sxm_mb96"
 #: Where nobody has measured a profile: stages and microbatches of the same size.
@@ -68,24 +73,16 @@ SENTENCES = {
     "logs": "Logs take on disk: ",
     "planning": "One plan takes: ",
 }
-#: Characters of the table, which a narrower terminal or a pipe would cut.
-TABLE_WIDTH = 150
 
 
 @click.command()
 @click.option(
     "--seconds", default=3.0, show_default=True, help="For each line of thread and controller."
 )
-@click.option(
-    "--output",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("runs/benchmarks/overhead"),
-    show_default=True,
-    help="Folder for overhead.csv, overhead.png and claims.json.",
-)
+@output_option("overhead")
 def main(seconds: float, output: Path) -> None:
     """Measure what EnvPipe's machinery costs on this machine's CPU."""
-    console = Console(width=max(Console().width, TABLE_WIDTH))
+    console = make_console()
     load = os.getloadavg()[0]
     measures = []
     for measure in _measured(seconds, RatioSettings(), console):
@@ -93,9 +90,10 @@ def main(seconds: float, output: Path) -> None:
         console.print(f"{measure.part}: {measure.what}: {measure.median:.4g} {measure.unit}")
     measures.sort(key=lambda measure: list(SENTENCES).index(measure.part))
     basis = f"measured on {os.cpu_count()} CPU cores, load average {load:.1f} at the start"
-    console.print(_table(measures, basis))
+    rows = [asdict(measure) for measure in measures]
+    console.print(make_table(f"Overhead, {basis}", rows))
     output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / "overhead.csv", ({**asdict(m), "basis": basis} for m in measures))
+    write_csv(output / "overhead.csv", ({**row, "basis": basis} for row in rows))
     save_picture(overhead_figure(measures, basis), output, "overhead")
     write_claims(output / CLAIMS_FILE, claims(measures, basis))
     console.print("On GPUs, clocks untouched:")
@@ -123,29 +121,9 @@ def _measured(seconds: float, ratio: RatioSettings, console: Console) -> Iterato
 
 
 def _workload() -> Workload:
-    if DATA_DIR.is_dir():
-        return next(workload for workload in read_workloads(DATA_DIR) if workload.key == KEY)
+    if PERSEUS_DATA.is_dir():
+        return next(workload for workload in read_workloads(PERSEUS_DATA) if workload.key == KEY)
     return preset_workload(_STAGES, _MICROBATCHES)
-
-
-def _table(measures: Sequence[Measure], basis: str) -> Table:
-    table = Table("part", "what", "unit", title=f"Overhead, {basis}", title_justify="left")
-    for heading in ("median", "p99", "95 %", "count"):
-        table.add_column(heading, justify="right")
-    for measure in measures:
-        interval = "-"
-        if measure.low is not None and measure.high is not None:
-            interval = f"{measure.low:.3f} to {measure.high:.3f}"
-        table.add_row(
-            measure.part,
-            measure.what,
-            measure.unit,
-            f"{measure.median:.4g}",
-            "-" if measure.p99 is None else f"{measure.p99:.4g}",
-            interval,
-            str(measure.count),
-        )
-    return table
 
 
 def claims(measures: Sequence[Measure], basis: str) -> list[Claim]:

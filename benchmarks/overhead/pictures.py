@@ -8,10 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from benchmarks.outputs import BLUE, RED, bare
 from benchmarks.overhead.measures import Measure, of_part
 
-#: Of Okabe and Ito, told apart with any colour vision.
-_MEDIAN, _P99 = "#0072B2", "#D55E00"
+_MEDIAN, _P99 = BLUE, RED
 
 
 def overhead_figure(measures: Sequence[Measure], basis: str) -> Figure:
@@ -36,7 +36,7 @@ def overhead_figure(measures: Sequence[Measure], basis: str) -> Figure:
         axes.set_xlabel(label, fontsize=9)
         axes.grid(axis="x", color="0.9")
         axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        bare(axes)
         draw = _draw_ratio if name == "iteration" else _draw_spread
         draw(axes, found)
     handles = [

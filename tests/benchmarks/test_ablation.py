@@ -15,6 +15,7 @@ from envpipe_megatron.core.schedule import Kind
 pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
 
+from benchmarks import outputs
 from benchmarks.ablation import ablation as command
 from benchmarks.ablation.findings import ablation_claims
 from benchmarks.ablation.rows import Ablation, Start, ablate
@@ -115,7 +116,7 @@ def test_claims_follow_the_rows(rows):
 
 def test_without_measured_profiles_a_preset_stands_in(rows, tmp_path, monkeypatch):
     asked, drawn = [], {}
-    monkeypatch.setattr(command, "DATA_DIR", tmp_path / "nowhere")
+    monkeypatch.setattr(outputs, "PERSEUS_DATA", tmp_path / "nowhere")
     monkeypatch.setattr(command, "ablate", lambda workload: asked.append(workload) or rows)
     monkeypatch.setattr(
         command, "save_picture", lambda figure, folder, name: drawn.setdefault(name, figure)
