@@ -3,8 +3,8 @@
 Parts: (mapping) torch's devices against NVML's, also where CUDA_VISIBLE_DEVICES reorders or hides
 some; (clocks) the table and the sweep made from it; (meters) how often the counter and the power
 fields refresh, what a read takes, and whether they agree over a load; (blocking) power of a GPU
-that waits in a receive against an idle one; (events) what making and recording one costs;
-(controller) see trigger_latency.py. One part's failure does not lose the others.
+that waits in a receive against an idle one; (controller) see `overhead/trigger_latency.py`. One
+part's failure does not lose the others.
 
     ENVPIPE_FORBID_CLOCK_CONTROL=1 torchrun --nproc-per-node 2 benchmarks/gpu/control.py \
         --output gpu_control.json
@@ -41,7 +41,7 @@ from envpipe_megatron.runtime.clocks.controller import spread
 
 MARKER_BYTES = 3 << 30
 WINDOW_S = 5.0
-PARTS = ("mapping", "clocks", "meters", "blocking", "events", "controller")
+PARTS = ("mapping", "clocks", "meters", "blocking", "controller")
 
 
 class Node:
@@ -386,7 +386,6 @@ def main(parts: tuple[str, ...], seconds: float, map_only: bool, output: Path) -
         "clocks": lambda: measure_clocks(node),
         "meters": lambda: measure_meters(node),
         "blocking": lambda: measure_blocking(node),
-        "events": trigger_latency.event_costs_us,
         "controller": lambda: trigger_latency.compare(("gpt", "small", "python"), seconds),
     }
     mine: dict[str, Any] = {"uuid": node.uid, "gpu": torch.cuda.get_device_name()}

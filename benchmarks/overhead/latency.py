@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -57,33 +56,20 @@ THREADS: dict[str, Callable[[], StandIn]] = {
 }
 
 
-@dataclass(frozen=True)
-class Latency:
-    """Times from the end of a unit to the entering of the back end.
-
-    Args:
-        thread: what the training thread does.
-        switch_interval_s: Python's, while it was measured.
-        median_us: microseconds.
-        p99_us: the same.
-        count: of requests.
-    """
-
-    thread: str
-    switch_interval_s: float
-    median_us: float
-    p99_us: float
-    count: int
-
-
-def measure_latency(thread: str, switch_interval_s: float, seconds: float) -> Latency | None:
+def measure_latency(
+    thread: str, switch_interval_s: float, seconds: float
+) -> dict[str, float] | None:
     """Units for some time beside one kind of training thread.
 
+    Args:
+        thread: what it does, a key of `THREADS`.
+        switch_interval_s: Python's.
+        seconds: how long.
+
     Returns:
+        `median`, `p99`, `max` (microseconds from a unit's end to the driver's call) and `count`;
         None where the machine was too busy for any request to be looked at in that time.
     """
     torch.set_num_threads(1)  # as in a rank: more would compete with the controller for cores
-    result = measure(THREADS[thread](), switch_interval_s, seconds)["trigger_us"]
-    if not result["count"]:
-        return None
-    return Latency(thread, switch_interval_s, result["median"], result["p99"], int(result["count"]))
+    found = measure(THREADS[thread](), switch_interval_s, seconds)["trigger_us"]
+    return found if found["count"] else None

@@ -104,8 +104,8 @@ def controller_measures(seconds: float) -> Iterator[Measure]:
         if interval_s != SWITCH_INTERVAL_S:
             what += f", switch interval {1e3 * interval_s:g} ms"
         yield Measure(
-            "controller", what, "us after a unit's end", latency.median_us, latency.p99_us,
-            count=latency.count,
+            "controller", what, "us after a unit's end", latency["median"], latency["p99"],
+            count=int(latency["count"]),
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-r"""How soon after a unit's end the clock request for the next unit reaches the back end.
+"""How soon after a unit's end the clock request for the next unit reaches the back end.
 
 A training thread launches units as fast as it can; behind each it asks the clock controller for
 another clock. The back end is a dry run that notes the instant at which its lock is entered. On a
@@ -6,18 +6,14 @@ GPU the instants at which units ended are taken from CUDA events and brought to 
 an event recorded on an idle stream ends after its recording was called and before a query finds it
 ended, so each such event bounds the difference of the two clocks on both sides. The tightest
 bounds of many, before and after, give the difference, its drift and the error. Without a GPU, a
-second process ends the units and notes when it did.
-
-    python benchmarks/overhead/trigger_latency.py --cpu --output results.json
-    ENVPIPE_FORBID_CLOCK_CONTROL=1 python benchmarks/overhead/trigger_latency.py \
-        --output results.json
+second process ends the units and notes when it did. `benchmarks/gpu/control.py` measures with the
+one, `overhead.py` with the other.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 import mmap
 import multiprocessing
@@ -25,16 +21,13 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import click
 import torch
 from torch import nn
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.gpu.backends.dry_run import DryRunGpu
-from envpipe_megatron.gpu.base import FORBID_VARIABLE, clock_control_forbidden
 from envpipe_megatron.runtime.clocks import controller as clock_controller
 from envpipe_megatron.runtime.clocks.controller import ClockController, spread
 from envpipe_megatron.runtime.execution import executor as executor_module
@@ -51,31 +44,6 @@ PERIOD = 4
 INTERVALS_S = (5e-3, 5e-4, 1e-4)
 
 
-class Device(Protocol):
-    """What ends units: a GPU, or a process that stands in for one."""
-
-    def begin(self) -> None:
-        """Start a measurement."""
-
-    def begin_iteration(self) -> None:
-        """Start an iteration."""
-
-    def begin_unit(self) -> None:
-        """What the runtime does before a unit."""
-
-    def launch(self, position: int) -> None:
-        """Launch a unit's work."""
-
-    def end_unit(self) -> Completion:
-        """What the runtime does behind a unit."""
-
-    def end_iteration(self) -> list[float]:
-        """Wait for the last unit; return the instants of all ends, ns on the device's clock."""
-
-    def finish(self) -> tuple[Callable[[float], float], float]:
-        """Return what brings such an instant to the host's monotonic clock, and its error in ns."""
-
-
 class StampingGpu(DryRunGpu):
     """A dry run that notes the instant of each lock (ns) and its clock."""
 
@@ -88,7 +56,7 @@ class StampingGpu(DryRunGpu):
         super()._lock(frequency_mhz)
 
 
-def measure(device: Device, interval_s: float, seconds: float) -> dict[str, Any]:
+def measure(device: CudaDevice | StandIn, interval_s: float, seconds: float) -> dict[str, Any]:
     """Run units for some time at one switch interval.
 
     Returns:
@@ -405,80 +373,26 @@ def _burn_until(end_s: float) -> None:
             return
 
 
-def event_costs_us(count: int = 500) -> dict[str, Any]:
-    """What one CUDA event costs the thread that records it: each its own, or used again."""
-    stream = torch.cuda.current_stream()
-    costs: dict[str, list[int]] = {"new": [], "reused": [], "reused, known stream": []}
-    make: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]  # noqa: E731
-    kept = [make() for _ in range(count)]
-    for event in kept:
-        event.record()
-    torch.cuda.synchronize()
-    for index in range(count):
-        times = [time.perf_counter_ns()]
-        make().record()
-        times.append(time.perf_counter_ns())
-        kept[index].record()
-        times.append(time.perf_counter_ns())
-        kept[index].record(stream)
-        times.append(time.perf_counter_ns())
-        for name, cost in zip(costs, itertools.pairwise(times), strict=True):
-            costs[name].append(cost[1] - cost[0])
-    return {name: _us(values) for name, values in costs.items()}
-
-
 def compare(kinds: Iterable[str], seconds: float) -> dict[str, Any]:
-    """Measure each kind of training thread at each switch interval and kind of event."""
+    """Measure each kind of training thread of `CudaDevice` at each switch interval."""
     results: dict[str, Any] = {}
     for kind in kinds:
-        for blocking in (True,) if kind == "cpu" else (True, False):
-            executor_module.BLOCKING_EVENTS = blocking
-            device: Device | None = None if kind == "cpu" else CudaDevice(kind)
-            for interval_s in INTERVALS_S:
-                waiting = "pipe" if kind == "cpu" else "blocking" if blocking else "spinning"
-                name = f"{kind}, {waiting} events, switch interval {1e3 * interval_s:g} ms"
-                results[name] = measure(device or StandIn(), interval_s, seconds)
-            if isinstance(device, CudaDevice):
-                results[name]["reading_events_us"] = device.reading_us()
+        device = CudaDevice(kind)
+        for interval_s in INTERVALS_S:
+            name = f"{kind}, switch interval {1e3 * interval_s:g} ms"
+            results[name] = measure(device, interval_s, seconds)
+        results[name]["reading_events_us"] = device.reading_us()
     return results
 
 
 def table(results: dict[str, Any]) -> str:
     """One line a measurement, microseconds."""
-    lines = [
-        f"{'':58}{'trigger latency (us)':>32}{'after request':>16}{'cost a unit (us)':>18}",
-        f"{'':58}{'median':>8}{'p99':>8}{'max':>9}{'count':>7}{'median':>8}{'p99':>8}"
-        f"{'median':>9}{'p99':>9}",
-    ]
+    head = ("trigger: median", "p99", "max", "count", "after request: median", "p99")
+    lines = [f"{'':40}" + "".join(f"{name:>23}" for name in (*head, "cost: median", "p99"))]
     for name, result in results.items():
-        trigger, asked, cost = (
-            result["trigger_us"],
-            result["after_request_us"],
-            result["cost_us"]["sum"],
-        )
-        if not trigger["count"]:
-            lines.append(f"{name:58} nothing measured")
-            continue
-        lines.append(
-            f"{name:58}{trigger['median']:8.0f}{trigger['p99']:8.0f}{trigger['max']:9.0f}"
-            f"{trigger['count']:7d}{asked['median']:8.0f}{asked['p99']:8.0f}"
-            f"{cost['median']:9.1f}{cost['p99']:9.1f}"
-        )
+        trigger, asked = result["trigger_us"], result["after_request_us"]
+        cost = result["cost_us"]["sum"]
+        figures = [trigger[key] for key in ("median", "p99", "max", "count")]
+        figures += [spread_us[key] for spread_us in (asked, cost) for key in ("median", "p99")]
+        lines.append(f"{name:40}" + "".join(f"{figure:>23.1f}" for figure in figures))
     return "\n".join(lines)
-
-
-@click.command()
-@click.option("--cpu", is_flag=True, help="A second process stands in for the GPU.")
-@click.option("--seconds", default=4.0, show_default=True, help="For each line.")
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON file.")
-def main(cpu: bool, seconds: float, output: Path) -> None:
-    """Measure the trigger latency of the clock controller."""
-    if not clock_control_forbidden():
-        raise click.ClickException(f"Set {FORBID_VARIABLE}=1: this only reads.")
-    results = compare(("cpu",) if cpu else ("gpt", "small", "python"), seconds)
-    output.write_text(json.dumps(results, indent=1) + "\n")
-    click.echo(table(results))
-
-
-if __name__ == "__main__":
-    main()
