@@ -26,10 +26,10 @@ from typing import Any
 
 import click
 
-from benchmarks.megatron_lm import proof_checkouts
+from benchmarks.megatron_lm import checkouts
+from benchmarks.megatron_lm.jobs import CPU_RUN, ROOT, Launch, check_harmless, joined
 from benchmarks.megatron_lm.measured_jobs import as_lines, at_its_clock, runs_of
-from benchmarks.megatron_lm.proof_jobs import CPU_RUN, ROOT, Launch, check_harmless, joined
-from benchmarks.megatron_lm.proof_models import (
+from benchmarks.megatron_lm.models import (
     GPT_1_3B,
     NO_EVALUATION,
     TINY_ON_CPU,
@@ -204,7 +204,7 @@ def main(
     unknown = set(names) - set(models)
     if unknown:
         raise click.ClickException(f"No model {sorted(unknown)}; there are: {', '.join(models)}.")
-    proof_checkouts.prepare(patched)
+    checkouts.prepare(patched)
     scratch = scratch or Path(tempfile.mkdtemp(prefix="envpipe-measured-"))
     stages = gpus or (4 if cpu else _num_gpus())
     for name in names or models:

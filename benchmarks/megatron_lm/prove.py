@@ -12,36 +12,33 @@ and ENVPIPE_FORBID_CLOCK_CONTROL=1, and none is started without.
 from __future__ import annotations
 
 import fnmatch
+import json
 import os
 import platform
+import re
 import shutil
 import subprocess
+import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.megatron_lm import (
-    part_energy,
-    part_equality,
-    part_faults,
-    part_ratio,
-    part_stress,
-    proof_checkouts,
-    proof_report,
-)
-from benchmarks.megatron_lm.part_ratio import Keeper, Rounds
-from benchmarks.megatron_lm.proof_jobs import Job, Site
-from benchmarks.megatron_lm.proof_pool import Limits, run_jobs
-from benchmarks.megatron_lm.proof_state import State
+from benchmarks.megatron_lm import checkouts, equality, ratio, stress
+from benchmarks.megatron_lm.jobs import Job, Site, State
+from benchmarks.megatron_lm.pool import Limits, run_jobs
+from benchmarks.megatron_lm.ratio import Keeper, Rounds
 
 PARTS = ("equality", "ratio", "stress", "energy", "faults", "report")
 #: Kept of the time that a call may take, for logs and report, s.
 _FOR_THE_END_S = 15.0
+#: Of all packed logs, bytes; an archive that is too large does not come back from some machines.
+_MOST_LOG_BYTES, _MOST_OF_A_LOG = 40 * 2**20, 2 * 2**20
+_ERROR = re.compile(r"^(?:\[rank\d+\]: *)?((?!.*ChildFailed)[\w.]*(?:Error|Exit)(?::.*)?)$", re.M)
 #: What jobs take to end when their last turn has ended, s.
 _FOR_AN_END_S = 20.0
 
@@ -50,12 +47,6 @@ _FOR_AN_END_S = 20.0
 @click.option("--stock", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--patched", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="State, report.")
-@click.option(
-    "--also",
-    type=click.Path(path_type=Path, exists=True),
-    multiple=True,
-    help="Another call's state.",
-)
 @click.option("--tag", default="core_v0.16.1", show_default=True, help="Of both checkouts.")
 @click.option("--gpus", type=int, help="Default: those of this machine; 4 on the CPU.")
 @click.option("--cpu", is_flag=True, help="gloo, emulated GPUs, and the smallest sizes.")
@@ -89,8 +80,6 @@ def main(**options: Any) -> None:
     site = Site(options["stock"], options["patched"], scratch.resolve(), cpu, gpus, corpus)
     output.mkdir(parents=True, exist_ok=True)
     state = State(output / f"proof-{tag}.json")
-    for other in options["also"]:
-        state.take_in(State(other))
     if options["listed"]:
         _Proof(site, state, options, begin_s).show()
         return
@@ -98,17 +87,17 @@ def main(**options: Any) -> None:
     if runs:
         state.machine.update(_machine(site, tag, cpu))
         for checkout in (site.stock, site.patched):
-            proof_checkouts.prepare(checkout)
-    if "equality" in options["parts"] and not proof_checkouts.prepare_corpus(corpus, site.stock):
+            checkouts.prepare(checkout)
+    if "equality" in options["parts"] and not checkouts.prepare_corpus(corpus, site.stock):
         site = replace(site, corpus=None)
     try:
         if runs:
             _Proof(site, state, options, begin_s).run()
     finally:
         state.save()
-        click.echo(proof_report.write(state, site, output).split("\n## commands")[0])
+        click.echo(write_report(state, site, output).split("\n## commands")[0])
         if site.scratch.exists():
-            proof_report.pack_logs(site, output / "logs.tar.gz")
+            _pack_logs(site, output / "logs.tar.gz")
 
 
 class _Proof:
@@ -129,11 +118,11 @@ class _Proof:
 
     def run(self) -> None:
         """Every part, one after the other."""
-        for plan in (*part_equality.plans(self._site), *part_ratio.plans(self._site)):
+        for plan in (*equality.plans(self._site), *ratio.plans(self._site)):
             plan.write(self._site)
         shared = self._jobs("faults", "equality")
-        self._share(shared)
-        self._share(part_equality.repeats(self._state, shared, self._site.cpu))
+        slots = self._options["slots"]
+        run_jobs(self._site, self._state, shared, self._limits(), slots=slots)
         # Four jobs with contexts on the same GPUs hung in Megatron's own first iteration, though
         # one alone computed; none did that had the GPUs for itself.
         alone = self._limits(concurrency=1)
@@ -148,10 +137,6 @@ class _Proof:
             old = status == "ok" and not self._state.done(job)
             click.echo(f"{job.name}: {'ok, of another job' if old else status}")
 
-    def _share(self, jobs: Sequence[Job]) -> None:
-        slots = self._options["slots"]
-        run_jobs(self._site, self._state, jobs, self._limits(), slots=slots)
-
     def _take_turns(self, jobs: Sequence[Job]) -> None:
         longest_s = 0.0
 
@@ -163,12 +148,12 @@ class _Proof:
 
         def goes_on(left: int) -> bool:
             # A round that is begun should end.
-            in_round = len(part_ratio.ARMS) * self._rounds.turns
+            in_round = len(ratio.ARMS) * self._rounds.turns
             turns = in_round if left % in_round == 0 else 1
             return self._limits().left_s > 1.05 * turns * longest_s + _FOR_AN_END_S
 
-        keeper = Keeper(self._state, self._rounds, str(part_ratio.size(self._site)))
-        order = part_ratio.order(jobs)
+        keeper = Keeper(self._state, self._rounds, str(ratio.size(self._site)))
+        order = ratio.order(jobs)
         limits = self._limits(concurrency=len(jobs))
         run_jobs(
             self._site, self._state, jobs, limits, order=order, goes_on=goes_on, on_block=on_block
@@ -190,11 +175,11 @@ class _Proof:
         iterations = options["iterations"] or (10 if site.cpu else 50)
         delay_s = options["stress_delay_ms"] / 1e3
         makers: dict[str, Callable[[], list[Job]]] = {
-            "faults": lambda: part_faults.jobs(site),
-            "equality": lambda: part_equality.jobs(site, iterations),
-            "stress": lambda: part_stress.jobs(site, options["stress_iterations"], delay_s),
-            "energy": lambda: part_energy.jobs(site, options["energy_iterations"]),
-            "ratio": lambda: part_ratio.jobs(site, self._state, self._rounds),
+            "faults": lambda: equality.fault_jobs(site),
+            "equality": lambda: equality.jobs(site, iterations),
+            "stress": lambda: stress.jobs(site, options["stress_iterations"], delay_s),
+            "energy": lambda: ratio.energy_jobs(site, options["energy_iterations"]),
+            "ratio": lambda: ratio.jobs(site, self._state, self._rounds),
         }
         asked = [part for part in makers if part in parts and part in self._parts]
         # The arms of a ratio take turns: all of them are needed.
@@ -219,7 +204,7 @@ def _machine(site: Site, tag: str, cpu: bool) -> dict[str, Any]:
         "tag": tag,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "changed files": proof_checkouts.modified(site.stock, site.patched),
+        "changed files": checkouts.modified(site.stock, site.patched),
         "cpus": os.cpu_count(),
     }
     if not cpu and shutil.which("nvidia-smi"):
@@ -227,6 +212,70 @@ def _machine(site: Site, tag: str, cpu: bool) -> dict[str, Any]:
         asked = subprocess.run(query, capture_output=True, text=True)
         found["gpus"] = asked.stdout.strip().splitlines()[1:]
     return found
+
+
+def report(state: State, site: Site) -> dict[str, Any]:
+    """All that was found: for each part its rows, and the command of each run."""
+    failed = {name: run for name, run in state.runs.items() if run["status"] != "ok"}
+    errors = {name: _ERROR.search(run["log"]) for name, run in failed.items()}
+    return {
+        "machine": state.machine,
+        "equality": equality.rows(state, site.cpu),
+        "ratio": ratio.ratio_rows(state, str(ratio.size(site))),
+        "memory": ratio.memory_rows(state),
+        "stress": stress.rows(state),
+        "energy": ratio.energy_rows(state),
+        "faults": equality.fault_rows(state),
+        "not well": [
+            {"run": name, "status": run["status"], "first error": error[1][:200] if error else ""}
+            for (name, run), error in zip(failed.items(), errors.values(), strict=True)
+        ],
+        "rounds": ratio.measured(state, str(ratio.size(site))),
+        "commands": {name: run["command"] for name, run in sorted(state.runs.items())},
+    }
+
+
+def write_report(state: State, site: Site, output: Path) -> str:
+    """Write report.md and report.json; the Markdown."""
+    found = report(state, site)
+    lines = [f"# {state.machine.get('tag', '')}", ""]
+    lines += [f"{name}: {value}  " for name, value in state.machine.items()]
+    for title, rows in found.items():
+        if rows and title not in ("machine", "rounds", "commands"):
+            lines += ["", f"## {title}", "", _line(rows[0]), _line(["---"] * len(rows[0]))]
+            lines += [_line(map(_cell, row.values())) for row in rows]
+    lines += ["", "## commands", ""]
+    lines += [f"- {name}: `{command}`" for name, command in found["commands"].items()]
+    text = "\n".join(lines) + "\n"
+    (output / "report.md").write_text(text)
+    (output / "report.json").write_text(json.dumps(found, indent=1) + "\n")
+    return text
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return "-" if value is None else str(value)
+
+
+def _pack_logs(site: Site, archive: Path) -> None:
+    """Put logs, stacks and EnvPipe's small files of all jobs into one archive, newest first."""
+    patterns = ("*/log.txt", "*/stacks-*.txt", "*/envpipe/*.json*")
+    files = [f for pattern in patterns for f in site.scratch.glob(pattern) if f.stat().st_size]
+    files.sort(key=lambda file: -file.stat().st_mtime)
+    room = _MOST_LOG_BYTES
+    with tarfile.open(archive, "w:gz") as packed:
+        for file in files:
+            size = file.stat().st_size
+            if size <= min(room, _MOST_OF_A_LOG):
+                packed.add(file, file.relative_to(site.scratch))
+                room -= size
 
 
 if __name__ == "__main__":

@@ -19,26 +19,23 @@ from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import completes
 
 pytest.importorskip("torch")
-from benchmarks.megatron_lm import part_energy, part_equality, part_ratio, part_stress, proof_report
-from benchmarks.megatron_lm.proof_arms import ENVPIPE, ONE_F_ONE_B, STOCK, Planned
-from benchmarks.megatron_lm.proof_checkouts import modified
-from benchmarks.megatron_lm.proof_jobs import (
+from benchmarks.megatron_lm import equality, prove, ratio, stress
+from benchmarks.megatron_lm.checkouts import modified
+from benchmarks.megatron_lm.jobs import (
     HarmfulError,
     Job,
     Launch,
     Site,
+    State,
     check_harmless,
     make_launch,
-    printed_energies,
-    printed_results,
 )
-from benchmarks.megatron_lm.proof_models import PP2, PP2TP2, PP4
-from benchmarks.megatron_lm.proof_pool import Limits, run_jobs
-from benchmarks.megatron_lm.proof_state import State
-from benchmarks.megatron_lm.proof_stress import random_extra_forwards
-from benchmarks.megatron_lm.proof_turns import Block
+from benchmarks.megatron_lm.models import ENVPIPE, ONE_F_ONE_B, PP2, PP2TP2, PP4, STOCK, Planned
+from benchmarks.megatron_lm.pool import Limits, printed_energies, printed_results, run_jobs
+from benchmarks.megatron_lm.stress import random_extra_forwards
+from benchmarks.megatron_lm.turns import Block
 
-pytestmark = pytest.mark.skipif(
+takes_minutes = pytest.mark.skipif(
     os.environ.get("ENVPIPE_LM_FULL") != "1", reason="takes minutes: ENVPIPE_LM_FULL=1 runs it"
 )
 
@@ -139,12 +136,13 @@ def _wait(reached):
         time.sleep(0.05)
 
 
+@takes_minutes
 def test_jobs_take_turns_and_never_compute_together(site, state):
     turns = (2, 3, 3)
     iterations = sum(turns) + 1
-    jobs = [_job(f"ratio/start 1/{arm}", iterations, turns) for arm in part_ratio.ARMS]
-    keeper = part_ratio.Keeper(state, part_ratio.Rounds(1, 2, 3, 2), "model")
-    order = part_ratio.order(jobs)
+    jobs = [_job(f"ratio/start 1/{arm}", iterations, turns) for arm in ratio.ARMS]
+    keeper = ratio.Keeper(state, ratio.Rounds(1, 2, 3, 2), "model")
+    order = ratio.order(jobs)
     run_jobs(site, state, jobs, _limits(), order=order, on_block=keeper)
 
     assert [state.runs[job.name]["status"] for job in jobs] == ["ok"] * 3
@@ -164,10 +162,11 @@ def test_jobs_take_turns_and_never_compute_together(site, state):
         assert block["time_s"] >= turns[block["turn"]] * 0.002
 
 
+@takes_minutes
 def test_turns_end_early_and_jobs_end_well_where_time_runs_out(site, state):
-    jobs = [_job(f"ratio/start 1/{arm}", 100, (2, 3, 3)) for arm in part_ratio.ARMS]
-    order = part_ratio.order(jobs)
-    keeper = part_ratio.Keeper(state, part_ratio.Rounds(2, 1, 3, 2), "model")
+    jobs = [_job(f"ratio/start 1/{arm}", 100, (2, 3, 3)) for arm in ratio.ARMS]
+    order = ratio.order(jobs)
+    keeper = ratio.Keeper(state, ratio.Rounds(2, 1, 3, 2), "model")
     asked = []
 
     def goes_on(left):
@@ -182,6 +181,7 @@ def test_turns_end_early_and_jobs_end_well_where_time_runs_out(site, state):
     assert len(state.runs[jobs[0].name]["ranks"][0]["losses"]) == 2 + 3
 
 
+@takes_minutes
 def test_a_hang_says_where_and_leaves_no_process(site, state):
     hanging, other = _job("part/hangs/stock", 9, hangs=6), _job("part/goes on/stock", 9)
 
@@ -199,6 +199,7 @@ def test_a_hang_says_where_and_leaves_no_process(site, state):
     assert not _processes_of(hanging.folder(site))
 
 
+@takes_minutes
 def test_what_is_done_is_not_run_again_and_what_ran_out_of_time_is(site, state, tmp_path):
     quick, slow = _job("part/quick/stock", 4), _job("part/slow/stock", 9, hangs=5)
 
@@ -225,6 +226,7 @@ def test_what_is_done_is_not_run_again_and_what_ran_out_of_time_is(site, state, 
     assert not any(rank["imported_envpipe"] for rank in run["ranks"])
 
 
+@takes_minutes
 def test_a_job_waits_for_the_one_before_it_and_is_left_out_if_that_failed(site, state):
     first = _job("part/halves/stock/first", 4)
     bad = replace(first, name="part/bad/stock/first", arguments=("no number", "0"))
@@ -272,10 +274,10 @@ def test_every_run_there_is_changes_no_clock(num_gpus, site, state, monkeypatch)
     monkeypatch.setenv("ENVPIPE_TYPE", "optimal")
     machine = replace(site, num_gpus=num_gpus, corpus=site.scratch)
     jobs = [
-        *part_equality.jobs(machine, 50),
-        *part_stress.jobs(machine, 1000, 0.002),
-        *part_ratio.jobs(machine, state, part_ratio.Rounds(5, 5, 10, 12)),
-        *part_energy.jobs(machine, 60),
+        *equality.jobs(machine, 50),
+        *stress.jobs(machine, 1000, 0.002),
+        *ratio.jobs(machine, state, ratio.Rounds(5, 5, 10, 12)),
+        *ratio.energy_jobs(machine, 60),
     ]
     assert len({job.name for job in jobs}) == len(jobs)
     for job in jobs:
@@ -336,8 +338,8 @@ def _equality_run(planned=None, *, loss="1.0", exact="0x1p+0", imported=False):
 
 
 def test_equal_is_what_has_the_same_digits_and_ran_the_planned_order(state):
-    planned = Planned(PP4, part_equality.TINY.microbatches, ENVPIPE)
-    other = Planned(PP4, part_equality.TINY.microbatches, ONE_F_ONE_B)
+    planned = Planned(PP4, equality.TINY.microbatches, ENVPIPE)
+    other = Planned(PP4, equality.TINY.microbatches, ONE_F_ONE_B)
     runs = {
         "gpt-pp4/stock": _equality_run(),
         "gpt-pp4/off": _equality_run(),
@@ -350,8 +352,8 @@ def test_equal_is_what_has_the_same_digits_and_ran_the_planned_order(state):
         "llama-pp4/1f1b": _equality_run(other, exact="0x2p+0", imported=True),
     }
     state.runs.update({f"equality/{name}": run for name, run in runs.items()})
-    found = {f"{c.setting}/{c.arm}": c for c in part_equality.compare(state, False)}
-    assert {name: c.good for name, c in found.items()} == {
+    found = {f"{row['setting']}/{row['arm']}": row for row in equality.rows(state, False)}
+    assert {name: row["good"] for name, row in found.items()} == {
         "gpt-pp4/off": True,
         "gpt-pp4/envpipe": True,
         "gpt-pp4-distopt/off": False,  # EnvPipe was imported
@@ -359,31 +361,13 @@ def test_equal_is_what_has_the_same_digits_and_ran_the_planned_order(state):
         "llama-pp4/envpipe": False,
         "llama-pp4/1f1b": True,  # to all printed digits
     }
-    assert not found["llama-pp4/1f1b"].exact
-    assert "lm loss 1.0 -> 1.1" in found["llama-pp4/envpipe"].differs_at
+    assert not found["llama-pp4/1f1b"]["exact"]
+    assert "lm loss 1.0 -> 1.1" in found["llama-pp4/envpipe"]["differs_at"]
 
 
-def test_stock_runs_again_where_an_arm_differs_in_a_bit(site, state):
-    machine = replace(site, num_gpus=4)
-    jobs = part_equality.jobs(machine, 50)
-    planned = Planned(PP4, part_equality.TINY.microbatches, ENVPIPE)
-    for setting in ("restart-pp4", "gpt-pp4"):
-        half = "/first-half" if setting == "restart-pp4" else ""
-        state.runs[f"equality/{setting}/stock{half}"] = _equality_run()
-        state.runs[f"equality/{setting}/envpipe{half}"] = _equality_run(planned, imported=True)
-    assert not part_equality.repeats(state, jobs, False)
-    different = _equality_run(planned, exact="0x3p+0", imported=True)
-    state.runs["equality/restart-pp4/envpipe/first-half"] = different
-    first, second = part_equality.repeats(state, jobs, False)
-    assert first.name == "equality/restart-pp4/stock-again/first-half"
-    assert second.after == first.name
-    place = second.arguments.index("--load") + 1
-    assert second.arguments[place].startswith("{scratch}/" + first.folder_name)
-
-
-def test_ratio_and_its_bound(site, state):
-    model = str(part_ratio.GPT_1_3B)
-    keeper = part_ratio.Keeper(state, part_ratio.Rounds(5, 2, 25, 12), model)
+def test_ratio_and_its_bound(state):
+    model = str(ratio.GPT_1_3B)
+    keeper = ratio.Keeper(state, ratio.Rounds(5, 2, 25, 12), model)
     times = [(30.0, 30.03), (31.0, 31.062), (30.5, 30.5), (30.2, 30.1698), (30.0, 30.06)]
     for number, (stock, own) in enumerate(times):
         blocks = {STOCK: stock, ONE_F_ONE_B: own, ENVPIPE: own * 1.02}
@@ -392,47 +376,31 @@ def test_ratio_and_its_bound(site, state):
                 keeper(f"ratio/start 1/{arm}", Block(turn, share * time_s, ()))
     keeper("ratio/start 1/stock", Block(0, 5.0, ()))
     keeper("energy/envpipe", Block(1, 5.0, ()))
-    rounds = part_ratio.measured(State(state.path), model)
-    found = part_ratio.ratio(rounds, ONE_F_ONE_B)
+    found, slower = ratio.ratio_rows(State(state.path), model)
     logs = [math.log(b / a) for a, b in times]
     mean = sum(logs) / 5
     error = math.sqrt(sum((x - mean) ** 2 for x in logs) / 4 / 5)
-    assert found.mean == pytest.approx(math.exp(mean))
-    assert found.upper == pytest.approx(math.exp(mean + 2.13185 * error), rel=1e-6)
-    assert found.interval[1] == pytest.approx(math.exp(mean + 2.77645 * error), rel=1e-6)
-    assert found.iteration_time_s[0] == pytest.approx(30.2 / 50)
-    _, rows = proof_report._ratio(state, site)
-    assert [row[-1] for row in rows] == ["met", "MISSED"]
-    assert not part_ratio.measured(state, "another model")
+    assert found["ratio"] == pytest.approx(math.exp(mean))
+    assert found["upper"] == pytest.approx(math.exp(mean + 2.13185 * error), rel=1e-6)
+    assert found["high"] == pytest.approx(math.exp(mean + 2.77645 * error), rel=1e-6)
+    assert found["stock (s)"] == pytest.approx(30.2 / 50)
+    assert (found["arm"], slower["arm"]) == (ONE_F_ONE_B, ENVPIPE)
+    assert (found["target met"], slower["target met"]) == (True, False)
+    assert not ratio.measured(state, "another model")
 
 
 def test_rounds_that_are_missing_are_measured_later(site, state):
-    machine, rounds = replace(site, num_gpus=4), part_ratio.Rounds(5, 2, 25, 12)
-    first = part_ratio.jobs(machine, state, rounds)
+    machine, rounds = replace(site, num_gpus=4), ratio.Rounds(5, 2, 25, 12)
+    first = ratio.jobs(machine, state, rounds)
     assert first[0].turns == (12, *[25] * 10)
     state.runs.update({job.name: {"status": "out of time"} for job in first})
-    model = str(part_ratio.GPT_1_3B)
+    model = str(ratio.GPT_1_3B)
     state.rounds.extend([{"model": model}] * 3 + [{"model": "another"}, {}])
-    second = part_ratio.jobs(machine, state, rounds)
+    second = ratio.jobs(machine, state, rounds)
     assert second[0].turns == (12, *[25] * 4)
     assert not {job.name for job in first} & {job.name for job in second}
     state.rounds.extend([{"model": model}] * 2)
-    assert not part_ratio.jobs(machine, state, rounds)
-
-
-def test_states_of_several_calls_come_together(state, tmp_path):
-    other = State(tmp_path / "other.json")
-    state.runs.update({"a": {"status": "ok", "n": 1}, "b": {"status": "out of time"}})
-    other.runs.update({"a": {"status": "ok", "n": 2}, "b": {"status": "ok"}, "c": {"status": "ok"}})
-    state.rounds.append({"start": "1"})
-    other.rounds.extend([{"start": "1"}, {"start": "2"}])
-    state.take_in(other)
-    assert state.runs == {
-        "a": {"status": "ok", "n": 1},
-        "b": {"status": "ok"},
-        "c": {"status": "ok"},
-    }
-    assert state.rounds == [{"start": "1"}, {"start": "2"}]
+    assert not ratio.jobs(machine, state, rounds)
 
 
 def test_energies_of_whole_intervals_are_compared(state):
@@ -440,11 +408,11 @@ def test_energies_of_whole_intervals_are_compared(state):
         {"iteration": n, "megatron_j": m, "envpipe_j": e, "iteration_ms": 600.0}
         for n, m, e in ((1, 900.0, 1.0), (10, 500.0, 1.0), (20, 100.0, 100.5), (30, 102.0, 102.5))
     ]
-    state.runs[part_energy.NAME] = {"status": "ok", "energies": lines}
-    found = part_energy.agreement(state)
-    assert found.difference == pytest.approx(1 / 202)
-    assert found.duration_s == pytest.approx(12.0)
-    assert found.iterations == 20
+    state.runs[ratio.ENERGY] = {"status": "ok", "energies": lines}
+    (found,) = ratio.energy_rows(state)
+    assert found["difference (%)"] == pytest.approx(100 / 202)
+    assert found["duration (s)"] == pytest.approx(12.0)
+    assert found["iterations"] == 20
 
 
 @pytest.mark.parametrize("capacity", [None, 1])
@@ -478,19 +446,24 @@ def test_files_that_a_patch_changes_are_told(tmp_path):
     assert found == ["megatron/core/other.py", "megatron/new.py"]
 
 
-def test_a_report_can_be_made_at_any_time(site, state):
-    text, data = proof_report.report(state, replace(site, num_gpus=4))
-    assert "commands" in text
-    assert json.loads(json.dumps(data))["rounds"] == []
-    assert os.linesep in text
+def test_a_report_can_be_made_at_any_time(site, state, tmp_path):
+    machine = replace(site, num_gpus=4)
+    assert "commands" in prove.write_report(state, machine, tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text())["rounds"] == []
+    run = {"command": "run it", "log": "[rank1]: ValueError: no", "stood_at": {"0": [3, "F1"]}}
+    state.runs["stress/pp4"] = {"status": "hung", **run}
+    text = prove.write_report(state, machine, tmp_path)
+    assert "| pp4 | hung. rank 0: iteration 3, F1 |" in text
+    assert "| stress/pp4 | hung | ValueError: no |" in text
+    assert "- stress/pp4: `run it`" in text
 
 
 DRIVER = """
 import sys, time
 from pathlib import Path
-from benchmarks.megatron_lm.proof_jobs import Job, Site
-from benchmarks.megatron_lm.proof_pool import Limits, run_jobs
-from benchmarks.megatron_lm.proof_state import State
+from benchmarks.megatron_lm.jobs import Job, Site
+from benchmarks.megatron_lm.pool import Limits, run_jobs
+from benchmarks.megatron_lm.jobs import State
 
 checkout, scratch = Path(sys.argv[1]), Path(sys.argv[2])
 job = Job("part/hangs/stock", ("9", "5"), 2, 9, patched=False)
@@ -500,6 +473,7 @@ run_jobs(site, State(scratch / "proof.json"), [job], limits)
 """
 
 
+@takes_minutes
 def test_jobs_die_with_the_script_that_started_them(site):
     arguments = [sys.executable, "-c", DRIVER, str(site.stock), str(site.scratch)]
     with subprocess.Popen(arguments) as driver:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.megatron_lm.proof_jobs import CPU_RUN
+from benchmarks.megatron_lm.jobs import CPU_RUN
 
 
 def prepare(checkout: Path) -> None:

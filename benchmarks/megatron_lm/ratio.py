@@ -1,4 +1,4 @@
-"""Iteration time and peak memory of the patched checkout against those of the unmodified one.
+"""Iteration time, peak memory and joules of the patched checkout against the unmodified one's.
 
 All arms are started together on the same GPUs and take short turns, in an order that is turned
 round each time, so that what drifts meets all of them alike. A round is a block of iterations of
@@ -16,22 +16,24 @@ from typing import Any
 import click
 from scipy import stats
 
-from benchmarks.megatron_lm.proof_arms import ENVPIPE, ONE_F_ONE_B, STOCK, Planned
-from benchmarks.megatron_lm.proof_jobs import Job, Site, joined
-from benchmarks.megatron_lm.proof_models import (
+from benchmarks.megatron_lm.jobs import Job, Site, State, joined
+from benchmarks.megatron_lm.models import (
+    ENVPIPE,
     GPT_1_3B,
     NO_EVALUATION,
+    ONE_F_ONE_B,
     PP2,
     PP4,
     PP8,
+    STOCK,
     TINY_ON_CPU,
     Mapping,
+    Planned,
     Size,
     base_arguments,
     training,
 )
-from benchmarks.megatron_lm.proof_state import State
-from benchmarks.megatron_lm.proof_turns import Block
+from benchmarks.megatron_lm.turns import Block
 
 PART = "ratio"
 ARMS = (STOCK, ONE_F_ONE_B, ENVPIPE)
@@ -164,9 +166,8 @@ class Keeper:
             }
         )
         self._state.save()
-        rounds = measured(self._state, self._model)
-        for arm in ARMS[1:]:
-            click.echo(f"round {len(rounds)}: {ratio(rounds, arm)}")
+        for row in ratio_rows(self._state, self._model):
+            click.echo(f"round {row['rounds']}: {row}")
 
 
 def measured(state: State, model: str) -> list[dict[str, Any]]:
@@ -174,39 +175,17 @@ def measured(state: State, model: str) -> list[dict[str, Any]]:
     return [found for found in state.rounds if found.get("model") == model]
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """Iteration time of an arm over that of unmodified Megatron.
+def ratio_rows(state: State, model: str) -> list[dict[str, Any]]:
+    """For each arm, its iteration time over that of unmodified Megatron; none without rounds.
 
-    Args:
-        arm: that is compared.
-        ratios: of each round.
-        mean: their geometric mean.
-        interval: two-sided 95 % interval, by Student's t over the rounds' logarithms.
-        upper: one-sided 95 % bound, likewise.
-        iteration_time_s: median over rounds, unmodified and this arm.
+    The mean is geometric; interval (two-sided) and upper bound (one-sided) are at 95 %, by
+    Student's t over the logarithms of the rounds' ratios.
     """
-
-    arm: str
-    ratios: tuple[float, ...]
-    mean: float
-    interval: tuple[float, float]
-    upper: float
-    iteration_time_s: tuple[float, float]
-
-    def __str__(self) -> str:
-        low, high = self.interval
-        stock_s, own_s = self.iteration_time_s
-        return (
-            f"{self.arm} {self.ratios[-1]:.4f}, mean {self.mean:.4f}, 95 % "
-            f"{low:.4f}-{high:.4f}, upper bound {self.upper:.4f} "
-            f"({stock_s:.4f} s -> {own_s:.4f} s)"
-        )
+    times = [found["iteration_time_s"] for found in measured(state, model)]
+    return [_ratio_row(times, arm) for arm in ARMS[1:] if times]
 
 
-def ratio(rounds: Sequence[dict[str, Any]], arm: str) -> Ratio:
-    """The ratio over rounds, of which there is one at least."""
-    times = [found["iteration_time_s"] for found in rounds]
+def _ratio_row(times: Sequence[dict[str, float]], arm: str) -> dict[str, Any]:
     ratios = [t[arm] / t[STOCK] for t in times]
     logarithms = [math.log(value) for value in ratios]
     mean, error, freedom = statistics.fmean(logarithms), math.inf, len(ratios) - 1
@@ -218,75 +197,98 @@ def ratio(rounds: Sequence[dict[str, Any]], arm: str) -> Ratio:
             return math.inf if quantile > 0.5 else 0.0
         return math.exp(mean + float(stats.t.ppf(quantile, freedom)) * error)
 
-    return Ratio(
-        arm,
-        tuple(ratios),
-        math.exp(mean),
-        (bound(0.025), bound(0.975)),
-        bound(0.95),
-        (
-            statistics.median(t[STOCK] for t in times),
-            statistics.median(t[arm] for t in times),
-        ),
-    )
+    stock_s = statistics.median(t[STOCK] for t in times)
+    return {
+        "arm": arm,
+        "rounds": len(ratios),
+        "ratio": math.exp(mean),
+        "of the rounds": ", ".join(f"{value:.4f}" for value in ratios),
+        "low": bound(0.025),
+        "high": bound(0.975),
+        "upper": bound(0.95),
+        "stock (s)": stock_s,
+        "own (s)": statistics.median(t[arm] for t in times),
+        "target met": bound(0.95) <= TARGET and stock_s >= LEAST_ITERATION_S,
+    }
 
 
-@dataclass(frozen=True)
-class StageMemory:
-    """Peak memory of a stage while units run, in bytes.
+def memory_rows(state: State) -> list[dict[str, Any]]:
+    """Peak memory of each stage in bytes, from the last start whose arms all ended well.
 
-    Args:
-        stage: which.
-        in_flight: microbatches held at most, in 1F1B and in EnvPipe's order.
-        stock: of unmodified Megatron.
-        one_f_one_b: of the patched one's 1F1B, at the end of its last turn; likewise `envpipe`.
-        predicted: for EnvPipe's order, by the package before it ran.
-        measured: by the package, in the first iteration of that order.
+    `predicted` is what the package said of EnvPipe's order before it ran; the others were measured
+    in the forward-backward function at the end of each arm's last turn.
     """
-
-    stage: int
-    in_flight: tuple[int, int]
-    stock: int
-    one_f_one_b: int
-    envpipe: int
-    predicted: float
-    measured: int
-
-    @property
-    def error(self) -> float:
-        """Of the prediction against the peak at the end of the last turn, relative."""
-        return self.predicted / self.envpipe - 1
-
-
-def memories(state: State) -> list[StageMemory]:
-    """Peak memory of each stage, from the last start whose arms all ended well."""
     starts = sorted({name.split("/")[1] for name in state.runs if name.startswith(f"{PART}/")})
     for start in reversed(starts):
         runs = [state.runs.get(f"{PART}/{start}/{arm}", {}) for arm in ARMS]
         if all(run.get("status") == "ok" for run in runs):
-            return _memories(*runs)
+            stages = (runs[-1].get("summary") or {}).get("memory") or []
+            return [_memory_row(number, stage, runs) for number, stage in enumerate(stages)]
     return []
 
 
-def _memories(
-    stock: dict[str, Any], one_f_one_b: dict[str, Any], envpipe: dict[str, Any]
-) -> list[StageMemory]:
-    found = []
-    stages = (envpipe.get("summary") or {}).get("memory") or []
-    for number, stage in enumerate(stages):
-        more = stage["in_flight"] - stage["baseline_in_flight"]
-        peaks = [
-            run["ranks"][number]["forward_backward_bytes"] for run in (stock, one_f_one_b, envpipe)
-        ]
-        found.append(
-            StageMemory(
-                stage=number,
-                in_flight=(stage["baseline_in_flight"], stage["in_flight"]),
-                stock=peaks[0],
-                one_f_one_b=peaks[1],
-                envpipe=peaks[2],
-                predicted=stage["baseline_peak_bytes"] + more * stage["activation_bytes"],
-                measured=stage["measured_peak_bytes"],
-            )
+def _memory_row(
+    number: int, stage: dict[str, Any], runs: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    more = stage["in_flight"] - stage["baseline_in_flight"]
+    predicted = stage["baseline_peak_bytes"] + more * stage["activation_bytes"]
+    peaks = [run["ranks"][number]["forward_backward_bytes"] for run in runs]
+    return {
+        "stage": number,
+        "in flight, 1F1B": stage["baseline_in_flight"],
+        "in flight": stage["in_flight"],
+        **dict(zip(ARMS, peaks, strict=True)),
+        "predicted": predicted,
+        "error (%)": 100 * (predicted / peaks[-1] - 1),
+    }
+
+
+# What --log-energy prints against what EnvPipe prints of the same iterations.
+
+ENERGY = "energy/envpipe"
+ENERGY_TARGET_PERCENT = 1.0
+_LOG_INTERVAL = 10
+
+
+def energy_jobs(site: Site, iterations: int) -> list[Job]:
+    """One job in EnvPipe's order."""
+    energy = () if site.cpu else ("--log-energy",)  # it asks NVML
+    return [
+        Job(
+            name=ENERGY,
+            arguments=(*arguments(site, ENVPIPE, iterations, _LOG_INTERVAL), *energy),
+            num_ranks=site.num_gpus,
+            iterations=iterations,
+            patched=True,
+            limit_s=3600.0,
         )
-    return found
+    ]
+
+
+def energy_rows(state: State) -> list[dict[str, Any]]:
+    """J an iteration and GPU as both print it, over the log intervals of the run but the first.
+
+    None where the run did not end well, or one of both was not printed.
+    """
+    run = state.runs.get(ENERGY, {})
+    if run.get("status") != "ok":
+        return []
+    # The first interval holds the start.
+    lines = [line for line in run["energies"] if line["iteration"] > _LOG_INTERVAL]
+    if not lines or any(line["envpipe_j"] is None for line in lines):
+        return []
+    megatron_j, envpipe_j = (
+        statistics.fmean(line[name] for line in lines) for name in ("megatron_j", "envpipe_j")
+    )
+    duration_s = sum(line["iteration_ms"] for line in lines) * _LOG_INTERVAL / 1e3
+    percent = 100 * (envpipe_j / megatron_j - 1)
+    return [
+        {
+            "Megatron (J)": megatron_j,
+            "EnvPipe (J)": envpipe_j,
+            "difference (%)": percent,
+            "iterations": _LOG_INTERVAL * len(lines),
+            "duration (s)": duration_s,
+            "target met": abs(percent) <= ENERGY_TARGET_PERCENT and duration_s >= 20,
+        }
+    ]

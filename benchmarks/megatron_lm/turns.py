@@ -1,6 +1,6 @@
 """Who may use the GPUs: jobs that were started together take turns.
 
-Each rank of each job talks to the referee over a Unix socket (`proof_entry.Turns`), a JSON object a
+Each rank of each job talks to the referee over a Unix socket (`entry.Turns`), a JSON object a
 line. A rank sleeps in a read until its job's turn has come; the referee sleeps in a `select`.
 """
 
@@ -24,7 +24,7 @@ class Block:
     Args:
         turn: which, from 0.
         time_s: from the first rank's begin to the last rank's end, both with an idle device.
-        memory: for each rank, what `proof_entry.memory` saw.
+        memory: for each rank, what `entry.memory` saw.
     """
 
     turn: int

@@ -1,4 +1,4 @@
-"""Losses and gradient norms of the patched checkout against those of the unmodified one."""
+"""Losses and gradient norms of the patched checkout against the unmodified one's; refusals."""
 
 from __future__ import annotations
 
@@ -6,23 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.megatron_lm.proof_arms import AGAIN, ARMS, ENVPIPE, OFF, ONE_F_ONE_B, STOCK, Planned
-from benchmarks.megatron_lm.proof_jobs import Job, Site, joined, results_alone
-from benchmarks.megatron_lm.proof_models import (
+from benchmarks.megatron_lm.jobs import Job, Site, State, joined
+from benchmarks.megatron_lm.models import (
+    ARMS,
+    ENVPIPE,
     MAPPINGS,
     NO_EVALUATION,
+    OFF,
+    ONE_F_ONE_B,
     PP2,
     PP2DP2,
     PP2TP2,
     PP4,
+    STOCK,
     TINY,
     TINY_ON_CPU,
     Mapping,
+    Planned,
     base_arguments,
     corpus_data,
     training,
 )
-from benchmarks.megatron_lm.proof_state import State
+from benchmarks.megatron_lm.pool import NOT_A_RESULT
 
 PART = "equality"
 #: Of the framework's order before the plan's, beyond those that the framework makes itself.
@@ -83,7 +88,7 @@ def settings(num_gpus: int, llama: str) -> list[Setting]:
 
 
 def jobs(site: Site, iterations: int) -> list[Job]:
-    """All jobs of all settings; a repeated stock run is made by `repeats`."""
+    """All jobs of all settings."""
     size = TINY_ON_CPU if site.cpu else TINY
     made = [
         job
@@ -159,45 +164,16 @@ def _jobs_of(setting: Setting, arm: str, site: Site, iterations: int) -> list[Jo
     return [first, second]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """An arm beside unmodified Megatron.
+def rows(state: State, site_is_cpu: bool) -> list[dict[str, Any]]:
+    """Every run of an arm that ended well beside its stock run, if that did too.
 
-    Args:
-        setting: its name.
-        arm: that is compared.
-        printed: whether all printed digits are equal.
-        exact: whether losses and gradient norms are equal to the last bit.
-        executed: whether the last iteration ran the planned order on every rank; None where the
-            framework's own function ran it.
-        iterations: that are compared.
-        skipped: iterations that were skipped for their gradients, in each.
-        differs_at: the first line that differs.
-        imported: whether EnvPipe was imported.
+    `printed` and `exact` say whether all printed digits are equal, and losses and gradient norms
+    to the last bit; `executed`, whether the last iteration ran the planned order on every rank
+    (None where the framework's own function ran it); `imported`, whether EnvPipe was.
     """
-
-    setting: str
-    arm: str
-    printed: bool
-    exact: bool
-    executed: bool | None
-    iterations: int
-    skipped: int
-    differs_at: str
-    imported: bool
-
-    @property
-    def good(self) -> bool:
-        """Whether this is as it should be."""
-        wanted = self.arm in (ONE_F_ONE_B, ENVPIPE)
-        return self.printed and self.executed is not False and self.imported == wanted
-
-
-def compare(state: State, site_is_cpu: bool) -> list[Comparison]:
-    """Every run of an arm that ended well against its stock run, if that did too."""
     size = TINY_ON_CPU if site_is_cpu else TINY
     mappings = {s.name: s.mapping for s in settings(10**6, size.llama)}
-    comparisons = []
+    found = []
     for name, run in state.runs.items():
         if not name.startswith(f"{PART}/"):
             continue
@@ -210,13 +186,14 @@ def compare(state: State, site_is_cpu: bool) -> list[Comparison]:
             if arm in (ONE_F_ONE_B, ENVPIPE)
             else None
         )
-        comparisons.append(_compare("/".join([setting, *half]), arm, run, stock, planned))
-    return comparisons
+        found.append({"setting": "/".join([setting, *half]), "arm": arm})
+        found[-1] |= _compared(run, stock, planned)
+    return found
 
 
-def _compare(
-    setting: str, arm: str, run: dict[str, Any], stock: dict[str, Any], planned: Planned | None
-) -> Comparison:
+def _compared(
+    run: dict[str, Any], stock: dict[str, Any], planned: Planned | None
+) -> dict[str, Any]:
     mine, theirs = results_alone(run["printed"]), results_alone(stock["printed"])
     different = [
         f"{a.get('iteration', a.get('evaluated'))}: "
@@ -226,17 +203,27 @@ def _compare(
     ]
     if len(mine) != len(theirs):
         different.append(f"{len(theirs)} -> {len(mine)} lines")
-    return Comparison(
-        setting=setting,
-        arm=arm,
-        printed=bool(mine) and not different,
-        exact=_exact(run) == _exact(stock),
-        executed=None if planned is None else _executed(run, planned),
-        iterations=sum("iteration" in line for line in mine),
-        skipped=max((rank["skipped"] for rank in run["ranks"]), default=0),
-        differs_at=different[0] if different else "",
-        imported=any(rank["imported_envpipe"] for rank in run["ranks"]),
-    )
+    printed = bool(mine) and not different
+    executed = None if planned is None else _executed(run, planned)
+    imported = any(rank["imported_envpipe"] for rank in run["ranks"])
+    return {
+        "printed": printed,
+        "exact": _exact(run) == _exact(stock),
+        "executed": executed,
+        "iterations": sum("iteration" in line for line in mine),
+        "skipped": max((rank["skipped"] for rank in run["ranks"]), default=0),
+        "differs_at": different[0] if different else "",
+        "imported": imported,
+        "good": printed and executed is not False and imported == (planned is not None),
+    }
+
+
+def results_alone(lines: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """Printed results without what is none, whenever they were read."""
+    return [
+        {name: digits for name, digits in line.items() if not NOT_A_RESULT.search(name)}
+        for line in lines
+    ]
 
 
 def _exact(run: dict[str, Any]) -> list[Any]:
@@ -254,17 +241,63 @@ def _executed(run: dict[str, Any], planned: Planned) -> bool:
     )
 
 
-def repeats(state: State, jobs_made: Sequence[Job], site_is_cpu: bool) -> list[Job]:
-    """A second stock run of each setting in which an arm differs: does Megatron repeat itself?"""
-    different = {c.setting.split("/")[0] for c in compare(state, site_is_cpu) if not c.exact}
-    return [
-        replace(
-            job,
-            name=job.name.replace(f"/{STOCK}", f"/{AGAIN}"),
-            # Checkpoints of its own.
-            arguments=tuple(a.replace(f".{STOCK}.", f".{AGAIN}.") for a in job.arguments),
-            after=job.after and job.after.replace(f"/{STOCK}", f"/{AGAIN}"),
+# What must be refused at start, and how.
+
+FAULTS = "faults"
+_FIVE = training(5)
+#: Ramp-up is for training that is counted in samples.
+_RAMP_UP = "--train-samples 60 --lr 1e-3 --rampup-batch-size 2 2 10"
+#: Name, Megatron's flags besides a valid job's, what the log must say, and the training's length.
+_REFUSED = (
+    ("virtual-pipeline", "--num-layers-per-virtual-pipeline-stage 1", "virtual pipeline", _FIVE),
+    ("moe", "--num-experts 2", "mixture of experts", _FIVE),
+    (
+        "mtp",
+        "--mtp-num-layers 1 --position-embedding-type rope",
+        "multi-token prediction",
+        _FIVE,
+    ),
+    ("ramp-up", "", "ramp-up", _RAMP_UP),
+    ("plan-alone", "--envpipe-plan {folder}/job.json", "--envpipe-plan needs the profile", _FIVE),
+    ("no-pipeline", "--pipeline-model-parallel-size 1", "--envpipe needs a pipeline", _FIVE),
+)
+
+
+def fault_jobs(site: Site) -> list[Job]:
+    """One job a fault; none of them comes to train."""
+    size = TINY_ON_CPU if site.cpu else TINY
+    good = [
+        size.arguments(PP2),
+        PP2.arguments,
+        size.mock_data,
+        NO_EVALUATION,
+        "--bf16 --envpipe --envpipe-gpu-control {control}",
+    ]
+
+    def job(name: str, flags: str, refused: str, length: str, *, hide_package: bool = False) -> Job:
+        return Job(
+            name=f"{FAULTS}/{name}",
+            arguments=(*base_arguments(site.cpu), *joined([*good, length, flags])),
+            num_ranks=PP2.num_ranks,
+            iterations=5,
+            patched=True,
+            hide_package=hide_package,
+            refused=refused,
+            limit_s=120.0,
         )
-        for job in jobs_made
-        if job.name.split("/")[1] in different and job.name.split("/")[2] == STOCK
+
+    made = [job(*fault) for fault in _REFUSED]
+    missing = "needs the package envpipe-megatron"
+    return [*made, job("not-installed", "", missing, _FIVE, hide_package=True)]
+
+
+def fault_rows(state: State) -> list[dict[str, Any]]:
+    """Each fault, and whether it was refused."""
+    return [
+        {
+            "fault": name.split("/")[1],
+            "outcome": "refused" if run["status"] == "ok" else run["status"],
+        }
+        for name, run in state.runs.items()
+        if name.startswith(f"{FAULTS}/")
     ]

@@ -1,4 +1,4 @@
-"""What is run: one training job of a checkout, its command, and its environment."""
+"""What is run, a training job of a checkout: its command, its environment, and what is done."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Job:
         turns: iterations of each turn, where an order of turns is kept.
         environment: beyond what every job gets; None unsets a variable.
         after: the job that must have gone well before.
-        stress: settings of `proof_stress`.
+        stress: settings of `stress`.
         mark_norms: let Megatron take torch's norms for sequence parallelism, as the tests on the
             CPU do; without Apex and Transformer Engine it has no others.
         hide_package: let EnvPipe not be installed.
@@ -107,6 +107,55 @@ class Job:
     def folder(self, site: Site) -> Path:
         """The job's own folder."""
         return site.scratch / self.folder_name
+
+
+class State:
+    """Results of runs and blocks, written at every change.
+
+    Args:
+        path: the file; it need not be there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._data: dict[str, Any] = {"runs": {}, "rounds": [], "machine": {}}
+        if path.exists():
+            self._data |= json.loads(path.read_text())
+
+    @property
+    def runs(self) -> dict[str, dict[str, Any]]:
+        """For each job's name how it ended, its command, and what its ranks told."""
+        runs: dict[str, dict[str, Any]] = self._data["runs"]
+        return runs
+
+    @property
+    def rounds(self) -> list[dict[str, Any]]:
+        """Each a set of blocks that are compared with each other, an arm each."""
+        rounds: list[dict[str, Any]] = self._data["rounds"]
+        return rounds
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """What the runs were made on."""
+        machine: dict[str, Any] = self._data["machine"]
+        return machine
+
+    def done(self, job: Job) -> bool:
+        """Whether this very job ended as it should."""
+        run = self.runs.get(job.name)
+        return run is not None and run["identity"] == job.identity and run["status"] == "ok"
+
+    def keep(self, job: Job, **found: Any) -> None:
+        """Record how a job ended."""
+        self.runs[job.name] = {"identity": job.identity, **found}
+        self.save()
+
+    def save(self) -> None:
+        """Replace the file in one step."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.path.with_suffix(".draft")
+        draft.write_text(json.dumps(self._data, indent=None, separators=(",", ":")))
+        draft.replace(self.path)
 
 
 @dataclass(frozen=True)
@@ -157,7 +206,7 @@ def make_launch(job: Job, site: Site, socket_path: Path) -> Launch:
     command += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
     # Together, the ranks would write into each other's lines.
     command += ["--redirects", "3", "--log-dir", str(folder / "ranks")]
-    command += [str(HERE / "proof_entry.py"), str(folder / "job.json"), *arguments]
+    command += [str(HERE / "entry.py"), str(folder / "job.json"), *arguments]
     launch = Launch(tuple(command), _environment(job, site))
     check_harmless(launch)
     return launch
@@ -220,61 +269,6 @@ def _free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise AssertionError("a cycle does not end")
-
-
-def printed_results(log: str) -> list[dict[str, str]]:
-    """What Megatron prints of iterations and evaluations, without time, energy and EnvPipe's part.
-
-    Returns:
-        a dictionary a line, from what a number is called to its digits.
-    """
-    lines = []
-    for line in log.splitlines():
-        iteration = re.search(r"\] iteration +(\d+)/ *\d+ \|(.*)", line)
-        evaluation = re.search(r"validation loss at ([^|]*)\|(.*)", line)
-        if iteration:
-            lines.append({"iteration": iteration[1], **_numbers(iteration[2])})
-        elif evaluation:
-            lines.append({"evaluated": evaluation[1].strip(), **_numbers(evaluation[2])})
-    return lines
-
-
-#: The last are of lines of other ranks that may get in between where ranks share a log.
-_NOT_A_RESULT = re.compile(
-    r"elapsed time|throughput|energy|power|envpipe|footprint|parameters in|in-flight", re.IGNORECASE
-)
-
-
-def _numbers(text: str) -> dict[str, str]:
-    pairs = [part.rsplit(":", 1) for part in text.split("|") if ":" in part]
-    return {name.strip(): value.strip() for name, value in pairs if not _NOT_A_RESULT.search(name)}
-
-
-def results_alone(lines: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Printed results without what is none, whenever they were read."""
-    return [
-        {name: digits for name, digits in line.items() if not _NOT_A_RESULT.search(name)}
-        for line in lines
-    ]
-
-
-def printed_energies(log: str) -> list[dict[str, Any]]:
-    """What Megatron's monitor and EnvPipe print of a log interval, J an iteration and GPU."""
-    lines = []
-    for number, text in re.findall(r"\] iteration +(\d+)/ *\d+ \|(.*)", log):
-        megatron = re.search(r"\| energy per GPU \(J/iter/GPU\): ([\d.]+)", text)
-        envpipe = re.search(r"envpipe energy per GPU \(J/iter/GPU\): ([\d.]+)", text)
-        elapsed = re.search(r"elapsed time per iteration \(ms\): ([\d.]+)", text)
-        if megatron and elapsed:
-            lines.append(
-                {
-                    "iteration": int(number),
-                    "megatron_j": float(megatron[1]),
-                    "envpipe_j": float(envpipe[1]) if envpipe else None,
-                    "iteration_ms": float(elapsed[1]),
-                }
-            )
-    return lines
 
 
 def joined(parts: Sequence[str]) -> tuple[str, ...]:

@@ -1,4 +1,6 @@
-"""Random orders and random delays in a rank of a training job; see `part_stress`.
+"""Random orders under random delays, through Megatron's own training: does anything hang?
+
+`jobs` says what is run, and `install` makes a rank of such a job one of random orders.
 
 Everything around them is the job's own: Megatron's steps, reducers and tensor-parallel peers, our
 interpreter and channel.
@@ -9,19 +11,108 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 
+from benchmarks.megatron_lm.jobs import Job, Site, State, joined
+from benchmarks.megatron_lm.models import (
+    LEAST,
+    LEAST_ON_CPU,
+    NO_EVALUATION,
+    PP2DP2,
+    PP2TP2,
+    PP4,
+    Mapping,
+    base_arguments,
+    training,
+)
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import fit_to_channel
 from envpipe_megatron.core.schedule import Schedule, ScheduleError, Unit
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.execution import interpreter
 from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
-from envpipe_megatron.runtime.job import session
-from envpipe_megatron.runtime.job.context import Job
+from envpipe_megatron.runtime.job import context, session
+
+PART = "stress"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A mapping with its number of hardware queues; None leaves the driver's own.
+
+    With `loads_all`, CUDA loads all kernels when it starts, so that one may be used for the first
+    time beside a posted receive.
+    """
+
+    name: str
+    mapping: Mapping
+    connections: str | None
+    features: str = ""
+    loads_all: bool = False
+
+
+SETTINGS = (
+    Setting("pp4", PP4, None),
+    Setting("pp4-1-connection", PP4, "1"),
+    Setting("pp2tp2-1-connection", PP2TP2, "1"),
+    Setting("pp2dp2-overlap", PP2DP2, None, PP2DP2.distributed_optimizer()),
+    Setting("pp4-all-kernels-loaded", PP4, None, loads_all=True),
+)
+
+
+def jobs(site: Site, iterations: int, delay_s: float) -> list[Job]:
+    """One job a setting; each is one turn."""
+    size = LEAST_ON_CPU if site.cpu else LEAST
+    made = []
+    for setting in SETTINGS:
+        parts = [
+            size.arguments(setting.mapping),
+            setting.mapping.arguments,
+            size.mock_data,
+            training(iterations, log_interval=100),
+            NO_EVALUATION,
+            "--bf16",
+            setting.features,
+            "--envpipe --envpipe-type baseline --envpipe-gpu-control {control}",
+        ]
+        made.append(
+            Job(
+                name=f"{PART}/{setting.name}",
+                arguments=(*base_arguments(site.cpu), *joined(parts)),
+                num_ranks=setting.mapping.num_ranks,
+                iterations=iterations,
+                patched=True,
+                environment={
+                    "CUDA_DEVICE_MAX_CONNECTIONS": setting.connections,
+                    "CUDA_MODULE_LOADING": "EAGER" if setting.loads_all else None,
+                },
+                stress={"seed": 20, "delay_s": delay_s, "load_first": not setting.loads_all},
+                limit_s=3600.0,
+            )
+        )
+    return [job for job in made if job.num_ranks <= site.num_gpus]
+
+
+def rows(state: State) -> list[dict[str, Any]]:
+    """How far each run came, and where each rank stood if it did not end well."""
+    found = []
+    for name, run in state.runs.items():
+        if not name.startswith(f"{PART}/"):
+            continue
+        if run["status"] == "ok":
+            done = min((sum(rank["orders"].values()) for rank in run["ranks"]), default=0)
+            different = max((rank["different_orders"] for rank in run["ranks"]), default=0)
+            outcome = f"{done} iterations in {run['wall_s']:.0f} s, {different} different orders"
+        else:
+            stood = [f"rank {r}: iteration {i}, {u}" for r, (i, u) in run["stood_at"].items()]
+            outcome = f"{run['status']}. {'; '.join(stood)}"
+        found.append({"setting": name.split("/")[1], "outcome": outcome})
+    return found
+
 
 #: Of an H200 at its highest clock; where the clock is another, delays are longer by as much.
 _CYCLES_PER_S = 1.98e9
@@ -52,7 +143,7 @@ def random_extra_forwards(
 
 def random_orders(
     seed: int, told: Callable[[Sequence[int]], None], *, load_first: bool
-) -> Callable[[Job], Any]:
+) -> Callable[[context.Job], Any]:
     """Make what stands in for a session's phases: a new order each iteration, on all ranks.
 
     Args:
@@ -62,7 +153,7 @@ def random_orders(
             Where kernels are loaded at first use, its loading beside a posted receive would hang.
     """
 
-    def run_phases(job: Job) -> PhaseRun[None]:
+    def run_phases(job: context.Job) -> PhaseRun[None]:
         if load_first and torch.cuda.is_available():
             torch.cuda._sleep(1)  # type: ignore[no-untyped-call]  # torch's
             torch.cuda.synchronize()

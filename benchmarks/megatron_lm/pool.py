@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,17 +17,15 @@ from typing import Any
 
 import click
 
-from benchmarks.megatron_lm.proof_entry import die_with_parent
-from benchmarks.megatron_lm.proof_jobs import (
+from benchmarks.megatron_lm.entry import die_with_parent
+from benchmarks.megatron_lm.jobs import (
     Job,
     Launch,
     Site,
+    State,
     make_launch,
-    printed_energies,
-    printed_results,
 )
-from benchmarks.megatron_lm.proof_state import State
-from benchmarks.megatron_lm.proof_turns import Block, Referee
+from benchmarks.megatron_lm.turns import Block, Referee
 
 #: The thread that trains is the last in a dump.
 _KEPT_OF_A_LOG, _KEPT_OF_STACKS = 1500, 6000
@@ -201,7 +200,7 @@ class Pool:
         give_up_s = time.monotonic() + _FOR_STACKS_S
         while time.monotonic() < give_up_s and not all(_told(path) for path in stacks):
             time.sleep(0.1)
-        # The ranks die with torchrun (`proof_entry`).
+        # The ranks die with torchrun (`entry`).
         with suppress(ProcessLookupError):
             os.killpg(running.process.pid, signal.SIGKILL)
         running.process.wait()
@@ -275,3 +274,50 @@ def run_jobs(
         Pool(site, state, referee, limits).run(jobs)
     finally:
         referee.close()
+
+
+def printed_results(log: str) -> list[dict[str, str]]:
+    """What Megatron prints of iterations and evaluations, without time, energy and EnvPipe's part.
+
+    Returns:
+        a dictionary a line, from what a number is called to its digits.
+    """
+    lines = []
+    for line in log.splitlines():
+        iteration = re.search(r"\] iteration +(\d+)/ *\d+ \|(.*)", line)
+        evaluation = re.search(r"validation loss at ([^|]*)\|(.*)", line)
+        if iteration:
+            lines.append({"iteration": iteration[1], **_numbers(iteration[2])})
+        elif evaluation:
+            lines.append({"evaluated": evaluation[1].strip(), **_numbers(evaluation[2])})
+    return lines
+
+
+#: The last are of lines of other ranks that may get in between where ranks share a log.
+NOT_A_RESULT = re.compile(
+    r"elapsed time|throughput|energy|power|envpipe|footprint|parameters in|in-flight", re.IGNORECASE
+)
+
+
+def _numbers(text: str) -> dict[str, str]:
+    pairs = [part.rsplit(":", 1) for part in text.split("|") if ":" in part]
+    return {name.strip(): value.strip() for name, value in pairs if not NOT_A_RESULT.search(name)}
+
+
+def printed_energies(log: str) -> list[dict[str, Any]]:
+    """What Megatron's monitor and EnvPipe print of a log interval, J an iteration and GPU."""
+    lines = []
+    for number, text in re.findall(r"\] iteration +(\d+)/ *\d+ \|(.*)", log):
+        megatron = re.search(r"\| energy per GPU \(J/iter/GPU\): ([\d.]+)", text)
+        envpipe = re.search(r"envpipe energy per GPU \(J/iter/GPU\): ([\d.]+)", text)
+        elapsed = re.search(r"elapsed time per iteration \(ms\): ([\d.]+)", text)
+        if megatron and elapsed:
+            lines.append(
+                {
+                    "iteration": int(number),
+                    "megatron_j": float(megatron[1]),
+                    "envpipe_j": float(envpipe[1]) if envpipe else None,
+                    "iteration_ms": float(elapsed[1]),
+                }
+            )
+    return lines

@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Turns:
-    """This rank's side of taking turns; the other is `proof_turns.Referee`.
+    """This rank's side of taking turns; the other is `turns.Referee`.
 
     Turn k begins when the referee says so and ends at the beginning of the iteration after its
     last, when the device has done all of it: it holds whole iterations with their logging. While a
@@ -167,7 +167,7 @@ def main() -> None:
         if "--envpipe" in sys.argv and not job["hide_package"]:
             observe_session(recorder)
         if job["stress"] is not None:
-            from benchmarks.megatron_lm.proof_stress import install
+            from benchmarks.megatron_lm.stress import install
 
             install(job["stress"], rank, turns.at, lambda: turns.begun - 1)
 
