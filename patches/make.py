@@ -14,13 +14,14 @@ import argparse
 import difflib
 import json
 import os
+import re
 import stat
 import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.patching.catalog import (
@@ -31,14 +32,13 @@ from envpipe_megatron.patching.catalog import (
     read_patch,
     sha256,
 )
-from envpipe_megatron.patching.unified_diff import parse_patch, split_lines
+from envpipe_megatron.patching.diff import parse_patch, places
 
 HERE = Path(__file__).resolve().parent
 _PASSED_OVER_FOLDERS = {".git", "__pycache__"}
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A changed or new file; `before` is None for a new one."""
 
     path: str
@@ -88,7 +88,7 @@ def make(stock: Path, edited: Path, patches: Path, project: str, tag: str) -> li
     (folder / PATCH_NAME).write_bytes(patch)
     (folder / DESCRIPTION_NAME).write_text(description)
     return [
-        f"{folder}: {_stock_lines(patch)} lines of stock text in {len(patch)} bytes",
+        f"{folder}: {len(patch)} bytes",
         *(f"  {'new' if c.before is None else 'changed':8}{c.path}" for c in changes),
     ]
 
@@ -145,90 +145,91 @@ def diff(change: Change) -> bytes:
     """Return the change as a unified diff with the least safe context."""
     name = change.path.encode()
     head = b"diff --git a/" + name + b" b/" + name + b"\n"
-    before, after = split_lines(change.before or b""), split_lines(change.after)
     if change.before is None:
         head += b"new file mode 100644\n--- /dev/null\n"
     else:
         head += b"--- a/" + name + b"\n"
     head += b"+++ b/" + name + b"\n"
-    return head + b"".join(_hunk_text(before, after, group) for group in _groups(before, after))
+    before, after = _lines(change.before or b""), _lines(change.after)
+    return head + b"".join(_hunk_text(before, after, edits) for edits in _hunks(before, after))
+
+
+def _lines(content: bytes) -> list[bytes]:
+    return re.findall(rb".*\n|.+\Z", content)
+
+
+#: Begin and end in the stock file, begin and end in the edited one; lines from 0.
+_Edit = tuple[int, int, int, int]
 
 
 @dataclass
-class _Group:
+class _Hunk:
     """Edits that share one hunk.
 
-    Attributes:
-        first: first line of the hunk in the stock file, from 0, context included.
-        last: the line after its last.
-        edits: begin and end in the stock file, begin and end in the edited one.
+    `first` and `last` bound it, context included, in the stock file; `new_first` and `new_last` do
+    in the edited one.
     """
 
+    edits: list[_Edit]
     first: int
     last: int
-    edits: list[tuple[int, int, int, int]]
 
     @property
     def new_first(self) -> int:
-        """`first` in the edited file."""
         begin, _, new_begin, _ = self.edits[0]
         return new_begin - (begin - self.first)
 
     @property
     def new_last(self) -> int:
-        """`last` in the edited file."""
         _, end, _, new_end = self.edits[-1]
         return new_end + (self.last - end)
 
-    def fits_once(self, before: list[bytes], after: list[bytes]) -> bool:
-        """Say whether nothing else in the files looks like the hunk, applied or taken back."""
-        whole = (self.first, self.last) == (0, len(before))
-        return whole or (
-            _occurrences(before, self.first, self.last) == 1
-            and _occurrences(after, self.new_first, self.new_last) == 1
-        )
 
-
-def _groups(before: list[bytes], after: list[bytes]) -> list[_Group]:
+def _hunks(before: list[bytes], after: list[bytes]) -> list[_Hunk]:
+    """Give each edit one line of context, and more while its hunk would fit elsewhere too."""
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
-    edits = [code[1:] for code in matcher.get_opcodes() if code[0] != "equal"]
-    context = dict.fromkeys(edits, 1)
+    context = {code[1:]: 1 for code in matcher.get_opcodes() if code[0] != "equal"}
     while True:
-        groups: list[_Group] = []
-        for edit in edits:
-            first = max(0, edit[0] - context[edit])
-            last = min(len(before), edit[1] + context[edit])
-            if groups and first <= groups[-1].last:
-                joined = groups[-1]
+        hunks: list[_Hunk] = []
+        for edit, count in context.items():
+            first, last = max(0, edit[0] - count), min(len(before), edit[1] + count)
+            if hunks and first <= hunks[-1].last:
+                joined = hunks[-1]
                 joined.first, joined.last = min(joined.first, first), max(joined.last, last)
                 joined.edits.append(edit)
             else:
-                groups.append(_Group(first, last, [edit]))
-        vague = [group for group in groups if not group.fits_once(before, after)]
+                hunks.append(_Hunk([edit], first, last))
+        vague = [
+            edit
+            for hunk in hunks
+            if not _once(before, hunk.first, hunk.last)
+            or not _once(after, hunk.new_first, hunk.new_last)
+            for edit in hunk.edits
+        ]
         if not vague:
-            return groups
-        for edit in (edit for group in vague for edit in group.edits):
+            return hunks
+        for edit in vague:
             context[edit] += 1
 
 
-def _occurrences(lines: list[bytes], first: int, last: int) -> int:
-    part, length = lines[first:last], last - first
-    return sum(lines[at : at + length] == part for at in range(len(lines) - length + 1))
+def _once(lines: list[bytes], first: int, last: int) -> bool:
+    whole = (first, last) == (0, len(lines))
+    return whole or len(places(b"".join(lines), b"".join(lines[first:last]))) == 1
 
 
-def _hunk_text(before: list[bytes], after: list[bytes], group: _Group) -> bytes:
+def _hunk_text(before: list[bytes], after: list[bytes], hunk: _Hunk) -> bytes:
     sides = []
-    for first, last in ((group.first, group.last), (group.new_first, group.new_last)):
+    for first, last in ((hunk.first, hunk.last), (hunk.new_first, hunk.new_last)):
         count = last - first
         sides.append(b"%d,%d" % (first + 1 if count else first, count))
     text = [b"@@ -%s +%s @@\n" % tuple(sides)]
-    position = group.first
-    for begin, end, new_begin, new_end in group.edits:
+    position = hunk.first
+    for begin, end, new_begin, new_end in hunk.edits:
         text += [_marked(b" ", line) for line in before[position:begin]]
         text += [_marked(b"-", line) for line in before[begin:end]]
         text += [_marked(b"+", line) for line in after[new_begin:new_end]]
         position = end
-    text += [_marked(b" ", line) for line in before[position : group.last]]
+    text += [_marked(b" ", line) for line in before[position : hunk.last]]
     return b"".join(text)
 
 
@@ -240,16 +241,8 @@ def _marked(mark: bytes, line: bytes) -> bytes:
 def _prove(patch: bytes, changes: list[Change]) -> None:
     for change, parsed in zip(changes, parse_patch(patch), strict=True):
         before = change.before or b""
-        same = parsed.path == change.path and parsed.is_new == (change.before is None)
-        if not same or (parsed.apply(before), parsed.revert(change.after)) != (
-            change.after,
-            before,
-        ):
+        if (parsed.apply(before), parsed.revert(change.after)) != (change.after, before):
             raise EnvPipeError("A patch does not bring about its own edit", value=change.path)
-
-
-def _stock_lines(patch: bytes) -> int:
-    return sum(len(hunk.old_lines) for file in parse_patch(patch) for hunk in file.hunks)
 
 
 def _description(

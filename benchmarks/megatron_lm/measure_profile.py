@@ -43,8 +43,7 @@ from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, clock_control_forbidden
-from envpipe_megatron.patching.catalog import load_catalog
-from envpipe_megatron.patching.checkout import recognised
+from envpipe_megatron.patching.checkout import look_at
 
 FORMAT = "envpipe-measured/1"
 #: Iterations in Megatron's own order, and then in EnvPipe's, that are measured.
@@ -296,7 +295,7 @@ def _machine(site: Site) -> dict[str, Any]:
         "num_gpus": site.num_stages,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "checkout": f"{recognised(site.patched, load_catalog()).patch.name}, patched",
+        "checkout": f"{look_at(site.patched).patch.name}, patched",
         "clocks": "emulated" if site.cpu else "left alone",
     }
 

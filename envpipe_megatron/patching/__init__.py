@@ -1,6 +1,6 @@
 """Patches for checkouts of training frameworks: found, applied, proven live, and taken back.
 
-A checkout is somebody's own folder, so every step is exact: files are known by their sha256, a
-patch applies at its stated lines or not at all, and whatever stops a change halfway leaves a tree
-that the next call brings to an end.
+A hunk goes where its old lines stand, if that is one place. So forks can be patched too, and what a
+user has edited beside the patch is kept. `change` applies and reverts, `liveness` asks whether the
+hooks are called; `cli/patch.py` calls both.
 """

@@ -1,21 +1,16 @@
-"""The patches that come with the package, and how a version is told (envpipe-patch/1)."""
+"""The patches that come with the package, and how they know a version (envpipe-patch/1)."""
 
 from __future__ import annotations
 
 import ast
 import hashlib
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from envpipe_megatron.patching.unified_diff import (
-    FilePatch,
-    PatchError,
-    check_inside,
-    parse_patch,
-)
+from envpipe_megatron.patching.diff import FilePatch, PatchError, check_inside, parse_patch
 
 FORMAT = "envpipe-patch/1"
 PATCH_NAME = "envpipe.patch"
@@ -42,7 +37,7 @@ class Recognition:
 
 @dataclass(frozen=True)
 class Hook:
-    """A place that `check` must find live.
+    """A place that `check` must find live; its fields are those of `[[hooks]]` in patch.toml.
 
     Attributes:
         module: is imported, and must come from the checkout.
@@ -50,36 +45,16 @@ class Hook:
         returned_by: a function of the module that must return what the attribute, when it is set
             to a function, returns; empty where this is not asked.
         arguments: of `returned_by`.
-        prepare: calls that go before, each a `module:function` and its arguments.
+        prepare: calls that go before, each with `call`, a `module:function`, and its `arguments`.
         used_in: functions of the module whose code must name the attribute.
     """
 
     module: str
     attribute: str
     returned_by: str = ""
-    arguments: tuple[Any, ...] = ()
-    prepare: tuple[tuple[str, tuple[Any, ...]], ...] = ()
-    used_in: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class TouchedFile:
-    """A file of the patch.
-
-    Attributes:
-        change: the file's part of the patch.
-        before: sha256 in the stock checkout, empty for a new file.
-        after: sha256 in the patched checkout.
-    """
-
-    change: FilePatch
-    before: str
-    after: str
-
-    @property
-    def path(self) -> str:
-        """Relative to the root of the checkout."""
-        return self.change.path
+    arguments: Sequence[Any] = ()
+    prepare: Sequence[dict[str, Any]] = ()
+    used_in: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -93,7 +68,9 @@ class Patch:
         commit: commit id of the tag.
         sha256: of the patch's text.
         recognition: how a checkout of this version is known.
-        files: what it touches, in its order.
+        files: what it changes, in its order.
+        hashes: for each path, sha256 in the released checkout (empty for a new file), and of what
+            the patch makes of that.
         hooks: what `check` asks.
         description: text of patch.toml.
         text: the patch itself.
@@ -105,7 +82,8 @@ class Patch:
     commit: str
     sha256: str
     recognition: Recognition
-    files: tuple[TouchedFile, ...]
+    files: tuple[FilePatch, ...]
+    hashes: dict[str, tuple[str, str]]
     hooks: tuple[Hook, ...]
     description: str = field(repr=False)
     text: bytes = field(repr=False)
@@ -176,7 +154,7 @@ def read_patch(description: str, text: bytes) -> Patch:
         hashes |= {file["path"]: ("", file["sha256"]) for file in document.get("new_files", [])}
         recognition = Recognition(**document["recognition"])
         check_inside(recognition.file)
-        hooks = tuple(_hook(**table) for table in document["hooks"])
+        hooks = tuple(Hook(**table) for table in document["hooks"])
         changes = parse_patch(text)
         names = {key: str(document[key]) for key in ("project", "title", "tag", "commit")}
         recorded = document["patch_sha256"]
@@ -197,7 +175,8 @@ def read_patch(description: str, text: bytes) -> Patch:
         **names,
         sha256=recorded,
         recognition=recognition,
-        files=tuple(TouchedFile(change, *hashes[change.path]) for change in changes),
+        files=changes,
+        hashes=hashes,
         hooks=hooks,
         description=description,
         text=text,
@@ -223,15 +202,3 @@ def read_constants(file: Path, names: Iterable[str]) -> dict[str, object]:
 def sha256(content: bytes) -> str:
     """Return the hash that files are known by."""
     return hashlib.sha256(content).hexdigest()
-
-
-def _hook(
-    module: str,
-    attribute: str,
-    returned_by: str = "",
-    arguments: Iterable[Any] = (),
-    prepare: Iterable[dict[str, Any]] = (),
-    used_in: Iterable[str] = (),
-) -> Hook:
-    calls = tuple((call["call"], tuple(call["arguments"])) for call in prepare)
-    return Hook(module, attribute, returned_by, tuple(arguments), calls, tuple(used_in))

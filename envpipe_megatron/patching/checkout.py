@@ -1,27 +1,46 @@
-"""What a checkout is: which version, and how far it is from stock and from patched."""
+"""How a checkout stands: its version, the patch in it, and what each touched file holds.
+
+A file's own lines say whether the patch is in it. So a change that was stopped between two files,
+and a patch that `git apply` put in or took out, are known without further notes. The record keeps
+the patch itself, for a later version of this package that has another one.
+"""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from envpipe_megatron.patching.catalog import Patch, TouchedFile, read_constants, sha256
-from envpipe_megatron.patching.unified_diff import PatchError
+from envpipe_megatron import __version__
+from envpipe_megatron.patching.catalog import (
+    Patch,
+    load_catalog,
+    read_constants,
+    read_patch,
+    sha256,
+)
+from envpipe_megatron.patching.diff import FilePatch, PatchError
+
+RECORD_NAME = ".envpipe-patch.json"
+_RECORD_FORMAT = "envpipe-patch-record/1"
+#: Lines of ours name it, also those of another version's patch.
+_OUR_NAME = b"envpipe"
 
 
 class FileState(StrEnum):
-    """What a touched file is."""
+    """What a touched file holds."""
 
     STOCK = "stock"
     PATCHED = "patched"
     CHANGED = "changed"
     MISSING = "missing"
-    LINE_ENDS = "changed: every line ends in CRLF"
+
+    @property
+    def is_known(self) -> bool:
+        """The patch is in, or can go in."""
+        return self in (FileState.STOCK, FileState.PATCHED)
 
 
 class TreeState(StrEnum):
@@ -35,147 +54,205 @@ class TreeState(StrEnum):
 
 
 @dataclass(frozen=True)
-class Survey:
-    """A checkout as seen by one patch.
+class TouchedFile:
+    """A file of the checkout that the patch changes or makes.
 
     Attributes:
-        patch: the patch.
-        contents: of each touched file, None where there is none.
-        files: the state of each touched file.
-        tree: the state of the checkout.
-        recorded: a record in the checkout says that the patch was applied.
+        change: what the patch does to it.
+        content: None where there is no file.
+        state: whether the patch can go in, is in, or neither.
+        released: it is the released file, or that one patched; in a fork it need not be.
+        problem: why the patch neither is in nor can go in; empty elsewhere.
     """
 
-    patch: Patch
-    contents: dict[str, bytes | None]
-    files: dict[str, FileState]
-    tree: TreeState
-    recorded: bool
+    change: FilePatch
+    content: bytes | None
+    state: FileState
+    released: bool
+    problem: str = ""
 
     @property
-    def foreign(self) -> tuple[str, ...]:
-        """Files that are neither stock nor patched, each with its state."""
-        known = (FileState.STOCK, FileState.PATCHED)
+    def shown(self) -> str:
+        """The path, and what is wrong with it."""
+        reason = f": {self.problem}" if self.problem else ""
+        return f"{self.change.path} ({self.state}{reason})"
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A checkout as a patch sees it.
+
+    Attributes:
+        root: its folder, without symbolic links.
+        patch: the patch that is in it, or else the one for its version.
+        files: what the patch touches, in its order.
+        recorded: the checkout has a record of a patch.
+        superseded: the patch is not the one that this package has for the version.
+    """
+
+    root: Path
+    patch: Patch
+    files: tuple[TouchedFile, ...]
+    recorded: bool
+    superseded: bool
+
+    @property
+    def tree(self) -> TreeState:
+        """The state of the checkout."""
+        states = {file.state for file in self.files}
+        if all(state.is_known for state in states):
+            return TreeState(states.pop()) if len(states) == 1 else TreeState.HALF_PATCHED
+        ours = any(
+            file.state is FileState.PATCHED
+            or (not file.change.is_new and _OUR_NAME in (file.content or b""))
+            for file in self.files
+        )
+        return TreeState.CHANGED_AFTER if ours else TreeState.DIRTY
+
+    @property
+    def foreign(self) -> tuple[TouchedFile, ...]:
+        """The files that the patch neither is in nor can go in."""
+        return tuple(file for file in self.files if not file.state.is_known)
+
+    @property
+    def forked(self) -> tuple[str, ...]:
+        """Paths of the files that differ from the released ones, while the patch fits."""
         return tuple(
-            f"{path} ({state})" for path, state in self.files.items() if state not in known
+            file.change.path for file in self.files if file.state.is_known and not file.released
         )
 
 
-def survey(root: Path, patch: Patch, recorded: bool) -> Survey:
-    """Compare the touched files with what they are before and after the patch.
+def look_at(
+    directory: Path, catalog: Sequence[Patch] | None = None, tag: str | None = None
+) -> Checkout:
+    """Read how a checkout stands.
 
     Args:
-        root: the checkout, resolved.
-        patch: the patch.
-        recorded: a record in the checkout says that the patch was applied.
+        directory: root of the checkout.
+        catalog: the patches to choose from; the package's own where left out.
+        tag: choose this tag's patch, whatever the checkout says its version is.
 
     Raises:
-        PatchError: a file is reached through a symbolic link, so that it belongs elsewhere.
+        PatchError: no patch is for this version; the record is damaged; a file is reached through
+            a symbolic link, so that it belongs elsewhere.
     """
-    contents = {file.path: _content(root, file.path) for file in patch.files}
-    files = {file.path: _state(file, contents[file.path]) for file in patch.files}
-    states = set(files.values())
-    # A record outlives a patch that is taken out by other means, and new files then go.
-    new = [contents[file.path] for file in patch.files if not file.before]
-    taken_out = bool(new) and set(new) == {None}
-    if states == {FileState.STOCK}:
-        tree = TreeState.STOCK
-    elif states == {FileState.PATCHED}:
-        tree = TreeState.PATCHED
-    elif states == {FileState.STOCK, FileState.PATCHED}:
-        tree = TreeState.HALF_PATCHED
-    elif FileState.PATCHED in states or (recorded and not taken_out):
-        tree = TreeState.CHANGED_AFTER
+    catalog = load_catalog() if catalog is None else catalog
+    root = directory.resolve()
+    record = read_record(root / RECORD_NAME)
+
+    def seen(patch: Patch) -> Checkout:
+        known = patch.sha256 in {known.sha256 for known in catalog}
+        files = tuple(_touched(root, patch, change) for change in patch.files)
+        return Checkout(root, patch, files, record is not None, superseded=not known)
+
+    if record is not None and _holds(held := seen(record)):
+        return held
+    if tag is None:
+        chosen = [patch for patch in catalog if patch.recognition.fits(root)]
+        if not chosen:
+            raise _unknown(root, catalog)
     else:
-        tree = TreeState.DIRTY
-    return Survey(patch, contents, files, tree, recorded)
+        chosen = [patch for patch in catalog if patch.tag == tag]
+        if not chosen:
+            raise PatchError(
+                "There is no patch for this tag", value=tag, remedy=_supported(catalog)
+            )
+    # Where several tags call themselves the same version, the files decide.
+    return min(map(seen, chosen), key=lambda found: (len(found.foreign), len(found.forked)))
 
 
-def recognised(root: Path, catalog: Sequence[Patch]) -> Survey:
-    """Return the checkout as its patch sees it.
-
-    Where several tags call themselves the same version, the files decide.
-
-    Raises:
-        PatchError: the checkout is of no supported version.
-    """
-    surveys = [
-        survey(root, patch, recorded=False) for patch in catalog if patch.recognition.fits(root)
-    ]
-    if not surveys:
-        raise _unknown(root, catalog)
-    return min(surveys, key=lambda seen: (seen.tree is TreeState.DIRTY, len(seen.foreign)))
-
-
-def changed_in_git(root: Path, patch: Patch) -> tuple[str, ...]:
-    """Return the tracked files that git sees changed, but for those that the patch touches.
-
-    Nothing where the checkout is no git clone, or git is not installed.
+def read_record(file: Path) -> Patch | None:
+    """Return the patch that a record holds; None where there is no record.
 
     Raises:
-        PatchError: git can't say.
+        PatchError: the file is damaged.
     """
-    git = shutil.which("git")
-    if git is None or not (root / ".git").exists():
-        return ()
-    # Another repository's place goes; settings stay, as a safe.directory may be among them.
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("GIT_") or name.startswith("GIT_CONFIG")
-    }
-    said = subprocess.run(
-        [git, "-C", str(root), "status", "--porcelain", "-z", "--untracked-files=no"],
-        capture_output=True,
-        env=environment | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
-        check=False,
-    )
-    if said.returncode:
-        lines = os.fsdecode(said.stderr).splitlines()
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        document = json.loads(content)
+        if document["format"] != _RECORD_FORMAT:
+            raise PatchError(
+                f"{file} is of an unknown format",
+                value=document["format"],
+                remedy="Use the version of envpipe that wrote it",
+            )
+        text = document["patch"].encode("utf-8", "surrogateescape")
+        return read_patch(document["description"], text)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PatchError(
-            "git can't say whether the checkout is clean",
-            value=str(root),
-            remedy=f"Do what git says: {' '.join(line.strip() for line in lines if line.strip())}",
-        )
-    touched = {file.path for file in patch.files}
-    changed = []
-    entries = iter(os.fsdecode(said.stdout).split("\0"))
-    for entry in entries:
-        if entry and entry[3:] not in touched:
-            changed.append(entry[3:])
-        if entry[:1] in ("R", "C"):
-            next(entries)  # the name before
-    return tuple(changed)
+            f"{file} is damaged: {error}",
+            remedy="Remove it; the patch is known by the checkout's files too",
+        ) from error
 
 
-def _content(root: Path, path: str) -> bytes | None:
-    file = root / path
+def record_of(patch: Patch) -> bytes:
+    """Return the content of a patch's record."""
+    document = {
+        "format": _RECORD_FORMAT,
+        "envpipe_megatron": __version__,
+        "project": patch.project,
+        "tag": patch.tag,
+        "patch_sha256": patch.sha256,
+        "files": [
+            {"path": path, "sha256_before": before or None, "sha256_after": after}
+            for path, (before, after) in patch.hashes.items()
+        ],
+        "description": patch.description,
+        "patch": patch.text.decode("utf-8", "surrogateescape"),
+    }
+    return json.dumps(document, indent=1).encode() + b"\n"
+
+
+def _holds(seen: Checkout) -> bool:
+    """Say whether a recorded patch is still in; it may have been taken out by other means.
+
+    The file that tells the version may have been edited, so it decides only in doubt.
+    """
+    is_in = any(f.state is FileState.PATCHED and not f.change.is_new for f in seen.files)
+    return is_in and (not seen.foreign or seen.patch.recognition.fits(seen.root))
+
+
+def _touched(root: Path, patch: Patch, change: FilePatch) -> TouchedFile:
+    file = root / change.path
     if file.resolve() != file:
         raise PatchError(
-            f"{path} is reached through a symbolic link and belongs to another folder",
+            f"{change.path} is reached through a symbolic link and belongs to another folder",
             value=str(file.resolve()),
             remedy="Patch the checkout that the file lies in",
         )
     try:
-        return file.read_bytes()
+        content = file.read_bytes()
     except FileNotFoundError:
-        return None
+        state = FileState.STOCK if change.is_new else FileState.MISSING
+        return TouchedFile(change, None, state, released=change.is_new)
+    hashes = patch.hashes[change.path]
+    released = sha256(content) in hashes
+    try:
+        change.revert(content)
+        return TouchedFile(change, content, FileState.PATCHED, released)
+    except PatchError:
+        pass
+    try:
+        change.apply(content)
+        if released or _OUR_NAME not in content:
+            return TouchedFile(change, content, FileState.STOCK, released)
+        problem = "it holds lines of EnvPipe that this patch does not make"
+    except PatchError as error:
+        problem = "in the way of a new file" if change.is_new else error.what
+    if sha256(content.replace(b"\r\n", b"\n")) in hashes:
+        problem = "every line ends in CRLF"
+    return TouchedFile(change, content, FileState.CHANGED, released, problem)
 
 
-def _state(file: TouchedFile, content: bytes | None) -> FileState:
-    if content is None:
-        return FileState.MISSING if file.before else FileState.STOCK
-    for wanted, state in ((file.after, FileState.PATCHED), (file.before, FileState.STOCK)):
-        if sha256(content) == wanted:
-            return state
-    if sha256(content.replace(b"\r\n", b"\n")) in (file.before, file.after):
-        return FileState.LINE_ENDS
-    return FileState.CHANGED
+def _supported(catalog: Sequence[Patch]) -> str:
+    names = ", ".join(f"{patch.name} (commit {patch.commit[:7]})" for patch in catalog)
+    return f"Supported: {names or 'none, as this installation has no patches'}"
 
 
 def _unknown(root: Path, catalog: Sequence[Patch]) -> PatchError:
-    supported = ", ".join(f"{patch.name} (commit {patch.commit[:7]})" for patch in catalog)
-    remedy = f"Supported: {supported or 'none, as this installation has no patches'}"
     seen = []
     for file in dict.fromkeys(patch.recognition.file for patch in catalog):
         names = [
@@ -192,8 +269,10 @@ def _unknown(root: Path, catalog: Sequence[Patch]) -> PatchError:
         return PatchError(
             "This is no checkout of a supported project",
             value=str(root),
-            remedy=f"Give the root folder of the checkout. {remedy}",
+            remedy=f"Give the root folder of the checkout. {_supported(catalog)}",
         )
     return PatchError(
-        f"No patch is for this version ({'; '.join(seen)})", value=str(root), remedy=remedy
+        f"No patch is for this version ({'; '.join(seen)})",
+        value=str(root),
+        remedy=f"{_supported(catalog)}. For a fork of one of them, give its tag with --tag",
     )

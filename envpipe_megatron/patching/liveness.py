@@ -43,31 +43,13 @@ class Answer:
         hook: the hook.
         outcome: whether it is live, or why that is not known.
         detail: the file that the module came from, the dependency, or the error.
-        needs: part of a remedy: the missing packages, or which Python the checkout asks for, where
-            this one is too old.
+        remedy: what to do about it; empty for a live hook.
     """
 
     hook: Hook
     outcome: Outcome
     detail: str
-    needs: str = ""
-
-    @property
-    def remedy(self) -> str:
-        """What to do about it; empty for a live hook."""
-        if self.outcome is Outcome.LIVE:
-            return ""
-        package = self.hook.module.partition(".")[0]
-        return {
-            Outcome.NOT_LIVE: "Revert and apply the patch again",
-            Outcome.ELSEWHERE: (
-                f"Another {package} is installed and wins over the checkout, so the patch would "
-                "do nothing: uninstall it, or take it out of PYTHONPATH"
-            ),
-            Outcome.DEPENDENCY: f"In this Python environment {self.needs or 'install it'}; "
-            "then check again",
-            Outcome.IMPORT_FAILED: "Make this import work first" + self.needs,
-        }[self.outcome]
+    remedy: str
 
 
 def ask_hooks(root: Path, hooks: Sequence[Hook], name: str = "the checkout") -> tuple[Answer, ...]:
@@ -88,10 +70,9 @@ def ask_hooks(root: Path, hooks: Sequence[Hook], name: str = "the checkout") -> 
         document = {"root": str(root.resolve()), "hooks": [asdict(hook) for hook in hooks]}
         request.write_text(json.dumps(document))
         probe = Path(__file__).with_name("probe.py")
-        command = [sys.executable, "-B", str(probe), str(request), str(answers)]
         try:
             done = subprocess.run(
-                command,
+                [sys.executable, "-B", str(probe), str(request), str(answers)],
                 cwd=root,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -101,36 +82,41 @@ def ask_hooks(root: Path, hooks: Sequence[Hook], name: str = "the checkout") -> 
                 timeout=_TIMEOUT_S,
                 check=False,
             )
-        except subprocess.TimeoutExpired:
-            return _none(hooks, f"importing took more than {_TIMEOUT_S} s")
-        if done.returncode or not answers.exists():
             how = f"Python ended with {_exit(done.returncode)}"
-            return _none(hooks, f"{how}: {done.stdout[-_SHOWN_CHARACTERS:].strip()}")
-        found, missing = json.loads(answers.read_text())
-    needs = {
-        Outcome.IMPORT_FAILED: _newer_python(root, name),
-        Outcome.DEPENDENCY: _to_install(missing),
-    }
-    return tuple(
-        Answer(
-            hook, outcome := Outcome(answer["outcome"]), answer["detail"], needs.get(outcome, "")
-        )
-        for hook, answer in zip(hooks, found, strict=True)
-    )
+            failure = f"{how}: {done.stdout[-_SHOWN_CHARACTERS:].strip()}"
+        except subprocess.TimeoutExpired:
+            failure = f"importing took more than {_TIMEOUT_S} s"
+        if answers.exists():
+            found, missing = json.loads(answers.read_text())
+        else:
+            found, missing = [(Outcome.IMPORT_FAILED, failure)] * len(hooks), []
+    answered = []
+    for hook, (outcome, detail) in zip(hooks, found, strict=True):
+        package = hook.module.partition(".")[0]
+        remedy = {
+            Outcome.LIVE: "",
+            Outcome.NOT_LIVE: "Revert and apply the patch again",
+            Outcome.ELSEWHERE: (
+                f"Another {package} is installed and wins over the checkout, so the patch would "
+                "do nothing: uninstall it, or take it out of PYTHONPATH"
+            ),
+            Outcome.DEPENDENCY: (
+                f"In this Python environment {_to_install(missing)}; then check again"
+            ),
+            Outcome.IMPORT_FAILED: f"Make this import work first{_newer_python(root, name)}",
+        }[outcome]
+        answered.append(Answer(hook, Outcome(outcome), detail, remedy))
+    return tuple(answered)
 
 
 def _to_install(missing: Sequence[str]) -> str:
-    """Say how modules that are missing are installed; empty where none is."""
-    names = [_PIP_NAMES.get(name, name) for name in missing if name not in _APEX]
-    return " and ".join(
-        [f"pip install {' '.join(names)}"] * bool(names)
-        + ["build NVIDIA Apex from its source (PyPI's apex is something else)"]
-        * bool(_APEX & set(missing))
-    )
-
-
-def _none(hooks: Sequence[Hook], reason: str) -> tuple[Answer, ...]:
-    return tuple(Answer(hook, Outcome.IMPORT_FAILED, reason) for hook in hooks)
+    """Say how modules that are missing are installed."""
+    steps = []
+    if names := [_PIP_NAMES.get(name, name) for name in missing if name not in _APEX]:
+        steps.append(f"pip install {' '.join(names)}")
+    if _APEX & set(missing):
+        steps.append("build NVIDIA Apex from its source (PyPI's apex is something else)")
+    return " and ".join(steps) or "install it"
 
 
 def _newer_python(root: Path, name: str) -> str:

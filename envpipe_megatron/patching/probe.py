@@ -12,6 +12,7 @@ import sys
 import traceback
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from operator import attrgetter
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -67,7 +68,7 @@ def missing_packages(hooks: list[dict[str, Any]]) -> list[str]:
     return stand_ins.names
 
 
-def ask(hook: dict[str, Any], root: Path) -> dict[str, str]:
+def ask(hook: dict[str, Any], root: Path) -> tuple[str, str]:
     """Return `outcome` and `detail` of one hook."""
     try:
         module = importlib.import_module(hook["module"])
@@ -76,37 +77,37 @@ def ask(hook: dict[str, Any], root: Path) -> dict[str, str]:
     origin = str(getattr(module, "__file__", None))
     own = root.joinpath(*hook["module"].split("."))
     if Path(origin).resolve() not in (own.with_suffix(".py"), own / "__init__.py"):
-        return _answer("elsewhere", origin)
+        return "elsewhere", origin
     try:
         return _proven(hook, module)
     except Exception as error:
-        return _answer("not_live", f"asking it failed: {type(error).__name__}: {error}")
+        return "not_live", f"asking it failed: {type(error).__name__}: {error}"
 
 
-def _proven(hook: dict[str, Any], module: ModuleType) -> dict[str, str]:
+def _proven(hook: dict[str, Any], module: ModuleType) -> tuple[str, str]:
     attribute = hook["attribute"]
     if not hasattr(module, attribute):
-        return _answer("not_live", f"{module.__name__} has no {attribute}")
+        return "not_live", f"{module.__name__} has no {attribute}"
     for name in hook["used_in"]:
-        if attribute not in _names(inspect.unwrap(_member(module, name)).__code__):
-            return _answer("not_live", f"{name} does not use {attribute}")
+        if attribute not in _names(inspect.unwrap(attrgetter(name)(module)).__code__):
+            return "not_live", f"{name} does not use {attribute}"
     if hook["returned_by"]:
-        for call, arguments in hook["prepare"]:
-            place, _, function = call.partition(":")
-            getattr(importlib.import_module(place), function)(*arguments)
+        for step in hook["prepare"]:
+            place, _, function = step["call"].partition(":")
+            getattr(importlib.import_module(place), function)(*step["arguments"])
         mark = object()
         before = getattr(module, attribute)
         setattr(module, attribute, lambda *_, **__: mark)
         try:
-            returned = _member(module, hook["returned_by"])(*hook["arguments"])
+            returned = attrgetter(hook["returned_by"])(module)(*hook["arguments"])
         finally:
             setattr(module, attribute, before)
         if returned is not mark:
-            return _answer("not_live", f"{hook['returned_by']} does not ask {attribute}")
-    return _answer("live", str(module.__file__))
+            return "not_live", f"{hook['returned_by']} does not ask {attribute}"
+    return "live", str(module.__file__)
 
 
-def _failed_import(name: str, error: Exception, root: Path) -> dict[str, str]:
+def _failed_import(name: str, error: Exception, root: Path) -> tuple[str, str]:
     said = f"{type(error).__name__}: {error}"
     project = name.partition(".")[0]
     own = root / project
@@ -116,34 +117,23 @@ def _failed_import(name: str, error: Exception, root: Path) -> dict[str, str]:
     if culprit.partition(".")[0] == project:
         places = [path] if path else [*getattr(sys.modules.get(project), "__path__", [])]
         if places and not any(Path(place).resolve().is_relative_to(own) for place in places):
-            return _answer("elsewhere", places[0])
-        return _answer("import_failed", said)
+            return "elsewhere", places[0]
+        return "import_failed", said
     if culprit.partition(".")[0] in sys.stdlib_module_names:
         version = ".".join(map(str, sys.version_info[:2]))
-        return _answer("import_failed", f"{said}; this is Python {version}")
+        return "import_failed", f"{said}; this is Python {version}"
     if culprit:
         missing = isinstance(error, ModuleNotFoundError)
-        return _answer("dependency", culprit if missing else f"{culprit} ({said})")
+        return "dependency", culprit if missing else f"{culprit} ({said})"
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     if isinstance(error, SyntaxError) or Path(last).resolve().is_relative_to(own):
-        return _answer("import_failed", said)
-    return _answer("dependency", f"{last} ({said})")
-
-
-def _member(module: ModuleType, name: str) -> Any:
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        return "import_failed", said
+    return "dependency", f"{last} ({said})"
 
 
 def _names(code: CodeType) -> set[str]:
     inner = (_names(part) for part in code.co_consts if isinstance(part, CodeType))
     return {*code.co_names}.union(*inner)
-
-
-def _answer(outcome: str, detail: str) -> dict[str, str]:
-    return {"outcome": outcome, "detail": detail}
 
 
 if __name__ == "__main__":

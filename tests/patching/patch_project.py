@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from envpipe_megatron.patching.catalog import load_catalog
-from envpipe_megatron.patching.unified_diff import PatchError
+from envpipe_megatron.patching.diff import PatchError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOBODY = 65534
@@ -189,14 +189,15 @@ def by_hand(root, patch, *flags):
     subprocess.run(["git", "apply", *flags], input=patch.text, cwd=root, check=True)
 
 
-def refused(do, root, catalog, *said):
+def refused(do, root, catalog, *words):
+    """Assert that nothing is changed and the error names `words`; returns the error's text."""
     before = snapshot(root)
-    with pytest.raises(PatchError) as told:
+    with pytest.raises(PatchError) as raised:
         do(root, catalog)
-    for words in said:
-        assert words in str(told.value)
+    for word in words:
+        assert word in str(raised.value)
     assert snapshot(root) == before
-    return str(told.value)
+    return str(raised.value)
 
 
 def give_to_nobody(root):

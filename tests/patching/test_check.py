@@ -5,10 +5,11 @@ from click.testing import CliRunner
 from patch_project import snapshot, write_tree
 
 from envpipe_megatron.cli import main
-from envpipe_megatron.patching import operations
+from envpipe_megatron.patching import change
+from envpipe_megatron.patching import checkout as checkout_module
 from envpipe_megatron.patching.catalog import Hook
+from envpipe_megatron.patching.change import apply_patch
 from envpipe_megatron.patching.liveness import Outcome, ask_hooks
-from envpipe_megatron.patching.operations import apply_patch
 
 SCHEDULES = Hook("toy.schedules", "envpipe_hook", returned_by="get_func")
 LOOP = Hook("toy.training.loop", "envpipe", used_in=("train",))
@@ -93,7 +94,7 @@ def get_func(least):
         "envpipe_hook",
         "get_func",
         arguments=(1,),
-        prepare=(("toy.before:make_ready", (3,)),),
+        prepare=({"call": "toy.before:make_ready", "arguments": [3]},),
     )
     assert asked(checkout, hook)[0] is Outcome.NOT_LIVE  # there is no toy.before
     before = "from toy import schedules\ndef make_ready(number):\n    schedules.ready += [number]\n"
@@ -169,9 +170,9 @@ def test_all_missing_packages_are_named_as_pip_knows_them(patched, tmp_path, mon
 
 
 def test_the_probes_own_folder_is_not_on_the_path(patched):
-    """As a training script sees it; this package has a journal.py there."""
-    write_tree(patched, {"toy/training/loop.py": "import journal\n"})
-    assert asked(patched, LOOP) == (Outcome.DEPENDENCY, "journal")
+    """As a training script sees it; this package has a diff.py there."""
+    write_tree(patched, {"toy/training/loop.py": "import diff\n"})
+    assert asked(patched, LOOP) == (Outcome.DEPENDENCY, "diff")
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -179,7 +180,8 @@ def test_the_probes_own_folder_is_not_on_the_path(patched):
 
 @pytest.fixture
 def run(monkeypatch, catalog):
-    monkeypatch.setattr(operations, "load_catalog", lambda: catalog)
+    for module in (change, checkout_module):
+        monkeypatch.setattr(module, "load_catalog", lambda: catalog)
 
     def run(*arguments):
         return CliRunner().invoke(main, ["patch", *map(str, arguments)])
@@ -203,6 +205,20 @@ def test_a_checkout_goes_there_and_back(run, checkout):
     assert (said.exit_code, "Took the patch" in said.output) == (0, True)
     said = run("revert", checkout)
     assert (said.exit_code, "Nothing was done" in said.output) == (0, True)
+
+
+def test_a_fork_is_listed_and_proven(run, checkout):
+    (checkout / "run.sh").write_text((checkout / "run.sh").read_text() + "echo fork\n")
+    (checkout / "toy/version.py").write_text("MAJOR = 9\n")
+    assert run("apply", checkout).exit_code == 1
+    for command in (("apply", "--tag", "v1.0"), ("check",)):
+        said = run(*command, checkout)
+        assert said.exit_code == 0
+        assert "differ from the released ones, and the patch fits them:\n  run.sh\n" in said.output
+    (facts,) = [
+        f for f in json.loads(run("check", "--json", checkout).output)["files"] if not f["released"]
+    ]
+    assert facts == {"path": "run.sh", "state": "patched", "released": False}
 
 
 def test_commands_to_run_next_can_be_pasted(run, checkout):
@@ -256,11 +272,11 @@ def test_check_names_what_was_changed_and_what_is_stopped(run, patched):
     said = run("check", patched)
     assert said.exit_code == 1
     assert "changed-after" in said.output
-    assert "  run.sh (changed)" in said.output
+    assert "  run.sh (changed: lines that the patch needs, near 1, are missing)" in said.output
     facts = json.loads(run("check", "--json", patched).output)
     assert (facts["state"], facts["live"]) == ("changed-after", False)
     (patched / "run.sh").unlink()
-    (patched / ".envpipe-patch.journal").touch()
+    (patched / ".run.sh.envpipe-patch").touch()
     assert "was stopped" in run("check", patched).output
 
 

@@ -7,7 +7,7 @@ from patch_project import REPOSITORY, edited_files, maker, stock_files, write_tr
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.patching.catalog import load_catalog, read_patch
-from envpipe_megatron.patching.unified_diff import PatchError
+from envpipe_megatron.patching.diff import PatchError
 
 make = maker()
 

@@ -19,10 +19,10 @@ from checkouts import (
 )
 from patch_project import REPOSITORY, contents, maker, snapshot
 
-from envpipe_megatron.patching.catalog import load_catalog, sha256
-from envpipe_megatron.patching.checkout import TreeState
+from envpipe_megatron.patching.catalog import load_catalog
+from envpipe_megatron.patching.change import apply_patch, revert_patch
+from envpipe_megatron.patching.checkout import TreeState, look_at
 from envpipe_megatron.patching.liveness import Outcome, ask_hooks
-from envpipe_megatron.patching.operations import apply_patch, revert_patch, status
 
 CATALOG = load_catalog()
 SCHEDULES = "megatron/core/pipeline_parallel/schedules.py"
@@ -114,10 +114,11 @@ def test_apply_equals_git_apply_compiles_and_reverts(patch, checkout, tmp_path, 
     stock = snapshot(checkout)
     by_hand = copies(checkout)
     subprocess.run(["git", "apply"], input=patch.text, cwd=by_hand, check=True)
-    assert status(by_hand, CATALOG).seen.tree is TreeState.PATCHED
+    assert look_at(by_hand, CATALOG).tree is TreeState.PATCHED
 
     outcome = apply_patch(checkout)
-    assert outcome.patch == patch
+    assert outcome.found.patch == patch
+    assert not outcome.found.forked
     assert set(outcome.files) == {file.path for file in patch.files}
     for file in patch.files:
         assert (checkout / file.path).read_bytes() == (by_hand / file.path).read_bytes()
@@ -164,11 +165,12 @@ def test_the_patch_is_what_make_makes_of_the_patched_tree(patch, checkout, tmp_p
 
 @each_patch
 def test_little_of_the_stock_text_is_in_the_patch(patch):
-    hunks = [hunk for file in patch.files for hunk in file.change.hunks]
+    hunks = [hunk for file in patch.files for hunk in file.hunks]
     assert hunks
     for hunk in hunks:
-        assert len(set(hunk.old_lines) - set(hunk.new_lines)) <= 1  # hooks are added
-        assert len(hunk.old_lines) <= 6
+        old, new = hunk.old.splitlines(), hunk.new.splitlines()
+        assert len(set(old) - set(new)) <= 1  # hooks are added
+        assert len(old) <= 6
 
 
 @pytest.fixture
@@ -176,9 +178,9 @@ def own_file(patch, monkeypatch):
     """Megatron's arguments of --envpipe as the patch adds them, for a command line."""
 
     def parse(*words):
-        (added,) = [file for file in patch.files if not file.before]
+        (added,) = [file for file in patch.files if file.is_new]
         found = {}
-        exec(added.change.apply(b""), found)
+        exec(added.apply(b""), found)
         monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
         parser = found["add_arguments"](argparse.ArgumentParser(allow_abbrev=False))
         return parser.parse_args(words), found["hooks"]
@@ -227,44 +229,12 @@ def installed_copy(tmp_path):
     return core.parents[1]
 
 
-def schedules_part(root):
-    """The part for schedules.py of the patch that the installed version has."""
-    (patch,) = (patch for patch in CATALOG if patch.recognition.fits(root))
-    (file,) = (file for file in patch.files if file.path == SCHEDULES)
-    (hook,) = (hook for hook in patch.hooks if hook.module.endswith(".schedules"))
-    return file, hook
-
-
 def test_get_forward_backward_func_returns_what_the_hook_gives(installed_copy):
     pytest.importorskip("torch")
-    file, hook = schedules_part(installed_copy)
+    (patch,) = (patch for patch in CATALOG if patch.recognition.fits(installed_copy))
+    (file,) = (file for file in patch.files if file.path == SCHEDULES)
+    (hook,) = (hook for hook in patch.hooks if hook.module.endswith(".schedules"))
     target = installed_copy / SCHEDULES
-    assert sha256(target.read_bytes()) == file.before
-    (answer,) = ask_hooks(installed_copy, [hook])
-    assert (answer.outcome, answer.detail) == (
-        Outcome.NOT_LIVE,
-        "megatron.core.pipeline_parallel.schedules has no envpipe_hook",
-    )
-    target.write_bytes(file.change.apply(target.read_bytes()))
-    assert sha256(target.read_bytes()) == file.after
+    target.write_bytes(file.apply(target.read_bytes()))
     (answer,) = ask_hooks(installed_copy, [hook])
     assert (answer.outcome, answer.detail) == (Outcome.LIVE, str(target))
-
-
-def test_an_installed_megatron_that_wins_over_the_checkout_is_named(
-    installed_copy, tmp_path, monkeypatch
-):
-    """The silent no-op: a `megatron` with an __init__.py goes before all that have none."""
-    pytest.importorskip("torch")
-    file, hook = schedules_part(installed_copy)
-    target = installed_copy / SCHEDULES
-    target.write_bytes(file.change.apply(target.read_bytes()))
-    other = tmp_path / "site" / "megatron"
-    shutil.copytree(installed_copy / "megatron", other, symlinks=True)
-    (other / "__init__.py").touch()
-    monkeypatch.setenv("PYTHONPATH", str(other.parent))
-    (answer,) = ask_hooks(installed_copy, [hook])
-    assert (answer.outcome, answer.detail) == (
-        Outcome.ELSEWHERE,
-        str(other / SCHEDULES.removeprefix("megatron/")),
-    )

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from envpipe_megatron.patching.catalog import load_catalog
-from envpipe_megatron.patching.unified_diff import parse_patch
 
 SCHEDULES = "megatron/core/pipeline_parallel/schedules.py"
 
@@ -34,7 +33,7 @@ def patched_core(tmp_path: Path) -> Path:
         elif entry.name != "__pycache__":
             (core / entry.name).symlink_to(entry)
     (patch,) = (patch for patch in load_catalog() if patch.tag == "core_v0.16.1")
-    (change,) = (file for file in parse_patch(patch.text) if file.path == SCHEDULES)
+    (change,) = (file for file in patch.files if file.path == SCHEDULES)
     target = root / SCHEDULES
     target.write_bytes(change.apply(target.read_bytes()))
     return root

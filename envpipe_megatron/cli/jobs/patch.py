@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from rich.console import Console
 
 from envpipe_megatron.cli.common import say
 from envpipe_megatron.patching.catalog import patch_file
-from envpipe_megatron.patching.checkout import TreeState
+from envpipe_megatron.patching.change import apply_patch, revert_patch, was_stopped
+from envpipe_megatron.patching.checkout import Checkout, TreeState, look_at
 from envpipe_megatron.patching.liveness import Answer, Outcome, ask_hooks
-from envpipe_megatron.patching.operations import Status, apply_patch, revert_patch, status
 
 FORMAT = "envpipe-patch-check/1"
 _CHECKOUT = click.argument(
@@ -29,10 +30,9 @@ _MEANING = {
         "half-patched: some files are stock, others patched. "
         "`envpipe patch apply {directory}` or `revert` completes it"
     ),
-    TreeState.CHANGED_AFTER: "changed-after: the patch is in, and files differ from what it makes",
-    TreeState.DIRTY: "dirty: not patched, and files differ from the released ones",
+    TreeState.CHANGED_AFTER: "changed-after: the patch is in, and its own lines were changed",
+    TreeState.DIRTY: "dirty: not patched, and the patch does not fit",
 }
-
 _WORDS = {
     Outcome.LIVE: "live",
     Outcome.NOT_LIVE: "NOT LIVE",
@@ -54,38 +54,41 @@ def patch() -> None:
 
 @patch.command()
 @_CHECKOUT
-def apply(directory: Path) -> None:
+@click.option("--tag", help="Take the patch for this tag, as for a fork with its own version.")
+def apply(directory: Path, tag: str | None) -> None:
     """Apply the patch for the checkout's version.
 
-    DIR is the root of the checkout, a git clone or an unpacked archive. A version without a patch
-    is refused with the list of those that have one, and so is a checkout with changes of its own.
-    It needs no git; `git apply` with the patch file gives the same bytes. What was done is written
-    to DIR/.envpipe-patch.json. Applying twice is no error: the second time does nothing, exits 0.
+    DIR is the root of the checkout, a git clone or an unpacked archive; it may be a fork. Each of
+    the patch's hooks goes where the lines around it stand; nothing is changed where one has no such
+    place, or several. What was done is written to DIR/.envpipe-patch.json. It needs no git; `git
+    apply` with the patch file gives the same bytes. Applying twice is no error: the second time
+    does nothing, exits 0.
 
     Example:
 
       envpipe patch apply ~/Megatron-LM
     """
-    outcome = apply_patch(directory)
+    outcome = apply_patch(directory, tag=tag)
     console = Console()
+    name = outcome.found.patch.name
     if not outcome.files:
-        say(console, f"{directory} is patched already ({outcome.patch.name}). Nothing was done.")
+        say(console, f"{directory} is patched already ({name}). Nothing was done.")
         return
-    completed = outcome.before is TreeState.HALF_PATCHED
-    verb = "Completed the patch for" if completed else "Patched"
-    say(console, f"{verb} {outcome.patch.name} in {directory}:")
+    completed = outcome.found.tree is TreeState.HALF_PATCHED
+    say(console, f"{'Completed the patch for' if completed else 'Patched'} {name} in {directory}:")
     _list(console, outcome.files)
+    _list_forked(console, outcome.found)
     say(console, f"Now prove that it is live: envpipe patch check {shlex.quote(str(directory))}")
 
 
 @patch.command()
 @_CHECKOUT
 def revert(directory: Path) -> None:
-    """Take the patch back: the checkout has its released bytes again.
+    """Take the patch's lines out again; a stock checkout has its released bytes then.
 
-    Refused when a patched file was changed afterwards. Works too on what `git apply` patched, on
-    what another version of envpipe patched, and on what was stopped halfway. A checkout without
-    the patch is no error: nothing is done, exits 0.
+    What else was edited stays. Refused when the patch's own lines were changed. Works too on what
+    `git apply` patched, on what another version of envpipe patched, and on what was stopped
+    halfway. A checkout without the patch is no error: nothing is done, exits 0.
 
     Example:
 
@@ -93,10 +96,11 @@ def revert(directory: Path) -> None:
     """
     outcome = revert_patch(directory)
     console = Console()
+    name = outcome.found.patch.name
     if not outcome.files:
-        say(console, f"{directory} is not patched ({outcome.patch.name}). Nothing was done.")
+        say(console, f"{directory} is not patched ({name}). Nothing was done.")
         return
-    say(console, f"Took the patch for {outcome.patch.name} out of {directory}:")
+    say(console, f"Took the patch for {name} out of {directory}:")
     _list(console, outcome.files)
 
 
@@ -118,9 +122,9 @@ def check(ctx: click.Context, directory: Path, as_json: bool) -> None:
 
       envpipe patch check ~/Megatron-LM
     """
-    found = status(directory)
-    patched = found.seen.tree in (TreeState.PATCHED, TreeState.CHANGED_AFTER)
-    answers = ask_hooks(directory, found.seen.patch.hooks, found.seen.patch.tag) if patched else ()
+    found = look_at(directory)
+    patched = found.tree in (TreeState.PATCHED, TreeState.CHANGED_AFTER)
+    answers = ask_hooks(directory, found.patch.hooks, found.patch.tag) if patched else ()
     if as_json:
         click.echo(json.dumps(_facts(found, answers), indent=1))
     else:
@@ -128,23 +132,32 @@ def check(ctx: click.Context, directory: Path, as_json: bool) -> None:
     ctx.exit(_exit_status(found, answers))
 
 
-def _exit_status(found: Status, answers: tuple[Answer, ...]) -> int:
+def _exit_status(found: Checkout, answers: tuple[Answer, ...]) -> int:
     outcomes = {answer.outcome for answer in answers}
-    if found.seen.tree is not TreeState.PATCHED or outcomes - {Outcome.LIVE, Outcome.DEPENDENCY}:
+    if found.tree is not TreeState.PATCHED or outcomes - {Outcome.LIVE, Outcome.DEPENDENCY}:
         return 1
     return _NOT_PROVEN if Outcome.DEPENDENCY in outcomes else 0
 
 
-def _list(console: Console, files: tuple[str, ...]) -> None:
-    for file in files:
-        say(console, f"  {file}")
+def _list(console: Console, lines: Iterable[str]) -> None:
+    for line in lines:
+        say(console, f"  {line}")
 
 
-def _report(console: Console, directory: Path, found: Status, answers: tuple[Answer, ...]) -> None:
-    meaning = _MEANING[found.seen.tree].format(directory=shlex.quote(str(directory)))
-    say(console, f"{directory}: {found.seen.patch.name}, {meaning}")
-    _list(console, found.seen.foreign)
-    if file := patch_file(found.seen.patch):
+def _list_forked(console: Console, found: Checkout) -> None:
+    if found.forked:
+        say(console, "These differ from the released ones, and the patch fits them:")
+        _list(console, found.forked)
+
+
+def _report(
+    console: Console, directory: Path, found: Checkout, answers: tuple[Answer, ...]
+) -> None:
+    meaning = _MEANING[found.tree].format(directory=shlex.quote(str(directory)))
+    say(console, f"{directory}: {found.patch.name}, {meaning}")
+    _list(console, (file.shown for file in found.foreign))
+    _list_forked(console, found)
+    if file := patch_file(found.patch):
         say(console, f"The patch, for `git apply` too: {file}")
     if found.superseded:
         say(
@@ -152,23 +165,23 @@ def _report(console: Console, directory: Path, found: Status, answers: tuple[Ans
             "The patch in it is another than the one of this version of envpipe. "
             "`envpipe patch revert` and `apply` bring it up to date.",
         )
-    if found.interrupted:
+    if was_stopped(found):
         say(
             console,
             "A change of it is going on, or was stopped. "
             "`envpipe patch apply` or `revert` completes it.",
         )
-    asked = {""}
+    shown = {""}
     for answer in answers:
         hook = f"{answer.hook.module}.{answer.hook.attribute}"
         say(console, f"{_WORDS[answer.outcome]}: {hook}: {answer.detail}")
-        if answer.remedy not in asked:
-            asked.add(answer.remedy)
+        if answer.remedy not in shown:
+            shown.add(answer.remedy)
             say(console, f"  {answer.remedy}")
 
 
-def _facts(found: Status, answers: tuple[Answer, ...]) -> dict[str, Any]:
-    patch = found.seen.patch
+def _facts(found: Checkout, answers: tuple[Answer, ...]) -> dict[str, Any]:
+    patch = found.patch
     return {
         "format": FORMAT,
         "project": patch.project,
@@ -176,13 +189,13 @@ def _facts(found: Status, answers: tuple[Answer, ...]) -> dict[str, Any]:
         "commit": patch.commit,
         "patch_sha256": patch.sha256,
         "patch_file": None if (file := patch_file(patch)) is None else str(file),
-        "state": found.seen.tree,
+        "state": found.tree,
         "recorded": found.recorded,
-        "interrupted": found.interrupted,
+        "interrupted": was_stopped(found),
         "superseded": found.superseded,
         "files": [
-            {"path": path, "state": state.partition(":")[0]}
-            for path, state in found.seen.files.items()
+            {"path": file.change.path, "state": file.state, "released": file.released}
+            for file in found.files
         ],
         "hooks": [
             {
