@@ -28,7 +28,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 
 from benchmarks.planner.workload_folder import (
@@ -37,12 +36,11 @@ from benchmarks.planner.workload_folder import (
     Workload,
     read_workload,
 )
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.evaluation import evaluate
 from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.timeline import Timeline
-
-FloatArray = NDArray[np.float64]
 
 #: The system whose runs the published profiles' unit times are means over.
 PROFILED_SYSTEM = "perseus"

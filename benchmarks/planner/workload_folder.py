@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envpipe_megatron.core import builders
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile, read_profile
 from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.errors import EnvPipeError
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 FILES = ("meta.json", "plans.json", "runs.csv", "profile.csv")
 

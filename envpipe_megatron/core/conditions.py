@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import MAX_FREQUENCY_MHZ
 from envpipe_megatron.errors import EnvPipeError
 
-FloatArray = NDArray[np.float64]
 WaitCurves: TypeAlias = tuple[Mapping[int, float], ...]
 
 #: What `make_conditions` can take from a profile's sidecar, and the field it stands in.
@@ -116,11 +115,11 @@ class Conditions:
         return np.array(self.tail_time_s or (0.0,) * self.num_stages)
 
     @property
-    def gpus_by_stage(self) -> NDArray[np.int64]:
+    def gpus_by_stage(self) -> IntArray:
         """[num_stages] GPUs that follow each stage's plan, one by default."""
         return np.array(self.gpus_per_stage or (1,) * self.num_stages)
 
-    def waiting_power_w(self, frequency_mhz: NDArray[np.int64]) -> FloatArray:
+    def waiting_power_w(self, frequency_mhz: IntArray) -> FloatArray:
         """Power of one waiting GPU at the clocks set while it waits.
 
         Args:

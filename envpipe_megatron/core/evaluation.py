@@ -10,17 +10,14 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import numpy as np
-from numpy.typing import NDArray
 
+from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.errors import EnvPipeError
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 
 class PlanError(EnvPipeError):
@@ -115,9 +112,13 @@ def _bill(
     park_mhz: IntArray | None,
 ) -> Evaluation:
     changes = np.count_nonzero(frequency_mhz != np.roll(frequency_mhz, 1, axis=1), axis=1)
-    wait_s = timeline.wait_s
-    power_w = conditions.waiting_power_w(frequency_mhz)
-    waiting_j = (power_w * wait_s).sum(axis=1)
+    if conditions.wait_power_w is None:  # then the total wait is enough
+        wait_s = timeline.iteration_time_s - timeline.duration_s.sum(axis=1)
+        waiting_j = np.array(conditions.blocking_power_w) * wait_s
+    else:
+        wait_s = timeline.wait_s
+        power_w = conditions.waiting_power_w(frequency_mhz)
+        waiting_j = (power_w * wait_s).sum(axis=1)
     if park_mhz is not None:
         parked = park_mhz > 0
         parked_s = np.where(parked, wait_s - 2 * conditions.change_time_s, 0.0)
@@ -129,7 +130,7 @@ def _bill(
 
 
 def _check_parking(
-    schedule: Schedule, parked: NDArray[np.bool_], parked_s: FloatArray, wait_s: FloatArray
+    schedule: Schedule, parked: BoolArray, parked_s: FloatArray, wait_s: FloatArray
 ) -> None:
     short = np.flatnonzero(parked & (parked_s <= 0))
     if short.size:

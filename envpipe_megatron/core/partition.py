@@ -17,15 +17,14 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.profile import Profile, ProfileError, ProfileRow, make_profile
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text
 
-FloatArray = NDArray[np.float64]
 #: Transformer layers on each stage.
 Split = tuple[int, ...]
 
@@ -54,7 +53,7 @@ class LayerTable:
     """
 
     names: tuple[str, ...]
-    frequency_mhz: Mapping[Kind, NDArray[np.int64]]
+    frequency_mhz: Mapping[Kind, IntArray]
     time_s: Mapping[Kind, FloatArray]
     energy_j: Mapping[Kind, FloatArray]
     memory_bytes: FloatArray | None
@@ -83,7 +82,7 @@ class LayerTable:
         return [slice(int(a), int(b)) for a, b in pairwise(edges)]
 
 
-def in_flight_1f1b(num_stages: int, num_microbatches: int) -> NDArray[np.int64]:
+def in_flight_1f1b(num_stages: int, num_microbatches: int) -> IntArray:
     """[num_stages] the most microbatches that 1F1B holds on each stage (Narayanan et al., 2.2)."""
     return np.minimum(num_microbatches, num_stages - np.arange(num_stages))
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envpipe_megatron import __version__
 from envpipe_megatron.core import builders
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.evaluation import Evaluation, evaluate
 from envpipe_megatron.core.evaluation import PlanError as PlanError
@@ -77,11 +77,11 @@ class Plan:
 
     policy: str
     schedule: Schedule
-    frequency_mhz: NDArray[np.int64]
+    frequency_mhz: IntArray
     profile: Profile
     conditions: Conditions
     _: KW_ONLY
-    park_mhz: NDArray[np.int64] | None = None
+    park_mhz: IntArray | None = None
     energy_lower_bound_j: float | None = None
 
     def __post_init__(self) -> None:
@@ -133,7 +133,7 @@ class Plan:
         return Cost(self.timeline.iteration_time_s, float(self.energy_by_stage_j.sum()))
 
     @property
-    def energy_by_stage_j(self) -> NDArray[np.float64]:
+    def energy_by_stage_j(self) -> FloatArray:
         """[num_stages] energy of each stage in one iteration, on all of its GPUs."""
         return self.evaluation.energy_by_stage_j
 
@@ -216,7 +216,7 @@ def framework_schedule(schedule: Schedule) -> Schedule:
     return builders.one_f_one_b(stages, microbatches)
 
 
-def max_frequencies(schedule: Schedule, profile: Profile) -> NDArray[np.int64]:
+def max_frequencies(schedule: Schedule, profile: Profile) -> IntArray:
     """[num_stages, units_per_stage] the highest profiled frequency of each unit."""
     top = np.array([[rows[0].frequency_mhz for rows in kinds.values()] for kinds in profile.rows])
     return np.where(schedule.is_backward, top[:, 1:], top[:, :1]).astype(np.int64)

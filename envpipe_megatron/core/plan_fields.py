@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from envpipe_megatron.core.arrays import IntArray
 from envpipe_megatron.core.conditions import WaitCurves
 from envpipe_megatron.core.evaluation import PlanError
 from envpipe_megatron.core.schedule import Schedule
@@ -63,7 +63,7 @@ class Fields:
             raise self.wrong(name, f"It must be {num_rows} lists, one a stage.")
         return value
 
-    def clocks(self, name: str, schedule: Schedule, lowest: int) -> NDArray[np.int64]:
+    def clocks(self, name: str, schedule: Schedule, lowest: int) -> IntArray:
         """[num_stages, units_per_stage] frequencies in MHz."""
         rows, width = self.rows(name, schedule.num_stages), schedule.units_per_stage
         if any(

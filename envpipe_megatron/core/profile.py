@@ -21,8 +21,8 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.core.sidecar import (
     MAX_FREQUENCY_MHZ,
@@ -192,8 +192,8 @@ class Profile:
         return replace(self, rows=rows, sidecar=replace(self.sidecar, num_chunks=num_chunks))
 
     def lookup(
-        self, frequency_mhz: NDArray[np.int64], is_backward: NDArray[np.bool_]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        self, frequency_mhz: IntArray, is_backward: BoolArray
+    ) -> tuple[FloatArray, FloatArray]:
         """Time and energy of each unit.
 
         Args:
@@ -227,7 +227,7 @@ class Profile:
                 energy_j[stage][mask] = np.interp(wanted, clocks, energies_j)
         return time_s, energy_j
 
-    def curve(self, stage: int, kind: Kind) -> NDArray[np.float64]:
+    def curve(self, stage: int, kind: Kind) -> FloatArray:
         """[3, number of rows] frequencies in MHz, times in s and energies in J, lowest clock first.
 
         The form that `numpy.interp` works on.
@@ -235,7 +235,7 @@ class Profile:
         return self._curves[stage, kind]
 
     @cached_property
-    def _curves(self) -> dict[tuple[int, Kind], NDArray[np.float64]]:
+    def _curves(self) -> dict[tuple[int, Kind], FloatArray]:
         return {
             (stage, kind): np.array(
                 [(row.frequency_mhz, row.time_s, row.energy_j) for row in reversed(rows)]

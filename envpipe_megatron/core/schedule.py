@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from envpipe_megatron.core.arrays import BoolArray
 from envpipe_megatron.errors import EnvPipeError
 
 IntArray = NDArray[np.int32]
@@ -170,7 +171,7 @@ class Schedule:
         return f"{self.unit_at(node).label(self.num_chunks)} on stage {self.stage_of(node)}"
 
     @cached_property
-    def is_backward(self) -> NDArray[np.bool_]:
+    def is_backward(self) -> BoolArray:
         """[num_stages, units_per_stage] whether the unit there is a backward."""
         return self._codes >= self.num_microbatches * self.num_chunks
 
@@ -196,7 +197,7 @@ class Schedule:
         return np.where(exists, source, -1).astype(np.int32).ravel()
 
     @property
-    def receives(self) -> NDArray[np.bool_]:
+    def receives(self) -> BoolArray:
         """[num_stages, units_per_stage] whether the unit there gets its input from another."""
         return self.cross_dependency.reshape(self.num_stages, -1) >= 0
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.longest_path import TimelineError as TimelineError
 from envpipe_megatron.core.schedule import Schedule
-
-FloatArray = NDArray[np.float64]
 
 #: Times closer than this fraction of the iteration count as equal: sums of the same durations in
 #: another order differ by rounding alone.

@@ -8,14 +8,12 @@ prices prove is a matter of additions (weak duality).
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import linprog
 
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.optimal.choices import Choices
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
-
-FloatArray = NDArray[np.float64]
 
 
 def any_order_lower_bound_j(

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
+from envpipe_megatron.core.arrays import IntArray
 from envpipe_megatron.core.plan import max_frequencies
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.registry import Registry
 from envpipe_megatron.core.schedule import Schedule
 
-Frequencies = NDArray[np.int64]
+Frequencies = IntArray
 
 
 def baseline(schedule: Schedule, profile: Profile) -> Frequencies:

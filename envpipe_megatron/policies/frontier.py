@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
@@ -18,8 +18,6 @@ from envpipe_megatron.policies.limits import OrderLimits, envpipe_counts
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.order_search import OrderSearch
-
-FloatArray = NDArray[np.float64]
 
 #: Deadlines at which competing orders are compared before the others are planned.
 _PROBES = 6

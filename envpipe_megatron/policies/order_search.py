@@ -18,9 +18,9 @@ from itertools import accumulate
 from operator import add
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envpipe_megatron.core import builders
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, ProfileError
@@ -34,7 +34,6 @@ from envpipe_megatron.policies.optimal.optimizer import GOOD_GAP, Optimizer, ite
 from envpipe_megatron.policies.optimal.waiting import waiting_floor_w
 
 Extra = tuple[int, ...]
-FloatArray = NDArray[np.float64]
 
 #: Multiples of EnvPipe's counts that the search starts from.
 _START_MULTIPLES = (1.0, 1.5, 2.0)

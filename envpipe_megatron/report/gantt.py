@@ -16,10 +16,9 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text
 from numpy.typing import NDArray
 
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.report.style import INK
-
-FloatArray = NDArray[np.float64]
 
 _PATH = "#d1116b"
 _WAIT: dict[str, Any] = {"facecolor": "#f1f1f1", "edgecolor": "#cfcfcf", "hatch": "////"}

@@ -14,6 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.formats.energy import BETWEEN, PHASES, PLAN, EnergyWindow, name_of_run
 from envpipe_megatron.report.alignment import StartAndNode
 from envpipe_megatron.report.facts import StageFacts
@@ -33,8 +34,6 @@ from envpipe_megatron.report.style import (
     new_figure,
     set_title,
 )
-
-FloatArray = NDArray[np.float64]
 
 #: Colours of phases, in the order in which a job comes to them.
 _PHASE_COLOURS = dict(zip(PHASES, (GREY, ORANGE, SKY, PURPLE, YELLOW, GREEN, GREY), strict=True))

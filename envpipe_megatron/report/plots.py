@@ -19,11 +19,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import ArrayLike, NDArray
 
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, ProfileError
 from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.report.gantt import FloatArray, draw_timeline, legend_handles
+from envpipe_megatron.report.gantt import draw_timeline, legend_handles
 from envpipe_megatron.report.style import (
     DPI,
     INK,

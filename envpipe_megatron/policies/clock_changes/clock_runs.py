@@ -11,16 +11,13 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.policies.optimal.choices import make_choices
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 
 def shortest_dwell_s(plan: Plan) -> float:
@@ -70,7 +67,7 @@ class ClockTable:
     frequency_mhz: IntArray
     time_s: FloatArray
     cost_j: FloatArray
-    profiled: NDArray[np.bool_]
+    profiled: BoolArray
 
     def frequencies(self, index: IntArray) -> IntArray:
         """[num_stages, units_per_stage] clocks in MHz from their indices."""
@@ -166,7 +163,7 @@ class RunFinder:
                     self._reach[:, stage, clock] = found
 
     def find(
-        self, cost_j: FloatArray, allowed: NDArray[np.bool_], late: LateClocks | None = None
+        self, cost_j: FloatArray, allowed: BoolArray, late: LateClocks | None = None
     ) -> IntArray | None:
         """The runs of least cost.
 
@@ -193,7 +190,7 @@ class RunFinder:
     def _walk(
         self,
         cost_j: FloatArray,
-        allowed: NDArray[np.bool_],
+        allowed: BoolArray,
         late: LateClocks | None,
         first: IntArray | None,
     ) -> tuple[IntArray, FloatArray] | None:

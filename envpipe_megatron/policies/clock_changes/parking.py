@@ -10,16 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.conditions import WaitCurves
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.optimal.waiting import waiting_floor_w
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

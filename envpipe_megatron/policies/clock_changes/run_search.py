@@ -1,20 +1,19 @@
 """Plans with fewer changes of clock: for changes that cost, and clocks that must be kept a while.
 
-From a plan that knows nothing of changes: the cheapest runs of units at one clock (`clock_runs`),
-the best division of time over those runs (`shared_clocks`), and clocks that exist within it, again
-by the cheapest runs. Several first runs are tried, and the best plan is improved run by run. What
-counts is always the evaluator: a plan is taken only if its own iteration time meets the deadline.
+From a plan that ignores changes: the cheapest runs of units at one clock (`clock_runs`), the best
+division of time over those runs (`shared_clocks`), and again the cheapest runs within it. What is
+late is made faster and the best plans are improved run by run (`run_moves`). The evaluator decides:
+a plan is taken only if its own iteration time meets the deadline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
-from numpy.typing import NDArray
 
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.clock_changes.clock_runs import (
@@ -23,38 +22,30 @@ from envpipe_megatron.policies.clock_changes.clock_runs import (
     make_clock_table,
     shortest_dwell_s,
 )
-from envpipe_megatron.policies.clock_changes.run_moves import hurry, saving_moves
+from envpipe_megatron.policies.clock_changes.run_moves import faster_path, saving_moves
 from envpipe_megatron.policies.clock_changes.shared_clocks import solve_shared_clocks
 from envpipe_megatron.policies.optimal.certificate import price_flow
 from envpipe_megatron.policies.optimal.linear_program import Relaxed
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 #: How strongly a first choice of runs holds units to their relaxed durations: joules, in mean unit
 #: energies, for a duration that is off by all of it. Prices of time alone leave ties between
 #: neighbouring clocks that all break the same way.
 _PULLS = (10.0, 30.0, 100.0)
-#: First runs are also tried as if changes took more than they do: so many times their energy, and
-#: this share of a unit's. Time is divided better over fewer runs than it seems beforehand.
-_SHY_FACTOR = 4.0
-_SHY_OF_UNIT = 0.02
-#: Shares of what units are slowed down by that are also tried alone: with thousands of microbatches
-#: late clocks are on too many paths to make up for one by one, and a part of the saving is certain.
-_SHARES = (0.98, 0.7)
+#: These runs are chosen as if a change took more than it does: this many times its energy, and this
+#: share of a unit's. Time is divided better over fewer runs than it seems beforehand.
+_CHANGE_FACTOR, _CHANGE_OF_UNIT = 4.0, 0.02
+#: Halvings, in search of the share of the slowing that late clocks leave time for.
+_SHARE_STEPS = 6
 #: Divisions of time after the first, as long as late clocks exceed the deadline.
 _ROUNDS = 4
 #: Longest paths of a late plan that are shortened before it is given up.
-_PATHS = 100
-#: A path that leaves this share of the overrun was one of many.
-_STALLED = 0.98
+_PATHS = 20
 #: Above this many units time is not divided anew: the linear program takes too long.
 _MAX_PROGRAM_UNITS = 6_000
-#: So many of the plans found are improved.
+#: The best plans that are improved.
 _IMPROVED = 4
 #: Units of all plans that improving one may evaluate, and the fewest plans.
-_EVALUATED_UNITS = 150_000
-_FEWEST_EVALUATIONS = 20
+_EVALUATED_UNITS, _FEWEST_EVALUATIONS = 150_000, 20
 
 
 def fewer_changes(
@@ -67,7 +58,7 @@ def fewer_changes(
     """The cheapest plan found that meets a deadline and a dwell time, changes of clock included.
 
     Args:
-        plan: of the wanted order and conditions; it need meet neither.
+        plan: of the order and conditions; it need meet neither.
         relaxed: the linear program's solution that it was rounded from.
         waiting_power_w: [num_stages] by which that program priced waiting.
         deadline_s: of the evaluated iteration, late clocks included.
@@ -98,16 +89,10 @@ class _RunSearch:
         # A late first unit is faster than planned where the old clock was higher.
         times = self._table.time_s
         faster = float((times.max(axis=2) / times.min(axis=2)).max()) - 1.0
-        margin_s = conditions.change_time_s * faster if min_dwell_s else 0.0
+        self._run_s = min_dwell_s + (conditions.change_time_s * faster if min_dwell_s else 0.0)
         gpus = conditions.gpus_by_stage.astype(np.float64)
         self._change_j = gpus * conditions.change_energy_j
-        self._finder = RunFinder(self._table, self._change_j, min_dwell_s + margin_s)
-        self._unit_j = float(np.abs(self._table.cost_j).mean())
-        self._shy_finder = RunFinder(
-            self._table,
-            _SHY_FACTOR * self._change_j + _SHY_OF_UNIT * self._unit_j,
-            min_dwell_s + margin_s,
-        )
+        self._finder = RunFinder(self._table, self._change_j, self._run_s)
         self._price_w = price_flow(plan.schedule, relaxed.prices)[0].reshape(
             plan.frequency_mhz.shape
         )
@@ -115,25 +100,41 @@ class _RunSearch:
     def search(self) -> Plan | None:
         """The best plan found."""
         start = self._start
-        highest = replace(start, frequency_mhz=max_frequencies(start.schedule, start.profile))
-        tried = [highest, start, self._hurry(start)]
-        starts = (self._runs_in_time(1.0), *self._runs_near_relaxed())
-        runs = [index for index in starts if index is not None]
-        tried.extend(map(self._plan, runs))
+        found = (self._runs_in_time(1.0), *self._runs_near_relaxed())
+        runs = [index for index in found if index is not None]
+        late = [start]
         if runs and start.schedule.num_units <= _MAX_PROGRAM_UNITS:
             divided = [self._divide_time(index, self._deadline_s) for index in runs]
-            divided.append(self._divide_again(min(divided, key=self._rank)))
-            tried.extend(map(self._hurry, divided))
-        others = (self._steady_runs(), *map(self._runs_in_time, _SHARES))
-        tried.extend(self._plan(index) for index in others if index is not None)
-        found = sorted(filter(self._meets, tried), key=lambda plan: plan.cost.energy_j)
-        improved = map(self._improve, found[:_IMPROVED])
+            late += [*divided, self._divide_again(min(divided, key=self._rank))]
+        highest = replace(start, frequency_mhz=max_frequencies(start.schedule, start.profile))
+        tried = [highest, start, *map(self._plan, runs), *map(self._in_time, late)]
+        tried += [*self._steady(), *self._slowed_in_part()]
+        best = sorted(filter(self._meets, tried), key=lambda plan: plan.cost.energy_j)
+        improved = map(self._improve, best[:_IMPROVED])
         return min(improved, key=lambda plan: plan.cost.energy_j, default=None)
 
-    def _steady_runs(self) -> IntArray | None:
-        """One clock a stage for the whole iteration, the fastest."""
+    def _steady(self) -> Iterator[Plan]:
+        """One clock a stage for the whole iteration: the fastest that all its units have."""
         finder = RunFinder(self._table, self._change_j, np.inf)
-        return finder.find(self._table.time_s, self._table.profiled)
+        index = finder.find(self._table.time_s, self._table.profiled)
+        if index is not None:
+            yield self._plan(index)
+
+    def _slowed_in_part(self) -> Iterator[Plan]:
+        """Runs that slow units down by the largest share of the start's slowing that is in time.
+
+        With thousands of microbatches late clocks are on too many paths to make up for one by one.
+        """
+        least, most = 0.0, 1.0
+        for _ in range(_SHARE_STEPS):
+            share = (least + most) / 2
+            index = self._runs_in_time(share)
+            plan = None if index is None else self._plan(index)
+            if plan is not None and self._meets(plan):
+                least = share
+                yield plan
+            else:
+                most = share
 
     def _runs_in_time(self, share: float) -> IntArray | None:
         """The cheapest runs that slow no unit down by more than a share of what the start does."""
@@ -148,9 +149,11 @@ class _RunSearch:
         off = (self._table.time_s - relaxed_s) / relaxed_s
         cost_j, late = self._costs(self._start, self._price_w)
         priced_j = cost_j + self._price_w.T[:, :, None] * self._table.time_s
-        for finder, pull in product((self._finder, self._shy_finder), _PULLS):
-            held_j = priced_j + pull * self._unit_j * off**2
-            yield finder.find(held_j, self._table.profiled, late)
+        unit_j = float(np.abs(self._table.cost_j).mean())
+        change_j = _CHANGE_FACTOR * self._change_j + _CHANGE_OF_UNIT * unit_j
+        finder = RunFinder(self._table, change_j, self._run_s)
+        for pull in _PULLS:
+            yield finder.find(priced_j + pull * unit_j * off**2, self._table.profiled, late)
 
     def _within(self, plan: Plan, duration_s: FloatArray, price_w: FloatArray) -> IntArray | None:
         """The cheapest runs in which no unit takes longer than given."""
@@ -178,10 +181,10 @@ class _RunSearch:
         """The plan of the cheapest runs within the best durations for given runs."""
         plan = self._plan(index)
         power_w = float(np.dot(self._power_w, plan.conditions.gpus_by_stage))
-        shared = solve_shared_clocks(
+        duration_s, price_w = solve_shared_clocks(
             plan.schedule, self._table, index, plan.conditions, power_w, target_s
         )
-        within = self._within(plan, shared.duration_s, shared.price_w)
+        within = self._within(plan, duration_s, price_w)
         return plan if within is None else self._plan(within)
 
     def _divide_again(self, plan: Plan) -> Plan:
@@ -194,21 +197,16 @@ class _RunSearch:
                 break
         return plan
 
-    def _hurry(self, plan: Plan) -> Plan:
+    def _in_time(self, plan: Plan) -> Plan:
         """Make units on the longest paths faster until late clocks keep the deadline."""
-        price_w = None
         for _ in range(_PATHS):
-            over_s = plan.cost.iteration_time_s - self._deadline_s
-            if over_s <= RELATIVE_TOLERANCE * self._deadline_s:
+            if plan.cost.iteration_time_s <= self._deadline_s * (1 + RELATIVE_TOLERANCE):
                 break
             index = self._table.index_of(plan.frequency_mhz)
-            faster = hurry(plan, self._table, index, self._deadline_s, price_w)
+            faster = faster_path(plan, self._table, index, self._deadline_s)
             if faster is None:
                 break
             plan = self._plan(faster)
-            # Many paths alike: shorten what they share, not each of them.
-            stalled = plan.cost.iteration_time_s - self._deadline_s > _STALLED * over_s
-            price_w = self._price_w if stalled else None
         return plan
 
     def _rank(self, plan: Plan) -> tuple[bool, float]:

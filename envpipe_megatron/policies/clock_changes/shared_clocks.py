@@ -8,35 +8,17 @@ unit if it is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import bmat, csr_matrix
 
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.clock_changes.clock_runs import ClockTable
 from envpipe_megatron.policies.optimal.choices import lower_hull, unbeaten
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class SharedClocks:
-    """The best durations for given runs.
-
-    Args:
-        duration_s: [num_stages, units_per_stage] between profiled times.
-        price_w: [num_stages, units_per_stage] what a second more of a unit costs, J/s.
-    """
-
-    duration_s: FloatArray
-    price_w: FloatArray
 
 
 def solve_shared_clocks(
@@ -46,7 +28,7 @@ def solve_shared_clocks(
     conditions: Conditions,
     waiting_power_w: float,
     deadline_s: float,
-) -> SharedClocks:
+) -> tuple[FloatArray, FloatArray]:
     """Minimise energy over the clocks of given runs.
 
     Late clocks count where they cost time, which is where a run begins at a higher clock than the
@@ -60,6 +42,10 @@ def solve_shared_clocks(
         waiting_power_w: of all GPUs of the pipeline.
         deadline_s: exceeded where the runs do not meet it with each at its fastest clock, and then
             by as much as that takes.
+
+    Returns:
+        the best durations, between profiled times, and what a second more of each unit costs, J/s;
+        both [num_stages, units_per_stage].
 
     Raises:
         LinearProgramError: HiGHS gave up.
@@ -96,9 +82,8 @@ def solve_shared_clocks(
     new, old = index.ravel(), np.roll(index, 1, axis=1).ravel()
     k = np.maximum(0.0, 1.0 - times[units, new] / times[units, old])
     k[::width] = 0.0
-    rows = _dependencies(schedule, np.array(path.hop_s), k, change_s)
-    target = np.concatenate(rows.target)
-    least_s = np.concatenate(rows.least_s) + fastest[target]
+    target, least_s, sources = _dependencies(schedule, np.array(path.hop_s), k, change_s)
+    least_s = least_s + fastest[target]
     waits = csr_matrix((np.ones(len(target)), (np.arange(len(target)), target)))
     last = np.arange(1, num_stages + 1) * width - 1
     ends = csr_matrix((np.ones(num_stages), (np.arange(num_stages), last)), (num_stages, num_units))
@@ -119,7 +104,7 @@ def solve_shared_clocks(
         ),
         A_ub=bmat(
             [
-                [rows.sources(num_units) - waits, waits @ longer, None],
+                [sources - waits, waits @ longer, None],
                 [ends, None, -np.ones((num_stages, 1))],
             ],
             format="csr",
@@ -134,43 +119,17 @@ def solve_shared_clocks(
     price_w = np.zeros(num_units)
     np.add.at(price_w, target, -solved.ineqlin.marginals[: len(target)])
     price_w *= cost_unit_j / time_unit_s
-    return SharedClocks(duration_s.reshape(index.shape), price_w.reshape(index.shape))
-
-
-class _Rows:
-    """Rows `end of target >= weighted ends of its sources + least_s + duration of target`."""
-
-    def __init__(self) -> None:
-        self.target: list[IntArray] = []
-        self.least_s: list[FloatArray] = []
-        self._sources: list[tuple[tuple[IntArray, FloatArray], ...]] = []
-
-    def add(
-        self, target: IntArray, least_s: FloatArray, *sources: tuple[IntArray, FloatArray]
-    ) -> None:
-        """One row for each target; `sources` are nodes and their weights."""
-        self.target.append(target)
-        self.least_s.append(least_s)
-        self._sources.append(sources)
-
-    def sources(self, num_units: int) -> csr_matrix:
-        """[rows, num_units] the weights."""
-        row, node, weight = [], [], []
-        count = 0
-        for target, sources in zip(self.target, self._sources, strict=True):
-            for nodes, weights in sources:
-                row.append(count + np.arange(len(target)))
-                node.append(nodes)
-                weight.append(weights)
-            count += len(target)
-        entries = (np.concatenate(weight), (np.concatenate(row), np.concatenate(node)))
-        return csr_matrix(entries, (count, num_units))
+    return duration_s.reshape(index.shape), price_w.reshape(index.shape)
 
 
 def _dependencies(
     schedule: Schedule, hop_s: FloatArray, k: FloatArray, change_time_s: float
-) -> _Rows:
-    """What each unit waits for, late clocks among it.
+) -> tuple[IntArray, FloatArray, csr_matrix]:
+    """What each unit waits for, late clocks among it: rows of
+
+        end of target >= weighted ends of its sources + least_s + duration of target
+
+    as targets [rows], least_s [rows] and weights [rows, num_units].
 
     A unit that starts d before its clock f comes, while the clock g before it is still set, ends at
     `start + d + (1 - d/t_g) t_f`; its clock comes `change_time_s` after the end of the unit before.
@@ -178,27 +137,33 @@ def _dependencies(
     `(1-k) start + k (end before + change_time_s) + t_f`, and so linear in what the start waits for.
     A lowered clock that is late saves time, which is left out.
     """
-    width = schedule.units_per_stage
-    nodes = np.arange(schedule.num_units)
-    inside = nodes % width > 0
+    num_units = schedule.num_units
+    nodes = np.arange(num_units)
+    inside = nodes % schedule.units_per_stage > 0
     cross = schedule.cross_dependency.astype(np.int64)
-    late_s = k * change_time_s
-    one = np.ones(schedule.num_units)
-    rows = _Rows()
-    same = nodes[inside]
-    rows.add(same, late_s[same], (same - 1, one[same]))
-    fed = nodes[cross >= 0]
-    rows.add(fed, hop_s[fed], (cross[fed], one[fed]))
-    both = fed[late_s[fed] > 0]
-    rows.add(
-        both,
-        late_s[both] + (1.0 - k[both]) * hop_s[both],
-        (both - 1, k[both]),
-        (cross[both], 1.0 - k[both]),
+    late_s, one = k * change_time_s, np.ones(num_units)
+    same, fed = nodes[inside], nodes[cross >= 0]
+    both, free = fed[late_s[fed] > 0], nodes[~inside & (cross < 0)]
+    rest = 1.0 - k
+    blocks = [  # targets, least_s, sources with their weights
+        (same, late_s[same], [(same - 1, one[same])]),
+        (fed, hop_s[fed], [(cross[fed], one[fed])]),
+        (both, late_s[both] + rest[both] * hop_s[both],
+         [(both - 1, k[both]), (cross[both], rest[both])]),
+        (free, np.zeros(len(free)), []),
+    ]  # fmt: skip
+    first_row = np.cumsum([0, *(len(targets) for targets, _, _ in blocks)])
+    entries = [
+        (first + np.arange(len(targets)), node, weight)
+        for first, (targets, _, sources) in zip(first_row, blocks, strict=False)
+        for node, weight in sources
+    ]
+    row, node, weight = (np.concatenate(values) for values in zip(*entries, strict=True))
+    return (
+        np.concatenate([targets for targets, _, _ in blocks]),
+        np.concatenate([least_s for _, least_s, _ in blocks]),
+        csr_matrix((weight, (row, node)), (int(first_row[-1]), num_units)),
     )
-    free = nodes[~inside & (cross < 0)]
-    rows.add(free, np.zeros(len(free)))
-    return rows
 
 
 def _hulls(

@@ -12,13 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Kind, Schedule
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 Choice = tuple[float, float, int]  #: time in s, cost in J, and whose they are
 
 
@@ -59,9 +57,7 @@ def node_keys(schedule: Schedule) -> IntArray:
     return (2 * stages + schedule.is_backward).ravel()
 
 
-def make_choices(
-    profile: Profile, waiting_power_w: FloatArray, gpus_by_stage: NDArray[np.int64]
-) -> Choices:
+def make_choices(profile: Profile, waiting_power_w: FloatArray, gpus_by_stage: IntArray) -> Choices:
     """The choices of each stage and kind.
 
     Args:

@@ -16,10 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 
 
 class SolverError(Exception):

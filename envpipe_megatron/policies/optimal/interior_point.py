@@ -13,10 +13,10 @@ where few units lie between profiled times, which rounding needs.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.linalg import LinAlgError
 from threadpoolctl import threadpool_limits
 
+from envpipe_megatron.core.arrays import IntArray
 from envpipe_megatron.policies.optimal.duration_problem import (
     DurationProblem,
     Solution,
@@ -36,9 +36,6 @@ from envpipe_megatron.policies.optimal.newton_step import (
     sum_at,
     sum_at_source,
 )
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 #: Solved when the duality gap is this fraction of the cost.
 _GAP = 1e-9

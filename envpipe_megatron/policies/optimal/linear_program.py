@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, Timeline
@@ -26,9 +26,6 @@ from envpipe_megatron.policies.optimal.choices import Choices, node_keys
 from envpipe_megatron.policies.optimal.duration_problem import DurationProblem, SolverError
 from envpipe_megatron.policies.optimal.interior_point import InteriorPoint
 from envpipe_megatron.policies.optimal.simplex import Simplex
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 #: Up to this many units the simplex solves within about a second.
 _MAX_SIMPLEX_UNITS = 2_000

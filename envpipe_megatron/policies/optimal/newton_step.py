@@ -11,15 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.linalg import cho_solve_banded, cholesky_banded
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.policies.optimal.duration_problem import DurationProblem
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 #: The pairs of a slack and its price: dependencies, ends of stages, segments from below and from
 #: above, and how early or late the iteration is.

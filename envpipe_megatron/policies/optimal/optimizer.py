@@ -10,8 +10,8 @@ import contextlib
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan, framework_schedule, max_frequencies
 from envpipe_megatron.core.profile import Profile, ProfileError
@@ -28,8 +28,6 @@ from envpipe_megatron.policies.optimal.linear_program import (
 )
 from envpipe_megatron.policies.optimal.rounding import round_durations
 from envpipe_megatron.policies.optimal.waiting import mean_waiting_power_w, waiting_floor_w
-
-FloatArray = NDArray[np.float64]
 
 #: The gap that is good enough for a single plan.
 GOOD_GAP = 0.002

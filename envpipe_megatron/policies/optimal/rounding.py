@@ -19,14 +19,12 @@ from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
 import numpy as np
-from numpy.typing import NDArray
 
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.optimal.choices import Choices, node_keys
-
-FloatArray = NDArray[np.float64]
 
 #: Relaxed durations within this fraction of a unit below a profiled time count as that time.
 _SOLVER_TOLERANCE = 1e-6

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from envpipe_megatron.core import builders
+from envpipe_megatron.core.arrays import BoolArray, FloatArray
 from envpipe_megatron.core.conditions import make_conditions
-from envpipe_megatron.core.partition import FloatArray, PartitionError, stage_profile
+from envpipe_megatron.core.partition import PartitionError, stage_profile
 from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
@@ -17,7 +18,6 @@ from envpipe_megatron.policies.limits import envpipe_counts, in_flight_by_memory
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.partitions.search import (
-    BoolArray,
     Found,
     SplitSpace,
     fastest,

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.core import builders
+from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.partition import (
-    FloatArray,
     LayerTable,
     PartitionError,
     Split,
@@ -28,8 +28,6 @@ from envpipe_megatron.core.partition import (
 )
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
-
-BoolArray = NDArray[np.bool_]
 
 #: Splits that one search times at most, and units it computes for that.
 _MAX_SPLITS = 20_000
@@ -126,7 +124,7 @@ class SplitSpace:
         edges = np.cumsum((0, *split))
         return float(self.stage_time_s[np.arange(self.num_stages), edges[:-1], edges[1:]].max())
 
-    def iteration_times_s(self, splits: NDArray[np.int64]) -> FloatArray:
+    def iteration_times_s(self, splits: IntArray) -> FloatArray:
         """The 1F1B iteration time of many splits at the highest clocks.
 
         Args:

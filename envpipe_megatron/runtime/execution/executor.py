@@ -15,12 +15,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.execution.completion import Completion
-
-FloatArray = NDArray[np.float64]
 
 #: Two refreshes of an energy counter.
 METER_MARGIN_S = 0.2

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import critical_path
@@ -15,7 +16,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.frequencies import Frequencies
 from envpipe_megatron.policies.reconfigure import Ended, Ladders, ReconfigurePolicy, Step, step
 from envpipe_megatron.runtime.channel.collectives import MEDIAN, Collectives
-from envpipe_megatron.runtime.execution.executor import FloatArray, StageRecord
+from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun
 from envpipe_megatron.runtime.going_on import by_planner
 

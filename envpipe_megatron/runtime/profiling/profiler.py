@@ -21,6 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile
 from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.core.sidecar import Sidecar
@@ -35,7 +36,7 @@ from envpipe_megatron.runtime.energy.split import (
     mean_without_outliers,
     split_energies,
 )
-from envpipe_megatron.runtime.execution.executor import FloatArray, StageRecord
+from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
 from envpipe_megatron.runtime.profiling.tail import ends_and_gaps_s, tail_times_s

@@ -8,7 +8,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike
 
-from envpipe_megatron.runtime.execution.executor import FloatArray, StageRecord
+from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.runtime.execution.executor import StageRecord
 
 
 def ends_and_gaps_s(records: Sequence[StageRecord]) -> tuple[FloatArray, FloatArray]:

@@ -15,7 +15,7 @@ from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.policies.clock_changes.clock_runs import make_clock_table
-from envpipe_megatron.policies.clock_changes.run_moves import Move, _Run, hurry, saving_moves
+from envpipe_megatron.policies.clock_changes.run_moves import faster_path, saving_moves
 
 
 class Case:
@@ -118,71 +118,7 @@ def test_no_move_that_helps_is_left_out(seed):
                 count //= 2
 
 
-def test_a_run_gives_its_neighbours_as_many_units_as_have_time():
-    run = _Run(
-        stage=1,
-        begin=3,
-        now=0,
-        sides=(1, 1),
-        is_alone=False,
-        profiled=np.ones((4, 2), dtype=bool),
-        more_j=np.array([[0.0, -1.0]] * 4),
-        more_s=np.array([[0.0, 0.5]] * 4),
-        wait_s=np.zeros(4),
-        slack_s=np.array([0.5, 1.0, 1.2, 5.0]),
-    )
-    # Three at the front would be 1.5 s late where 1.2 s are free; the three at the end fit.
-    assert list(run.to_neighbour()) == [Move(1, 3, 4, 1, 1.0, 0.5), Move(1, 4, 7, 1, 3.0, 1.5)]
-    waits = replace(run, wait_s=np.array([0.0, 0.0, 0.3, 0.0]))
-    assert next(waits.to_neighbour()) == Move(1, 3, 6, 1, 3.0, 1.5)
-    # A wait takes up no more than the lateness that there is.
-    early = replace(run, wait_s=np.array([9.0, 9.0, 0.0, 0.0]), slack_s=np.array([9, 9, 0.9, 9.0]))
-    assert next(early.to_neighbour()) == Move(1, 3, 4, 1, 1.0, 0.5)
-
-
-def test_a_whole_run_is_tried_at_both_sides_and_at_four_slower_clocks_that_save():
-    # Two units at clock 0 between clocks 1 and 2. Both clocks save, one by being the same as a
-    # neighbour's; clock 3 saves nothing, one of the units does not have clock 4.
-    more_j = np.array([0.0, 1.0, -0.1, 0.5, -3.0, -1.0, -1.2, -1.5, -2.0])
-    more_s = np.array([0.0, -0.1, 0.01, 0.02, 0.03, 0.5, 0.4, 0.3, 0.2])
-    profiled = np.ones((2, 9), dtype=bool)
-    profiled[1, 4] = False
-    run = _Run(
-        stage=1,
-        begin=3,
-        now=0,
-        sides=(1, 2),
-        is_alone=False,
-        profiled=profiled,
-        more_j=np.stack([more_j, more_j]),
-        more_s=np.stack([more_s, more_s]),
-        wait_s=np.zeros(2),
-        slack_s=np.full(2, 1.0),
-    )
-
-    def moves(change_j, **changes):
-        return {m.clock: m.saved_j for m in replace(run, **changes).to_other_clock(change_j)}
-
-    assert moves(3.0) == pytest.approx({1: 1.0, 2: 3.2, 8: 4.0, 7: 3.0, 6: 2.4})
-    assert moves(0.0) == pytest.approx({2: 0.2, 8: 4.0, 7: 3.0, 6: 2.4})
-    # At a neighbour's clock already, another clock is a change more; a run alone has no others.
-    assert moves(2.5, sides=(0, 2)) == pytest.approx({2: 0.2, 8: 1.5, 7: 0.5})
-    alone = {"sides": (0, 0), "is_alone": True}
-    assert moves(3.0, **alone) == pytest.approx({2: 0.2, 8: 4.0, 7: 3.0, 6: 2.4})
-    # Half a second each is late for the second unit.
-    assert moves(0.0, slack_s=np.array([1.0, 0.5])) == pytest.approx({2: 0.2, 8: 4.0})
-
-
-def test_moves_that_take_no_time_rank_first():
-    free, slow, dear = (
-        Move(0, 0, 1, 1, 2.0, 0.0),
-        Move(0, 0, 1, 1, 9.0, 3.0),
-        Move(0, 0, 1, 1, 9.0, 9.0),
-    )
-    assert [move.rank for move in (free, slow, dear)] == [(True, 2.0), (False, 3.0), (False, 1.0)]
-
-
-class TestHurry:
+class TestFasterPath:
     """F0 B0 F1 B1 on a single stage; backwards have no 1000 MHz, forwards no 1100."""
 
     profile = profile_of(
@@ -192,13 +128,13 @@ class TestHurry:
         }
     )
 
-    def hurried(self, clocks, deadline_s, price_w=None, profile=None, **conditions):
+    def faster(self, clocks, deadline_s, profile=None, **conditions):
         schedule, profile = builders.one_f_one_b(1, 2), profile or self.profile
         around = Conditions((0.0,), **conditions)
         table = make_clock_table(schedule, profile, around, np.zeros(1))
         plan = Plan("mine", schedule, np.array([clocks]), profile, around)
         index = table.index_of(plan.frequency_mhz)
-        faster = hurry(plan, table, index, deadline_s, price_w)
+        faster = faster_path(plan, table, index, deadline_s)
         return None if faster is None else table.frequencies(faster)[0].tolist()
 
     @pytest.mark.parametrize(
@@ -215,15 +151,10 @@ class TestHurry:
         self, deadline_s, clocks
     ):
         # All at 900 MHz take 9 s. A forward gains 0.25 s at 8 J/s, a backward 0.75 s at 12 J/s.
-        assert self.hurried([900] * 4, deadline_s) == clocks
-
-    def test_takes_the_highest_price_first(self):
-        price_w = np.array([[0.0, 1.0, 2.0, 3.0]])
-        assert self.hurried([900] * 4, 8.5, price_w) == [900, 900, 900, 1100]
-        assert self.hurried([900] * 4, 8.0, price_w) == [900, 900, 1000, 1100]
+        assert self.faster([900] * 4, deadline_s) == clocks
 
     def test_knows_when_nothing_can_be_faster(self):
-        assert self.hurried([1200] * 4, 1.0) is None
+        assert self.faster([1200] * 4, 1.0) is None
 
     # B0 and B1 start at 900 MHz and have theirs after half a second: they take 2 1/6 s, and F1,
     # which starts at 1200, 1.25 s. A forward at 1200 takes 0.5 s less, and so does its backward
@@ -247,10 +178,10 @@ class TestHurry:
         }
         profile = profile_of({(0, F): curve, (0, B): backward})
         late = {"profile": profile, "change_time_s": 0.5}
-        assert self.hurried([900, 1200, 900, 1200], deadline_s, **late) == clocks
+        assert self.faster([900, 1200, 900, 1200], deadline_s, **late) == clocks
 
     def test_sets_no_clock_that_the_unit_before_does_not_have(self):
         dear = {1200: (1.0, 60.0), 1000: (1.25, 50.0), 900: (1.5, 12.0)}
         profile = profile_of({(0, F): dear, (0, B): {1100: (2.25, 38.0), 900: (3.0, 29.0)}})
         late = {"profile": profile, "change_time_s": 0.5}
-        assert self.hurried([900, 1100, 900, 1100], 1.0, **late) == [1000, 1100, 1000, 1100]
+        assert self.faster([900, 1100, 900, 1100], 1.0, **late) == [1000, 1100, 1000, 1100]

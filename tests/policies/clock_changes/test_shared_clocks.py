@@ -40,14 +40,10 @@ class Case:
         ends_s = Timeline(self.schedule, duration_s, conditions.latency_s).end_s[:, -1]
         return float((ends_s + conditions.tail_by_stage_s).max())
 
-    def solve(self, index, deadline_s, conditions=None):
+    def solve(self, index, deadline_s):
+        conditions = self.job.conditions
         return solve_shared_clocks(
-            self.schedule,
-            self.table,
-            index,
-            conditions or self.job.conditions,
-            self.total_w,
-            deadline_s,
+            self.schedule, self.table, index, conditions, self.total_w, deadline_s
         )
 
     def runs_of_one(self):
@@ -63,7 +59,7 @@ def test_runs_of_one_unit_are_as_cheap_as_the_program_without_runs(seed):
     case = Case(rng)
     conditions = case.job.conditions
     deadline_s = rng.choice([1.0, 1.05, 1.3, 3.0]) * case.fastest_s
-    duration_s = case.solve(case.runs_of_one(), deadline_s).duration_s
+    duration_s, _ = case.solve(case.runs_of_one(), deadline_s)
     iteration_s = case.iteration_s(duration_s)
     assert iteration_s <= deadline_s * (1 + 1e-6)
     energy_j = case.total_w * iteration_s
@@ -87,12 +83,12 @@ def test_one_run_a_stage_has_one_clock_and_misses_a_deadline_by_as_little_as_it_
     rng = random.Random(seed)
     case = Case(rng)
     index = np.zeros(case.schedule.is_backward.shape, dtype=np.int64)
-    shared = case.solve(index, 0.5 * case.fastest_s)
-    assert (shared.price_w >= -1e-6).all()
+    duration_s, price_w = case.solve(index, 0.5 * case.fastest_s)
+    assert (price_w >= -1e-6).all()
     for stage in range(case.job.num_stages):
         backward = case.schedule.is_backward[stage]
         for kind in (backward, ~backward):
-            assert np.ptp(shared.duration_s[stage, kind]) <= 1e-9 * shared.duration_s.max()
+            assert np.ptp(duration_s[stage, kind]) <= 1e-9 * duration_s.max()
     # No mixture of clocks that both kinds have makes it faster: try all single ones.
     profiled = case.table.profiled.all(axis=0)
     fastest_s = np.array(
@@ -101,7 +97,7 @@ def test_one_run_a_stage_has_one_clock_and_misses_a_deadline_by_as_little_as_it_
             for stage, width in enumerate([index.shape[1]] * len(index))
         ]
     )
-    assert case.iteration_s(shared.duration_s) >= case.iteration_s(fastest_s) * (1 - 1e-9)
+    assert case.iteration_s(duration_s) >= case.iteration_s(fastest_s) * (1 - 1e-9)
 
 
 class TestLateClocks:
@@ -120,8 +116,8 @@ class TestLateClocks:
         schedule = builders.one_f_one_b(stages, 1)
         clock_table = make_clock_table(schedule, profile_of(table), conditions, np.zeros(stages))
         index = clock_table.index_of(np.array([clocks, [1000, 1000]][:stages]))
-        shared = solve_shared_clocks(schedule, clock_table, index, conditions, 0.0, deadline_s)
-        return shared.duration_s[0].tolist(), shared.price_w[0].tolist()
+        solved = solve_shared_clocks(schedule, clock_table, index, conditions, 0.0, deadline_s)
+        return tuple(values[0].tolist() for values in solved)
 
     # A raise from 900 to 1200 MHz makes the backward longer by a third of what its clock is late.
     @pytest.mark.parametrize(
