@@ -71,7 +71,7 @@ class Rank:
         #: The replicas of this stage.
         self.peers = peers[self.stage]
         self.collectives = make_collectives(pipelines, _TIMEOUT)
-        self.channel = make_channel(pipeline, stamped=emulated, timeout=_TIMEOUT)
+        self.channel = make_channel(pipeline, timeout=_TIMEOUT)
 
     @property
     def first(self) -> bool:
@@ -194,8 +194,7 @@ class Run:
                     Kind.FORWARD: emulated.forward_s[rank.stage],
                     Kind.BACKWARD: emulated.backward_s[rank.stage],
                 }
-                latest = rank.collectives.latest
-                self._executor = EmulatedExecutor(gpu, times, latest, settle)
+                self._executor = EmulatedExecutor(gpu, times, rank.collectives, settle)
             return self._executor
 
         return Session(

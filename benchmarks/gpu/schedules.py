@@ -108,7 +108,6 @@ class Bench:
         )
         self.channel = make_channel(
             pipeline,
-            stamped=False,
             timeout=timedelta(seconds=60),
             max_ctas=options["max_ctas"],
         )

@@ -47,14 +47,14 @@ class HostExecutor:
         self._starts: list[float] = []
         self._ends: list[float] = []
 
-    def begin_unit(self, sent_s: float | None) -> None:
+    def begin_unit(self) -> None:
         """Note the start."""
         self._starts.append(time.monotonic() - self._begin_s)
 
-    def end_unit(self) -> tuple[float | None, Completion]:
+    def end_unit(self) -> Completion:
         """Note the end, which has come."""
         self._ends.append(time.monotonic() - self._begin_s)
-        return None, Done()
+        return Done()
 
     def end_iteration(self) -> StageRecord:
         """Nothing is left to wait for."""
@@ -69,10 +69,10 @@ class HostExecutor:
         """The same: all ranks are on one host."""
         return time.monotonic()
 
-    def wait_for_message(self, sent_s: float | None) -> None:
+    def wait_for_messages(self) -> None:
         """A message of gloo is there when it has been received."""
 
-    def let_counter_refresh(self) -> None:
+    def idle(self, time_s: float) -> None:
         """No meter is read."""
 
 
@@ -130,7 +130,7 @@ def pipeline_unit_s(rank: int, seconds: float) -> list[float]:
     order = _order(stages)
     world = dist.group.WORLD
     assert world is not None
-    channel = make_channel(world, stamped=False, timeout=timedelta(seconds=30))
+    channel = make_channel(world, timeout=timedelta(seconds=30))
     gpu = DryRunGpu(supported_frequencies_mhz=CLOCKS_MHZ)
     controller = ClockController(gpu)
     try:

@@ -194,7 +194,7 @@ class CudaDevice:
 
     def begin_unit(self) -> None:
         """As the interpreter does."""
-        self._executor.begin_unit(None)
+        self._executor.begin_unit()
 
     def launch(self, position: int) -> None:
         """A forward or the backward of it."""
@@ -211,7 +211,7 @@ class CudaDevice:
 
     def end_unit(self) -> Completion:
         """As the interpreter does."""
-        _, completion = self._executor.end_unit()
+        completion = self._executor.end_unit()
         self._completions.append(completion)
         return completion
 

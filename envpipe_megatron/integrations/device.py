@@ -87,7 +87,7 @@ def open_device(
     return Device(
         gpu,
         control,
-        lambda settle: EmulatedExecutor(emulated, times_s, collectives.latest, settle),
+        lambda settle: EmulatedExecutor(emulated, times_s, collectives, settle),
         emulated=True,
     )
 

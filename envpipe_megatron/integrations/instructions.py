@@ -111,8 +111,6 @@ class InstrumentedPipeline:
         self._job: Job | None = None
         self._kept_order: Schedule | None = None
         self._run: StageRun | None = None
-        #: What goes beside the framework's messages where time is emulated.
-        self._beside: list[torch.Tensor] = []
         #: The kinds of the first step's units, a letter each.
         self._recorded = ""
         self._in_step = self._paused = False
@@ -221,7 +219,7 @@ class InstrumentedPipeline:
         if self._run is None:
             self._recorded += kind.letter
         else:
-            self._run.end_unit(self._beside)
+            self._run.end_unit()
 
     def on_step_end(self) -> None:
         """A training step has ended on all ranks, its optimizer included.
@@ -325,8 +323,6 @@ class InstrumentedPipeline:
             JobFacts(Sidecar(), self._facts or {}, self._same_job()),
             self._say,
         )
-        if job.device.emulated:
-            self._beside = self._specs.sends[Kind.FORWARD].make(torch.zeros)
         if job.collectives.is_planner:
             self._say(job.banner())
         return job, kept_order

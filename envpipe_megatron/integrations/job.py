@@ -125,7 +125,6 @@ class Job:
         )
         self.channel = make_channel(
             placement.pipeline_group,
-            stamped=self.device.emulated,
             timeout=placement.timeout,
             host_group=self.collectives.pipeline.transport,
         )

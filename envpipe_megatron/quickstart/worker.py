@@ -115,7 +115,7 @@ class QuickstartRank:
         executors: list[EmulatedExecutor] = []
 
         def make_executor(settle: Any) -> EmulatedExecutor:
-            executors.append(EmulatedExecutor(self.gpu, times, self.collectives.latest, settle))
+            executors.append(EmulatedExecutor(self.gpu, times, self.collectives, settle))
             return executors[-1]
 
         grids = self.output / "reconfigure.txt"
@@ -144,9 +144,7 @@ class QuickstartRank:
             ),
             self.gpu,
             make_executor,
-            make_channel(
-                parallel_state.get_pipeline_model_parallel_group(), stamped=True, timeout=_TIMEOUT
-            ),
+            make_channel(parallel_state.get_pipeline_model_parallel_group(), timeout=_TIMEOUT),
             self.collectives,
             stage=self.stage,
             num_stages=settings.num_stages,

@@ -148,7 +148,7 @@ class FastJobs:
         return Device(
             gpu,
             ChosenControl("auto", "emulated", "this is a test"),
-            lambda settle: EmulatedExecutor(gpu, TIMES_S, collectives.latest, settle),
+            lambda settle: EmulatedExecutor(gpu, TIMES_S, collectives, settle),
             emulated=True,
         )
 

@@ -26,7 +26,6 @@ from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution import emulated_executor
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
-from envpipe_megatron.runtime.profiling import wait_power
 
 SHAPE = (2, 3)
 SPECS = StageSpecs.alike(TensorSpec.of_one_type((SHAPE,), torch.float32, torch.device("cpu")))
@@ -96,7 +95,7 @@ class FastTime:
     def install(self, gpu: EmulatedGpu) -> None:
         """Let this process's emulation run by this clock."""
         jumping = SimpleNamespace(monotonic=self.monotonic, sleep=self.sleep)
-        emulated_executor.time = wait_power.time = jumping  # type: ignore[assignment]
+        emulated_executor.time = jumping  # type: ignore[assignment]
         gpu._monotonic_s = self.monotonic
         emulated_store.parse_state = _remembered_state
 
@@ -117,8 +116,8 @@ def _remembered_state(text: bytes) -> EmulatedState:
     )
 
 
-def channel(timeout_s: float, *, stamped: bool = True) -> P2PChannel:
-    return make_channel(dist.group.WORLD, stamped=stamped, timeout=timedelta(seconds=timeout_s))
+def channel(timeout_s: float) -> P2PChannel:
+    return make_channel(dist.group.WORLD, timeout=timedelta(seconds=timeout_s))
 
 
 @lru_cache
@@ -157,7 +156,7 @@ def session(
     made = Session(
         config,
         seen_as(gpu),
-        lambda settle: EmulatedExecutor(gpu, times, collectives.latest, settle),
+        lambda settle: EmulatedExecutor(gpu, times, collectives, settle),
         channel(timeout_s),
         collectives,
         stage=rank,

@@ -18,13 +18,12 @@ def message(number: int) -> torch.Tensor:
     return torch.full(plain_stages.SHAPE, float(number))
 
 
-def received(channel: P2PChannel, number: int, kind: Kind = Kind.FORWARD) -> tuple[float, Any]:
-    """First element of what was received, and its stamp; all elements are alike."""
-    got = channel.receive(unit(kind, number))
-    (tensor,) = got.tensors
+def received(channel: P2PChannel, number: int, kind: Kind = Kind.FORWARD) -> float:
+    """First element of what was received; all elements are alike."""
+    (tensor,) = channel.receive(unit(kind, number))
     assert torch.equal(tensor.detach(), torch.full_like(tensor.detach(), tensor[0, 0].item()))
     assert tensor.requires_grad is (kind is Kind.FORWARD)
-    return tensor[0, 0].item(), got.sent_s
+    return tensor[0, 0].item()
 
 
 def many_pending(rank: int, count: int) -> Any:
@@ -35,7 +34,7 @@ def many_pending(rank: int, count: int) -> Any:
     if rank == 0:
         for number in range(count):
             begin_s = time.monotonic()
-            channel.send(unit(Kind.FORWARD, number), [message(number)], 0.1 * number)
+            channel.send(unit(Kind.FORWARD, number), [message(number)])
             times_s.append(time.monotonic() - begin_s)
     dist.barrier()  # only now may stage 1 start: all sends have returned
     if rank == 1:
@@ -52,30 +51,29 @@ def swapped(rank: int, count: int) -> Any:
     if rank == 0:
         for number in range(count):
             output = message(number).requires_grad_()
-            channel.send(unit(Kind.FORWARD, number), [output], 0.0)
+            channel.send(unit(Kind.FORWARD, number), [output])
             output.data = torch.empty(1)
             del output
             for _ in range(8):
                 message(-1)  # takes the freed memory, if there is any
     dist.barrier()
     if rank == 1:
-        messages = [received(channel, number)[0] for number in range(count)]
+        messages = [received(channel, number) for number in range(count)]
     channel.end_step()
     return messages
 
 
 def transposed(rank: int) -> Any:
     """An output that does not lie in one piece."""
-    channel = plain_stages.channel(10, stamped=False)
+    channel = plain_stages.channel(10)
     channel.expect({Kind.FORWARD: 1 if rank == 1 else 0}, plain_stages.SPECS)
     rows, columns = plain_stages.SHAPE
     result = None
     if rank == 0:
         output = torch.arange(rows * columns).float().reshape(columns, rows).t()
-        channel.send(unit(Kind.FORWARD, 0), [output], None)
+        channel.send(unit(Kind.FORWARD, 0), [output])
     elif rank == 1:
-        got = channel.receive(unit(Kind.FORWARD, 0))
-        result = got.tensors[0].tolist(), got.sent_s
+        result = channel.receive(unit(Kind.FORWARD, 0))[0].tolist()
     channel.end_step()
     return result
 
@@ -89,13 +87,13 @@ def both_ways(rank: int, count: int) -> Any:
     taken = []
     if middle:
         for number in range(count):
-            taken.append(("B", received(channel, number, Kind.BACKWARD)[0]))
+            taken.append(("B", received(channel, number, Kind.BACKWARD)))
         for number in range(count):
-            taken.append(("F", received(channel, number, Kind.FORWARD)[0]))
+            taken.append(("F", received(channel, number, Kind.FORWARD)))
     else:
         kind = Kind.FORWARD if rank == 0 else Kind.BACKWARD
         for number in range(count):
-            channel.send(unit(kind, number), [message(number + 100 * rank)], 0.0)
+            channel.send(unit(kind, number), [message(number + 100 * rank)])
     channel.end_step()
     return taken
 
@@ -106,7 +104,7 @@ def posted_receives(rank: int, count: int) -> Any:
     real = dist.irecv
 
     def irecv(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        posted[-1] += tensor.shape == plain_stages.SHAPE  # stamps are not counted
+        posted[-1] += 1
         return real(tensor, *args, **kwargs)
 
     channel = plain_stages.channel(10)
@@ -116,7 +114,7 @@ def posted_receives(rank: int, count: int) -> Any:
         channel.expect({Kind.FORWARD: count if rank == 1 else 0}, plain_stages.SPECS)
         for number in range(count):
             if rank == 0:
-                channel.send(unit(Kind.FORWARD, number), [message(number)], 0.0)
+                channel.send(unit(Kind.FORWARD, number), [message(number)])
             elif rank == 1:
                 posted.append(0)
                 received(channel, number)
@@ -133,7 +131,7 @@ def left_over(rank: int) -> str:
     text = ""
     if rank == 0:
         for number in range(2):
-            channel.send(unit(Kind.FORWARD, number), [message(number)], 0.0)
+            channel.send(unit(Kind.FORWARD, number), [message(number)])
     elif rank == 1:
         received(channel, 0)
         try:
@@ -160,15 +158,15 @@ def several_tensors(rank: int) -> Any:
         if rank == 0:
             mask = torch.arange(4) % 2 == number
             sent = [torch.full((2, 3), number + 0.5), torch.full((5,), number), mask]
-            channel.send(unit(Kind.FORWARD, number), sent, float(number))
+            channel.send(unit(Kind.FORWARD, number), sent)
             got = channel.receive(unit(Kind.BACKWARD, number))
         elif rank == 1:
             got = channel.receive(unit(Kind.FORWARD, number))
             gradient = torch.full((7,), -float(number), dtype=torch.bfloat16)
-            channel.send(unit(Kind.BACKWARD, number), [gradient], float(number))
+            channel.send(unit(Kind.BACKWARD, number), [gradient])
         else:
             continue
-        result.append([(t.dtype, t.tolist(), t.requires_grad) for t in got.tensors])
+        result.append([(t.dtype, t.tolist(), t.requires_grad) for t in got])
     channel.end_step()
     return result
 
@@ -192,20 +190,19 @@ def varying(rank: int, count: int) -> Any:
     result: list[Any] = []
     if rank == 0:
         for number in range(count):
-            channel.send(unit(Kind.FORWARD, number), sent(number), float(number))
+            channel.send(unit(Kind.FORWARD, number), sent(number))
     for number in range(count):
         if rank == 0:
             got = channel.receive(unit(Kind.BACKWARD, number))
         elif rank == 1:
             got = channel.receive(unit(Kind.FORWARD, number))
-            channel.send(unit(Kind.BACKWARD, number), sent(number + 1), float(number))
+            channel.send(unit(Kind.BACKWARD, number), sent(number + 1))
         else:
             break
         wanted = sent(number + 1 if rank == 0 else number)
         result.append(
-            got.sent_s == number
-            and [t.dtype for t in got.tensors] == [t.dtype for t in wanted]
-            and all(torch.equal(t, w) for t, w in zip(got.tensors, wanted, strict=True))
+            [t.dtype for t in got] == [t.dtype for t in wanted]
+            and all(torch.equal(t, w) for t, w in zip(got, wanted, strict=True))
         )
     channel.end_step()
     return result

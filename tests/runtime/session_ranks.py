@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import plain_stages
 import torch
 
 from envpipe_megatron.core.schedule import Kind, Unit
 from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
@@ -112,14 +113,20 @@ def train_with_other_clocks(rank: int, root: Path, clocks_mhz: dict[int, tuple[i
         session.close()
 
 
-class SlowChannel(P2PChannel):
-    """Messages that take their time, on emulated time; another one for each direction."""
+#: What a message back takes of the emulated time of who receives it; one forward takes none.
+SLOW_MESSAGE_S = 0.006
 
-    hop_s: ClassVar[dict[Kind, float]] = {Kind.FORWARD: 0.004, Kind.BACKWARD: 0.002}
 
-    def send(self, unit: Unit, tensors: Any, sent_s: float | None) -> None:
-        assert sent_s is not None
-        super().send(unit, tensors, sent_s + self.hop_s[unit.kind])
+def slow_down(channel: P2PChannel, gpu: EmulatedGpu) -> None:
+    receive = channel.receive
+
+    def slowly(unit: Unit) -> list[torch.Tensor]:
+        tensors = receive(unit)
+        if unit.kind is Kind.BACKWARD:
+            gpu.advance_to(gpu.committed_end_s() + SLOW_MESSAGE_S)
+        return tensors
+
+    channel.receive = slowly  # type: ignore[method-assign]
 
 
 def measure_a_job(
@@ -141,7 +148,7 @@ def measure_a_job(
     times = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
     session, gpu = plain_stages.session(rank, config, root, time_at_max_s=times)
     if slow:
-        session._channel.__class__ = SlowChannel
+        slow_down(session._channel, gpu)
     if not follows:
         gpu.is_emulated = False  # type: ignore[misc]  # as a dry run, which changes no clock
     try:
@@ -159,14 +166,16 @@ class _RealTime:
     def meet(self) -> float:
         return time.monotonic()
 
-    def wait_for_message(self, sent_s: float | None) -> None:
-        assert sent_s is None
+    now_s = meet
+
+    def wait_for_messages(self) -> None:
+        pass
 
 
 def hops(rank: int, rounds: int, shape: tuple[int, ...], seed: int) -> list[float]:
     """Latencies as the ranks see them, who come to each measurement at random times."""
     rng = random.Random(10 * seed + rank)
-    channel = plain_stages.channel(10.0, stamped=False)
+    channel = plain_stages.channel(10.0)
     specs = StageSpecs.alike(TensorSpec.of_one_type((shape,), torch.float32, torch.device("cpu")))
     found = []
     for _ in range(rounds):

@@ -65,7 +65,7 @@ class Collectives:
 
     def in_pipeline(self, value: T) -> list[T]:
         """The value of each stage of this rank's pipeline."""
-        with self._names_the_loss():
+        with self.names_the_loss():
             return self.pipeline.broadcast(self.pipeline.gather(value))
 
     def to_planner(self, value: T, merge: Callable[[Sequence[T]], T]) -> list[T]:
@@ -75,7 +75,7 @@ class Collectives:
             value: of this rank.
             merge: makes one value of several; also of some that it has made before.
         """
-        with self._names_the_loss():
+        with self.names_the_loss():
             for group in self._tree:
                 gathered = group.gather(value)
                 if not gathered:
@@ -105,7 +105,7 @@ class Collectives:
 
     def from_planner(self, value: T | None) -> T:
         """The planner's value, to every rank; what others pass is ignored."""
-        with self._names_the_loss():
+        with self.names_the_loss():
             if self._at_top:
                 value = self.pipeline.broadcast(value)
             for group in reversed(self._tree):
@@ -167,7 +167,8 @@ class Collectives:
         return self.from_planner(max(self.to_planner(time_s, max), default=None))
 
     @contextmanager
-    def _names_the_loss(self) -> Iterator[None]:
+    def names_the_loss(self) -> Iterator[None]:
+        """Turn what torch raises when a rank is gone into CollectivesError."""
         try:
             yield
         except RuntimeError as error:

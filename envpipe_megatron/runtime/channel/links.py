@@ -25,7 +25,6 @@ MAX_CTAS = 2
 def make_channel(
     pipeline_group: dist.ProcessGroup,
     *,
-    stamped: bool,
     timeout: timedelta,
     num_chunks: int = 1,
     max_ctas: int = MAX_CTAS,
@@ -40,7 +39,6 @@ def make_channel(
 
     Args:
         pipeline_group: the ranks of the pipeline, in order of their stages.
-        stamped: whether messages carry the sender's emulated time.
         timeout: after which a silent neighbour is an error.
         num_chunks: with more than one, the last stage and the first are neighbours too.
         max_ctas: thread blocks, and so SMs, that one NCCL transfer may hold.
@@ -68,18 +66,10 @@ def make_channel(
         links = _nccl_links(ranks, stage, timeout, wraps=num_chunks > 1, max_ctas=max_ctas)
         capacity = hardware_capacity(os.environ)
         return P2PChannel(
-            ranks,
-            stage,
-            links,
-            stamped=stamped,
-            timeout=None,
-            capacity=capacity,
-            host_group=host_group,
+            ranks, stage, links, timeout=None, capacity=capacity, host_group=host_group
         )
     groups = {(kind, sender): pipeline_group for kind in Kind for sender in range(len(ranks))}
-    return P2PChannel(
-        ranks, stage, groups, stamped=stamped, timeout=timeout, host_group=pipeline_group
-    )
+    return P2PChannel(ranks, stage, groups, timeout=timeout, host_group=pipeline_group)
 
 
 def _nccl_links(

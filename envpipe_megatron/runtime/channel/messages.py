@@ -38,19 +38,6 @@ def empty_header() -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Message:
-    """What a stage receives for one unit.
-
-    Args:
-        tensors: one for each tensor shape.
-        sent_s: the emulated instant at which the sender ended its unit; None where time is real.
-    """
-
-    tensors: list[torch.Tensor]
-    sent_s: float | None
-
-
-@dataclass(frozen=True)
 class TensorSpec:
     """Shape and type of each tensor of a message, and their device."""
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE
 from envpipe_megatron.core.schedule import Kind, Schedule, Unit
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.runtime.channel.messages import Message, StageSpecs, TensorSpec, empty_header
+from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec, empty_header
 
 #: Of torch's WorkResult, which has no name in Python.
 _SUCCESS = 0
@@ -42,7 +42,6 @@ class P2PChannel:
         ranks: the global rank of each stage of this pipeline.
         stage: this rank's stage.
         groups: for each kind and sending stage, the process group that carries that link.
-        stamped: whether messages carry the sender's emulated time.
         timeout: after which a silent neighbour is an error; None where the group watches over that
             itself (NCCL, whose `wait` would block the host if it were given a time).
         capacity: for orders that need a deeper channel to be refused or lowered.
@@ -56,7 +55,6 @@ class P2PChannel:
         stage: int,
         groups: Mapping[tuple[Kind, int], dist.ProcessGroup],
         *,
-        stamped: bool,
         timeout: timedelta | None,
         capacity: int | None = None,
         host_group: Any = None,
@@ -65,7 +63,6 @@ class P2PChannel:
         self.ranks = list(ranks)
         self._stage = stage
         self._groups = groups
-        self._stamped = stamped
         self._timeout = timeout
         #: Messages of one direction that may be under way before a send stops the stage, in the
         #: words of `channel_model`; None where sends never do.
@@ -114,7 +111,7 @@ class P2PChannel:
             for kind in messages:
                 self._post_next(kind)
 
-    def receive(self, unit: Unit) -> Message:
+    def receive(self, unit: Unit) -> list[torch.Tensor]:
         """Wait for a unit's input; on a GPU the stream waits, not the host.
 
         Raises:
@@ -129,12 +126,11 @@ class P2PChannel:
             raise self._lost(f"waiting for the input of {unit}", posted.source, error) from error
         if not self._vary:
             self._post_next(unit.kind)
-        stamp = float(posted.stamp.item()) if posted.stamp is not None else None
         for tensor in posted.tensors:
             tensor.requires_grad_(unit.kind is Kind.FORWARD and tensor.is_floating_point())
-        return Message(posted.tensors, stamp)
+        return posted.tensors
 
-    def send(self, unit: Unit, tensors: Sequence[torch.Tensor], sent_s: float | None) -> None:
+    def send(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
         """Hand a unit's output to the neighbour; returns at once.
 
         The tensors are kept until they have left. They are detached first: Megatron frees an output
@@ -144,16 +140,15 @@ class P2PChannel:
         group = self._groups[unit.kind, self._stage]
         # The transfer reads the storage as it is now; later changes of `.data` do not reach it.
         payload = [tensor.detach().contiguous() for tensor in tensors]
-        stamp = torch.tensor([sent_s], dtype=torch.float64) if self._stamped else None
         header = None
         try:
-            works = self._start(dist.isend, destination, group, unit.kind, stamp, payload)
+            works = self._start(dist.isend, destination, group, unit.kind, payload)
             if self._vary:
                 header = TensorSpec.of(payload).header()
                 works.append(self._host_group.send([header], destination, _header_tag(unit.kind)))
         except RuntimeError as error:
             raise self._lost(f"sending the output of {unit}", destination, error) from error
-        self._sent.append(_Send(str(unit), destination, works, payload, stamp, header))
+        self._sent.append(_Send(str(unit), destination, works, payload, header))
         while self._sent and all(work.is_completed() for work in self._sent[0].works):
             self._sent.popleft()
 
@@ -217,12 +212,11 @@ class P2PChannel:
         source = self._neighbour(kind, -1)
         group = self._groups[kind, source]
         tensors = (told or self._receives[kind]).make()
-        stamp = torch.empty(1, dtype=torch.float64) if self._stamped else None
         try:
-            works = self._start(dist.irecv, source, group, kind, stamp, tensors)
+            works = self._start(dist.irecv, source, group, kind, tensors)
         except RuntimeError as error:
             raise self._lost("posting a receive", source, error) from error
-        self._posted[kind] = _Receive(source, works, tensors, stamp)
+        self._posted[kind] = _Receive(source, works, tensors)
 
     def _start(
         self,
@@ -230,17 +224,14 @@ class P2PChannel:
         neighbour: int,
         group: dist.ProcessGroup,
         kind: Kind,
-        stamp: torch.Tensor | None,
         tensors: Sequence[torch.Tensor],
     ) -> list[dist.Work]:
-        """Start sending or receiving a message: its stamp, if there is one, then its tensors."""
+        """Start sending or receiving a message."""
         rank = self.ranks[neighbour]
         # Transports know no truth values.
         parts = [
             tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor for tensor in tensors
         ]
-        if stamp is not None:
-            parts = [stamp, *parts]
         started = [transfer(part, rank, group=group, tag=_tag(kind)) for part in parts]
         works = [work for work in started if work is not None]
         if self._timeout is None:
@@ -265,7 +256,7 @@ class P2PChannel:
 
 
 def _tag(kind: Kind) -> int:
-    """Of the stamps and tensors of a kind, which come in the order in which they were sent."""
+    """Of the tensors of a kind, which come in the order in which they were sent."""
     return list(Kind).index(kind)
 
 
@@ -279,7 +270,6 @@ class _Receive:
     source: int
     works: list[dist.Work]
     tensors: list[torch.Tensor]
-    stamp: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -290,5 +280,4 @@ class _Send:
     destination: int
     works: list[dist.Work]
     payload: list[torch.Tensor]
-    stamp: torch.Tensor | None
     header: torch.Tensor | None

@@ -12,16 +12,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from envpipe_megatron.core.schedule import Kind, Schedule
+import torch
+import torch.distributed as dist
+
+from envpipe_megatron.core.schedule import Kind, Schedule, Unit
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.completion import Completion, Done
-from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, StageRecord, make_record
+from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
 
 #: Real computation above this share of a unit's modelled time leaves too little room for jitter.
 MAX_REAL_SHARE = 0.5
 #: With more units than this over that share, emulated times are not to be trusted.
 MAX_OVERRUN_SHARE = 0.01
+
+#: Beyond the tags of what else the hosts of a pipeline send each other.
+_FIRST_TAG = 100
 
 
 @dataclass
@@ -47,10 +55,13 @@ class Fidelity:
 class EmulatedExecutor:
     """Times units by an emulated GPU.
 
+    The stages send each other when their units end, in emulated time, over the host group of
+    their pipeline: neither the channel nor a framework's own messages carry any of it.
+
     Args:
         gpu: this rank's emulated GPU.
         time_at_max_s: time of one forward and one backward of this stage at the maximum clock.
-        latest_of_stages: collective maximum over the stages of the pipeline.
+        collectives: to all ranks, whose emulated GPUs begin each iteration at one instant.
         settle_clock: returns when every clock request that is due has reached the GPU. A real GPU
             gets them in its own time; here they must be in before the unit's time is modelled, or
             emulated time would depend on the host's thread scheduling.
@@ -60,35 +71,59 @@ class EmulatedExecutor:
         self,
         gpu: EmulatedGpu,
         time_at_max_s: Mapping[Kind, float],
-        latest_of_stages: Callable[[float], float],
+        collectives: Collectives,
         settle_clock: Callable[[], None],
     ) -> None:
         self._gpu = gpu
         self._time_at_max_s = dict(time_at_max_s)
-        self._latest_of_stages = latest_of_stages
+        self._collectives = collectives
         self._settle_clock = settle_clock
         self.fidelity = Fidelity()
 
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
         """Bring the emulated GPUs of the pipeline to one instant, and tie it to the wall clock."""
-        self._kinds = [unit.kind for unit in schedule.stages[stage]]
+        width = schedule.units_per_stage
+        self._units = schedule.stages[stage]
+        #: Of each unit the stage that sends its input, and the one that needs its output; or -1.
+        self._sources, self._destinations = (
+            (nodes.reshape(-1, width)[stage] // width).tolist()
+            for nodes in (schedule.cross_dependency, schedule.cross_successor)
+        )
         self._starts: list[float] = []
         self._ends: list[float] = []
+        #: Sends under way, and what they send.
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
         self._begin_s = self.meet()
         self._wall_begin_s = time.monotonic()
         self._anchor_s = self._wall_begin_s - self._begin_s
         self._gpu.anchor(self._anchor_s)
 
-    def begin_unit(self, sent_s: float | None) -> None:
-        """The input is there; the real computation starts."""
-        self._ready_s = self._begin_s if sent_s is None else sent_s
+    def begin_unit(self) -> None:
+        """The input is there; the real computation starts.
+
+        Raises:
+            CollectivesError: the stage that sends the input is gone or silent.
+        """
+        position = len(self._ends)
+        self._ready_s = self._begin_s
+        source = self._sources[position]
+        if source >= 0:
+            sent = torch.empty(1, dtype=torch.float64)
+            with self._collectives.names_the_loss():
+                self._hosts.recv([sent], source, _tag(self._units[position])).wait()
+            self._ready_s = sent.item()
         self._real_start_s = time.monotonic()
 
-    def end_unit(self) -> tuple[float | None, Completion]:
-        """The real computation is done: take the unit's modelled time, and sleep until its end."""
+    def end_unit(self) -> Completion:
+        """The real computation is done: take the unit's modelled time, and sleep until its end.
+
+        Raises:
+            CollectivesError: the stage that needs the output is gone.
+        """
         real_s = time.monotonic() - self._real_start_s
         self._settle_clock()
-        kind = self._kinds[len(self._ends)]
+        unit, destination = self._units[len(self._ends)], self._destinations[len(self._ends)]
+        kind = unit.kind
         run = self._gpu.run_unit(kind.value, self._time_at_max_s[kind], self._ready_s)
         self._starts.append(run.start_s - self._begin_s)
         self._ends.append(run.end_s - self._begin_s)
@@ -99,7 +134,11 @@ class EmulatedExecutor:
         remaining_s = self._anchor_s + run.end_s - time.monotonic()
         if remaining_s > 0:
             time.sleep(remaining_s)  # the emulated GPU computes; nothing could end this early
-        return run.end_s, Done()  # the sleep is over: so is the unit
+        if destination >= 0:
+            end = torch.tensor([run.end_s], dtype=torch.float64)
+            with self._collectives.names_the_loss():
+                self._sent.append((self._hosts.send([end], destination, _tag(unit)), end))
+        return Done()  # the sleep is over: so is the unit
 
     def end_iteration(self) -> StageRecord:
         """The iteration ends on all stages when the slowest has ended."""
@@ -120,18 +159,25 @@ class EmulatedExecutor:
 
     def meet(self) -> float:
         """Bring the emulated GPUs of the pipeline to one instant."""
-        latest_s = self._latest_of_stages(self.now_s())
+        latest_s = self._collectives.latest(self.now_s())
         self._gpu.advance_to(latest_s)
         return latest_s
 
-    def wait_for_message(self, sent_s: float | None) -> None:
-        """The emulated GPU waits until the message was sent."""
-        if sent_s is not None:
-            self._gpu.advance_to(sent_s)
+    def wait_for_messages(self) -> None:
+        """Messages take no emulated time."""
 
-    def let_counter_refresh(self) -> None:
-        """The emulated GPU idles, and a meter sees that it did."""
+    def idle(self, time_s: float) -> None:
+        """The emulated GPU idles, and a meter sees that it did; the host does not sleep."""
         self._settle_clock()
-        end_s = self._gpu.committed_end_s() + METER_MARGIN_S
+        end_s = self._gpu.committed_end_s() + time_s
         self._gpu.advance_to(end_s)
         self._gpu.anchor(time.monotonic() - end_s)
+
+    @property
+    def _hosts(self) -> Any:
+        return self._collectives.pipeline.transport
+
+
+def _tag(unit: Unit) -> int:
+    """Of the times of a kind's units, which come in the order in which they were sent."""
+    return _FIRST_TAG + list(Kind).index(unit.kind)

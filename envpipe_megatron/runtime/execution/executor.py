@@ -66,11 +66,11 @@ class Executor(Protocol):
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
         """Start an iteration; all stages of the pipeline do so together."""
 
-    def begin_unit(self, sent_s: float | None) -> None:
+    def begin_unit(self) -> None:
         """The next unit's input is there (or will be, in stream order)."""
 
-    def end_unit(self) -> tuple[float | None, Completion]:
-        """The unit's work has been handed over: its emulated end, if any, and its completion."""
+    def end_unit(self) -> Completion:
+        """The unit's work has been handed over: what becomes true when it has ended."""
 
     def end_iteration(self) -> StageRecord:
         """Wait for the last unit and read all times."""
@@ -81,11 +81,11 @@ class Executor(Protocol):
     def meet(self) -> float:
         """The present instant too; stages whose time is emulated come to one instant first."""
 
-    def wait_for_message(self, sent_s: float | None) -> None:
-        """Outside an iteration: let the device wait for a message that has been received."""
+    def wait_for_messages(self) -> None:
+        """Outside an iteration: wait until the device has got all messages received so far."""
 
-    def let_counter_refresh(self) -> None:
-        """Let `METER_MARGIN_S` pass on the meter's time base, so that its counter refreshes."""
+    def idle(self, time_s: float) -> None:
+        """Outside an iteration: let so much time pass on the meter's time base."""
 
 
 def same_device() -> Callable[[], None]:
@@ -119,15 +119,14 @@ class CudaExecutor:
         self._starts: list[torch.cuda.Event] = []
         self._ends: list[torch.cuda.Event] = []
 
-    def begin_unit(self, sent_s: float | None) -> None:
+    def begin_unit(self) -> None:
         """Record the start behind the receive that the stream waits for."""
         self._starts.append(self._pool.record())
 
-    def end_unit(self) -> tuple[float | None, Completion]:
+    def end_unit(self) -> Completion:
         """Record the end; the event is the completion."""
-        event = self._pool.record()
-        self._ends.append(event)
-        return None, event
+        self._ends.append(self._pool.record())
+        return self._ends[-1]
 
     def end_iteration(self) -> StageRecord:
         """Wait for the last unit, and what else the stream holds, and read the events.
@@ -157,16 +156,16 @@ class CudaExecutor:
         """The same: real GPUs share the host's clock."""
         return self.now_s()
 
-    def wait_for_message(self, sent_s: float | None) -> None:
-        """Wait for the stream, which waits for the message.
+    def wait_for_messages(self) -> None:
+        """Wait for the stream, which waits for the messages.
 
         Never for the device: a receive that is posted and not matched yet spins on it.
         """
         torch.cuda.current_stream().synchronize()
 
-    def let_counter_refresh(self) -> None:
-        """Sleep: no event tells of a refresh."""
-        time.sleep(METER_MARGIN_S)
+    def idle(self, time_s: float) -> None:
+        """Sleep."""
+        time.sleep(time_s)
 
 
 class _Events:

@@ -77,14 +77,13 @@ class StageRun:
             ChannelError: the neighbour is gone or silent.
         """
         position = len(self.executed)
-        if self._channel is None or not self._receives[position]:
-            self._executor.begin_unit(None)
-            return None
-        message = self._channel.receive(self.units[position])
-        self._executor.begin_unit(message.sent_s)
-        return message.tensors
+        inputs = None
+        if self._channel is not None and self._receives[position]:
+            inputs = self._channel.receive(self.units[position])
+        self._executor.begin_unit()
+        return inputs
 
-    def end_unit(self, outputs: Sequence[torch.Tensor]) -> None:
+    def end_unit(self, outputs: Sequence[torch.Tensor] = ()) -> None:
         """The unit's work has been handed over: send what it made to where it is needed.
 
         Raises:
@@ -92,14 +91,14 @@ class StageRun:
         """
         position = len(self.executed)
         unit = self.units[position]
-        sent_s, completion = self._executor.end_unit()
+        completion = self._executor.end_unit()
         self.executed.append(unit.label(self.order.schedule.num_chunks))
         # The wait before a unit runs at that unit's clock; after the last comes the next
         # iteration's first, which mostly is the same as this one's.
         following = (position + 1) % len(self.frequencies_mhz)
         self._request(self.frequencies_mhz[following], completion)
         if self._channel is not None and self._sends[position]:
-            self._channel.send(unit, outputs, sent_s)
+            self._channel.send(unit, outputs)
 
     def end(self) -> StageRecord:
         """All units have been handed over: wait for the last, and read the times.

@@ -22,7 +22,7 @@ from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.completion import Completion, Done
-from envpipe_megatron.runtime.execution.executor import Executor, StageRecord
+from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor, StageRecord
 from envpipe_megatron.runtime.execution.interpreter import StageWork, execute
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun
 from envpipe_megatron.runtime.execution.stage_run import StageRun
@@ -213,9 +213,6 @@ class Session:
     def open_iteration(self, kept_order: Schedule, specs: StageSpecs) -> StageRun:
         """Begin an iteration whose units the framework runs, with messages of its own.
 
-        Where time is emulated, the channel carries it beside them: `end_unit` takes what `specs`
-        say.
-
         Args:
             kept_order: the framework's own order of units, the same in every iteration.
             specs: what messages carry that are sent between two phases, to measure.
@@ -225,8 +222,7 @@ class Session:
                 an earlier iteration failed.
             ChannelError: a neighbour is gone or silent.
         """
-        channel = self._channel if self._gpu.is_emulated else None
-        run = self._open(kept_order.num_microbatches, specs, kept_order, channel)
+        run = self._open(kept_order.num_microbatches, specs, kept_order, None)
         run.begin()
         return run
 
@@ -325,7 +321,7 @@ class Session:
                 if self._agent is not None:
                     last.callback(self._agent.close)
                 last.callback(self.energy_log.close)
-                last.callback(self.executor.let_counter_refresh)
+                last.callback(self.executor.idle, METER_MARGIN_S)
             # The second time too: a signal may have interrupted the first one.
             self._rank_clock.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 
 import torch
 
@@ -32,18 +31,18 @@ def measure_p2p_latency_s(
     training runs on, no order of arrival can stop it.
 
     Returns:
-        0 on the last stage, which has no next one. Where time is emulated, messages carry their
-        own time, and the latency is the emulated one.
+        0 on the last stage, which has no next one, and on emulated GPUs, whose messages take no
+        time.
     """
     rounds = _WARMUPS + _ROUND_TRIPS
-    begin_s = executor.meet()
+    executor.meet()
     if stage > 0:
         payload = specs.sends[Kind.BACKWARD].make(torch.zeros)
         channel.expect({Kind.FORWARD: rounds}, specs)
         for number in range(rounds):
-            message = channel.receive(unit(Kind.FORWARD, number))
-            channel.send(unit(Kind.BACKWARD, number), payload, message.sent_s)
-            executor.wait_for_message(message.sent_s)
+            channel.receive(unit(Kind.FORWARD, number))
+            channel.send(unit(Kind.BACKWARD, number), payload)
+            executor.wait_for_messages()
         channel.end_step()
     if stage + 1 == num_stages:
         return 0.0
@@ -51,13 +50,10 @@ def measure_p2p_latency_s(
     payload = specs.sends[Kind.FORWARD].make(torch.zeros)
     channel.expect({Kind.BACKWARD: rounds}, specs)
     for number in range(rounds):
-        sent_s = time.monotonic()
-        channel.send(unit(Kind.FORWARD, number), payload, begin_s)
-        message = channel.receive(unit(Kind.BACKWARD, number))
-        executor.wait_for_message(message.sent_s)
-        arrived_s, left_s = message.sent_s, begin_s
-        if arrived_s is None:
-            arrived_s, left_s = time.monotonic(), sent_s
-        trips_s.append(arrived_s - left_s)
+        sent_s = executor.now_s()
+        channel.send(unit(Kind.FORWARD, number), payload)
+        channel.receive(unit(Kind.BACKWARD, number))
+        executor.wait_for_messages()
+        trips_s.append(executor.now_s() - sent_s)
     channel.end_step()
     return statistics.median(trips_s[_WARMUPS:]) / 2

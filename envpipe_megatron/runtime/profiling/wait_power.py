@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -76,16 +75,16 @@ def measure_wait_power(
     payloads = {kind: specs.sends[kind].make(torch.zeros) for kind in sends}
     clock.request(frequency_mhz, Done())
     channel.expect({receives: 1}, specs)
-    begin_s = executor.meet()
-    executor.let_counter_refresh()  # the clock settles too
-    start_s, end_s = begin_s + METER_MARGIN_S, begin_s + METER_MARGIN_S + _HOLD_S
-    time.sleep(_HOLD_S)  # the neighbour's GPU waits meanwhile
+    start_s = executor.meet() + METER_MARGIN_S  # refreshes on both sides of the window
+    end_s = start_s + _HOLD_S - METER_MARGIN_S
+    executor.idle(METER_MARGIN_S)  # the clock settles too
+    meter.catch_up()
+    executor.idle(_HOLD_S)  # the neighbour's GPU waits meanwhile
     for kind in sends:
-        channel.send(unit(kind, 0), payloads[kind], end_s)
-    message = channel.receive(unit(receives, 0))
-    executor.wait_for_message(message.sent_s)
+        channel.send(unit(kind, 0), payloads[kind])
+    channel.receive(unit(receives, 0))
+    executor.wait_for_messages()
     channel.end_step()
-    end_s -= METER_MARGIN_S  # refreshes on both sides of the window
     meter.catch_up()
     try:
         return meter.energy_j(start_s, end_s) / (end_s - start_s)

@@ -21,7 +21,7 @@ def test_sends_return_at_once_and_keep_their_order(three_ranks):
     # Returned while the receiver stood at a barrier behind them: none waited for it.
     assert len(times_s) == 64
     assert sorted(times_s)[32] < 0.01
-    assert messages == [(number, pytest.approx(0.1 * number)) for number in range(64)]
+    assert messages == list(range(64))
 
 
 def test_freeing_an_output_does_not_touch_its_send(three_ranks):
@@ -29,7 +29,7 @@ def test_freeing_an_output_does_not_touch_its_send(three_ranks):
 
 
 def test_output_that_does_not_lie_in_one_piece(three_ranks):
-    assert three_ranks.run(channel_ranks.transposed)[1] == ([[0, 2, 4], [1, 3, 5]], None)
+    assert three_ranks.run(channel_ranks.transposed)[1] == [[0, 2, 4], [1, 3, 5]]
 
 
 def test_directions_do_not_wait_for_each_other(three_ranks):
@@ -64,7 +64,7 @@ def test_messages_that_vary(three_ranks):
 
 
 def test_messages_that_vary_need_several_hardware_queues():
-    made = channel.P2PChannel([0, 1], 0, {}, stamped=False, timeout=None, capacity=1)
+    made = channel.P2PChannel([0, 1], 0, {}, timeout=None, capacity=1)
     with pytest.raises(channel.ChannelError, match="CUDA_DEVICE_MAX_CONNECTIONS=8"):
         made.begin_step(one_f_one_b(2, 2), replace(SPECS, vary=True))
 

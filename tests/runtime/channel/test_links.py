@@ -41,7 +41,7 @@ def backend(monkeypatch):
 
 def made_channel(**options):
     timeout = timedelta(seconds=1)
-    return runtime_links.make_channel("pipeline", stamped=False, timeout=timeout, **options)
+    return runtime_links.make_channel("pipeline", timeout=timeout, **options)
 
 
 @pytest.mark.parametrize("name", ["nccl", "gloo"])
@@ -54,7 +54,6 @@ def test_a_channel_is_made_of_what_it_was_told(backend, monkeypatch, name):
     nccl = name == "nccl"
     assert args == ([0, 1], 0, {} if nccl else every)
     assert options == {
-        "stamped": False,
         "timeout": None if nccl else timedelta(seconds=1),
         "host_group": "hosts" if nccl else "pipeline",
         **({"capacity": 1} if nccl else {}),
@@ -118,13 +117,13 @@ def test_what_nccl_gave_up_ends_the_step(monkeypatch, lost, result):
             dist, transfer, lambda *a, name=name, **kw: Transfer(results[name].pop(0), waited)
         )
     links: Any = dict.fromkeys((kind, sender) for kind in Kind for sender in range(2))
-    made = channel.P2PChannel([0, 1], 0, links, stamped=False, timeout=None)
+    made = channel.P2PChannel([0, 1], 0, links, timeout=None)
     specs = StageSpecs.alike(TensorSpec.of_one_type(((1,),), torch.float32, torch.device("cpu")))
 
     def step() -> None:
         made.expect({Kind.BACKWARD: 2}, specs)
         for microbatch in range(2):
-            made.send(Unit(Kind.FORWARD, microbatch), [torch.zeros(1)], None)
+            made.send(Unit(Kind.FORWARD, microbatch), [torch.zeros(1)])
             made.receive(Unit(Kind.BACKWARD, microbatch))
         made.end_step()
 
@@ -154,11 +153,11 @@ def test_a_silent_neighbour_is_waited_for_no_longer_than_told(monkeypatch, silen
     for name in ("irecv", "isend"):
         monkeypatch.setattr(dist, name, lambda *a, name=name, **kw: transfer(name))
     links: Any = dict.fromkeys((kind, sender) for kind in Kind for sender in range(2))
-    made = channel.P2PChannel([0, 1], 0, links, stamped=False, timeout=patience)
+    made = channel.P2PChannel([0, 1], 0, links, timeout=patience)
 
     def step() -> None:
         made.expect({Kind.BACKWARD: 1}, SPECS)
-        made.send(Unit(Kind.FORWARD, 0), [torch.zeros(1)], None)
+        made.send(Unit(Kind.FORWARD, 0), [torch.zeros(1)])
         made.receive(Unit(Kind.BACKWARD, 0))
         made.end_step()
 
@@ -180,7 +179,7 @@ def test_each_message_takes_its_own_link(monkeypatch, stage):
         )
     links: Any = {(kind, sender): (kind, sender) for kind in Kind for sender in range(3)}
     ranks = [10, 11, 12]
-    made = channel.P2PChannel(ranks, stage, links, stamped=False, timeout=timedelta(seconds=1))
+    made = channel.P2PChannel(ranks, stage, links, timeout=timedelta(seconds=1))
     schedule, expected = one_f_one_b(3, 1), []
     made.begin_step(schedule, SPECS)
     for unit in schedule.stages[stage]:
@@ -189,7 +188,7 @@ def test_each_message_takes_its_own_link(monkeypatch, stage):
             made.receive(unit)
             expected.append(("irecv", ranks[stage - towards], (unit.kind, stage - towards)))
         if 0 <= stage + towards < 3:
-            made.send(unit, [torch.zeros(1)], None)
+            made.send(unit, [torch.zeros(1)])
             expected.append(("isend", ranks[stage + towards], (unit.kind, stage)))
     made.end_step()
     assert sorted(taken) == sorted(expected)
@@ -201,7 +200,7 @@ def test_messages_that_vary_are_refused_over_one_queue_alone(monkeypatch, vary, 
     monkeypatch.setattr(dist, "irecv", lambda *a, **kw: None)
     links: Any = dict.fromkeys((kind, sender) for kind in Kind for sender in range(2))
     timeout = timedelta(seconds=1)
-    made = channel.P2PChannel([0, 1], 0, links, stamped=False, timeout=timeout, capacity=capacity)
+    made = channel.P2PChannel([0, 1], 0, links, timeout=timeout, capacity=capacity)
     refused = pytest.raises(channel.ChannelError, match="several hardware queues")
     with refused if vary and capacity else nullcontext():
         made.begin_step(one_f_one_b(2, 2), replace(SPECS, vary=vary))
@@ -298,7 +297,7 @@ class Loopback:
     def channel(self, stages: int, **options: Any) -> channel.P2PChannel:
         links: Any = {(kind, sender): "link" for kind in Kind for sender in range(stages)}
         ranks = list(range(stages))
-        options = {"stamped": False, "timeout": timedelta(seconds=1), **options}
+        options = {"timeout": timedelta(seconds=1), **options}
         return channel.P2PChannel(ranks, self.rank, links, host_group=self, **options)
 
     def isend(self, tensor: torch.Tensor, peer: int, group: Any, tag: int) -> Any:
@@ -364,7 +363,7 @@ def test_a_transfer_that_cannot_begin_names_the_neighbour(monkeypatch, fails, wh
     def step() -> None:
         made.expect({Kind.BACKWARD: 1}, SPECS, vary=fails in ("send", "recv"))
         if fails in ("isend", "send"):
-            made.send(FORWARDS[0], [torch.zeros(2)], None)
+            made.send(FORWARDS[0], [torch.zeros(2)])
         made.receive(Unit(Kind.BACKWARD, 0))
 
     said = rf"Stage 0 lost its neighbour, stage 1 \(rank 1\), while {what}: gone "
@@ -382,7 +381,7 @@ def test_an_error_without_words_is_named_by_its_kind(monkeypatch):
 
     monkeypatch.setattr(dist, "isend", silent)
     with pytest.raises(channel.ChannelError, match="the output of F0: RuntimeError"):
-        made.send(FORWARDS[0], [torch.zeros(2)], None)
+        made.send(FORWARDS[0], [torch.zeros(2)])
 
 
 def test_what_has_left_is_not_kept(monkeypatch):
@@ -398,13 +397,13 @@ def test_what_has_left_is_not_kept(monkeypatch):
         loopback.works[number]().left = True
 
     for unit in FORWARDS[:2]:
-        made.send(unit, [torch.zeros(2), torch.zeros(3)], None)
+        made.send(unit, [torch.zeros(2), torch.zeros(3)])
     for number in (0, 2, 3):
         leave(number)
-    made.send(FORWARDS[2], [torch.zeros(2)], None)
+    made.send(FORWARDS[2], [torch.zeros(2)])
     assert kept() == [True] * 5  # half of the first message has not left
     leave(1)
-    made.send(FORWARDS[0], [torch.zeros(2)], None)
+    made.send(FORWARDS[0], [torch.zeros(2)])
     assert kept() == [False] * 4 + [True] * 2
     made.end_step()
     assert kept() == [False] * 6
@@ -431,21 +430,20 @@ def test_a_stage_sends_to_itself_in_order_on_links_of_their_own(monkeypatch, var
         return [torch.full((2, 3), float(text)), *([mask] if vary else [])]
 
     for loopback.rank in range(2):
-        made = loopback.channel(2, stamped=True)
+        made = loopback.channel(2)
         made.expect({Kind.FORWARD: 2, Kind.BACKWARD: 2}, SPECS, vary=vary)
         ends.append(made)
     for loopback.rank in range(2):
         for number in range(2):
             for kind in (Kind.BACKWARD, Kind.FORWARD):
                 text = 10 * loopback.rank + 2 * number + list(Kind).index(kind)
-                ends[loopback.rank].send(Unit(kind, number), message(text), text + 0.1)
+                ends[loopback.rank].send(Unit(kind, number), message(text))
     for loopback.rank in range(2):
         for number in range(2):
             for kind in Kind:
                 text = 10 * (1 - loopback.rank) + 2 * number + list(Kind).index(kind)
                 got = ends[loopback.rank].receive(Unit(kind, number))
-                assert got.sent_s == text + 0.1
-                for tensor, sent in zip(got.tensors, message(text), strict=True):
+                for tensor, sent in zip(got, message(text), strict=True):
                     assert torch.equal(tensor.detach(), sent)
                     assert tensor.requires_grad is (kind is Kind.FORWARD and tensor.ndim == 2)
     for made in ends:

@@ -55,9 +55,9 @@ def test_units_and_waits_are_timed_by_events_that_are_used_every_other_iteration
         timed.begin_iteration(schedule, 0)
         for wait_s, unit_s in ((0.0, 0.5), (0.25, 1.0), (0.0, 2.0)):
             cuda.time_s += wait_s
-            timed.begin_unit(None)
+            timed.begin_unit()
             cuda.time_s += unit_s
-            ends.append(timed.end_unit()[1])
+            ends.append(timed.end_unit())
         cuda.time_s += 2.0  # the optimizer's
         assert not cuda.waited
         record = timed.end_iteration()
@@ -76,11 +76,11 @@ def test_units_and_waits_are_timed_by_events_that_are_used_every_other_iteration
 def test_outside_iterations_the_hosts_clock_tells_the_time(cuda, monkeypatch):
     timed = executor.CudaExecutor()
     assert timed.now_s() == timed.meet() == 100.0
-    timed.wait_for_message(None)
+    timed.wait_for_messages()
     assert cuda.waited == ["stream"]
     slept: list[float] = []
     monkeypatch.setattr(executor.time, "sleep", slept.append, raising=False)
-    timed.let_counter_refresh()
+    timed.idle(0.2)
     assert slept == [0.2]
 
 

@@ -86,7 +86,7 @@ class World:
         self.log: Any = Noted("log", self.calls)
         self.meter: Any = Noted("meter", self.calls)
         self.executor: Any = Noted(
-            "executor", self.calls, end_unit=(None, "event"), end_iteration=RECORD, now_s=77.0
+            "executor", self.calls, end_unit="event", end_iteration=RECORD, now_s=77.0
         )
         self.rank_clock: Any = Noted("rank clock", self.calls, summary=self.summary)
         self.rank_clock.controller = self.clock
@@ -292,22 +292,19 @@ def test_one_rank_alone_talks(world):
     assert (world.said, grids) == ([], [])
 
 
-@pytest.mark.parametrize("emulated", [True, False])
-def test_a_framework_that_runs_its_units_has_messages_of_its_own(world, emulated):
-    world.gpu.is_emulated = emulated
+def test_a_framework_that_runs_its_units_has_messages_of_its_own(world):
     world.orders = [order(Phase.WARMUP, 1410)]
     session = world.session()
     going = session.open_iteration(SCHEDULE, SPECS)
     assert ("executor.begin_iteration", SCHEDULE, 0) in world.calls
-    carried = ("channel.begin_step", SCHEDULE, SPECS) in world.calls
-    assert carried is emulated
+    assert ("channel.begin_step", SCHEDULE, SPECS) not in world.calls
     assert world.job.kept_order is SCHEDULE
     assert world.job.num_microbatches == 2
     with pytest.raises(SessionError, match="An earlier iteration failed"):
         session.open_iteration(SCHEDULE, SPECS)
     for _ in UNITS:
         going.begin_unit()
-        going.end_unit([])
+        going.end_unit()
     assert session.close_iteration(going) is RECORD
     assert session.executed == UNITS
 
@@ -483,7 +480,7 @@ def test_a_summary_says_what_the_job_came_to(world):
 
 CLOSING = [
     "rank clock.close",
-    "executor.let_counter_refresh",
+    "executor.idle",
     "log.close",
     "agent.close",
     "meter.close",
@@ -498,7 +495,7 @@ def test_closing_goes_on_whatever_fails(world, tmp_path, fails, caplog):
     world.agent.node = "agent's"
     world.summary["followed"] = {"warning": "Clocks are late of a test"} if fails else None
     if fails:
-        method = "let_counter_refresh" if fails == "executor" else "close"
+        method = "idle" if fails == "executor" else "close"
         getattr(world, fails)._gives[method] = OSError("of a test")
     session = world.session(SessionConfig(PlanRequest(2), output_dir=tmp_path))
     world.calls.clear()

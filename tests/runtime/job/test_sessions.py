@@ -146,7 +146,7 @@ def test_the_sidecar_holds_what_surrounds_the_units(three_ranks, tmp_path):
         assert len(curve) == 4
         assert (min(curve), max(curve)) == (clocks[-1], clocks[0])
         assert list(curve.values()) == pytest.approx([preset.wait_power_w] * 4, rel=0.01)
-    # A message there takes 4 ms, one back 2 ms.
+    # A message there takes no time, one back 6 ms.
     assert facts.p2p_latency_s == pytest.approx((0.003, 0.003))
     # The next iteration begins when the slowest is ready: that is what a planner must add.
     assert facts.tail_time_s == pytest.approx((0.05,) * 3, abs=1e-9)

@@ -9,7 +9,6 @@ import pytest
 
 from envpipe_megatron.core.schedule import Kind, unit
 from envpipe_megatron.runtime.energy.meter import MeterError
-from envpipe_megatron.runtime.profiling import wait_power
 from envpipe_megatron.runtime.profiling.wait_power import WaitPower, measure_wait_power, wait_clocks
 
 
@@ -57,18 +56,16 @@ def test_what_a_stage_does_while_the_pipeline_stands_still(
     channel = SimpleNamespace(
         expect=lambda counts, specs: done.append(("expect", counts)),
         send=lambda *sent: done.append(("send", *sent)),
-        receive=lambda unit: done.append(("receive", unit)) or SimpleNamespace(sent_s=7.5),
+        receive=lambda unit: done.append(("receive", unit)),
         end_step=lambda: done.append(("end",)),
     )
     executor = SimpleNamespace(
         meet=lambda: done.append(("meet",)) or 10.0,
-        let_counter_refresh=lambda: done.append(("refresh",)),
-        wait_for_message=lambda sent_s: done.append(("wait", sent_s)),
+        idle=lambda time_s: done.append(("idle", time_s)),
+        wait_for_messages=lambda: done.append(("wait",)),
     )
     clock = SimpleNamespace(request=lambda mhz, after: done.append(("clock", mhz, after.query())))
     meter = SimpleNamespace(catch_up=lambda: done.append(("look",)), energy_j=energy_j)
-    sleeps = SimpleNamespace(sleep=lambda time_s: done.append(("sleep", time_s)))
-    monkeypatch.setattr(wait_power, "time", sleeps)
     specs = SimpleNamespace(
         sends={kind: SimpleNamespace(make=lambda zeros, kind=kind: kind) for kind in Kind}
     )
@@ -78,11 +75,12 @@ def test_what_a_stage_does_while_the_pipeline_stands_still(
         ("clock", 1200, True),
         ("expect", {receives: 1}),
         ("meet",),
-        ("refresh",),
-        ("sleep", 1.5),
-        *(("send", unit(kind, 0), kind, pytest.approx(11.7)) for kind in sends),
+        ("idle", 0.2),
+        ("look",),
+        ("idle", 1.5),
+        *(("send", unit(kind, 0), kind) for kind in sends),
         ("receive", unit(receives, 0)),
-        ("wait", 7.5),
+        ("wait",),
         ("end",),
         ("look",),
         ("meter", 10.2, 11.5),
