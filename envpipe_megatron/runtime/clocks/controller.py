@@ -34,7 +34,7 @@ SWITCH_INTERVAL_S = 1e-4
 #: How long to wait for the thread or a call of the driver: GPU and driver may hang.
 _JOIN_S = 2.0
 
-#: How often one who waits for the thread looks whether it is still there.
+#: How often one who waits for a thread looks whether it is still there.
 _LOOK_S = 0.05
 
 #: Requests whose latency is kept.
@@ -47,6 +47,8 @@ class ClockController:
     If the thread falls behind, only the latest request that is due is applied. The training thread
     never waits for the GPU's driver. A failing driver stops the control, not the training; the
     error is kept and the clock is reset.
+
+    Queues are `SimpleQueue`, whose calls a signal handler may interrupt and make again.
 
     Args:
         gpu: whose clock is set.
@@ -70,22 +72,22 @@ class ClockController:
         self._on_start = on_start
         self._min_dwell_s = min_dwell_s
         self._relock = relock
-        #: Requests; a queue to answer when all before it are done; None to end.
+        #: Requests; a queue to answer when all before it are served; None to end.
         self._queue: SimpleQueue[tuple[Completion, int] | SimpleQueue[None] | None] = SimpleQueue()
-        #: Taken from the queue to be looked at, and not served yet. The thread's own.
+        #: Taken from the queue to be looked at, and not served yet.
         self._next: tuple[Completion, int] | SimpleQueue[None] | None = None
         #: Each is answered, when the clock is back, with what went wrong.
         self._resets: SimpleQueue[SimpleQueue[Exception | None]] = SimpleQueue()
         #: Held while the driver is called: nothing is locked after a reset by `close` or `stop`.
         self._driver = threading.Lock()
-        self._failing = threading.Lock()
         self._touched = False
         self._closing = False
-        #: Grows when somebody else resets the clock; what was set before counts no more.
+        #: How often somebody else has reset the clock; what was set before counts no more.
         self._epoch = 0
         self._asked: tuple[int, int] | None = None
         self._applied: tuple[int, int] | None = None
-        self._held_back_mhz: int | None = None
+        #: The clock of the last request that was due, until it is set.
+        self._due_mhz: int | None = None
         self._dwelling_since_s = float("-inf")
         self._latencies_s: deque[tuple[float, float]] = deque(maxlen=_KEPT_LATENCIES)
         self.changes = 0
@@ -95,7 +97,8 @@ class ClockController:
         self.last_change_s = float("-inf")
         self.error: Exception | None = None
         self._pid = os.getpid()
-        _switch_interval.hold()
+        self._switch_interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._switch_interval_s))
         self._resetter = threading.Thread(
             target=self._run_resets, name="envpipe-reset", daemon=True
         )
@@ -123,12 +126,11 @@ class ClockController:
 
         May be called from any thread. The first error is kept and logged; later ones are dropped.
         """
-        with self._failing:
-            if self.error is not None:
-                return
-            self.error = error
+        if self.error is not None:
+            return
+        self.error = error
         # The last clock may be a low one, which would slow the whole pipeline. Where the driver
-        # refuses this too, `close` tries again, and says so.
+        # refuses this too, `close` tries again, and logs it.
         self._give_back()
         logger.error("Clock control of %s stops, training goes on: %s", self._gpu.name, error)
 
@@ -138,8 +140,7 @@ class ClockController:
         self._queue.put(served)
         while self.error is None and self._thread.is_alive():
             with suppress(Empty):
-                served.get(timeout=_LOOK_S)
-                return
+                return served.get(timeout=_LOOK_S)
 
     def close(self) -> None:
         """Stop the thread and undo its lock, if it ever set one; safe to call twice.
@@ -153,7 +154,7 @@ class ClockController:
         if not self._closing:
             self._closing = True
             self._queue.put(None)
-            _switch_interval.release()
+            sys.setswitchinterval(self._switch_interval_s)
         self._thread.join(_JOIN_S)
         problem = self._give_back()
         if problem is not None:
@@ -186,40 +187,41 @@ class ClockController:
     def _run(self) -> None:
         try:
             self._on_start()
-        except Exception as error:
+            while not self._closing and self.error is None:
+                self._serve(self._take())
+        except Exception as error:  # a driver may fail in any way; training must go on
             self.stop(error)
-        while not self._closing:  # what `close` put into the queue may have been looked at already
-            try:
-                item = self._take()
-                if isinstance(item, SimpleQueue):
-                    item.put(None)
-                elif not self._closing and self.error is None:
-                    self._serve(item)
-            except Exception as error:  # a driver may fail in any way; training must go on
-                self.stop(error)
 
     def _take(self) -> tuple[Completion, int] | SimpleQueue[None] | None:
         """The next item, or None when the time of a change held back has come (or on closing)."""
         if self._next is not None:
             item, self._next = self._next, None
             return item
+        dwell_left_s = None
+        if self._due_mhz is not None:
+            over_s = self._dwelling_since_s + self._min_dwell_s
+            dwell_left_s = max(0.0, over_s - self._gpu.time_s())
         try:
-            return self._queue.get(timeout=self._dwell_left_s())
+            return self._queue.get(timeout=dwell_left_s)
         except Empty:
             return None
 
-    def _serve(self, request: tuple[Completion, int] | None) -> None:
-        due_s = None
-        if request is not None:
-            completion, self._held_back_mhz = request
+    def _serve(self, item: tuple[Completion, int] | SimpleQueue[None] | None) -> None:
+        known_s = None
+        if isinstance(item, SimpleQueue):
+            item.put(None)
+            return
+        if item is not None:
+            completion, self._due_mhz = item
             # Waiting gives up the interpreter, and getting it back takes time.
             if not completion.query():
                 completion.synchronize()
-            due_s = time.monotonic()
+            known_s = time.monotonic()
             if self._next_is_due():
                 self.coalesced += 1
                 return
-        self._apply_if_dwelt(due_s)
+        if self._due_mhz is not None and self._may_change(self._due_mhz):
+            self._lock(self._due_mhz, known_s)
 
     def _next_is_due(self) -> bool:
         """Whether a newer request has come due while this one waited: then this one is stale."""
@@ -227,17 +229,21 @@ class ClockController:
             self._next = self._queue.get()
         return isinstance(self._next, tuple) and self._next[0].query()
 
-    def _apply_if_dwelt(self, due_s: float | None) -> None:
-        target = self._held_back_mhz
-        if target is None or (self._applied == (self._epoch, target) and not self._relock):
-            self._held_back_mhz = None
-            return
+    def _may_change(self, frequency_mhz: int) -> bool:
+        """Whether this is another clock, and the last change is long enough ago."""
+        if self._applied == (self._epoch, frequency_mhz) and not self._relock:
+            self._due_mhz = None
+            return False
         if self._min_dwell_s > 0.0:  # else the time base, which may be slow, is left alone
             now_s = self._gpu.time_s()
             if now_s - self._dwelling_since_s < self._min_dwell_s:
-                return
+                return False
             self._dwelling_since_s = now_s
-        applied = (self._epoch, target)
+        return True
+
+    def _lock(self, frequency_mhz: int, known_s: float | None) -> None:
+        """Lock the clock; that it should be was known at `known_s`, None if it was held back."""
+        applied = (self._epoch, frequency_mhz)
         with self._driver:
             if self._closing or self.error is not None:
                 return
@@ -245,19 +251,14 @@ class ClockController:
             if self._applied != applied:
                 self.last_change_s = float("inf")
             entered_s = time.monotonic()
-            self._gpu.lock_frequency(target)
+            self._gpu.lock_frequency(frequency_mhz)
             returned_s = time.monotonic()
             self.last_change_s = min(self.last_change_s, returned_s)
-        if due_s is not None:
-            self._latencies_s.append((entered_s - due_s, returned_s - entered_s))
-        self._held_back_mhz = None
+        if known_s is not None:
+            self._latencies_s.append((entered_s - known_s, returned_s - entered_s))
+        self._due_mhz = None
         self._applied = applied
         self.changes += 1
-
-    def _dwell_left_s(self) -> float | None:
-        if self._held_back_mhz is None or self.error is not None:
-            return None
-        return max(0.0, self._dwelling_since_s + self._min_dwell_s - self._gpu.time_s())
 
     def _give_back(self) -> Exception | None:
         """Undo the lock, if there is one, and return what went wrong.
@@ -279,23 +280,20 @@ class ClockController:
         return None
 
     def _run_resets(self) -> None:
-        while True:
+        problem: Exception | None = GpuError("Nothing was reset yet")
+        while problem is not None:  # after a reset, nothing is locked any more
             answer = self._resets.get()
             with self._driver:
                 problem = self._reset()
             answer.put(problem)
-            if problem is None:  # nothing is locked any more, nor will be
-                return
 
     def _reset(self) -> Exception | None:
-        """As `_give_back`, while `_driver` is held."""
-        if not self._touched:
-            return None
         try:
-            self._gpu.reset_frequency()
+            if self._touched:
+                self._gpu.reset_frequency()
+                self._touched = False
         except Exception as problem:  # a driver may fail in any way
             return problem
-        self._touched = False
         return None
 
 
@@ -311,30 +309,3 @@ def spread(values_s: Iterable[float]) -> dict[str, float | int]:
         "max": ordered[last],
         "count": len(ordered),
     }
-
-
-class _SwitchInterval:
-    """Python's switch interval: ours while somebody holds it, then what it was before."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holders = 0
-        self._before_s = 0.0
-
-    def hold(self) -> None:
-        """Shorten the interval; one that is shorter already stays."""
-        with self._lock:
-            if self._holders == 0:
-                self._before_s = sys.getswitchinterval()
-                sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._before_s))
-            self._holders += 1
-
-    def release(self) -> None:
-        """Undo one `hold`."""
-        with self._lock:
-            self._holders -= 1
-            if self._holders == 0:
-                sys.setswitchinterval(self._before_s)
-
-
-_switch_interval = _SwitchInterval()

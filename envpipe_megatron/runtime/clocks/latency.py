@@ -2,21 +2,24 @@
 
 No trustworthy table of these times exists; they differ by GPU, by clock and by direction. So short
 kernels run back to back while the clock is changed under them: the instant from which on they take
-as long as they do in the end is when the new clock runs. What the driver says of the clock is
-looked at meanwhile, and told apart.
+as long as they do in the end is when the new clock runs. When the driver says that it does is
+measured beside it.
+
+`envpipe clocks measure-latency` calls `measure_latency` with a timer of a real or an emulated GPU.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu, nearest_frequencies
@@ -31,7 +34,7 @@ LEAD = 10
 #: How long a clock may take to settle, s.
 LONGEST_S = 2.0
 
-#: So many kernels in a row take the new time before the clock counts as settled.
+#: As many kernels in a row take the new time before the clock counts as settled.
 _STEADY_KERNELS = 5
 
 #: A kernel takes the new time when it is this close to it, as a share of the whole difference, or
@@ -58,7 +61,7 @@ class Trace:
         called_s: when the call began.
         returned_s: when it returned.
         kernels_s: start and end of each kernel.
-        looks: what the driver said of the clock after the call: when it had said it, and MHz.
+        looks: after the call, when the driver had said which clock runs, and that clock in MHz.
     """
 
     called_s: float
@@ -74,64 +77,79 @@ class KernelTimer(Protocol):
         """Run `KERNELS` kernels, and call when `LEAD` of them have ended."""
 
 
-@dataclass(frozen=True)
-class Change:
-    """One change of clock; times in s, None where it could not be seen.
-
-    Args:
-        call_s: how long the call took.
-        settling_s: from the call until kernels took the new time; at most one kernel too long.
-        shown_s: from the call until the driver said that the new clock runs.
-        first_kernel_ratio: time of the first kernel that began after the call had returned, over
-            the time that kernels take at the new clock.
-    """
-
-    call_s: float
-    settling_s: float | None
-    shown_s: float | None
-    first_kernel_ratio: float
-
-
-def measure_changes(
+def measure_latency(
     gpu: Gpu,
     timer: KernelTimer,
     clocks_mhz: Sequence[int],
     repeats: int,
     say: Callable[[str], None] = lambda text: None,
-    lock: Callable[[int], None] | None = None,
-) -> dict[tuple[int, int], list[Change]]:
-    """Change the clock between every two of some clocks, down and up; it is reset at the end.
+) -> dict[str, Any]:
+    """Change the clock between every two of some clocks, down and up.
+
+    A guard holds the GPU meanwhile, so the clock is reset at the end in any case.
 
     Args:
-        gpu: whose clock is changed; held by the caller.
+        gpu: whose clock is changed.
         timer: runs kernels on that GPU.
         clocks_mhz: at least two supported clocks.
         repeats: changes for each ordered pair.
-        say: told of progress.
-        lock: locks the clock, by default the GPU's own `lock_frequency`.
+        say: gets a line of progress for each pair.
 
     Returns:
-        the changes of each pair (from, to) in MHz.
+        what a file of format `envpipe-clock-latency/1` holds: `gpu`, the product's name; `changes`,
+        for each pair `from_mhz`, `to_mhz` and the `spread` of each value of `analyse`; and
+        `frequency_change_s`, for the sidecar of a profile: the median settling of the slowest pair,
+        None where no change was seen.
 
     Raises:
-        GpuError: the back end failed or refused; the clock is reset all the same.
-        ClockLatencyError: fewer than two different clocks, or one that the GPU does not support.
+        GpuError: the back end failed or refused, a job holds the GPU, or there can be no guard.
+        ClockLatencyError: fewer than two different clocks, one that the GPU does not support, or
+            the guard ended in the middle.
     """
     clocks = _checked(gpu, clocks_mhz)
-    change = partial(_change, gpu, timer, lock or gpu.lock_frequency, _seen)
-    begin = partial(_change, gpu, timer, lock or gpu.lock_frequency, _shown)
-    changes: dict[tuple[int, int], list[Change]] = {}
+    guard_ended = threading.Event()
+    locking = threading.Lock()
+
+    def on_event(event: GuardEvent) -> None:
+        if event is not GuardEvent.WAS_RESET:
+            with locking:  # when this returns, nothing is locked any more
+                guard_ended.set()
+
+    def lock(frequency_mhz: int) -> None:
+        with locking:
+            if guard_ended.is_set():
+                raise ClockLatencyError(
+                    "The guard has ended, so no clock is locked any more",
+                    remedy="Measure again.",
+                )
+            gpu.lock_frequency(frequency_mhz)
+
+    def change(to_mhz: int, *needed: str) -> dict[str, float | None]:
+        """Change the clock and watch until these values were seen, at most `LONGEST_S`."""
+        traces = [timer.trace(lambda: lock(to_mhz), lambda: gpu.observed_frequency_mhz)]
+        while True:
+            traces.append(timer.trace(lambda: None, lambda: gpu.observed_frequency_mhz))
+            found = analyse(traces, to_mhz)
+            watched_s = traces[-1].kernels_s[-1][1] - traces[0].called_s
+            if watched_s > LONGEST_S or all(found[name] is not None for name in needed):
+                return found
+
+    changes: dict[tuple[int, int], list[dict[str, float | None]]] = {}
+    hold = hold_gpu(gpu.address, f"measure-latency-{os.getpid()}", on_event=on_event)
     try:
         for high, low in itertools.combinations(clocks, 2):
             say(f"between {high} and {low} MHz")
-            begin(high)  # from wherever it is: kernels need not show a change
+            change(high, "shown_s")  # from wherever it is: kernels need not show a change
             down, up = changes.setdefault((high, low), []), changes.setdefault((low, high), [])
             for _ in range(repeats):
-                down.append(change(low))
-                up.append(change(high))
+                down.append(change(low, "settling_s", "shown_s"))
+                up.append(change(high, "settling_s", "shown_s"))
     finally:
-        gpu.reset_frequency()
-    return changes
+        try:
+            gpu.reset_frequency()
+        finally:
+            hold.release()
+    return summarise(gpu.name, changes)
 
 
 def _checked(gpu: Gpu, clocks_mhz: Sequence[int]) -> list[int]:
@@ -154,149 +172,67 @@ def _checked(gpu: Gpu, clocks_mhz: Sequence[int]) -> list[int]:
     return clocks
 
 
-def _seen(change: Change) -> bool:
-    return change.settling_s is not None and change.shown_s is not None
-
-
-def _shown(change: Change) -> bool:
-    return change.shown_s is not None
-
-
-def _change(
-    gpu: Gpu,
-    timer: KernelTimer,
-    lock: Callable[[int], None],
-    enough: Callable[[Change], bool],
-    to_mhz: int,
-) -> Change:
-    """Change the clock once and watch until enough was seen, at most `LONGEST_S`."""
-
-    def look() -> int:
-        return gpu.observed_frequency_mhz
-
-    traces = [timer.trace(lambda: lock(to_mhz), look)]
-    while True:
-        traces.append(timer.trace(lambda: None, look))
-        change = analyse(traces, to_mhz)
-        watched_s = traces[-1].kernels_s[-1][1] - traces[0].called_s
-        if enough(change) or watched_s > LONGEST_S:
-            return change
-
-
-def measure_guarded(
-    gpu: Gpu,
-    timer: KernelTimer,
-    clocks_mhz: Sequence[int],
-    repeats: int,
-    say: Callable[[str], None] = lambda text: None,
-) -> dict[tuple[int, int], list[Change]]:
-    """As `measure_changes`, while a guard looks after the GPU: the clock comes back in any case.
-
-    Raises:
-        LeaseHeldError: a job holds the GPU.
-        GuardError: there can be no guard, or it did not bring the clock back.
-        ClockLatencyError: the guard ended in the middle.
-    """
-    _checked(gpu, clocks_mhz)  # before a guard is started for it
-    ended = threading.Event()
-    locking = threading.Lock()
-
-    def on_event(event: GuardEvent) -> None:
-        if event is not GuardEvent.WAS_RESET:
-            with locking:  # when this returns, nothing is locked any more
-                ended.set()
-
-    def lock(frequency_mhz: int) -> None:
-        with locking:
-            if ended.is_set():
-                raise ClockLatencyError(
-                    "The guard has ended, so no clock is locked any more",
-                    remedy="Measure again.",
-                )
-            gpu.lock_frequency(frequency_mhz)
-
-    hold = hold_gpu(gpu.address, f"measure-latency-{os.getpid()}", on_event=on_event)
-    try:
-        return measure_changes(gpu, timer, clocks_mhz, repeats, say, lock)
-    finally:
-        hold.release()
-
-
-def analyse(traces: Sequence[Trace], to_mhz: int) -> Change:
-    """What traces say of a change: the call is the first one's, the last tell the new clock.
+def analyse(traces: Sequence[Trace], to_mhz: int) -> dict[str, float | None]:
+    """What traces say of a change: the call is the first one's, the last shows the new clock.
 
     Args:
         traces: around the change, and what ran after it, in order.
         to_mhz: the new clock.
+
+    Returns:
+        `call_s`, how long the call took; `settling_s`, from the call until kernels took the new
+        time, at most one kernel too long, None where it was not seen; `shown_s`, from the call
+        until the driver said that the new clock runs, None where it did not;
+        `first_kernel_ratio`, the time of the first kernel that began after the call had returned,
+        over the time that kernels take at the new clock.
     """
     called_s, returned_s = traces[0].called_s, traces[0].returned_s
-    kernels = [kernel for trace in traces for kernel in trace.kernels_s]
-    before_s = [end - start for start, end in kernels if end <= called_s]
-    steady_s = statistics.median(end - start for start, end in traces[-1].kernels_s)
-    first_s = next(end - start for start, end in kernels if start >= returned_s)
-    looks = (look for trace in traces for look in trace.looks)
+    starts_s, ends_s = np.array([kernel for trace in traces for kernel in trace.kernels_s]).T
+    times_s = ends_s - starts_s
+    steady_s = float(np.median(times_s[-len(traces[-1].kernels_s) :]))
+    before, after = ends_s <= called_s, ends_s > called_s
+    before_s = float(np.median(times_s[before])) if before.any() else steady_s
+    settled_s = _settled_s(starts_s[after], times_s[after], before_s, steady_s)
+    looks = itertools.chain.from_iterable(trace.looks for trace in traces)
     shown_s = next((at_s for at_s, mhz in looks if abs(mhz - to_mhz) <= _STEP_MHZ), None)
-    settled_s = _settled_s(
-        [kernel for kernel in kernels if kernel[1] > called_s],
-        statistics.median(before_s) if before_s else steady_s,
-        steady_s,
-    )
-    return Change(
-        call_s=returned_s - called_s,
-        settling_s=None if settled_s is None else max(0.0, settled_s - called_s),
-        shown_s=None if shown_s is None else shown_s - called_s,
-        first_kernel_ratio=first_s / steady_s,
-    )
+    return {
+        "call_s": returned_s - called_s,
+        "settling_s": None if settled_s is None else max(0.0, settled_s - called_s),
+        "shown_s": None if shown_s is None else shown_s - called_s,
+        "first_kernel_ratio": float(times_s[starts_s >= returned_s][0]) / steady_s,
+    }
 
 
 def _settled_s(
-    kernels: Sequence[tuple[float, float]], before_s: float, steady_s: float
+    starts_s: NDArray[np.float64], times_s: NDArray[np.float64], before_s: float, steady_s: float
 ) -> float | None:
     """Start of the first of some kernels in a row that take the steady time."""
     difference_s = abs(before_s - steady_s)
-    if difference_s < _VISIBLE * steady_s:
+    if difference_s < _VISIBLE * steady_s or len(times_s) < _STEADY_KERNELS:
         return None
     close_s = max(_CLOSE_OF_DIFFERENCE * difference_s, _CLOSE_OF_TIME * steady_s)
-    run = 0
-    for number, (start_s, end_s) in enumerate(kernels):
-        run = run + 1 if abs(end_s - start_s - steady_s) <= close_s else 0
-        if run == _STEADY_KERNELS:
-            return kernels[number - run + 1][0]
-    return None
+    close = np.abs(times_s - steady_s) <= close_s
+    steady = np.lib.stride_tricks.sliding_window_view(close, _STEADY_KERNELS).all(axis=1)
+    return float(starts_s[steady.argmax()]) if steady.any() else None
 
 
-@dataclass(frozen=True)
-class ClockLatency:
-    """The latency of a GPU's clock, for a file and for planning.
-
-    Args:
-        gpu: the product's name.
-        changes: for each pair `from_mhz`, `to_mhz`, and of `call_s`, `settling_s`, `shown_s` and
-            `first_kernel_ratio` the median, 99th percentile, maximum and count.
-        frequency_change_s: for the sidecar of a profile: the median settling of the slowest pair,
-            None where no change was seen.
-    """
-
-    gpu: str
-    changes: list[dict[str, Any]]
-    frequency_change_s: float | None
-
-    def to_json(self) -> dict[str, Any]:
-        """As a file holds it."""
-        return {"format": "envpipe-clock-latency/1", **asdict(self)}
-
-
-def summarise(gpu: Gpu, changes: dict[tuple[int, int], list[Change]]) -> ClockLatency:
-    """Medians and 99th percentiles of measured changes."""
+def summarise(
+    gpu: str, changes: dict[tuple[int, int], list[dict[str, float | None]]]
+) -> dict[str, Any]:
+    """What `measure_latency` returns, from the values of each pair's changes."""
     rows: list[dict[str, Any]] = []
-    for (from_mhz, to_mhz), measured in changes.items():
+    for (from_mhz, to_mhz), found in changes.items():
         row: dict[str, Any] = {"from_mhz": from_mhz, "to_mhz": to_mhz}
-        for name in ("call_s", "settling_s", "shown_s", "first_kernel_ratio"):
-            values = [getattr(change, name) for change in measured]
-            row[name] = spread(value for value in values if value is not None)
+        for name in found[0]:
+            row[name] = spread(value for one in found if (value := one[name]) is not None)
         rows.append(row)
-    settled = [row["settling_s"]["median"] for row in rows if row["settling_s"]["count"]]
-    return ClockLatency(gpu.name, rows, max(settled, default=None))
+    settled_s = [row["settling_s"]["median"] for row in rows if row["settling_s"]["count"]]
+    return {
+        "format": "envpipe-clock-latency/1",
+        "gpu": gpu,
+        "changes": rows,
+        "frequency_change_s": max(settled_s, default=None),
+    }
 
 
 class EmulatedKernelTimer:
@@ -343,48 +279,41 @@ class CudaKernelTimer:
     def __init__(self) -> None:
         import torch  # the rest of this module needs none
 
-        self._cuda = torch.cuda
-        self._base = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
-        self._events = [
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
-            for _ in range(KERNELS + 1)
-        ]
-        self._spin(self._events)  # loads the kernel
-        torch.cuda.synchronize()
+        self._cuda: Any = torch.cuda
+        self._base = self._cuda.Event(enable_timing=True)
+        self._events = [self._cuda.Event(enable_timing=True) for _ in range(KERNELS + 1)]
+        self._spin()  # loads the kernel
 
     def trace(self, call: Callable[[], None], look: Callable[[], int]) -> Trace:
         """Launch all kernels, call while they run, and look at the clock until they have ended."""
         self._cuda.synchronize()
         self._base.record()
         behind_s = self._host_minus_gpu_s()
-        self._spin(self._events)
+        self._spin()
         self._events[LEAD].synchronize()
         called_s = time.monotonic()
         call()
         returned_s = time.monotonic()
         looks = []
-        last_ended: Callable[[], bool] = self._events[-1].query
-        while not last_ended():
+        while not self._events[-1].query():
             mhz = look()
             looks.append((time.monotonic(), mhz))
         instants_s = [behind_s + self._base.elapsed_time(event) / 1e3 for event in self._events]
         return Trace(called_s, returned_s, list(itertools.pairwise(instants_s)), looks)
 
-    def _spin(self, events: list[Any]) -> None:
-        spin: Callable[[int], None] = self._cuda._sleep
-        for event in events[:-1]:
+    def _spin(self) -> None:
+        for event in self._events[:-1]:
             event.record()
-            spin(self._CYCLES)
-        events[-1].record()
+            self._cuda._sleep(self._CYCLES)
+        self._events[-1].record()
 
     def _host_minus_gpu_s(self) -> float:
         """What to add to the time since `_base` for the host's clock: the middle of its bounds."""
         low_s, high_s, event = float("-inf"), float("inf"), self._events[0]
-        ended: Callable[[], bool] = event.query
         for _ in range(self._TIES):
             before_s = time.monotonic()
             event.record()
-            while not ended():
+            while not event.query():
                 pass
             after_s = time.monotonic()
             gpu_s = self._base.elapsed_time(event) / 1e3
