@@ -39,7 +39,7 @@ from envpipe_megatron.gpu.guard.starting import connect_to_guard
 from envpipe_megatron.gpu.opening import BACKENDS, open_gpu
 from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, read_site
 from envpipe_megatron.runtime.clocks.controller import ClockController
-from envpipe_megatron.runtime.clocks.latency import KERNELS, Trace, measure_guarded
+from envpipe_megatron.runtime.clocks.latency import KERNELS, Trace, measure_latency
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.execution.completion import Done
@@ -260,7 +260,7 @@ class Walk:
                 rank_clock.controller.wait_idle()
                 rank_clock.close()
             EnergyMeter(gpu).close()
-            self.call(measure_guarded, gpu, SilentTimer(), [1410, 1200], 1)
+            self.call(measure_latency, gpu, SilentTimer(), [1410, 1200], 1)
 
 
 class SilentTimer:

@@ -27,13 +27,11 @@ from envpipe_megatron.gpu.control import choose_control, open_controlled
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.runtime.clocks.latency import (
-    ClockLatency,
     CudaKernelTimer,
     EmulatedKernelTimer,
     KernelTimer,
-    measure_guarded,
-    summarise,
 )
+from envpipe_megatron.runtime.clocks.latency import measure_latency as measure
 
 #: Shares of the highest clock that are measured by default.
 _SHARES = (1.0, 0.75, 0.5)
@@ -84,15 +82,13 @@ def measure_latency(
         say(console, f"Clocks are changed by {chosen.backend}: {chosen.why}")
         result = _measure(console, open_controlled(uid, chosen, site), timer, clocks, repeats)
     console.print(_table(result))
-    if result.frequency_change_s is None:
+    settling_s = result["frequency_change_s"]
+    if settling_s is None:
         say(console, "No change was seen: kernels take the same time at all of these clocks.")
     else:
-        say(
-            console,
-            f'For the sidecar of a profile: "frequency_change_s": {result.frequency_change_s:.4f}',
-        )
+        say(console, f'For the sidecar of a profile: "frequency_change_s": {settling_s:.4f}')
     if output:
-        replace_files({output: [json.dumps(result.to_json(), indent=1), "\n"]})
+        replace_files({output: [json.dumps(result, indent=1), "\n"]})
         say(console, f"Wrote {output}")
 
 
@@ -124,7 +120,7 @@ def _measure(
     timer: KernelTimer,
     clocks: Sequence[int] | None,
     repeats: int,
-) -> ClockLatency:
+) -> dict[str, Any]:
     supported = gpu.supported_frequencies_mhz
     if clocks is None:
         highest = max(supported)
@@ -133,18 +129,18 @@ def _measure(
     def tell(text: str) -> None:
         say(console, f"{gpu.name}: {text}")
 
-    return summarise(gpu, measure_guarded(gpu, timer, clocks, repeats, tell))
+    return measure(gpu, timer, clocks, repeats, tell)
 
 
-def _table(result: ClockLatency) -> Table:
+def _table(result: dict[str, Any]) -> Table:
     table = Table(
-        title=f"Changes of clock on {result.gpu}, median (99th percentile)",
+        title=f"Changes of clock on {result['gpu']}, median (99th percentile)",
         caption="settled: kernels take the new time; shown: the driver says so; "
         "first kernel: the first after the call, over the steady ones",
     )
     for column in ("MHz", "call (ms)", "settled (ms)", "shown (ms)", "first kernel"):
         table.add_column(column, justify="right")
-    for row in result.changes:
+    for row in result["changes"]:
         table.add_row(
             f"{row['from_mhz']} -> {row['to_mhz']}",
             *(_spread(row[name], 1e3) for name in ("call_s", "settling_s", "shown_s")),

@@ -140,7 +140,8 @@ class ClockController:
         self._queue.put(served)
         while self.error is None and self._thread.is_alive():
             with suppress(Empty):
-                return served.get(timeout=_LOOK_S)
+                served.get(timeout=_LOOK_S)
+                return
 
     def close(self) -> None:
         """Stop the thread and undo its lock, if it ever set one; safe to call twice.
