@@ -1,10 +1,10 @@
-"""What the ranks of a job tell each other between iterations.
+"""What the ranks of a job tell each other between iterations. Enter at `make_collectives`.
 
 No process talks to all others: at a thousand ranks that takes a tenth of a second, and each would
 hold a connection to each. The replicas of a stage form a tree of small groups, in which values are
-merged on their way up. At its top stand the ranks of the planner's pipeline, which join what their
-stages have come to; the result goes down the same ways. So what a rank takes in does not grow with
-the job, but for `to_planner` of values whose merging keeps all of them.
+merged on their way up. At its top stand the ranks of the planner's pipeline, which exchange the
+values of their stages; the result goes down the same ways. So what a rank receives does not grow
+with the job, except in `to_planner` of values whose merging keeps all of them.
 
 Everything is merged by one rank in one order, and the result is sent: all ranks have equal bits.
 """
@@ -26,11 +26,11 @@ from envpipe_megatron.runtime.channel.host_group import HostGroup
 
 T = TypeVar("T")
 
-#: The most ranks that one group of a tree joins: of so many a leader takes in the values.
+#: The most ranks of one group of a tree, whose values its leader receives.
 FAN_IN = 8
 
-#: How arrays of replicas are merged, element by element. The median is one of medians where there
-#: are more than `FAN_IN` replicas: no hiccup of a few of them gets through either.
+#: How arrays of replicas are merged, element by element. With more than `FAN_IN` replicas the
+#: median is one of medians, which a slow step of a few of them does not change either.
 SUM = partial(np.sum, axis=0)
 MEDIAN = partial(np.median, axis=0)
 
@@ -42,8 +42,8 @@ class CollectivesError(EnvPipeError):
 class Collectives:
     """Exchanges between the hosts of all ranks of the job.
 
-    Made by `make_collectives`. Every method is called by all ranks together, and raises
-    CollectivesError when a rank is gone, or silent for the groups' time-out.
+    Every method is called by all ranks together, and raises CollectivesError when a rank is gone,
+    or silent for the groups' time-out.
 
     Args:
         stage: this rank's.
@@ -59,7 +59,6 @@ class Collectives:
         self.num_replicas = num_replicas
         self._stage = stage
         self._tree = list(tree)
-        #: Whether this rank's pipeline is the planner's.
         self._at_top = all(group.leads for group in tree)
         self.is_planner = self._at_top and pipeline.leads
 
@@ -94,13 +93,11 @@ class Collectives:
     def first(self, value: T | None) -> tuple[int, T] | None:
         """The first stage that has a value, and one of its replicas' values; None without any."""
         stages = self.by_stage(value, lambda parts: next((p for p in parts if p is not None), None))
-        return next((found for found in enumerate(stages) if found[1] is not None), None)  # type: ignore[return-value]  # its value is there
+        found = ((stage, value) for stage, value in enumerate(stages) if value is not None)
+        return next(found, None)
 
     def all_to_planner(self, value: T) -> list[list[T]]:
-        """For each stage, the value of each replica, on the planner; elsewhere nothing.
-
-        Beside `all_pipelines`, the one exchange in which what a rank takes in grows with the job.
-        """
+        """For each stage, the value of each replica, on the planner; elsewhere nothing."""
         return self.to_planner([value], lambda parts: list(chain.from_iterable(parts)))
 
     def from_planner(self, value: T | None) -> T:
@@ -119,30 +116,26 @@ class Collectives:
             EnvPipeError: the planner's own error, on every rank; CollectivesError on the others
                 where it is of another kind.
         """
-        outcome: tuple[T | None, EnvPipeError | None] | None = None
+        made: T | None = None
         own: Exception | None = None
+        told: EnvPipeError | None = None
         if self.is_planner:
             try:
-                outcome = make(), None
+                made = make()
             except EnvPipeError as error:
-                outcome = None, error
+                own = told = error
             except Exception as error:  # the others must not wait for what never comes
                 own = error
-                outcome = (
-                    None,
-                    CollectivesError(
-                        f"The planning rank cannot go on: {type(error).__name__}: {error}"
-                    ),
-                )
-        value, failure = self.from_planner(outcome)
-        if own is not None:
-            raise own
+                text = f"The planning rank cannot go on: {type(error).__name__}: {error}"
+                told = CollectivesError(text)
+        made, told = self.from_planner((made, told))
+        failure = own or told
         if failure is not None:
             raise failure
-        return value  # type: ignore[return-value]  # there was no failure, so there is a value
+        return made  # type: ignore[return-value]  # there was no failure, so it is a T
 
     def everywhere(self, make: Callable[[], T]) -> T:
-        """What this rank makes, once every rank has made its own.
+        """What this rank makes, after every rank has made its own.
 
         Raises:
             Exception: this rank's own error.
@@ -163,7 +156,7 @@ class Collectives:
         return made  # type: ignore[return-value]  # there was no failure, so it is a T
 
     def latest(self, time_s: float) -> float:
-        """The latest of all ranks' times: replicas meet in every iteration."""
+        """The latest of all ranks' times."""
         return self.from_planner(max(self.to_planner(time_s, max), default=None))
 
     @contextmanager
@@ -221,10 +214,10 @@ def make_collectives(pipelines: Iterable[Sequence[int]], timeout: timedelta) -> 
 
 
 def tree_groups(member: int, size: int) -> list[range]:
-    """The groups of a tree over so many members that one of them belongs to, from the leaves up.
+    """The groups, in a tree over `size` members, that one of them belongs to, from the leaves up.
 
-    The first of each leads it, and belongs to a group of the next level; member 0 leads all of its.
-    No group has more than `FAN_IN` members, and those of all levels are about as large.
+    The first member of each group leads it, and belongs to a group of the next level. No group has
+    more than `FAN_IN` members, and groups of all levels are about as large.
     """
     levels = width = 1
     while FAN_IN**levels < size:

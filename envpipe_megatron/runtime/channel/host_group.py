@@ -1,8 +1,8 @@
 """A few ranks that exchange small values between their hosts; one of them leads.
 
-Over gloo, with connections of its own: `torch.distributed.new_group` has every rank of the job take
-part in making every group, or ranks that have made equally many groups before, and of torch's
-exchanges of objects each is two collectives.
+Over gloo, with its own connections: in `torch.distributed.new_group` every rank of the job must
+take part in making every group, or ranks that have made equally many groups before; and each of
+torch's exchanges of objects is two collectives.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 T = TypeVar("T")
 
-#: A message of so many bytes says how long the pickle is, and carries it or its beginning.
+#: Bytes of a message that says how long the pickle is, and carries it or its beginning.
 FRAME_BYTES = 256
 _LENGTH_BYTES = 8
 
@@ -30,7 +30,7 @@ class HostGroup:
 
     Args:
         ranks: the global ranks, this one among them.
-        name: no other group of the job has it; the same on all of the ranks.
+        name: the same on all of the ranks, and unique in the job.
         timeout: after which a silent rank is an error.
         leader: the global rank that leads.
     """
@@ -51,7 +51,7 @@ class HostGroup:
         return self._index == self._leader
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks in their order, on the one that leads; elsewhere nothing."""
+        """The values of all ranks in their order, on the leader; elsewhere nothing."""
         if self._size == 1:
             return [value]
         frame, rest = _packed(value)
@@ -71,7 +71,7 @@ class HostGroup:
         return values
 
     def broadcast(self, value: T) -> T:
-        """The value of the one that leads, on all ranks."""
+        """The leader's value, on all ranks."""
         if self._size == 1:
             return value
         frame, rest = _packed(value)
