@@ -29,13 +29,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
+from benchmarks.null_gpu import NullGpu
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import fit_to_channel
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import ProfileRow, make_profile, read_profile
 from envpipe_megatron.core.schedule import Kind, Schedule
-from envpipe_megatron.gpu.backends.dry_run import DryRunGpu
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.integrations.megatron_core import ForwardBackward
@@ -157,7 +157,7 @@ class Bench:
                     profile_file=profile_file,
                     plan_file=plan_file,
                 ),
-                DryRunGpu(supported_frequencies_mhz=preset.supported_frequencies_mhz),
+                NullGpu(preset.supported_frequencies_mhz),
                 lambda settle: self.make_executor(),
                 self.channel,
                 self.collectives,

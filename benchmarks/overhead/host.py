@@ -15,10 +15,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.null_gpu import NullGpu
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.backends.dry_run import DryRunGpu
 from envpipe_megatron.runtime.channel.collectives import SUM, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
@@ -92,7 +92,7 @@ def thread_costs_ns(seconds: float, *, clocks: bool) -> list[int]:
         clocks: whether each unit's clock is requested from a controller, or from nobody.
     """
     order = _order(1)
-    gpu = DryRunGpu(supported_frequencies_mhz=CLOCKS_MHZ)
+    gpu = NullGpu(CLOCKS_MHZ)
     controller = ClockController(gpu) if clocks else None
     request: Callable[[int, Completion], None] = (
         controller.request if controller else lambda frequency_mhz, after: None
@@ -131,7 +131,7 @@ def pipeline_unit_s(rank: int, seconds: float) -> list[float]:
     world = dist.group.WORLD
     assert world is not None
     channel = make_channel(world, timeout=timedelta(seconds=30))
-    gpu = DryRunGpu(supported_frequencies_mhz=CLOCKS_MHZ)
+    gpu = NullGpu(CLOCKS_MHZ)
     controller = ClockController(gpu)
     try:
         return _null_iterations(rank, seconds, order, channel, controller)

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.null_gpu import NullGpu
 from envpipe_megatron.core import builders
-from envpipe_megatron.gpu.backends.dry_run import DryRunGpu
 from envpipe_megatron.runtime.clocks import controller as clock_controller
 from envpipe_megatron.runtime.clocks.controller import ClockController, spread
 from envpipe_megatron.runtime.execution import executor as executor_module
@@ -44,11 +44,11 @@ PERIOD = 4
 INTERVALS_S = (5e-3, 5e-4, 1e-4)
 
 
-class StampingGpu(DryRunGpu):
-    """A dry run that notes the instant of each lock (ns) and its clock."""
+class StampingGpu(NullGpu):
+    """It notes the instant of each lock (ns) and its clock."""
 
     def __init__(self) -> None:
-        super().__init__(supported_frequencies_mhz=CLOCKS_MHZ)
+        super().__init__(CLOCKS_MHZ)
         self.entered: list[tuple[int, int]] = []
 
     def _lock(self, frequency_mhz: int) -> None:

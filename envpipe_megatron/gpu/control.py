@@ -8,12 +8,11 @@ driver (a script's sudo rule, a virtual GPU); what says no has a reason and a re
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
-from envpipe_megatron.gpu.backends.zeusd import CONTROL_GROUP, ZeusdConnection, zeusd_socket
+from envpipe_megatron.gpu.backends.zeusd import CONTROL_GROUP, Zeusd, zeusd_socket
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
     Gpu,
@@ -32,7 +31,7 @@ CHOICES = ("auto", *HARDWARE_BACKENDS, "dry_run", "emulated", "none")
 """What `--envpipe-gpu-control` takes."""
 
 _CAP_SYS_ADMIN = 21
-_ZEUSD_LOOK_S = 2.0
+_ZEUSD_TIME_LIMIT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +84,14 @@ def check_controls(site: SiteConfig) -> tuple[Control, ...]:
     Those that the site does not allow come last. Reads only: see the module.
     """
     order = [*site.backends, *(name for name in HARDWARE_BACKENDS if name not in site.backends)]
-    if clock_control_forbidden():
-        reason, remedy = f"{FORBID_VARIABLE} is set", f"Unset {FORBID_VARIABLE} where you may"
-        return tuple(Control(name, False, reason, remedy) for name in order)
     try:
+        if clock_control_forbidden():
+            raise GpuError(
+                f"{FORBID_VARIABLE} is set", remedy=f"Unset {FORBID_VARIABLE} where you may"
+            )
         pci_bus_ids = _controllable_gpus()
     except GpuError as error:
-        return tuple(Control(name, False, _lower(error.what), error.remedy) for name in order)
+        return tuple(_refused(name, error) for name in order)
     return tuple(_check(name, site, pci_bus_ids) for name in order)
 
 
@@ -122,35 +122,42 @@ def _controllable_gpus() -> list[str]:
 
 
 def _check(backend: str, site: SiteConfig, pci_bus_ids: Sequence[str]) -> Control:
-    if backend not in site.backends:
-        return Control(
-            backend,
-            False,
-            f"the site's configuration {site.path} does not allow it",
-            f"Ask to have {backend!r} added to 'gpu_control.backends' there",
-        )
-    return _LOOKS[backend](site, pci_bus_ids)
+    try:
+        if backend not in site.backends:
+            raise GpuError(
+                f"the site's configuration {site.path} does not allow it",
+                remedy=f"Ask to have {backend!r} added to 'gpu_control.backends' there",
+            )
+        return Control(backend, True, _EVIDENCE[backend](site, pci_bus_ids))
+    except GpuError as error:
+        return _refused(backend, error)
 
 
-def _look_at_nvml(site: SiteConfig, pci_bus_ids: Sequence[str]) -> Control:
+def _refused(backend: str, error: GpuError) -> Control:
+    reason = error.what
+    if reason[1:2].islower():  # a word, and no name in capitals
+        reason = reason[0].lower() + reason[1:]
+    return Control(backend, False, reason, error.remedy)
+
+
+def _nvml_evidence(site: SiteConfig, pci_bus_ids: Sequence[str]) -> str:
+    """What shows that NVML takes locks from this process; GpuError where it does not."""
+    user = f"user {os.geteuid()}"
     if not has_sys_admin():
-        user = f"user {os.geteuid()} has no CAP_SYS_ADMIN"
-        remedy = (
-            "Start the container with --cap-add SYS_ADMIN, or give it the socket of a zeusd"
+        raise GpuError(
+            f"{user} has no CAP_SYS_ADMIN",
+            remedy="Start the container with --cap-add SYS_ADMIN, or give it the socket of a zeusd"
             if os.geteuid() == 0
             else "Nothing needs to run as root: have an administrator run zeusd, or grant a "
-            "command in the site configuration"
+            "command in the site configuration",
         )
-        return Control("nvml", False, user, remedy)
     if in_user_namespace():
-        return Control(
-            "nvml",
-            False,
+        raise GpuError(
             "CAP_SYS_ADMIN here is that of a user namespace (a rootless container), which the "
             "driver does not take",
-            "Give the container the socket of a zeusd that runs outside",
+            remedy="Give the container the socket of a zeusd that runs outside",
         )
-    return Control("nvml", True, f"user {os.geteuid()} has CAP_SYS_ADMIN")
+    return f"{user} has CAP_SYS_ADMIN"
 
 
 def has_sys_admin() -> bool:
@@ -165,60 +172,47 @@ def has_sys_admin() -> bool:
     return bool(int(effective, 16) >> _CAP_SYS_ADMIN & 1)
 
 
-def _look_at_zeusd(site: SiteConfig, pci_bus_ids: Sequence[str]) -> Control:
-    try:
-        with closing(ZeusdConnection(zeusd_socket(site), _ZEUSD_LOOK_S)) as connection:
-            return _ask_zeusd(connection, pci_bus_ids)
-    except GpuError as error:
-        return Control("zeusd", False, _lower(error.what), error.remedy)
-
-
-def _ask_zeusd(connection: ZeusdConnection, pci_bus_ids: Sequence[str]) -> Control:
-    offer = connection.discover()
+def _zeusd_evidence(site: SiteConfig, pci_bus_ids: Sequence[str]) -> str:
+    """What shows that a zeusd changes clocks for this process; GpuError where none does."""
+    zeusd = Zeusd(zeusd_socket(site), _ZEUSD_TIME_LIMIT_S)
+    offer = zeusd.discover()
     if CONTROL_GROUP not in offer.groups:
-        return Control(
-            "zeusd",
-            False,
-            f"zeusd at {connection.path} offers {', '.join(sorted(offer.groups)) or 'nothing'}",
-            f"Start zeusd with --enable {CONTROL_GROUP}",
+        raise GpuError(
+            f"zeusd at {zeusd.path} offers {', '.join(sorted(offer.groups)) or 'nothing'}",
+            remedy=f"Start zeusd with --enable {CONTROL_GROUP}",
         )
     if offer.auth_required:
-        connection.check_token()
+        zeusd.check_token()
     missing = [name for name in pci_bus_ids if pci_address(name) not in offer.gpu_ids]
     if missing:
-        return Control(
-            "zeusd",
-            False,
-            f"zeusd at {connection.path} does not manage {', '.join(missing)}",
-            "Have zeusd see all GPUs of the machine, and restart it after changes",
+        raise GpuError(
+            f"zeusd at {zeusd.path} does not manage {', '.join(missing)}",
+            remedy="Have zeusd see all GPUs of the machine, and restart it after changes",
         )
-    return Control("zeusd", True, f"zeusd at {connection.path} offers {CONTROL_GROUP} to this user")
+    return f"zeusd at {zeusd.path} offers {CONTROL_GROUP} to this user"
 
 
-def _look_at_command(site: SiteConfig, pci_bus_ids: Sequence[str]) -> Control:
+def _command_evidence(site: SiteConfig, pci_bus_ids: Sequence[str]) -> str:
+    """What shows that this user can run the site's commands; GpuError where that is not so."""
     if not site.lock_command:
         where = f"in {site.path}" if site.path else "(there is no site configuration)"
-        return Control(
-            "command",
-            False,
+        raise GpuError(
             f"no lock_command is set {where}",
-            "Set lock_command and reset_command in the site configuration",
+            remedy="Set lock_command and reset_command in the site configuration",
         )
     for program in (site.lock_command[0], site.reset_command[0]):
         if not os.access(program, os.X_OK) or not Path(program).is_file():
-            return Control(
-                "command",
-                False,
+            raise GpuError(
                 f"this user cannot run {program}",
-                f"Correct the command in {site.path}, or make it executable",
+                remedy=f"Correct the command in {site.path}, or make it executable",
             )
-    return Control("command", True, f"{site.path} names commands that this user can run")
+    return f"{site.path} names commands that this user can run"
 
 
-_LOOKS: dict[str, Callable[[SiteConfig, Sequence[str]], Control]] = {
-    "nvml": _look_at_nvml,
-    "zeusd": _look_at_zeusd,
-    "command": _look_at_command,
+_EVIDENCE: dict[str, Callable[[SiteConfig, Sequence[str]], str]] = {
+    "nvml": _nvml_evidence,
+    "zeusd": _zeusd_evidence,
+    "command": _command_evidence,
 }
 
 
@@ -294,7 +288,3 @@ def open_controlled(uid: str, chosen: ChosenControl, site: SiteConfig) -> Gpu:
         GpuError: the back end cannot open this GPU.
     """
     return open_gpu(GpuAddress(chosen.backend or "none", uid), site)
-
-
-def _lower(sentence: str) -> str:
-    return sentence[:1].lower() + sentence[1:]

@@ -19,8 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from envpipe_megatron.gpu.backends.nvml_errors import EnergyCounterError
-from envpipe_megatron.gpu.base import EnergyReading
+from envpipe_megatron.gpu.base import EnergyReading, GpuError
 
 EXPECTED_PERIOD_S = 0.1
 STEP_S = 0.002
@@ -64,9 +63,8 @@ class EnergyCounter:
         refresh, up to 0.1 s. A caller that polls every 50 ms sees each refresh.
 
         Raises:
-            EnergyCounterError: the counter went back, or has not moved for `STALL_S`. The next call
-                begins anew.
-            GpuError: it could not be read.
+            GpuError: the counter could not be read, went back, or has not moved for `STALL_S`. The
+                next call begins anew.
         """
         with self._lock:
             last = self._reading
@@ -97,7 +95,7 @@ class EnergyCounter:
                 half_s = (end_s - after_s) / 2
                 return EnergyReading(energy_j, after_s + half_s, half_s)
             if end_s - first_s > STALL_S:
-                raise EnergyCounterError(
+                raise GpuError(
                     f"The energy counter of {self._name} has not moved for {STALL_S:g} s",
                     value=energy_j,
                     remedy="Check the GPU with nvidia-smi; its energy is not measured meanwhile",
@@ -106,7 +104,7 @@ class EnergyCounter:
 
     def _refuse_back(self, energy_j: float, old_j: float) -> None:
         if energy_j < old_j:
-            raise EnergyCounterError(
+            raise GpuError(
                 f"The energy counter of {self._name} went back from {old_j:.3f} J",
                 value=energy_j,
                 remedy="The driver was reloaded or the GPU reset; windows over it have no energy",

@@ -38,16 +38,15 @@ def open_gpu(address: GpuAddress, site: SiteConfig | None = None) -> Gpu:
         site = read_site()
     gpu = NvmlGpu(address.uid, reset_range_mhz=site.reset_range_mhz)
     if address.backend == "zeusd":
-        from envpipe_megatron.gpu.backends.zeusd import ZeusdConnection, ZeusdGpu, zeusd_socket
+        from envpipe_megatron.gpu.backends.zeusd import Zeusd, ZeusdGpu, zeusd_socket
 
-        connection = ZeusdConnection(zeusd_socket(site))
-        return ZeusdGpu(gpu, gpu.pci_bus_id, connection, site.reset_range_mhz)
+        return ZeusdGpu(gpu, gpu.pci_bus_id, Zeusd(zeusd_socket(site)), site.reset_range_mhz)
     if address.backend == "command":
         from envpipe_megatron.gpu.backends.command import CommandGpu
 
         return CommandGpu(gpu, gpu.index, site)
     if address.backend == "dry_run":
-        from envpipe_megatron.gpu.backends.dry_run import DryRunGpu
+        from envpipe_megatron.gpu.backends.read_through import DryRunGpu
 
         return DryRunGpu(gpu)
     if address.backend == "none":

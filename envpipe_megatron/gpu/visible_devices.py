@@ -25,10 +25,6 @@ _UUID = re.compile(r"(?:GPU-)?([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})", re
 _PCI = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?", re.IGNORECASE)
 
 
-class DeviceOrderError(GpuError):
-    """CUDA's numbers cannot be told from its environment variables."""
-
-
 @dataclass(frozen=True, slots=True)
 class VisibleGpus:
     """The GPUs that CUDA shows to a process, in the order of its device numbers.
@@ -88,7 +84,7 @@ def visible_gpus(environment: Mapping[str, str] | None = None) -> VisibleGpus:
         environment: with CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, by default this process's.
 
     Raises:
-        DeviceOrderError: the GPUs are unlike and numbered by speed, or one is named twice.
+        GpuError: the GPUs are unlike and numbered by speed, or one is named twice.
         MigModeError: a MIG instance is named.
         NvmlError: NVML is not there or does not work.
     """
@@ -105,7 +101,7 @@ def visible_gpus(environment: Mapping[str, str] | None = None) -> VisibleGpus:
     if by_number and chosen and variables.get(ORDER_VARIABLE) != "PCI_BUS_ID":
         names = sorted({device.name for device in in_pci_order})
         if len(names) > 1:
-            raise DeviceOrderError(
+            raise GpuError(
                 "CUDA numbers unlike GPUs by their speed, which only CUDA can tell",
                 value=names,
                 remedy=f"Set {ORDER_VARIABLE}=PCI_BUS_ID, or name GPUs in {VISIBLE_VARIABLE} "
@@ -127,7 +123,7 @@ def _chosen(entries: Sequence[str], in_pci_order: Sequence[NvmlDevice]) -> list[
         if named is None:
             break
         if named in chosen:
-            raise DeviceOrderError(
+            raise GpuError(
                 f"{VISIBLE_VARIABLE} names a GPU twice",
                 value=entry,
                 remedy="Name each GPU once: CUDA shows none otherwise",

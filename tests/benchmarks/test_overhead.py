@@ -30,12 +30,12 @@ MEASURES = [
 def test_every_unit_asks_for_a_clock_and_the_driver_gets_it(monkeypatch):
     locked = []
 
-    class Noting(overhead_host.DryRunGpu):
+    class Noting(overhead_host.NullGpu):
         def _lock(self, frequency_mhz):
             locked.append(frequency_mhz)
             super()._lock(frequency_mhz)
 
-    monkeypatch.setattr(overhead_host, "DryRunGpu", Noting)
+    monkeypatch.setattr(overhead_host, "NullGpu", Noting)
     for _ in range(100):
         costs_ns = overhead_host.thread_costs_ns(0.05, clocks=True)
         if len(set(locked)) > 1:  # a busy machine gets to the driver later

@@ -1,17 +1,15 @@
 """The guard against clock control, and what the base class checks for every back end."""
 
 import logging
-import time
 
 import pytest
 from plain_reader import UUID, PlainReader, assert_reads_through
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.backends.dry_run import DryRunGpu
+from envpipe_megatron.gpu.backends.read_through import DryRunGpu
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
     ClockControlForbiddenError,
-    ClockState,
     EnergyReading,
     Gpu,
     GpuAddress,
@@ -128,16 +126,3 @@ def test_dry_run_reads_through_but_sets_nothing(caplog):
     ]
     with pytest.raises(UnsupportedFrequencyError):
         gpu.lock_frequency(1400)
-
-
-def test_dry_run_alone():
-    gpu = DryRunGpu(supported_frequencies_mhz=(1000, 900))
-    assert gpu.address.backend == "dry_run"
-    assert gpu.address != DryRunGpu(supported_frequencies_mhz=(1000, 900)).address
-    gpu.lock_frequency(900)
-    assert gpu.clock_state() == ClockState(900, 1000)
-    assert (gpu.name, gpu.power_w) == ("dry run", 0.0)
-    before_s = time.monotonic()
-    reading = gpu.read_energy()
-    assert reading == EnergyReading(0.0, reading.time_s, 0.0)
-    assert before_s <= reading.time_s <= gpu.time_s() <= time.monotonic()

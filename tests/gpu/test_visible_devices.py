@@ -9,8 +9,8 @@ import pytest
 
 from envpipe_megatron.gpu import visible_devices
 from envpipe_megatron.gpu.backends.nvml_errors import GpuNotFoundError, MigModeError
+from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.visible_devices import (
-    DeviceOrderError,
     VisibleGpus,
     pci_address,
     uid_of_cuda_device,
@@ -94,7 +94,7 @@ def test_unlike_gpus_have_numbers_only_in_pci_order(fake_nvml_node):
     node = fake_nvml_node("rtx3090", "h200")
     node.use_here()
     for variables in ({}, {"CUDA_VISIBLE_DEVICES": "1"}):
-        with pytest.raises(DeviceOrderError, match=r"H200.*Set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
+        with pytest.raises(GpuError, match=r"H200.*Set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
             visible_gpus(variables)
     assert _indices("1", CUDA_DEVICE_ORDER="PCI_BUS_ID") == [1]
     assert _indices(node.uuids[1]) == [1]
@@ -104,7 +104,7 @@ def test_unlike_gpus_have_numbers_only_in_pci_order(fake_nvml_node):
 def test_refused_entries(node):
     with pytest.raises(MigModeError, match="MIG off"):
         visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1234"})
-    with pytest.raises(DeviceOrderError, match="twice"):
+    with pytest.raises(GpuError, match="twice"):
         visible_gpus({"CUDA_VISIBLE_DEVICES": f"1,{node.uuids[1]}"})
 
 

@@ -45,8 +45,6 @@ class _Handler(BaseHTTPRequestHandler):
         body = b"" if answer is None else json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
-        if self.command == "POST" and self.server.daemon.closes:
-            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(body)
 
@@ -59,11 +57,9 @@ class FakeZeusd:
         tokens: {token: scopes}, None for a daemon that wants no token.
         fault: (status, answer) given to every write, None for success.
         offer: what /discover answers instead of the truth.
-        closes: whether it closes a connection after each write.
         wait_for: cleared by a test that wants writes to take their time.
         changes: every write that was made, as (path, query).
         requests: every request, as "METHOD /path".
-        connections: how many were made.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,13 +69,11 @@ class FakeZeusd:
         self.tokens = None
         self.fault = None
         self.offer = None
-        self.closes = False
         self.wait_for = threading.Event()
         self.wait_for.set()
         self.in_write = threading.Event()
         self.changes: list[tuple[str, dict[str, str]]] = []
         self.requests: list[str] = []
-        self.connections = 0
         self._open: list[socket.socket] = []
         self._server: _Server | None = None
         self.start()
@@ -90,7 +84,6 @@ class FakeZeusd:
         class Server(_Server):
             def get_request(self):
                 connection, address = super().get_request()
-                daemon.connections += 1
                 daemon._open.append(connection)
                 return connection, address
 
@@ -98,30 +91,25 @@ class FakeZeusd:
         self._server.daemon = self
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
-    def drop_connections(self):
-        """Close what is open, as the daemon does with connections that were idle for long."""
-        for connection in self._open:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        self._open.clear()
-
     def stop(self):
-        self._server.shutdown()
-        self._server.server_close()
-        self.drop_connections()
         self.path.unlink()
+        self._end(self._server, self._open)
 
     def restart(self):
         """The new one listens before the old one's connections end: no client finds none."""
-        old, connections = self._server, self._open
+        server, connections = self._server, self._open
         self._open = []
         self.path.unlink()
         self.start()
-        old.shutdown()
-        old.server_close()
+        self._end(server, connections)
+
+    def _end(self, server, connections):
+        server.shutdown()
+        server.server_close()
         for connection in connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+        connections.clear()
 
     def handle(self, request):
         target = urlsplit(request.path)

@@ -16,7 +16,7 @@ from envpipe_megatron.cli.common import say
 from envpipe_megatron.cli.machine.latency import measure_latency
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
-from envpipe_megatron.gpu.backends.nvml_errors import DriverNotLoadedError, NvmlLibraryNotFoundError
+from envpipe_megatron.gpu.backends.nvml_errors import NoNvmlError
 from envpipe_megatron.gpu.backends.nvml_library import NvmlHandle
 from envpipe_megatron.gpu.base import ClockState, Gpu, GpuAddress, GpuError
 from envpipe_megatron.gpu.emulated.emulated_gpu import list_emulated
@@ -51,7 +51,7 @@ def listed_gpus() -> list[ListedGpu]:
     """
     try:
         devices = list_nvml_gpus()
-    except (NvmlLibraryNotFoundError, DriverNotLoadedError):
+    except NoNvmlError:
         if not os.environ.get(ROOT_VARIABLE):
             raise
         root = default_root().absolute()

@@ -29,10 +29,6 @@ _TAIL_BYTES = 2000
 _STOP_S = 1.0
 
 
-class CommandError(GpuError):
-    """A site's command failed, hung, or is not there."""
-
-
 class CommandGpu(ReadThroughGpu):
     """One GPU under a site's commands.
 
@@ -42,14 +38,15 @@ class CommandGpu(ReadThroughGpu):
         site: the configuration that holds both commands.
 
     Raises:
-        CommandError: the site has no commands.
-        GpuError: the GPU's uid is not a UUID.
+        GpuError: the site has no commands, or the GPU's uid is not a UUID.
     """
 
+    backend = "command"
+
     def __init__(self, reader: Gpu, index: int, site: SiteConfig) -> None:
-        super().__init__("command", reader)
+        super().__init__(reader)
         if not site.lock_command:
-            raise CommandError(
+            raise GpuError(
                 "This site has no commands that change clocks",
                 value=str(site.path) if site.path else None,
                 remedy="Set lock_command and reset_command in the site configuration",
@@ -72,10 +69,10 @@ class CommandGpu(ReadThroughGpu):
     def _run(self, command: Sequence[str], values: Mapping[str, str]) -> None:
         # In one pass, so that nothing that was put in is read as a placeholder again.
         argv = [PLACEHOLDER.sub(lambda match: values[match[1]], part) for part in command]
+        what, path = f"The site's command for {self.name}", self._site.path
         # A file and not a pipe: a pipe stays open as long as any descendant lives. In memory, so
         # that a full disk does not keep a clock locked.
-        errors = os.memfd_create("stderr", os.MFD_CLOEXEC)
-        try:
+        with os.fdopen(os.memfd_create("stderr", os.MFD_CLOEXEC), "rb") as errors:
             try:
                 process = subprocess.Popen(
                     argv,
@@ -87,32 +84,28 @@ class CommandGpu(ReadThroughGpu):
                     start_new_session=True,
                 )
             except OSError as error:
-                raise CommandError(
-                    f"The site's command for {self.name} cannot be run: {error.strerror}",
+                raise GpuError(
+                    f"{what} cannot be run: {error.strerror}",
                     value=argv[0],
-                    remedy=f"Correct the command in {self._site.path}, or make it executable",
+                    remedy=f"Correct the command in {path}, or make it executable",
                 ) from error
+            limit_s = self._site.command_time_limit_s
             try:
-                status = process.wait(self._site.command_time_limit_s)
+                status = process.wait(limit_s)
             except subprocess.TimeoutExpired:
-                stopped = _stop(process)
-                raise CommandError(
-                    f"The site's command for {self.name} took longer than its limit of "
-                    f"{self._site.command_time_limit_s:g} s and "
-                    f"{'was stopped' if stopped else 'could not be stopped: it may still act'}"
-                    f"{_tail(errors)}",
+                end = "was stopped" if _stop(process) else "could not be stopped: it may still act"
+                raise GpuError(
+                    f"{what} took longer than its limit of {limit_s:g} s and {end}"
+                    f"{_tail(errors.fileno())}",
                     value=argv,
-                    remedy=f"Run it by hand, or raise command_time_limit_s in {self._site.path}",
+                    remedy=f"Run it by hand, or raise command_time_limit_s in {path}",
                 ) from None
             if status != 0:
-                raise CommandError(
-                    f"The site's command for {self.name} failed with status {status}"
-                    f"{_tail(errors)}",
+                raise GpuError(
+                    f"{what} failed with status {status}{_tail(errors.fileno())}",
                     value=argv,
                     remedy="Run it by hand as this user; a sudo rule must not ask for a password",
                 )
-        finally:
-            os.close(errors)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> bool:

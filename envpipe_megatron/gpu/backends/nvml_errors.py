@@ -9,10 +9,6 @@ class NvmlError(GpuError):
     """NVML could not do what was asked."""
 
 
-class NvmlUnknownError(NvmlError):
-    """NVML failed with a code that says nothing more."""
-
-
 class NvmlPermissionError(NvmlError, GpuPermissionError):
     """This process may not change the GPU's clock."""
 
@@ -37,24 +33,8 @@ class GpuNotFoundError(NvmlError):
     """NVML sees no such GPU."""
 
 
-class DriverMismatchError(NvmlError):
-    """The kernel's driver and the NVML library are of different versions."""
-
-
-class DriverNotLoadedError(NvmlError):
-    """NVML's library is there, and no driver runs."""
-
-
-class NvmlLibraryNotFoundError(NvmlError):
-    """There is no libnvidia-ml.so.1, or it cannot be loaded."""
-
-
-class NvmlTimeoutError(NvmlError):
-    """The driver gave up waiting for the GPU."""
-
-
-class EnergyCounterError(NvmlError):
-    """The energy counter stands still or went back."""
+class NoNvmlError(NvmlError):
+    """This machine has no NVIDIA driver, or no NVML library."""
 
 
 _NEEDS_NO_ROOT = (
@@ -95,23 +75,23 @@ _NAMED: dict[int, tuple[type[NvmlError], str, str]] = {
         "List the GPUs of this node with nvidia-smi -L",
     ),
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
-        DriverMismatchError,
+        NvmlError,
         "the kernel's driver and the library libnvidia-ml.so.1 are of different versions",
         "The driver was updated while it ran: reboot, or reload its kernel modules; in a container "
         "use the host's library",
     ),
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED: (
-        DriverNotLoadedError,
+        NoNvmlError,
         "no NVIDIA driver is loaded",
         "Load the driver, or give the container GPUs (docker run --gpus all)",
     ),
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: (
-        NvmlLibraryNotFoundError,
+        NoNvmlError,
         "there is no libnvidia-ml.so.1",
         "Install the NVIDIA driver, or give the container GPUs with the 'utility' capability",
     ),
     pynvml.NVML_ERROR_TIMEOUT: (
-        NvmlTimeoutError,
+        NvmlError,
         "the driver gave up waiting for the GPU",
         "Try again; if it stays, look for an Xid in the kernel log",
     ),
@@ -128,7 +108,7 @@ def named_error(error: pynvml.NVMLError, action: str) -> NvmlError:
     kind, cause, remedy = _NAMED.get(
         error.value,
         (
-            NvmlUnknownError,
+            NvmlError,
             f"NVML says '{error}'",
             "Check the GPU with nvidia-smi and look for an Xid in the kernel log",
         ),

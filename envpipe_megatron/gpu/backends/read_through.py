@@ -1,6 +1,12 @@
-"""GPUs that are read through another one: changing a clock needs rights, reading it does not."""
+"""GPUs that are read through another one: changing a clock needs rights, reading it does not.
 
+`ReadThroughGpu` is the base of all of them. Here are the two that change no clock, `DryRunGpu` and
+`ReadOnlyGpu`; `command` and `zeusd` have the others. `gpu.opening` makes them.
+"""
+
+import logging
 from dataclasses import replace
+from typing import ClassVar
 
 from envpipe_megatron.gpu.base import (
     ClockState,
@@ -10,19 +16,25 @@ from envpipe_megatron.gpu.base import (
     GpuPermissionError,
 )
 
+_LOG = logging.getLogger(__name__)
+
 
 class ReadThroughGpu(Gpu):
     """Name, clock table and meters of another GPU object, whose own clock control is never used.
 
     A subclass sets the clock its own way and keeps `_requested_mhz`.
 
-    Args:
+    Attributes:
         backend: the back end of the address.
+
+    Args:
         reader: the GPU to read from.
     """
 
-    def __init__(self, backend: str, reader: Gpu) -> None:
-        self.address = GpuAddress(backend, reader.address.uid)
+    backend: ClassVar[str]
+
+    def __init__(self, reader: Gpu) -> None:
+        self.address = GpuAddress(self.backend, reader.address.uid)
         self.name = reader.name
         self.supported_frequencies_mhz = reader.supported_frequencies_mhz
         self._reader = reader
@@ -39,7 +51,7 @@ class ReadThroughGpu(Gpu):
         return self._reader.observed_frequency_mhz
 
     def clock_state(self) -> ClockState:
-        """Return the reader's state, with what was asked of this object."""
+        """Return the reader's state, with what was requested of this object."""
         return replace(self._reader.clock_state(), requested_mhz=self._requested_mhz)
 
     @property
@@ -56,17 +68,30 @@ class ReadThroughGpu(Gpu):
         return self._reader.time_s()
 
 
+class DryRunGpu(ReadThroughGpu):
+    """A GPU that logs each request for a clock and sets nothing."""
+
+    backend = "dry_run"
+    drives_hardware = False
+
+    def _lock(self, frequency_mhz: int) -> None:
+        _LOG.info("dry run: would lock %s at %d MHz", self.name, frequency_mhz)
+        self._requested_mhz = frequency_mhz
+
+    def _reset(self) -> None:
+        _LOG.info("dry run: would reset the clock of %s", self.name)
+        self._requested_mhz = None
+
+
 class ReadOnlyGpu(ReadThroughGpu):
-    """A GPU for a job that may not change clocks: meters work, a lock is refused, always.
+    """A GPU for a job that may not change clocks: meters work, a lock is always refused.
 
     Resetting is allowed and does nothing, since nothing can have been locked here.
     """
 
+    backend = "none"
     drives_hardware = False
     read_only = True
-
-    def __init__(self, reader: Gpu) -> None:
-        super().__init__("none", reader)
 
     def _lock(self, frequency_mhz: int) -> None:
         raise GpuPermissionError(

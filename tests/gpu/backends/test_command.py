@@ -11,7 +11,7 @@ import pytest
 from plain_reader import UUID, PlainReader, assert_reads_through
 
 from envpipe_megatron.gpu.backends import command
-from envpipe_megatron.gpu.backends.command import CommandError, CommandGpu
+from envpipe_megatron.gpu.backends.command import CommandGpu
 from envpipe_megatron.gpu.base import (
     ClockControlForbiddenError,
     GpuError,
@@ -146,7 +146,7 @@ def test_a_failure_says_status_and_the_end_of_what_was_said(script):
         "sys.exit(7)\n"
     )
     gpu = script.gpu()
-    with pytest.raises(CommandError) as caught:
+    with pytest.raises(GpuError) as caught:
         gpu.lock_frequency(1380)
     message = str(caught.value)
     assert "status 7" in message
@@ -156,7 +156,7 @@ def test_a_failure_says_status_and_the_end_of_what_was_said(script):
     assert 1900 < message.count("noise") * 5 < 2000  # the end of it
     assert "first" not in message
     assert gpu.requested_frequency_mhz is None
-    with pytest.raises(CommandError):
+    with pytest.raises(GpuError):
         gpu.reset_frequency()
 
 
@@ -164,7 +164,7 @@ def test_a_lock_that_failed_does_not_hide_the_one_before(script):
     gpu = script.gpu()
     gpu.lock_frequency(1380)
     script.write("sys.exit(1)\n")
-    with pytest.raises(CommandError):
+    with pytest.raises(GpuError):
         gpu.lock_frequency(1200)
     assert gpu.requested_frequency_mhz == 1380
 
@@ -172,10 +172,10 @@ def test_a_lock_that_failed_does_not_hide_the_one_before(script):
 def test_a_missing_program_and_one_that_cannot_be_run(script):
     gpu = script.gpu()
     script.path.write_text("no interpreter line")
-    with pytest.raises(CommandError, match=r"cannot be run.*/etc/site\.toml"):
+    with pytest.raises(GpuError, match=r"cannot be run.*/etc/site\.toml"):
         gpu.lock_frequency(1380)
     script.path.unlink()
-    with pytest.raises(CommandError, match="No such file"):
+    with pytest.raises(GpuError, match="No such file"):
         gpu.reset_frequency()
 
 
@@ -200,7 +200,7 @@ def is_gone(pid):
 def test_a_command_that_hangs_is_stopped_with_its_children(script, tmp_path, ignores_sigterm):
     waits_for_ever(script, tmp_path, ignores_sigterm)
     gpu = script.gpu(time_limit_s=1.0)
-    with pytest.raises(CommandError, match=r"limit of 1 s and was stopped; it said: still at it"):
+    with pytest.raises(GpuError, match=r"limit of 1 s and was stopped; it said: still at it"):
         gpu.lock_frequency(1380)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
@@ -223,7 +223,7 @@ def test_a_command_that_may_not_be_stopped_is_left_and_said(script, tmp_path, mo
     monkeypatch.setattr(os, "killpg", not_permitted)
     monkeypatch.setattr(command, "_STOP_S", 0.1)
     try:
-        with pytest.raises(CommandError, match="could not be stopped: it may still act"):
+        with pytest.raises(GpuError, match="could not be stopped: it may still act"):
             gpu.lock_frequency(1380)
     finally:
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
@@ -235,5 +235,5 @@ def test_a_guard_waits_at_least_as_long_as_a_command_may_run(script):
 
 
 def test_a_site_without_commands(script):
-    with pytest.raises(CommandError, match="no commands"):
+    with pytest.raises(GpuError, match="no commands"):
         CommandGpu(PlainReader(), 0, SiteConfig())

