@@ -8,7 +8,6 @@ without the variable does change GPUs in all three ways, so that its silence mea
 import ast
 import contextlib
 import importlib
-import os
 import pkgutil
 import subprocess
 import sys
@@ -285,9 +284,8 @@ WALKS = (
 )
 
 
-@pytest.mark.parametrize("value", ["1", "no"])
-def test_no_entry_changes_a_gpu_under_the_variable(machine, monkeypatch, value):
-    monkeypatch.setenv(FORBID_VARIABLE, value)
+def test_no_entry_changes_a_gpu_under_the_variable(machine, monkeypatch):
+    monkeypatch.setenv(FORBID_VARIABLE, "1")
     leases = [record.path.read_bytes() for record in list_leases()]
     walk = Walk(machine)
     for part in WALKS:
@@ -298,18 +296,8 @@ def test_no_entry_changes_a_gpu_under_the_variable(machine, monkeypatch, value):
     assert [record.path.read_bytes() for record in list_leases()] == leases
 
 
-@pytest.mark.parametrize(
-    ("part", "ways"),
-    [
-        (Walk.walk_commands, {"nvml", "zeusd", "command"}),
-        (Walk.walk_choices, {"nvml", "zeusd", "command"}),
-        (Walk.walk_back_ends, {"nvml", "zeusd", "command"}),
-        (Walk.walk_leases, {"nvml", "zeusd", "command"}),
-        (Walk.walk_guard, {"nvml", "zeusd", "command"}),
-        (Walk.walk_runtime, {"nvml", "zeusd", "command"}),
-    ],
-)
-def test_without_the_variable_the_same_walk_changes_gpus(machine, monkeypatch, part, ways):
+@pytest.mark.parametrize("part", WALKS)
+def test_without_the_variable_the_same_walk_changes_gpus(machine, monkeypatch, part):
     # Nobody waits here for late requests of jobs that were never there.
     at_once = property(lambda gpu: 0.0, lambda gpu, value: None)
     for kind in (ZeusdGpu, CommandGpu):
@@ -317,7 +305,7 @@ def test_without_the_variable_the_same_walk_changes_gpus(machine, monkeypatch, p
     if part in (Walk.walk_guard, Walk.walk_runtime):
         machine.clean_up()  # guards, which are other processes, would wait
     part(Walk(machine))
-    assert {way for way, made in machine.changes().items() if made} == ways
+    assert all(machine.changes().values())
 
 
 def test_every_command_is_walked():
@@ -354,23 +342,12 @@ def names_in(path):
             yield node.value
 
 
-@pytest.mark.parametrize(
-    ("signs", "home"),
-    [
-        (("nvmlDeviceSet", "nvmlDeviceReset", "nvmlDeviceClear"), "gpu/backends/nvml.py"),
-        (("set_gpu_locked_clocks", "reset_gpu_locked_clocks"), "gpu/backends/zeusd.py"),
-    ],
-)
-def test_calls_that_change_a_gpu_stand_in_one_module_each(signs, home):
-    files = [*(ROOT / "envpipe_megatron").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
-    users = {path for path in files if any(n.startswith(signs) for n in names_in(path))}
-    assert users == {ROOT / "envpipe_megatron" / home}
-
-
-def test_a_process_may_get_the_variable_later(machine, monkeypatch):
-    gpus = [open_gpu(GpuAddress(name, machine.nvml.uuids[3])) for name in HARDWARE_BACKENDS]
-    monkeypatch.setitem(os.environ, FORBID_VARIABLE, "1")
-    walk = Walk(machine)
-    for gpu in gpus:
-        walk.use(gpu)
-    assert machine.changes() == {"nvml": [], "zeusd": [], "command": []}
+def test_calls_that_change_a_gpu_stand_in_one_module_each():
+    folders = (ROOT / "envpipe_megatron", ROOT / "benchmarks")
+    names = {path: set(names_in(path)) for folder in folders for path in folder.rglob("*.py")}
+    for signs, home in (
+        (("nvmlDeviceSet", "nvmlDeviceReset", "nvmlDeviceClear"), "nvml.py"),
+        (("set_gpu_locked_clocks", "reset_gpu_locked_clocks"), "zeusd.py"),
+    ):
+        users = [path for path, used in names.items() if any(n.startswith(signs) for n in used)]
+        assert users == [ROOT / "envpipe_megatron" / "gpu" / "backends" / home]

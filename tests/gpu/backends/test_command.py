@@ -13,9 +13,7 @@ from plain_reader import UUID, PlainReader, assert_reads_through
 from envpipe_megatron.gpu.backends import command
 from envpipe_megatron.gpu.backends.command import CommandGpu
 from envpipe_megatron.gpu.base import (
-    ClockControlForbiddenError,
     GpuError,
-    UnsupportedFrequencyError,
 )
 from envpipe_megatron.gpu.site import SiteConfig
 
@@ -103,13 +101,6 @@ def test_a_command_gets_nothing_of_the_jobs_surroundings(script, monkeypatch, tm
     assert len(record["descriptors"]) <= 5
 
 
-def test_only_supported_clocks_reach_the_command(script):
-    for clock in (1381, 0, -1, 10**9):
-        with pytest.raises(UnsupportedFrequencyError):
-            script.gpu().lock_frequency(clock)
-    assert not script.log.exists()
-
-
 @pytest.mark.parametrize(
     "uid",
     [
@@ -127,16 +118,6 @@ def test_only_supported_clocks_reach_the_command(script):
 def test_only_a_uuid_can_be_put_into_a_command(script, uid):
     with pytest.raises(GpuError, match="UUID"):
         CommandGpu(PlainReader(uid), 0, script.site("{uuid}"))
-    assert not script.log.exists()
-
-
-def test_the_forbid_variable_stops_both(script, monkeypatch):
-    gpu = script.gpu()
-    monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "1")
-    with pytest.raises(ClockControlForbiddenError):
-        gpu.lock_frequency(1380)
-    with pytest.raises(ClockControlForbiddenError):
-        gpu.reset_frequency()
     assert not script.log.exists()
 
 
@@ -158,15 +139,6 @@ def test_a_failure_says_status_and_the_end_of_what_was_said(script):
     assert gpu.requested_frequency_mhz is None
     with pytest.raises(GpuError):
         gpu.reset_frequency()
-
-
-def test_a_lock_that_failed_does_not_hide_the_one_before(script):
-    gpu = script.gpu()
-    gpu.lock_frequency(1380)
-    script.write("sys.exit(1)\n")
-    with pytest.raises(GpuError):
-        gpu.lock_frequency(1200)
-    assert gpu.requested_frequency_mhz == 1380
 
 
 def test_a_missing_program_and_one_that_cannot_be_run(script):

@@ -13,11 +13,8 @@ from fake_nvml.models import MODELS
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
 from envpipe_megatron.gpu.backends.nvml_errors import NvmlNotSupportedError
 from envpipe_megatron.gpu.base import (
-    FORBID_VARIABLE,
-    ClockControlForbiddenError,
     ClockState,
     GpuAddress,
-    UnsupportedFrequencyError,
 )
 from envpipe_megatron.gpu.opening import open_gpu
 
@@ -110,33 +107,6 @@ def test_a_site_has_its_own_meaning_of_a_reset(node):
     assert RESET not in [call.function for call in node.changes()]
 
 
-def test_the_site_configuration_gives_the_range(node, tmp_path, monkeypatch):
-    path = tmp_path / "site.toml"
-    path.write_text('format = "envpipe-site/1"\n[gpu_control]\nreset_range_mhz = [210, 1305]\n')
-    monkeypatch.setenv("ENVPIPE_SITE_CONFIG", str(path))
-    open_gpu(GpuAddress("nvml", node.uuids[0])).reset_frequency()
-    assert _changes(node) == [(LOCK, node.uuids[0], (210, 1305))]
-
-
-def test_forbidden_means_no_call_at_all(node, monkeypatch):
-    gpu = NvmlGpu(node.uuids[0], reset_range_mhz=(210, 1410))
-    monkeypatch.setenv(FORBID_VARIABLE, "1")
-    for change in (lambda: gpu.lock_frequency(1200), gpu.reset_frequency):
-        with pytest.raises(ClockControlForbiddenError):
-            change()
-    gpu.clock_state()
-    gpu.read_energy()
-    assert gpu.power_w > 0
-    assert gpu.control_obstacle() is None
-    assert node.changes() == []
-
-
-def test_an_unsupported_clock_never_reaches_the_driver(node):
-    with pytest.raises(UnsupportedFrequencyError, match="1200 MHz"):
-        NvmlGpu(node.uuids[0]).lock_frequency(1201)
-    assert node.changes() == []
-
-
 def test_request_clock_reasons_and_limit_are_told_apart(node):
     gpu = NvmlGpu(node.uuids[0])
     assert gpu.clock_state() == ClockState(None, 1410, (), 400.0)
@@ -220,31 +190,6 @@ def test_energy_of_a_window_is_power_times_time(node):
     assert gpu.time_s() >= last.time_s
 
 
-def test_nvml_is_initialised_once_for_many_gpus_and_threads(node):
-    gpus = [NvmlGpu(uuid) for uuid in node.uuids]
-    failures = []
-
-    def work(gpu, clock):
-        try:
-            for _ in range(50):
-                gpu.lock_frequency(clock)
-                assert gpu.observed_frequency_mhz == clock
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [
-        threading.Thread(target=work, args=(gpu, 900 + 15 * place))
-        for place, gpu in enumerate(gpus)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    assert [node.locked_mhz(uuid)[0] for uuid in node.uuids] == [900, 915, 930, 945]
-    assert [c.function for c in node.history() if "Init" in c.function] == ["nvmlInitWithFlags"]
-
-
 def test_threads_that_initialise_at_once(node):
     barrier = threading.Barrier(8)
     found = []
@@ -321,20 +266,6 @@ def test_a_call_does_not_hold_up_the_interpreter(node):
         assert other.observed_frequency_mhz == 1410
     pids_and_uuids = [call.uuid for call in node.history() if call.function.endswith("ClockInfo")]
     assert len(pids_and_uuids) > 10
-
-
-def test_a_gpu_that_fails_in_the_middle(node):
-    gpu = NvmlGpu(node.uuids[0])
-    node.set_fault(node.uuids[0], "fail_after", 3)
-    for clock in (1200, 1185, 1170):
-        gpu.lock_frequency(clock)
-    with pytest.raises(Exception, match="Unknown Error"):
-        gpu.lock_frequency(1155)
-    # What was asked for and not done is not remembered as done.
-    assert gpu.requested_frequency_mhz == 1170
-    node.clear_faults()
-    gpu.reset_frequency()
-    assert node.locked_mhz(node.uuids[0]) is None
 
 
 def test_a_lock_outlives_a_killed_process(node):

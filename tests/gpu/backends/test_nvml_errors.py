@@ -66,12 +66,6 @@ def test_an_obstacle_is_found_by_reading(node, fault):
     assert node.changes() == []
 
 
-def test_a_gpu_without_mig_has_no_obstacle(fake_nvml_node):
-    node = fake_nvml_node("v100")
-    node.use_here()
-    assert NvmlGpu(node.uuids[0]).control_obstacle() is None
-
-
 def test_a_lost_gpu_cannot_be_opened_or_read(node):
     gpu = NvmlGpu(node.uuids[0])
     node.set_fault(node.uuids[0], "lost")

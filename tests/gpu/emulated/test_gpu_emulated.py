@@ -67,11 +67,6 @@ def test_change_settles_within_a_unit(gpu):
     assert gpu.run_unit("forward", 1.0, 0.0) == UnitRun(1.75, 3.75, 400.0, 400, 400)
 
 
-def test_change_settles_within_a_wait(gpu):
-    gpu.lock_frequency(400)
-    assert gpu.run_unit("forward", 1.0, 0.375) == UnitRun(0.375, 2.375, 400.0, 400, 400)
-
-
 @pytest.mark.parametrize(
     ("ready_s", "first_mhz"),
     [(0.25, 400), (0.249, 1000)],
@@ -138,13 +133,6 @@ def test_power_cap_makes_the_highest_clocks_alike(tmp_path, round_preset):
         run = gpu.run_unit("forward", 1.0, 0.5)
         runs.append((run.start_s, run.end_s, run.energy_j))
     assert runs[0] == runs[1] == runs[2]
-
-
-def test_advance_to_the_past_does_nothing(gpu):
-    gpu.run_unit("forward", 1.0, 0.0)
-    before = gpu._file.read()
-    gpu.advance_to(0.5)
-    assert gpu._file.read() == before
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
@@ -329,16 +317,6 @@ def test_same_calls_give_the_same_bits(tmp_path):
 
 
 # --- files ---------------------------------------------------------------------------------------
-
-
-def test_open_finds_the_preset_and_the_state(gpu, tmp_path):
-    gpu.lock_frequency(400)
-    gpu.run_unit("forward", 1.0, 0.0)
-    other = EmulatedGpu.open(tmp_path / "node", 0)
-    assert other.preset == gpu.preset
-    assert other.name == "Round numbers (emulated)"
-    assert other.requested_frequency_mhz == 400
-    assert other.committed_energy_j() == gpu.committed_energy_j()
 
 
 def test_a_preset_file_is_found_from_any_folder(tmp_path, round_preset, monkeypatch):

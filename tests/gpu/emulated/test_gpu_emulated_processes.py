@@ -55,23 +55,6 @@ def test_lock_is_seen_across_processes_and_outlives_its_process(tmp_path):
     assert gpu.committed_end_s() > 0.05
 
 
-def test_anchor_is_shared(tmp_path):
-    gpu = EmulatedGpu.create("a100-sxm", 0, tmp_path)
-    gpu.run_unit("forward", 1000.0, 0.0)
-    gpu.anchor(time.monotonic() - 500.0)  # virtual now is 500 s and a little
-    code = (
-        "import sys\n"
-        "from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu\n"
-        "gpu = EmulatedGpu.open(sys.argv[1], 0)\n"
-        "reading = gpu.read_energy()\n"
-        "print(gpu.time_s(), reading.time_s, reading.energy_j)\n"
-    )
-    output, _ = start(code, tmp_path).communicate(timeout=30)
-    now_s, tick_s, energy_j = map(float, output.split())
-    assert 500.0 <= tick_s <= now_s < 530.0
-    assert energy_j == pytest.approx(tick_s * gpu.preset.busy_power_w("forward", 1410))
-
-
 def test_concurrent_units_are_all_counted(tmp_path, round_preset):
     gpu = EmulatedGpu.create(round_preset, 0, tmp_path)
     processes = [start(UNITS, tmp_path, 150) for _ in range(2)]
@@ -84,28 +67,11 @@ def test_concurrent_units_are_all_counted(tmp_path, round_preset):
     assert gpu.committed_energy_j() == 400 * 0.0625 * 300
 
 
-def test_forked_child_does_not_share_its_parents_lock(tmp_path, round_preset):
-    gpu = EmulatedGpu.create(round_preset, 0, tmp_path)
-    code = (
-        "import os, sys\n"
-        "from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu\n"
-        "gpu = EmulatedGpu.open(sys.argv[1], 0)\n"
-        "child = os.fork()\n"
-        "for _ in range(100): gpu.run_unit('forward', 0.0625, 0.0)\n"
-        "if child == 0: os._exit(0)\n"
-        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
-    )
-    process = start(code, tmp_path)
-    process.communicate(timeout=30)
-    assert process.returncode == 0
-    assert gpu.committed_end_s() == 200 * 0.0625
-
-
 def test_state_is_whole_after_a_kill_at_any_point(tmp_path, round_preset):
     gpu = EmulatedGpu.create(round_preset, 0, tmp_path)
     delays = random.Random(20240924)
     last_end_s = 0.0
-    for _ in range(12):
+    for _ in range(6):
         process = start(UNITS, tmp_path, -1)
         try:
             assert process.stdout.readline() == "ready\n"
@@ -146,7 +112,7 @@ def test_whatever_a_signal_handler_raises_no_lock_is_kept(tmp_path):
     randomness = random.Random(20)
     before = signal.signal(signal.SIGALRM, lambda *_: sys.exit(1))
     try:
-        for _ in range(5000):
+        for _ in range(2000):
             try:
                 signal.setitimer(signal.ITIMER_REAL, randomness.uniform(1e-6, 3e-4))
                 while True:

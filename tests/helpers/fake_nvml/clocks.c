@@ -41,7 +41,8 @@ EXPORT int nvmlDeviceGetSupportedGraphicsClocks(Device device, unsigned memory_m
     return end(call);
 }
 
-static int get_clock(struct Call call, const char *function, unsigned type, unsigned *mhz) {
+EXPORT int nvmlDeviceGetClockInfo(Device device, unsigned type, unsigned *mhz) {
+    struct Call call = begin(device);
     if (call.result == SUCCESS) {
         const struct Gpu *gpu = call.gpu;
         if (type <= 1 || type == 3)
@@ -51,25 +52,8 @@ static int get_clock(struct Call call, const char *function, unsigned type, unsi
         else
             call.result = INVALID_ARGUMENT;
     }
-    record(function, call.gpu, call.result, "%u", type);
+    record("nvmlDeviceGetClockInfo", call.gpu, call.result, "%u", type);
     return end(call);
-}
-
-EXPORT int nvmlDeviceGetClockInfo(Device device, unsigned type, unsigned *mhz) {
-    return get_clock(begin(device), "nvmlDeviceGetClockInfo", type, mhz);
-}
-
-EXPORT int nvmlDeviceGetClock(Device device, unsigned type, unsigned id, unsigned *mhz) {
-    struct Call call = begin(device);
-    if (call.result == SUCCESS && id != 0) call.result = NOT_SUPPORTED;
-    return get_clock(call, "nvmlDeviceGetClock", type, mhz);
-}
-
-EXPORT int nvmlDeviceGetMaxClockInfo(Device device, unsigned type, unsigned *mhz) {
-    struct Call call = begin(device);
-    if (call.result == SUCCESS)
-        *mhz = (unsigned)(type == 2 ? call.gpu->memory_mhz[0] : call.gpu->graphics_mhz[0][0]);
-    return told(call, "nvmlDeviceGetMaxClockInfo");
 }
 
 static int get_reasons(struct Call call, const char *function, unsigned long long *reasons) {
@@ -113,8 +97,7 @@ EXPORT int nvmlDeviceGetTotalEnergyConsumption(Device device, unsigned long long
     struct Call call = begin(device);
     if (call.result == SUCCESS && call.gpu->faults[FAULT_NO_ENERGY]) call.result = NOT_SUPPORTED;
     if (call.result == SUCCESS) {
-        uint64_t stalled_mj = call.gpu->faults[FAULT_STALLED_MJ];
-        *energy_mj = stalled_mj ? stalled_mj - 1 : shown_uj(call.gpu, call.now_ns) / 1000;
+        *energy_mj = shown_uj(call.gpu, call.now_ns) / 1000;
         *energy_mj -= call.gpu->faults[FAULT_ENERGY_BACK_MJ];
     }
     return told(call, "nvmlDeviceGetTotalEnergyConsumption");
@@ -153,22 +136,10 @@ EXPORT int nvmlDeviceGetFieldValues(Device device, int count, struct FieldValue 
     return end(call);
 }
 
-static int get_limit(Device device, const char *function, unsigned *limit_mw) {
+EXPORT int nvmlDeviceGetEnforcedPowerLimit(Device device, unsigned *limit_mw) {
     struct Call call = begin(device);
     if (call.result == SUCCESS) *limit_mw = (unsigned)call.gpu->power_limit_mw;
-    return told(call, function);
-}
-
-EXPORT int nvmlDeviceGetEnforcedPowerLimit(Device device, unsigned *limit_mw) {
-    return get_limit(device, "nvmlDeviceGetEnforcedPowerLimit", limit_mw);
-}
-
-EXPORT int nvmlDeviceGetPowerManagementLimit(Device device, unsigned *limit_mw) {
-    return get_limit(device, "nvmlDeviceGetPowerManagementLimit", limit_mw);
-}
-
-EXPORT int nvmlDeviceGetPowerManagementDefaultLimit(Device device, unsigned *limit_mw) {
-    return get_limit(device, "nvmlDeviceGetPowerManagementDefaultLimit", limit_mw);
+    return told(call, "nvmlDeviceGetEnforcedPowerLimit");
 }
 
 static void change_lock(struct Call call, uint64_t low_mhz, uint64_t high_mhz) {

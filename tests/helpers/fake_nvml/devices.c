@@ -35,12 +35,6 @@ EXPORT int nvmlSystemGetDriverVersion(char *version, unsigned size) {
     return told(call, "nvmlSystemGetDriverVersion");
 }
 
-EXPORT int nvmlSystemGetNVMLVersion(char *version, unsigned size) {
-    struct Call call = begin_node();
-    if (call.result == SUCCESS) call.result = copy_text(version, size, "12.fake");
-    return told(call, "nvmlSystemGetNVMLVersion");
-}
-
 EXPORT int nvmlSystemGetCudaDriverVersion_v2(int *version) {
     *version = 12080;
     return told(begin_node(), "nvmlSystemGetCudaDriverVersion_v2");
@@ -154,10 +148,4 @@ EXPORT int nvmlDeviceGetVirtualizationMode(Device device, unsigned *mode) {
     struct Call call = begin(device);
     if (call.result == SUCCESS) *mode = call.gpu->faults[FAULT_VGPU] ? 2 : 0;
     return told(call, "nvmlDeviceGetVirtualizationMode");
-}
-
-EXPORT int nvmlDeviceGetPersistenceMode(Device device, unsigned *mode) {
-    struct Call call = begin(device);
-    if (call.result == SUCCESS) *mode = 1;
-    return told(call, "nvmlDeviceGetPersistenceMode");
 }

@@ -5,7 +5,6 @@ import fcntl
 import hashlib
 import mmap
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -32,18 +31,11 @@ FAULTS = (
     "mig",
     "vgpu",
     "clock_cap_mhz",  # locks are accepted, the clock stays at or below this
-    "stall",  # the energy counter stands still from now on
     "energy_back_mj",  # the energy counter goes back by this
     "throttle_reasons",  # NVML's bits
     "fail_after",  # that many more calls work, then all fail with UNKNOWN
 )
 NODE_FAULTS = ("driver_mismatch", "driver_not_loaded", "old_driver")
-
-_CHANGING = re.compile(
-    r"^nvml(?:Device|System|Unit|GpuInstance|ComputeInstance|VgpuInstance|PowerSmoothing|)"
-    r"(?:Set|Reset|Clear|Create|Destroy|Modify|Remove"
-    r"|(?:PowerSmoothing|WorkloadPowerProfile)(?:Set|Clear|Activate|Update))"
-)
 
 _MAX_GPUS = 16
 _MEMORY_CLOCKS = 4
@@ -103,7 +95,7 @@ class Call:
 
     @property
     def changes_gpu(self) -> bool:
-        return _CHANGING.match(self.function) is not None
+        return self.function.startswith(("nvmlDeviceSet", "nvmlDeviceReset"))
 
 
 def compilers() -> dict[str, list[str]]:
@@ -244,10 +236,6 @@ class FakeNvml:
     def pci_bus_ids(self) -> list[str]:
         return [gpu.bus_id.decode() for gpu in self._gpus()]
 
-    @property
-    def names(self) -> list[str]:
-        return [gpu.name.decode() for gpu in self._gpus()]
-
     def history(self) -> list[Call]:
         """Every call so far, by whatever process, oldest first."""
         calls = []
@@ -271,10 +259,6 @@ class FakeNvml:
             segment = self._segment(self._gpu(uuid))
             return (segment.low_mhz, segment.high_mhz) if segment.high_mhz else None
 
-    def observed_mhz(self, uuid: str) -> int:
-        with self._locked():
-            return self._observed_mhz(self._gpu(uuid))
-
     def set_fault(self, uuid: str | None, fault: str, value: int = 1) -> None:
         """Switch a fault of `FAULTS` on, or off by the value 0; without uuid one of the node.
 
@@ -286,8 +270,6 @@ class FakeNvml:
                 return
             gpu = self._gpu(uuid)
             self._follow_clock(gpu)
-            if fault == "stall" and value:
-                value = self._segment(gpu).shown_uj // 1000 + 1
             if fault == "fail_after":
                 value += 1
             gpu.faults[FAULTS.index(fault)] = value

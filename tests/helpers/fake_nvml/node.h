@@ -48,7 +48,6 @@ enum {
     FAULT_MIG,
     FAULT_VGPU,
     FAULT_CLOCK_CAP_MHZ,
-    FAULT_STALLED_MJ, /* one more than what the counter shows for ever */
     FAULT_ENERGY_BACK_MJ,
     FAULT_THROTTLE_REASONS,
     FAULT_CALLS_LEFT, /* one more than the calls that still work */
