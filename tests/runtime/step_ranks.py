@@ -305,7 +305,8 @@ def fail_and_close(rank: int, root: Path, victim: int) -> Any:
 
 def outlive_a_dead_rank(rank: int, root: Path) -> Any:
     """The last rank is killed in the middle of an iteration; how long the others take to close."""
-    made = framework(rank, config(root, schedule="1f1b", policy="baseline"), root)
+    baseline = config(root, schedule="1f1b", policy="baseline")
+    made = framework(rank, baseline, root, collectives_timeout_s=8.0)
     session = made.session
     for _ in range(3):
         made.step()
