@@ -1,4 +1,4 @@
-"""All that surrounds the clock of one rank's GPU: its controller, its guard, and who watches it."""
+"""The clock of one rank's GPU: its controller, its hold at the node's guard, and its watch."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ logger = logging.getLogger(__name__)
 
 
 class RankClock:
-    """The clock of a rank's GPU, which comes back whatever ends the rank.
+    """The clock of a rank's GPU, which is reset whatever ends the rank.
 
-    A GPU that is real is held at the node's guard before its first lock, and its clock is looked at
-    now and then.
+    A real GPU is held at the node's guard before its first lock, and its clock is looked at twice
+    a second.
 
     Args:
-        gpu: whose clock it is. One that is opened for reading alone is never asked for a clock.
-        min_dwell_s: least time between two changes.
-        relock: lock the clock that is set already, too; see `ClockController`.
+        gpu: whose clock it is; one that is opened for reading alone is only watched.
+        min_dwell_s, relock: see `ClockController`.
         guarded: whether the guard holds the GPU; by default where it is real, and where it is
             emulated if the node's agent has started a guard.
-        on_sample: told whenever the clock is looked at; see `ClockWatch`.
+        on_sample: see `ClockWatch`.
 
     Raises:
         GpuError: another job holds the GPU, or no guard could be had.
@@ -64,7 +63,7 @@ class RankClock:
             raise
 
     def close(self) -> None:
-        """Give the clock back, and tell the guard; safe to call twice. What fails is logged."""
+        """Reset the clock, and tell the guard; safe to call twice. What fails is logged."""
         self.controller.close()
         try:
             self._release()
@@ -90,7 +89,7 @@ class RankClock:
         if self._hold is None:
             return
         if self.controller.in_driver:
-            # Its lock may still come: a guard that was told of the end would not undo that one.
+            # The lock may still come, and a guard that was told of the end would not undo it.
             logger.error(
                 "A call that locks the clock of %s does not return: the guard resets the clock "
                 "when this process has ended",

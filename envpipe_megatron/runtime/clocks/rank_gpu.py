@@ -18,7 +18,7 @@ def open_rank_gpu(
     """Open this rank's GPU by the back end that its node allows; every rank of the job calls it.
 
     A pipeline follows one plan, so clocks are controlled on all of its GPUs or on none: where one
-    rank has no control, every rank opens its GPU for reading alone, and the planner warns once.
+    rank has no control, every rank opens its GPU for reading alone, and the planner logs why.
 
     Args:
         uid: the GPU's UUID (`gpu.visible_devices.uid_of_cuda_device`); of an emulated one its

@@ -1,15 +1,15 @@
-"""Whether the clock was what was asked for.
+"""Whether the clock was what was requested.
 
 A lock that the driver accepts is only a request: power and heat come before it, and another program
-may have undone it. So the clock is looked at now and then, on a thread of its own, and what was
-asked, what was seen, what held the clock back and the power limit are counted apart.
+may have undone it. So a thread looks at the clock now and then, and counts what was requested, what
+was seen, what held the clock back, and the power limit.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -23,7 +23,8 @@ TOLERANCE_MHZ = 15
 #: Throttle reason of a GPU that does nothing, whose clock says nothing.
 IDLE = "idle"
 
-#: A share of samples from which on clocks are said not to have followed, and how many it takes.
+#: The least share of samples, and the least number, with which clocks are said not to have
+#: followed.
 WARN_SHARE = 0.05
 WARN_SAMPLES = 10
 
@@ -34,17 +35,17 @@ _JOIN_S = 1.0
 class ClockWatch:
     """Looks at one GPU's clock from the moment it is made until `close`.
 
-    Not for a dry run, which has no lock to be followed.
+    Not for a dry run, which sets no lock.
 
     Args:
         gpu: whose clock is looked at.
-        last_change_s: tells when the clock was last changed, on the monotonic clock: the
-            controller's `last_change_s`. A function, since it is asked on another thread.
+        last_change_s: returns when the clock was last changed, on the monotonic clock: the
+            controller's `last_change_s`; called on another thread.
         settling_s: how long after a change the clock is not judged. Where units are shorter than
             that, and each changes the clock, nothing is left to judge: give the GPU's own
             `frequency_change_s` where it is known.
         period_s: how often to look. A look may take milliseconds, and each samples one instant.
-        on_sample: told of each look, on the watch's thread: its instant, and what was seen.
+        on_sample: called after each look, on the watch's thread: its instant, and what was seen.
     """
 
     def __init__(
@@ -61,13 +62,12 @@ class ClockWatch:
         self._settling_s = settling_s
         self._period_s = period_s
         self._lock = threading.Lock()
-        #: What became of each sample; `judged` are above, below or followed.
-        self._counts: Counter[str] = Counter()
+        #: Samples that are judged, by requested and observed clock in MHz, and the others by why.
+        self._judged: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        self._not_judged: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self._reasons_below: Counter[str] = Counter()
-        #: Samples of each pair (requested, observed) in MHz; both come from the GPU's table.
-        self._pairs: Counter[tuple[int, int]] = Counter()
-        self._power_limits_w: Counter[float] = Counter()
+        self._power_limits_w: set[float] = set()
         self.error: Exception | None = None
         self._stop: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="envpipe-watch", daemon=True)
@@ -81,7 +81,7 @@ class ClockWatch:
         except Exception as error:  # a driver may fail in any way; training must go on
             with self._lock:
                 self.error = self.error or error
-                self._counts["failed"] += 1
+                self._not_judged["failed"] += 1
             return
         settled = self._last_change_s() == before_s and begin_s - before_s >= self._settling_s
         with self._lock:
@@ -106,21 +106,29 @@ class ClockWatch:
             one line where clocks did not follow, else None.
         """
         with self._lock:
-            above, below = self._counts["above"], self._counts["below"]
-            judged = above + below + self._counts["followed"]
+            sides: Counter[int] = Counter()
+            for mhz, seen in self._judged.items():
+                for observed_mhz, count in seen.items():
+                    sides[_side(mhz, observed_mhz)] += count
+            judged, above, below = sides.total(), sides[1], sides[-1]
             limits_w = self._power_limits_w
             return {
                 "judged": judged,
                 "above_share": above / judged if judged else 0.0,
                 "below_share": below / judged if judged else 0.0,
-                "not_judged": {
-                    name: self._counts[name]
-                    for name in ("unlocked", "unsettled", "idle", "failed")
-                    if self._counts[name]
-                },
+                "not_judged": dict(self._not_judged),
                 "throttle_reasons": dict(self._reasons.most_common()),
                 "throttle_reasons_below": dict(self._reasons_below.most_common()),
-                "clocks_mhz": self._clocks_mhz(),
+                "clocks_mhz": [
+                    {
+                        "requested": mhz,
+                        "samples": seen.total(),
+                        "mean": sum(observed * n for observed, n in seen.items()) / seen.total(),
+                        "min": min(seen),
+                        "max": max(seen),
+                    }
+                    for mhz, seen in sorted(self._judged.items(), reverse=True)
+                ],
                 "power_limit_w": [min(limits_w), max(limits_w)] if limits_w else None,
                 "error": None if self.error is None else str(self.error),
                 "warning": self._warning(judged, above, below),
@@ -135,42 +143,19 @@ class ClockWatch:
 
     def _count(self, state: ClockState, settled: bool) -> None:
         if state.power_limit_w is not None:
-            self._power_limits_w[state.power_limit_w] += 1
+            self._power_limits_w.add(state.power_limit_w)
         if IDLE in state.throttle_reasons:
-            self._counts["idle"] += 1
+            self._not_judged["idle"] += 1
             return
         self._reasons.update(state.throttle_reasons)
         if state.requested_mhz is None:
-            self._counts["unlocked"] += 1
-            return
-        if not settled:
-            self._counts["unsettled"] += 1
-            return
-        self._pairs[state.requested_mhz, state.observed_mhz] += 1
-        excess_mhz = state.observed_mhz - state.requested_mhz
-        if excess_mhz > TOLERANCE_MHZ:
-            self._counts["above"] += 1
-        elif excess_mhz < -TOLERANCE_MHZ:
-            self._counts["below"] += 1
-            self._reasons_below.update(state.throttle_reasons)
+            self._not_judged["unlocked"] += 1
+        elif not settled:
+            self._not_judged["unsettled"] += 1
         else:
-            self._counts["followed"] += 1
-
-    def _clocks_mhz(self) -> list[dict[str, float]]:
-        rows = []
-        for requested in sorted({pair[0] for pair in self._pairs}, reverse=True):
-            seen = {mhz: n for (wanted, mhz), n in self._pairs.items() if wanted == requested}
-            count = sum(seen.values())
-            rows.append(
-                {
-                    "requested": requested,
-                    "samples": count,
-                    "mean": sum(mhz * n for mhz, n in seen.items()) / count,
-                    "min": min(seen),
-                    "max": max(seen),
-                }
-            )
-        return rows
+            self._judged[state.requested_mhz][state.observed_mhz] += 1
+            if _side(state.requested_mhz, state.observed_mhz) < 0:
+                self._reasons_below.update(state.throttle_reasons)
 
     def _warning(self, judged: int, above: int, below: int) -> str | None:
         if judged < WARN_SAMPLES or max(above, below) < WARN_SHARE * judged:
@@ -190,3 +175,9 @@ class ClockWatch:
             f"The clock of {self._gpu.name} did not follow in all of {judged} samples: it was "
             f"{' and '.join(parts)}"
         )
+
+
+def _side(requested_mhz: int, observed_mhz: int) -> int:
+    """1 for a clock above the one requested, -1 below it, 0 where it followed."""
+    excess_mhz = observed_mhz - requested_mhz
+    return (excess_mhz > TOLERANCE_MHZ) - (excess_mhz < -TOLERANCE_MHZ)

@@ -39,7 +39,7 @@ class Fidelity:
 
     Args:
         units: units run.
-        overruns: units whose real computation took over half of their modelled time.
+        overruns: units whose real computation took more than half of their modelled time.
         real_shares: real over modelled time of the latest units.
     """
 

@@ -37,9 +37,8 @@ class StageRecord:
         receive_wait_s: [units_per_stage] from the end of the previous unit (or the start of the
             iteration) until the input was there.
         begin_s: start of the iteration on the time base of the GPU's meter.
-        iteration_time_s: from there to the end of the slowest stage, where stages share a clock
-            (emulated GPUs), else to the end of this one.
-        wall_time_s: what the host saw.
+        iteration_time_s: from there to the end of this stage, on emulated GPUs of the slowest one.
+        wall_time_s: the iteration's on the host's clock.
     """
 
     start_s: FloatArray
@@ -70,26 +69,26 @@ class Executor(Protocol):
         """The next unit's input is there (or will be, in stream order)."""
 
     def end_unit(self) -> Completion:
-        """The unit's work has been handed over: what becomes true when it has ended."""
+        """The unit's work has been handed over; returns what becomes true when it has ended."""
 
     def end_iteration(self) -> StageRecord:
         """Wait for the last unit and read all times."""
 
     def now_s(self) -> float:
-        """Outside an iteration: the present instant on the time base of the GPU's meter."""
+        """Outside an iteration: now, on the time base of the GPU's meter."""
 
     def meet(self) -> float:
-        """The present instant too; stages whose time is emulated come to one instant first."""
+        """Now, too; emulated GPUs are brought to the latest time of them first."""
 
     def wait_for_messages(self) -> None:
         """Outside an iteration: wait until the device has got all messages received so far."""
 
     def idle(self, time_s: float) -> None:
-        """Outside an iteration: let so much time pass on the meter's time base."""
+        """Outside an iteration: let this time pass on the meter's time base."""
 
 
 def same_device() -> Callable[[], None]:
-    """What another thread must call before it looks at this thread's events.
+    """Returns what another thread must call before it looks at this thread's events.
 
     CUDA takes a new thread to be on device 0, and opens a context for it there with its first call:
     half a GiB on another rank's GPU, from every rank of the node.
@@ -103,8 +102,7 @@ class CudaExecutor:
     """CUDA events around each unit; the host waits for them only at the end of the iteration.
 
     Events are used again in the iteration after the next: the clock controller's thread may be a
-    few units behind, never an iteration. One that were would wait for a later unit and drop the
-    request as stale.
+    few units behind, never an iteration.
     """
 
     def __init__(self) -> None:
@@ -124,16 +122,16 @@ class CudaExecutor:
         self._starts.append(self._pool.record())
 
     def end_unit(self) -> Completion:
-        """Record the end; the event is the completion."""
+        """Record the end."""
         self._ends.append(self._pool.record())
         return self._ends[-1]
 
     def end_iteration(self) -> StageRecord:
-        """Wait for the last unit, and what else the stream holds, and read the events.
+        """Wait for all that the stream holds, and read the events.
 
         The begin on the host's clock is counted back from the end that the host has just seen: when
         it was recorded, work of the optimizer may still have been queued before it. That end may
-        lie behind the last unit's: a framework that runs units itself has stepped its optimizer.
+        come after the last unit's: a framework that runs units itself has stepped its optimizer.
         """
         now = self._pool.record()
         now.synchronize()
@@ -146,21 +144,15 @@ class CudaExecutor:
         return make_record(starts, ends, begin_s, ends[-1], end_s - self._begin_s)
 
     def now_s(self) -> float:
-        """The host's monotonic clock, which the meters of real GPUs use.
-
-        Work that the host has queued and not waited for comes later.
-        """
+        """The host's monotonic clock, which the meters of real GPUs use."""
         return time.monotonic()
 
     def meet(self) -> float:
-        """The same: real GPUs share the host's clock."""
+        """The same."""
         return self.now_s()
 
     def wait_for_messages(self) -> None:
-        """Wait for the stream, which waits for the messages.
-
-        Never for the device: a receive that is posted and not matched yet spins on it.
-        """
+        """Wait for the stream; not for the device, where a posted receive may still spin."""
         torch.cuda.current_stream().synchronize()
 
     def idle(self, time_s: float) -> None:
@@ -175,7 +167,7 @@ class _Events:
         self._events: list[torch.cuda.Event] = []
 
     def begin(self, stream: torch.cuda.Stream) -> None:
-        """Start with the first event again; all are recorded on this stream."""
+        """Start with the first event again, on this stream."""
         self._stream = stream  # looked up once: it would cost as much as the recording does
         self._used = 0
 

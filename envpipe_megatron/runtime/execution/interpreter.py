@@ -25,16 +25,13 @@ class StageWork(Protocol):
 
 
 def execute(schedule: Schedule, stage: int, work: StageWork, run: StageRun) -> StageRecord:
-    """Execute one stage's order once.
+    """Execute one stage's order of a schedule once, and return the times measured.
 
     Args:
-        schedule: the whole pipeline's; this stage's order is executed.
+        schedule: the whole pipeline's.
         stage: this rank's stage.
         work: what a unit does.
-        run: of this stage and schedule: times the units, and carries their messages.
-
-    Returns:
-        the times that the stage measured.
+        run: of this stage and schedule.
 
     Raises:
         ChannelError: a neighbour is gone or silent.

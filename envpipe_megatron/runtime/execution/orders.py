@@ -1,4 +1,4 @@
-"""What a session tells every stage to run in one iteration."""
+"""What every stage runs in one iteration, as the phases of a session decide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What executing a stage's units is made of, whoever calls them: a loop of ours, or a framework."""
+"""One stage's units in one iteration, called by our loop (`interpreter`) or by a framework."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from envpipe_megatron.runtime.execution.orders import IterationOrder
 
 
 class StageRun:
-    """One stage's units in one iteration: each is timed, and the next one's clock hangs on its end.
+    """Times each unit, carries its messages, and requests the next one's clock for when it ends.
 
     The calls are `begin`, for each unit `begin_unit` and `end_unit`, and `end`.
 
     Args:
         order: what the iteration runs.
         stage: this rank's stage.
-        executor: how time passes.
-        request: asks for a clock in MHz as soon as something is complete.
-        channel: to the neighbours; None where units get and send their messages by themselves.
+        executor: times the units.
+        request: requests a clock in MHz for when something is complete.
+        channel: to the neighbours; None where the framework carries the messages.
         specs: what the channel's messages carry.
     """
 
@@ -53,7 +53,7 @@ class StageRun:
 
     @property
     def next_unit(self) -> Unit | None:
-        """The unit that begins next, or has begun; None behind the last."""
+        """The unit that begins next, or has begun; None after the last."""
         position = len(self.executed)
         return self.units[position] if position < len(self.units) else None
 
@@ -75,6 +75,7 @@ class StageRun:
 
         Raises:
             ChannelError: the neighbour is gone or silent.
+            CollectivesError: the same, where the channel carries nothing and time is emulated.
         """
         position = len(self.executed)
         inputs = None

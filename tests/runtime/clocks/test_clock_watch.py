@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -60,22 +58,11 @@ def test_clock_that_follows(watched):
     ]
 
 
-def test_lock_without_effect(watched):
-    watched.gpu.lock_frequency(1000)
-    watched.look(15)
-    watched.gpu.observed_mhz = 1400
-    watched.look(5)
-    summary = watched.watch.summary()
-    assert summary["above_share"] == 0.25
-    assert "above the one requested in 25%" in summary["warning"]
-    assert "below" not in summary["warning"]
-    assert "\n" not in summary["warning"]
-
-
 def test_capped_clock_with_its_reasons(watched):
     gpu = watched.gpu
     gpu.power_limit_w = 400.0
     gpu.lock_frequency(1400)
+    gpu.throttle_reasons = ("sync boost",)  # holds nothing back
     watched.look(10)
     gpu.observed_mhz, gpu.throttle_reasons, gpu.power_limit_w = 1250, ("power cap",), 350.0
     watched.look(6)
@@ -83,19 +70,10 @@ def test_capped_clock_with_its_reasons(watched):
     watched.look(4)
     summary = watched.watch.summary()
     assert (summary["above_share"], summary["below_share"]) == (0, 0.5)
+    assert summary["throttle_reasons"] == {"sync boost": 10, "power cap": 10, "hot": 4}
     assert summary["throttle_reasons_below"] == {"power cap": 10, "hot": 4}
     assert summary["power_limit_w"] == [350.0, 400.0]
     assert "below it in 50% (power cap 50%, hot 20%)" in summary["warning"]
-
-
-def test_a_few_deviations_are_no_warning(watched):
-    watched.gpu.lock_frequency(1000)
-    watched.look(97)
-    watched.gpu.observed_mhz = 1400
-    watched.look(3)
-    summary = watched.watch.summary()
-    assert summary["above_share"] == 0.03
-    assert summary["warning"] is None
 
 
 @pytest.mark.parametrize(
@@ -189,17 +167,6 @@ def test_a_change_settles_for_so_long(monkeypatch, passed_s, judged):
     watch.close()
 
 
-def test_reasons_that_hold_nothing_back_are_told_apart(watched):
-    """A power cap acts below some clock; under a lower lock it changes nothing."""
-    watched.gpu.throttle_reasons = ("power cap",)
-    watched.gpu.lock_frequency(1000)
-    watched.look(20)
-    summary = watched.watch.summary()
-    assert summary["throttle_reasons"] == {"power cap": 20}
-    assert summary["throttle_reasons_below"] == {}
-    assert summary["warning"] is None
-
-
 def test_what_is_not_judged(watched):
     gpu = watched.gpu
     gpu.observed_mhz = 1100
@@ -237,24 +204,6 @@ def test_clock_that_changes_during_the_look_is_not_judged(watched, monkeypatch):
     assert watched.watch.summary()["not_judged"] == {"unsettled": 1}
 
 
-def test_looks_by_itself_and_never_on_the_caller():
-    gpu, looked = FakeGpu(), threading.Event()
-    threads = []
-    state = gpu.clock_state
-
-    def clock_state():
-        threads.append(threading.current_thread())
-        looked.set()
-        return state()
-
-    gpu.clock_state = clock_state
-    watch = ClockWatch(gpu, lambda: float("-inf"), period_s=0.001)
-    assert looked.wait(10)
-    watch.close()
-    watch.summary()
-    assert threading.current_thread() not in threads
-
-
 def test_learns_of_changes_from_the_controller():
     """Neither the instants around a change are judged, nor those while the driver is called."""
     gpu = FakeGpu()
@@ -288,16 +237,6 @@ def nvml(fake_nvml, monkeypatch) -> Iterator[tuple[NvmlGpu, ClockWatch]]:
     watch.close()
 
 
-def test_nvml_lock_that_is_followed(fake_nvml, nvml):
-    _, watch = nvml
-    for _ in range(20):
-        watch.sample()
-    summary = watch.summary()
-    assert summary["judged"] == 20
-    assert summary["warning"] is None
-    assert summary["power_limit_w"] == [400.0, 400.0]
-
-
 def test_nvml_lock_that_is_accepted_and_capped(fake_nvml, nvml):
     gpu, watch = nvml
     fake_nvml.set_fault(gpu.address.uid, "clock_cap_mhz", 900)
@@ -312,16 +251,6 @@ def test_nvml_lock_that_is_accepted_and_capped(fake_nvml, nvml):
         {"requested": 1005, "samples": 20, "mean": 900, "min": 900, "max": 900}
     ]
     assert "below it in 100% (power cap 100%)" in summary["warning"]
-
-
-def test_nvml_lock_that_somebody_else_undid(fake_nvml, nvml):
-    gpu, watch = nvml
-    NvmlGpu(gpu.address.uid).reset_frequency()
-    for _ in range(20):
-        watch.sample()
-    summary = watch.summary()
-    assert summary["above_share"] == 1.0
-    assert "the lock had no effect" in summary["warning"]
 
 
 def test_nvml_idle_gpu_is_not_judged(fake_nvml, nvml):
@@ -348,8 +277,3 @@ def test_a_driver_that_hangs_does_not_keep_the_watch_open():
     closing.join(10)
     assert not closing.is_alive()
     come_back.set()
-
-
-def test_needs_no_torch():
-    code = "import sys, envpipe_megatron.runtime.clocks.watch; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
