@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.control import ChosenControl
 from envpipe_megatron.gpu.guard.client import GuardEvent
 from envpipe_megatron.gpu.guard.protocol import SOCKET_VARIABLE
+from envpipe_megatron.runtime.clocks import controller as clock_controller
 from envpipe_megatron.runtime.clocks import rank_clock, rank_gpu
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock, make_everywhere
 from envpipe_megatron.runtime.clocks.rank_gpu import open_rank_gpu
@@ -142,6 +144,53 @@ def test_a_guard_that_does_not_let_go_is_an_error_of_the_clock(guard, gpu, caplo
     clock.close()
     assert clock.controller.error is (earlier or guard.error)
     assert "the clock is still locked" in caplog.text
+
+
+def test_the_thread_looks_at_events_from_its_callers_device(gpu, monkeypatch):
+    """Else CUDA opens a context for it on device 0, which is another rank's."""
+    seen = []
+    monkeypatch.setattr(
+        rank_clock, "same_device", lambda: lambda: seen.append(threading.current_thread())
+    )
+
+    class Event(Done):
+        def query(self) -> bool:
+            seen.append("event")
+            return True
+
+    clock = RankClock(gpu)
+    clock.controller.request(1000, Event())
+    clock.controller.wait_idle()
+    clock.close()
+    assert seen == [clock.controller._thread, "event"]
+
+
+@pytest.mark.parametrize("ends", ["closed", "told to stop"])
+def test_a_guard_is_not_told_of_the_end_while_a_lock_may_still_come(guard, gpu, monkeypatch, ends):
+    """What it undoes then would be locked again; the end of the process tells it instead."""
+    monkeypatch.setattr(clock_controller, "_JOIN_S", 0.05)
+    clock = RankClock(gpu, guarded=True)
+    gpu.driver.clear()
+    clock.controller.request(1000, Done())
+    assert gpu.in_driver.wait(10)
+    if ends == "closed":
+        clock.close()
+    else:
+        guard.tell(GuardEvent.STOP)
+    assert guard.released == 0
+    gpu.driver.set()
+    clock.controller._resetter.join(10)
+    assert gpu.history == [1000, None]
+    clock.close()
+    assert guard.released == 1
+
+
+def test_a_clock_that_cannot_be_watched_is_given_back(guard, gpu, monkeypatch):
+    monkeypatch.setattr(rank_clock, "ClockWatch", None)  # as where no thread can be started
+    monkeypatch.setattr(FakeGpu, "drives_hardware", True)
+    with pytest.raises(TypeError):
+        RankClock(gpu)
+    assert guard.released == 1
 
 
 def test_a_clock_on_every_rank_or_on_none(guard):
