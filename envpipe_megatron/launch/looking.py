@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.launch.torchrun_options import MASTER_PORT
+from envpipe_megatron.launch.torchrun.options import MASTER_PORT
 
 
 def look(args: argparse.Namespace) -> tuple[str, str]:

@@ -33,7 +33,7 @@ from envpipe_megatron.launch.bill_tables import Tariff
 from envpipe_megatron.launch.live import LiveLine
 from envpipe_megatron.launch.saying import say
 from envpipe_megatron.launch.signals import Signals
-from envpipe_megatron.launch.torchrun import run_torchrun
+from envpipe_megatron.launch.torchrun.run import run_torchrun
 from envpipe_megatron.runtime.energy.agent_link import AGENT_VARIABLE
 
 logger = logging.getLogger(__name__)

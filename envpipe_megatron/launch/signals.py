@@ -6,14 +6,30 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import chain, repeat
 from types import TracebackType
 
 _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+@contextmanager
+def handled(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Call `handler` in the main thread for each signal; one that `nohup` ignores stays so."""
+    before = {
+        number: signal.signal(number, lambda number, _: handler(signal.Signals(number)))
+        for number in _NUMBERS
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
 class Signals:
-    """Takes signals as long as it is entered, in the main thread; `nohup`'s stay ignored.
+    """Takes signals as long as it is entered, in the main thread.
 
     They end the process as usual, by SystemExit, until `call` says what else they do.
 
@@ -27,17 +43,14 @@ class Signals:
         self._actions: Iterator[Callable[[], None] | None] = repeat(None)
         self._over = threading.Lock()
         self._is_over = False
+        self._handled = ExitStack()
 
     def call(self, first: Callable[[], None], again: Callable[[], None]) -> None:
         """From here on, the next signal calls `first`, and all others call `again`."""
         self._actions = chain([first], repeat(again))
 
     def __enter__(self) -> Signals:
-        self._before = {
-            number: signal.signal(number, self._take)
-            for number in _NUMBERS
-            if signal.getsignal(number) is not signal.SIG_IGN
-        }
+        self._handled.enter_context(handled(self._take))
         if self.until_stdin_ends:
             threading.Thread(target=self._watch_stdin, daemon=True).start()
         return self
@@ -50,13 +63,12 @@ class Signals:
     ) -> None:
         with self._over:
             self._is_over = True
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._handled.close()
 
-    def _take(self, signum: int, frame: object) -> None:
+    def _take(self, number: signal.Signals) -> None:
         action = next(self._actions)
         if action is None:
-            raise SystemExit(128 + signum)
+            raise SystemExit(128 + number)
         action()
 
     def _watch_stdin(self) -> None:

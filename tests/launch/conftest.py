@@ -10,7 +10,6 @@ from agent_ranks import Nodes
 
 from envpipe_megatron.launch import agent as agent_module
 from envpipe_megatron.launch import ledger as ledger_module
-from envpipe_megatron.launch.torchrun_parser import TorchrunParser
 
 
 @pytest.fixture(autouse=True)
@@ -20,11 +19,6 @@ def _plain_environment(monkeypatch):
     for name in list(os.environ):
         if name in own or name.startswith(("PET_", "SLURM_")):
             monkeypatch.delenv(name)
-
-
-@pytest.fixture(scope="session")
-def parser():
-    return TorchrunParser()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from envpipe_megatron.gpu.guard.process_identity import wait_readable
-from envpipe_megatron.launch import child
+from envpipe_megatron.launch.torchrun import child
 
 LONG_S = 20.0
 

@@ -8,17 +8,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from launch_helpers import LONG_S, Launcher, run
 from sshd import ssh_server
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.launch import node_processes
-from envpipe_megatron.launch.hostfile import Host
-from envpipe_megatron.launch.node_processes import NodeProcess, run_nodes
-from envpipe_megatron.launch.ssh import carried_environment, ssh_command
+from envpipe_megatron.launch.nodes.hostfile import Host
+from envpipe_megatron.launch.nodes.processes import NodeProcess, run_nodes
+from envpipe_megatron.launch.nodes.ssh import carried_environment, ssh_command
 
 #: A node as the launcher knows it: it ends, with a last word, when its standard input does.
 WAITS = "echo ready; cat; echo bye"
@@ -201,16 +199,6 @@ def test_a_second_interrupt_kills_at_once(witness):
         assert launcher.end() == 128 + signal.SIGINT
         assert "Killing the connections to one, two." in launcher.messages
     witness.wait_until_none_is_left()
-
-
-def test_a_node_that_starts_after_the_kill_is_killed_too(capfd):
-    told = []
-    live = SimpleNamespace(end=lambda: told.append("end"), send=told.append)
-    run = node_processes._Run(LONG_S)
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
-        run._on_signal(signum)
-        run._end(live)
-    assert told == ["end", "end", "end", signal.SIGKILL]
 
 
 @pytest.mark.parametrize(

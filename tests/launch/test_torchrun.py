@@ -8,8 +8,9 @@ import threading
 
 import pytest
 
-from envpipe_megatron.launch import child, torchrun
 from envpipe_megatron.launch.signals import Signals
+from envpipe_megatron.launch.torchrun import child
+from envpipe_megatron.launch.torchrun import run as torchrun
 
 DEAF = """
 import signal

@@ -13,16 +13,16 @@ import click
 
 from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FOLDER, Finite
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.launch.hostfile import read_hostfile
 from envpipe_megatron.launch.looking import look
-from envpipe_megatron.launch.node_processes import NodeProcess, run_nodes
-from envpipe_megatron.launch.ssh import carried_environment, ssh_command
-from envpipe_megatron.launch.torchrun_options import (
+from envpipe_megatron.launch.nodes.hostfile import read_hostfile
+from envpipe_megatron.launch.nodes.processes import NodeProcess, run_nodes
+from envpipe_megatron.launch.nodes.ssh import carried_environment, ssh_command
+from envpipe_megatron.launch.torchrun.command_line import CommandLine, read, split
+from envpipe_megatron.launch.torchrun.options import (
     TorchrunOptions,
     options_here,
     options_of_hosts,
 )
-from envpipe_megatron.launch.torchrun_parser import CommandLine, Splitter
 
 #: Options that are used up where the hostfile is read; nodes get all others.
 _USED_UP = ("--hostfile", "--ssh", "--python", "--export", "--dry-run")
@@ -71,9 +71,7 @@ class _SplitFirst(click.Command):
             if isinstance(option, click.Option)
             for name in option.opts
         }
-        splitter = Splitter(own)
-        line = splitter.split(args)
-        ctx.obj = (line, splitter)
+        ctx.obj = line = split(args, own)
         return super().parse_args(ctx, list(line.own))
 
 
@@ -186,20 +184,18 @@ def launch(
     until_stdin_ends: bool,
 ) -> None:
     """Run torchrun here, or a node on each host."""
-    line: CommandLine
-    splitter: Splitter
-    line, splitter = ctx.obj
+    line: CommandLine = ctx.obj
     if not line.script:
         raise EnvPipeError(
             "There is no SCRIPT to run",
             remedy="Give it behind the options: envpipe launch --nproc-per-node 8 train.py ...",
         )
     if hostfile is None:
-        plan = options_here(line.options, line.script, os.environ, splitter.parser)
+        plan = options_here(line, os.environ)
         if dry_run:
             torchrun = (sys.executable, "-m", "torch.distributed.run", *plan.arguments)
             _show("this node", torchrun, plan)
-        found = look(splitter.parser.read(plan.arguments))
+        found = look(read(plan.arguments))
         if dry_run:
             click.echo("".join(f"  {line}\n" for line in found), nl=False)
             return
@@ -224,7 +220,7 @@ def launch(
         )
     environ = carried_environment(os.environ, exported)
     hosts = read_hostfile(hostfile)
-    plans = options_of_hosts(line.options, line.script, os.environ, splitter.parser, hosts)
+    plans = options_of_hosts(line, os.environ, hosts)
     nodes = []
     for host, plan in zip(hosts, plans, strict=True):
         arguments = [

@@ -14,8 +14,8 @@ from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.looking import look
 from envpipe_megatron.launch.signals import Signals
-from envpipe_megatron.launch.torchrun import run_torchrun
-from envpipe_megatron.launch.torchrun_parser import TorchrunParser
+from envpipe_megatron.launch.torchrun.command_line import read
+from envpipe_megatron.launch.torchrun.run import run_torchrun
 
 
 class ProfileRunError(EnvPipeError):
@@ -40,7 +40,7 @@ def profile(output: Path, command: tuple[str, ...]) -> None:
       --pipeline-model-parallel-size 4 --train-iters 2000 ...
     """
     check_outputs([output], [], {sidecar_path(output): SIDECAR_FORMAT})
-    look(TorchrunParser.read(command))
+    look(read(command))
     output = output.resolve()
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
         flags = ["--envpipe", "--envpipe-profile-only", "--envpipe-output", folder]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.launch.hostfile import Host
+from envpipe_megatron.launch.nodes.hostfile import Host
 
 #: What of this environment a node gets; PET_ are torchrun's own.
 CARRIED_PREFIXES = ("ENVPIPE_", "NCCL_", "GLOO_", "CUDA_", "TORCH_", "OMP_", "MKL_", "PET_")

@@ -1,4 +1,8 @@
-"""Reads a command line as torchrun does: torchrun's options with EnvPipe's among them, a script."""
+"""Reads a command line as torchrun does: torchrun's options with EnvPipe's among them, a script.
+
+torchrun's own parser decides, so that every torchrun is read as it reads itself. Importing it takes
+a second, for torch; so a line of EnvPipe's options alone, such as `--help`, does without.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import argparse
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NoReturn
 
 from envpipe_megatron.errors import EnvPipeError
@@ -32,7 +35,7 @@ class CommandLine:
 
 
 class TorchrunParser:
-    """torchrun's own parser of the installed torch, so that options are exactly torchrun's.
+    """torchrun's own parser.
 
     Raises:
         EnvPipeError: torch is missing, or a PET_ variable of a flag is no number.
@@ -47,7 +50,7 @@ class TorchrunParser:
         self._parser.set_defaults(**dict.fromkeys(defaults))
 
     def takes_value(self, option: str) -> bool:
-        """Whether the word after an option is its value.
+        """Return whether the word after an option is its value.
 
         Raises:
             EnvPipeError: torchrun does not know the option.
@@ -64,15 +67,6 @@ class TorchrunParser:
             )
         return False
 
-    @staticmethod
-    def read(arguments: Sequence[str]) -> argparse.Namespace:
-        """Return all options as torchrun itself reads them, its variables and defaults among them.
-
-        Raises:
-            EnvPipeError: torchrun would refuse them.
-        """
-        return _parser().parse_args(arguments)
-
     def given(self, options: Sequence[str]) -> dict[str, Any]:
         """Return options' values, under names like `nproc_per_node`; None if not given.
 
@@ -82,16 +76,63 @@ class TorchrunParser:
         return vars(self._parser.parse_args([*options, _SCRIPT]))
 
 
+def read(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return all options as torchrun itself reads them, its variables and defaults among them.
+
+    Raises:
+        EnvPipeError: torchrun would refuse them.
+    """
+    return _parser().parse_args(arguments)
+
+
+def split(words: Sequence[str], own: Mapping[str, bool]) -> CommandLine:
+    """Split `[options] [--] SCRIPT ARGS`; the script is the first word that is no option.
+
+    argparse alone cannot: it also looks among the script's arguments for options, and finds
+    abbreviated or ambiguous ones there.
+
+    Args:
+        words: the command line.
+        own: EnvPipe's options, and whether each takes a value. They are never abbreviated, so
+            torchrun's abbreviations stay what they were.
+
+    Raises:
+        EnvPipeError: an option lacks its value, or is refused by torchrun.
+    """
+    rest = deque(words)
+    own_words: list[str] = []
+    options: list[str] = []
+    parser: TorchrunParser | None = None
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        word = rest.popleft()
+        if word == "--":
+            break
+        name, assigns, _ = word.partition("=")
+        if name in own:
+            value = f"={_value(name, rest)}" if own[name] and not assigns else ""
+            own_words.append(word + value)
+            continue
+        parser = parser or TorchrunParser()
+        options.append(word)
+        if parser.takes_value(word):
+            options.append(_value(word, rest))
+    if parser is not None:
+        parser.given(options)
+    return CommandLine(tuple(own_words), tuple(options), tuple(rest))
+
+
+def _value(name: str, rest: deque[str]) -> str:
+    if not rest or rest[0].startswith("--"):
+        raise EnvPipeError(f"{name} needs a value", remedy=f"Write {name}=VALUE. {_SEE_HELP}")
+    return rest.popleft()
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise EnvPipeError(f"torchrun refuses its options: {message}", remedy=_SEE_HELP)
 
 
 def _parser() -> _Parser:
-    return _Parser(prog="torchrun", parents=[_torchs_parser()], add_help=False)
-
-
-def _torchs_parser() -> argparse.ArgumentParser:
     try:
         from torch.distributed.run import get_args_parser
     except ImportError as error:
@@ -101,62 +142,10 @@ def _torchs_parser() -> argparse.ArgumentParser:
             remedy="Install it into this Python: pip install 'torch>=2.11'.",
         ) from error
     try:
-        return get_args_parser()
+        return _Parser(prog="torchrun", parents=[get_args_parser()], add_help=False)
     except ValueError as error:
         raise EnvPipeError(
             "A PET_ variable of one of torchrun's flags, such as PET_STANDALONE, is not 0 or 1",
             value=str(error),
             remedy="Unset it, or make it 0 or 1.",
         ) from error
-
-
-class Splitter:
-    """Takes a command line apart.
-
-    argparse alone cannot: it also looks among the script's arguments for options, and finds
-    abbreviated or ambiguous ones there.
-
-    Args:
-        own: EnvPipe's options, and whether each takes a value. They are never abbreviated, so
-            torchrun's abbreviations stay what they were.
-    """
-
-    def __init__(self, own: Mapping[str, bool]) -> None:
-        self._own = own
-
-    @cached_property
-    def parser(self) -> TorchrunParser:
-        """torchrun's, made only where it is needed: torch takes a second to import."""
-        return TorchrunParser()
-
-    def split(self, words: Sequence[str]) -> CommandLine:
-        """Split `[options] [--] SCRIPT ARGS`; the script is the first word that is no option.
-
-        Raises:
-            EnvPipeError: an option lacks its value, or is refused by torchrun.
-        """
-        rest = deque(words)
-        own: list[str] = []
-        options: list[str] = []
-        while rest and rest[0].startswith("-") and rest[0] != "-":
-            word = rest.popleft()
-            if word == "--":
-                break
-            name, assigns, _ = word.partition("=")
-            if name in self._own:
-                own.append(word)
-                if self._own[name] and not assigns:
-                    own[-1] += f"={self._value(name, rest)}"
-                continue
-            options.append(word)
-            if self.parser.takes_value(word):
-                options.append(self._value(word, rest))
-        if options:
-            self.parser.given(options)
-        return CommandLine(tuple(own), tuple(options), tuple(rest))
-
-    @staticmethod
-    def _value(name: str, rest: deque[str]) -> str:
-        if not rest or rest[0].startswith("--"):
-            raise EnvPipeError(f"{name} needs a value", remedy=f"Write {name}=VALUE. {_SEE_HELP}")
-        return rest.popleft()

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity, wait_for_any_end
-from envpipe_megatron.launch import child
 from envpipe_megatron.launch.saying import say
 from envpipe_megatron.launch.signals import Signals
+from envpipe_megatron.launch.torchrun import child
 
 logger = logging.getLogger(__name__)
 

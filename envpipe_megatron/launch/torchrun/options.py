@@ -1,0 +1,292 @@
+"""Fills in torchrun's options for nodes and processes: from variables, SLURM or a hostfile.
+
+In this order: command line, torchrun's own PET_ variables, EnvPipe's variables, SLURM's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.launch.nodes.hostfile import Host
+from envpipe_megatron.launch.nodes.slurm import Slurm
+from envpipe_megatron.launch.torchrun.command_line import CommandLine, TorchrunParser
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+HOSTFILE = "hostfile"
+#: torchrun's own default.
+MASTER_PORT = "29500"
+#: EnvPipe's names of torchrun's options, in the order in which they are shown.
+VARIABLES = {
+    "--nnodes": "NNODES",
+    "--nproc-per-node": "NPROC_PER_NODE",
+    "--node-rank": "NODE_RANK",
+    "--master-addr": "MASTER_ADDR",
+    "--master-port": "MASTER_PORT",
+}
+#: The form of each, in words too: torchrun answers other values with a traceback.
+_FORMS = {
+    "--nnodes": (r"0*[1-9]\d*(:\d+)?", "a number of nodes, N or MIN:MAX"),
+    "--nproc-per-node": (
+        r"0*[1-9]\d*|[A-Za-z]+",
+        "a number of processes from 1, or auto, cpu or gpu",
+    ),
+    "--node-rank": (r"\d+", "the number of a node, from 0 to {last_node}"),
+    "--master-addr": (r"\S+", "the name or address of a host"),
+    "--master-port": (r"\d+", "a port, from 1 to 65535"),
+}
+
+#: A value and its origin.
+_Found = tuple[str, str]
+#: Finds an option's value.
+_Source = Callable[[str], _Found | None]
+
+
+class Setting(NamedTuple):
+    """An option of torchrun, such as `--node-rank`, its value as text, and its origin.
+
+    The origin is `command line`, `hostfile`, `default`, or the name of a variable.
+    """
+
+    option: str
+    value: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class TorchrunOptions:
+    """What torchrun is started with on one node.
+
+    Attributes:
+        options: torchrun's options, those that were given and those that were filled in.
+        script: the script and its arguments, untouched.
+        settings: the options that concern nodes and processes, where they are known.
+    """
+
+    options: tuple[str, ...]
+    script: tuple[str, ...]
+    settings: tuple[Setting, ...]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """All words after `torchrun`.
+
+        The dashes keep torchrun from looking for its own abbreviated options in the script's.
+        """
+        return (*self.options, "--", *self.script)
+
+
+def options_here(
+    line: CommandLine,
+    environ: Mapping[str, str],
+    num_cuda_gpus: Callable[[], int] | None = None,
+) -> TorchrunOptions:
+    """Return what torchrun is started with on this node.
+
+    Where the rendezvous is given (`--standalone`, or a `--rdzv-backend` other than static), node
+    rank and master are left alone; with `--rdzv-endpoint` the master is. Without any number of
+    processes: as many as there are GPUs, or one.
+
+    Args:
+        line: the command line.
+        environ: the environment. Empty variables count as unset.
+        num_cuda_gpus: counts the GPUs; torch's own count where it is left out.
+
+    Raises:
+        EnvPipeError: an option or variable has a bad value; several nodes, and nothing says which
+            this is or where the first one is; or SLURM started this in a wrong way.
+    """
+    parser = TorchrunParser()
+    known = _Known(line, environ, parser)
+    slurm = Slurm(environ)
+    count = num_cuda_gpus or _cuda_gpus
+    known.settle(
+        "--nproc-per-node",
+        known.variable,
+        slurm.find,
+        lambda _: ("gpu" if count() else "1", DEFAULT),
+    )
+    if not known.standalone:
+        known.settle("--nnodes", known.variable, slurm.find)
+    several = known.most_nodes > 1
+    from_slurm = [slurm.find] if several else []
+    if known.static:
+        known.settle("--node-rank", known.variable, *from_slurm)
+        if not known.has_endpoint:
+            known.settle("--master-addr", known.variable, *from_slurm)
+            if not parser.picks_free_port:
+                from_slurm = [slurm.find]
+            known.settle("--master-port", known.variable, *from_slurm)
+        if several:
+            known.demand("--node-rank", "which of the nodes this is")
+            if not known.has_endpoint:
+                known.demand("--master-addr", "where the node of rank 0 is")
+    return known.complete()
+
+
+def options_of_hosts(
+    line: CommandLine, environ: Mapping[str, str], hosts: Sequence[Host]
+) -> tuple[TorchrunOptions, ...]:
+    """Return what torchrun is started with on each host of a hostfile.
+
+    A host's node rank is its place in the file; its slots are the number of processes, unless
+    `--nproc-per-node` is given. The first host is the master, unless there is another.
+
+    Raises:
+        EnvPipeError: `--node-rank`, `--standalone` or another number of nodes is given, or a host
+            has no slots and there is no number of processes.
+    """
+    parser = TorchrunParser()
+    return tuple(
+        _options_of_host(_Known(line, environ, parser), hosts, rank) for rank in range(len(hosts))
+    )
+
+
+def _options_of_host(known: _Known, hosts: Sequence[Host], rank: int) -> TorchrunOptions:
+    host = hosts[rank]
+    if known.given("--node-rank") is not None:
+        raise EnvPipeError(
+            "--node-rank does not go with --hostfile, whose hosts are numbered in their order",
+            remedy="Leave it out.",
+        )
+    if known.standalone:
+        raise EnvPipeError(
+            "--standalone (or PET_STANDALONE) is for one node, and does not go with --hostfile",
+            remedy="Leave one of them out.",
+        )
+    num_nodes = known.given("--nnodes")
+    if num_nodes not in (None, str(len(hosts))):
+        raise EnvPipeError(
+            f"--nnodes is another number than that of the hostfile's hosts, {len(hosts)}",
+            value=num_nodes,
+            remedy="Leave it out, or name the hosts you want in the file.",
+        )
+    known.settle("--nnodes", lambda _: (str(len(hosts)), HOSTFILE))
+    slots = None if host.slots is None else (str(host.slots), HOSTFILE)
+    known.settle("--nproc-per-node", known.variable if slots is None else lambda _: slots)
+    if "--nproc-per-node" not in known.settings:
+        raise EnvPipeError(
+            f"{host.where}: the host has no slots",
+            value=host.target,
+            remedy="Write host slots=N, or give --nproc-per-node.",
+        )
+    if known.static:
+        known.settle("--node-rank", lambda _: (str(rank), HOSTFILE))
+        if not known.has_endpoint:
+            known.settle("--master-addr", known.variable, lambda _: (hosts[0].name, HOSTFILE))
+            known.settle("--master-port", known.variable, lambda _: (MASTER_PORT, DEFAULT))
+    return known.complete()
+
+
+class _Known:
+    """What is known of torchrun's options so far."""
+
+    def __init__(
+        self, line: CommandLine, environ: Mapping[str, str], parser: TorchrunParser
+    ) -> None:
+        self._line = line
+        self._given = parser.given(line.options)
+        self._environ = environ
+        self.settings: dict[str, Setting] = {}
+        backend = self._as_torchrun("--rdzv-backend")
+        self.standalone = self._as_torchrun("--standalone") not in (None, "0")
+        #: Whether ranks and master are given to each node, rather than agreed on.
+        self.static = not self.standalone and backend in (None, "static")
+        self.has_endpoint = self._as_torchrun("--rdzv-endpoint") is not None
+
+    def given(self, option: str) -> str | None:
+        """Return the value on the command line."""
+        value = self._given[_name(option)]
+        return None if value is None else str(value)
+
+    def variable(self, option: str) -> _Found | None:
+        """Return the value of torchrun's own variable, or else of EnvPipe's."""
+        for name in (_pet(option), VARIABLES[option]):
+            if value := self._environ.get(name):
+                return value, name
+        return None
+
+    def settle(self, option: str, *sources: _Source) -> None:
+        """Settle an option by the command line or else the first source that has it.
+
+        Raises:
+            EnvPipeError: the value is a bad one.
+        """
+        given = self.given(option)
+        found = None if given is None else (given, COMMAND_LINE)
+        for source in sources:
+            found = found or source(option)
+        if found is not None:
+            self.settings[option] = Setting(option, *found)
+            _check(self.settings[option], self.most_nodes)
+
+    def demand(self, option: str, meaning: str) -> None:
+        """Refuse that an option is still open."""
+        if option not in self.settings:
+            nodes = self.settings["--nnodes"]
+            raise EnvPipeError(
+                f"There are several nodes ({nodes.origin}: {nodes.value}), and nothing says "
+                f"{meaning}",
+                remedy=f"Give {option} or {VARIABLES[option]} on each node, "
+                "or start all nodes by --hostfile.",
+            )
+
+    @property
+    def most_nodes(self) -> int:
+        """The number of nodes, the larger where there are two."""
+        nodes = self.settings["--nnodes"].value if "--nnodes" in self.settings else "1"
+        most = nodes.rpartition(":")[2]
+        return int(most) if most.isdecimal() else 0
+
+    def complete(self) -> TorchrunOptions:
+        """Add what was found to what was given."""
+        settings = tuple(self.settings[name] for name in VARIABLES if name in self.settings)
+        added = [
+            f"{setting.option}={setting.value}"
+            for setting in settings
+            if setting.origin not in (COMMAND_LINE, _pet(setting.option))
+        ]
+        return TorchrunOptions((*self._line.options, *added), self._line.script, settings)
+
+    def _as_torchrun(self, option: str) -> str | None:
+        given = self.given(option)
+        return self._environ.get(_pet(option)) or None if given is None else given
+
+
+def _name(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
+
+
+def _pet(option: str) -> str:
+    return f"PET_{_name(option).upper()}"
+
+
+def _check(setting: Setting, most_nodes: int) -> None:
+    """Refuse a value that torchrun would stumble over, by the name of its origin."""
+    option, value, origin = setting
+    form, meaning = _FORMS[option]
+    good = re.fullmatch(form, value) is not None
+    if good and option == "--nnodes":
+        least, _, most = value.partition(":")
+        good = not most or int(least) <= int(most)
+    elif good and option == "--node-rank":
+        good = int(value) < most_nodes
+    elif good and option == "--master-port":
+        good = 1 <= int(value) <= 65535
+    if not good:
+        raise EnvPipeError(
+            f"{option if origin == COMMAND_LINE else origin} is not "
+            f"{meaning.format(last_node=most_nodes - 1)}",
+            value=value,
+            remedy="Correct it, or leave it out.",
+        )
+
+
+def _cuda_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
