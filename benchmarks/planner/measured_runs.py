@@ -1,16 +1,18 @@
-"""Predict measured training runs from their clocks alone, and say how far off the prediction is.
+"""Measured training runs, and what is predicted for them from their clocks alone.
 
-`validate` predicts each run of a workload folder with the planner's own evaluator twice: from the
-profile and the blocking power beside it alone, and with what else a profiler can measure, fitted on
-the half of the runs that the run is not in.
+A workload folder holds plans that ran on real GPUs: `meta.json` (stages, microbatches, blocking
+power), `plans.json` (the clock of every unit of every run, `{"<system>-<plan>": [{"forward": [MHz
+by microbatch], "backward": [...]}, ... by stage]}`), `runs.csv` (iteration time and energy of every
+run) and `profile.csv` (time and energy of a unit by clock).
 
-Fitted are, for each half of the runs:
+`validate` predicts each run with the planner's own evaluator twice: from the profile and the
+blocking power beside it alone, and with what else a profiler can measure, fitted on the half of the
+runs that the run is not in:
 
 - one *tail*, the same on all stages: time of an iteration that follows no unit, hence no clock
   (optimizer, data loading). At a single number of microbatches M it cannot be told from M times a
   gap between units, so it holds both;
-- p2p *latency* of a boundary between stages, or of all boundaries alike, and the *time of a clock
-  change*: each only where the runs demand it, see `_MIN_IMPROVEMENT`;
+- p2p *latency* of a boundary between stages, only where the runs demand it, see `_MIN_IMPROVEMENT`;
 - *blocking power*, the same on all stages.
 
 There is no scale of time or energy, and nothing for a single run.
@@ -23,32 +25,180 @@ tail, which no row of a profile holds, nor the runs of the other system, envpipe
 
 from __future__ import annotations
 
+import csv
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from benchmarks.planner.workload_folder import (
-    MeasuredRun,
-    MeasuredRunsError,
-    Workload,
-    read_workload,
-)
-from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.evaluation import evaluate
 from envpipe_megatron.core.plan import Cost
+from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile, read_profile
+from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.errors import EnvPipeError
+
+FILES = ("meta.json", "plans.json", "runs.csv", "profile.csv")
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """One plan that ran, and the means over its iterations.
+
+    Args:
+        name: `<system>-<plan>`.
+        system: the planner that made the plan.
+        frequency_mhz: [num_stages, units_per_stage].
+        iteration_time_s: of the slowest rank.
+        energy_j: of one iteration, all ranks.
+        energy_by_stage_j: [num_stages] the same by stage.
+    """
+
+    name: str
+    system: str
+    frequency_mhz: IntArray
+    iteration_time_s: float
+    energy_j: float
+    energy_by_stage_j: FloatArray
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A folder of measured runs.
+
+    Args:
+        name: of the folder.
+        schedule: the order that all runs used.
+        profile: with a row for every clock of every run.
+        conditions: what is known without any fit: blocking power and GPUs of a stage.
+        runs: in the file's order.
+        interpolated_rows: rows of the profile that were not measured: linear in the clock between
+            their neighbours.
+        extended_rows: the same outside of the measured clocks: equal to the nearest row.
+    """
+
+    name: str
+    schedule: Schedule
+    profile: Profile
+    conditions: Conditions
+    runs: tuple[MeasuredRun, ...]
+    interpolated_rows: int
+    extended_rows: int
+
+
+def read_workload(folder: Path) -> Workload:
+    """Read a workload folder, and give its profile a row for every clock of every run.
+
+    Raises:
+        EnvPipeError: naming the file and the value that is wrong.
+        ProfileError: a profile that is not readable.
+    """
+    missing = [name for name in FILES if not (folder / name).is_file()]
+    if missing:
+        raise EnvPipeError(
+            f"{folder} lacks files",
+            value=", ".join(missing),
+            remedy=f"A workload folder holds {', '.join(FILES)}.",
+        )
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        plans = json.loads((folder / "plans.json").read_text())
+        with (folder / "runs.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        if meta["schedule"] != "1f1b":
+            raise EnvPipeError(
+                f"{folder / 'meta.json'}: 'schedule' is not known",
+                value=meta["schedule"],
+                remedy="The runs must have used 1f1b.",
+            )
+        schedule = builders.one_f_one_b(int(meta["num_stages"]), int(meta["num_microbatches"]))
+        runs = tuple(_parse_run(row, plans, schedule) for row in rows)
+        gpus, left = divmod(int(rows[0]["ranks"]), schedule.num_stages)
+        if left or not gpus:
+            raise EnvPipeError(
+                f"{folder / 'runs.csv'}: 'ranks' is no multiple of {schedule.num_stages} stages",
+                value=rows[0]["ranks"],
+            )
+        conditions = Conditions(
+            (float(meta["blocking_power_w"]),) * schedule.num_stages,
+            gpus_per_stage=(gpus,) * schedule.num_stages,
+        )
+    except (KeyError, ValueError, TypeError, IndexError) as error:
+        raise EnvPipeError(
+            f"{folder}: a field is missing or wrong: {error!r}",
+            remedy="Compare the folder with the form that this module describes.",
+        ) from error
+    profile, interpolated, extended = _complete(
+        read_profile(folder / "profile.csv"), schedule, runs
+    )
+    return Workload(folder.name, schedule, profile, conditions, runs, interpolated, extended)
+
+
+def _parse_run(row: dict[str, str], plans: dict[str, Any], schedule: Schedule) -> MeasuredRun:
+    name = f"{row['system']}-{row['plan']}"
+    clocks = plans[name]
+    lengths = {len(stage[kind.value]) for stage in clocks for kind in Kind}
+    if len(clocks) != schedule.num_stages or lengths != {schedule.num_microbatches}:
+        raise ValueError(f"plan {name} has other stages or microbatches than meta.json")
+    frequency_mhz = np.array(
+        [
+            [clocks[stage][unit.kind.value][unit.microbatch] for unit in order]
+            for stage, order in enumerate(schedule.stages)
+        ],
+        dtype=np.int64,
+    )
+    by_stage_j = [float(row[f"energy_stage{stage}_j"]) for stage in range(schedule.num_stages)]
+    return MeasuredRun(
+        name,
+        row["system"],
+        frequency_mhz,
+        float(row["iteration_time_s"]),
+        float(row["energy_j"]),
+        np.array(by_stage_j),
+    )
+
+
+def _complete(
+    profile: Profile, schedule: Schedule, runs: Sequence[MeasuredRun]
+) -> tuple[Profile, int, int]:
+    """The profile with rows for all clocks of the runs; how many lie within and outside its own."""
+    every_run_mhz = np.stack([run.frequency_mhz for run in runs])
+    rows: list[tuple[int, Kind, ProfileRow]] = []
+    interpolated = extended = 0
+    for stage, kinds in enumerate(profile.rows):
+        for kind, known in kinds.items():
+            is_kind = schedule.is_backward[stage] == (kind is Kind.BACKWARD)
+            clocks = [row.frequency_mhz for row in known][::-1]
+            time_s = [row.time_s for row in known][::-1]
+            energy_j = [row.energy_j for row in known][::-1]
+            rows.extend((stage, kind, row) for row in known)
+            for clock in np.setdiff1d(every_run_mhz[:, stage, is_kind], clocks).tolist():
+                inside = clocks[0] < clock < clocks[-1]
+                interpolated += inside
+                extended += not inside
+                row = ProfileRow(
+                    clock,
+                    float(np.interp(clock, clocks, time_s)),
+                    float(np.interp(clock, clocks, energy_j)),
+                )
+                rows.append((stage, kind, row))
+    completed = make_profile(rows, source=profile.source, sidecar=profile.sidecar)
+    return completed, interpolated, extended
+
 
 #: The system whose runs the published profiles' unit times are means over.
 PROFILED_SYSTEM = "perseus"
-#: The longest p2p latency and change time that are believed, s: a slow network takes a tenth of a
-#: second for a batch of activations, and clock changes are reported to take 3 to 10 ms.
+#: The longest p2p latency that is believed, s: a slow network takes a tenth of a second for a batch
+#: of activations.
 _LONGEST_LATENCY_S = 0.16
-_LONGEST_CHANGE_S = 0.02
-#: A latency or change time is kept if it divides the mean squared error of the fitted half by this
+#: A latency is kept if it divides the mean squared error of the fitted half by this
 #: (halves the root): less may be chance, and the tail alone then explains the runs well.
 _MIN_IMPROVEMENT = 4.0
 #: Mean squared relative error of time at which nothing is left to explain: 0.01 % of an iteration
@@ -161,13 +311,13 @@ def validate(folder: Path) -> Validation:
     conditions that were fitted on the other, so no run has a part in its own prediction.
 
     Raises:
-        MeasuredRunsError: naming the file and the value that is wrong.
+        EnvPipeError: naming the file and the value that is wrong.
         ProfileError: a profile that is not readable.
     """
     workload = read_workload(folder)
     halves = [workload.runs[half::2] for half in (0, 1)]
     if not all(halves):
-        raise MeasuredRunsError(
+        raise EnvPipeError(
             f"{folder}: too few runs to fit on one half and predict the other",
             value=len(workload.runs),
             remedy="Measure at least two.",
@@ -186,71 +336,54 @@ def validate(folder: Path) -> Validation:
 def fit_conditions(workload: Workload, runs: Sequence[MeasuredRun]) -> Conditions:
     """What surrounds the units, from some runs of a workload; see the module's description.
 
-    Times first: the tail, then, one after another, whichever single latency or change time explains
+    Times first: the tail, then, one after another, whichever latency of a single boundary explains
     most of what is left.
     """
     model = _TimeModel(workload, runs)
-    found_s = np.zeros(workload.schedule.num_stages)  # a latency by boundary, last the change time
-    *one_boundary, change = np.eye(len(found_s))
-    every_boundary = 1.0 - change
-    directions = [(step, _LONGEST_LATENCY_S) for step in (*one_boundary, every_boundary)]
-    directions.append((change, _LONGEST_CHANGE_S))
-    error, tail_s = model.error_and_tail(found_s)
+    stages = workload.schedule.num_stages
+    latency_s: FloatArray = np.zeros(stages - 1)
+    error, tail_s = model.error_and_tail(latency_s)
     while error > _EXPLAINED:
-        candidates = [model.best_along(found_s, step, longest_s) for step, longest_s in directions]
-        candidate_s = min(candidates, key=lambda parameters_s: model.error_and_tail(parameters_s))
-        candidate_error, candidate_tail_s = model.error_and_tail(candidate_s)
-        if candidate_error * _MIN_IMPROVEMENT > error:
+        candidates = [model.best_along(latency_s, step) for step in np.eye(stages - 1)]
+        found_s = min(candidates, key=model.error_and_tail)
+        found_error, found_tail_s = model.error_and_tail(found_s)
+        if found_error * _MIN_IMPROVEMENT > error:
             break
-        found_s, error, tail_s = candidate_s, candidate_error, candidate_tail_s
+        latency_s, error, tail_s = found_s, found_error, found_tail_s
     conditions = replace(
         workload.conditions,
-        latency_s=tuple(found_s[:-1].tolist()),
-        change_time_s=float(found_s[-1]),
-        tail_time_s=(tail_s,) * workload.schedule.num_stages,
+        latency_s=tuple(latency_s.tolist()),
+        tail_time_s=(tail_s,) * stages,
     )
     power_w = _fit_blocking_power_w(workload, runs, conditions)
-    return replace(conditions, blocking_power_w=(power_w,) * workload.schedule.num_stages)
+    return replace(conditions, blocking_power_w=(power_w,) * stages)
 
 
 class _TimeModel:
-    """Iteration times of some runs by latency and change time, the tail following from them."""
+    """Iteration times of some runs by p2p latencies, the tail following from them."""
 
     def __init__(self, workload: Workload, runs: Sequence[MeasuredRun]) -> None:
-        self._workload = workload
-        self._runs = runs
-        schedule, profile = workload.schedule, workload.profile
-        self._duration_s = [
-            profile.lookup(run.frequency_mhz, schedule.is_backward)[0] for run in runs
+        self._schedule = workload.schedule
+        is_backward = workload.schedule.is_backward
+        self._durations_s = [
+            workload.profile.lookup(run.frequency_mhz, is_backward)[0] for run in runs
         ]
         self._measured_s = np.array([run.iteration_time_s for run in runs])
 
-    def error_and_tail(self, parameters_s: FloatArray) -> tuple[float, float]:
+    def error_and_tail(self, latency_s: FloatArray) -> tuple[float, float]:
         """Mean squared relative error of the times, at the tail (s) that makes it least."""
-        latency_s, change_time_s = parameters_s[:-1].tolist(), float(parameters_s[-1])
-        schedule, profile = self._workload.schedule, self._workload.profile
-        if change_time_s:
-            conditions = replace(
-                self._workload.conditions,
-                latency_s=tuple(latency_s),
-                change_time_s=change_time_s,
-            )
-            times = [
-                evaluate(schedule, run.frequency_mhz, profile, conditions).timeline.iteration_time_s
-                for run in self._runs
-            ]
-        else:  # durations do not change: an eighth of the time
-            times = [
-                Timeline(schedule, duration, latency_s).iteration_time_s
-                for duration in self._duration_s
-            ]
+        latencies_s = latency_s.tolist()
+        times = [
+            Timeline(self._schedule, duration_s, latencies_s).iteration_time_s
+            for duration_s in self._durations_s
+        ]
         weight = self._measured_s**-2.0
         lacking_s = self._measured_s - times
         tail_s = max(0.0, float(weight @ lacking_s / weight.sum()))
         return float(np.mean(weight * (lacking_s - tail_s) ** 2)), tail_s
 
-    def best_along(self, start_s: FloatArray, step: FloatArray, longest_s: float) -> FloatArray:
-        """`start_s` plus the multiple of `step`, up to `longest_s`, with the least error.
+    def best_along(self, start_s: FloatArray, step: FloatArray) -> FloatArray:
+        """`start_s` plus the multiple of `step` (at most the longest latency) with least error.
 
         A coarse search comes before the refinement: a latency shows in the iteration time only
         once it is long enough to be on the critical path, so there is no slope to follow from 0.
@@ -259,9 +392,9 @@ class _TimeModel:
 
         def error(size_s: float) -> float:
             explained = self.error_and_tail(start_s + size_s * step)[0]
-            return explained + _EXPLAINED * size_s / longest_s
+            return explained + _EXPLAINED * size_s / _LONGEST_LATENCY_S
 
-        tried_s = [0.0, *(longest_s * 0.5**halvings for halvings in range(6, -1, -1))]
+        tried_s = [0.0, *(_LONGEST_LATENCY_S * 0.5**halvings for halvings in range(6, -1, -1))]
         best = min(range(1, len(tried_s)), key=lambda index: error(tried_s[index]))
         refined = minimize_scalar(
             error,

@@ -180,7 +180,6 @@ def _summary(
         "fitted_half": "",
         "tail_time_s": "",
         "latency_s": "",
-        "change_time_s": "",
         "blocking_power_w": "",
     }
     if half is not None and conditions is not None:
@@ -188,7 +187,6 @@ def _summary(
             "fitted_half": HALF_NAMES[1 - half],
             "tail_time_s": f"{conditions.tail_by_stage_s[0]:.4f}",
             "latency_s": " ".join(f"{hop:.4f}" for hop in _hops(conditions)),
-            "change_time_s": f"{conditions.change_time_s:.4f}",
             "blocking_power_w": f"{conditions.blocking_power_w[0]:.2f}",
         }
     return row

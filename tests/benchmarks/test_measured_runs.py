@@ -16,10 +16,9 @@ from envpipe_megatron.errors import EnvPipeError
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.planner.measured_runs import validate
+from benchmarks.planner.measured_runs import read_workload, validate
 from benchmarks.planner.memory import MemoryPrediction
 from benchmarks.planner.validation import validation_claims
-from benchmarks.planner.workload_folder import MeasuredRunsError, read_workload
 
 STAGES, MICROBATCHES = 4, 12
 CLOCKS = (1400, 1300, 1200, 1100, 1000)
@@ -47,15 +46,16 @@ def _plans(num_runs, clocks):
     """The all-maximum plan, then a random clock for each stage and kind of each run."""
     rng = random.Random(0)
     highest = {kind.value: [max(clocks)] * MICROBATCHES for kind in Kind}
-    plans = [[highest] * STAGES]
-    for _ in range(num_runs - 1):
-        plans.append(
+    return [
+        [highest] * STAGES,
+        *(
             [
                 {kind.value: [rng.choice(clocks)] * MICROBATCHES for kind in Kind}
                 for _ in range(STAGES)
             ]
-        )
-    return plans
+            for _ in range(num_runs - 1)
+        ),
+    ]
 
 
 def _write_folder(folder, conditions, *, num_runs=16, clocks=CLOCKS, gpus=1):
@@ -119,20 +119,12 @@ def test_without_surroundings_the_profile_alone_predicts_everything(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("latency_s", "change_time_s"),
-    [
-        ((0.0, 0.0, 0.0), 0.0),
-        ((0.0, 0.03, 0.0), 0.0),
-        ((0.015, 0.015, 0.015), 0.0),
-        ((0.0, 0.0, 0.0), 0.012),
-    ],
-    ids=["tail", "one slow hop", "slow hops", "clock change"],
+    "latency_s", [(0.0, 0.0, 0.0), (0.0, 0.03, 0.0)], ids=["tail", "one slow hop"]
 )
-def test_each_half_finds_the_conditions_of_the_runs(tmp_path, latency_s, change_time_s):
+def test_each_half_finds_the_conditions_of_the_runs(tmp_path, latency_s):
     true = _conditions(
         blocking_power_w=(95.0,) * STAGES,
         latency_s=latency_s,
-        change_time_s=change_time_s,
         tail_time_s=(0.3,) * STAGES,
     )
     validation = validate(_write_folder(tmp_path / "w", true))
@@ -143,7 +135,6 @@ def test_each_half_finds_the_conditions_of_the_runs(tmp_path, latency_s, change_
     assert errors.energy_held_out < 0.1
     for fitted in validation.fitted:
         assert fitted.latency_s == pytest.approx(latency_s, abs=1e-3)
-        assert fitted.change_time_s == pytest.approx(change_time_s, abs=1e-3)
         assert fitted.tail_time_s == pytest.approx(true.tail_time_s, abs=5e-3)
         assert fitted.blocking_power_w == pytest.approx(true.blocking_power_w, rel=0.01)
 
@@ -157,7 +148,6 @@ def test_noise_is_not_explained_by_latencies(tmp_path):
     _write_runs(folder, rows)
     validation = validate(folder)
     assert all(set(fitted.latency_s) == {0.0} for fitted in validation.fitted)
-    assert all(fitted.change_time_s == 0 for fitted in validation.fitted)
     assert validation.errors().time_held_out < 0.6
 
 
@@ -263,6 +253,5 @@ def _odd_ranks(folder):
 def test_a_broken_folder_is_refused_by_what_is_wrong(tmp_path, break_folder, message):
     folder = _write_folder(tmp_path / "w", _conditions())
     break_folder(folder)
-    with pytest.raises(MeasuredRunsError, match=message) as error:
+    with pytest.raises(EnvPipeError, match=message):
         validate(folder)
-    assert isinstance(error.value, EnvPipeError)
