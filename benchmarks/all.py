@@ -34,9 +34,6 @@ class Part:
     """One script.
 
     Args:
-        name: of the part, and of its folder.
-        script: below this folder.
-        options: before the folder's.
         own_folder: whether it is given its folder, else that of all parts, where it finds its own.
     """
 

@@ -55,8 +55,6 @@ def make_table(title: str, rows: Sequence[Row], columns: Sequence[str] = ()) -> 
     """A table of rows of equal keys.
 
     Args:
-        title: above it.
-        rows: what `write_csv` takes.
         columns: the keys to show, in this order; all without.
     """
     table = Table(title=title, title_justify="left")

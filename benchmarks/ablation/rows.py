@@ -58,11 +58,6 @@ class Row:
     """One plan.
 
     Args:
-        workload: what is planned.
-        ablation: the ingredient that is switched.
-        start: where it is switched.
-        setting: what it is switched to, in words.
-        plan: with the conditions that price it.
         planning_time_s: wall time of planning, orders that were searched included.
         bound_j: what no plan of the same order, time and conditions can go below; None if unknown.
     """

@@ -28,7 +28,6 @@ class Checked:
     """A plan as simulated and as run.
 
     Args:
-        name: of the plan.
         simulated: time and energy of an iteration by the simulator.
         run: the same by the runtime and the meters of the emulated GPUs.
     """

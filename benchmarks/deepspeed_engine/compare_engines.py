@@ -66,12 +66,7 @@ class Arm:
     """An engine and its data.
 
     Args:
-        name: one of the three.
-        preset: model and size.
-        sizes: of a microbatch and sequence, and their number.
-        precision: bf16, fp16 or fp32.
         vary: whether sequences get shorter from microbatch to microbatch, to a half and again.
-        profile: see `write_profile`.
     """
 
     def __init__(

@@ -29,14 +29,11 @@ class Model:
 
     Args:
         name: as EnvPipe's scripts call it.
-        label: for people.
-        family: what it is built of.
         layers: transformer layers, or for a ResNet the blocks of its four groups.
         width: of a token, or channels of a ResNet's first group.
         heads: of attention; 1 for a ResNet.
         length: tokens of a sequence, or pixels of an image's side.
         outputs: vocabulary of the head, or classes of a ResNet; 0 where there is neither.
-        precision: what it computes in.
         split: layers (stem, embedding and head counted) of each of four stages where EnvPipe gives
             them; else None.
     """
@@ -126,11 +123,7 @@ class Job:
 
     Args:
         model: a key of `MODELS`.
-        gpu: a preset of a GPU.
         microbatch_size: samples of a microbatch.
-        minibatch_size: samples of an iteration of all replicas.
-        stages: of a pipeline.
-        replicas: pipelines that train together.
     """
 
     model: str
@@ -152,7 +145,6 @@ class Experiment:
 
     Args:
         name: of the figure, as EnvPipe's scripts call it.
-        title: what it shows.
         jobs: in the order of EnvPipe's script.
         settings: each job is trained with each of them; the first is the baseline.
     """

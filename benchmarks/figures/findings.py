@@ -33,11 +33,7 @@ def _said(
     """A claim whose figure and command `claims_of` fills in.
 
     Args:
-        sentence: what was seen.
-        paper: what the paper says of the same.
-        rows: the runs that it is made from.
         agrees: None where the two cannot be compared.
-        why: they do not agree, or cannot.
     """
     return Claim("", "", sentence, basis_of(rows), paper, agrees, why)
 
@@ -245,12 +241,7 @@ _UNEQUAL = 1.1
 
 
 def why_few_save_less(profile_file: Path, counts: Sequence[int]) -> str:
-    """Why fewer microbatches save less: for each number of them, what stays at full clock.
-
-    Args:
-        profile_file: of the job.
-        counts: numbers of microbatches of an iteration.
-    """
+    """Why fewer microbatches save less: for each number of them, what stays at full clock."""
     profile = read_profile(profile_file)
     on_envelope = _listed([_envelope_percent(profile.num_stages, count) for count in counts], 0)
     best = _listed([_best_saving_percent(profile, count) for count in counts], 1)

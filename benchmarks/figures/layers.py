@@ -15,13 +15,7 @@ from benchmarks.figures.experiments import Family, Model
 
 
 class Attention(nn.Module):
-    """Attention with all its scores at hand, as in 2022; to itself, or to a memory.
-
-    Args:
-        width: of a token.
-        heads: as many scores a pair of tokens.
-        causal: whether a token sees later ones.
-    """
+    """Attention with all its scores at hand, as in 2022; to itself, or to a memory."""
 
     def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
@@ -49,9 +43,6 @@ class TransformerLayer(nn.Module):
     """Attention and a feed-forward net of four times the width, norms first.
 
     Args:
-        width: of a token.
-        heads: of each attention.
-        causal: whether a token sees later ones.
         cross: a second attention, to the layer's own input, since stages hand over one tensor.
     """
 
@@ -257,14 +248,7 @@ def inputs_of(model: Model, samples: int, seed: int, device: torch.device) -> to
 def targets_of(
     model: Model, outputs: Sequence[int], seed: int, device: torch.device
 ) -> torch.Tensor:
-    """What the last stage's outputs of one microbatch are compared with.
-
-    Args:
-        model: whose outputs.
-        outputs: their shape.
-        seed: the microbatch's own.
-        device: where targets are drawn.
-    """
+    """What the last stage's outputs of one microbatch are compared with."""
     generator = torch.Generator(device).manual_seed(seed)
     if model.outputs:
         classes = tuple(outputs[:-1])

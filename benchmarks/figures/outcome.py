@@ -24,10 +24,8 @@ class RankOutcome:
     """What one rank measured.
 
     Args:
-        metered: of its GPU in the steady phase.
         units: that it ran in all phases, on an emulated GPU.
         overruns: of these, those for which the host was too slow.
-        clock_error: why its clock was not controlled any more; empty if it was.
     """
 
     metered: PhaseTotals
@@ -38,14 +36,7 @@ class RankOutcome:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What the plan says that was trained with.
-
-    Args:
-        extra_forwards: of each stage.
-        peak_in_flight: of each stage, microbatches.
-        predicted_saving_percent: of energy, against 1F1B at full clock.
-        predicted_slowdown_percent: of an iteration.
-    """
+    """What the plan says that was trained with."""
 
     extra_forwards: list[int]
     peak_in_flight: list[int]
@@ -69,18 +60,11 @@ class Outcome:
     """What a run came to, as its ranks saw it; emulated time with the factor.
 
     Args:
-        gpu: its name.
-        control: the back end of its clock.
-        iterations: that were trained, in all phases.
         losses: for each of them, of each microbatch.
         iteration_time_s: mean over the measured steps, of the slowest GPU.
         energy_j: of all GPUs, mean over the measured steps.
-        energy_uncertainty_j: of it, as the meters say.
         trusted: whether the host kept up with the emulation.
-        overrun_percent: units for which it did not.
-        reconfigure_steps: that raised a clock.
         reconfigure_ended: why; empty without reconfiguring.
-        notes: what the session and the clocks have to say.
         plan: None for a baseline.
     """
 

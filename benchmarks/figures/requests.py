@@ -44,8 +44,6 @@ class RunRequest:
     """One run: a job trained in one setting.
 
     Args:
-        job: what is trained.
-        setting: how.
         steps: measured iterations, behind all other phases.
         emulated: None on real GPUs, where the model has its full size.
         backend: of the clocks of real GPUs.
@@ -132,7 +130,6 @@ class Place:
     Args:
         size: one of `SIZES`; reduced trains one of several replicas for all, in fewer steps.
         gpus: of this machine; None emulates.
-        backend: of the clocks of real GPUs.
         forward_ms: wall time of a pipeline's longest forward on emulated GPUs.
     """
 

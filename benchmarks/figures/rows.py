@@ -16,13 +16,8 @@ class Row:
 
     Args:
         job: as the paper has it, with all its replicas.
-        setting: how it was trained.
-        hardware: what it ran on.
         factor: emulated over real time; 1 on real GPUs.
-        steps: that were measured.
         replicas_run: replicas that were trained; energy and throughput are for all of the job's.
-        result: what it came to.
-        baseline: that of the job's baseline.
         profile: the file that its plan was made from; None where none was.
     """
 

@@ -16,12 +16,9 @@ class TrainingWork:
     """Forwards and backwards of one stage in one iteration.
 
     Args:
-        model: what the stage is a part of.
-        stage: its layers.
         samples: of each microbatch, on the first stage; a later one takes activations.
         targets: of each microbatch, on the last stage, which ends in their loss; an earlier one
             hands over activations.
-        num_microbatches: whose losses are averaged.
     """
 
     def __init__(

@@ -107,13 +107,7 @@ def time_factor(times: UnitTimes, forward_s: float) -> float:
 
 
 def write_scaled_preset(name: str, factor: float, folder: Path) -> Path:
-    """Write a preset whose times are multiplied by a factor.
-
-    Args:
-        name: of a preset that comes with the package.
-        factor: above 0.
-        folder: is made where it is missing.
-    """
+    """Write a preset whose times are multiplied by a factor."""
     text = resolve_preset(name).read_text(encoding="utf-8")
     preset = load_preset(name)
     for field in _TIMES:

@@ -94,9 +94,6 @@ class Run:
     """One run on this rank.
 
     Args:
-        rank: this process.
-        request: what to train.
-        folder: of the batch.
         number: of the run in the batch: its emulated GPUs are its own.
     """
 

@@ -26,10 +26,7 @@ class Samples:
     """Measured points of all stages, one entry a (stage, kind, clock).
 
     Attributes:
-        backward: whether the entry is a backward unit.
-        frequency_mhz: requested clock.
         time_ratio: time over the time of the same stage and kind at the maximum clock.
-        power_w: energy over time.
     """
 
     backward: npt.NDArray[np.bool_]

@@ -57,14 +57,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class Load:
-    """What the agents of one measurement do.
-
-    Args:
-        agents: how many.
-        gpus: of each.
-        interval_s: between two lines of a GPU.
-        seconds: for how long.
-    """
+    """What the agents of one measurement do."""
 
     agents: int
     gpus: int
@@ -94,18 +87,10 @@ class Measured:
     """What a measurement came to.
 
     Args:
-        agents: how many.
-        lines_per_s: that were added up.
         latency_p50_ms: from the append of an agent's lines until it knows that they are added up.
-        latency_p99_ms: 99 of 100 take no longer.
-        latency_max_ms: none takes longer.
         lag_max_bytes: the most that an agent's log was ahead of the sums when it wrote again.
         cpu_percent: of one core, the collector's.
-        rss_start_mib: of the collector, after the warm-up.
-        rss_end_mib: at the end.
-        live_lines: that were told.
         cuts: how often an agent had to connect again, since an answer took too long.
-        exact: whether the total is that of what was sent.
     """
 
     agents: int
@@ -124,15 +109,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Sent:
-    """What one process sent.
-
-    Args:
-        total_j: of all lines, exactly.
-        latencies_s: of the answers.
-        lag_max_bytes: see `Measured`.
-        cuts: see `Measured`.
-        unknown_bytes: that the collector has not confirmed.
-    """
+    """What one process sent."""
 
     total_j: str
     latencies_s: list[float]
@@ -221,13 +198,7 @@ class _Counter(logging.Handler):
 
 
 class _Agent:
-    """One node's agent, without GPUs.
-
-    Args:
-        folder: of its energy log.
-        index: of the node.
-        load: what to send.
-    """
+    """One node's agent, without GPUs."""
 
     def __init__(self, folder: Path, index: int, load: Load) -> None:
         self._load = load

@@ -40,12 +40,7 @@ _GAP_S = 1e-6
 
 @dataclass
 class Counter:
-    """A GPU's energy counter as it was seen to refresh.
-
-    Args:
-        uid: of the GPU.
-        handle: NVML's.
-    """
+    """A GPU's energy counter as it was seen to refresh."""
 
     uid: str
     handle: object
@@ -92,9 +87,6 @@ class Compared:
     """A GPU's lines and its counter.
 
     Args:
-        node: as the bill calls it.
-        uid: of the GPU.
-        lines: how many.
         exact_j: what they add up to.
         counter_j: what the counter says of the same time.
         duration_s: of that time.

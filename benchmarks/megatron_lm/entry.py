@@ -40,11 +40,8 @@ class Turns:
 
     Args:
         path: the referee's Unix socket.
-        run: the job's name.
-        rank: this rank.
         lengths: iterations of each turn, after which training ends; without, a turn lasts until
             it ends by itself.
-        iterations: how many there are.
     """
 
     def __init__(

@@ -43,12 +43,8 @@ class Setting:
     """One job that all arms train.
 
     Args:
-        name: of it.
-        mapping: how it is spread.
         features: Megatron's flags that make it another than the plain GPT in bf16.
-        arms: that train it.
         checkpoints: the format in which it saves, ends, and loads half-way; None if it does not.
-        corpus: a real text in place of mock data.
     """
 
     name: str

@@ -37,7 +37,6 @@ class Site:
         patched: the same one with the patch.
         scratch: folder for logs and checkpoints; the socket's path, so a short one.
         cpu: on gloo and emulated GPUs, through tests/megatron_lm/cpu_run.py.
-        num_gpus: of this machine.
         corpus: folder with a real corpus of tests/megatron_lm/make_corpus.py; None without.
     """
 
@@ -64,7 +63,6 @@ class Job:
             `{control}` are the site's.
         num_ranks: one a GPU.
         iterations: how often the train step is called.
-        patched: which checkout.
         turns: iterations of each turn, where an order of turns is kept.
         environment: beyond what every job gets; None unsets a variable.
         after: the job that must have gone well before.
@@ -110,11 +108,7 @@ class Job:
 
 
 class State:
-    """Results of runs and blocks, written at every change.
-
-    Args:
-        path: the file; it need not be there.
-    """
+    """Results of runs and blocks, written at every change."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

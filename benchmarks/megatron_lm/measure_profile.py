@@ -62,7 +62,6 @@ class Model:
         size: of the whole model on two stages.
         features: Megatron's further arguments.
         microbatches: of the jobs; the first one is profiled.
-        what: in words.
     """
 
     size: Size
@@ -121,9 +120,6 @@ class Site:
 
     Args:
         patched: checkout of Megatron-LM.
-        num_stages: one a GPU.
-        cpu: on emulated GPUs.
-        scratch: folder for logs and plans.
     """
 
     patched: Path

@@ -71,11 +71,7 @@ class Size:
     """How large a model is, and how long it is trained.
 
     Args:
-        layers: of the whole model, at least one a stage.
         hidden: heads have 64, or 8 in a model of less than 128.
-        sequence: tokens.
-        vocabulary: tokens.
-        microbatch: samples.
         microbatches: of each pipeline, an iteration.
     """
 
@@ -166,13 +162,7 @@ _PRESET = "h200"
 
 @dataclass(frozen=True)
 class Planned:
-    """The order that an arm runs by file, with clocks that go with it.
-
-    Args:
-        mapping: of the job.
-        num_microbatches: M.
-        arm: ONE_F_ONE_B or ENVPIPE.
-    """
+    """The order that an arm runs by file, with clocks that go with it."""
 
     mapping: Mapping
     num_microbatches: int

@@ -72,14 +72,7 @@ class _Running:
 
 
 class Pool:
-    """Runs jobs and records each in the state as it ends.
-
-    Args:
-        site: where.
-        state: what is done already is not done again.
-        referee: between the jobs; with an order of turns, all jobs must fit in side by side.
-        limits: see there.
-    """
+    """Runs jobs and records each in the state as it ends."""
 
     def __init__(self, site: Site, state: State, referee: Referee, limits: Limits) -> None:
         self._site = site

@@ -127,13 +127,7 @@ def order(jobs_made: Sequence[Job]) -> list[str]:
 
 
 class Keeper:
-    """Puts turns together to rounds, and each round into the state as soon as it is whole.
-
-    Args:
-        state: gets the rounds.
-        rounds: what a round is.
-        model: what is trained.
-    """
+    """Puts turns together to rounds, and each round into the state as soon as it is whole."""
 
     def __init__(self, state: State, rounds: Rounds, model: str) -> None:
         self._state = state

@@ -147,8 +147,6 @@ def random_orders(
     """Make what stands in for a session's phases: a new order each iteration, on all ranks.
 
     Args:
-        seed: the same on all ranks.
-        told: hears each iteration's extra forwards.
         load_first: whether the kernel that delays is loaded before the first receive is posted.
             Where kernels are loaded at first use, its loading beside a posted receive would hang.
     """
@@ -175,10 +173,7 @@ class DelayedWork:
     """A stage's units with random delays of host and device around them.
 
     Args:
-        work: the framework's.
-        source: of randomness, another on each rank.
         delay_s: a usual delay at most; a rare one is five times as long.
-        starts: told of each unit.
     """
 
     def __init__(
@@ -234,9 +229,6 @@ def install(
 
     Args:
         settings: `seed`, `delay_s` and `load_first`.
-        rank: this rank.
-        at: told of iteration and unit.
-        iteration: the present one.
     """
     inner = interpreter.execute
     source = random.Random(f"{settings['seed']}, rank {rank}")

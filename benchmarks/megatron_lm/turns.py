@@ -22,7 +22,6 @@ class Block:
     """One turn of one job.
 
     Args:
-        turn: which, from 0.
         time_s: from the first rank's begin to the last rank's end, both with an idle device.
         memory: for each rank, what `entry.memory` saw.
     """
@@ -66,13 +65,11 @@ class Referee:
     """Grants turns, one job after the other.
 
     Args:
-        path: where its Unix socket is made.
         order: which job has each turn; turns begin when all these jobs are ready. Without, who is
             ready first is first, and one turn lasts until its job's last iteration.
         slots: jobs that may have a turn at the same time, without an order.
         goes_on: asked before each turn of an order, with the turns that are left, whether there
             is time for it; once there is not, no job gets another.
-        on_block: told of each turn that has ended.
     """
 
     def __init__(

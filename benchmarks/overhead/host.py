@@ -85,12 +85,7 @@ def _order(num_stages: int) -> IterationOrder:
 
 
 def thread_costs_ns(seconds: float, *, clocks: bool) -> list[int]:
-    """What the calls around one unit of a lone stage take the training thread, ns, of each unit.
-
-    Args:
-        seconds: for so long.
-        clocks: whether each unit's clock is requested from a controller, or from nobody.
-    """
+    """What the calls around one unit of a lone stage take the training thread, ns, of each unit."""
     order = _order(1)
     gpu = NullGpu(CLOCKS_MHZ)
     controller = ClockController(gpu) if clocks else None
@@ -176,9 +171,6 @@ def log_line_s(rank: int, stages: int, rounds: int, *, of_all: bool) -> list[tup
     Every rank of the job calls it; its pipelines have so many stages.
 
     Args:
-        rank: this one.
-        stages: p.
-        rounds: how many log lines.
         of_all: every rank's object to every rank over one group, in place of the runtime's sums.
     """
     world = dist.get_world_size()

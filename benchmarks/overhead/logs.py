@@ -22,8 +22,6 @@ class Footprint:
 
     Args:
         log_bytes: by file, those that grew.
-        iterations: how many.
-        iteration_time_s: of each, on the emulated GPUs.
     """
 
     log_bytes: dict[str, int]

@@ -34,13 +34,8 @@ class Measure:
 
     Args:
         part: training thread, log line, controller, iteration, logs or planning.
-        what: in words.
-        unit: of the figures.
-        median: of all samples.
         p99: 99th percentile; None where there are too few samples.
         low: of a 95 % interval of the median; None where there is none.
-        high: of the same.
-        count: of samples.
     """
 
     part: str

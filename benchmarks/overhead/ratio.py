@@ -31,13 +31,8 @@ class TimeRatio:
     """An order's time over that of megatron-core's 1F1B.
 
     Args:
-        order: as `gpu_schedules.py` calls it.
         bit_equal: whether losses and weights of some steps are the same to the last bit.
-        iteration_time_s: median over blocks.
         ratio: median over pairs of neighbouring blocks.
-        low: of the 95 % interval of that median.
-        high: of the same.
-        pairs: how many.
     """
 
     order: str

@@ -279,11 +279,7 @@ class Layer(nn.Module):
 
 
 class StandIn:
-    """Without a GPU: a second process that ends units in order, each a few ms after the last.
-
-    Args:
-        unit_ms: how long a unit takes.
-    """
+    """Without a GPU: a second process that ends units in order, each a few ms after the last."""
 
     MOST_UNITS = 100_000
 

@@ -23,8 +23,6 @@ def comparison_claims(
     """The claims of some comparisons, and of what was published for the same workloads.
 
     Args:
-        comparisons: of plans, a workload each.
-        published: of the same workloads.
         options: with which the command makes these very comparisons.
     """
     claims = [

@@ -52,15 +52,10 @@ class Predicted:
     """One run and what was predicted for it.
 
     Args:
-        model: its folder's name.
         order: `1f1b` or `envpipe`.
-        num_microbatches: M.
         profiled: whether the unit times are this very job's.
-        measured_s: the iteration, the median.
         by_profile_s: predicted from the profile made in 1F1B.
         by_order_s: predicted from unit times that the profiled job had in the same order.
-        measured_j: the iteration, all GPUs.
-        by_profile_j: predicted from the profile.
         timeline_percent: how far the end of a unit is off at most, of the iteration, by unit times
             of the same order.
     """

@@ -61,8 +61,6 @@ class LowtimeRun:
             [num_stages, units_per_stage] MHz in the order of `builders.one_f_one_b`.
         stated_energy_j: [num_plans] the energy that lowtime states, from its fitted curves.
         available_after_s: [num_plans] CPU time until lowtime had the plan.
-        seconds_total: CPU time of the whole run.
-        wall_seconds_total: the same by the wall clock.
         finished: whether lowtime ended by itself; if not, the fastest plans are missing.
     """
 
@@ -126,8 +124,6 @@ def run_lowtime(
     """Plan 1F1B with lowtime, or read the run where it is stored.
 
     Args:
-        profile: without chunks.
-        num_microbatches: M.
         blocking_power_w: of a GPU that waits in a receive, one number for all stages.
         unit_time_s: the step of time that lowtime counts in; 1 ms is both recipes' default.
         recipe: which of the authors' two, see above.

@@ -54,10 +54,7 @@ class MeasuredRun:
 
     Args:
         name: `<system>-<plan>`.
-        system: the planner that made the plan.
         frequency_mhz: [num_stages, units_per_stage].
-        iteration_time_s: of the slowest rank.
-        energy_j: of one iteration, all ranks.
         energy_by_stage_j: [num_stages] the same by stage.
     """
 
@@ -74,11 +71,8 @@ class Workload:
     """A folder of measured runs.
 
     Args:
-        name: of the folder.
-        schedule: the order that all runs used.
         profile: with a row for every clock of every run.
         conditions: what is known without any fit: blocking power and GPUs of a stage.
-        runs: in the file's order.
         interpolated_rows: rows of the profile that were not measured: linear in the clock between
             their neighbours.
         extended_rows: the same outside of the measured clocks: equal to the nearest row.
@@ -211,8 +205,6 @@ class Prediction:
     """A run beside what was predicted for it.
 
     Args:
-        run: what was measured.
-        half: 0 or 1, the half of the runs that the run belongs to.
         unfitted: from profile and known blocking power alone.
         held_out: with the conditions fitted on the other half.
         fitted: with the conditions fitted on its own half: what the form of the conditions can do.
@@ -256,13 +248,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Validation:
-    """A workload, the conditions fitted on each half of its runs, and all predictions.
-
-    Args:
-        workload: what was measured.
-        fitted: for each half, the conditions fitted on that half.
-        predictions: of every run, from the conditions of the half that it is not in.
-    """
+    """A workload, the conditions fitted on each half of its runs, and all predictions."""
 
     workload: Workload
     fitted: tuple[Conditions, Conditions]

@@ -33,11 +33,8 @@ class MemoryPrediction:
 
     Args:
         where: device and model, in words.
-        stage: 0-based.
-        in_flight: microbatches in flight at the peak.
         baseline_bytes: the peak of 1F1B, which the prediction starts from.
         predicted_bytes: of the order that was run.
-        measured_bytes: of the same.
     """
 
     where: str

@@ -53,17 +53,10 @@ class Row:
     """One plan of one workload.
 
     Args:
-        kind: how it was made.
-        cost: recomputed.
-        baseline: cost of the all-maximum plan.
         planning_time_s: wall time of one planning; None for lowtime, whose run may be an old one.
         planning_cpu_s: CPU time of the same, for lowtime of its whole run: its plan comes last.
-        peak_in_flight: microbatches in flight on the stage that holds most.
-        extra_forwards: of each stage.
         gap_percent: to the lower bound of its order and time; None where none was computed.
         any_order_saving_percent: what no order at all can exceed at the deadline; for joint plans.
-        recipe: of lowtime.
-        unit_time_s: of lowtime.
         max_extra_forwards: limit of a joint plan, None for no limit.
         num_plans: how many plans the planner made in that time.
         finished: whether the planner came to its end.
@@ -142,9 +135,6 @@ class Frontier:
     Args:
         order: 1f1b, or auto for the joint frontier.
         num_plans: of the `FRONTIER_POINTS` asked for, those that no other beats.
-        planning_time_s: wall time of all plans together.
-        planning_cpu_s: CPU time of the same.
-        widest_gap_percent: to the lower bound, over all plans.
     """
 
     order: str
@@ -252,12 +242,7 @@ def warm_up(workload: Workload) -> None:
 
 
 def compare(workload: Workload, lowtime: LowtimeSource | None) -> Comparison:
-    """Make, time and price every plan of a workload.
-
-    Args:
-        workload: what to plan.
-        lowtime: its runs, or None to leave lowtime out.
-    """
+    """Make, time and price every plan of a workload."""
     rows = list(_rule_rows(workload))
     skipped: list[str] = []
     if lowtime is not None:

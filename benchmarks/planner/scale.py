@@ -77,18 +77,10 @@ class Measured:
     """One size and order. Times are None where a limit stopped the process.
 
     Args:
-        num_stages: p.
-        num_microbatches: M.
-        order: of units.
-        num_units: of the whole pipeline.
         peak_in_flight: the most microbatches that a stage holds.
         build_s: choices and arrays of the linear program.
         solve_s: the linear program, and the bound that checks it.
         rounding_s: frequencies that exist, and their improvement.
-        total_s: the plan, all in all.
-        peak_mib: memory of the process.
-        saving_percent: against all-maximum 1F1B.
-        gap_percent: to the lower bound.
         simplex_s: the linear program by HiGHS' simplex.
         ipm_s: the same by its interior point, without crossover; None also where that fails.
     """

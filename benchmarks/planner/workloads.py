@@ -26,12 +26,7 @@ class Workload:
 
     Args:
         key: name in CSV files, and of the folder or file the profile came from.
-        model: for readers.
-        gpu: for readers.
         emulated: whether the profile is the emulated GPT-3 175B; else of a measured training run.
-        profile: without chunks.
-        num_microbatches: M.
-        blocking_power_w: of every stage's GPU.
     """
 
     key: str

@@ -43,15 +43,7 @@ _TIME_AT_MAX_S = {Kind.FORWARD: 0.010, Kind.BACKWARD: 0.020}
 
 @dataclass(frozen=True)
 class Job:
-    """The job that is made up.
-
-    Args:
-        stages: of the pipeline.
-        replicas: of the pipeline.
-        iterations: all of which are recorded.
-        preset: of the emulated GPUs.
-        plan: that the job ends with.
-    """
+    """The job that is made up."""
 
     stages: int
     replicas: int

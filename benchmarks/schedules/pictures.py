@@ -51,9 +51,7 @@ class Case:
     """One line of the table.
 
     Args:
-        order: name of the order of units.
         clocks: how units got their frequencies.
-        plan: what runs.
         picture: file name of its picture without suffix; None for a line without one.
     """
 
