@@ -20,6 +20,8 @@ BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PINK, SKY, YELLOW = "#CC79A7", "#56B4E9", "#F0E442"
 COLOURS = (BLUE, ORANGE, GREEN, RED, PINK, SKY, YELLOW)
 _DPI = 160
+#: Of a group of bars, where groups are 1 apart.
+_GROUP_WIDTH = 0.84
 #: Characters of a table, which a narrower terminal or a pipe would cut.
 _TABLE_WIDTH = 190
 
@@ -61,7 +63,8 @@ def make_table(title: str, rows: Sequence[Row], columns: Sequence[str] = ()) -> 
     names = columns or (tuple(rows[0]) if rows else ())
     for name in names:
         is_text = any(isinstance(row[name], str) for row in rows)
-        table.add_column(name.replace("_", " "), justify="left" if is_text else "right")
+        title = name.replace("_", " ")
+        table.add_column(title, justify="left" if is_text else "right", no_wrap=is_text)
     for row in rows:
         table.add_row(*(_cell(row[name]) for name in names))
     return table
@@ -88,6 +91,37 @@ def bare(*panels: Axes) -> None:
     """Take the frame's upper and right line away."""
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
+
+
+def grouped_bars(
+    axes: Axes,
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[tuple[float, str]]],
+    colours: Sequence[str] = COLOURS,
+) -> None:
+    """Draw bars side by side for each group, in the order of the series.
+
+    Args:
+        axes: where.
+        groups: their names.
+        series: for each label the heights of its bars, a group each, and the text above each.
+        colours: of the series; they start again where there are more.
+    """
+    width = _GROUP_WIDTH / len(series)
+    for index, (label, bars) in enumerate(series.items()):
+        left = [group - _GROUP_WIDTH / 2 + index * width for group in range(len(bars))]
+        axes.bar(
+            left, [height for height, _ in bars], width, align="edge", label=label,
+            color=colours[index % len(colours)], edgecolor="black", linewidth=0.4,
+        )  # fmt: skip
+        for x, (height, text) in zip(left, bars, strict=True):
+            axes.annotate(
+                text, (x + width / 2, height), (0, 3), textcoords="offset points", ha="center",
+                va="bottom", fontsize=7, rotation=90,
+            )  # fmt: skip
+    axes.set_xticks(range(len(groups)), groups, fontsize="small")
+    axes.margins(x=0.02, y=0.15)
+    bare(axes)
 
 
 def span(values: Sequence[float], digits: int = 1) -> str:

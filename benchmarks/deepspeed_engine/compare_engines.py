@@ -27,7 +27,7 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from scipy import stats
 
-from envpipe_megatron.core.profile import ProfileRow, make_profile
+from benchmarks.planner.workloads import preset_profile
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.integrations.deepspeed import initialize
@@ -47,19 +47,6 @@ MODELS = {
 }
 #: Steps of an arm before its first turn: orders change, kernels are loaded.
 _WARMUP_STEPS = 6
-
-
-def write_profile(path: Path, num_stages: int) -> None:
-    """A profile whose times nobody measured, for an order of EnvPipe's without profiling first."""
-    preset = load_preset("h200")
-    rows = []
-    for stage in range(num_stages):
-        for kind, top_s in ((Kind.FORWARD, 0.01), (Kind.BACKWARD, 0.02)):
-            for mhz in (preset.max_frequency_mhz, preset.max_frequency_mhz - 300):
-                time_s = preset.unit_time_s(kind.value, mhz, top_s)
-                power_w = preset.busy_power_w(kind.value, mhz)
-                rows.append((stage, kind, ProfileRow(mhz, time_s, time_s * power_w)))
-    make_profile(rows, source="the preset of an H200").write(path)
 
 
 class Arm:
@@ -212,7 +199,11 @@ def main(
     preset = MODELS[model]
     profile = output.with_suffix(".profile.csv")
     if dist.get_rank() == 0:
-        write_profile(profile, dist.get_world_size())
+        # Nobody measured its times: it is for an order of EnvPipe's without profiling first.
+        highest = load_preset("h200").max_frequency_mhz
+        times_s = {Kind.FORWARD: 0.01, Kind.BACKWARD: 0.02}
+        clocks_mhz = (highest, highest - 300)
+        preset_profile("h200", dist.get_world_size(), times_s, clocks_mhz).write(profile)
     dist.barrier()
     sizes = (microbatch_size, sequence_length, num_microbatches)
     arms = {

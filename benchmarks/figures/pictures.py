@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.figures.experiments import (
@@ -18,7 +17,7 @@ from benchmarks.figures.experiments import (
     Job,
 )
 from benchmarks.figures.rows import Row, of_setting
-from benchmarks.outputs import BLUE, ORANGE, SKY, YELLOW, bare
+from benchmarks.outputs import BLUE, ORANGE, SKY, YELLOW, grouped_bars
 
 #: Colour and words for each setting.
 _BARS = {
@@ -28,7 +27,6 @@ _BARS = {
     GREEDY: (ORANGE, "EnvPipe, greedy"),
     BALANCED: (BLUE, "EnvPipe, balanced"),
 }
-_GROUP_WIDTH = 0.8
 
 
 def draw(experiment: Experiment, rows: Sequence[Row]) -> Figure:
@@ -36,32 +34,22 @@ def draw(experiment: Experiment, rows: Sequence[Row]) -> Figure:
     groups = len(rows) // len(experiment.settings)
     figure = Figure(figsize=(max(7.0, 1.5 + 1.3 * groups), 6.2), layout="constrained")
     throughput, energy = figure.subplots(2, 1, sharex=True)
-    for index, setting in enumerate(experiment.settings):
-        mine = of_setting(list(rows), setting)
-        _bars(
-            throughput,
-            index,
-            len(experiment.settings),
-            mine,
-            [1 / (1 + row.slowdown_percent / 100) for row in mine],
-        )
-        _bars(
-            energy,
-            index,
-            len(experiment.settings),
-            mine,
-            [1 - row.saving_percent / 100 for row in mine],
-        )
-    bare(throughput, energy)
+    jobs = [row.job for row in of_setting(list(rows), experiment.settings[0])]
+    several = len({job.model for job in jobs}) < len(jobs)
+    labels = [_label(job, several) for job in jobs]
+    colours = [_BARS[setting][0] for setting in experiment.settings]
     for axes, label in ((throughput, "throughput"), (energy, "energy an iteration")):
+        series = {}
+        for setting in experiment.settings:
+            own = of_setting(list(rows), setting)
+            heights = [1 - row.saving_percent / 100 for row in own]
+            if axes is throughput:
+                heights = [1 / (1 + row.slowdown_percent / 100) for row in own]
+            series[_BARS[setting][1]] = [(height, f"{height:.3f}") for height in heights]
+        grouped_bars(axes, labels, series, colours)
         axes.axhline(1, color="black", linewidth=0.6, linestyle=":")
         axes.set_ylabel(f"{label} (baseline = 1)")
-        axes.set_ylim(0, 1.12)
-        axes.margins(x=0.02)
-    jobs = [row.job for row in of_setting(list(rows), experiment.settings[0])]
-    energy.set_xticks(
-        range(groups), [_label(job, len({j.model for j in jobs}) < groups) for job in jobs]
-    )
+        axes.set_ylim(0, 1.25)
     hardware = " and ".join(dict.fromkeys(row.hardware for row in rows))
     figure.suptitle(f"{experiment.title}\n{hardware}", fontsize=11)
     figure.legend(
@@ -71,25 +59,6 @@ def draw(experiment: Experiment, rows: Sequence[Row]) -> Figure:
         frameon=False,
     )
     return figure
-
-
-def _bars(axes: Axes, index: int, of: int, rows: Sequence[Row], heights: Sequence[float]) -> None:
-    width = _GROUP_WIDTH / of
-    colour, label = _BARS[rows[0].setting]
-    left = [group - _GROUP_WIDTH / 2 + index * width for group in range(len(rows))]
-    axes.bar(
-        left, heights, width, align="edge", color=colour, edgecolor="black", linewidth=0.4,
-        label=label,
-    )  # fmt: skip
-    for x, height in zip(left, heights, strict=True):
-        axes.annotate(
-            f"{height:.3f}",
-            (x + width / 2, height),
-            (0, 2),
-            textcoords="offset points",
-            ha="center",
-            fontsize=7,
-        )
 
 
 def _label(job: Job, several: bool) -> str:

@@ -30,11 +30,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
 from benchmarks.null_gpu import NullGpu
+from benchmarks.planner.workloads import preset_profile
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import fit_to_channel
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import ProfileRow, make_profile, read_profile
+from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.emulated.presets import load_preset
@@ -136,15 +137,12 @@ class Bench:
 
     def _session(self, schedule: Schedule) -> Session:
         preset = load_preset("h200")
-        rows = [
-            (stage, kind, ProfileRow(f, preset.unit_time_s(kind.value, f, 0.01), f / 100))
-            for stage in range(self.num_stages)
-            for kind in Kind
-            for f in preset.supported_frequencies_mhz[:40:4]
-        ]
+        # Clocks to ask for: none comes, so times and energies stand for nothing.
+        clocks_mhz = preset.supported_frequencies_mhz[:40:4]
         with tempfile.TemporaryDirectory() as folder:
             profile_file, plan_file = Path(folder) / "profile.csv", Path(folder) / "plan.json"
-            make_profile(rows, source="clocks to ask for").write(profile_file)
+            times_s = dict.fromkeys(Kind, 0.01)
+            preset_profile("h200", self.num_stages, times_s, clocks_mhz).write(profile_file)
             profile = read_profile(profile_file)
             conditions = Conditions((0.0,) * self.num_stages)
             Plan("envelope", schedule, envelope(schedule, profile), profile, conditions).write(

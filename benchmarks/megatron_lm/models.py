@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.megatron_lm.jobs import CPU_RUN, Site, joined
+from benchmarks.planner.workloads import preset_profile
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import fit_to_channel
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import ProfileRow, make_profile, read_profile
+from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.frequencies import envelope
@@ -209,21 +210,12 @@ class Planned:
         folder = site.scratch / "plans"
         folder.mkdir(parents=True, exist_ok=True)
         profile_file = folder / f"pp{self.mapping.pipeline}.csv"
-        _write_profile(profile_file, self.mapping.pipeline)
+        # Clocks to ask for; no run is made at them, so times and energies stand for nothing.
+        clocks_mhz = load_preset(_PRESET).supported_frequencies_mhz[:60:6]
+        times_s = dict.fromkeys(Kind, 0.01)
+        preset_profile(_PRESET, self.mapping.pipeline, times_s, clocks_mhz).write(profile_file)
         profile = read_profile(profile_file)
         conditions = Conditions((0.0,) * self.mapping.pipeline)
         clocks = envelope(self.schedule, profile)
         plan = Plan("envelope", self.schedule, clocks, profile, conditions)
         plan.write(folder / f"{self.name}.json")
-
-
-def _write_profile(path: Path, num_stages: int) -> None:
-    """Clocks to ask for; no run is made at them, so times and energies stand for nothing."""
-    preset = load_preset(_PRESET)
-    rows = [
-        (stage, kind, ProfileRow(f, preset.unit_time_s(kind.value, f, 0.01), f / 100))
-        for stage in range(num_stages)
-        for kind in Kind
-        for f in preset.supported_frequencies_mhz[:60:6]
-    ]
-    make_profile(rows, source="clocks to ask for").write(path)

@@ -8,21 +8,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from benchmarks.outputs import BLUE, GREEN, ORANGE, PINK, RED, SKY, YELLOW, bare
+from benchmarks.outputs import BLUE, GREEN, ORANGE, PINK, RED, SKY, YELLOW, bare, grouped_bars
 from benchmarks.planner.plans import EXTRA_FORWARDS, UNIT_TIME_S, Comparison, PlanKind, Row
 
-#: Kind, limit, colour and colour of figures.
+#: Kind, limit and colour.
 _BARS = (
-    (PlanKind.ENVPIPE_ON_1F1B, None, YELLOW, "black"),
-    (PlanKind.ENVPIPE, None, ORANGE, "black"),
-    (PlanKind.LOWTIME, None, SKY, "black"),
-    (PlanKind.OURS_ON_1F1B, None, BLUE, "white"),
-    (PlanKind.OURS_JOINT, 1, PINK, "black"),
-    (PlanKind.OURS_JOINT, None, RED, "white"),
+    (PlanKind.ENVPIPE_ON_1F1B, None, YELLOW),
+    (PlanKind.ENVPIPE, None, ORANGE),
+    (PlanKind.LOWTIME, None, SKY),
+    (PlanKind.OURS_ON_1F1B, None, BLUE),
+    (PlanKind.OURS_JOINT, 1, PINK),
+    (PlanKind.OURS_JOINT, None, RED),
 )
 #: A plan that takes this much longer than all-maximum is marked (%).
 _SLOWER_PERCENT = 0.05
-_GROUP_WIDTH = 0.84
 _LINES = ((BLUE, "o"), (GREEN, "s"), (PINK, "^"), (RED, "D"))
 
 
@@ -50,48 +49,29 @@ def savings_figure(comparisons: Sequence[Comparison]) -> Figure:
 
 
 def _draw_bars(axes: Axes, comparisons: Sequence[Comparison]) -> None:
-    width = _GROUP_WIDTH / len(_BARS)
-    for index, (kind, limit, colour, text_colour) in enumerate(_BARS):
-        left = [group - _GROUP_WIDTH / 2 + index * width for group in range(len(comparisons))]
+    series: dict[str, list[tuple[float, str]]] = {}
+    for kind, limit, _ in _BARS:
         rows = [_bar_row(comparison, kind, limit) for comparison in comparisons]
-        label = "1F1B + lowtime, recipe zeus" if kind is PlanKind.LOWTIME else None
-        label = label or next(row.label for row in rows if row is not None)
-        axes.bar(
-            left,
-            [row.saving_percent if row else 0.0 for row in rows],
-            width,
-            align="edge",
-            color=colour,
-            edgecolor="black",
-            linewidth=0.4,
-            label=label,
-        )
-        for x, row in zip(left, rows, strict=True):
-            slower = row is not None and row.slowdown_percent >= _SLOWER_PERCENT
-            axes.annotate(
-                f"{row.saving_percent:.1f}{'*' if slower else ''}" if row else "not run",
-                (x + width / 2, row.saving_percent if row else 0.0),
-                (0, -3 if row else 3),
-                textcoords="offset points",
-                ha="center",
-                va="top" if row else "bottom",
-                color=text_colour if row else "black",
-                fontsize=7.5,
-                rotation=90,
-            )
-    for group, comparison in enumerate(comparisons):
-        bound = comparison.row(PlanKind.OURS_JOINT).any_order_saving_percent
-        if bound is not None:
-            ends = group - _GROUP_WIDTH / 2, group + _GROUP_WIDTH / 2
-            axes.plot(ends, (bound, bound), color="black", linewidth=1.2)
+        label = "1F1B + lowtime, recipe zeus"
+        if kind is not PlanKind.LOWTIME:
+            label = next(row.label for row in rows if row is not None)
+        series[label] = [_bar(row) for row in rows]
     names = [
         f"{c.workload.model}\n{c.workload.gpu}, M = {c.workload.num_microbatches}"
         for c in comparisons
     ]
-    axes.set_xticks(range(len(comparisons)), names, fontsize="small")
-    axes.margins(y=0.1)
-    axes.set_ylim(bottom=0)
-    bare(axes)
+    grouped_bars(axes, names, series, [colour for _, _, colour in _BARS])
+    for group, comparison in enumerate(comparisons):
+        bound = comparison.row(PlanKind.OURS_JOINT).any_order_saving_percent
+        if bound is not None:
+            axes.plot((group - 0.42, group + 0.42), (bound, bound), color="black", linewidth=1.2)
+
+
+def _bar(row: Row | None) -> tuple[float, str]:
+    if row is None:
+        return 0.0, "not run"
+    slower = row.slowdown_percent >= _SLOWER_PERCENT
+    return row.saving_percent, f"{row.saving_percent:.1f}{'*' if slower else ''}"
 
 
 def _bar_row(comparison: Comparison, kind: PlanKind, limit: int | None) -> Row | None:

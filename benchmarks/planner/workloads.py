@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -123,23 +124,39 @@ PRESET = "a100-sxm"
 TIME_AT_MAX_S = {Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1}
 
 
-def preset_workload(num_stages: int, num_microbatches: int) -> Workload:
-    """A pipeline of even stages, as an emulated A100 would profile it at every second clock."""
-    preset = load_preset(PRESET)
+def preset_profile(
+    name: str, num_stages: int, time_at_max_s: Mapping[Kind, float], clocks_mhz: Iterable[int]
+) -> Profile:
+    """A profile of even stages, as an emulated GPU's preset would make it without noise.
+
+    Args:
+        name: of the preset.
+        num_stages: p.
+        time_at_max_s: of a unit of each kind at the highest clock.
+        clocks_mhz: those that are profiled.
+    """
+    preset = load_preset(name)
+    clocks_mhz = list(clocks_mhz)
     rows = []
     for stage in range(num_stages):
-        for kind, at_max_s in TIME_AT_MAX_S.items():
-            for mhz in preset.supported_frequencies_mhz[::2]:
+        for kind, at_max_s in time_at_max_s.items():
+            for mhz in clocks_mhz:
                 time_s = preset.unit_time_s(kind.value, mhz, at_max_s)
                 energy_j = time_s * preset.busy_power_w(kind.value, mhz)
                 rows.append((stage, kind, ProfileRow(mhz, time_s, energy_j)))
-    fitted = "fitted" if preset.fitted else "not fitted"
+    return make_profile(rows, source=f"preset {name}")
+
+
+def preset_workload(num_stages: int, num_microbatches: int) -> Workload:
+    """A pipeline of even stages, as an emulated A100 would profile it at every second clock."""
+    preset = load_preset(PRESET)
+    clocks_mhz = preset.supported_frequencies_mhz[::2]
     return Workload(
         PRESET,
         f"{num_stages} even stages",
-        f"{preset.gpu} (emulated, {fitted})",
+        f"{preset.gpu} (emulated, {'fitted' if preset.fitted else 'not fitted'})",
         True,
-        make_profile(rows, source=f"preset {PRESET}"),
+        preset_profile(PRESET, num_stages, TIME_AT_MAX_S, clocks_mhz),
         num_microbatches,
         preset.wait_power_w,
     )

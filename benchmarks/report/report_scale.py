@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.planner.workloads import preset_profile
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import ProfileRow, make_profile
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.formats.energy import ENERGY_FORMAT, Phase
 from envpipe_megatron.formats.timeline import FIRST_STEADY
@@ -67,15 +67,8 @@ class Job:
 
 def plan_of(preset: GpuPreset, stages: int, microbatches: int) -> Plan:
     """EnvPipe's order and envelope, by a profile that is the preset's own model."""
-    clocks = sorted(preset.supported_frequencies_mhz, reverse=True)[:24:2]
-    rows = []
-    for stage in range(stages):
-        for kind, at_max_s in _TIME_AT_MAX_S.items():
-            for mhz in clocks:
-                time_s = preset.unit_time_s(kind.value, mhz, at_max_s)
-                energy_j = time_s * preset.busy_power_w(kind.value, mhz)
-                rows.append((stage, kind, ProfileRow(mhz, time_s, energy_j)))
-    profile = make_profile(rows, source=f"the model of {preset.gpu}")
+    clocks_mhz = sorted(preset.supported_frequencies_mhz, reverse=True)[:24:2]
+    profile = preset_profile(preset.name, stages, _TIME_AT_MAX_S, clocks_mhz)
     request = PlanRequest(microbatches, "envpipe", "envelope", blocking_power_w=preset.wait_power_w)
     return make_plan(profile, request).plan
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import click
 from PIL import Image
 
+from benchmarks.planner.workloads import preset_profile
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.plan import Plan, max_frequencies
@@ -142,10 +143,7 @@ def emulated_profile() -> Profile:
     # As close as reconfiguring steps.
     control = replace(preset.control, profile_step_mhz=30)
     clocks_mhz = sweep_range(preset.supported_frequencies_mhz, control)
-    from preset_profile import preset_profile  # type: ignore[import-not-found]  # of tests/
-
-    profile: Profile = preset_profile(GPU, STAGES, UNIT_TIME_S, clocks_mhz[1:])
-    return profile
+    return preset_profile(GPU, STAGES, UNIT_TIME_S, clocks_mhz)
 
 
 def one_at_a_time() -> Schedule:
