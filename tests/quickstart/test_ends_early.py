@@ -17,7 +17,6 @@ from quickstart_helpers import (
     processes_of,
     short_settings,
     wait_until,
-    write_text,
 )
 from rich.console import Console
 
@@ -48,12 +47,23 @@ def assert_partial_results(output):
     assert not (output / "text.bin").exists()
 
 
+#: The command as users start it, but for a job that is soon over.
+SHORT_QUICKSTART = """
+import sys
+from pathlib import Path
+from envpipe_megatron.cli import main
+from envpipe_megatron.quickstart import run
+from envpipe_megatron.quickstart.settings import Settings
+whole = run.run_quickstart
+run.run_quickstart = lambda _, console: whole(Settings.read(Path(sys.argv[1])), console)
+main(["quickstart"])
+"""
+
+
 def test_ctrl_c_in_the_middle_of_training(tmp_path):
     output = tmp_path / "out"
-    command = [
-        sys.executable, "-m", "envpipe_megatron.cli", "quickstart",
-        "--output", str(output), "--text", str(write_text(tmp_path / "text.txt")),
-    ]  # fmt: skip
+    short_settings(tmp_path).write(tmp_path / "settings.json")
+    command = [sys.executable, "-c", SHORT_QUICKSTART, str(tmp_path / "settings.json")]
     quickstart = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
