@@ -28,7 +28,7 @@ from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.gpu.overrides import sweep_range
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
-from envpipe_megatron.report.plots import default_frequency_range_mhz, plot_timeline
+from envpipe_megatron.report.drawing.plots import default_frequency_range_mhz, plot_timeline
 
 GPU = "a100-sxm"
 STAGES, MICROBATCHES, CHUNKS = 4, 8, 2

@@ -145,7 +145,7 @@ def _write_csv(settings: Settings, path: Path, runs: dict[str, Any]) -> None:
 
 
 def _draw(settings: Settings, output: Path, results: Results) -> None:
-    from envpipe_megatron.report.plots import plot_energy_valley, plot_timeline
+    from envpipe_megatron.report.drawing.plots import plot_energy_valley, plot_timeline
 
     plan, profile = _plan(output)
     name = load_preset(settings.preset).gpu

@@ -11,9 +11,12 @@ from matplotlib.figure import Figure
 
 from envpipe_megatron.formats.energy import Phase, name_of_run
 from envpipe_megatron.report.alignment import node_offsets_s
-from envpipe_megatron.report.facts import ReportFacts
-from envpipe_megatron.report.measured import clock_range_mhz, last_iteration, measured_figure
-from envpipe_megatron.report.metered import (
+from envpipe_megatron.report.drawing.measured import (
+    clock_range_mhz,
+    last_iteration,
+    measured_figure,
+)
+from envpipe_megatron.report.drawing.metered import (
     nodes_figure,
     power_figure,
     power_series,
@@ -21,8 +24,9 @@ from envpipe_megatron.report.metered import (
     step_series,
     steps_figure,
 )
-from envpipe_megatron.report.planned import clocks_figure, memory_figure
-from envpipe_megatron.report.plots import energy_valley_figure
+from envpipe_megatron.report.drawing.planned import clocks_figure, memory_figure
+from envpipe_megatron.report.drawing.plots import energy_valley_figure
+from envpipe_megatron.report.facts import ReportFacts
 from envpipe_megatron.report.run_folder import RunFolder
 
 #: With more stages, some of them are drawn.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from envpipe_megatron.files import refuse_foreign
+from envpipe_megatron.report.drawing.style import save
 from envpipe_megatron.report.facts import ReportFacts
 from envpipe_megatron.report.pictures import pictures_of
 from envpipe_megatron.report.run_folder import RunFolder
-from envpipe_megatron.report.style import save
 from envpipe_megatron.report.summary import Section, sections_of, to_html, to_markdown
 from envpipe_megatron.report.trace import write_trace
 

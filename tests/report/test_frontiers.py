@@ -6,7 +6,7 @@ import pytest
 from envpipe_megatron.core.profile import ProfileRow, make_profile
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.policies.planner import PlanRequest, make_frontier, make_memory_frontier
-from envpipe_megatron.report import frontiers
+from envpipe_megatron.report.drawing import frontiers
 
 PROFILE = make_profile(
     [

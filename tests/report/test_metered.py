@@ -8,15 +8,15 @@ import run_made
 
 from envpipe_megatron.formats.energy import EnergyWindow
 from envpipe_megatron.report.alignment import node_offsets_s
-from envpipe_megatron.report.facts import StageFacts
-from envpipe_megatron.report.measured import last_iteration
-from envpipe_megatron.report.metered import (
+from envpipe_megatron.report.drawing.measured import last_iteration
+from envpipe_megatron.report.drawing.metered import (
     MOST_LINES,
     power_figure,
     power_series,
     shares_figure,
     step_series,
 )
+from envpipe_megatron.report.facts import StageFacts
 from envpipe_megatron.report.shares import GpuShares
 
 #: Labels of a job that was started twice.

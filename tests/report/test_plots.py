@@ -12,7 +12,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import ProfileRow, make_profile
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.policies.frequencies import POLICIES
-from envpipe_megatron.report import gantt, plots
+from envpipe_megatron.report.drawing import gantt, plots
 
 FREQUENCIES = (900, 1200, 1500)
 

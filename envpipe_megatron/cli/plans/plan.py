@@ -148,7 +148,7 @@ def plan(
         beside[frontier_path.with_suffix(".jsonl")] = FRONTIER_FORMAT
     named = [path for path in (frontier_path, memory_path) if path is not None]
     if named:
-        from envpipe_megatron.report.style import PICTURE_MARK
+        from envpipe_megatron.report.drawing.style import PICTURE_MARK
 
         beside |= {path.with_suffix(".png"): PICTURE_MARK for path in named}
     check_outputs([output, *named], [profile_path, sidecar_path(profile_path)], beside)
@@ -188,7 +188,7 @@ def plan(
 def _make_frontier(
     console: Console, profile: Profile, request: PlanRequest, num_points: int, path: Path
 ) -> None:
-    from envpipe_megatron.report.frontiers import plot_frontier
+    from envpipe_megatron.report.drawing.frontiers import plot_frontier
 
     plans = make_frontier(profile, request, num_points)
     stored = write_frontier(plans, path)
@@ -203,7 +203,10 @@ def _make_frontier(
 def _make_memory_frontier(
     console: Console, profile: Profile, request: PlanRequest, path: Path
 ) -> None:
-    from envpipe_megatron.report.frontiers import plot_memory_frontier, write_memory_frontier
+    from envpipe_megatron.report.drawing.frontiers import (
+        plot_memory_frontier,
+        write_memory_frontier,
+    )
 
     points = make_memory_frontier(profile, request)
     write_memory_frontier(points, path)

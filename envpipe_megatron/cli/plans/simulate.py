@@ -42,7 +42,7 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
     simulated = read_plan(plan_path, profile)
     facts = simulation_facts(simulated)
     if output is not None:
-        from envpipe_megatron.report.plots import plot_energy_valley, plot_timeline
+        from envpipe_megatron.report.drawing.plots import plot_energy_valley, plot_timeline
 
         refuse_foreign(output, _FILES, _FILES[0])
         output.mkdir(parents=True, exist_ok=True)

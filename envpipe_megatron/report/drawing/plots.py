@@ -24,8 +24,8 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, ProfileError
 from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.report.gantt import draw_timeline, legend_handles
-from envpipe_megatron.report.style import (
+from envpipe_megatron.report.drawing.gantt import draw_timeline, legend_handles
+from envpipe_megatron.report.drawing.style import (
     DPI,
     INK,
     MUTED,

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from envpipe_megatron.report.style import (
+from envpipe_megatron.report.drawing.style import (
     BLUE,
     ORANGE,
     add_colour_bar,

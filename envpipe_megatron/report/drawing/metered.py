@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.formats.energy import BETWEEN, PHASES, PLAN, EnergyWindow, name_of_run
 from envpipe_megatron.report.alignment import StartAndNode
-from envpipe_megatron.report.facts import StageFacts
-from envpipe_megatron.report.style import (
+from envpipe_megatron.report.drawing.style import (
     BLUE,
     GREEN,
     GREY,
@@ -34,6 +33,7 @@ from envpipe_megatron.report.style import (
     new_figure,
     set_title,
 )
+from envpipe_megatron.report.facts import StageFacts
 
 #: Colours of phases, in the order in which a job comes to them.
 _PHASE_COLOURS = dict(zip(PHASES, (GREY, ORANGE, SKY, PURPLE, YELLOW, GREEN, GREY), strict=True))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.report.style import INK
+from envpipe_megatron.report.drawing.style import INK
 
 _PATH = "#d1116b"
 _WAIT: dict[str, Any] = {"facecolor": "#f1f1f1", "edgecolor": "#cfcfcf", "hatch": "////"}

@@ -13,7 +13,7 @@ from envpipe_megatron.core.schedule import Schedule, ScheduleError
 from envpipe_megatron.formats.energy import name_of_run
 from envpipe_megatron.formats.timeline import RankIteration
 from envpipe_megatron.report.alignment import node_offsets_s
-from envpipe_megatron.report.plots import order_figure
+from envpipe_megatron.report.drawing.plots import order_figure
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Figures, one function each; `style` has what they share."""
