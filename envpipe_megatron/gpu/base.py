@@ -16,19 +16,15 @@ FORBID_VARIABLE = "ENVPIPE_FORBID_CLOCK_CONTROL"
 
 
 class GpuError(EnvPipeError):
-    """A GPU, or what stands in for one, cannot do what was asked."""
+    """A GPU, real or emulated, cannot do what was requested."""
 
 
 class ClockControlForbiddenError(GpuError):
     """The environment forbids every call that changes a real GPU."""
 
 
-class UnsupportedFrequencyError(GpuError):
-    """The GPU has no such SM clock."""
-
-
 class GpuPermissionError(GpuError):
-    """This process has no right to do it; another back end or somebody else may."""
+    """This process has no right to do it; another back end or user may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +44,7 @@ class GpuAddress:
 
 @dataclass(frozen=True, slots=True)
 class ClockState:
-    """What was asked of a clock, what it is, and what holds it, read together.
+    """The request for a clock, the clock itself, and what limits it, read together.
 
     Attributes:
         requested_mhz: the last request of this process, None after a reset or before any.
@@ -73,7 +69,7 @@ class EnergyReading:
         time_s: the instant of the refresh in s, on the time base of the GPU's `time_s()`. Dividing
             by the difference of these, and not of the instants of reading, gives exact mean power.
         time_uncertainty_s: the refresh was no further than this from `time_s`, s. 0 where the GPU
-            tells the instant; NVML does not, so its back end finds it by watching the counter.
+            gives the instant; NVML does not, so its back end finds it by watching the counter.
     """
 
     energy_j: float
@@ -146,13 +142,12 @@ class Gpu(ABC):
 
         Raises:
             ClockControlForbiddenError: a real GPU while the environment forbids clock control.
-            UnsupportedFrequencyError: not one of `supported_frequencies_mhz`.
-            GpuError: the back end could not do it.
+            GpuError: not one of `supported_frequencies_mhz`, or the back end failed.
         """
         self._refuse_if_forbidden(f"lock the clock at {frequency_mhz} MHz")
         if frequency_mhz not in self.supported_frequencies_mhz:
             near = nearest_frequencies(frequency_mhz, self.supported_frequencies_mhz)
-            raise UnsupportedFrequencyError(
+            raise GpuError(
                 f"{self.name} cannot run at this SM clock in MHz",
                 value=frequency_mhz,
                 remedy=f"Nearest supported: {', '.join(f'{f} MHz' for f in near) or 'none'}",
@@ -165,7 +160,7 @@ class Gpu(ABC):
 
         Raises:
             ClockControlForbiddenError: a real GPU while the environment forbids clock control.
-            GpuError: the back end could not do it.
+            GpuError: the back end failed.
         """
         self._refuse_if_forbidden("reset the clock")
         self._reset()

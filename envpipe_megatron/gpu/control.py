@@ -1,8 +1,9 @@
 """Which back end may change clocks on this machine, learned by reading alone.
 
-Nothing here tries a lock or a reset to find out whether it may: rights are read from the process's
-capabilities, from sockets and from files. What says yes can therefore still be refused by the
-driver (a script's sudo rule, a virtual GPU); what says no has a reason and a remedy.
+Nothing here tries a lock or a reset: rights are read from the process's capabilities, from sockets
+and from files. So the driver may still refuse a back end that is allowed here (a script's sudo
+rule, a virtual GPU); one that is not allowed has a reason and a remedy. Jobs enter by
+`choose_control` and `open_controlled`, `envpipe doctor` by `check_controls`.
 """
 
 import logging
@@ -40,7 +41,7 @@ class Control:
 
     Attributes:
         backend: `nvml`, `zeusd` or `command`.
-        allowed: as far as reading tells.
+        allowed: as far as can be read.
         reason: the evidence, for yes or no.
         remedy: what makes it allowed; empty where it is.
     """
@@ -79,7 +80,7 @@ class ChosenControl:
 
 
 def check_controls(site: SiteConfig) -> tuple[Control, ...]:
-    """Say of each back end that drives hardware whether it is allowed here, in `auto`'s order.
+    """Return for each back end that drives hardware whether it is allowed, in `auto`'s order.
 
     Those that the site does not allow come last. Reads only: see the module.
     """
@@ -96,11 +97,10 @@ def check_controls(site: SiteConfig) -> tuple[Control, ...]:
 
 
 def _controllable_gpus() -> list[str]:
-    """Return the PCI bus ids of this machine's GPUs whose clocks can be changed by somebody.
+    """Return the PCI bus ids of this machine's GPUs whose clocks a user with rights can change.
 
     Raises:
-        GpuError: there is none: NVML sees none, or each is unreadable or refuses whoever asks. A
-            GPU of a job that is such a one says so itself.
+        GpuError: there is none: NVML sees none, or each is unreadable or refuses every user.
     """
     found: list[str] = []
     obstacles: list[GpuError] = []
@@ -219,8 +219,7 @@ _EVIDENCE: dict[str, Callable[[SiteConfig, Sequence[str]], str]] = {
 def choose_control(wanted: str, site: SiteConfig, *, require: bool = False) -> ChosenControl:
     """Choose the back end that changes a job's clocks.
 
-    `auto` takes the first that is allowed. One that is named is taken or not; no other takes its
-    place, since its user had a reason.
+    `auto` takes the first that is allowed. A back end that is named is never replaced by another.
 
     Args:
         wanted: one of `CHOICES`.
@@ -242,9 +241,9 @@ def choose_control(wanted: str, site: SiteConfig, *, require: bool = False) -> C
             remedy="Choose another --envpipe-gpu-control, or leave --envpipe-require-control out.",
         )
     if wanted == "none":
-        return ChosenControl(wanted, None, "none was asked for")
+        return ChosenControl(wanted, None, "none was requested")
     if wanted in ("dry_run", "emulated"):
-        return ChosenControl(wanted, wanted, "it was asked for, and changes no real GPU")
+        return ChosenControl(wanted, wanted, "it was requested, and changes no real GPU")
     chosen = first_allowed(wanted, check_controls(site))
     if require and chosen.backend is None:
         raise GpuPermissionError(
@@ -254,7 +253,7 @@ def choose_control(wanted: str, site: SiteConfig, *, require: bool = False) -> C
 
 
 def first_allowed(wanted: str, controls: Sequence[Control]) -> ChosenControl:
-    """Choose among what `check_controls` said: `auto` takes the first that is allowed.
+    """Choose among the results of `check_controls`: `auto` takes the first that is allowed.
 
     Args:
         wanted: `auto` or the name of a back end that drives hardware.
@@ -263,9 +262,9 @@ def first_allowed(wanted: str, controls: Sequence[Control]) -> ChosenControl:
     considered = [control for control in controls if wanted in ("auto", control.backend)]
     for control in considered:
         if control.allowed:
-            first = "the first that is allowed" if wanted == "auto" else "asked for and allowed"
+            first = "the first that is allowed" if wanted == "auto" else "requested and allowed"
             return ChosenControl(wanted, control.backend, f"{first}: {control.reason}")
-    # One reason that all share, as the forbid variable is, is said once.
+    # A reason that all share, such as the forbid variable, stands once.
     reasons = list(dict.fromkeys(control.reason for control in considered))
     remedies = tuple(
         dict.fromkeys(f"{control.remedy}." for control in considered if control.remedy)
@@ -281,7 +280,7 @@ def open_controlled(uid: str, chosen: ChosenControl, site: SiteConfig) -> Gpu:
 
     Args:
         uid: the GPU's UUID, of an emulated one its folder and index.
-        chosen: what `choose_control` said.
+        chosen: from `choose_control`.
         site: this machine's site configuration.
 
     Raises:

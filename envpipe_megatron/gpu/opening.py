@@ -11,7 +11,7 @@ BACKENDS = ("nvml", "zeusd", "command", "dry_run", "none", "emulated")
 def open_gpu(address: GpuAddress, site: SiteConfig | None = None) -> Gpu:
     """Open a GPU by its address, in any process of the node.
 
-    Back ends are imported when asked for: a guard loads no more than it needs.
+    Back ends are imported when needed, since a guard should stay small.
 
     Args:
         address: back end and uid. The back end `none` opens a GPU for reading alone.

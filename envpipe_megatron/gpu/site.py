@@ -1,4 +1,4 @@
-"""What an administrator, or a user for a node, says about controlling clocks there.
+"""The rules of an administrator, or of a user for a node, for controlling clocks there.
 
 A TOML file, `ENVPIPE_SITE_CONFIG` or `/etc/envpipe/site.toml`; without one the defaults hold. All
 fields but `format` are optional:
@@ -13,8 +13,8 @@ fields but `format` are optional:
     command_time_limit_s = 10
     reset_range_mhz = [210, 1410]         # what a reset means here, instead of the driver's default
 
-The file names commands that are run, so whoever can write it decides what they are: a file that
-everybody may write is refused, and by root one that belongs to another user.
+The file names commands that are run. So a file that everybody may write is refused, and root
+refuses one that belongs to another user.
 """
 
 import os

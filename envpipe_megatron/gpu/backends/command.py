@@ -55,7 +55,7 @@ class CommandGpu(ReadThroughGpu):
             raise GpuError("Not the UUID of a whole GPU", value=reader.address.uid)
         self._site = site
         self._values = {"uuid": reader.address.uid, "index": str(int(index))}
-        # The limit, and what stopping takes: a command whose caller was killed may run so long.
+        # The limit and the time for stopping: how long a command of a killed caller may run.
         self.late_request_s = site.command_time_limit_s + 2 * _STOP_S
 
     def _lock(self, frequency_mhz: int) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pynvml
 
+from envpipe_megatron.gpu.backends.energy_counter import EnergyCounter
 from envpipe_megatron.gpu.backends.nvml_errors import (
     GpuLostError,
     MigModeError,
@@ -23,7 +24,6 @@ from envpipe_megatron.gpu.backends.nvml_errors import (
 )
 from envpipe_megatron.gpu.backends.nvml_library import NvmlHandle, call_library
 from envpipe_megatron.gpu.base import ClockState, EnergyReading, Gpu, GpuAddress
-from envpipe_megatron.gpu.energy_counter import EnergyCounter
 from envpipe_megatron.gpu.overrides import override_for
 
 _LOG = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ THROTTLE_REASONS = {
     pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "power brake",
     pynvml.nvmlClocksThrottleReasonDisplayClockSetting: "display clocks",
 }
-"""NVML's bits in words; a bit that is not here is told as its number."""
+"""NVML's bits in words; a bit that is not here is shown as its number."""
 
 _VIRTUAL_GPU = pynvml.NVML_GPU_VIRTUALIZATION_MODE_VGPU
 
@@ -170,12 +170,12 @@ class NvmlGpu(Gpu):
         try:
             self._device.call(action, function, *arguments)
         except (NvmlNotSupportedError, NvmlPermissionError) as error:
-            # The driver gives one code for all causes; its own modes tell which it is.
+            # The driver gives one code for all causes; its modes show which one it is.
             obstacle = self.control_obstacle()
             raise (obstacle or error) from error
 
     def control_obstacle(self) -> NvmlError | None:
-        """Return what makes this GPU refuse locks whoever asks, None where nothing is known to.
+        """Return what makes this GPU refuse locks to every user, None where nothing is known to.
 
         It reads the modes of MIG and virtualization, and tries nothing.
         """
@@ -214,7 +214,7 @@ class NvmlGpu(Gpu):
     def clock_state(self) -> ClockState:
         """Return request, clock, throttle reasons and power limit; four calls, so some ms.
 
-        A GPU that does not tell its limit or reasons leaves them empty.
+        Where a GPU does not report limit or reasons, they stay empty.
         """
         requested_mhz = self._requested_mhz
         return ClockState(

@@ -16,7 +16,7 @@ from envpipe_megatron.gpu.backends.nvml_errors import GpuNotFoundError, named_er
 
 
 class _Library:
-    """NVML's initialisation in this process: an object of its own each time."""
+    """NVML's initialisation in this process: a new object each time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -176,7 +176,7 @@ class Zeusd:
             raise self._foreign("/discover", json.dumps(answer).encode()) from error
         if any(not isinstance(address, str) for _, address in gpus):
             raise GpuError(
-                f"Zeusd at {self.path} does not tell the PCI addresses of its GPUs",
+                f"Zeusd at {self.path} does not report the PCI addresses of its GPUs",
                 remedy="Upgrade zeusd to 0.5 or newer: its numbers alone do not name a GPU safely",
             )
         gpu_ids = {pci_address(address): int(gpu_id) for gpu_id, address in gpus}

@@ -8,6 +8,7 @@ Nothing is synced to disk: the state need not survive the machine.
 
 import fcntl
 import os
+import re
 import socket
 import tempfile
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.emulated.state import EmulatedState, parse_state
 
 ROOT_VARIABLE = "ENVPIPE_EMULATED_ROOT"
-_PREFIX, _SUFFIX = "gpu", ".json"
+_STATE_NAME = re.compile(r"gpu(0|[1-9][0-9]*)\.json")
 
 Result = TypeVar("Result")
 
@@ -35,12 +36,8 @@ def default_root() -> Path:
 
 def stored_indices(root: Path) -> tuple[int, ...]:
     """Return the indices of the GPUs that have a state file in a folder, ascending."""
-    indices = []
-    for path in root.glob(f"{_PREFIX}*{_SUFFIX}"):
-        digits = path.name[len(_PREFIX) : -len(_SUFFIX)]
-        if digits.isascii() and digits.isdigit() and str(int(digits)) == digits:
-            indices.append(int(digits))
-    return tuple(sorted(indices))
+    matches = (_STATE_NAME.fullmatch(path.name) for path in root.glob("gpu*.json"))
+    return tuple(sorted(int(match[1]) for match in matches if match))
 
 
 class StateFile:
@@ -52,9 +49,9 @@ class StateFile:
     """
 
     def __init__(self, root: Path, index: int) -> None:
-        self.path = root / f"{_PREFIX}{index}{_SUFFIX}"
-        self._lock_path = root / f"{_PREFIX}{index}.lock"
-        self._new_path = root / f"{_PREFIX}{index}{_SUFFIX}.new"
+        self.path = root / f"gpu{index}.json"
+        self._lock_path = root / f"gpu{index}.lock"
+        self._new_path = root / f"gpu{index}.json.new"
 
     def read(self) -> EmulatedState:
         """Return the state.
@@ -101,7 +98,7 @@ class StateFile:
             GpuError: the folder cannot be used, or holds a foreign file there.
         """
         try:
-            # Private to the user: whoever can write here decides what the others read.
+            # Private to the user: other processes trust what is written here.
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise self._unusable(error) from error

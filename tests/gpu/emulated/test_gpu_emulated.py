@@ -135,20 +135,6 @@ def test_power_cap_makes_the_highest_clocks_alike(tmp_path, round_preset):
     assert runs[0] == runs[1] == runs[2]
 
 
-@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
-def test_bad_times_are_refused_and_leave_the_state(gpu, bad):
-    before = gpu._file.read()
-    for call in (
-        lambda: gpu.run_unit("forward", bad, 0.0),
-        lambda: gpu.run_unit("forward", 1.0, bad),
-        lambda: gpu.advance_to(bad),
-        *([lambda: gpu.anchor(bad)] if bad != -1.0 else []),  # which an anchor may be
-    ):
-        with pytest.raises(GpuError, match="finite"):
-            call()
-    assert gpu._file.read() == before
-
-
 def test_changes_leave_no_file_open(gpu):
     gpu.advance_to(0.5)
     opened = Path("/proc/self/fd")
@@ -337,8 +323,6 @@ def test_create_keeps_what_exists(gpu, tmp_path, round_preset):
         EmulatedGpu.create("a40", 0, tmp_path / "node")
     with pytest.raises(GpuError):
         EmulatedGpu.create("a400", 1, tmp_path / "node")
-    with pytest.raises(GpuError, match="counts from 0"):
-        EmulatedGpu.create("a40", -1, tmp_path / "node")
 
 
 def test_root_comes_from_the_environment(monkeypatch, tmp_path):

@@ -1,15 +1,15 @@
 """When an energy counter refreshed, found by watching it.
 
 NVML's counter is a staircase: it moves every 100 ms and one read takes 3.4 ms (measured on an
-H200), and nothing tells when it moved. Dividing by the instants of reading would charge up to
+H200), and it does not say when it moved. Dividing by the instants of reading would charge up to
 100 ms of energy to the wrong side of each end of a window. So the counter is read in short steps
 around the instant at which it is expected to move, two to four reads a refresh. It moved after the
 last read that showed the old value began, and before the first that shows the new one ended: the
 middle of the two is the refresh, and half their distance (4.4 ms on an H200) its uncertainty. A
 window of 1 s at constant power is then wrong by less than 1 %, and one of 10 s by less than 0.1 %.
 
-The expected instant only decides when to look. A counter with another period is read more often,
-and what is said of it is as true.
+The expected instant only decides when to look. A counter with another period is read more often;
+its readings are as exact.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from envpipe_megatron.gpu.base import EnergyReading, GpuError
 EXPECTED_PERIOD_S = 0.1
 STEP_S = 0.002
 _LEAD_S = 0.009
-"""Watching begins so long before the expected instant, which is uncertain itself: a first read that
-showed the new value already would miss the refresh."""
+"""How long before the expected instant, which is uncertain itself, watching begins: a first read
+that showed the new value already would miss the refresh."""
 _FRESH_S = 0.04
-"""A reading younger than this is given again."""
+"""A reading younger than this is returned again."""
 STALL_S = 3.0
 """Thirty refreshes. A GPU that is on draws power, so its counter must have moved."""
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from envpipe_megatron.gpu.backends.energy_counter import STALL_S, EnergyCounter
 from envpipe_megatron.gpu.base import EnergyReading, GpuError
-from envpipe_megatron.gpu.energy_counter import STALL_S, EnergyCounter
 
 POWER_W = 200.0
 
