@@ -56,10 +56,6 @@ _REMEDY = (
 )
 
 
-class ChannelModelError(EnvPipeError):
-    """An order that the channels between stages cannot carry."""
-
-
 def hardware_capacity(environment: Mapping[str, str]) -> int | None:
     """The capacity of a channel over NCCL, by a process' environment variables.
 
@@ -123,7 +119,7 @@ def check_message_order(schedule: Schedule) -> None:
     A channel knows no names of messages: in another order units would get the wrong tensors.
 
     Raises:
-        ChannelModelError: naming two messages that would be exchanged.
+        EnvPipeError: naming two messages that would be exchanged.
     """
     if schedule.num_stages == 1:
         return
@@ -137,7 +133,7 @@ def check_message_order(schedule: Schedule) -> None:
             early = np.flatnonzero(np.diff(receiver) < 0)
             if early.size:
                 one, two = early[0], early[0] + 1
-                raise ChannelModelError(
+                raise EnvPipeError(
                     f"Schedule '{schedule.name}' runs {schedule.describe(sender[one])} before "
                     f"{schedule.describe(sender[two])}, but their outputs are needed the other "
                     f"way round: {schedule.describe(receiver[two])} comes before "
@@ -159,7 +155,7 @@ def find_stall(schedule: Schedule, capacity: int | None) -> Stall | None:
     runnable, so the work is linear in the number of units.
 
     Raises:
-        ChannelModelError: a negative capacity, or messages taken in another order than sent.
+        EnvPipeError: a negative capacity, or messages taken in another order than sent.
     """
     _check_capacity(capacity)
     check_message_order(schedule)
@@ -231,7 +227,7 @@ def fit_to_channel(
         capacity: of each channel; None lowers nothing.
 
     Raises:
-        ChannelModelError: not even 1F1B finishes: capacity 0 with two or more stages and
+        EnvPipeError: not even 1F1B finishes: capacity 0 with two or more stages and
             microbatches, where the last stage but one sends its second activation while the last
             sends its first gradient. (Megatron runs 1F1B there with a send and a receive in one
             call.)
@@ -243,7 +239,7 @@ def fit_to_channel(
         return ChannelFit(wanted, False, "The channel carries the order as it is.")
     stall = find_stall(one_f_one_b(num_stages, num_microbatches), capacity)
     if stall is not None:
-        raise ChannelModelError(
+        raise EnvPipeError(
             f"Not even 1F1B finishes on a channel of this capacity: {stall}",
             value=capacity,
             remedy=_REMEDY,
@@ -280,7 +276,7 @@ def _channels(schedule: Schedule) -> tuple[list[int], list[int]]:
 
 def _check_capacity(capacity: int | None) -> None:
     if capacity is not None and capacity < 0:
-        raise ChannelModelError(
+        raise EnvPipeError(
             "The capacity of a channel is a number of messages",
             value=capacity,
             remedy="Give zero or more, or None for asynchronous sends.",

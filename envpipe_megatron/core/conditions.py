@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
+from envpipe_megatron.core.fields import MAX_FREQUENCY_MHZ
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.sidecar import MAX_FREQUENCY_MHZ
 from envpipe_megatron.errors import EnvPipeError
 
 WaitCurves: TypeAlias = tuple[Mapping[int, float], ...]
@@ -41,10 +41,6 @@ _WORDS = {
     "change_time_s": "The time of a clock change",
     "change_energy_j": "The energy of a clock change",
 }
-
-
-class ConditionsError(EnvPipeError):
-    """Conditions that no job can have, or that do not fit its number of stages."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class Conditions:
         change_energy_j: energy of one change of clock on one GPU.
 
     Raises:
-        ConditionsError: naming the value that is wrong.
+        EnvPipeError: naming the value that is wrong.
     """
 
     blocking_power_w: tuple[float, ...]
@@ -86,7 +82,7 @@ class Conditions:
     def __post_init__(self) -> None:
         stages = len(self.blocking_power_w)
         if not stages:
-            raise ConditionsError("blocking_power_w names no stage")
+            raise EnvPipeError("blocking_power_w names no stage")
         checked: dict[str, Any] = {
             "blocking_power_w": _amounts("blocking_power_w", self.blocking_power_w, stages, "W"),
             "latency_s": _amounts("latency_s", self.latency_s, stages - 1, "s"),
@@ -166,7 +162,7 @@ def make_conditions(
             that has one.
 
     Raises:
-        ConditionsError: a value that is wrong, an unknown name in `use`, or a fact that the sidecar
+        EnvPipeError: a value that is wrong, an unknown name in `use`, or a fact that the sidecar
             lacks.
     """
     sidecar, stages = profile.sidecar, profile.num_stages
@@ -179,13 +175,13 @@ def make_conditions(
     }
     for name in use:
         if name not in SIDECAR_FIELDS:
-            raise ConditionsError(
+            raise EnvPipeError(
                 "Unknown condition", value=name, remedy=f"Known: {', '.join(SIDECAR_FIELDS)}."
             )
         if given[name] is None:
             given[name] = getattr(sidecar, SIDECAR_FIELDS[name])
         if given[name] is None:
-            raise ConditionsError(
+            raise EnvPipeError(
                 f"The sidecar of {profile.source} lacks '{SIDECAR_FIELDS[name]}', which "
                 f"'{name}' needs",
                 remedy="Measure it, give the value itself, or leave the condition out.",
@@ -211,7 +207,7 @@ def known_conditions(profile: Profile) -> Conditions:
     """All that a profile's sidecar knows of its job; waiting costs nothing where it knows no power.
 
     Raises:
-        ConditionsError: a value that is wrong.
+        EnvPipeError: a value that is wrong.
     """
     sidecar = profile.sidecar
     return make_conditions(
@@ -233,7 +229,7 @@ def _amounts(name: str, given: Any, count: int, unit: str) -> tuple[float, ...]:
     except (TypeError, ValueError, OverflowError):
         amounts = (math.nan,)
     if len(amounts) != count or not all(0 <= value < math.inf for value in amounts):
-        raise ConditionsError(
+        raise EnvPipeError(
             f"{_WORDS[name]} ({name}) is wrong",
             value=given,
             remedy=f"It takes {count} number(s) of {unit}, zero or more.",
@@ -248,7 +244,7 @@ def _counts(given: Any, stages: int) -> tuple[int, ...]:
     except (TypeError, ValueError, OverflowError):
         valid = False
     if not valid:
-        raise ConditionsError(
+        raise EnvPipeError(
             f"{_WORDS['gpus_per_stage']} (gpus_per_stage) is wrong",
             value=given,
             remedy=f"It takes {stages} positive whole number(s).",
@@ -259,7 +255,7 @@ def _counts(given: Any, stages: int) -> tuple[int, ...]:
 def _curves(given: WaitCurves, stages: int) -> WaitCurves:
     """Checked curves, lowest clock first as `np.interp` needs them."""
     if len(given) != stages or not all(given):
-        raise ConditionsError(
+        raise EnvPipeError(
             f"{_WORDS['wait_power_w']} (wait_power_w) is wrong",
             value=given,
             remedy=f"It takes {stages} curve(s), one a stage, each with at least one clock.",
@@ -269,6 +265,6 @@ def _curves(given: WaitCurves, stages: int) -> WaitCurves:
         clocks = sorted(curve)
         powers_w = _amounts("wait_power_w", [curve[f] for f in clocks], len(clocks), "W")
         if not 0 < clocks[0] <= clocks[-1] < MAX_FREQUENCY_MHZ:
-            raise ConditionsError("wait_power_w has a clock that no GPU has", value=clocks)
+            raise EnvPipeError("wait_power_w has a clock that no GPU has", value=clocks)
         curves.append(dict(zip(clocks, powers_w, strict=True)))
     return tuple(curves)

@@ -19,10 +19,6 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 
 
-class TimelineError(EnvPipeError):
-    """Durations or latencies that do not fit the schedule."""
-
-
 class LongestPath:
     """Ends of all units by their durations, in any unit of time.
 
@@ -146,7 +142,7 @@ def latency_by_node(schedule: Schedule, latency_s: float | Sequence[float]) -> l
             use, takes the longest of them.
 
     Raises:
-        TimelineError: neither one time nor one for each boundary, or below zero.
+        EnvPipeError: neither one time nor one for each boundary, or below zero.
     """
     boundaries = schedule.num_stages - 1
     by_boundary = np.asarray(latency_s, dtype=np.float64)
@@ -154,7 +150,7 @@ def latency_by_node(schedule: Schedule, latency_s: float | Sequence[float]) -> l
         by_boundary = np.repeat(by_boundary, boundaries)
     valid = np.isfinite(by_boundary) & (by_boundary >= 0)
     if by_boundary.shape != (boundaries,) or not np.all(valid):
-        raise TimelineError(
+        raise EnvPipeError(
             "The p2p latency must be one time, or one for each boundary between stages",
             value=latency_s,
             remedy=f"Give {boundaries} non-negative numbers in seconds.",

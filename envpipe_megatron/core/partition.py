@@ -7,11 +7,8 @@ Megatron places them. Search for good splits is in `policies.partition_search`.
 
 from __future__ import annotations
 
-import csv
-import io
-import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -19,11 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.core.profile import Profile, ProfileError, ProfileRow, make_profile
+from envpipe_megatron.core.fields import AMOUNT, Row, read_table
+from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile, read_unit
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.files import read_text
 
 #: Transformer layers on each stage.
 Split = tuple[int, ...]
@@ -31,10 +28,6 @@ Split = tuple[int, ...]
 EMBEDDING, LOSS = "embedding", "loss"
 LAYER_COLUMNS = ("layer", "instruction", "frequency", "time", "energy")
 _BYTE_COLUMNS = ("memory", "activation")
-
-
-class PartitionError(EnvPipeError):
-    """A layer CSV that is not readable, or a pipeline that its layers cannot fill."""
 
 
 @dataclass(frozen=True)
@@ -196,17 +189,6 @@ def megatron_even_split(num_layers: int, num_stages: int) -> tuple[Split, tuple[
     return None
 
 
-@dataclass(frozen=True)
-class _Line:
-    """One line of a layer CSV."""
-
-    where: str
-    layer: str
-    kind: Kind
-    row: ProfileRow
-    bytes_by_column: Mapping[str, float]
-
-
 def read_layers(path: Path) -> LayerTable:
     """Read a layer CSV: `layer,instruction,frequency,time,energy[,memory][,activation]`.
 
@@ -214,28 +196,30 @@ def read_layers(path: Path) -> LayerTable:
     `embedding` and `loss`. Further columns are ignored.
 
     Raises:
-        PartitionError: naming file, line and value of what is wrong, or a layer, instruction or
+        EnvPipeError: naming file, line and value of what is wrong, or a layer, instruction or
             frequency that is missing.
     """
-    lines = list(_read_lines(path))
+    _, lines = read_table(path, "layer table", LAYER_COLUMNS, _BYTE_COLUMNS)
     by_layer: dict[str, dict[Kind, dict[int, ProfileRow]]] = {}
-    layer_bytes: dict[str, Mapping[str, float]] = {}
+    layer_bytes: dict[str, dict[str, float]] = {}
     for line in lines:
-        known = by_layer.setdefault(line.layer, {kind: {} for kind in Kind})[line.kind]
-        if line.row.frequency_mhz in known:
-            raise PartitionError(
-                f"{line.where}: a second row for layer {line.layer} {line.kind.value} at this "
-                "frequency (MHz)",
-                value=line.row.frequency_mhz,
+        layer, (kind, row) = _layer(line), read_unit(line)
+        known = by_layer.setdefault(layer, {kind: {} for kind in Kind})[kind]
+        if row.frequency_mhz in known:
+            raise EnvPipeError(
+                f"{line.where}: a second row for layer {layer} {kind.value} at this frequency "
+                "(MHz)",
+                value=row.frequency_mhz,
                 remedy="Keep one.",
             )
-        known[line.row.frequency_mhz] = line.row
-        first = layer_bytes.setdefault(line.layer, line.bytes_by_column)
-        for column, value in line.bytes_by_column.items():
-            if value != first[column]:
-                raise PartitionError(
-                    f"{line.where}: {column} of layer {line.layer} is {first[column]:g} on an "
-                    "earlier line",
+        known[row.frequency_mhz] = row
+        columns = [name for name in _BYTE_COLUMNS if name in line.cells]
+        own = {name: line.read(name, AMOUNT, "bytes") for name in columns}
+        first = layer_bytes.setdefault(layer, own)
+        for name, value in own.items():
+            if value != first[name]:
+                raise EnvPipeError(
+                    f"{line.where}: {name} of layer {layer} is {first[name]:g} on an earlier line",
                     value=value,
                     remedy="Bytes depend on the layer alone: give the same on all its lines.",
                 )
@@ -245,18 +229,14 @@ def read_layers(path: Path) -> LayerTable:
     }  # those of any layer: all must have the same
     for name in names:
         for kind in Kind:
-            own = sorted(by_layer[name][kind], reverse=True)
-            if not own or own != frequencies[kind]:
-                raise PartitionError(
+            listed = sorted(by_layer[name][kind], reverse=True)
+            if not listed or listed != frequencies[kind]:
+                raise EnvPipeError(
                     f"{path}: layer {name} {kind.value} lists other frequencies (MHz) than layer "
                     f"{names[0]}, or none",
-                    value=own,
+                    value=listed,
                     remedy=f"A stage runs its layers at one clock: {frequencies[kind]} for each.",
                 )
-    columns = {
-        column: np.array([layer_bytes[name][column] for name in names])
-        for column in lines[0].bytes_by_column
-    }
 
     def table(field: str) -> dict[Kind, FloatArray]:
         return {
@@ -266,15 +246,33 @@ def read_layers(path: Path) -> LayerTable:
             for kind in Kind
         }
 
+    def column(name: str) -> FloatArray | None:
+        known = name in layer_bytes[names[0]]
+        return np.array([layer_bytes[layer][name] for layer in names]) if known else None
+
     return LayerTable(
         names,
         {kind: np.array(frequencies[kind]) for kind in Kind},
         table("time_s"),
         table("energy_j"),
-        columns.get("memory"),
-        columns.get("activation"),
+        column("memory"),
+        column("activation"),
         str(path),
     )
+
+
+def _layer(line: Row) -> str:
+    """The name of a line's layer; a number without zeros in front."""
+    layer = line.cells["layer"]
+    if layer in (EMBEDDING, LOSS):
+        return layer
+    if not (layer.isascii() and layer.isdigit()):
+        raise EnvPipeError(
+            f"{line.where}: unknown layer",
+            value=layer,
+            remedy=f"Use {EMBEDDING}, the number of a transformer layer, or {LOSS}.",
+        )
+    return str(int(layer))
 
 
 def _layer_names(found: Mapping[str, object], path: Path) -> tuple[str, ...]:
@@ -282,7 +280,7 @@ def _layer_names(found: Mapping[str, object], path: Path) -> tuple[str, ...]:
     numbered = sorted(int(name) for name in found if name not in (EMBEDDING, LOSS))
     if not numbered or numbered != list(range(len(numbered))):
         missing = min(set(range(len(numbered) + 1)) - set(numbered))
-        raise PartitionError(
+        raise EnvPipeError(
             f"{path} has no layer {missing}",
             value=sorted(found),
             remedy="Number the transformer layers from 0 without gaps.",
@@ -292,75 +290,3 @@ def _layer_names(found: Mapping[str, object], path: Path) -> tuple[str, ...]:
         *(str(number) for number in numbered),
         *([LOSS] if LOSS in found else []),
     )
-
-
-def _read_lines(path: Path) -> Iterator[_Line]:
-    try:
-        lines = list(csv.reader(io.StringIO(read_text(path), newline="")))
-    except (OSError, ValueError, csv.Error) as error:
-        raise PartitionError(
-            f"Layer table {path} is not readable: {error}", remedy="Give a layer CSV."
-        ) from error
-    header = [name.strip() for name in lines[0]] if lines else []
-    width = len(LAYER_COLUMNS)
-    if tuple(header[:width]) != LAYER_COLUMNS:
-        raise PartitionError(
-            f"{path}, line 1: not the header of a layer table",
-            value=",".join(header),
-            remedy=f"The first line must start with {','.join(LAYER_COLUMNS)}; "
-            f"{' and '.join(_BYTE_COLUMNS)} (bytes) may follow.",
-        )
-    byte_columns = {name: header.index(name) for name in _BYTE_COLUMNS if name in header}
-    filled = [
-        (n, cells) for n, cells in enumerate(lines[1:], start=2) if any(map(str.strip, cells))
-    ]
-    if not filled:
-        raise PartitionError(f"{path} has no rows", remedy="List every layer and instruction.")
-    for number, cells in filled:
-        yield _parse_line([cell.strip() for cell in cells], byte_columns, f"{path}, line {number}")
-
-
-def _parse_line(cells: Sequence[str], byte_columns: Mapping[str, int], where: str) -> _Line:
-    needed = max((len(LAYER_COLUMNS) - 1, *byte_columns.values())) + 1
-    if len(cells) < needed:
-        raise PartitionError(
-            f"{where}: too few columns", value=",".join(cells), remedy=f"The header has {needed}."
-        )
-    layer, instruction, frequency, time_s, energy_j = cells[: len(LAYER_COLUMNS)]
-    if layer not in (EMBEDDING, LOSS) and not (layer.isascii() and layer.isdigit()):
-        raise PartitionError(
-            f"{where}: unknown layer",
-            value=layer,
-            remedy=f"Use {EMBEDDING}, the number of a transformer layer, or {LOSS}.",
-        )
-    if instruction not in set(Kind):
-        raise PartitionError(
-            f"{where}: unknown instruction", value=instruction, remedy="Use forward or backward."
-        )
-    clock = _number(frequency, f"{where}: frequency (MHz)")
-    if not clock.is_integer():
-        raise PartitionError(f"{where}: frequency (MHz) must be a whole number", value=frequency)
-    try:
-        row = ProfileRow(
-            int(clock),
-            _number(time_s, f"{where}: time (s)"),
-            _number(energy_j, f"{where}: energy (J)"),
-        )
-    except ProfileError as error:
-        raise PartitionError(f"{where}: {error}") from error
-    sizes = {
-        name: _number(cells[column], f"{where}: {name} (bytes)")
-        for name, column in byte_columns.items()
-    }
-    name = layer if layer in (EMBEDDING, LOSS) else str(int(layer))
-    return _Line(where, name, Kind(instruction), row, sizes)
-
-
-def _number(text: str, what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise PartitionError(f"{what} must be a number of at least 0", value=text)
-    return value

@@ -23,10 +23,22 @@ from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.evaluation import Evaluation, evaluate
 from envpipe_megatron.core.evaluation import PlanError as PlanError
-from envpipe_megatron.core.plan_fields import Fields, read_object
+from envpipe_megatron.core.fields import (
+    AMOUNT,
+    COUNT,
+    FLAG,
+    FREQUENCY,
+    MAX_FREQUENCY_MHZ,
+    TEXT,
+    Fields,
+    Number,
+    many,
+    of_type,
+    read_json,
+)
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule, ScheduleError, parse_unit
-from envpipe_megatron.core.sidecar import wait_power_entries
+from envpipe_megatron.core.sidecar import read_wait_power, wait_power_entries
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.files import replace_files
 
@@ -34,6 +46,8 @@ PLAN_FORMAT = "envpipe-plan/1"
 #: A stored figure further than this from the recomputed one was not made by the plan and profile;
 #: a lower bound may stand as far above the energy, by a solver's tolerances.
 _STORED_TOLERANCE = 1e-6
+_PARK = Number(whole=True, below=MAX_FREQUENCY_MHZ)
+_GPUS = Number(whole=True, positive=True, below=1_000_000)
 
 logger = logging.getLogger(__name__)
 
@@ -239,50 +253,54 @@ def check_stages(profile: Profile, num_stages: int) -> None:
 def read_plan(path: Path, profile: Profile) -> Plan:
     """Read a plan's JSON and price it with a profile.
 
-    A plan made from another profile is priced with the given one, with a warning.
-
-    Clocks between profiled ones are priced where the plan says `interpolated`.
+    A plan made from another profile is priced with the given one, with a warning. Clocks between
+    profiled ones are priced where the plan says `interpolated`.
 
     Raises:
         PlanError: naming the field that is wrong, or figures that the very profile it was made from
             does not give.
-        ScheduleError: an order that cannot run.
         ProfileError: a frequency that was not profiled.
     """
-    return plan_from_json(read_object(path), path, profile)
+    return plan_of_fields(read_json(path, "Plan", PlanError), profile)
 
 
 def plan_from_json(data: dict[str, Any], path: Path, profile: Profile) -> Plan:
     """`read_plan` of a JSON object that stands in a file."""
-    fields = Fields(data, path)
-    if data.get("format") != PLAN_FORMAT:
-        raise fields.wrong("format", f"It must be '{PLAN_FORMAT}'.")
-    num_stages = fields.count("num_stages")
-    num_microbatches, num_chunks = fields.count("num_microbatches"), fields.count("num_chunks", 1)
-    orders = fields.rows("schedule", num_stages)
+    return plan_of_fields(Fields(data, path, PlanError), profile)
+
+
+def plan_of_fields(fields: Fields, profile: Profile) -> Plan:
+    """`read_plan` of fields."""
+    fields.check_format(PLAN_FORMAT)
+    num_stages = fields.read("num_stages", COUNT)
+    num_microbatches = fields.read("num_microbatches", COUNT)
+    num_chunks = fields.read("num_chunks", COUNT, 1)
+    orders = fields.read("schedule", many(of_type(list, "a list"), num_stages))
     if num_microbatches * num_chunks > max(map(len, orders)):
         raise fields.wrong("num_microbatches", "The schedule lists fewer units than that needs.")
     try:
         schedule = Schedule(
-            fields.text("schedule_name"),
+            fields.read("schedule_name", TEXT, "custom"),
             num_microbatches,
             num_chunks,
             tuple(tuple(parse_unit(text) for text in order) for order in orders),
         )
     except ScheduleError as error:
-        raise PlanError(f"{path}: field 'schedule': {error}") from error
-    frequency = fields.clocks("frequency_mhz", schedule, lowest=1)
-    profile = replace(profile, interpolates=fields.flag("interpolated"))
+        raise PlanError(f"{fields.path}: field 'schedule': {error}") from error
+
+    def clocks(name: str, clock: Number) -> IntArray:
+        by_stage = many(many(clock, schedule.units_per_stage), num_stages)
+        return np.array(fields.read(name, by_stage), dtype=np.int64)
+
+    profile = replace(profile, interpolates=fields.read("interpolated", FLAG, False))
     plan = Plan(
-        fields.text("policy"),
+        fields.read("policy", TEXT, "custom"),
         schedule,
-        frequency,
+        clocks("frequency_mhz", FREQUENCY),
         profile.for_chunks(num_chunks),
         _read_conditions(fields, num_stages),
-        park_mhz=fields.clocks("park_mhz", schedule, lowest=0) if "park_mhz" in data else None,
-        energy_lower_bound_j=(
-            fields.number("energy_lower_bound_j") if "energy_lower_bound_j" in data else None
-        ),
+        park_mhz=clocks("park_mhz", _PARK) if "park_mhz" in fields.data else None,
+        energy_lower_bound_j=fields.read("energy_lower_bound_j", AMOUNT, None),
     )
     return _compare_with_stored(plan, fields)
 
@@ -322,35 +340,29 @@ def _compare_with_stored(plan: Plan, fields: Fields) -> Plan:
 
 def _conditions_to_json(conditions: Conditions) -> dict[str, Any]:
     """The fields of conditions that are on, as a plan's file holds them."""
-    data: dict[str, Any] = {}
-    if np.any(conditions.latency_s):
-        data["p2p_latency_s"] = np.array(conditions.latency_s).tolist()
-    if conditions.tail_time_s is not None:
-        data["tail_time_s"] = list(conditions.tail_time_s)
-    if conditions.gpus_per_stage is not None:
-        data["gpus_per_stage"] = list(conditions.gpus_per_stage)
-    if conditions.wait_power_w is not None:
-        data["wait_power_w"] = wait_power_entries(conditions.wait_power_w)
-    if conditions.change_time_s:
-        data["frequency_change_s"] = conditions.change_time_s
-    if conditions.change_energy_j:
-        data["frequency_change_j"] = conditions.change_energy_j
-    return data
+    data = {
+        "p2p_latency_s": conditions.latency_s if np.any(conditions.latency_s) else None,
+        "tail_time_s": conditions.tail_time_s,
+        "gpus_per_stage": conditions.gpus_per_stage,
+        "wait_power_w": wait_power_entries(conditions.wait_power_w or ()) or None,
+        "frequency_change_s": conditions.change_time_s or None,
+        "frequency_change_j": conditions.change_energy_j or None,
+    }
+    return {name: value for name, value in data.items() if value is not None}
 
 
 def _read_conditions(fields: Fields, num_stages: int) -> Conditions:
     """The inverse of `_conditions_to_json`; fields that are absent are off."""
-    given: dict[str, Any] = {}
-    if "p2p_latency_s" in fields.data:
-        given["latency_s"] = fields.numbers("p2p_latency_s", num_stages - 1)
-    if "tail_time_s" in fields.data:
-        given["tail_time_s"] = fields.numbers("tail_time_s", num_stages)
-    if "gpus_per_stage" in fields.data:
-        given["gpus_per_stage"] = fields.counts("gpus_per_stage", num_stages)
-    if "wait_power_w" in fields.data:
-        given["wait_power_w"] = fields.wait_power("wait_power_w", num_stages)
-    if "frequency_change_s" in fields.data:
-        given["change_time_s"] = fields.number("frequency_change_s")
-    if "frequency_change_j" in fields.data:
-        given["change_energy_j"] = fields.number("frequency_change_j")
-    return Conditions(fields.numbers("blocking_power_w", num_stages), **given)
+    amounts = many(AMOUNT, num_stages)
+    curves = fields.read("wait_power_w", read_wait_power, None)
+    if curves is not None and len(curves) != num_stages:
+        raise fields.wrong("wait_power_w", f"It must list each of the {num_stages} stages.")
+    return Conditions(
+        fields.read("blocking_power_w", amounts),
+        fields.read("p2p_latency_s", many(AMOUNT, num_stages - 1), (0.0,) * (num_stages - 1)),
+        fields.read("tail_time_s", amounts, None),
+        fields.read("gpus_per_stage", many(_GPUS, num_stages), None),
+        curves,
+        fields.read("frequency_change_s", AMOUNT, 0.0),
+        fields.read("frequency_change_j", AMOUNT, 0.0),
+    )

@@ -23,16 +23,18 @@ from pathlib import Path
 import numpy as np
 
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
-from envpipe_megatron.core.schedule import Kind
-from envpipe_megatron.core.sidecar import (
+from envpipe_megatron.core.fields import (
+    AMOUNT,
+    FREQUENCY,
     MAX_FREQUENCY_MHZ,
-    Sidecar,
-    check_lengths,
-    read_sidecar,
-    sidecar_path,
+    Number,
+    Row,
+    read_table,
 )
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.sidecar import Sidecar, read_sidecar, sidecar_path
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.files import decode, replace_files
+from envpipe_megatron.files import replace_files
 
 COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
 _RANK = "rank"
@@ -320,62 +322,56 @@ def read_profile(path: Path) -> Profile:
     Powers that no GPU has are told in a warning.
 
     Raises:
-        ProfileError: naming file, line and value of what is wrong.
+        EnvPipeError: naming file, line and value of what is wrong.
     """
-    try:
-        content = path.read_bytes()
-        reader = csv.reader(io.StringIO(decode(content), newline=""))
-        lines = list(reader)
-    except (OSError, ValueError, csv.Error) as error:
-        raise ProfileError(
-            f"Profile {path} is not readable: {error}", remedy="Give a profile CSV."
-        ) from error
-    header = [name.strip() for name in lines[0]] if lines else []
-    repeated = any(header.count(name) > 1 for name in (_RANK, _UNCERTAINTY))
-    if repeated or any(header.count(name) != 1 for name in COLUMNS):
-        raise ProfileError(
-            f"{path}, line 1: not the header of a profile",
-            value=",".join(header),
-            remedy=f"The first line must name the columns {','.join(COLUMNS)}.",
-        )
-    seen: dict[tuple[int, Kind, int, str], int] = {}
+    content, lines = read_table(path, "profile", COLUMNS, (_RANK, _UNCERTAINTY), ProfileError)
+    first_line: dict[tuple[int, Kind, int, str], str] = {}
     by_rank: dict[tuple[int, Kind, int], list[ProfileRow]] = {}
     implausible: list[tuple[float, str]] = []
-    for number, cells in enumerate(lines[1:], start=2):
-        if not any(cell.strip() for cell in cells):
-            continue
-        where = f"{path}, line {number}"
-        if len(cells) <= max(header.index(name) for name in COLUMNS):
-            raise ProfileError(
-                f"{where}: too few columns",
-                value=",".join(cells),
-                remedy=f"Needed: {', '.join(COLUMNS)}.",
-            )
-        named = {name: cell.strip() for name, cell in zip(header, cells, strict=False)}
-        stage, kind, row = _parse_row(named, where)
-        rank = named.get(_RANK, "")
+    for line in lines:
+        kind, row = read_unit(line)
+        stage, rank = line.read("stage", Number(whole=True)), line.cells.get(_RANK, "")
         key = (stage, kind, row.frequency_mhz)
-        if (*key, rank) in seen:
+        if (*key, rank) in first_line:
             of_rank = f" of rank {rank}" if rank else ""
             raise ProfileError(
-                f"{where}: a second row for stage {stage} {kind.value}{of_rank} at this "
+                f"{line.where}: a second row for stage {stage} {kind.value}{of_rank} at this "
                 "frequency (MHz)",
                 value=row.frequency_mhz,
-                remedy=f"The first stands on line {seen[*key, rank]}; keep one.",
+                remedy=f"The first is {first_line[*key, rank]}; keep one.",
             )
-        seen[*key, rank] = number
+        first_line[*key, rank] = line.where
         if not _POWERS_W[0] <= row.energy_j / row.time_s <= _POWERS_W[1]:
-            implausible.append((row.energy_j / row.time_s, where))
+            implausible.append((row.energy_j / row.time_s, line.where))
         by_rank.setdefault(key, []).append(row)
     rows = [
         (stage, kind, _one_gpu(frequency_mhz, ranks))
         for (stage, kind, frequency_mhz), ranks in by_rank.items()
     ]
-    sidecar = read_sidecar(sidecar_path(path)) if sidecar_path(path).exists() else Sidecar()
-    profile = make_profile(rows, source=str(path), sidecar=sidecar)
-    check_lengths(sidecar, profile.num_stages, sidecar_path(path))
+    profile = make_profile(rows, source=str(path))
     _check_powers(profile, implausible)
-    return replace(profile, sha256=hashlib.sha256(content).hexdigest())
+    beside = sidecar_path(path)
+    sidecar = read_sidecar(beside, profile.num_stages) if beside.exists() else Sidecar()
+    return replace(profile, sidecar=sidecar, sha256=hashlib.sha256(content).hexdigest())
+
+
+def read_unit(line: Row) -> tuple[Kind, ProfileRow]:
+    """A line's instruction, with its frequency, time and energy."""
+    instruction = line.cells["instruction"]
+    if instruction not in set(Kind):
+        raise line.error(
+            f"{line.where}: unknown instruction",
+            value=instruction,
+            remedy="Use forward or backward.",
+        )
+    uncertain = bool(line.cells.get(_UNCERTAINTY))
+    row = ProfileRow(
+        line.read("frequency", FREQUENCY, "MHz"),
+        line.read("time", Number(positive=True), "s"),
+        line.read("energy", AMOUNT, "J"),
+        line.read(_UNCERTAINTY, AMOUNT, "J") if uncertain else None,
+    )
+    return Kind(instruction), row
 
 
 def _check_powers(profile: Profile, implausible: Sequence[tuple[float, str]]) -> None:
@@ -403,39 +399,3 @@ def _one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:
         math.fsum(row.energy_j for row in ranks) / len(ranks),
         math.hypot(*known) / len(ranks) if len(known) == len(ranks) else None,
     )
-
-
-def _parse_row(cells: Mapping[str, str], where: str) -> tuple[int, Kind, ProfileRow]:
-    instruction = cells["instruction"]
-    if instruction not in set(Kind):
-        raise ProfileError(
-            f"{where}: unknown instruction", value=instruction, remedy="Use forward or backward."
-        )
-    stage = _number(cells["stage"], f"{where}: stage", integral=True)
-    frequency = _number(
-        cells["frequency"], f"{where}: frequency (MHz)", integral=True, positive=True
-    )
-    time_s = _number(cells["time"], f"{where}: time (s)", positive=True)
-    energy_j = _number(cells["energy"], f"{where}: energy (J)")
-    uncertainty_j = None
-    if text := cells.get(_UNCERTAINTY, ""):
-        uncertainty_j = _number(text, f"{where}: {_UNCERTAINTY} (J)")
-    try:
-        row = ProfileRow(int(frequency), time_s, energy_j, uncertainty_j)
-    except ProfileError as error:
-        raise ProfileError(f"{where}: {error}") from error
-    return int(stage), Kind(instruction), row
-
-
-def _number(text: str, what: str, *, integral: bool = False, positive: bool = False) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ProfileError(f"{what} is not a number", value=text)
-    if value < 0 or (positive and value == 0):
-        raise ProfileError(f"{what} must be {'above' if positive else 'at least'} 0", value=text)
-    if integral and not value.is_integer():
-        raise ProfileError(f"{what} must be a whole number", value=text)
-    return value

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from envpipe_megatron.core.fields import AMOUNT, COUNT, FREQUENCY, TEXT, Number, many, read_json
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.files import read_text
 
 SIDECAR_FORMAT = "envpipe-profile/1"
-#: No GPU has such a clock: the number is not in MHz.
-MAX_FREQUENCY_MHZ = 1_000_000
-
-
-class SidecarError(EnvPipeError):
-    """A sidecar that is not readable."""
 
 
 @dataclass(frozen=True)
@@ -69,103 +62,28 @@ def sidecar_path(profile_path: Path) -> Path:
     return profile_path.with_suffix(".json")
 
 
-def read_sidecar(path: Path) -> Sidecar:
-    """Read a sidecar JSON.
-
-    Raises:
-        SidecarError: naming the file and the field that is wrong.
-    """
-    try:
-        data = json.loads(read_text(path))
-    except (OSError, ValueError) as error:
-        raise SidecarError(f"Sidecar {path} is not readable JSON: {error}") from error
-    if not isinstance(data, dict) or data.get("format") != SIDECAR_FORMAT:
-        found = data.get("format") if isinstance(data, dict) else data
-        raise SidecarError(
-            f"{path}: field 'format'", value=found, remedy=f"It must be '{SIDECAR_FORMAT}'."
-        )
-    values: dict[str, Any] = {}
-    for name, value in data.items():
-        if name == "format":
-            continue
-        try:
-            values[name] = _READERS[name](value)
-        except KeyError:
-            raise SidecarError(
-                f"{path}: unknown field",
-                value=name,
-                remedy=f"Known: {', '.join(_READERS)}.",
-            ) from None
-        except (TypeError, ValueError, OverflowError) as error:
-            raise SidecarError(f"{path}: field '{name}' is wrong", value=value) from error
-    return Sidecar(**values)
-
-
-def check_lengths(sidecar: Sidecar, num_stages: int, path: Path) -> None:
-    """Refuse a sidecar of another pipeline.
-
-    Raises:
-        SidecarError: a field with another number of entries than the profile has stages.
-    """
-    boundaries = {"p2p_latency_s": num_stages - 1}
-    for name in ("wait_power_w", "p2p_latency_s", "tail_time_s", "activation_bytes", "free_bytes"):
-        value = getattr(sidecar, name)
-        expected = boundaries.get(name, num_stages)
-        if value is not None and len(value) != expected:
-            raise SidecarError(
-                f"{path}: field '{name}' has {len(value)} entries",
-                remedy=f"A pipeline of {num_stages} stages has {expected}.",
-            )
-
-
-def _non_negative(value: Any) -> float:
-    number = float(value)
-    if isinstance(value, bool | str) or not math.isfinite(number) or number < 0:
-        raise ValueError
-    return number
-
-
-def _per_stage(values: Any) -> tuple[float, ...]:
-    if not isinstance(values, list):
-        raise TypeError
-    return tuple(_non_negative(value) for value in values)
-
-
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
 def read_wait_power(entries: Any) -> tuple[Mapping[int, float], ...]:
-    """Waiting power as files hold it, `[{"stage": 0, "frequency_mhz": 1410, "power_w": 83.6}]`.
+    """A reader of `[{"stage": 0, "frequency_mhz": 1410, "power_w": 83.6}]`.
 
     Returns:
         for each stage `{frequency_mhz: power_w}`.
 
     Raises:
-        TypeError, ValueError, OverflowError: other JSON.
+        ValueError: other JSON.
     """
     by_stage: dict[int, dict[int, float]] = {}
-    for entry in entries:
-        try:
-            stage, frequency, power = entry["stage"], entry["frequency_mhz"], entry["power_w"]
-        except KeyError as missing:
-            raise ValueError from missing
-        if type(stage) is not int or frequency in by_stage.setdefault(stage, {}):
-            raise ValueError
-        if _count(frequency) >= MAX_FREQUENCY_MHZ:
-            raise ValueError
-        by_stage[stage][frequency] = _non_negative(power)
-    if sorted(by_stage) != list(range(len(by_stage))):
-        raise ValueError
-    return tuple(by_stage[stage] for stage in range(len(by_stage)))
+    try:
+        for entry in entries:
+            stage = Number(whole=True)(entry["stage"])
+            frequency, power_w = FREQUENCY(entry["frequency_mhz"]), AMOUNT(entry["power_w"])
+            if frequency in by_stage.setdefault(stage, {}):
+                raise ValueError
+            by_stage[stage][frequency] = power_w
+        return tuple(by_stage[stage] for stage in range(len(by_stage)))
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(
+            "a list of stage, frequency_mhz and power_w, of each stage and clock once"
+        ) from None
 
 
 def wait_power_entries(curves: Sequence[Mapping[int, float]]) -> list[dict[str, int | float]]:
@@ -178,16 +96,41 @@ def wait_power_entries(curves: Sequence[Mapping[int, float]]) -> list[dict[str, 
 
 
 _READERS: dict[str, Any] = {
-    "gpu": _text,
-    "tensor_parallel": _count,
-    "num_chunks": _count,
-    "microbatch_size": _count,
-    "sequence_length": _count,
+    "gpu": TEXT,
+    "tensor_parallel": COUNT,
+    "num_chunks": COUNT,
+    "microbatch_size": COUNT,
+    "sequence_length": COUNT,
     "wait_power_w": read_wait_power,
-    "p2p_latency_s": _per_stage,
-    "tail_time_s": _per_stage,
-    "activation_bytes": _per_stage,
-    "free_bytes": _per_stage,
-    "frequency_change_s": _non_negative,
-    "frequency_change_j": _non_negative,
+    "p2p_latency_s": many(AMOUNT),
+    "tail_time_s": many(AMOUNT),
+    "activation_bytes": many(AMOUNT),
+    "free_bytes": many(AMOUNT),
+    "frequency_change_s": AMOUNT,
+    "frequency_change_j": AMOUNT,
 }
+
+
+def read_sidecar(path: Path, num_stages: int | None = None) -> Sidecar:
+    """Read a sidecar JSON.
+
+    Raises:
+        EnvPipeError: naming the file and the field that is wrong, or is of another number of
+            stages than the given.
+    """
+    fields = read_json(path, "Sidecar")
+    fields.check_format(SIDECAR_FORMAT)
+    unknown = [name for name in fields.data if name not in (*_READERS, "format")]
+    if unknown:
+        raise EnvPipeError(
+            f"{path}: unknown field", value=unknown[0], remedy=f"Known: {', '.join(_READERS)}."
+        )
+    values = {name: fields.read(name, _READERS[name]) for name in fields.data if name != "format"}
+    for name, value in values.items():
+        expected = None if num_stages is None else num_stages - (name == "p2p_latency_s")
+        if isinstance(value, tuple) and expected not in (None, len(value)):
+            raise EnvPipeError(
+                f"{path}: field '{name}' has {len(value)} entries",
+                remedy=f"A pipeline of {num_stages} stages has {expected}.",
+            )
+    return Sidecar(**values)

@@ -9,8 +9,8 @@ from numpy.typing import ArrayLike
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.longest_path import LongestPath
-from envpipe_megatron.core.longest_path import TimelineError as TimelineError
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.errors import EnvPipeError
 
 #: Times closer than this fraction of the iteration count as equal: sums of the same durations in
 #: another order differ by rounding alone.
@@ -27,7 +27,7 @@ class Timeline:
         tail_s: [num_stages] the time after each stage's last unit, or one for all.
 
     Raises:
-        TimelineError: a wrong shape, or a duration or latency below zero or not a number.
+        EnvPipeError: a wrong shape, or a duration or latency below zero or not a number.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Timeline:
         shape = (schedule.num_stages, schedule.units_per_stage)
         durations = np.array(duration_s, dtype=np.float64)
         if durations.shape != shape:
-            raise TimelineError(
+            raise EnvPipeError(
                 "Durations must be [num_stages, units_per_stage]",
                 value=durations.shape,
                 remedy=f"The schedule is {shape[0]} x {shape[1]}.",
@@ -49,7 +49,7 @@ class Timeline:
         valid = (durations >= 0) & np.isfinite(durations)
         if not valid.all():
             node = int(np.flatnonzero(~valid)[0])
-            raise TimelineError(
+            raise EnvPipeError(
                 f"The duration of {schedule.describe(node)} is not a time",
                 value=float(durations.ravel()[node]),
             )

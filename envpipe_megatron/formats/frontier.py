@@ -22,8 +22,8 @@ from itertools import chain
 from pathlib import Path
 
 from envpipe_megatron.core.evaluation import PlanError
+from envpipe_megatron.core.fields import AMOUNT, Fields, many
 from envpipe_megatron.core.plan import Plan, plan_from_json
-from envpipe_megatron.core.plan_fields import Fields
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.files import read_text, replace_files
@@ -115,10 +115,10 @@ def read_frontier(path: Path) -> StoredFrontier:
         raise FrontierError(f"Frontier {path} is not readable: {error}", remedy=_REMEDY) from error
     if not isinstance(data, dict) or data.get("format") != FRONTIER_FORMAT:
         raise FrontierError(f"{path} is not a stored frontier", remedy=_REMEDY)
-    fields = Fields(data, path)
+    fields = Fields(data, path, PlanError)
     if not lines:
         raise FrontierError(f"{path} holds no plans", remedy="Plan the frontier again.")
-    times_s = fields.numbers("iteration_time_s", len(lines))
+    times_s = fields.read("iteration_time_s", many(AMOUNT, len(lines)))
     if list(times_s) != sorted(times_s):
         raise fields.wrong("iteration_time_s", "Times must rise.")
     baseline = data.get("baseline")

@@ -34,9 +34,9 @@ from numpy.typing import NDArray
 
 from envpipe_megatron import __version__
 from envpipe_megatron.core import builders
+from envpipe_megatron.core.fields import MAX_FREQUENCY_MHZ
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Kind, Schedule, Unit, unit
-from envpipe_megatron.core.sidecar import MAX_FREQUENCY_MHZ
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text, replace_files
 

@@ -13,10 +13,6 @@ from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
 
 
-class LimitError(EnvPipeError):
-    """A limit that is not known."""
-
-
 @dataclass(frozen=True)
 class OrderLimits:
     """The extra forwards that an order may have.
@@ -68,7 +64,7 @@ def order_limits(
 
     Raises:
         ScheduleError: fewer microbatches in flight than 1F1B itself holds.
-        ChannelModelError: a channel on which not even 1F1B finishes.
+        EnvPipeError: a channel on which not even 1F1B finishes.
     """
     if channel_capacity is not None:
         fit_to_channel(num_stages, num_microbatches, (0,) * num_stages, channel_capacity)
@@ -110,11 +106,11 @@ def in_flight_by_memory(profile: Profile, num_microbatches: int) -> tuple[int, .
     One is there already; the sidecar says what is free beside it.
 
     Raises:
-        LimitError: the profile's sidecar does not know activation and free bytes.
+        EnvPipeError: the profile's sidecar does not know activation and free bytes.
     """
     sidecar = profile.sidecar
     if sidecar.activation_bytes is None or sidecar.free_bytes is None:
-        raise LimitError(
+        raise EnvPipeError(
             f"The sidecar of {profile.source} has no activation_bytes and free_bytes",
             remedy="Measure them, or give the limit as a number of microbatches.",
         )

@@ -228,7 +228,7 @@ def request_limits(profile: Profile, request: PlanRequest) -> OrderLimits:
 
     Raises:
         ScheduleError: a limit in flight that 1F1B itself does not keep.
-        LimitError: a limit by memory that is not known.
+        EnvPipeError: a limit by memory that is not known.
     """
     return order_limits(
         profile.num_stages,

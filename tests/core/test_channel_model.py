@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import (
     Action,
-    ChannelModelError,
     StuckStage,
     check_message_order,
     completes,
@@ -22,6 +21,7 @@ from envpipe_megatron.core.channel_model import (
     max_falling_step,
 )
 from envpipe_megatron.core.schedule import Kind, Schedule, ScheduleError, Unit, parse_unit
+from envpipe_megatron.errors import EnvPipeError
 
 CAPACITIES = (None, 0, 1, 2)
 
@@ -298,7 +298,7 @@ def test_message_order_is_checked_against_a_plain_comparison(
     if same:
         assert completes(schedule, None)
     else:
-        with pytest.raises(ChannelModelError, match="other way round"):
+        with pytest.raises(EnvPipeError, match="other way round"):
             completes(schedule, None)
 
 
@@ -372,7 +372,7 @@ def test_messages_taken_in_another_order_than_sent_are_refused() -> None:
     # Executable with named messages.
     schedule = schedule_of(3, "F0 F1 F2 B0 B1 B2", "F2 F1 F0 B0 B1 B2")
     for call in (check_message_order, lambda s: completes(s, None)):
-        with pytest.raises(ChannelModelError, match="F0 on stage 0 before F1 on stage 0") as error:
+        with pytest.raises(EnvPipeError, match="F0 on stage 0 before F1 on stage 0") as error:
             call(schedule)
         assert "F1 on stage 1 comes before F0 on stage 1" in str(error.value)
 
@@ -392,7 +392,7 @@ def test_fit_says_what_it_lowered_and_what_to_do() -> None:
 
 
 def test_fit_to_a_channel_that_1f1b_cannot_use_is_an_error() -> None:
-    with pytest.raises(ChannelModelError, match="CUDA_DEVICE_MAX_CONNECTIONS=8") as error:
+    with pytest.raises(EnvPipeError, match="CUDA_DEVICE_MAX_CONNECTIONS=8") as error:
         fit_to_channel(4, 8, [2, 1, 0, 0], 0)
     assert "Not even 1F1B" in str(error.value)
     assert fit_to_channel(4, 1, [0, 0, 0, 0], 0).lowered is False
@@ -426,5 +426,5 @@ def test_fewer_hardware_queues_than_usual_make_a_channel_of_one(
 
 
 def test_negative_capacity_is_refused() -> None:
-    with pytest.raises(ChannelModelError, match="got -1"):
+    with pytest.raises(EnvPipeError, match="got -1"):
         completes(builders.gpipe(2, 2), -1)

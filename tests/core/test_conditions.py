@@ -9,11 +9,11 @@ from core_cases import uniform_profile
 from envpipe_megatron.core.conditions import (
     SIDECAR_FIELDS,
     Conditions,
-    ConditionsError,
     known_conditions,
     make_conditions,
 )
 from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.errors import EnvPipeError
 
 FULL = Sidecar(
     tensor_parallel=8,
@@ -106,7 +106,7 @@ class TestWaitingPower:
     ],
 )
 def test_wrong_values_are_named(field, value):
-    with pytest.raises(ConditionsError, match=field):
+    with pytest.raises(EnvPipeError, match=field):
         Conditions(**{"blocking_power_w": (80.0, 40.0), field: value})
 
 
@@ -139,7 +139,7 @@ class TestFromTheSidecar:
 
     @pytest.mark.parametrize("name", ["latency", "tail", "wait-power", "change"])
     def test_what_it_lacks_is_refused_by_name(self, name):
-        with pytest.raises(ConditionsError, match=f"lacks '{SIDECAR_FIELDS[name]}'"):
+        with pytest.raises(EnvPipeError, match=f"lacks '{SIDECAR_FIELDS[name]}'"):
             make_conditions(profile(Sidecar()), blocking_power_w=80.0, use=[name])
 
     def test_a_profile_without_tensor_parallelism_has_one_gpu_a_stage(self):
@@ -152,7 +152,7 @@ class TestFromTheSidecar:
         assert (made.change_time_s, made.change_energy_j) == (0.01, 0.0)
 
     def test_an_unknown_name_is_refused_with_those_there_are(self):
-        with pytest.raises(ConditionsError, match=r"got 'tails'.*tensor-parallel"):
+        with pytest.raises(EnvPipeError, match=r"got 'tails'.*tensor-parallel"):
             make_conditions(profile(), blocking_power_w=80.0, use=["tails"])
 
 
@@ -196,7 +196,7 @@ class TestOverrides:
         ],
     )
     def test_are_checked(self, field, value):
-        with pytest.raises(ConditionsError, match=field):
+        with pytest.raises(EnvPipeError, match=field):
             make_conditions(profile(), **{"blocking_power_w": 80.0, field: value})
 
 

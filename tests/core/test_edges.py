@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from envpipe_megatron.core import builders
-from envpipe_megatron.core.conditions import Conditions, ConditionsError, make_conditions
+from envpipe_megatron.core.conditions import Conditions, make_conditions
 from envpipe_megatron.core.plan import Plan, PlanError, max_frequencies, read_plan
 from envpipe_megatron.core.profile import ProfileError, ProfileRow, make_profile, read_profile
 from envpipe_megatron.core.schedule import Kind, Schedule, ScheduleError, Unit
@@ -53,7 +53,7 @@ def test_unknown_names_are_refused(wish, shown):
 
 
 def test_blocking_power_of_another_number_of_stages_is_refused():
-    with pytest.raises(ConditionsError, match=r"blocking_power_w.*4 number"):
+    with pytest.raises(EnvPipeError, match=r"blocking_power_w.*4 number"):
         make_conditions(profile(4), blocking_power_w=(1.0, 2.0, 3.0))
 
 

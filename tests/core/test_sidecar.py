@@ -8,11 +8,10 @@ import pytest
 from envpipe_megatron.core.sidecar import (
     SIDECAR_FORMAT,
     Sidecar,
-    SidecarError,
-    check_lengths,
     read_sidecar,
     sidecar_path,
 )
+from envpipe_megatron.errors import EnvPipeError
 
 FULL = Sidecar(
     gpu="NVIDIA A100",
@@ -36,17 +35,19 @@ def read(tmp_path, data):
     return read_sidecar(path)
 
 
-@pytest.mark.parametrize("sidecar", [FULL, Sidecar(), Sidecar(gpu="é 'quoted'")])
-def test_round_trip(tmp_path, sidecar):
+def written(tmp_path, sidecar):
     path = tmp_path / "job.json"
     path.write_text(sidecar.to_json_text())
-    assert read_sidecar(path) == sidecar
+    return path
+
+
+@pytest.mark.parametrize("sidecar", [FULL, Sidecar(), Sidecar(gpu="é 'quoted'")])
+def test_round_trip(tmp_path, sidecar):
+    assert read_sidecar(written(tmp_path, sidecar)) == sidecar
 
 
 def test_unknown_facts_are_left_out_of_the_file(tmp_path):
-    path = tmp_path / "job.json"
-    path.write_text(Sidecar().to_json_text())
-    assert path.read_text() == (
+    assert written(tmp_path, Sidecar()).read_text() == (
         '{\n "format": "envpipe-profile/1",\n "tensor_parallel": 1,\n "num_chunks": 1\n}\n'
     )
 
@@ -82,12 +83,12 @@ def test_the_blocking_power_is_that_at_the_highest_clock():
     ],
 )
 def test_facts_of_another_pipeline_are_refused(tmp_path, field, entries):
-    with pytest.raises(SidecarError, match=f"field '{field}' has {len(entries)} entries"):
-        check_lengths(Sidecar(**{field: entries}), 3, tmp_path / "job.json")
+    with pytest.raises(EnvPipeError, match=f"field '{field}' has {len(entries)} entries"):
+        read_sidecar(written(tmp_path, Sidecar(**{field: entries})), 3)
 
 
 def test_facts_of_as_many_stages_are_taken(tmp_path):
-    check_lengths(FULL, 2, tmp_path / "job.json")
+    assert read_sidecar(written(tmp_path, FULL), 2) == FULL
 
 
 def test_it_stands_beside_its_csv(tmp_path):
@@ -126,12 +127,12 @@ def test_it_stands_beside_its_csv(tmp_path):
     ],
 )
 def test_a_wrong_field_is_named(tmp_path, field, value):
-    with pytest.raises(SidecarError, match=f"job.json: field '{field}'"):
+    with pytest.raises(EnvPipeError, match=f"job.json: field '{field}'"):
         read(tmp_path, {"format": SIDECAR_FORMAT, field: value})
 
 
 def test_an_unknown_field_is_named_with_those_there_are(tmp_path):
-    with pytest.raises(SidecarError, match=r"unknown field \(got 'tail_time'\).*tail_time_s"):
+    with pytest.raises(EnvPipeError, match=r"unknown field \(got 'tail_time'\).*tail_time_s"):
         read(tmp_path, {"format": SIDECAR_FORMAT, "tail_time": [0.4]})
 
 
@@ -139,7 +140,8 @@ def test_an_unknown_field_is_named_with_those_there_are(tmp_path):
     "data", [{}, {"format": "envpipe-profile/2"}, {"format": None}, [], 3, None]
 )
 def test_other_formats_are_refused(tmp_path, data):
-    with pytest.raises(SidecarError, match=f"field 'format'.*{SIDECAR_FORMAT}"):
+    told = f"field 'format'.*{SIDECAR_FORMAT}" if isinstance(data, dict) else "is not a JSON object"
+    with pytest.raises(EnvPipeError, match=told):
         read(tmp_path, data)
 
 
@@ -147,7 +149,7 @@ def test_other_formats_are_refused(tmp_path, data):
 def test_files_that_are_no_json_are_refused_with_their_name(tmp_path, content):
     path = tmp_path / "job.json"
     path.write_bytes(content)
-    with pytest.raises(SidecarError, match=re.escape(str(path))):
+    with pytest.raises(EnvPipeError, match=re.escape(str(path))):
         read_sidecar(path)
-    with pytest.raises(SidecarError, match=re.escape(str(tmp_path))):
+    with pytest.raises(EnvPipeError, match=re.escape(str(tmp_path))):
         read_sidecar(tmp_path)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.timeline import Timeline, TimelineError, critical_path, is_envelope
+from envpipe_megatron.core.timeline import Timeline, critical_path, is_envelope
+from envpipe_megatron.errors import EnvPipeError
 
 SEEDS = st.integers(0, 2**32)
 
@@ -174,7 +175,7 @@ def test_bubble_of_1f1b_is_the_textbooks():
 
 @pytest.mark.parametrize("duration", [np.ones((2, 3)), np.ones((3, 4)), np.ones(8), [[1.0] * 4]])
 def test_wrong_shapes_are_refused(duration):
-    with pytest.raises(TimelineError, match="is 2 x 4"):
+    with pytest.raises(EnvPipeError, match="is 2 x 4"):
         Timeline(builders.one_f_one_b(2, 2), duration)
 
 
@@ -182,13 +183,13 @@ def test_wrong_shapes_are_refused(duration):
 def test_the_unit_with_an_impossible_duration_is_named(bad):
     duration = np.ones((2, 4))
     duration[1, 2] = bad
-    with pytest.raises(TimelineError, match=r"F1 on stage 1 .*got"):
+    with pytest.raises(EnvPipeError, match=r"F1 on stage 1 .*got"):
         Timeline(builders.one_f_one_b(2, 2), duration)
 
 
 @pytest.mark.parametrize("latency", [-1.0, float("nan"), [0.1], [0.1, 0.2, 0.3], [0.1, -0.1]])
 def test_impossible_latencies_are_refused(latency):
-    with pytest.raises(TimelineError, match="latency"):
+    with pytest.raises(EnvPipeError, match="latency"):
         Timeline(builders.one_f_one_b(3, 3), np.ones((3, 6)), latency)
 
 

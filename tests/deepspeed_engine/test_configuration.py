@@ -23,7 +23,7 @@ from deepspeed.runtime.activation_checkpointing.config import (
 )
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from envpipe_megatron.core.partition import PartitionError
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.deepspeed import (
     BlockError,
     UnsupportedEngineError,
@@ -237,5 +237,5 @@ def test_layers_are_measured_and_split_by_time(tmp_path: Path) -> None:
     assert backward == pytest.approx([400 * time_s for time_s in forward_s])
     assert parts_by_time(path, num_layers=5, num_stages=2) == [0, 4, 5], "the loss is heavy"
     assert parts_by_time(path, num_layers=5, num_stages=3) == [0, 2, 4, 5]
-    with pytest.raises(PartitionError, match="another model"):
+    with pytest.raises(EnvPipeError, match="another model"):
         parts_by_time(path, num_layers=6, num_stages=2)

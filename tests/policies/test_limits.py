@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envpipe_megatron.core import builders
-from envpipe_megatron.core.channel_model import ChannelModelError, completes
+from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.schedule import ScheduleError
 from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.limits import (
-    LimitError,
     OrderLimits,
     envpipe_counts,
     envpipe_times_s,
@@ -96,7 +96,7 @@ def test_on_a_bounded_channel_the_limits_are_what_completes(stages, microbatches
 
 
 def test_a_channel_that_holds_nothing_is_refused_where_1f1b_needs_one():
-    with pytest.raises(ChannelModelError, match="Not even 1F1B"):
+    with pytest.raises(EnvPipeError, match="Not even 1F1B"):
         order_limits(2, 2, channel_capacity=0)
     # One microbatch never meets another, and one stage has no channel.
     assert order_limits(2, 1, channel_capacity=0).fit([3, 3]) == (0, 0)
@@ -181,5 +181,5 @@ def test_a_stage_that_keeps_no_activations_has_no_limit():
 
 @pytest.mark.parametrize("missing", [(None, (1.0,) * 3), ((1.0,) * 3, None), (None, None)])
 def test_memory_that_was_not_measured_is_refused(missing):
-    with pytest.raises(LimitError, match=r"activation_bytes and free_bytes.*number of microb"):
+    with pytest.raises(EnvPipeError, match=r"activation_bytes and free_bytes.*number of microb"):
         in_flight_by_memory(with_memory(*missing), 8)

@@ -9,7 +9,8 @@ from pathlib import Path
 import deepspeed.pipe
 import torch.distributed as dist
 
-from envpipe_megatron.core.partition import PartitionError, read_layers
+from envpipe_megatron.core.partition import read_layers
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.partitions.search import SplitSpace, least_bottleneck
 
 logger = logging.getLogger(__name__)
@@ -33,11 +34,11 @@ def parts_by_time(path: Path, num_layers: int, num_stages: int) -> list[int]:
         [p + 1] the first layer of each stage, and L: DeepSpeed's `parts`.
 
     Raises:
-        PartitionError: a file that is wrong or of another model, or fewer layers than stages.
+        EnvPipeError: a file that is wrong or of another model, or fewer layers than stages.
     """
     table = read_layers(path)
     if table.names != tuple(str(layer) for layer in range(num_layers)):
-        raise PartitionError(
+        raise EnvPipeError(
             f"{path} is of another model: this one has layers 0 to {num_layers - 1}",
             value=list(table.names),
             remedy="Number all entries of the PipelineModule's `layers`, embeddings too.",
@@ -50,7 +51,7 @@ class PipelineModule(deepspeed.pipe.PipelineModule):  # type: ignore[misc]  # De
     """DeepSpeed's, with one more `partition_method`: `time:FILE`, as `parts_by_time` splits.
 
     Raises:
-        PartitionError: as `parts_by_time` does.
+        EnvPipeError: as `parts_by_time` does.
     """
 
     def _partition_layers(self, method: str = "uniform") -> None:

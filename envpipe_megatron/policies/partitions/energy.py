@@ -10,10 +10,11 @@ import numpy as np
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.arrays import BoolArray, FloatArray
 from envpipe_megatron.core.conditions import make_conditions
-from envpipe_megatron.core.partition import PartitionError, stage_profile
+from envpipe_megatron.core.partition import stage_profile
 from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.limits import envpipe_counts, in_flight_by_memory, order_limits
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
@@ -53,7 +54,7 @@ def plan_cost(
     limit the microbatches in flight.
 
     Raises:
-        PartitionError: a deadline that neither order meets.
+        EnvPipeError: a deadline that neither order meets.
     """
     stages = profile.num_stages
     conditions = make_conditions(profile, blocking_power_w=blocking_power_w)
@@ -72,7 +73,7 @@ def plan_cost(
         with contextlib.suppress(LinearProgramError):  # an order that is too slow is no candidate
             costs.append(Optimizer(schedule, profile, conditions).plan(deadline_s).cost)
     if not costs:
-        raise PartitionError(
+        raise EnvPipeError(
             "A split takes longer than the deadline (s) in every order",
             value=deadline_s,
             remedy="Allow more time.",
@@ -97,10 +98,10 @@ def least_energy(
             where they are all there are.
 
     Raises:
-        PartitionError: a table without energies.
+        EnvPipeError: a table without energies.
     """
     if not space.table.has_energy:
-        raise PartitionError(
+        raise EnvPipeError(
             f"{space.table.source} has no energies, so no split can be said to need less",
             remedy="Measure the column energy, or use --objective bottleneck.",
         )

@@ -22,12 +22,12 @@ from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.partition import (
     LayerTable,
-    PartitionError,
     Split,
     in_flight_1f1b,
 )
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.errors import EnvPipeError
 
 #: Splits that one search times at most, and units it computes for that.
 _MAX_SPLITS = 20_000
@@ -66,7 +66,7 @@ class SplitSpace:
         memory_limit_bytes: the most that a stage may hold at 1F1B's peak, or None for no limit.
 
     Raises:
-        PartitionError: fewer layers than the stages need, or a limit that no split keeps.
+        EnvPipeError: fewer layers than the stages need, or a limit that no split keeps.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SplitSpace:
         memory_limit_bytes: float | None = None,
     ) -> None:
         if num_stages < 2 or num_microbatches < 1:
-            raise PartitionError(
+            raise EnvPipeError(
                 "A split needs at least two stages and one microbatch",
                 value=(num_stages, num_microbatches),
             )
@@ -90,7 +90,7 @@ class SplitSpace:
         self.allowed[0] &= (first == 0)[:, None]
         self.allowed[-1] &= (first == num_layers)[None, :]
         if not np.isfinite(minimax(np.zeros(self.allowed.shape), self.allowed)[0]):
-            raise PartitionError(
+            raise EnvPipeError(
                 f"{table.source} has too few layers for {num_stages} stages",
                 value=num_layers,
                 remedy="Each stage needs a layer; the embedding and the loss count where profiled.",
@@ -189,7 +189,7 @@ class SplitSpace:
         static, activation = self.table.memory_bytes, self.table.activation_bytes
         held_bytes = np.zeros(self.allowed.shape)
         if static is None and activation is None:
-            raise PartitionError(
+            raise EnvPipeError(
                 f"{self.table.source} has no bytes for the memory limit to apply to",
                 remedy="Add the columns memory and activation, or leave the limit out.",
             )
@@ -203,7 +203,7 @@ class SplitSpace:
         if least > limit_bytes * (1 + RELATIVE_TOLERANCE):
             edges = np.cumsum((0, *split))
             tightest = int(held_bytes[np.arange(self.num_stages), edges[:-1], edges[1:]].argmax())
-            raise PartitionError(
+            raise EnvPipeError(
                 f"No split keeps the memory limit of {limit_bytes:.6g} bytes: with the least peak, "
                 f"{split}, stage {tightest} is the tightest and holds {least:.6g} bytes",
                 remedy="Raise --memory-limit, use more stages, or recompute activations.",

@@ -31,7 +31,7 @@ def check_memory_is_known(
 
     Raises:
         MemoryUnknownError: no file says what is free, and it cannot be measured.
-        SidecarError: what is beside the profile file is not readable.
+        EnvPipeError: what is beside the profile file is not readable.
     """
     if request.max_in_flight != BY_MEMORY or memory is not None:
         return

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.partition import (
     LayerTable,
-    PartitionError,
     first_last_flags,
     layout_flags,
     megatron_even_split,
@@ -23,6 +22,7 @@ from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.partitions import energy as partition_energy
 from envpipe_megatron.policies.partitions import search as partition_search
 from envpipe_megatron.policies.partitions.energy import least_energy, plan_cost
@@ -259,7 +259,7 @@ def test_energy_needs_energies():
     free = {frequency: (slowdown, 0.0) for frequency, (slowdown, _) in CURVE.items()}
     table = table_of(np.ones(4), np.ones(4), curve=free)
     assert least_bottleneck(SplitSpace(table, 2, 4)).split == (2, 2)
-    with pytest.raises(PartitionError, match="no energies"):
+    with pytest.raises(EnvPipeError, match="no energies"):
         least_energy(SplitSpace(table, 2, 4), 80.0, 0.0)
 
 
@@ -288,7 +288,7 @@ def test_splits_above_the_memory_limit_are_left_out(job, data):
     limit = float(data.draw(st.integers(1, 40)))
     fitting = [split for split in splits if peak(split) <= limit]
     if not fitting:
-        with pytest.raises(PartitionError, match=r"stage \d+ is the tightest") as caught:
+        with pytest.raises(EnvPipeError, match=r"stage \d+ is the tightest") as caught:
             SplitSpace(table, num_stages, num_microbatches, limit)
         assert f"holds {min(map(peak, splits)):.6g} bytes" in str(caught.value)
         return
@@ -305,9 +305,9 @@ def test_the_tightest_stage_is_named():
         np.ones(5), np.ones(5), embedding=True,
         memory_bytes=np.array([50.0, 1, 1, 1, 1]), activation_bytes=np.full(5, 3.0),
     )  # fmt: skip
-    with pytest.raises(PartitionError, match="stage 0 is the tightest and holds 56 bytes"):
+    with pytest.raises(EnvPipeError, match="stage 0 is the tightest and holds 56 bytes"):
         SplitSpace(table, 2, 8, 40.0)
-    with pytest.raises(PartitionError, match="no bytes for the memory limit"):
+    with pytest.raises(EnvPipeError, match="no bytes for the memory limit"):
         SplitSpace(table_of(np.ones(4), np.ones(4)), 2, 8, 40.0)
 
 
@@ -349,7 +349,7 @@ def test_energies_of_one_kind_of_unit_are_energies():
 
 @pytest.mark.parametrize(("layers", "stages"), [(1, 3), (2, 4)])
 def test_fewer_layers_than_stages(layers, stages):
-    with pytest.raises(PartitionError, match=f"too few layers for {stages} stages"):
+    with pytest.raises(EnvPipeError, match=f"too few layers for {stages} stages"):
         SplitSpace(table_of(np.ones(layers), np.ones(layers)), stages, 4)
 
 
@@ -554,17 +554,17 @@ def test_the_stage_profile_sums_layers_and_is_a_profile(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("layer,", "stage,", ["line 1", "stage,instruction", "must start with layer,"]),
+        ("layer,", "stage,", ["line 1", "stage,instruction", "must name the columns layer,"]),
         ("embedding,forward,1200", "head,forward,1200", ["line 2", "'head'", "embedding"]),
         ("0,forward,1200", "\u00b2,forward,1200", ["line 6", "'\u00b2'"]),
         ("0,forward,1200", "0,sideways,1200", ["line 6", "'sideways'"]),
         ("0,forward,1200", "0,forward,1200.5", ["line 6", "frequency", "'1200.5'"]),
         ("0,forward,1200", "0,forward,900", ["line 7", "second row", "900"]),
         ("0,forward,1200,0.1", "0,forward,1200,soon", ["line 6", "time", "'soon'"]),
-        ("0,forward,1200,0.1", "0,forward,1200,0", ["line 6", "time (s) above 0"]),
+        ("0,forward,1200,0.1", "0,forward,1200,0", ["line 6", "time (s) must be a number above 0"]),
         ("0,forward,1200,0.1", "0,forward,1200,-1", ["line 6", "time", "'-1'"]),
         ("0,forward,1200,0.1,1", "0,forward,1200,0.1,nan", ["line 6", "energy", "'nan'"]),
-        ("0,forward,1200,0.1,1,8", "0,forward,1200,0.1,1", ["line 6", "few columns"]),
+        ("0,forward,1200,0.1,1,8", "0,forward,1200,0.1,1", ["line 6", "memory (bytes)"]),
         ("0,forward,1200,0.1,1,8", "0,forward,1200,0.1,1,9", ["line 7", "memory", "layer 0", "9"]),
         ("0,forward,1200,0.1,1,8", "0,forward,1200,0.1,1,x", ["line 6", "memory", "'x'"]),
         ("0,forward,1200,0.1,1,8", "0,forward,1200,0.1,1,inf", ["line 6", "memory", "'inf'"]),
@@ -576,7 +576,7 @@ def test_a_broken_table_is_named_with_line_and_value(tmp_path, old, new, said):
     text = path.read_text()
     at = text.index(old) if old.startswith(("layer", "embedding")) else text.index("\n" + old) + 1
     path.write_text(text[:at] + new + text[at + len(old) :])
-    with pytest.raises(PartitionError) as caught:
+    with pytest.raises(EnvPipeError) as caught:
         read_layers(path)
     for part in (str(path), *said):
         assert part in str(caught.value)
@@ -584,24 +584,24 @@ def test_a_broken_table_is_named_with_line_and_value(tmp_path, old, new, said):
 
 def test_tables_that_miss_something(tmp_path):
     path = tmp_path / "layers.csv"
-    with pytest.raises(PartitionError, match="no layer 1"):
+    with pytest.raises(EnvPipeError, match="no layer 1"):
         read_layers(write_layers(path, ("0", "2")))
-    with pytest.raises(PartitionError, match="no layer 0"):
+    with pytest.raises(EnvPipeError, match="no layer 0"):
         read_layers(write_layers(path, ("embedding", "loss")))
-    with pytest.raises(PartitionError, match="no layer 0"):
+    with pytest.raises(EnvPipeError, match="no layer 0"):
         read_layers(write_layers(path, ("2", "3")))
     write_layers(path).write_text(
         path.read_text().replace("1,backward,1200,0.1,1", "1,backward,1200,0.1")
     )
-    with pytest.raises(PartitionError, match=r"line 12: too few columns"):
+    with pytest.raises(EnvPipeError, match=r"line 12: too few columns"):
         read_layers(path)
     kept = write_layers(path).read_text().splitlines()
     path.write_text("\n".join(line for line in kept if "backward" not in line))
-    with pytest.raises(PartitionError, match=r"layer embedding backward .* or none"):
+    with pytest.raises(EnvPipeError, match=r"layer embedding backward .* or none"):
         read_layers(path)
     kept = write_layers(path).read_text().splitlines()
     path.write_text("\n".join(line for line in kept if not line.startswith("1,backward")))
-    with pytest.raises(PartitionError, match=r"layer 1 backward .* or none"):
+    with pytest.raises(EnvPipeError, match=r"layer 1 backward .* or none"):
         read_layers(path)
     for content, said in (
         (b"", "line 1: not the header"),
@@ -609,5 +609,5 @@ def test_tables_that_miss_something(tmp_path):
         (HEADER.encode(), "has no rows"),
     ):
         path.write_bytes(content)
-        with pytest.raises(PartitionError, match=rf"layers\.csv.*{said}"):
+        with pytest.raises(EnvPipeError, match=rf"layers\.csv.*{said}"):
             read_layers(path)

@@ -8,7 +8,8 @@ from core_cases import uniform_profile
 from test_partition import CURVE, planned_energy, table_of
 
 from envpipe_megatron.core.longest_path import LongestPath
-from envpipe_megatron.core.partition import PartitionError, stage_profile
+from envpipe_megatron.core.partition import stage_profile
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.partitions import search as partition_search
 from envpipe_megatron.policies.partitions.energy import _energy_estimate_j, least_energy, plan_cost
 from envpipe_megatron.policies.partitions.search import (
@@ -25,7 +26,7 @@ UNLIKE = table_of(*np.random.default_rng(1).uniform(0.1, 2.0, (2, 14)))
 @pytest.mark.parametrize("sizes", [(1, 4), (2, 0)])
 def test_a_split_needs_two_stages_and_a_microbatch(sizes):
     table = table_of(np.ones(4), np.ones(4))
-    with pytest.raises(PartitionError, match="two stages and one microbatch"):
+    with pytest.raises(EnvPipeError, match="two stages and one microbatch"):
         SplitSpace(table, *sizes)
     space = SplitSpace(table, 2, 1)
     assert fastest(space, space.allowed).split == (2, 2)
@@ -154,5 +155,5 @@ def test_the_most_promising_splits_are_planned_and_the_fastest(most, planned, ex
 
 def test_a_split_that_is_too_slow_in_every_order_is_refused():
     profile = uniform_profile(2, {clock: (t, t * w) for clock, (t, w) in CURVE.items()})
-    with pytest.raises(PartitionError, match=r"longer than the deadline.*got 1.0"):
+    with pytest.raises(EnvPipeError, match=r"longer than the deadline.*got 1.0"):
         plan_cost(profile, 4, 80.0, 1.0)

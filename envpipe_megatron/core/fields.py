@@ -1,0 +1,210 @@
+"""Checked reading of JSON objects and CSV tables: what is wrong is named, with where it stands.
+
+`Fields` reads a JSON object and `read_table` a CSV; profiles, sidecars, plans and layer tables are
+read with them. A *reader* is a function of a field's value that returns what the program uses, or
+raises a ValueError that says what the value must be.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import decode, read_text
+
+T = TypeVar("T")
+Reader = Callable[[Any], T]
+_REQUIRED: Any = object()
+
+#: No GPU has such a clock: the number is not in MHz.
+MAX_FREQUENCY_MHZ = 1_000_000
+
+
+@dataclass(frozen=True)
+class Number:
+    """A reader of numbers in a range, as JSON has them or as the text of a cell."""
+
+    whole: bool = False
+    positive: bool = False
+    below: float = 1e300
+
+    def __call__(self, value: Any) -> Any:
+        """Read a value of JSON."""
+        types = (int,) if self.whole else (int, float)
+        if type(value) not in types or not 0 <= value < self.below or (self.positive and not value):
+            kind = "a whole number" if self.whole else "a number"
+            least = "above 0" if self.positive else "of at least 0"
+            most = f" and below {self.below:,.0f}" if self.below < 1e300 else ""
+            raise ValueError(f"{kind} {least}{most}")
+        return value if self.whole else float(value)
+
+    def of_text(self, text: str) -> Any:
+        """Read the text of a cell."""
+        try:
+            value: float = float(text)
+        except ValueError:
+            value = math.nan
+        return self(int(value) if self.whole and value.is_integer() else value)
+
+
+AMOUNT = Number()
+COUNT = Number(whole=True, positive=True)
+FREQUENCY = Number(whole=True, positive=True, below=MAX_FREQUENCY_MHZ)
+
+
+def of_type(kind: type[T], words: str) -> Reader[T]:
+    """A reader of values of a type, such as texts."""
+
+    def read(value: Any) -> T:
+        if type(value) is not kind:
+            raise ValueError(words)
+        return value
+
+    return read
+
+
+TEXT = of_type(str, "a text")
+FLAG = of_type(bool, "true or false")
+
+
+def many(read: Reader[T], length: int | None = None) -> Reader[tuple[T, ...]]:
+    """A reader of lists, of any length or a given one."""
+
+    def read_all(values: Any) -> tuple[T, ...]:
+        if not isinstance(values, list) or length not in (None, len(values)):
+            raise ValueError("a list" if length is None else f"a list of {length}")
+        try:
+            return tuple(map(read, values))
+        except ValueError as error:
+            of_how_many = "" if length is None else f" of {length}"
+            raise ValueError(f"a list{of_how_many}, each {error}") from None
+
+    return read_all
+
+
+class Fields:
+    """Checked access to the fields of a JSON object.
+
+    Args:
+        data: the object.
+        path: the file that it stands in, for messages.
+        error: what to raise.
+    """
+
+    def __init__(
+        self, data: dict[str, Any], path: Path, error: type[EnvPipeError] = EnvPipeError
+    ) -> None:
+        self.data, self.path, self._error = data, path, error
+
+    def wrong(self, name: str, remedy: str) -> EnvPipeError:
+        """The error for one field."""
+        value = self.data.get(name)
+        return self._error(f"{self.path}: field '{name}' is wrong", value=value, remedy=remedy)
+
+    def read(self, name: str, reader: Reader[T], default: T = _REQUIRED) -> T:
+        """The value of a field; the default where it is absent."""
+        if default is not _REQUIRED and name not in self.data:
+            return default
+        try:
+            return reader(self.data.get(name))
+        except ValueError as error:
+            raise self.wrong(name, f"It must be {error}.") from None
+
+    def check_format(self, expected: str) -> None:
+        """Refuse an object of another format."""
+        if self.data.get("format") != expected:
+            raise self.wrong("format", f"It must be '{expected}'.")
+
+
+def read_json(path: Path, what: str, error: type[EnvPipeError] = EnvPipeError) -> Fields:
+    """The fields of the JSON object in a file, which messages call `what`."""
+    try:
+        data = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as cause:
+        raise error(f"{what} {path} is not readable JSON: {cause}") from cause
+    if not isinstance(data, dict):
+        raise error(f"{what} {path} is not a JSON object", value=type(data).__name__)
+    return Fields(data, path, error)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a CSV.
+
+    Args:
+        where: file and line, for messages.
+        cells: by the names of the columns, without blanks around them.
+        error: what to raise.
+    """
+
+    where: str
+    cells: Mapping[str, str]
+    error: type[EnvPipeError]
+
+    def read(self, column: str, number: Number, unit: str = "") -> Any:
+        """The number in a cell; a wrong one is told with its unit."""
+        try:
+            return number.of_text(self.cells[column])
+        except ValueError as cause:
+            of_unit = f" ({unit})" if unit else ""
+            raise self.error(
+                f"{self.where}: {column}{of_unit} must be {cause}", value=self.cells[column]
+            ) from None
+
+
+def read_table(
+    path: Path,
+    what: str,
+    columns: tuple[str, ...],
+    optional: tuple[str, ...] = (),
+    error: type[EnvPipeError] = EnvPipeError,
+) -> tuple[bytes, list[Row]]:
+    """A CSV's bytes and its rows, with columns in any order; blank lines and others are left out.
+
+    Args:
+        path: of the file.
+        what: messages call the table.
+        columns: that it must have.
+        optional: that it may have.
+        error: what to raise.
+    """
+    try:
+        content = path.read_bytes()
+        lines = list(csv.reader(io.StringIO(decode(content), newline="")))
+    except (OSError, ValueError, csv.Error) as cause:
+        remedy = f"Give the CSV of a {what}."
+        raise error(f"The {what} {path} is not readable: {cause}", remedy=remedy) from cause
+    header = [name.strip() for name in lines[0]] if lines else []
+    if any(header.count(name) != 1 for name in columns) or any(
+        header.count(name) > 1 for name in optional
+    ):
+        raise error(
+            f"{path}, line 1: not the header of a {what}",
+            value=",".join(header),
+            remedy=f"The first line must name the columns {','.join(columns)}.",
+        )
+    known = [name for name in (*columns, *optional) if name in header]
+    needed = 1 + max(header.index(name) for name in columns)
+    rows = []
+    for number, cells in enumerate(lines[1:], start=2):
+        if not any(map(str.strip, cells)):
+            continue
+        where = f"{path}, line {number}"
+        if len(cells) < needed:
+            raise error(
+                f"{where}: too few columns",
+                value=",".join(cells),
+                remedy=f"Needed: {', '.join(columns)}.",
+            )
+        named = dict(zip(header, map(str.strip, cells), strict=False))
+        rows.append(Row(where, {name: named.get(name, "") for name in known}, error))
+    if not rows:
+        raise error(f"{path} has no rows", remedy="List every instruction at each frequency.")
+    return content, rows
