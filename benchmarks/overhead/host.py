@@ -24,7 +24,7 @@ from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.clocks.controller import ClockController
-from envpipe_megatron.runtime.energy.intervals import StepEnergy, StepSums
+from envpipe_megatron.runtime.energy.steps import StepEnergy, StepSums
 from envpipe_megatron.runtime.execution.completion import Completion, Done
 from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
 from envpipe_megatron.runtime.execution.orders import IterationOrder

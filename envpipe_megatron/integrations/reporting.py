@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from envpipe_megatron import __version__
+from envpipe_megatron.files import replace_files
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.energy.intervals import Comparison, JobEnergy, compare, percent
+from envpipe_megatron.runtime.energy.steps import Comparison, JobEnergy, compare, percent
 from envpipe_megatron.runtime.job.session import Session
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ def end_of_job(session: Session, collectives: Collectives, output_dir: Path | No
     if output_dir is not None:
         path = output_dir / "summary.json"
         try:
-            path.write_text(json.dumps(summary, indent=1) + "\n")
+            replace_files({path: [json.dumps(summary, indent=1), "\n"]})
         except OSError as error:
             logger.error("%s could not be written: %s", path, error)
     return list(_bill(summary))

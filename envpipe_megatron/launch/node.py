@@ -27,10 +27,10 @@ from envpipe_megatron.gpu.guard.protocol import (
     socket_path,
 )
 from envpipe_megatron.gpu.guard.starting import connect_to_guard
-from envpipe_megatron.launch.agent import NodeAgent
-from envpipe_megatron.launch.bill_report import BillReport
-from envpipe_megatron.launch.bill_tables import Tariff
-from envpipe_megatron.launch.live import LiveLine
+from envpipe_megatron.launch.agent.agent import NodeAgent
+from envpipe_megatron.launch.bill.live import LiveLine
+from envpipe_megatron.launch.bill.report import BillReport
+from envpipe_megatron.launch.bill.tables import Tariff
 from envpipe_megatron.launch.saying import say
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun.run import run_torchrun
@@ -107,7 +107,7 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         signals = last.enter_context(Signals(until_stdin_ends=settings.until_stdin_ends))
         try:
             if settings.prometheus_port is not None:
-                from envpipe_megatron.launch.prometheus import serve_metrics
+                from envpipe_megatron.launch.agent.prometheus import serve_metrics
 
                 last.callback(
                     serve_metrics(agent, settings.prometheus_address, settings.prometheus_port)

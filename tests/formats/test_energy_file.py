@@ -1,7 +1,10 @@
 """Lines of energy logs: what they say, what they may leave out, and what is none of them."""
 
 import json
+import multiprocessing as mp
 import os
+import signal
+from pathlib import Path
 
 import pytest
 
@@ -132,3 +135,64 @@ def test_a_log_is_closed_after_each_line(tmp_path):
 )
 def test_the_name_of_a_run_is_without_its_start(run, name):
     assert name_of_run(run) == name
+
+
+def _write_forever(path: Path, rank: int) -> None:
+    while True:
+        append_line(path, {"rank": rank, "padding": "x" * 5000})
+
+
+def test_file_is_usable_after_its_writers_were_killed(tmp_path):
+    path = tmp_path / "log"
+    context = mp.get_context("fork")
+    writers = [context.Process(target=_write_forever, args=(path, rank)) for rank in range(2)]
+    for writer in writers:
+        writer.start()
+    ready = [b'"rank": %d' % rank for rank in range(2)]  # a busy machine may start one late
+    while not path.exists() or not all(mark in path.read_bytes() for mark in ready):
+        writers[0].join(0.005)
+        assert writers[0].is_alive()
+    while path.stat().st_size < 200_000:
+        writers[0].join(0.005)
+    for writer in writers:
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+    append_line(path, {"rank": 2})
+    lines = [line for line in path.read_text().splitlines() if line]
+    whole = [line for line in lines if line.endswith("}") and line.count("{") == 1]
+    assert len(whole) >= len(lines) - 2  # each writer may have been in the middle of one
+    assert {json.loads(line)["rank"] for line in whole} == {0, 1, 2}
+
+
+def test_line_that_was_joined_to_a_torn_one_is_written_again(tmp_path, monkeypatch):
+    """The other writer is killed between this one's look at the file and its write."""
+    path = tmp_path / "log"
+    append_line(path, {"rank": 0})
+    write, torn = os.write, [b'{"rank": 1, "ener']
+
+    def write_after_a_torn_one(descriptor: int, data: bytes) -> int:
+        if torn:
+            write(descriptor, torn.pop())
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write_after_a_torn_one)
+    append_line(path, {"rank": 2})
+    first, joined, last = path.read_text().splitlines()
+    assert (first, last) == ('{"rank": 0}', '{"rank": 2}')
+    assert joined == '{"rank": 1, "ener{"rank": 2}'
+
+
+def test_a_line_that_lacks_its_end_alone_is_written(tmp_path, monkeypatch):
+    """The disk was full by one byte. An error would have its energy in the next line, too."""
+    path = tmp_path / "log"
+    write = os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:-1]))
+        append_line(path, {"energy_j": 100.0, "duration_s": 1.0})
+        full.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:-2]))
+        with pytest.raises(OSError, match="No space"):
+            append_line(path, {"energy_j": 150.0, "duration_s": 1.5})
+    append_line(path, {"energy_j": 150.0, "duration_s": 1.5})
+    logs = read_energy_logs([path])
+    assert [window.energy_j for window in logs.windows] == [100.0, 150.0]
+    assert logs.unreadable == (f"{path}:2",)

@@ -8,9 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from envpipe_megatron.gpu.base import EnergyReading
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.protocol import receive, send
-from envpipe_megatron.launch.agent import NodeAgent
+from envpipe_megatron.launch.agent.agent import NodeAgent
 
 LONG_S = 20.0
 
@@ -42,14 +43,14 @@ class Rank:
         return self
 
     def train(self, iteration: int, work_s: float = 0.5) -> None:
-        """Run a unit, and tell of the window that it is."""
-        run = self.gpu.run_unit("forward", work_s, 0.0)
-        send(
-            self.connection, {"op": "window", "line": self.line(iteration, run.start_s, run.end_s)}
-        )
+        """Run a unit, and send the window from the refresh before it to the last one in it."""
+        before = self.gpu.read_energy()
+        self.gpu.run_unit("forward", work_s, 0.0)
+        line = self.line(iteration, before, self.gpu.read_energy())
+        send(self.connection, {"op": "window", "line": line})
 
-    def line(self, iteration: int, begin_s: float, end_s: float) -> dict[str, Any]:
-        length_s = end_s - begin_s
+    def line(self, iteration: int, begin: EnergyReading, end: EnergyReading) -> dict[str, Any]:
+        length_s = end.time_s - begin.time_s
         return {
             "format": "envpipe-energy/1",
             "rank": self.rank,
@@ -58,12 +59,14 @@ class Rank:
             "phase": "steady",
             "first_iteration": iteration,
             "last_iteration": iteration,
-            "begin_s": begin_s,
+            "begin_s": begin.time_s,
             "duration_s": length_s,
-            "energy_j": 1.0,
+            "energy_j": end.energy_j - begin.energy_j,
             "compute_s": length_s,
             "blocking_s": 0.0,
             "idle_s": 0.0,
+            "begin_counter": [begin.energy_j, 0.1],
+            "end_counter": [end.energy_j, 0.1],
         }
 
     def bye(self) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from agent_ranks import Nodes
 
-from envpipe_megatron.launch import agent as agent_module
-from envpipe_megatron.launch import ledger as ledger_module
+from envpipe_megatron.launch.agent import agent as agent_module
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +23,7 @@ def _plain_environment(monkeypatch):
 @pytest.fixture
 def nodes(monkeypatch) -> Iterator[Nodes]:
     """In a folder whose path leaves room for a socket's."""
-    monkeypatch.setattr(agent_module, "_TICK_S", 0.01)
-    monkeypatch.setattr(ledger_module, "_POLL_S", 0.01)
+    monkeypatch.setattr(agent_module, "_ACCEPT_AGAIN_S", 0.01)
     folder = Path(tempfile.mkdtemp(prefix="agent-", dir="/tmp"))
     with ExitStack() as last:
         last.callback(shutil.rmtree, folder, ignore_errors=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from envpipe_megatron.formats.energy import EnergyNote, EnergyWindow, parse_line
-from envpipe_megatron.launch.bill import Bill, bill_of
+from envpipe_megatron.launch.bill.bill import Bill, bill_of
 
 Line = dict[str, Any]
 

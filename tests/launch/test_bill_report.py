@@ -9,10 +9,11 @@ import threading
 import pytest
 from energy_lines import job, note, parsed, window
 
-from envpipe_megatron.launch import bill_report, saying
-from envpipe_megatron.launch.bill import Bill, bill_of
-from envpipe_megatron.launch.bill_report import BillReport
-from envpipe_megatron.launch.bill_tables import Tariff, bill_facts
+from envpipe_megatron.launch import saying
+from envpipe_megatron.launch.bill import report as bill_report
+from envpipe_megatron.launch.bill.bill import Bill, bill_of
+from envpipe_megatron.launch.bill.report import BillReport
+from envpipe_megatron.launch.bill.tables import Tariff, bill_facts
 
 LONG_S = 20.0
 
@@ -95,9 +96,12 @@ def test_a_terminal_that_is_closed_ends_no_sums(tmp_path, bill, monkeypatch, cap
 
 
 def test_torn_lines_are_told_of(tmp_path, bill, caplog):
+    (tmp_path / "bill.csv").mkdir()  # what cannot be written keeps nothing else from being so
     bill.unreadable = 2
     BillReport(tmp_path, Tariff()).end(bill)
     assert "2 torn or foreign lines" in caplog.text
+    assert "bill.csv is not written" in caplog.text
+    assert (tmp_path / "bill.json").exists()
 
 
 def test_nothing_is_said_where_nobody_listens(monkeypatch):

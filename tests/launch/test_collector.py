@@ -16,13 +16,13 @@ import pytest
 from energy_lines import Line, note, window
 
 from envpipe_megatron.formats.energy import read_energy_logs
-from envpipe_megatron.launch import collector as collector_module
-from envpipe_megatron.launch import uplink as uplink_module
-from envpipe_megatron.launch.bill import Bill, bill_of
-from envpipe_megatron.launch.bill_tables import Tariff, bill_facts
-from envpipe_megatron.launch.collector import Collector, _Source
-from envpipe_megatron.launch.node_log import NodeLog
-from envpipe_megatron.launch.uplink import Uplink
+from envpipe_megatron.launch.agent import collector as collector_module
+from envpipe_megatron.launch.agent import uplink as uplink_module
+from envpipe_megatron.launch.agent.collector import Collector, _Source
+from envpipe_megatron.launch.agent.node_log import NodeLog
+from envpipe_megatron.launch.agent.uplink import Uplink
+from envpipe_megatron.launch.bill.bill import Bill, bill_of
+from envpipe_megatron.launch.bill.tables import Tariff, bill_facts
 
 T = TypeVar("T")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from energy_lines import job, parsed, window
 
-from envpipe_megatron.launch.bill import Bill
-from envpipe_megatron.launch.live import LiveLine
+from envpipe_megatron.launch.bill.bill import Bill
+from envpipe_megatron.launch.bill.live import LiveLine
 
 
 class Live:

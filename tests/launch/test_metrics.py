@@ -17,10 +17,9 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.launch import ledger as ledger_module
-from envpipe_megatron.launch.ledger import GpuLedger
+from envpipe_megatron.launch.agent.ledger import GpuLedger
+from envpipe_megatron.launch.agent.prometheus import MetricsError, serve_metrics
 from envpipe_megatron.launch.node import NodeSettings
-from envpipe_megatron.launch.prometheus import MetricsError, serve_metrics
 
 LONG_S = 20.0
 
@@ -53,7 +52,6 @@ class Scraped:
         gpu = PoweredGpu(observed_mhz=1410)
         labels = {"gpu": "fake", "gpu_uid": f"GPU-{rank}", "rank": rank, "stage": 2, "run": "x"}
         self.ledgers.append(GpuLedger(gpu, labels, lambda line: None))
-        self._last.callback(self.ledgers[-1].close)
         return gpu
 
     def serve(self, address: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
@@ -75,7 +73,6 @@ class Scraped:
 
 @pytest.fixture
 def node(monkeypatch) -> Iterator[Scraped]:
-    monkeypatch.setattr(ledger_module, "_POLL_S", 3600)
     # How often a server looks whether it should end.
     monkeypatch.setattr(BaseServer.serve_forever, "__defaults__", (0.01,))
     with ExitStack() as last:
@@ -91,7 +88,6 @@ def test_figures_of_each_gpu(node):
     gpus = [node.add_gpu(rank) for rank in range(2)]
     for rank, gpu in enumerate(gpus):
         gpu.now_s = 1.0 + rank
-        node.ledgers[rank].look()
     port, _ = node.serve()
     families = node.scrape(port)
     assert set(families) == {
@@ -148,10 +144,9 @@ def test_the_energy_counter_never_goes_back(node):
     told_j = []
     for second in range(1, 30):
         gpu.now_s = second / 3
-        ledger.look()
         told_j.append(values(node.scrape(port)["envpipe_gpu_energy_joules"])["0"])
         if second % 3 == 0:
-            ledger.finish()
+            ledger.bill_up_to(ledger.read())
         if second == 20:
             gpu.counter_j = lambda time_s: 100 * time_s - 500
     assert told_j == sorted(told_j)

@@ -21,9 +21,11 @@ import pytest
 from agent_ranks import Nodes
 
 from envpipe_megatron.gpu.guard.protocol import GuardError, GuardSettings, send, socket_path
-from envpipe_megatron.launch import bill_report, node, prometheus
+from envpipe_megatron.launch import node
+from envpipe_megatron.launch.agent import prometheus
+from envpipe_megatron.launch.agent.prometheus import MetricsError
+from envpipe_megatron.launch.bill import report as bill_report
 from envpipe_megatron.launch.node import NodeSettings, run_node
-from envpipe_megatron.launch.prometheus import MetricsError
 from envpipe_megatron.launch.signals import Signals
 
 #: A job's waits, none of which a test has the time for.

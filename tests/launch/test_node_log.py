@@ -12,8 +12,8 @@ import pytest
 from energy_lines import window
 
 from envpipe_megatron.formats.energy import read_energy_logs
-from envpipe_megatron.launch.bill import bill_of
-from envpipe_megatron.launch.node_log import NodeLog, NodeLogError
+from envpipe_megatron.launch.agent.node_log import NodeLog, NodeLogError
+from envpipe_megatron.launch.bill.bill import bill_of
 
 
 def notes(log: NodeLog) -> list[dict]:
@@ -114,7 +114,7 @@ def test_a_second_agent_is_refused_and_the_first_goes_on(tmp_path):
 def test_a_second_agent_is_refused_in_another_process_until_the_first_has_died(tmp_path):
     program = (
         "import sys; from pathlib import Path\n"
-        "from envpipe_megatron.launch.node_log import NodeLog\n"
+        "from envpipe_megatron.launch.agent.node_log import NodeLog\n"
         "log = NodeLog(Path(sys.argv[1]), 'n0'); print(log.identity, flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

@@ -14,11 +14,11 @@ from envpipe_megatron.formats.energy import (
     Phase,
     name_of_run,
 )
-from envpipe_megatron.launch.bill import OUTSIDE_STEPS, Bill, EnergyTotal, bill_of
+from envpipe_megatron.launch.bill.bill import OUTSIDE_STEPS, Bill, PhaseBill, bill_of, total_of
 from envpipe_megatron.report.facts import ReportFacts, StageFacts, StepFacts
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.shares import GpuShares, gpu_shares
-from envpipe_megatron.runtime.energy.intervals import StepEnergy, compare, percent
+from envpipe_megatron.runtime.energy.steps import StepEnergy, compare, percent
 
 _STEADY, _WARMUP = Phase.STEADY.value, Phase.WARMUP.value
 #: How a folder with several runs calls the one that the others are compared with.
@@ -151,10 +151,10 @@ def _read_step(data: Any) -> StepEnergy | None:
 
 def _stages(name: str, bill: Bill, phase: str, plan: Plan | None) -> list[StageFacts]:
     """The stages of a phase, each by its mean GPU."""
-    members: dict[int, list[tuple[EnergyTotal, int]]] = {}
+    members: dict[int, list[PhaseBill]] = {}
     for (_, _, own_phase, stage), own in bill.phases.items():
         if own_phase == phase and stage is not None and own.steps:
-            members.setdefault(stage, []).append((own.total, own.steps))
+            members.setdefault(stage, []).append(own)
     return [
         _stage(
             name, stage, members[stage], plan if plan and stage < plan.schedule.num_stages else None
@@ -163,13 +163,9 @@ def _stages(name: str, bill: Bill, phase: str, plan: Plan | None) -> list[StageF
     ]
 
 
-def _stage(
-    name: str, stage: int, members: list[tuple[EnergyTotal, int]], plan: Plan | None
-) -> StageFacts:
-    steps = sum(count for _, count in members)
-    total = EnergyTotal()
-    for member, _ in members:
-        total.merge(member)
+def _stage(name: str, stage: int, members: list[PhaseBill], plan: Plan | None) -> StageFacts:
+    steps = sum(member.steps for member in members)
+    total = total_of(members)
     shares_s = total.shares_s
     shares = None
     if plan is not None and shares_s is not None:

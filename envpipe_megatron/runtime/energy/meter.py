@@ -1,7 +1,7 @@
 """Energy of windows of time, from a counter that refreshes ten times a second.
 
 A thread reads the counter, and nothing else does: a read takes milliseconds, which the training
-thread does not have. The energy at an instant is interpolated between the refreshes around it.
+thread does not have. The counter at an instant is interpolated between the refreshes around it.
 """
 
 from __future__ import annotations
@@ -9,16 +9,20 @@ from __future__ import annotations
 import math
 import statistics
 import threading
+from array import array
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu
 
 #: A window shorter than this says little: its ends lie somewhere within a refresh.
 MIN_REFRESHES = 10
-#: A counter that has not refreshed for as many periods stands still: beyond, nothing is guessed.
+#: A counter that has not refreshed for this many periods stands still: nothing is guessed beyond.
 MAX_SILENT_REFRESHES = 3
 #: What NVML's counter counts in (mJ).
 RESOLUTION_J = 1e-3
@@ -34,12 +38,29 @@ class MeterError(EnvPipeError):
     """A window that the meter did not see."""
 
 
-@dataclass(frozen=True)
-class WindowEnergy:
-    """The energy of a window, and its standard uncertainty, in J."""
+class CounterAt(NamedTuple):
+    """The energy counter at an instant, and its standard uncertainty, J."""
 
     energy_j: float
     uncertainty_j: float
+
+
+@dataclass(frozen=True)
+class WindowEnergy:
+    """The counter at both ends of a window."""
+
+    begin: CounterAt
+    end: CounterAt
+
+    @property
+    def energy_j(self) -> float:
+        """J between them."""
+        return max(self.end.energy_j - self.begin.energy_j, 0.0)
+
+    @property
+    def uncertainty_j(self) -> float:
+        """Standard uncertainty of `energy_j`."""
+        return math.hypot(self.begin.uncertainty_j, self.end.uncertainty_j, RESOLUTION_J)
 
 
 class EnergyMeter:
@@ -55,14 +76,14 @@ class EnergyMeter:
         horizon_s: how far back windows may start.
     """
 
-    def __init__(self, gpu: Gpu, poll_s: float = 0.05, horizon_s: float = 3600.0) -> None:
+    def __init__(self, gpu: Gpu, poll_s: float = 0.05, horizon_s: float = 12 * 3600.0) -> None:
         self._gpu = gpu
         self._poll_s = poll_s
         self._horizon_s = horizon_s
         self._changed = threading.Condition()
-        self._times_s: list[float] = []
-        self._energies_j: list[float] = []
-        self._time_uncertainties_s: list[float] = []
+        self._times_s = array("d")
+        self._energies_j = array("d")
+        self._time_uncertainties_s = array("d")
         #: Where the counter went back: the last refresh before it, and the first after it.
         self._breaks: list[tuple[float, float]] = []
         self._looks_wanted, self._looks_taken = 1, 0
@@ -139,9 +160,7 @@ class EnergyMeter:
                         "does when a driver is loaded anew (s)",
                         value=(before_s, after_s),
                     )
-            energy_j = self._at(end_s) - self._at(start_s)
-            ends_j = [self._end_uncertainty_j(instant) for instant in (start_s, end_s)]
-            return WindowEnergy(max(energy_j, 0.0), math.hypot(*ends_j, RESOLUTION_J))
+            return WindowEnergy(self._at(start_s), self._at(end_s))
 
     def close(self) -> None:
         """Stop reading."""
@@ -152,7 +171,7 @@ class EnergyMeter:
 
     def _check_seen(self, end_s: float) -> None:
         last_s = self._times_s[-1] if self._times_s else -math.inf
-        if self._times_s and end_s <= last_s:
+        if end_s <= last_s:
             return
         if self.error is not None:
             raise MeterError(f"The energy counter of {self._gpu.name} failed: {self.error}")
@@ -172,37 +191,29 @@ class EnergyMeter:
             return _TYPICAL_REFRESH_S
         return statistics.median(b - a for a, b in pairwise(latest))
 
-    def _left_of(self, time_s: float) -> int:
-        """The refresh before the interval that holds an instant, of at least two refreshes."""
-        times = self._times_s
-        left = min(max(bisect_left(times, time_s), 1), len(times) - 1) - 1
-        # An interval in which the counter went back has no power: its end is the next one's start.
-        return left + any(before_s == times[left] for before_s, _ in self._breaks)
-
-    def _at(self, time_s: float) -> float:
+    def _at(self, time_s: float) -> CounterAt:
         times, energies = self._times_s, self._energies_j
         if len(times) < 2:
-            return energies[0]
-        left = self._left_of(time_s)
-        return energies[left] + self._power_w(left) * (time_s - times[left])
+            return CounterAt(energies[0], 0.0)
+        left = min(max(bisect_left(times, time_s), 1), len(times) - 1) - 1
+        # An interval in which the counter went back has no power: its end is the next one's start.
+        left += any(before_s == times[left] for before_s, _ in self._breaks)
+        power_w = self._power_w(left)
+        around = range(max(0, left - _NEIGHBOURS), min(left + _NEIGHBOURS + 1, len(times) - 1))
+        powers_w = [self._power_w(i) for i in around]
+        # A single power tells nothing of how it varies: it may have been anything up to itself.
+        varies_w = float(np.std(powers_w)) if len(powers_w) > 1 else power_w
+        varied_j = varies_w * max(times[left + 1] - times[left], time_s - times[-1])
+        refreshed_s = max(self._time_uncertainties_s[left : left + 2])
+        return CounterAt(
+            energies[left] + power_w * (time_s - times[left]),
+            math.hypot(varied_j, power_w * refreshed_s),
+        )
 
     def _power_w(self, left: int) -> float:
         """Mean power from a refresh to the next, W; never below 0."""
         energy_j = self._energies_j[left + 1] - self._energies_j[left]
         return max(energy_j, 0.0) / (self._times_s[left + 1] - self._times_s[left])
-
-    def _end_uncertainty_j(self, time_s: float) -> float:
-        times = self._times_s
-        if len(times) < 2:
-            return 0.0
-        left = self._left_of(time_s)
-        around = range(max(0, left - _NEIGHBOURS), min(left + _NEIGHBOURS + 1, len(times) - 1))
-        powers_w = [self._power_w(i) for i in around]
-        # A single power tells nothing of how it varies: it may have been anything up to itself.
-        variation_w = statistics.pstdev(powers_w) if len(powers_w) > 1 else powers_w[0]
-        varied_j = variation_w * max(times[left + 1] - times[left], time_s - times[-1])
-        refreshed_s = max(self._time_uncertainties_s[left : left + 2])
-        return math.hypot(varied_j, self._power_w(left) * refreshed_s)
 
     def _run(self) -> None:
         while True:
@@ -241,6 +252,6 @@ class EnergyMeter:
             times.append(reading.time_s)
             energies.append(reading.energy_j)
             self._time_uncertainties_s.append(reading.time_uncertainty_s)
-            if times[-1] - times[0] > 2 * self._horizon_s:
+            if times[-1] - times[0] > 1.25 * self._horizon_s:
                 old = bisect_left(times, times[-1] - self._horizon_s)
                 del times[:old], energies[:old], self._time_uncertainties_s[:old]

@@ -1,8 +1,15 @@
-"""The bill of one GPU's training: which energy belongs to which step, and what steps save."""
+"""The bill of one GPU's training: which energy belongs to which step, and what steps save.
+
+Each step is written down once, when it has ended, and counted three times: in a window of the
+energy log, in the lap that the next log line reports, and, of the warm-up, in the baseline.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -12,30 +19,102 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.formats.energy import FRAMEWORK, PLAN, Phase
 from envpipe_megatron.runtime.channel.collectives import SUM, Collectives
-from envpipe_megatron.runtime.energy.intervals import (
+from envpipe_megatron.runtime.energy.log import EnergyLog, Window
+from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
+from envpipe_megatron.runtime.energy.steps import (
     BaselineEnergy,
-    BaselineSteps,
     IntervalEnergy,
-    IntervalMeter,
     JobEnergy,
     PhaseMean,
+    RunningMean,
     StepEnergy,
     StepSums,
     compare,
     mean_over_gpus,
 )
-from envpipe_megatron.runtime.energy.log import EnergyLog
-from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.execution.executor import StageRecord
 
 logger = logging.getLogger(__name__)
+
+#: A first step of a baseline that takes this much longer than the median loads or compiles.
+_REPRESENTATIVE = 1.2
+
+
+class Interval:
+    """Steps of one GPU that are metered together: the fewer ends, the less is interpolated."""
+
+    def __init__(self) -> None:
+        self._phases: dict[str, int] = {}
+        self._steps_s = RunningMean()
+        #: Begin and end of steps without a pause between them.
+        self.spans: list[tuple[float, float]] = []
+
+    def add(self, step: Window) -> None:
+        """Add one more step, or what lies between steps."""
+        self._phases[step.phase] = self._phases.get(step.phase, 0) + step.iterations
+        if step.iterations:
+            self._steps_s.add(step.duration_s)
+        if self.spans and self.spans[-1][1] == step.begin_s:
+            self.spans[-1] = self.spans[-1][0], step.end_s
+        else:
+            self.spans.append((step.begin_s, step.end_s))
+
+    def measure(self, meter: EnergyMeter, corrected_j: float = 0.0) -> IntervalEnergy:
+        """What the steps took; neither reads nor waits.
+
+        Args:
+            meter: of the GPU.
+            corrected_j: J to add.
+        """
+        energy_j: float | None = corrected_j
+        uncertainty_j: float | None = 0.0
+        try:
+            metered = [meter.window(*span) for span in self.spans]
+            energy_j = corrected_j + math.fsum(window.energy_j for window in metered)
+            uncertainty_j = math.hypot(*(window.uncertainty_j for window in metered))
+        except MeterError:
+            energy_j = uncertainty_j = None
+        duration_s = math.fsum(end_s - begin_s for begin_s, end_s in self.spans)
+        count, step = self._steps_s.count, None
+        if count:
+            step = StepEnergy(
+                count,
+                duration_s / count,
+                self._steps_s.uncertainty,
+                None if energy_j is None else energy_j / count,
+                None if uncertainty_j is None else uncertainty_j / count,
+            )
+        return IntervalEnergy(self._phases, duration_s, energy_j, uncertainty_j, step)
+
+
+def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | None:
+    """An average step of a warm-up, without the first and others at the start that last longer.
+
+    Returns:
+        None where they are too few, or together shorter than ten refreshes of the counter.
+    """
+    steps = warmup[1:]
+    if len(steps) < 2:
+        return None
+    usual_s = statistics.median(step.duration_s for step in steps)
+    while steps[0].duration_s > _REPRESENTATIVE * usual_s:
+        steps = steps[1:]
+    interval = Interval()
+    for step in steps:
+        interval.add(step)
+    measured = interval.measure(meter)
+    if len(steps) < 2 or measured.duration_s < meter.min_window_s or measured.energy_j is None:
+        return None
+    return measured.step
 
 
 class TrainingEnergy:
     """Takes what happens on one rank, and says what it took.
 
-    A framework that tells where its steps begin and end (`begin_step`, `end_step`) has all of a
+    A framework that says where its steps begin and end (`begin_step`, `end_step`) has all of a
     step billed with it. One that does not is billed from the first unit of a phase to its last.
+    Steps follow each other without a gap in the bill: what runs between two of them is billed with
+    the later one, but for pauses.
 
     Args:
         meter: of this rank's GPU.
@@ -43,7 +122,7 @@ class TrainingEnergy:
         now_s: the present instant on the meter's time base.
         collectives: to all ranks.
         baseline: what an earlier start of the job measured; this one measures none then.
-        describe: told of the baseline's mean step as soon as it is known.
+        describe: called with the baseline's mean step as soon as it is known.
     """
 
     def __init__(
@@ -60,13 +139,16 @@ class TrainingEnergy:
         self._meter = meter
         self._now_s = now_s
         self._collectives = collectives
-        self._interval = IntervalMeter(meter)
-        self._warmup: BaselineSteps | None = None if baseline else BaselineSteps()
+        self._lap = Interval()
+        #: When the last lap ended, and where the counter was taken to stand then (J).
+        self._lap_end: tuple[float, float] | None = None
+        self._warmup: list[Window] | None = None if baseline else []
         self._job_phases: dict[str, PhaseMean] = {}
         #: When the step began whose iteration is still to come.
         self._begun_s: float | None = None
-        #: The iteration whose step has not ended yet.
-        self._phase: str | None = None
+        #: The last step since a pause, whether it is over, and whether it is counted.
+        self._last: Window | None = None
+        self._over = self._counted = False
         self.baseline: BaselineEnergy | None = None
         if baseline is not None:
             self._know_baseline(baseline)
@@ -76,45 +158,66 @@ class TrainingEnergy:
         self._begun_s = self._now_s()
 
     def add_between_phases(self, iteration: int, begin_s: float) -> None:
-        """What ran since then prepared the next phase."""
+        """What ran since then prepared the phase that the iteration begins."""
         if self._begun_s is None:
             return
-        end_s = self._now_s()
-        from_s = self.log.add_between_phases(iteration, min(self._begun_s, begin_s), end_s)
-        self._interval.add_between(PLAN, from_s, end_s)
+        begin_s = min(self._begun_s, begin_s)
+        self._put(Window(PLAN, iteration, iteration, begin_s, self._now_s(), 0), over=True)
 
     def add(
         self, phase: Phase, iteration: int, record: StageRecord, receives: NDArray[np.bool_]
     ) -> None:
-        """An iteration has run: all units of its step."""
-        begin_s = self.log.add(phase.value, iteration, record, receives, self._begun_s)
-        self._count(phase.value, begin_s, record.end_of_iteration_s)
+        """An iteration has run: all units of its step. Neither reads nor waits.
+
+        Args:
+            phase: windows of different phases are kept apart.
+            iteration: its number in the job.
+            record: what this stage measured in it.
+            receives: [units_per_stage] whether a unit's input comes from another stage: the wait
+                before it is blocking, the wait before another is idle.
+        """
+        begin_s = record.begin_s if self._begun_s is None else min(self._begun_s, record.begin_s)
         self._begun_s = None
+        self._put(
+            Window(
+                phase.value,
+                iteration,
+                iteration,
+                begin_s,
+                record.end_of_iteration_s,
+                compute_s=float(record.unit_time_s.sum()),
+                blocking_s=float(record.receive_wait_s[receives].sum()),
+            )
+        )
 
     def end_step(self, iteration: int) -> None:
         """The step ends now, whoever ran its iteration; a second call does nothing."""
         end_s = self._now_s()
         if self._begun_s is not None:
-            begin_s = self.log.add_step_of_framework(iteration, self._begun_s, end_s)
-            self._count(FRAMEWORK, begin_s, end_s)
-            self._begun_s = None
-        elif self._phase is not None:
-            self.log.end_step(end_s)
-            self._interval.end_step(end_s)
-            if self._warmup is not None and self._phase == Phase.WARMUP:
-                self._warmup.end_step(end_s)
-        self._phase = None
+            begin_s, self._begun_s = self._begun_s, None
+            self._put(Window(FRAMEWORK, iteration, iteration, begin_s, end_s), over=True)
+        elif self._last is not None and not self._over:
+            if not self._counted:
+                self._last.end_s = max(self._last.end_s, end_s)
+            self._over = True
+            self._count()
 
     def pause(self) -> None:
         """Something that is not training follows, up to the next step's begin."""
+        self._count()
         self.log.interrupt()
-        self._phase = self._begun_s = None
+        self._last = self._begun_s = None
+
+    def close(self) -> None:
+        """Write what is left of the log, after one more look at the counter."""
+        self._count()
+        self.log.close()
 
     def settle_baseline(self) -> None:
         """Measure the baseline, once the warm-up is over; on all ranks together, and once."""
         if self._warmup is None:
             return
-        own = self._warmup.measure(self._meter)
+        own = measure_baseline(self._warmup, self._meter)
         self._warmup = None
         mean, stages = self._over_gpus(own)
         if mean is not None:
@@ -126,13 +229,25 @@ class TrainingEnergy:
                 self._meter.min_window_s,
             )
 
-    def _know_baseline(self, baseline: BaselineEnergy) -> None:
-        self.baseline = baseline
-        self._describe({"baseline": asdict(baseline.mean)})
-
     def lap(self) -> IntervalEnergy:
-        """What training took on this GPU since the last lap; neither reads nor waits."""
-        return self._interval.lap()
+        """What training took on this GPU since the last lap; neither reads nor waits.
+
+        Its end was a moment ago, so the energy up to there is extrapolated from the last refresh.
+        What that errs by goes into the next lap: steps end at much the same power, other than they
+        have on average, so that all laps would err to the same side.
+        """
+        self._count()
+        lap, self._lap = self._lap, Interval()
+        if not lap.spans:
+            return lap.measure(self._meter)
+        corrected_j = 0.0
+        if self._lap_end is not None:
+            with contextlib.suppress(MeterError):  # if not seen, then nothing of it is known
+                corrected_j = self._counter_j(self._lap_end[0]) - self._lap_end[1]
+        end_s, self._lap_end = lap.spans[-1][1], None
+        with contextlib.suppress(MeterError):
+            self._lap_end = end_s, self._counter_j(end_s)
+        return lap.measure(self._meter, corrected_j)
 
     def gather(self, interval: IntervalEnergy) -> JobEnergy | None:
         """The interval over all GPUs; on all ranks together."""
@@ -144,15 +259,6 @@ class TrainingEnergy:
             self._job_phases.setdefault(phase, PhaseMean()).add(mean)
         return JobEnergy(interval.phases, mean, by_stage)
 
-    def _over_gpus(
-        self, step: StepEnergy | None
-    ) -> tuple[StepEnergy | None, tuple[StepEnergy, ...]]:
-        """An average step on all GPUs, and on those of each stage; none where one has no step."""
-        by_stage = self._collectives.by_stage(np.array(StepSums.of(step), dtype=np.float64), SUM)
-        sums = [StepSums(*stage.tolist()) for stage in by_stage]
-        means = [mean_over_gpus([stage]) for stage in sums]
-        return mean_over_gpus(sums), tuple(mean for mean in means if mean is not None)
-
     def summary(self) -> dict[str, Any]:
         """What was metered so far, of this GPU and as far as it was gathered of the job.
 
@@ -163,39 +269,71 @@ class TrainingEnergy:
             `total_duration_s` too; its phase `plan` has no step.
             `baseline`, the mean step of all GPUs, or None.
         """
+        totals = self.log.totals
         own: dict[str, StepEnergy | None] = {
             name: StepEnergy(
-                totals.iterations,
-                totals.duration_s / totals.iterations,
+                total.iterations,
+                total.duration_s / total.iterations,
                 0.0,  # the mean of all there were, not of some that stand for others
-                totals.energy_j / totals.iterations,
-                totals.uncertainty_j / totals.iterations,
+                total.energy_j / total.iterations,
+                total.uncertainty_j / total.iterations,
             )
-            for name, totals in self.log.totals.items()
-            if totals.iterations
+            for name, total in totals.items()
+            if total.iterations
         }
         job = {name: mean.step for name, mean in self._job_phases.items()}
         baseline = self.baseline
         facts = _facts(own, baseline.own if baseline else None)
-        for name, totals in self.log.totals.items():
+        for name, total in totals.items():
             phase = facts["phases"].setdefault(name, {"iterations": 0})
-            phase["total_energy_j"] = totals.energy_j
-            phase["total_duration_s"] = totals.duration_s
+            phase["total_energy_j"] = total.energy_j
+            phase["total_duration_s"] = total.duration_s
         return {
             "gpu": {
-                "total_energy_j": sum(t.energy_j for t in self.log.totals.values()),
-                "total_duration_s": sum(t.duration_s for t in self.log.totals.values()),
+                "total_energy_j": sum(total.energy_j for total in totals.values()),
+                "total_duration_s": sum(total.duration_s for total in totals.values()),
                 **facts,
             },
             "job": _facts(job, baseline.mean if baseline else None),
             "baseline": _step_facts(baseline.mean) if baseline else None,
         }
 
-    def _count(self, phase: str, begin_s: float, end_s: float) -> None:
-        self._phase = phase
-        self._interval.add(phase, begin_s, end_s)
-        if self._warmup is not None and phase == Phase.WARMUP:
-            self._warmup.add(begin_s, end_s)
+    def _put(self, step: Window, *, over: bool = False) -> None:
+        """The next step: the one before has ended, and it begins where that one did."""
+        last = self._last
+        self._count()
+        if last is not None and (self._over or last.phase == step.phase):
+            step.begin_s = last.end_s
+        self._last, self._over, self._counted = step, over, False
+        if over:
+            self._count()
+
+    def _count(self) -> None:
+        """Count the last step, whose end is known."""
+        step = self._last
+        if step is None or self._counted:
+            return
+        self._counted = True
+        self.log.add(step)
+        self._lap.add(step)
+        if self._warmup is not None and step.phase == Phase.WARMUP:
+            self._warmup.append(step)
+
+    def _counter_j(self, time_s: float) -> float:
+        return self._meter.window(time_s, time_s).end.energy_j
+
+    def _know_baseline(self, baseline: BaselineEnergy) -> None:
+        self.baseline = baseline
+        self._describe({"baseline": asdict(baseline.mean)})
+
+    def _over_gpus(
+        self, step: StepEnergy | None
+    ) -> tuple[StepEnergy | None, tuple[StepEnergy, ...]]:
+        """An average step on all GPUs, and on those of each stage; none where one has no step."""
+        by_stage = self._collectives.by_stage(np.array(StepSums.of(step), dtype=np.float64), SUM)
+        sums = [StepSums(*stage.tolist()) for stage in by_stage]
+        means = [mean_over_gpus([stage]) for stage in sums]
+        return mean_over_gpus(sums), tuple(mean for mean in means if mean is not None)
 
 
 def _facts(steps: dict[str, StepEnergy | None], baseline: StepEnergy | None) -> dict[str, Any]:

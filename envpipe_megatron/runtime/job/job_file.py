@@ -33,7 +33,7 @@ from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError, plain
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.policies.reconfigure import Ended
-from envpipe_megatron.runtime.energy.intervals import BaselineEnergy, StepEnergy
+from envpipe_megatron.runtime.energy.steps import BaselineEnergy, StepEnergy
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.energy.intervals import BaselineEnergy
+from envpipe_megatron.runtime.energy.steps import BaselineEnergy
 from envpipe_megatron.runtime.going_on import in_words
 from envpipe_megatron.runtime.job.context import SessionConfig, SessionState, least_warmup
 from envpipe_megatron.runtime.job.job_file import PLAN_FILE, PROFILE_FILE, JobKeeper, StoredJob

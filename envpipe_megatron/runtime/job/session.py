@@ -16,9 +16,9 @@ from envpipe_megatron.runtime.channel.messages import StageSpecs
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock, make_everywhere
 from envpipe_megatron.runtime.energy.agent_link import connect_to_agent
-from envpipe_megatron.runtime.energy.intervals import BaselineEnergy, IntervalEnergy, JobEnergy
 from envpipe_megatron.runtime.energy.log import EnergyLog
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
+from envpipe_megatron.runtime.energy.steps import BaselineEnergy, IntervalEnergy, JobEnergy
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.completion import Completion, Done
@@ -153,7 +153,9 @@ class Session:
             self.meter = EnergyMeter(gpu)
             half_made.pop_all()
         append = self._files.appender("energy") if self._agent is None else self._agent.window
-        self.energy_log = EnergyLog(self.meter, append, self._labels)
+        self.energy_log = EnergyLog(
+            self.meter, append, self._labels, with_counter=self._agent is not None
+        )
         self._energy = TrainingEnergy(
             self.meter,
             self.energy_log,
@@ -320,7 +322,7 @@ class Session:
                 last.callback(self.meter.close)
                 if self._agent is not None:
                     last.callback(self._agent.close)
-                last.callback(self.energy_log.close)
+                last.callback(self._energy.close)
                 last.callback(self.executor.idle, METER_MARGIN_S)
             # The second time too: a signal may have interrupted the first one.
             self._rank_clock.close()

@@ -22,7 +22,7 @@ from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
 from envpipe_megatron.policies.reconfigure import Ended
-from envpipe_megatron.runtime.energy.intervals import BaselineEnergy, StepEnergy
+from envpipe_megatron.runtime.energy.steps import BaselineEnergy, StepEnergy
 from envpipe_megatron.runtime.job.job_file import (
     JobFileError,
     JobKeeper,

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from envpipe_megatron.formats.energy import read_energy_logs
-from envpipe_megatron.launch.bill import bill_of
+from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.runtime.job.node_files import NodeFiles
 
 

@@ -12,7 +12,7 @@ import step_ranks
 from rank_pool import RankPool
 
 from envpipe_megatron.formats.energy import read_energy_logs
-from envpipe_megatron.launch.bill import bill_of
+from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.policies.reconfigure import Ended
 
 pytestmark = pytest.mark.xdist_group("pipeline")

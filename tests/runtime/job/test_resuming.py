@@ -15,7 +15,7 @@ from fake_gpu import FakeGpu
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.policies.reconfigure import Ended
-from envpipe_megatron.runtime.energy.intervals import BaselineEnergy, StepEnergy
+from envpipe_megatron.runtime.energy.steps import BaselineEnergy, StepEnergy
 from envpipe_megatron.runtime.job.context import (
     Job,
     SessionConfig,

@@ -481,7 +481,7 @@ def test_a_summary_says_what_the_job_came_to(world):
 CLOSING = [
     "rank clock.close",
     "executor.idle",
-    "log.close",
+    "energy.close",
     "agent.close",
     "meter.close",
     "rank clock.summary",
@@ -489,7 +489,7 @@ CLOSING = [
 ]
 
 
-@pytest.mark.parametrize("fails", [None, "executor", "log", "meter"])
+@pytest.mark.parametrize("fails", [None, "executor", "energy", "meter"])
 def test_closing_goes_on_whatever_fails(world, tmp_path, fails, caplog):
     world.agent = Noted("agent", world.calls)
     world.agent.node = "agent's"

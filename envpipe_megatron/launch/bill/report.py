@@ -1,4 +1,4 @@
-"""Tells of the job's bill on the node of rank 0, while it grows and when the job is over."""
+"""Shows and writes the job's bill on the node of rank 0, as it grows and at the end."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from envpipe_megatron.files import replace_files
 from envpipe_megatron.formats.energy import append_line
-from envpipe_megatron.launch.bill import Bill
-from envpipe_megatron.launch.bill_tables import Tariff, bill_facts, show_bill, write_csv
-from envpipe_megatron.launch.node_log import log_path
+from envpipe_megatron.launch.agent.node_log import log_path
+from envpipe_megatron.launch.bill.bill import Bill
+from envpipe_megatron.launch.bill.tables import Tariff, bill_csv, bill_facts, show_bill
 from envpipe_megatron.launch.saying import say
 
 logger = logging.getLogger(__name__)
@@ -35,10 +36,10 @@ class BillReport:
         self._writing: Future[None] | None = None
 
     def tell(self, line: str, bill: Bill) -> None:
-        """Training has come so much further. Returns at once.
+        """Show a line and append the bill to `bill.jsonl`. Returns at once.
 
         A terminal that is stopped, or a disk that hangs, holds up a thread that nobody waits for
-        before the end; what would be told meanwhile is left out.
+        before the end; lines are left out meanwhile.
         """
         if self._writing is None or self._writing.done():
             self._writing = self._writer.submit(self._write, line, bill.snapshot())
@@ -55,8 +56,8 @@ class BillReport:
         """The job is over. What cannot be written or shown keeps nothing else from being so."""
         facts = bill_facts(bill, self._tariff)
         as_json = json.dumps(facts, indent=1) + "\n"
-        self._try("bill.json", lambda path: path.write_text(as_json))
-        self._try("bill.csv", lambda path: write_csv(bill, path))
+        self._try("bill.json", lambda path: replace_files({path: [as_json]}))
+        self._try("bill.csv", lambda path: replace_files({path: [bill_csv(bill)]}))
         self._writer.shutdown()
         self._try("bill.jsonl", lambda path: append_line(path, facts))
         if bill.unreadable:

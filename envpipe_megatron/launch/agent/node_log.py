@@ -81,7 +81,7 @@ class NodeLog:
         self.grown()
 
     def note(self, note: str, **fields: Any) -> None:
-        """Append a note; see `energy_file`.
+        """Append a note; see `formats.energy`.
 
         Each has the time, so that none is one of an earlier start given twice.
         """
@@ -89,7 +89,7 @@ class NodeLog:
         self.append({"format": NOTE_FORMAT, "note": note, "time": now, **fields})
 
     def end(self, exit_code: int) -> None:
-        """The last line: the bill of this node is complete."""
+        """Append the last line: the bill of this node is complete."""
         self.note(ENDED, exit_code=exit_code)
 
     def read(self, offset: int, most_bytes: int) -> bytes:

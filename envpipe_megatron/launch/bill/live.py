@@ -1,20 +1,20 @@
-"""A line of the job's bill each so many iterations, while it trains."""
+"""A line of the job's bill every N iterations, while it trains."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from envpipe_megatron.formats.energy import BETWEEN
-from envpipe_megatron.launch.bill import Bill
-from envpipe_megatron.runtime.energy.intervals import percent
+from envpipe_megatron.launch.bill.bill import Bill
+from envpipe_megatron.runtime.energy.steps import percent
 
 
 class LiveLine:
-    """Says where the bill stands whenever training has come so much further.
+    """Says where the bill stands, every N iterations.
 
     Args:
-        interval: iterations between lines.
-        tell: gets each line, and the bill.
+        interval: N.
+        tell: called with each line and the bill.
     """
 
     def __init__(self, interval: int, tell: Callable[[str, Bill], None]) -> None:
@@ -31,7 +31,7 @@ class LiveLine:
             gpu = phase.window.gpu_key
             if phase.window.phase != BETWEEN:
                 steps, energy_j = now.get(gpu, (0, 0.0))
-                now[gpu] = steps + phase.steps, energy_j + phase.total.energy_j
+                now[gpu] = steps + phase.steps, energy_j + phase.energy_j
         counts = [steps for steps, _ in now.values()]
         if len(counts) < (bill.fact("num_gpus") or 0):
             counts.append(0)  # of GPUs that have sent nothing yet

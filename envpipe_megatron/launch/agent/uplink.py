@@ -8,8 +8,8 @@ import json
 import logging
 from typing import Any, NoReturn
 
-from envpipe_megatron.launch.collector import MAX_BYTES
-from envpipe_megatron.launch.node_log import NodeLog
+from envpipe_megatron.launch.agent.collector import MAX_BYTES
+from envpipe_megatron.launch.agent.node_log import NodeLog
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from envpipe_megatron.formats.energy import parse_line
-from envpipe_megatron.launch.bill import Bill
+from envpipe_megatron.launch.bill.bill import Bill
 
 logger = logging.getLogger(__name__)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -13,10 +13,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from envpipe_megatron.formats.energy import SHARES, EnergyWindow, Phase
-from envpipe_megatron.launch.bill import JOULES_PER_KWH, Bill, EnergyTotal, PhaseBill, per_unit
-from envpipe_megatron.runtime.energy.intervals import percent
+from envpipe_megatron.launch.bill.bill import JOULES_PER_KWH, Bill, EnergyTotal, total_of
+from envpipe_megatron.runtime.energy.steps import percent
 
 _LONGEST_NAME = 16
+_GPU_NAMES = ("node", "gpu_uid", "gpu", "rank", "stage")
 
 #: EnvPipe's columns, then ours.
 CSV_COLUMNS = (
@@ -58,28 +59,24 @@ def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, An
             for values, total in bill.total_by(key).items()
         ]
 
-    by_gpu: dict[tuple[str, str], list[PhaseBill]] = {}
-    for phase in bill.phases.values():
-        by_gpu.setdefault(phase.window.gpu_key, []).append(phase)
-    gpus: dict[tuple[str, str], dict[str, Any]] = {}
-    for gpu_key, total in bill.total_by(lambda w: w.gpu_key).items():
-        own = by_gpu[gpu_key]
-        parts: dict[str, EnergyTotal] = {}
-        for part in own:
-            parts.setdefault(part.window.phase, EnergyTotal()).merge(part.total)
-        gpus[gpu_key] = {
-            name: getattr(own[0].window, name)
-            for name in ("node", "gpu_uid", "gpu", "rank", "stage")
+    named = {phase.window.gpu_key: phase.window for phase in reversed(bill.phases.values())}
+    gpus = {
+        gpu_key: {
+            **{name: getattr(named[gpu_key], name) for name in _GPU_NAMES},
+            **total_facts(total),
+            "phases": {},
         }
-        gpus[gpu_key] |= total_facts(total)
-        gpus[gpu_key]["phases"] = {name: total_facts(part) for name, part in parts.items()}
+        for gpu_key, total in bill.total_by(lambda w: w.gpu_key).items()
+    }
+    for (gpu_key, phase), total in bill.total_by(lambda w: (w.gpu_key, w.phase)).items():
+        gpus[gpu_key]["phases"][phase] = total_facts(total)
     job, comparison = bill.total(), bill.comparison()
     by_node = bill.total_by(lambda w: w.node)
     return {
         "job": {
             **total_facts(job),
             "iterations": len(bill.iterations),
-            **{f"energy_per_{unit}_j": value for unit, value in per_unit(bill).items()},
+            **{f"energy_per_{unit}_j": value for unit, value in bill.per_unit().items()},
             **tariff.facts(job.energy_j),
         },
         "complete": over and not missing,
@@ -87,7 +84,7 @@ def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, An
         "comparison": None if comparison is None else asdict(comparison),
         "facts": bill.facts,
         "nodes": [
-            {"node": name, **total_facts(by_node.get(name, EnergyTotal())), **asdict(node)}
+            {"node": name, **total_facts(by_node.get(name, total_of([]))), **asdict(node)}
             for name, node in sorted(bill.nodes.items())
         ],
         "stages": entries(("stage",), lambda w: (w.stage,)),
@@ -111,7 +108,7 @@ def total_facts(total: EnergyTotal) -> dict[str, Any]:
 
 
 def show_bill(bill: Bill, tariff: Tariff, console: Console) -> None:
-    """Print a bill as tables, and what there is to say of it."""
+    """Print a bill as tables and sentences."""
     groups: list[tuple[tuple[str, ...], Mapping[tuple[Any, ...], EnergyTotal]]] = [
         (("run", "phase"), bill.total_by(lambda w: (w.run, w.phase))),
         (("node", "GPU"), bill.total_by(lambda w: w.gpu_key)),
@@ -128,7 +125,7 @@ def show_bill(bill: Bill, tariff: Tariff, console: Console) -> None:
 
 def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
     """The bill in sentences."""
-    job, known = bill.total(), per_unit(bill)
+    job, known = bill.total(), bill.per_unit()
     lines = [
         f"{job.energy_j:.1f} J on {job.num_gpus} GPUs, {job.average_power_w:.1f} W each on average"
     ]
@@ -151,29 +148,31 @@ def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
     return lines
 
 
-def write_csv(bill: Bill, path: Path) -> None:
-    """Write a row for the baseline's steps and one for the steady ones, summed over nodes."""
+def bill_csv(bill: Bill) -> str:
+    """A row for the baseline's steps and one for the steady ones, summed over nodes."""
     facts = bill.facts
     samples = bill.fact("samples_per_iteration")
-    with path.open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(CSV_COLUMNS)
-        for phase in (Phase.WARMUP.value, Phase.STEADY.value):
-            step = bill.steps(phase)
-            total = bill.total_by(lambda w: w.phase).get(phase)
-            if step is None or step.energy_j is None or total is None:
-                continue
-            own = ("baseline", "1f1b", "default")
-            if phase == Phase.STEADY:
-                own = tuple(facts.get(name, "") for name in ("type", "scheduling", "reconfigure"))
-            rows.writerow(
-                (
-                    facts.get("model", ""), facts.get("microbatch_size", ""), samples, *own,
-                    samples / step.time_s if samples else "", total.energy_j * 1e3,
-                    phase, total.num_gpus, step.iterations, step.time_s,
-                    step.energy_j * total.num_gpus, total.average_power_w,
-                )
-            )  # fmt: skip
+    by_phase = bill.total_by(lambda w: w.phase)
+    text = io.StringIO()
+    rows = csv.writer(text)
+    rows.writerow(CSV_COLUMNS)
+    for phase in (Phase.WARMUP.value, Phase.STEADY.value):
+        step = bill.steps(phase)
+        if step is None or step.energy_j is None:
+            continue
+        total = by_phase[phase]
+        own = ("baseline", "1f1b", "default")
+        if phase == Phase.STEADY:
+            own = tuple(facts.get(name, "") for name in ("type", "scheduling", "reconfigure"))
+        rows.writerow(
+            (
+                facts.get("model", ""), facts.get("microbatch_size", ""), samples, *own,
+                samples / step.time_s if samples else "", total.energy_j * 1e3,
+                phase, total.num_gpus, step.iterations, step.time_s,
+                step.energy_j * total.num_gpus, total.average_power_w,
+            )
+        )  # fmt: skip
+    return text.getvalue()
 
 
 def _table(names: tuple[str, ...], totals: Mapping[tuple[Any, ...], EnergyTotal]) -> Table:

@@ -1,18 +1,16 @@
-"""The energy bill of a job: exact sums of the lines of its nodes' energy logs.
+"""The energy bill of a job: sums of the lines of its nodes' energy logs.
 
-Lines may come from files or, as they are written, from the nodes' agents: the sums are the same,
-to the last bit and in whatever order, because they are added up as fractions. What is kept grows
-with the number of GPUs and phases, not with that of lines.
+Lines may come from files or, as they are written, from the nodes' agents. A GPU's lines come from
+one file, in its order, and GPUs are added up in a fixed order: the sums are the same to the last
+bit either way. What is kept grows with the number of GPUs and phases, not with that of lines.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any, TypeVar
 
 from envpipe_megatron.formats.energy import (
@@ -27,106 +25,42 @@ from envpipe_megatron.formats.energy import (
     EnergyWindow,
     Phase,
 )
-from envpipe_megatron.runtime.energy.intervals import (
-    Comparison,
-    StepEnergy,
-    compare,
-    standard_error,
-)
+from envpipe_megatron.runtime.energy.steps import Comparison, RunningMean, StepEnergy, compare
 
 Key = TypeVar("Key", bound=Hashable)
 
 JOULES_PER_KWH = 3.6e6
 #: Phases whose time lies between iterations.
 OUTSIDE_STEPS = (BETWEEN, PLAN)
+_UNKNOWN = (math.nan,) * len(SHARES)
 
 
-@dataclass
+@dataclass(frozen=True)
 class EnergyTotal:
     """A sum of windows.
 
     Args:
         windows: how many.
-        gpus: which, by `EnergyWindow.gpu_key`.
-        exact_j: J.
-        exact_variance_j2: of J, as if the ends of all windows were read independently: more than
-            the truth where windows meet, whose common end cancels.
-        exact_duration_s: GPU-seconds.
-        exact_shares_s: GPU-seconds of `SHARES`.
-        uncertain: windows whose uncertainty is not known.
-        unshared: windows whose shares are not known.
+        num_gpus: how many different GPUs they are of.
+        energy_j: J.
+        energy_uncertainty_j: its standard uncertainty, as if the ends of all windows were read
+            independently: more than the truth where windows meet, whose common end cancels. None
+            if that of one window is not known.
+        duration_s: GPU-seconds.
+        shares_s: GPU-seconds of `SHARES`; None if those of one window are not known.
     """
 
-    windows: int = 0
-    gpus: set[tuple[str, str]] = field(default_factory=set)
-    exact_j: Fraction = Fraction()
-    exact_variance_j2: Fraction = Fraction()
-    exact_duration_s: Fraction = Fraction()
-    exact_shares_s: tuple[Fraction, ...] = (Fraction(),) * len(SHARES)
-    uncertain: int = 0
-    unshared: int = 0
-
-    def add(self, window: EnergyWindow) -> None:
-        """Add one window."""
-        self.windows += 1
-        self.gpus.add(window.gpu_key)
-        self.exact_j += Fraction(window.energy_j)
-        self.exact_duration_s += Fraction(window.duration_s)
-        if window.energy_uncertainty_j is None:
-            self.uncertain += 1
-        else:
-            self.exact_variance_j2 += Fraction(window.energy_uncertainty_j) ** 2
-        if window.shares_s is None:
-            self.unshared += 1
-        else:
-            self.exact_shares_s = _added(self.exact_shares_s, map(Fraction, window.shares_s))
-
-    def merge(self, other: EnergyTotal) -> None:
-        """Add another sum."""
-        self.windows += other.windows
-        self.gpus |= other.gpus
-        self.exact_j += other.exact_j
-        self.exact_variance_j2 += other.exact_variance_j2
-        self.exact_duration_s += other.exact_duration_s
-        self.exact_shares_s = _added(self.exact_shares_s, other.exact_shares_s)
-        self.uncertain += other.uncertain
-        self.unshared += other.unshared
-
-    @property
-    def num_gpus(self) -> int:
-        """How many different GPUs."""
-        return len(self.gpus)
-
-    @property
-    def energy_j(self) -> float:
-        """J."""
-        return float(self.exact_j)
-
-    @property
-    def energy_uncertainty_j(self) -> float | None:
-        """Standard uncertainty, J; None if that of one window is not known."""
-        return None if self.uncertain else math.sqrt(self.exact_variance_j2)
-
-    @property
-    def duration_s(self) -> float:
-        """GPU-seconds."""
-        return float(self.exact_duration_s)
-
-    @property
-    def shares_s(self) -> tuple[float, ...] | None:
-        """GPU-seconds of `SHARES`; None if those of one window are not known."""
-        if self.unshared or not self.windows:
-            return None
-        return tuple(float(share) for share in self.exact_shares_s)
+    windows: int
+    num_gpus: int
+    energy_j: float
+    energy_uncertainty_j: float | None
+    duration_s: float
+    shares_s: tuple[float, ...] | None
 
     @property
     def average_power_w(self) -> float:
         """Of one GPU while it was metered."""
-        return self.energy_j / self.duration_s if self.exact_duration_s else 0.0
-
-
-def _added(left: Iterable[Fraction], right: Iterable[Fraction]) -> tuple[Fraction, ...]:
-    return tuple(map(operator.add, left, right))
+        return self.energy_j / self.duration_s if self.duration_s else 0.0
 
 
 class Ranges:
@@ -153,50 +87,73 @@ class Ranges:
 
 @dataclass
 class PhaseBill:
-    """One phase of one GPU on one stage.
+    """One phase of one GPU on one stage; a sum that one unknown window makes unknown is nan.
 
     Args:
         window: the last one, for the names in it.
-        total: of all.
+        windows: how many.
+        energy_j: their sum.
+        variance_j2: of it.
+        duration_s: their sum.
+        shares_s: seconds of `SHARES`.
         steps: how many steps they hold, those that were repeated after a restart as often as run.
-        mean_step_s: mean of the windows' mean step times.
-        scatter_s2: sum of squares of their deviations.
+        step_s: the windows' mean step times.
     """
 
     window: EnergyWindow
-    total: EnergyTotal = field(default_factory=EnergyTotal)
+    windows: int = 0
+    energy_j: float = 0.0
+    variance_j2: float = 0.0
+    duration_s: float = 0.0
+    shares_s: tuple[float, ...] = (0.0,) * len(SHARES)
     steps: int = 0
-    mean_step_s: float = 0.0
-    scatter_s2: float = 0.0
+    step_s: RunningMean = field(default_factory=RunningMean)
 
     def add(self, window: EnergyWindow) -> None:
         """Add one window."""
         self.window = window
-        self.total.add(window)
+        self.windows += 1
+        self.energy_j += window.energy_j
+        uncertainty_j = window.energy_uncertainty_j
+        self.variance_j2 += math.nan if uncertainty_j is None else uncertainty_j**2
+        self.duration_s += window.duration_s
+        shares = zip(self.shares_s, window.shares_s or _UNKNOWN, strict=True)
+        self.shares_s = tuple(mine + new for mine, new in shares)
         first, last = window.first_iteration, window.last_iteration
-        if window.phase in OUTSIDE_STEPS:
+        if window.phase in OUTSIDE_STEPS or first is None or last is None or last < first:
             return
-        if first is not None and last is not None and last >= first:
-            self.steps += last - first + 1
-            step_s = window.duration_s / (last - first + 1)
-            deviation_s = step_s - self.mean_step_s  # Welford's
-            self.mean_step_s += deviation_s / self.total.windows
-            self.scatter_s2 += deviation_s * (step_s - self.mean_step_s)
+        self.steps += last - first + 1
+        self.step_s.add(window.duration_s / (last - first + 1))
 
     @property
     def step(self) -> StepEnergy | None:
         """An average step; None where no line says how many there were."""
         if not self.steps:
             return None
-        n = self.total.windows
-        uncertainty_j = self.total.energy_uncertainty_j
+        uncertainty_j = total_of([self]).energy_uncertainty_j
         return StepEnergy(
             self.steps,
-            self.total.duration_s / self.steps,
-            standard_error(math.sqrt(self.scatter_s2 / (n - 1)), n) if n > 1 else None,
-            self.total.energy_j / self.steps,
+            self.duration_s / self.steps,
+            self.step_s.uncertainty,
+            self.energy_j / self.steps,
             None if uncertainty_j is None else uncertainty_j / self.steps,
         )
+
+
+def total_of(bills: Iterable[PhaseBill]) -> EnergyTotal:
+    """The sum of phases, in whatever order they are given."""
+    bills = list(bills)
+    variance_j2 = math.fsum(bill.variance_j2 for bill in bills)
+    shares = zip(*(bill.shares_s for bill in bills), strict=True)
+    shares_s = tuple(math.fsum(share) for share in shares)
+    return EnergyTotal(
+        sum(bill.windows for bill in bills),
+        len({bill.window.gpu_key for bill in bills}),
+        math.fsum(bill.energy_j for bill in bills),
+        None if math.isnan(variance_j2) else math.sqrt(variance_j2),
+        math.fsum(bill.duration_s for bill in bills),
+        None if not shares_s or math.isnan(shares_s[0]) else shares_s,
+    )
 
 
 @dataclass
@@ -222,7 +179,7 @@ class Bill:
     Attributes:
         phases: by GPU, run, phase and stage. A GPU may serve another stage after a restart.
         nodes: by name.
-        facts: what the job told of itself.
+        facts: what the job said of itself.
         iterations: of training; one that was repeated after a restart is there once.
         unreadable: lines that were torn or foreign.
     """
@@ -260,7 +217,7 @@ class Bill:
         """A bill that stays as this one is now; made in a hundredth of the time of its tables."""
         made = Bill()
         made.phases = {
-            key: replace(phase, total=replace(phase.total, gpus=set(phase.total.gpus)))
+            key: replace(phase, step_s=copy.copy(phase.step_s))
             for key, phase in self.phases.items()
         }
         made.nodes = {name: replace(node) for name, node in self.nodes.items()}
@@ -270,24 +227,27 @@ class Bill:
 
     def total(self) -> EnergyTotal:
         """The job's."""
-        return self.total_by(lambda window: None).get(None, EnergyTotal())
+        return total_of(self.phases.values())
 
     def total_by(self, key: Callable[[EnergyWindow], Key]) -> dict[Key, EnergyTotal]:
         """Totals of what shares a key of node, GPU, stage, run and phase.
 
         In the order of runs, ranks and phases, in whatever order their lines turned up.
         """
-        totals: dict[Key, EnergyTotal] = {}
+        groups: dict[Key, list[PhaseBill]] = {}
         for phase in sorted(self.phases.values(), key=lambda phase: _place(phase.window)):
-            totals.setdefault(key(phase.window), EnergyTotal()).merge(phase.total)
-        return totals
+            groups.setdefault(key(phase.window), []).append(phase)
+        return {name: total_of(phases) for name, phases in groups.items()}
+
+    def running(self) -> list[str]:
+        """Nodes that have begun and not ended."""
+        return [name for name, node in self.nodes.items() if node.running]
 
     def missing(self) -> list[str]:
         """Why the bill is incomplete; nothing where it is complete, or no agent wrote of it."""
         reasons = [
             f"{name} was lost: its energy up to its last line is in the bill"
-            for name, node in sorted(self.nodes.items())
-            if node.running
+            for name in sorted(self.running())
         ]
         reasons += [
             f"{name} was lost and started again: its energy between them is not in the bill"
@@ -300,15 +260,15 @@ class Bill:
         return reasons
 
     def fact(self, name: str) -> float | None:
-        """A number above 0 that the job told of itself; None where it told none."""
+        """A number above 0 that the job said of itself; None where it said none."""
         value: Any = self.facts.get(name)
         return value if type(value) in (int, float) and 0 < value < math.inf else None
 
     def steps(self, phase: str) -> StepEnergy | None:
-        """A step of a phase on an average GPU; None where a GPU tells none."""
-        told = [bill.step for bill in self.phases.values() if bill.window.phase == phase]
-        known = [step for step in told if step is not None]
-        if not known or len(known) < len(told):
+        """A step of a phase on an average GPU; None where one does not say its steps."""
+        steps = [bill.step for bill in self.phases.values() if bill.window.phase == phase]
+        known = [step for step in steps if step is not None]
+        if not known or len(known) < len(steps):
             return None
         count = len(known)
         errors_j = [m for s in known if (m := s.metering_uncertainty_j) is not None]
@@ -319,7 +279,7 @@ class Bill:
             # GPUs of a job step together: their times scatter together, too.
             max(errors_s, default=None),
             math.fsum(step.energy_j or 0.0 for step in known) / count,
-            math.hypot(*errors_j) / count if len(errors_j) == count else None,
+            math.hypot(*sorted(errors_j)) / count if len(errors_j) == count else None,
         )
 
     def comparison(self) -> Comparison | None:
@@ -331,6 +291,19 @@ class Bill:
             return compare(steady, StepEnergy(**self.facts.get("baseline", {})))
         except (TypeError, ZeroDivisionError):  # it is none that this version knows
             return None
+
+    def per_unit(self) -> Mapping[str, float]:
+        """J per iteration, token and sample of training; those that are known."""
+        iterations = len(self.iterations)
+        if not iterations:
+            return {}
+        energy_j = self.total().energy_j
+        units = {
+            "iteration": 1,
+            "token": self.fact("tokens_per_iteration"),
+            "sample": self.fact("samples_per_iteration"),
+        }
+        return {name: energy_j / iterations / count for name, count in units.items() if count}
 
 
 def _place(window: EnergyWindow) -> tuple[Any, ...]:
@@ -347,16 +320,3 @@ def bill_of(lines: Iterable[EnergyWindow | EnergyNote]) -> Bill:
     for line in lines:
         bill.add(line)
     return bill
-
-
-def per_unit(bill: Bill) -> Mapping[str, float]:
-    """J per iteration, token and sample of training; those that are known."""
-    energy_j, iterations = bill.total().energy_j, len(bill.iterations)
-    if not iterations:
-        return {}
-    units = {
-        "iteration": 1,
-        "token": bill.fact("tokens_per_iteration"),
-        "sample": bill.fact("samples_per_iteration"),
-    }
-    return {name: energy_j / iterations / count for name, count in units.items() if count}

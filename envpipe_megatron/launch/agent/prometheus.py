@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.launch.agent import NodeAgent
+from envpipe_megatron.launch.agent.agent import NodeAgent
 
 _LABELS = ("node", "gpu", "gpu_uid", "rank", "stage")
 

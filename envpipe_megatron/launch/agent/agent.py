@@ -1,8 +1,9 @@
 """The node's agent: bills every GPU that the job's ranks on this node use.
 
-It lives in the process that runs torchrun, on a thread with an event loop of its own. Ranks tell it
-what they train (`runtime.agent_link`), it meters their GPUs, writes the node's energy log and sends
-it to the job's collector, which is the agent of rank 0. It opens GPUs for reading alone.
+It lives in the process that runs torchrun, on a thread with its own event loop. Ranks meter their
+GPUs and send their windows (`runtime.energy.agent_link`); it bills what lies between them too,
+writes the node's energy log and sends it to the job's collector, which is the agent of rank 0. It
+opens GPUs for reading alone.
 """
 
 from __future__ import annotations
@@ -23,22 +24,26 @@ from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.guard.process_identity import peer_uid_and_pid
 from envpipe_megatron.gpu.guard.protocol import GuardProtocolError, receive, send
 from envpipe_megatron.gpu.opening import open_reader
-from envpipe_megatron.launch.bill import Bill
-from envpipe_megatron.launch.collector import Collector
-from envpipe_megatron.launch.ledger import GpuLedger
-from envpipe_megatron.launch.node_log import NodeLog
-from envpipe_megatron.launch.uplink import Uplink
+from envpipe_megatron.launch.agent.collector import Collector
+from envpipe_megatron.launch.agent.ledger import GpuLedger, Reading
+from envpipe_megatron.launch.agent.node_log import NodeLog
+from envpipe_megatron.launch.agent.uplink import Uplink
+from envpipe_megatron.launch.bill.bill import Bill
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_TICK_S = 0.2
+#: How often to look for GPUs without windows, and after how long to accept ranks again.
+_TICK_S = 10.0
+_ACCEPT_AGAIN_S = 0.2
 _BACKLOG = 256
+#: For a reading of a counter, which NVML's back end gives up after three seconds.
+_READ_S = 5.0
 
 
 class NodeAgent:
-    """Bills this node from `start` to `finish`.
+    """Bills this node from when it is made to `finish`.
 
     Args:
         output_dir: where the node's energy log goes.
@@ -104,12 +109,12 @@ class NodeAgent:
         return list(self._ranks.values())
 
     def hurry(self, patience_s: float = 0.0) -> None:
-        """Have all waiting end after so long at most; may be called from a signal handler."""
+        """End all waiting after a time at most; may be called from a signal handler."""
         self._loop.call_soon_threadsafe(self._loop.call_later, patience_s, self._hurried.set)
 
     def wait_until_none_is_connected(self, timeout_s: float) -> bool:
         """Whether all ranks of this node end within a time."""
-        self._call(self._patiently(self._none_connected(timeout_s)))
+        self._call(self._unless_hurried(self._none_connected(timeout_s)))
         return not self._ranks
 
     def finish(self, exit_code: int, wait_s: float) -> list[str]:
@@ -131,8 +136,6 @@ class NodeAgent:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-        for ledger in self._ledgers.values():
-            ledger.close()
         self._listener.close()
         self.socket_path.unlink(missing_ok=True)
         self.log.close()
@@ -142,10 +145,17 @@ class NodeAgent:
 
     def _run(self) -> None:
         self._start(self._accept())
-        self._start(self._tick())
+        self._start(self._bill_long_gaps())
         self._loop.run_forever()
         self._loop.run_until_complete(self._end())
         self._loop.close()
+
+    # --- on the loop ----------------------------------------------------------------------------
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _end(self) -> None:
         await self._uplink.close()
@@ -160,20 +170,13 @@ class NodeAgent:
             connection.close()
         self._ranks.clear()
 
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    # --- on the loop ----------------------------------------------------------------------------
-
     async def _accept(self) -> None:
         while True:
             try:
                 connection, _ = await self._loop.sock_accept(self._listener)
             except OSError as error:  # too many open files, say
                 logger.error("A rank cannot be billed by its node's agent yet: %s", error)
-                await asyncio.sleep(_TICK_S)
+                await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
             uid, pid = peer_uid_and_pid(connection)
             if uid not in (os.geteuid(), 0):
@@ -184,11 +187,27 @@ class NodeAgent:
             self._ranks[connection] = f"process {pid}"
             self._start(self._serve(connection))
 
-    async def _tick(self) -> None:
+    async def _bill_long_gaps(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            for ledger in self._ledgers.values():
-                self._guarded(ledger.settle)
+            for ledger in self.ledgers():
+                if ledger.is_behind():
+                    await self._read_and_bill(ledger)
+
+    async def _read_and_bill(self, ledger: GpuLedger) -> None:
+        """Bill up to now, unless the driver hangs: that thread is left behind."""
+        readings: list[Reading | None] = []
+        read = asyncio.Event()
+
+        def look() -> None:
+            readings.append(ledger.read())
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(read.set)
+
+        threading.Thread(target=look, name="envpipe-reading", daemon=True).start()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(read.wait(), _READ_S)
+            self._guarded(ledger.bill_up_to, readings[0])
 
     async def _serve(self, connection: socket.socket) -> None:
         """Take what a rank says, until it ends."""
@@ -224,9 +243,8 @@ class NodeAgent:
             connection.close()
             try:
                 if ledger is not None:
-                    await asyncio.to_thread(ledger.look)
-                    self._guarded(ledger.finish)
-            finally:  # also where the agent is told to end just now
+                    await self._read_and_bill(ledger)
+            finally:  # also where the agent ends just now
                 del self._ranks[connection]
                 self._changed.set()
 
@@ -255,7 +273,7 @@ class NodeAgent:
         return self._ledgers[uid]
 
     def _guarded(self, action: Callable[..., None], *arguments: Any, **named: Any) -> None:
-        """Whatever fails here ends neither the agent nor training; it is told once while it lasts.
+        """Whatever fails here ends neither the agent nor training; it is said once while it lasts.
 
         Where the log cannot be written, the next line that can be has the energy.
         """
@@ -270,8 +288,7 @@ class NodeAgent:
         self._failure = None
         self._uplink.grown()
 
-    async def _patiently(self, waiting: Coroutine[Any, Any, object]) -> None:
-        """Wait for something, unless somebody is in a hurry."""
+    async def _unless_hurried(self, waiting: Coroutine[Any, Any, object]) -> None:
         tasks = [asyncio.ensure_future(task) for task in (waiting, self._hurried.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -289,13 +306,11 @@ class NodeAgent:
 
     async def _finish(self, exit_code: int, wait_s: float) -> list[str]:
         await self._hang_up()  # on ranks that no signal could end: nothing follows the last note
-        for ledger in self._ledgers.values():
-            await asyncio.to_thread(ledger.look)
-            self._guarded(ledger.finish)
+        await asyncio.gather(*map(self._read_and_bill, self.ledgers()))
         self._guarded(self.log.end, exit_code)
-        await self._patiently(self._uplink.all_known(wait_s))
+        await self._unless_hurried(self._uplink.all_known(wait_s))
         if not self._collects:
             return []
-        await self._patiently(self._collector.all_ended(wait_s))
-        await self._collector.close()  # whoever shows the bill now shows one that stays as it is
-        return self._collector.running()
+        await self._unless_hurried(self._collector.all_ended(wait_s))
+        await self._collector.close()  # the bill that is shown now stays as it is
+        return self._collector.bill.running()

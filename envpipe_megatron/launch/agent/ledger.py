@@ -1,0 +1,177 @@
+"""Bills one GPU without a gap, whatever becomes of its rank."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from envpipe_megatron.formats.energy import (
+    BETWEEN,
+    ENERGY_FORMAT,
+    EnergyWindow,
+    parse_line,
+    read_amount,
+)
+from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.runtime.energy.meter import RESOLUTION_J
+
+logger = logging.getLogger(__name__)
+
+#: Without a window for this long, the counter is read: an evaluation, say, not an iteration.
+_LONGEST_GAP_S = 300.0
+#: How far in the future a window may end, for what rounding does.
+_SOON_S = 5.0
+
+
+class Reading(NamedTuple):
+    """Where a GPU's energy counter stood at an instant on the GPU's time base."""
+
+    time_s: float
+    energy_j: float
+    uncertainty_j: float
+
+
+class GpuLedger:
+    """Lays the windows of a GPU's ranks end to end.
+
+    A rank meters its GPU and says where the counter stood at both ends of each window. What lies
+    between two windows is billed as phase `between`, and so is what lies behind the last one, up to
+    a reading of the counter here. So all lines of a GPU add up to the difference of two readings of
+    its counter: when its rank first said hello and when the last one ended. Nothing polls the
+    counter here. What a counter that went back had counted since the last line is lost.
+
+    Args:
+        gpu: opened for reading alone.
+        labels: what every line says of it.
+        write: gets each line.
+
+    Raises:
+        GpuError: the GPU does not tell the time.
+    """
+
+    def __init__(
+        self, gpu: Gpu, labels: Mapping[str, Any], write: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.gpu = gpu
+        self.labels = dict(labels)
+        self._write = write
+        self._last_iteration: int | None = 0
+        self._failing = False
+        self._most_metered_j = 0.0
+        gpu.time_s()
+        #: Where the last line ended, None as long as that is not known; and J that were billed.
+        self._billed: tuple[Reading | None, float] = self.read(), 0.0
+
+    @property
+    def energy_j(self) -> float:
+        """J that were billed."""
+        return self._billed[1]
+
+    @property
+    def metered_j(self) -> float:
+        """J up to now, billed or not yet; never less than before. Reads the counter."""
+        now, (until, energy_j) = self.read(), self._billed
+        if now is not None and until is not None:
+            energy_j += max(0.0, now.energy_j - until.energy_j)
+        self._most_metered_j = max(self._most_metered_j, energy_j)
+        return self._most_metered_j
+
+    def read(self) -> Reading | None:
+        """Read the counter, which may take 0.1 s; None where it cannot be read."""
+        try:
+            reading = self.gpu.read_energy()
+            off_s = reading.time_uncertainty_s
+            off_j = off_s * self.gpu.power_w if off_s else 0.0
+        except Exception as error:  # a driver may fail in any way
+            if not self._failing:  # said once while it lasts
+                logger.error("The energy counter of %s cannot be read: %s", self.gpu.name, error)
+            self._failing = True
+            return None
+        self._failing = False
+        return Reading(reading.time_s, reading.energy_j, off_j)
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        """Bill a rank's window, a line of `EnergyLog` with the counter's readings.
+
+        Raises:
+            ValueError, TypeError, KeyError, OverflowError: it is none; nothing has changed.
+            OSError: it cannot be written; its energy will be in the next line.
+        """
+        whole = {**self.labels, **line}
+        begin_s = whole["begin_s"]
+        end_s = begin_s + whole["duration_s"]
+        begin, end = (
+            Reading(time_s, *map(read_amount, whole.pop(name)))
+            for name, time_s in (("begin_counter", begin_s), ("end_counter", end_s))
+        )
+        if not isinstance(parse_line(json.dumps(whole).encode()), EnergyWindow):
+            raise ValueError("Not a window of training")
+        if not begin_s <= end_s <= self.gpu.time_s() + _SOON_S:
+            raise ValueError(f"A window that ends at {end_s} s, which is still to come")
+        self.bill_up_to(begin)
+        until = self._billed[0] or begin
+        if end_s <= until.time_s:
+            return  # billed already, as part of a long gap
+        share = min(1.0, (end_s - until.time_s) / (end_s - begin_s))
+        for name in ("compute_s", "blocking_s"):
+            if whole.get(name) is not None:
+                whole[name] *= share
+        self._bill(whole, end)
+        self._last_iteration = whole.get("last_iteration")
+
+    def is_behind(self) -> bool:
+        """Whether no window has come for so long that the counter should be read and billed."""
+        until = self._billed[0]
+        return until is None or self.gpu.time_s() - until.time_s > _LONGEST_GAP_S
+
+    def bill_up_to(self, end: Reading | None) -> None:
+        """Bill as `between` what no window had up to a reading, if there is one.
+
+        Raises:
+            OSError: it cannot be written; its energy will be in the next line.
+        """
+        if end is None:
+            return
+        until = self._billed[0]
+        if until is None:
+            self._billed = end, 0.0
+        elif end.time_s > until.time_s:
+            line = {
+                "format": ENERGY_FORMAT,
+                **self.labels,
+                "phase": BETWEEN,
+                "first_iteration": self._last_iteration,
+                "last_iteration": self._last_iteration,
+                "compute_s": 0.0,
+                "blocking_s": 0.0,
+            }
+            self._bill(line, end)
+
+    def _bill(self, line: dict[str, Any], end: Reading) -> None:
+        """Bill from the end of the last line to a reading."""
+        until, billed_j = self._billed
+        assert until is not None
+        energy_j = end.energy_j - until.energy_j
+        if energy_j < 0:
+            logger.error(
+                "The energy counter of %s went back, as it does when a driver is loaded anew: what "
+                "it had counted after %.1f s is lost",
+                self.gpu.name,
+                until.time_s,
+            )
+            self._billed = end, billed_j
+            return
+        line["begin_s"], line["duration_s"] = until.time_s, end.time_s - until.time_s
+        line["energy_j"] = energy_j
+        line["energy_uncertainty_j"] = math.hypot(
+            until.uncertainty_j, end.uncertainty_j, RESOLUTION_J
+        )
+        compute_s, blocking_s = line.get("compute_s"), line.get("blocking_s")
+        if compute_s is not None and blocking_s is not None:
+            line["idle_s"] = max(0.0, line["duration_s"] - compute_s - blocking_s)
+        self._write(line)
+        # Only now: what could not be written is in the next line.
+        self._billed = end, billed_j + energy_j

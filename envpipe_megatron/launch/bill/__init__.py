@@ -1,0 +1,1 @@
+"""The job's energy bill: sums of the lines of its nodes, as tables, sentences and files."""

@@ -1,0 +1,285 @@
+"""The energy log of one GPU: which windows it writes, also when counter or disk fail."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing as mp
+import resource
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_gpu import FakeGpu
+
+from envpipe_megatron.formats.energy import append_line, read_energy_logs
+from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.runtime.energy import log as energy_log
+from envpipe_megatron.runtime.energy.log import EnergyLog, PhaseTotals, Window
+from envpipe_megatron.runtime.energy.meter import EnergyMeter
+
+
+class Logged:
+    """A GPU whose time a test sets, its meter and its log."""
+
+    def __init__(self, path: Path | None, **gpu: Any) -> None:
+        self.gpu = FakeGpu(**gpu)
+        self.meter = EnergyMeter(self.gpu, poll_s=3600)  # samples when a test asks: `at`
+        self.path = path
+        self.log = EnergyLog(self.meter, partial(append_line, path) if path else None, {"rank": 3})
+
+    def at(self, *times_s: float) -> None:
+        """Let time come to these instants, and the meter look there."""
+        for time_s in times_s:
+            self.gpu.now_s = time_s
+            self.meter._sample()
+
+    def step(self, phase: str, iteration: int, begin_s: float, duration_s: float) -> None:
+        """A step in which half of the time went to units and a tenth to receives."""
+        self.at(*np.arange(begin_s, begin_s + duration_s, 0.05), begin_s + duration_s)
+        self.log.add(step(phase, iteration, begin_s, duration_s))
+
+    def run(self, steps: list[tuple[str, float]], start_s: float = 0.0) -> list[dict[str, Any]]:
+        """Steps of these phases and lengths one after the other; return the lines."""
+        begin_s = start_s
+        for iteration, (phase, duration_s) in enumerate(steps):
+            self.step(phase, iteration, begin_s, duration_s)
+            begin_s += duration_s
+        self.at(begin_s + 0.1)
+        self.log.close()
+        return self.lines()
+
+    def lines(self) -> list[dict[str, Any]]:
+        if self.path is None or not self.path.is_file():
+            return []
+        return [json.loads(line) for line in self.path.read_text().split("\n")[:-1]]
+
+
+def step(phase: str, iteration: int, begin_s: float, duration_s: float) -> Window:
+    return Window(
+        phase,
+        iteration,
+        iteration,
+        begin_s,
+        begin_s + duration_s,
+        compute_s=duration_s / 2,
+        blocking_s=duration_s / 10,
+    )
+
+
+@pytest.fixture
+def logged(tmp_path) -> Iterator[Logged]:
+    made = Logged(tmp_path / "log")
+    yield made
+    made.meter.close()
+
+
+def iterations(lines: list[dict[str, Any]]) -> list[int]:
+    return [i for line in lines for i in range(line["first_iteration"], line["last_iteration"] + 1)]
+
+
+def stall(gpu: FakeGpu, monkeypatch) -> None:
+    reading = gpu.read_energy()
+    monkeypatch.setattr(gpu, "read_energy", lambda: reading)
+
+
+def uneven_j(time_s: float) -> float:
+    """A counter whose power is never the same."""
+    return 100 * time_s + 20 * np.sin(3 * time_s)
+
+
+def test_windows_keep_phases_apart_and_last_long_enough(logged):
+    phases = ["warm-up"] * 3 + ["profile"] * 7 + ["steady"] * 20
+    lines = logged.run([(phase, 0.27) for phase in phases])
+    assert iterations(lines) == list(range(30))
+    for line, after in zip(lines, [*lines[1:], None], strict=True):
+        assert {phases[number] for number in iterations([line])} == {line["phase"]}
+        # Only the last window of a phase may be short.
+        ends_phase = after is None or after["phase"] != line["phase"]
+        assert line["duration_s"] >= 1.0 - 1e-9 or ends_phase
+
+
+@pytest.mark.parametrize("duration_s", [0.03, 0.27, 0.9, 2.4])
+def test_windows_add_up_to_the_whole(logged, duration_s):
+    """Also where steps are shorter than a refresh; later looks change no figure."""
+    logged.gpu.counter_j = uneven_j
+    count = int(6 / duration_s) + 1
+    lines = logged.run([("steady", duration_s)] * count, start_s=0.5)
+    whole_s = count * duration_s
+    assert sum(line["duration_s"] for line in lines) == pytest.approx(whole_s)
+    total_j = sum(line["energy_j"] for line in lines)
+    truth_j = uneven_j(0.5 + whole_s) - uneven_j(0.5)
+    assert total_j == pytest.approx(truth_j, rel=0.01)  # its ends lie between two refreshes
+    totals = logged.log.totals["steady"]
+    assert (totals.energy_j, totals.duration_s) == pytest.approx((total_j, whole_s))
+    assert totals.iterations == count
+    for one, other in itertools.pairwise(lines):
+        assert one["begin_s"] + one["duration_s"] == pytest.approx(other["begin_s"])
+    corners_s = np.arange(0, 100) * 0.1
+    corners_j = [uneven_j(time_s) for time_s in corners_s]
+    for line in lines[:-1]:
+        ends_s = [line["begin_s"], line["begin_s"] + line["duration_s"]]
+        begin_j, end_j = np.interp(ends_s, corners_s, corners_j)
+        assert line["energy_j"] == pytest.approx(end_j - begin_j)
+
+
+def test_what_a_line_says(logged):
+    lines = logged.run([("steady", 0.5)] * 6)
+    assert lines[0] == {
+        "format": "envpipe-energy/1",
+        "rank": 3,
+        "phase": "steady",
+        "first_iteration": 0,
+        "last_iteration": 1,
+        "begin_s": 0.0,
+        "duration_s": pytest.approx(1.0),
+        "energy_j": pytest.approx(100),
+        "energy_uncertainty_j": pytest.approx(0.001),
+        "compute_s": pytest.approx(0.5),
+        "blocking_s": pytest.approx(0.1),
+        "idle_s": pytest.approx(0.4),
+    }
+    assert logged.log.totals == {
+        "steady": PhaseTotals(*(pytest.approx(x) for x in (300, 0.001 * 3**0.5, 3, 1.5, 0.3)), 6)
+    }
+
+
+def test_lines_for_an_agent_say_where_the_counter_stood(logged):
+    lines: list[dict[str, Any]] = []
+    log = EnergyLog(logged.meter, lines.append, {}, with_counter=True)
+    logged.gpu.counter_j = lambda time_s: 7000 + 100 * time_s
+    logged.at(*np.arange(0.1, 3.05, 0.1))
+    log.add(step("steady", 0, 1.05, 1.5))
+    log.close()
+    (line,) = lines
+    assert line["begin_counter"] == pytest.approx((7105, 0.0), abs=1e-9)
+    assert line["end_counter"] == pytest.approx((7255, 0.0), abs=1e-9)
+    assert "begin_counter" not in logged.run([("steady", 1.0)], 3.0)[0]
+
+
+def test_what_is_not_training_is_not_billed(logged):
+    logged.step("steady", 0, 0.0, 0.5)
+    logged.log.interrupt()  # an evaluation of one second
+    logged.step("steady", 1, 1.5, 0.5)
+    logged.at(2.1)
+    logged.log.close()
+    assert [line["duration_s"] for line in logged.lines()] == pytest.approx([0.5, 0.5])
+
+
+def test_a_framework_may_count_anew(logged):
+    logged.step("steady", 9, 0.0, 0.5)
+    logged.step("steady", 6, 0.5, 0.5)
+    logged.log.close()
+    (line,) = logged.lines()
+    assert (line["first_iteration"], line["last_iteration"]) == (6, 9)
+
+
+# A counter that fails ------------------------------------------------------------------------
+
+
+def test_a_failing_counter_stops_the_log_and_not_training(logged, caplog):
+    for iteration in range(5):
+        logged.step("steady", iteration, iteration, 1.0)
+    logged.gpu.error = GpuError("the driver is gone")
+    logged.meter.catch_up()
+    for iteration in range(5, 10):
+        logged.log.add(step("steady", iteration, iteration, 1.0))
+    logged.log.close()
+    lines = logged.lines()
+    assert lines[-1]["last_iteration"] == 4  # what the counter had passed
+    assert sum(line["energy_j"] for line in lines) == pytest.approx(500)
+    assert caplog.text.count("the driver is gone") == 1
+
+
+def test_a_window_grows_while_the_counter_stands_still(logged, monkeypatch, caplog):
+    for iteration in range(40):
+        if iteration in (10, 28):
+            stall(logged.gpu, monkeypatch)
+        if iteration in (20, 38):
+            monkeypatch.undo()
+        logged.step("steady", iteration, 0.5 * iteration, 0.5)
+    logged.log.close()
+    lines = logged.lines()
+    assert iterations(lines) == list(range(40))  # the counter had counted on: nothing is lost
+    assert sum(line["energy_j"] for line in lines) == pytest.approx(2000)
+    assert max(line["duration_s"] for line in lines) > 5
+    assert caplog.text.count("no refresh of the counter since") == 2  # once each time
+
+
+def test_a_counter_that_never_comes_back_ends_the_log_at_its_last_refresh(logged, monkeypatch):
+    for iteration in range(40):
+        if iteration == 13:
+            stall(logged.gpu, monkeypatch)
+        logged.step("steady" if iteration < 30 else "other", iteration, 0.5 * iteration, 0.5)
+    logged.log.close()
+    lines = logged.lines()
+    assert lines[-1]["last_iteration"] == 12
+    assert sum(line["energy_j"] for line in lines) == pytest.approx(650)
+    assert logged.log.totals.keys() == {"steady"}
+    assert logged.log.totals["steady"].iterations == 13
+
+
+def test_windows_that_wait_in_vain_are_given_up_one_by_one(logged, monkeypatch, caplog):
+    monkeypatch.setattr(energy_log, "_MOST_WAITING", 2)
+    logged.at(*np.arange(0.0, 1.05, 0.1))
+    stall(logged.gpu, monkeypatch)
+    for iteration in range(6):  # a phase each: four are waiting before the last is counted
+        logged.log.add(step(f"phase {iteration}", iteration, iteration + 2.0, 1.0))
+    monkeypatch.undo()
+    logged.at(*np.arange(1.1, 8.15, 0.1))
+    logged.log.close()
+    # The counter had counted on, for those that nobody had given up.
+    totals = logged.log.totals
+    assert list(totals) == ["phase 3", "phase 4", "phase 5"]
+    assert [total.energy_j for total in totals.values()] == pytest.approx([100] * 3)
+    assert caplog.text.count("has a gap") == 1
+
+
+def test_a_counter_that_goes_back_costs_one_window(logged, caplog):
+    logged.gpu.counter_j = lambda time_s: 100 * (time_s if time_s < 10.2 else time_s - 10.2)
+    lines = logged.run([("steady", 0.5)] * 40)
+    assert all(line["energy_j"] == pytest.approx(100 * line["duration_s"]) for line in lines)
+    assert 20 - sum(line["duration_s"] for line in lines) == pytest.approx(1.0, abs=0.6)
+    assert lines[-1]["last_iteration"] == 39
+    assert caplog.text.count("went back") == 1
+
+
+# A disk that fails ---------------------------------------------------------------------------
+
+
+def test_a_full_disk_ends_the_log_and_not_training(caplog):
+    """A device that is always full: it takes the file's open, and no byte."""
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    logged = Logged(Path("/dev/full"))
+    logged.run([("steady", 0.5)] * 20)
+    assert logged.log.totals["steady"].energy_j == pytest.approx(1000)  # counted to the end
+    assert caplog.text.count("The energy log ends, training goes on") == 1
+    assert "No space left on device: '/dev/full'" in caplog.text
+    logged.meter.close()
+
+
+def _train_with_room_for(path: Path, most_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+    logged = Logged(path)
+    logged.run([("steady", 0.5)] * 40)
+    assert logged.log.totals["steady"].energy_j == pytest.approx(2000)
+
+
+@pytest.mark.parametrize("most_bytes", [0, 1500])
+def test_what_was_flushed_before_the_disk_was_full_stays_readable(tmp_path, most_bytes):
+    path = tmp_path / "log"
+    process = mp.get_context("fork").Process(target=_train_with_room_for, args=(path, most_bytes))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert path.stat().st_size <= most_bytes
+    whole = path.read_bytes().split(b"\n")[:-1]
+    assert len(whole) >= most_bytes // 300  # a line takes less
+    if whole:
+        logs = read_energy_logs([path])
+        assert len(logs.windows) == len(whole)
+        assert len(logs.unreadable) <= 1  # the line that did not fit

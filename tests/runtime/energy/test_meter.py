@@ -1,0 +1,336 @@
+"""The meter of one GPU's energy counter."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fake_gpu import FakeGpu
+
+from envpipe_megatron.gpu.base import EnergyReading, GpuError
+from envpipe_megatron.runtime.energy import meter as energy_meter
+from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
+
+
+@pytest.fixture
+def gpu() -> FakeGpu:
+    return FakeGpu()
+
+
+@pytest.fixture
+def meter(gpu) -> Iterator[EnergyMeter]:
+    made = EnergyMeter(gpu, poll_s=3600)  # samples when a test asks: `at`
+    yield made
+    made.close()
+
+
+def at(meter: EnergyMeter, gpu: FakeGpu, *times_s: float) -> None:
+    """Let time come to these instants, and the meter look there."""
+    for time_s in times_s:
+        gpu.now_s = time_s
+        meter._sample()
+
+
+def test_windows_of_constant_pieces_are_exact(gpu, meter):
+    """Power changes at refreshes alone, so the line between two refreshes is the truth."""
+    powers_w = [100, 300, 50, 50, 400, 0, 250]
+    corners_s = np.arange(len(powers_w) + 1) * 0.1
+    energies_j = np.concatenate(([7.0], 7.0 + np.cumsum(powers_w) * 0.1))
+    gpu.counter_j = lambda time_s: float(np.interp(time_s, corners_s, energies_j))
+    # Looked at three times between refreshes; the counter stands still meanwhile.
+    meter.close()
+    meter = EnergyMeter(gpu, poll_s=3600)
+    at(meter, gpu, *np.arange(0, 0.7, 0.033), 0.7)
+    for start_s, end_s in [(0.0, 0.7), (0.1, 0.3), (0.05, 0.61), (0.42, 0.44), (0.3, 0.3)]:
+        wanted_j = np.interp(end_s, corners_s, energies_j) - np.interp(
+            start_s, corners_s, energies_j
+        )
+        assert meter.energy_j(start_s, end_s) == pytest.approx(wanted_j, abs=1e-9)
+    meter.close()
+
+
+def test_end_past_the_last_refresh_goes_on_at_the_last_power(gpu, meter):
+    at(meter, gpu, 0.1, 0.2, 0.25)
+    assert meter.energy_j(0.1, 0.25) == pytest.approx(15)
+
+
+def test_energy_before_the_meter_began_is_refused(gpu):
+    gpu.now_s = 3.05
+    meter = EnergyMeter(gpu, poll_s=3600)
+    at(meter, gpu, 3.2)
+    assert meter.energy_j(3.0, 3.2) == pytest.approx(20)
+    with pytest.raises(MeterError, match="began before the meter"):
+        meter.energy_j(2.9, 3.2)
+    meter.close()
+
+
+def test_old_samples_are_forgotten(gpu):
+    meter = EnergyMeter(gpu, poll_s=3600, horizon_s=3.0)
+    for now_s in np.arange(0.1, 10.05, 0.1):
+        at(meter, gpu, now_s)
+        back_s = min(now_s, 2.8)  # and a refresh
+        assert meter.energy_j(now_s - back_s, now_s) == pytest.approx(100 * back_s)
+    assert len(meter._times_s) <= 39
+    assert len(meter._energies_j) == len(meter._time_uncertainties_s) == len(meter._times_s)
+    assert meter.energy_j(9.0, 10.0) == pytest.approx(100)
+    meter.close()
+
+
+def test_its_thread_sees_refreshes_by_itself(gpu):
+    meter = EnergyMeter(gpu, poll_s=0.001)
+    for refresh in range(1, 4):
+        gpu.now_s = refresh / 10
+        for _ in range(10_000):
+            if meter.last_refresh_s > gpu.now_s - 1e-9:
+                break
+            threading.Event().wait(0.001)
+    meter.close()
+    assert list(meter._energies_j) == pytest.approx([0, 10, 20, 30])
+
+
+def test_between_two_polls_the_counter_is_read_where_it_is_asked_for_alone(gpu, monkeypatch):
+    monkeypatch.setattr(energy_meter, "_LOOK_TIMEOUT_S", 3600)  # a look ends when it was taken
+    reads = []
+    read_energy = gpu.read_energy
+    monkeypatch.setattr(gpu, "read_energy", lambda: (reads.append(1), read_energy())[1])
+    meter = EnergyMeter(gpu, poll_s=3600)
+    for wanted in range(1, 6):
+        assert len(reads) == wanted
+        meter.catch_up()
+    meter.close()
+
+
+def test_failing_counter_is_a_named_error(gpu, meter):
+    gpu.error = GpuError("the driver is gone")
+    meter.catch_up()
+    with pytest.raises(MeterError, match="the driver is gone"):
+        meter.energy_j(0.0, 1.0)
+
+
+def test_only_its_own_thread_reads(gpu, monkeypatch):
+    """Not at the start, nor for a window that ends just now."""
+    readers = set()
+    read_energy = gpu.read_energy
+    monkeypatch.setattr(
+        gpu, "read_energy", lambda: (readers.add(threading.current_thread().name), read_energy())[1]
+    )
+    meter = EnergyMeter(gpu, poll_s=0.001)
+    for end_s in (0.3, 0.6, 0.9):
+        gpu.now_s = end_s
+        meter.catch_up()
+        assert meter.energy_j(end_s - 0.3, end_s) == pytest.approx(30)
+    meter.close()
+    assert readers == {"envpipe-meter"}
+
+
+def test_a_driver_that_hangs_holds_nobody_up_for_long(gpu, monkeypatch):
+    monkeypatch.setattr(energy_meter, "_LOOK_TIMEOUT_S", 0.01)
+    answers = threading.Event()
+    read_energy = gpu.read_energy
+    monkeypatch.setattr(gpu, "read_energy", lambda: (answers.wait(60), read_energy())[1])
+    meter = EnergyMeter(gpu, poll_s=3600)
+    assert meter.last_refresh_s == -math.inf
+    assert meter._thread.daemon  # nor does it keep the process
+    with pytest.raises(MeterError, match="has not refreshed"):
+        meter.energy_j(0.0, 0.1)
+    answers.set()
+    meter.catch_up()
+    meter.close()
+
+
+@pytest.mark.parametrize("stalled", ["energy and time", "time alone"])
+def test_a_counter_that_stands_still_is_not_extrapolated_for_ever(gpu, meter, monkeypatch, stalled):
+    at(meter, gpu, *np.arange(0.1, 2.05, 0.1))
+    reading = gpu.read_energy()
+
+    def standing_still():
+        moves_j = 0 if stalled == "energy and time" else 100 * gpu.now_s
+        return EnergyReading(reading.energy_j + moves_j, reading.time_s)
+
+    read_energy = gpu.read_energy
+    monkeypatch.setattr(gpu, "read_energy", standing_still)
+    at(meter, gpu, *np.arange(2.1, 4.05, 0.1))
+    assert meter.energy_j(1.0, 2.0) == pytest.approx(100)  # seen before
+    assert meter.energy_j(1.0, 2.25) == pytest.approx(125)  # the last power holds for a while
+    for end_s in (2.35, 4.0, 1e9):
+        with pytest.raises(MeterError, match=r"has not refreshed since 2\.0"):
+            meter.energy_j(1.0, end_s)
+    monkeypatch.setattr(gpu, "read_energy", read_energy)
+    at(meter, gpu, 4.1, 4.2)
+    assert meter.energy_j(1.0, 4.2) == pytest.approx(320)  # the counter had counted on
+
+
+def test_a_counter_that_goes_back_spoils_the_windows_across_it_alone(gpu, meter):
+    def reloaded_j(time_s):
+        return 1000 + 100 * time_s if time_s < 2.05 else 50 * (time_s - 2.0)
+
+    gpu.counter_j = reloaded_j
+    meter.close()
+    meter = EnergyMeter(gpu, poll_s=3600)
+    at(meter, gpu, *np.arange(0.1, 2.15, 0.1))
+    assert meter.energy_j(1.0, 2.0) == pytest.approx(100)
+    with pytest.raises(MeterError, match="went back"):  # one refresh tells no power yet
+        meter.energy_j(2.1, 2.15)
+    at(meter, gpu, *np.arange(2.2, 4.05, 0.1))
+    for start_s, end_s in [(1.0, 3.0), (1.95, 2.05), (2.0, 2.1), (2.05, 3.0), (0.0, 4.0)]:
+        with pytest.raises(MeterError, match="went back"):
+            meter.energy_j(start_s, end_s)
+    for start_s, end_s, wanted_j in [(0.5, 2.0, 150), (2.1, 3.1, 50), (2.1, 2.15, 2.5)]:
+        assert meter.energy_j(start_s, end_s) == pytest.approx(wanted_j)
+    meter.close()
+
+
+def test_no_energy_is_ever_negative_whatever_the_counter_does(gpu):
+    """Stalls, resets, errors and lost refreshes at random: a window is right or refused."""
+    rng = np.random.default_rng(5)
+    gpu.counter_j = lambda time_s: 200 * time_s
+    metered = refused = 0
+    offset_j = 0.0
+    for _ in range(20):
+        meter = EnergyMeter(gpu, poll_s=3600)
+        start_s = gpu.now_s
+        for _ in range(200):
+            event = rng.random()
+            if event < 0.02:
+                offset_j -= 10_000
+                gpu.counter_j = lambda time_s, o=offset_j: 200 * time_s + o
+            gpu.now_s += 0.1 if event < 0.9 else rng.uniform(0.1, 2.0)
+            gpu.error = GpuError("lost") if 0.1 < event < 0.2 else None
+            meter._try_sample()
+            begin_s = rng.uniform(start_s + 0.1, gpu.now_s)
+            end_s = rng.uniform(begin_s, gpu.now_s)
+            try:
+                energy = meter.window(begin_s, end_s)
+            except MeterError:
+                refused += 1
+            else:
+                metered += 1
+                assert energy.energy_j == pytest.approx(200 * (end_s - begin_s), abs=1e-6)
+                assert energy.uncertainty_j >= 0
+        gpu.error = None
+        meter.close()
+    assert metered > 500
+    assert refused > 100
+
+
+def test_a_read_that_fails_once_spoils_nothing(gpu, meter):
+    at(meter, gpu, 0.1, 0.2)
+    gpu.error = GpuError("busy")
+    gpu.now_s = 0.3
+    meter.catch_up()
+    with pytest.raises(MeterError, match="busy"):
+        meter.energy_j(0.0, 0.3)
+    gpu.error = None
+    at(meter, gpu, 0.4, 0.5)
+    meter.catch_up()
+    assert meter.error is None
+    assert meter.energy_j(0.0, 0.5) == pytest.approx(50)
+
+
+def test_the_least_window_is_ten_refreshes_as_seen(gpu, meter):
+    assert meter.min_window_s == pytest.approx(1.0)  # NVML's, before any was seen
+    meter.close()
+    gpu.refresh_s = 0.02
+    meter = EnergyMeter(gpu, poll_s=3600)
+    at(meter, gpu, *np.arange(0.02, 1.01, 0.01), 1.3)  # and some were missed
+    assert meter.min_window_s == pytest.approx(0.2)
+    gpu.refresh_s = 0.1
+    at(meter, gpu, *np.arange(1.4, 4.05, 0.1))
+    assert meter.min_window_s == pytest.approx(1.0)  # lately
+    meter.close()
+
+
+@pytest.mark.parametrize("alternate_s", [0.007, 0.03, 0.13, 0.7])
+@pytest.mark.parametrize("time_off_s", [0.0, 0.02])
+def test_windows_are_as_uncertain_as_they_say(gpu, monkeypatch, alternate_s, time_off_s):
+    """Work and waits of random lengths, also shorter than a refresh, and instants told wrongly."""
+    rng = np.random.default_rng(int(1000 * alternate_s))
+    corners_s = np.cumsum(rng.uniform(0.5, 1.5, int(120 / alternate_s)) * alternate_s)
+    corners_s = np.concatenate(([0.0], corners_s))
+    powers_w = np.where(np.arange(corners_s.size - 1) % 2, 300.0, 90.0)
+    corners_j = np.concatenate(([0.0], np.cumsum(np.diff(corners_s) * powers_w)))
+
+    def truth_j(time_s):
+        return float(np.interp(time_s, corners_s, corners_j))
+
+    gpu.counter_j = truth_j
+    read_energy = gpu.read_energy
+
+    def told_late():
+        reading = read_energy()
+        off_s = rng.uniform(-time_off_s, time_off_s)
+        return EnergyReading(reading.energy_j, reading.time_s + off_s, time_off_s)
+
+    monkeypatch.setattr(gpu, "read_energy", told_late)
+    gpu.now_s = 1.0
+    meter = EnergyMeter(gpu, poll_s=3600)
+    at(meter, gpu, *np.arange(1.1, 100, 0.1))
+    errors, uncertainties = [], []
+    for _ in range(400):
+        start_s = rng.uniform(2, 95)
+        end_s = start_s + rng.uniform(1, 4)
+        energy = meter.window(start_s, end_s)
+        errors.append(abs(energy.energy_j - (truth_j(end_s) - truth_j(start_s))))
+        uncertainties.append(energy.uncertainty_j)
+    meter.close()
+    assert np.mean(np.array(errors) <= 2 * np.array(uncertainties)) >= 0.95
+    # Nor is it a figure that any error would keep within.
+    assert 0.05 < np.linalg.norm(errors) / np.linalg.norm(uncertainties) < 1
+
+
+def test_a_refresh_that_was_missed_makes_an_end_less_certain(gpu, meter):
+    gpu.refresh_s = 0.125
+    gpu.counter_j = lambda time_s: 100 * time_s + 200 * min(max(0.0, time_s - 0.25), 0.25)
+    at(meter, gpu, 0.125, 0.25, 0.5, 0.625)
+    spread_w = np.std([100, 100, 300, 100])
+    wanted_j = spread_w * math.hypot(0.125, 0.25)
+    assert meter.window(0.0, 0.4).uncertainty_j == pytest.approx(wanted_j, rel=1e-6)
+
+
+def test_the_uncertainty_of_a_window_by_hand(gpu, monkeypatch):
+    """Ten refreshes at 100 W, ten at 300 W, and one whose instant is known to 10 ms."""
+    gpu.refresh_s = 0.125
+    gpu.counter_j = lambda time_s: 100 * time_s + 200 * max(0.0, time_s - 1.25)
+    read_energy = gpu.read_energy
+
+    def some_told_late():
+        reading = read_energy()
+        return replace(reading, time_uncertainty_s=0.01 if reading.time_s == 0.375 else 0.0)
+
+    monkeypatch.setattr(gpu, "read_energy", some_told_late)
+    meter = EnergyMeter(gpu, poll_s=3600)
+    now = meter.window(0.0, 0.0)  # nothing is known but this instant
+    assert (now.energy_j, now.uncertainty_j) == (0.0, 0.001)
+    at(meter, gpu, 0.125)
+    # A single power: it may have been anything.
+    assert meter.window(0.0, 0.1).uncertainty_j == pytest.approx(math.hypot(12.5, 12.5), rel=1e-6)
+    at(meter, gpu, *np.arange(0.25, 1.51, 0.125))
+
+    def spread_w(low: int, high: int) -> float:
+        """Of so many powers before the step and after it."""
+        return 200 * math.sqrt(low * high) / (low + high)
+
+    past_j = meter.window(0.0, 1.8).uncertainty_j  # 0.3 s past the last refresh
+    assert past_j == pytest.approx(spread_w(4, 2) * 0.3, rel=1e-6)
+    at(meter, gpu, *np.arange(1.625, 2.51, 0.125))
+    for start_s, end_s, wanted_j in [
+        (0.0, 0.6, 0.0),  # the five refreshes on each side have the same power
+        (0.0, 0.7, spread_w(10, 1) * 0.125),
+        (0.0, 1.5, spread_w(4, 7) * 0.125),
+        (0.0, 1.8, spread_w(1, 10) * 0.125),
+        (0.0, 1.9, 0.0),
+        (0.0, 2.6, 0.0),
+        (1.5, 1.5, math.sqrt(2) * spread_w(4, 7) * 0.125),
+        (0.2, 0.6, 0.0),
+        (0.3, 0.6, 100 * 0.01),
+        (0.45, 0.6, 100 * 0.01),
+        (0.55, 0.6, 0.0),
+    ]:
+        found_j = meter.window(start_s, end_s).uncertainty_j
+        assert found_j == pytest.approx(math.hypot(wanted_j, 0.001), rel=1e-6), (start_s, end_s)
+    meter.close()
+    assert not meter._thread.is_alive()
