@@ -111,7 +111,6 @@ class Measured:
 class Sent:
     """What one process sent."""
 
-
     total_j: float
     latencies_s: list[float]
     lag_max_bytes: int
