@@ -18,6 +18,12 @@ def message(number: int) -> torch.Tensor:
     return torch.full(plain_stages.SHAPE, float(number))
 
 
+def expecting(count: int) -> P2PChannel:
+    channel = plain_stages.channel(10)
+    channel.expect({Kind.FORWARD: count}, plain_stages.SPECS)
+    return channel
+
+
 def received(channel: P2PChannel, number: int, kind: Kind = Kind.FORWARD) -> float:
     """First element of what was received; all elements are alike."""
     (tensor,) = channel.receive(unit(kind, number))
@@ -28,8 +34,7 @@ def received(channel: P2PChannel, number: int, kind: Kind = Kind.FORWARD) -> flo
 
 def many_pending(rank: int, count: int) -> Any:
     """Stage 0 sends `count` messages while stage 1 takes none; then stage 1 takes all."""
-    channel = plain_stages.channel(10)
-    channel.expect({Kind.FORWARD: count if rank == 1 else 0}, plain_stages.SPECS)
+    channel = expecting(count if rank == 1 else 0)
     times_s, messages = [], []
     if rank == 0:
         for number in range(count):
@@ -45,8 +50,7 @@ def many_pending(rank: int, count: int) -> Any:
 
 def swapped(rank: int, count: int) -> Any:
     """Stage 0 frees its outputs as Megatron does, while their sends are pending."""
-    channel = plain_stages.channel(10)
-    channel.expect({Kind.FORWARD: count if rank == 1 else 0}, plain_stages.SPECS)
+    channel = expecting(count if rank == 1 else 0)
     messages = []
     if rank == 0:
         for number in range(count):
@@ -65,8 +69,7 @@ def swapped(rank: int, count: int) -> Any:
 
 def transposed(rank: int) -> Any:
     """An output that does not lie in one piece."""
-    channel = plain_stages.channel(10)
-    channel.expect({Kind.FORWARD: 1 if rank == 1 else 0}, plain_stages.SPECS)
+    channel = expecting(int(rank == 1))
     rows, columns = plain_stages.SHAPE
     result = None
     if rank == 0:
@@ -96,51 +99,6 @@ def both_ways(rank: int, count: int) -> Any:
             channel.send(unit(kind, number), [message(number + 100 * rank)])
     channel.end_step()
     return taken
-
-
-def posted_receives(rank: int, count: int) -> Any:
-    """How many messages each receive of stage 1 finds posted and not taken, by direction."""
-    posted: list[int] = []
-    real = dist.irecv
-
-    def irecv(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        posted[-1] += 1
-        return real(tensor, *args, **kwargs)
-
-    channel = plain_stages.channel(10)
-    dist.irecv = irecv
-    try:
-        posted.append(0)
-        channel.expect({Kind.FORWARD: count if rank == 1 else 0}, plain_stages.SPECS)
-        for number in range(count):
-            if rank == 0:
-                channel.send(unit(Kind.FORWARD, number), [message(number)])
-            elif rank == 1:
-                posted.append(0)
-                received(channel, number)
-        channel.end_step()
-    finally:
-        dist.irecv = real
-    return posted
-
-
-def left_over(rank: int) -> str:
-    """Stage 1 expects two messages and takes one."""
-    channel = plain_stages.channel(10)
-    channel.expect({Kind.FORWARD: 2 if rank == 1 else 0}, plain_stages.SPECS)
-    text = ""
-    if rank == 0:
-        for number in range(2):
-            channel.send(unit(Kind.FORWARD, number), [message(number)])
-    elif rank == 1:
-        received(channel, 0)
-        try:
-            channel.end_step()
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-        received(channel, 1)  # so that nothing is left for the next test
-    channel.end_step()
-    return text
 
 
 def several_tensors(rank: int) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 
 from envpipe_megatron.runtime.channel import collectives
 from envpipe_megatron.runtime.channel.collectives import MEDIAN, SUM, make_collectives
-from envpipe_megatron.runtime.channel.host_group import FRAME_BYTES, HostGroup
+from envpipe_megatron.runtime.channel.host_group import HostGroup
 
 
 def exchange(rank: int, pipelines: Sequence[Sequence[int]], fan_in: int) -> dict[str, Any]:
@@ -37,7 +37,16 @@ def exchange(rank: int, pipelines: Sequence[Sequence[int]], fan_in: int) -> dict
         "on_all": [made.on_all(True), made.on_all(rank != 3)],
         "first": [made.first(None), made.first(rank if rank == 5 else None)],
         "from_planner": made.from_planner(str(rank)),
-        "long": len(made.from_planner("x" * FRAME_BYTES * (rank + 7))),
-        "long_of_all": [len(text) for text in made.in_pipeline("x" * 40 * rank)],
         "agreed": made.agreed(lambda: rank),
     }
+
+
+def lengths(rank: int, sizes: Sequence[int]) -> list[bool]:
+    """Whether values of these lengths come as they were, from the planner and from all."""
+    made = make_collectives([range(12)], timedelta(seconds=20))
+    return [
+        made.from_planner(bytes([rank]) * size) == bytes([0]) * size
+        and made.in_pipeline(bytes([rank]) * (size + rank))
+        == [bytes([other]) * (size + other) for other in range(12)]
+        for size in sizes
+    ]

@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime.channel import collectives as runtime_collectives
-from envpipe_megatron.runtime.channel import host_group
 from envpipe_megatron.runtime.channel.collectives import (
     MEDIAN,
     SUM,
@@ -25,7 +23,7 @@ from envpipe_megatron.runtime.channel.collectives import (
     make_collectives,
     tree_groups,
 )
-from envpipe_megatron.runtime.channel.host_group import FRAME_BYTES, HostGroup
+from envpipe_megatron.runtime.channel.host_group import HostGroup
 from envpipe_megatron.runtime.going_on import (
     GoesOnError,
     by_planner,
@@ -35,89 +33,11 @@ from envpipe_megatron.runtime.going_on import (
 )
 
 
-class Wire:
-    """Gloo's exchanges, whose senders have come before their receivers."""
-
-    def __init__(self) -> None:
-        self.sent: dict[Any, list[torch.Tensor]] = {}
-        self.made: list[Any] = []
-
-    def group(self, store: Any, index: int, size: int, timeout: timedelta) -> Any:
-        self.made.append((store, index, size, timeout))
-
-        def work(do: Any) -> Any:
-            return SimpleNamespace(wait=do)
-
-        def put(what: Any, tensor: torch.Tensor) -> None:
-            self.sent.setdefault(what, []).append(tensor.clone())
-
-        def take(what: Any, into: torch.Tensor) -> None:
-            came = self.sent[what].pop(0)
-            assert (came.shape, came.dtype) == (into.shape, into.dtype)
-            into.copy_(came)
-
-        def gather(frames: list[torch.Tensor], own: torch.Tensor, root: int) -> Any:
-            if index != root:
-                return work(lambda: put(index, own))
-            return work(
-                lambda: [
-                    take(n, frame) if n != index else frame.copy_(own)
-                    for n, frame in enumerate(frames)
-                ]
-            )
-
-        def broadcast(tensor: torch.Tensor, root: int) -> Any:
-            if index != root:
-                return work(lambda: take(("all", index), tensor))
-            return work(lambda: [put(("all", n), tensor) for n in range(size) if n != index])
-
-        return SimpleNamespace(
-            gather=gather,
-            broadcast=broadcast,
-            send=lambda tensors, peer, tag: work(lambda: put((index, peer, tag), tensors[0])),
-            recv=lambda tensors, peer, tag: work(lambda: take((peer, index, tag), tensors[0])),
-        )
-
-
-@pytest.fixture
-def wire(monkeypatch) -> Wire:
-    made = Wire()
-    monkeypatch.setattr(dist, "ProcessGroupGloo", made.group, raising=False)
-    monkeypatch.setattr(host_group, "_get_default_store", lambda: "store")
-    monkeypatch.setattr(host_group, "PrefixStore", lambda name, store: (name, store))
-    return made
-
-
-#: Bytes whose pickle, with its length before it, just fits into a frame.
-FITS = FRAME_BYTES - len(host_group.pickle.dumps(b"x" * 200)) + 200 - 8
-
-
-@pytest.mark.parametrize("size", [0, FITS - 1, FITS, FITS + 1, 3 * FRAME_BYTES])
-def test_values_of_any_length_reach_the_leader_and_come_back(wire, monkeypatch, size):
-    ranks, leader = [7, 3, 5], 3
-    values = {rank: bytes([rank]) * (size + rank - 3 if size else 0) for rank in ranks}
-    groups = {}
-    for rank in ranks:
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        groups[rank] = HostGroup(ranks, "name", timedelta(seconds=9), leader=leader)
-    store = ("envpipe/name", "store")
-    assert wire.made == [(store, index, 3, timedelta(seconds=9)) for index in range(3)]
-    assert [group.leads for group in groups.values()] == [False, True, False]
-    for rank in (7, 5):
-        assert groups[rank].gather(values[rank]) == []
-    assert groups[leader].gather(values[leader]) == [values[rank] for rank in ranks]
-    assert groups[leader].broadcast(values[leader]) == values[leader]
-    for rank in (7, 5):
-        assert groups[rank].broadcast(None) == values[leader]
-    assert not any(wire.sent.values())
-
-
-def test_a_rank_alone_needs_no_connection(wire, monkeypatch):
+def test_a_rank_alone_needs_no_connection(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 4)
     alone = HostGroup([4], "name", timedelta(seconds=9), leader=4)
     assert (alone.leads, alone.gather("own"), alone.broadcast("own")) == (True, ["own"], "own")
     assert alone.transport is None
-    assert not wire.made
 
 
 class Told:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 
 import collective_ranks
@@ -49,14 +50,18 @@ def test_every_rank_has_the_same_of_all_others(pool, layout, fan_in):
         assert all(len(group) <= max(fan_in, len(stages)) for group in own["groups"])
         if rank:
             assert own["to_planner"] == own["all"] == []
-        assert own["long"] == 7 * FRAME_BYTES
-        assert own["long_of_all"] == [40 * peer for peer in own["in_pipeline"]]
         if fan_in == 8 and len(pipelines) > 2:  # smaller trees have groups of two: means
             assert own["median"] == [[1.0]] * len(stages)
     for [[summed, tenth]], ranks in zip(told[0]["sum"], stages, strict=True):
         assert (summed, tenth) == (sum(ranks), pytest.approx(0.1 * sum(ranks)))
     assert told[0]["to_planner"] == [max(ranks) for ranks in stages]
     assert [sorted(ranks) for ranks in told[0]["all"]] == [sorted(ranks) for ranks in stages]
+
+
+def test_values_of_any_length_come_as_they_were(pool):
+    fits = FRAME_BYTES - len(pickle.dumps(b"x" * 200)) + 200 - 8
+    sizes = [0, 1, fits - 1, fits, fits + 1, 3 * FRAME_BYTES]
+    assert pool.run(collective_ranks.lengths, sizes) == [[True] * len(sizes)] * 12
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 511, 512, 513, 1250, 10_000])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from plain_stages import SPECS
+from plain_stages import SHAPE, SPECS
 from torch.futures import Future
 
 from envpipe_megatron.core.builders import one_f_one_b
@@ -39,9 +39,18 @@ def backend(monkeypatch):
     return made
 
 
+SECOND = timedelta(seconds=1)
+
+
 def made_channel(**options):
-    timeout = timedelta(seconds=1)
-    return runtime_links.make_channel("pipeline", timeout=timeout, **options)
+    return runtime_links.make_channel("pipeline", timeout=SECOND, **options)
+
+
+def channel_of(
+    stages: int, stage: int = 0, timeout: timedelta | None = SECOND, **options: Any
+) -> channel.P2PChannel:
+    links: Any = {(kind, sender): (kind, sender) for kind in Kind for sender in range(stages)}
+    return channel.P2PChannel(range(10, 10 + stages), stage, links, timeout=timeout, **options)
 
 
 @pytest.mark.parametrize("name", ["nccl", "gloo"])
@@ -54,11 +63,11 @@ def test_a_channel_is_made_of_what_it_was_told(backend, monkeypatch, name):
     nccl = name == "nccl"
     assert args == ([0, 1], 0, {} if nccl else every)
     assert options == {
-        "timeout": None if nccl else timedelta(seconds=1),
+        "timeout": None if nccl else SECOND,
         "host_group": "hosts" if nccl else "pipeline",
         **({"capacity": 1} if nccl else {}),
     }
-    expected = [(([0, 1], 0, timedelta(seconds=1)), {"wraps": True, "max_ctas": 5})]
+    expected = [(([0, 1], 0, SECOND), {"wraps": True, "max_ctas": 5})]
     assert backend.linked == (expected if nccl else [])
     made_channel()
     assert not nccl or backend.linked[1][1] == {"wraps": False, "max_ctas": runtime_links.MAX_CTAS}
@@ -116,8 +125,7 @@ def test_what_nccl_gave_up_ends_the_step(monkeypatch, lost, result):
         monkeypatch.setattr(
             dist, transfer, lambda *a, name=name, **kw: Transfer(results[name].pop(0), waited)
         )
-    links: Any = dict.fromkeys((kind, sender) for kind in Kind for sender in range(2))
-    made = channel.P2PChannel([0, 1], 0, links, timeout=None)
+    made = channel_of(2, timeout=None)
     specs = StageSpecs.alike(TensorSpec.of_one_type(((1,),), torch.float32, torch.device("cpu")))
 
     def step() -> None:
@@ -131,7 +139,7 @@ def test_what_nccl_gave_up_ends_the_step(monkeypatch, lost, result):
     assert len(waited) == 2  # by the stream, for each receive
     results |= {"receive": [0, 0], "send": [0, 0]}
     results[lost][1] = result
-    with pytest.raises(channel.ChannelError, match=r"lost its neighbour, stage 1 \(rank 1\)"):
+    with pytest.raises(channel.ChannelError, match=r"lost its neighbour, stage 1 \(rank 11\)"):
         step()
     results |= {"receive": [0, 0], "send": [0, 0]}
     step()
@@ -152,8 +160,7 @@ def test_a_silent_neighbour_is_waited_for_no_longer_than_told(monkeypatch, silen
 
     for name in ("irecv", "isend"):
         monkeypatch.setattr(dist, name, lambda *a, name=name, **kw: transfer(name))
-    links: Any = dict.fromkeys((kind, sender) for kind in Kind for sender in range(2))
-    made = channel.P2PChannel([0, 1], 0, links, timeout=patience)
+    made = channel_of(2, timeout=patience)
 
     def step() -> None:
         made.expect({Kind.BACKWARD: 1}, SPECS)
@@ -161,7 +168,7 @@ def test_a_silent_neighbour_is_waited_for_no_longer_than_told(monkeypatch, silen
         made.receive(Unit(Kind.BACKWARD, 0))
         made.end_step()
 
-    with pytest.raises(channel.ChannelError, match=r"lost its neighbour, stage 1 \(rank 1\)"):
+    with pytest.raises(channel.ChannelError, match=r"lost its neighbour, stage 1 \(rank 11\)"):
         step()
 
 
@@ -177,19 +184,17 @@ def test_each_message_takes_its_own_link(monkeypatch, stage):
                 (transfer, peer, group)
             ),
         )
-    links: Any = {(kind, sender): (kind, sender) for kind in Kind for sender in range(3)}
-    ranks = [10, 11, 12]
-    made = channel.P2PChannel(ranks, stage, links, timeout=timedelta(seconds=1))
+    made = channel_of(3, stage)
     schedule, expected = one_f_one_b(3, 1), []
     made.begin_step(schedule, SPECS)
     for unit in schedule.stages[stage]:
         towards = 1 if unit.kind is Kind.FORWARD else -1
         if 0 <= stage - towards < 3:
             made.receive(unit)
-            expected.append(("irecv", ranks[stage - towards], (unit.kind, stage - towards)))
+            expected.append(("irecv", 10 + stage - towards, (unit.kind, stage - towards)))
         if 0 <= stage + towards < 3:
             made.send(unit, [torch.zeros(1)])
-            expected.append(("isend", ranks[stage + towards], (unit.kind, stage)))
+            expected.append(("isend", 10 + stage + towards, (unit.kind, stage)))
     made.end_step()
     assert sorted(taken) == sorted(expected)
 
@@ -198,9 +203,7 @@ def test_each_message_takes_its_own_link(monkeypatch, stage):
 @pytest.mark.parametrize("capacity", [None, 1])
 def test_messages_that_vary_are_refused_over_one_queue_alone(monkeypatch, vary, capacity):
     monkeypatch.setattr(dist, "irecv", lambda *a, **kw: None)
-    links: Any = dict.fromkeys((kind, sender) for kind in Kind for sender in range(2))
-    timeout = timedelta(seconds=1)
-    made = channel.P2PChannel([0, 1], 0, links, timeout=timeout, capacity=capacity)
+    made = channel_of(2, capacity=capacity)
     refused = pytest.raises(channel.ChannelError, match="several hardware queues")
     with refused if vary and capacity else nullcontext():
         made.begin_step(one_f_one_b(2, 2), replace(SPECS, vary=vary))
@@ -285,30 +288,28 @@ class Loopback:
         rank: who sends and receives; a test changes it.
     """
 
+    fails, error = "", ""
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> None:
         self.rank = rank
         self.under_way: dict[Any, list[torch.Tensor]] = {}
         #: Sends that have not left.
         self.works: list[Any] = []
-        self.fails = ""
         for name in ("isend", "irecv"):
             monkeypatch.setattr(dist, name, getattr(self, name))
 
-    def channel(self, stages: int, **options: Any) -> channel.P2PChannel:
-        links: Any = {(kind, sender): "link" for kind in Kind for sender in range(stages)}
-        ranks = list(range(stages))
-        options = {"timeout": timedelta(seconds=1), **options}
-        return channel.P2PChannel(ranks, self.rank, links, host_group=self, **options)
+    def channel(self) -> channel.P2PChannel:
+        return channel_of(2, self.rank, host_group=self)
 
     def isend(self, tensor: torch.Tensor, peer: int, group: Any, tag: int) -> Any:
         self._fail("isend")
         assert tensor.dtype is not torch.bool  # of which transports know nothing
-        self.under_way.setdefault((self.rank, peer, tag), []).append(tensor.clone())
+        self.under_way.setdefault((self.rank, peer % 10, tag), []).append(tensor.clone())
         return self._work(lambda: None)
 
     def irecv(self, tensor: torch.Tensor, peer: int, group: Any, tag: int) -> Any:
         self._fail("irecv")
-        queue = self.under_way.setdefault((peer, self.rank, tag), [])
+        queue = self.under_way.setdefault((peer % 10, self.rank, tag), [])
 
         def take() -> None:
             sent = queue.pop(0)
@@ -327,7 +328,7 @@ class Loopback:
 
     def _fail(self, name: str) -> None:
         if self.fails == name:
-            raise RuntimeError("\n gone \n and its stack")
+            raise RuntimeError(self.error)
 
     def _work(self, take: Any) -> Any:
         class Work:
@@ -355,10 +356,13 @@ FORWARDS = [Unit(Kind.FORWARD, number) for number in range(3)]
         ("recv", "waiting for the header of B0"),
     ],
 )
-def test_a_transfer_that_cannot_begin_names_the_neighbour(monkeypatch, fails, what):
+@pytest.mark.parametrize(
+    ("error", "reason"), [("\n gone \n and its stack", "gone"), (" \n", "RuntimeError")]
+)
+def test_a_transfer_that_cannot_begin_names_the_neighbour(monkeypatch, fails, what, error, reason):
     loopback = Loopback(monkeypatch)
-    loopback.fails = fails
-    made = loopback.channel(2)
+    loopback.fails, loopback.error = fails, error
+    made = loopback.channel()
 
     def step() -> None:
         made.expect({Kind.BACKWARD: 1}, SPECS, vary=fails in ("send", "recv"))
@@ -366,28 +370,15 @@ def test_a_transfer_that_cannot_begin_names_the_neighbour(monkeypatch, fails, wh
             made.send(FORWARDS[0], [torch.zeros(2)])
         made.receive(Unit(Kind.BACKWARD, 0))
 
-    said = rf"Stage 0 lost its neighbour, stage 1 \(rank 1\), while {what}: gone "
+    said = rf"Stage 0 lost its neighbour, stage 1 \(rank 11\), while {what}: {reason}"
     with pytest.raises(channel.ChannelError, match=said):
         step()
-
-
-def test_an_error_without_words_is_named_by_its_kind(monkeypatch):
-    loopback = Loopback(monkeypatch)
-    made = loopback.channel(2)
-    made.expect({}, SPECS)
-
-    def silent(*_: Any, **__: Any) -> Any:
-        raise RuntimeError(" \n")
-
-    monkeypatch.setattr(dist, "isend", silent)
-    with pytest.raises(channel.ChannelError, match="the output of F0: RuntimeError"):
-        made.send(FORWARDS[0], [torch.zeros(2)])
 
 
 def test_what_has_left_is_not_kept(monkeypatch):
     """Else a step would hold the outputs of all its units."""
     loopback = Loopback(monkeypatch)
-    made = loopback.channel(2)
+    made = loopback.channel()
     made.expect({}, SPECS)
 
     def kept() -> list[bool]:
@@ -413,7 +404,7 @@ def test_what_has_left_is_not_kept(monkeypatch):
 def test_messages_not_taken_are_named(monkeypatch, vary):
     loopback = Loopback(monkeypatch)
     for count, left in ((1, "backward: 1" if vary else "backward"), (3, f"backward: {2 + vary}")):
-        made = loopback.channel(2)
+        made = loopback.channel()
         made.expect({Kind.BACKWARD: count}, SPECS, vary=vary)
         with pytest.raises(channel.ChannelError, match=rf"\(got {left}\)"):
             made.end_step()
@@ -430,7 +421,7 @@ def test_a_stage_sends_to_itself_in_order_on_links_of_their_own(monkeypatch, var
         return [torch.full((2, 3), float(text)), *([mask] if vary else [])]
 
     for loopback.rank in range(2):
-        made = loopback.channel(2)
+        made = loopback.channel()
         made.expect({Kind.FORWARD: 2, Kind.BACKWARD: 2}, SPECS, vary=vary)
         ends.append(made)
     for loopback.rank in range(2):
@@ -451,11 +442,19 @@ def test_a_stage_sends_to_itself_in_order_on_links_of_their_own(monkeypatch, var
     assert not any(loopback.under_way.values())
 
 
-def test_a_step_of_messages_that_vary_posts_none_before_its_header(monkeypatch):
-    loopback = Loopback(monkeypatch)
-    made = loopback.channel(2)
-    made.begin_step(one_f_one_b(2, 2), SPECS)
-    assert len(loopback.works) == 1
-    made = loopback.channel(2)
-    made.begin_step(one_f_one_b(2, 2), replace(SPECS, vary=True))
-    assert len(loopback.works) == 1
+def test_one_receive_is_posted_at_a_time_and_none_before_its_header(monkeypatch):
+    """The first at the start of the step, then one whenever one is taken."""
+    loopback, receiver = Loopback(monkeypatch), Loopback(monkeypatch, 1)
+    sender, made = loopback.channel(), receiver.channel()
+    receiver.under_way = loopback.under_way
+    made.begin_step(one_f_one_b(2, 3), replace(SPECS, vary=True))
+    assert not receiver.works
+    made.begin_step(one_f_one_b(2, 3), SPECS)
+    posted = [len(receiver.works)]
+    monkeypatch.setattr(dist, "isend", loopback.isend)
+    sender.expect({}, SPECS)
+    for unit in FORWARDS:
+        sender.send(unit, [torch.zeros(SHAPE)])
+        made.receive(unit)
+        posted.append(len(receiver.works))
+    assert posted == [1, 2, 3, 3]
