@@ -1,4 +1,4 @@
-"""The process groups that carry a pipeline's links, and the channel over them."""
+"""Makes the channel of a rank: the process groups of its links. Called by each integration."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def _nccl_links(
 ) -> dict[tuple[Kind, int], dist.ProcessGroup]:
     """A two-rank communicator for each link of this stage.
 
-    All ranks of the job take part in making every group, in one order: where communicators are
-    brought up eagerly, making one splits the job's own.
+    All ranks of the job take part in making every group of the job, in one order: where
+    communicators are brought up eagerly, making one splits the job's own.
     """
     size = len(ranks)
     hops = [

@@ -79,7 +79,7 @@ class P2PChannel:
 
         Where messages vary, each is preceded by a header between the hosts, and its receive is
         posted when its unit comes. A host sends the header when it has handed the unit over and
-        waits for none but those of its own inputs: every valid order finishes, as with gloo.
+        waits only for those of its own inputs: every valid order finishes, as with gloo.
 
         Raises:
             ChannelError: messages that vary, over one hardware queue: a send would stop the stage
@@ -102,7 +102,7 @@ class P2PChannel:
         )
 
     def expect(self, messages: dict[Kind, int], specs: StageSpecs, *, vary: bool = False) -> None:
-        """Expect so many messages of each kind until `end_step`, with headers if they vary."""
+        """Expect this many messages of each kind until `end_step`, with headers if they vary."""
         self._receives: Mapping[Kind, TensorSpec] = specs.receives
         self._vary = vary
         self._outcomes.clear()
@@ -118,7 +118,7 @@ class P2PChannel:
             ChannelError: the neighbour is gone, or silent for longer than the time-out.
         """
         if self._vary:
-            self._post_next(unit.kind, self._told_spec(unit))
+            self._post_next(unit.kind, self._receive_header(unit))
         posted = self._posted.pop(unit.kind)
         try:
             self._wait(posted.works)
@@ -177,7 +177,7 @@ class P2PChannel:
             )
 
     def _check_outcomes(self) -> None:
-        """See to it that nothing is made of messages that never came.
+        """Go no further with messages that never came.
 
         NCCL's watchdog ends a transfer whose neighbour is silent for too long, and the stream goes
         on with whatever memory held. The host, which had queued the whole step, would go on into
@@ -196,7 +196,7 @@ class P2PChannel:
             else:
                 work.wait(self._timeout)
 
-    def _told_spec(self, unit: Unit) -> TensorSpec:
+    def _receive_header(self, unit: Unit) -> TensorSpec:
         """What a unit's input carries, as its sender says."""
         source, header = self._neighbour(unit.kind, -1), empty_header()
         try:
@@ -205,13 +205,13 @@ class P2PChannel:
             raise self._lost(f"waiting for the header of {unit}", source, error) from error
         return TensorSpec.of_header(header, self._receives[unit.kind].device)
 
-    def _post_next(self, kind: Kind, told: TensorSpec | None = None) -> None:
+    def _post_next(self, kind: Kind, spec: TensorSpec | None = None) -> None:
         if not self._expected[kind]:
             return
         self._expected[kind] -= 1
         source = self._neighbour(kind, -1)
         group = self._groups[kind, source]
-        tensors = (told or self._receives[kind]).make()
+        tensors = (spec or self._receives[kind]).make()
         try:
             works = self._start(dist.irecv, source, group, kind, tensors)
         except RuntimeError as error:

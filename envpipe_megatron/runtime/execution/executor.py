@@ -106,24 +106,26 @@ class CudaExecutor:
     """
 
     def __init__(self) -> None:
-        self._pool, self._other_pool = _Events(), _Events()
+        self._events: list[torch.cuda.Event] = []
+        self._other_events: list[torch.cuda.Event] = []
 
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
         """Record the iteration's start on the current stream, which all its units run on."""
-        self._pool, self._other_pool = self._other_pool, self._pool
-        self._pool.begin(torch.cuda.current_stream())
+        self._events, self._other_events = self._other_events, self._events
+        self._recorded = 0
+        self._stream = torch.cuda.current_stream()  # looking it up costs as much as recording
         self._begin_s = time.monotonic()
-        self._begin = self._pool.record()
+        self._begin = self._record()
         self._starts: list[torch.cuda.Event] = []
         self._ends: list[torch.cuda.Event] = []
 
     def begin_unit(self) -> None:
         """Record the start behind the receive that the stream waits for."""
-        self._starts.append(self._pool.record())
+        self._starts.append(self._record())
 
     def end_unit(self) -> Completion:
         """Record the end."""
-        self._ends.append(self._pool.record())
+        self._ends.append(self._record())
         return self._ends[-1]
 
     def end_iteration(self) -> StageRecord:
@@ -133,7 +135,7 @@ class CudaExecutor:
         it was recorded, work of the optimizer may still have been queued before it. That end may
         come after the last unit's: a framework that runs units itself has stepped its optimizer.
         """
-        now = self._pool.record()
+        now = self._record()
         now.synchronize()
         end_s = time.monotonic()
         starts, ends = (
@@ -159,25 +161,12 @@ class CudaExecutor:
         """Sleep."""
         time.sleep(time_s)
 
-
-class _Events:
-    """CUDA events of one iteration, made once and recorded again in later ones."""
-
-    def __init__(self) -> None:
-        self._events: list[torch.cuda.Event] = []
-
-    def begin(self, stream: torch.cuda.Stream) -> None:
-        """Start with the first event again, on this stream."""
-        self._stream = stream  # looked up once: it would cost as much as the recording does
-        self._used = 0
-
-    def record(self) -> torch.cuda.Event:
-        """Record the next event."""
-        if self._used == len(self._events):
+    def _record(self) -> torch.cuda.Event:
+        if self._recorded == len(self._events):
             event = torch.cuda.Event(enable_timing=True, blocking=BLOCKING_EVENTS)  # type: ignore[no-untyped-call]  # torch's
             self._events.append(event)
-        event = self._events[self._used]
-        self._used += 1
+        event = self._events[self._recorded]
+        self._recorded += 1
         event.record(self._stream)
         return event
 
