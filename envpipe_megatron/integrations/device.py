@@ -8,6 +8,7 @@ for each stage. A backward takes twice.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ def _forward_times_s(num_stages: int) -> list[float]:
         times_s = []
     if len(times_s) == 1:
         times_s *= num_stages
-    if len(times_s) != num_stages or min(times_s) <= 0:
+    if len(times_s) != num_stages or not all(0 < time_s < math.inf for time_s in times_s):
         raise DeviceError(
             f"{FORWARD_VARIABLE} is a time in s above 0, one for all stages or one for each of the "
             f"{num_stages}",

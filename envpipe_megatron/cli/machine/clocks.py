@@ -17,7 +17,7 @@ from envpipe_megatron.cli.machine.latency import measure_latency
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
 from envpipe_megatron.gpu.backends.nvml_errors import NoNvmlError
-from envpipe_megatron.gpu.backends.nvml_library import NvmlHandle
+from envpipe_megatron.gpu.backends.nvml_library import call_gpu
 from envpipe_megatron.gpu.base import ClockState, Gpu, GpuAddress, GpuError
 from envpipe_megatron.gpu.emulated.emulated_gpu import list_emulated
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE, default_root
@@ -157,9 +157,8 @@ def _clock_text(state: ClockState) -> str:
 
 
 def _memory_clocks(gpu: Gpu) -> list[int]:
-    handle = NvmlHandle(gpu.address.uid)
-    read = handle.call("read the memory clocks", pynvml.nvmlDeviceGetSupportedMemoryClocks)
-    return sorted(read, reverse=True)
+    read = pynvml.nvmlDeviceGetSupportedMemoryClocks
+    return sorted(call_gpu(gpu.address.uid, "read the memory clocks", read), reverse=True)
 
 
 @clocks.command()

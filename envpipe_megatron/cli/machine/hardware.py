@@ -13,7 +13,7 @@ from envpipe_megatron.cli.machine.checks import Check, looked
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
 from envpipe_megatron.gpu.backends.nvml_errors import MigModeError, VirtualGpuError
-from envpipe_megatron.gpu.backends.nvml_library import NvmlHandle, call_library
+from envpipe_megatron.gpu.backends.nvml_library import call_gpu, call_library
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, GpuError, clock_control_forbidden
 from envpipe_megatron.gpu.control import check_controls, first_allowed
 from envpipe_megatron.gpu.guard.lease import list_leases
@@ -114,9 +114,8 @@ def _energy_counter(name: str) -> Check:
     missing = []
     for index, gpu in _every_gpu().items():
         try:
-            NvmlHandle(gpu.address.uid).call(
-                "read the energy", pynvml.nvmlDeviceGetTotalEnergyConsumption
-            )
+            read = pynvml.nvmlDeviceGetTotalEnergyConsumption
+            call_gpu(gpu.address.uid, "read the energy", read)
         except GpuError:
             missing.append(index)
     remedy = "Energy counters need a GPU since Volta; savings cannot be measured without"

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pynvml
 
@@ -22,7 +23,7 @@ from envpipe_megatron.gpu.backends.nvml_errors import (
     NvmlPermissionError,
     VirtualGpuError,
 )
-from envpipe_megatron.gpu.backends.nvml_library import NvmlHandle, call_library
+from envpipe_megatron.gpu.backends.nvml_library import call_gpu, call_library
 from envpipe_megatron.gpu.base import ClockState, EnergyReading, Gpu, GpuAddress
 from envpipe_megatron.gpu.overrides import override_for
 
@@ -118,8 +119,7 @@ class NvmlGpu(Gpu):
     def __init__(self, uid: str, *, reset_range_mhz: tuple[int, int] | None = None) -> None:
         if uid.startswith("MIG-"):
             raise _mig_error("Cannot control or measure a MIG instance", uid)
-        self._device = NvmlHandle(uid)
-        found: NvmlDevice = self._device.call("read the identity", _identify)
+        found: NvmlDevice = call_gpu(uid, "read the identity", _identify)
         self.address = GpuAddress("nvml", found.uid)
         self.index = found.index
         self.pci_bus_id = found.pci_bus_id
@@ -131,16 +131,17 @@ class NvmlGpu(Gpu):
         self._reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons
         self._counter = EnergyCounter(self._read_counter_j, f"{self.name} ({found.uid})")
 
+    def _call(self, action: str, function: Callable[..., Any], *arguments: object) -> Any:
+        return call_gpu(self.address.uid, action, function, *arguments)
+
     def _read_supported(self) -> tuple[int, ...]:
         """The SM clocks under the memory clock with which CUDA runs."""
         override = override_for(self.name)
-        memory_mhz = self._device.call(
-            "read the memory clocks", pynvml.nvmlDeviceGetSupportedMemoryClocks
-        )
+        memory_mhz = self._call("read the memory clocks", pynvml.nvmlDeviceGetSupportedMemoryClocks)
         chosen_mhz = max(memory_mhz, default=0)
         if override and override.memory_clock_mhz in memory_mhz:
             chosen_mhz = override.memory_clock_mhz
-        clocks = self._device.call(
+        clocks = self._call(
             "read the SM clocks", pynvml.nvmlDeviceGetSupportedGraphicsClocks, chosen_mhz
         )
         if not clocks:
@@ -168,7 +169,7 @@ class NvmlGpu(Gpu):
 
     def _change(self, action: str, function: Callable[..., None], *arguments: int) -> None:
         try:
-            self._device.call(action, function, *arguments)
+            self._call(action, function, *arguments)
         except (NvmlNotSupportedError, NvmlPermissionError) as error:
             # The driver gives one code for all causes; its modes show which one it is.
             obstacle = self.control_obstacle()
@@ -181,13 +182,13 @@ class NvmlGpu(Gpu):
         """
         uid = self.address.uid
         try:
-            mig, _ = self._device.call("read the MIG mode", pynvml.nvmlDeviceGetMigMode)
+            mig, _ = self._call("read the MIG mode", pynvml.nvmlDeviceGetMigMode)
         except NvmlError:  # most GPUs know no MIG
             mig = pynvml.NVML_DEVICE_MIG_DISABLE
         if mig == pynvml.NVML_DEVICE_MIG_ENABLE:
             return _mig_error("Cannot lock the clock of a GPU in MIG mode", uid)
         try:
-            mode = self._device.call("read the mode", pynvml.nvmlDeviceGetVirtualizationMode)
+            mode = self._call("read the mode", pynvml.nvmlDeviceGetVirtualizationMode)
         except NvmlError:
             return None
         if mode != _VIRTUAL_GPU:
@@ -206,9 +207,7 @@ class NvmlGpu(Gpu):
     @property
     def observed_frequency_mhz(self) -> int:
         """The SM clock in MHz that the GPU reports now."""
-        clock = self._device.call(
-            "read the clock", pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM
-        )
+        clock = self._call("read the clock", pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM)
         return int(clock)
 
     def clock_state(self) -> ClockState:
@@ -226,7 +225,7 @@ class NvmlGpu(Gpu):
 
     def _throttle_reasons(self) -> tuple[str, ...]:
         try:
-            bits = self._device.call("read the throttle reasons", self._reasons)
+            bits = self._call("read the throttle reasons", self._reasons)
         except NvmlNotSupportedError:
             if self._reasons is pynvml.nvmlDeviceGetCurrentClocksThrottleReasons:
                 return ()
@@ -238,9 +237,7 @@ class NvmlGpu(Gpu):
 
     def _power_limit_w(self) -> float | None:
         try:
-            limit_mw = self._device.call(
-                "read the power limit", pynvml.nvmlDeviceGetEnforcedPowerLimit
-            )
+            limit_mw = self._call("read the power limit", pynvml.nvmlDeviceGetEnforcedPowerLimit)
         except NvmlNotSupportedError:
             return None
         return float(limit_mw) / 1000
@@ -253,7 +250,7 @@ class NvmlGpu(Gpu):
         and on any between it is the mean of the last second.
         """
         if self._instant_power is not False:
-            (field,) = self._device.call(
+            (field,) = self._call(
                 "read the power",
                 pynvml.nvmlDeviceGetFieldValues,
                 [pynvml.NVML_FI_DEV_POWER_INSTANT],
@@ -261,7 +258,7 @@ class NvmlGpu(Gpu):
             self._instant_power = field.nvmlReturn == pynvml.NVML_SUCCESS
             if self._instant_power:
                 return float(field.value.uiVal) / 1000
-        return float(self._device.call("read the power", pynvml.nvmlDeviceGetPowerUsage)) / 1000
+        return float(self._call("read the power", pynvml.nvmlDeviceGetPowerUsage)) / 1000
 
     def read_energy(self) -> EnergyReading:
         """Return the counter at its last refresh; may wait for the next one, up to 0.1 s.
@@ -271,7 +268,7 @@ class NvmlGpu(Gpu):
         return self._counter.read()
 
     def _read_counter_j(self) -> float:
-        energy_mj = self._device.call("read the energy", pynvml.nvmlDeviceGetTotalEnergyConsumption)
+        energy_mj = self._call("read the energy", pynvml.nvmlDeviceGetTotalEnergyConsumption)
         return float(energy_mj) / 1000
 
     def time_s(self) -> float:

@@ -1,6 +1,7 @@
-"""NVML in this process: initialised once, again after a fork, and whole calls on a GPU.
+"""NVML in this process: initialised once, again after a fork or a shutdown by other code.
 
-Calls may come from any thread. ctypes gives up Python's interpreter lock while NVML works.
+`call_library` calls a function of pynvml, `call_gpu` one that takes a GPU; both from any thread.
+ctypes releases Python's interpreter lock while NVML works.
 """
 
 from __future__ import annotations
@@ -16,103 +17,93 @@ from envpipe_megatron.gpu.backends.nvml_errors import GpuNotFoundError, named_er
 
 
 class _Library:
-    """NVML's initialisation in this process: a new object each time."""
+    """Initialises NVML, and keeps the handles of GPUs, by uid, that this initialisation gave."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._initialisation: object | None = None
+        self.start_anew()
 
-    def after_fork(self) -> None:
-        # Another thread of the parent may have held the lock: it would never be released here.
+    def start_anew(self) -> None:
+        """As in a new process. In a forked one, a thread of the parent may hold the old lock."""
         self._lock = threading.Lock()
-        self.forget()
+        self._handles: dict[str, Any] | None = None
 
-    def initialise(self) -> object:
-        """Make NVML ready in this process, and return its initialisation."""
+    def initialised(self) -> dict[str, Any]:
+        """Initialise NVML where that is due; return the handles."""
         with self._lock:
-            if self._initialisation is None:
+            if self._handles is None:
                 pynvml.nvmlInit()
-                self._initialisation = object()
-            return self._initialisation
+                self._handles = {}
+            return self._handles
 
-    def forget(self) -> None:
-        """Initialise again at the next call. Once too often does no harm."""
-        self._initialisation = None
+    def forget(self, handles: dict[str, Any]) -> None:
+        """Initialise again at the next call, unless that was done since these handles."""
+        with self._lock:
+            if self._handles is handles:
+                self._handles = None
 
 
 _LIBRARY = _Library()
-os.register_at_fork(after_in_child=_LIBRARY.after_fork)
+os.register_at_fork(after_in_child=_LIBRARY.start_anew)
 
 
 def call_library(action: str, function: Callable[..., Any], *arguments: object) -> Any:
     """Call a function of pynvml that takes no GPU.
 
     Args:
-        action: what it is for, to follow 'Cannot' in an error.
+        action: what it is for, to follow 'Cannot' in an error, for example `count the GPUs`.
         function: the function.
         arguments: its arguments.
 
     Raises:
         NvmlError: it failed, or NVML cannot be initialised.
     """
-    return _call(action, lambda _: function(*arguments))
+    return _call(action, lambda handles: function(*arguments))
 
 
-def _call(action: str, work: Callable[[object], Any]) -> Any:
-    """Do work on an initialised NVML, giving it the initialisation."""
-    try:
-        try:
-            return work(_LIBRARY.initialise())
-        except pynvml.NVMLError_Uninitialized:
-            # Something else in this process (a monitor of the framework) shut NVML down.
-            _LIBRARY.forget()
-            return work(_LIBRARY.initialise())
-    except pynvml.NVMLError as error:
-        raise named_error(error, action) from error
-
-
-class NvmlHandle:
-    """A GPU as NVML knows it, found again after every initialisation.
+def call_gpu(uid: str, action: str, function: Callable[..., Any], *arguments: object) -> Any:
+    """Call a function of pynvml whose first argument is a GPU.
 
     Args:
         uid: the GPU's UUID (`GPU-...`) or PCI bus id (`0000:1b:00.0`). Never an index: NVML's and
             CUDA's differ.
+        action: what it is for, to follow 'Cannot' in an error, for example `read the power`.
+        function: the function.
+        arguments: those after the GPU.
+
+    Raises:
+        GpuNotFoundError: NVML sees no such GPU.
+        NvmlError: it failed, or NVML cannot be initialised.
     """
 
-    def __init__(self, uid: str) -> None:
-        self._uid = uid
-        self._found: tuple[object, Any] = (None, None)
+    def work(handles: dict[str, Any]) -> Any:
+        if uid not in handles:
+            handles[uid] = _find(uid)
+        return function(handles[uid], *arguments)
 
-    def call(self, action: str, function: Callable[..., Any], *arguments: object) -> Any:
-        """Call a function of pynvml whose first argument is a GPU.
+    return _call(f"{action} of {uid}", work)
 
-        Args:
-            action: what it is for, to follow 'Cannot' in an error, for example `read the power`.
-            function: the function.
-            arguments: those after the GPU.
 
-        Raises:
-            GpuNotFoundError: NVML sees no such GPU.
-            NvmlError: it failed, or NVML cannot be initialised.
-        """
-
-        def work(initialisation: object) -> Any:
-            found_in, device = self._found
-            if found_in is not initialisation:
-                device = self._find()
-                self._found = (initialisation, device)
-            return function(device, *arguments)
-
-        return _call(f"{action} of {self._uid}", work)
-
-    def _find(self) -> Any:
+def _call(action: str, work: Callable[[dict[str, Any]], Any]) -> Any:
+    try:
+        handles = _LIBRARY.initialised()
         try:
-            if self._uid.startswith("GPU-"):
-                return pynvml.nvmlDeviceGetHandleByUUID(self._uid)
-            return pynvml.nvmlDeviceGetHandleByPciBusId(self._uid)
-        except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument) as error:
-            raise GpuNotFoundError(
-                "NVML sees no GPU with this UUID or PCI bus id",
-                value=self._uid,
-                remedy="List those of this node with nvidia-smi -L; a container may hide GPUs",
-            ) from error
+            return work(handles)
+        except pynvml.NVMLError_Uninitialized:
+            # Other code in this process (a monitor of the framework) shut NVML down.
+            _LIBRARY.forget(handles)
+            return work(_LIBRARY.initialised())
+    except pynvml.NVMLError as error:
+        raise named_error(error, action) from error
+
+
+def _find(uid: str) -> Any:
+    try:
+        if uid.startswith("GPU-"):
+            return pynvml.nvmlDeviceGetHandleByUUID(uid)
+        return pynvml.nvmlDeviceGetHandleByPciBusId(uid)
+    except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument) as error:
+        raise GpuNotFoundError(
+            "NVML sees no GPU with this UUID or PCI bus id",
+            value=uid,
+            remedy="List those of this node with nvidia-smi -L; a container may hide GPUs",
+        ) from error

@@ -1,12 +1,11 @@
 """Presets: files, model, and that the stated fit errors are those of the data."""
 
-import importlib.util
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import fit_presets
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.emulated import presets
 from envpipe_megatron.gpu.emulated.presets import (
@@ -209,28 +208,17 @@ def test_a_wrong_field_is_named_with_its_file(round_preset, old, new, problem):
         load_preset(round_preset)
 
 
-@pytest.fixture(scope="module")
-def fit_script():
-    path = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu" / "fit_presets.py"
-    spec = importlib.util.spec_from_file_location("fit_presets", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
 @pytest.mark.parametrize(
     ("name", "time_mean", "power_mean"),
     [("a100-sxm", 1.5, 2.0), ("a40", 1.5, 2.0), ("a100-pcie", 1.5, 2.5)],
 )
-def test_stated_fit_error_reproduces(shared_data, fit_script, name, time_mean, power_mean):
+def test_stated_fit_error_reproduces(shared_data, name, time_mean, power_mean):
     preset = load_preset(name)
-    target = next(t for t in fit_script.TARGETS if t.preset == name)
-    samples = fit_script.load_samples(shared_data, target, preset.max_frequency_mhz)
+    target = next(t for t in fit_presets.TARGETS if t.preset == name)
+    samples = fit_presets.load_samples(shared_data, target, preset.max_frequency_mhz)
     stated = asdict(preset.fit_error_percent)
-    assert asdict(fit_script.errors(preset, samples)) == pytest.approx(stated, abs=1e-3)
-    refit = fit_script.fit(preset, target, samples)
+    assert asdict(fit_presets.errors(preset, samples)) == pytest.approx(stated, abs=1e-3)
+    refit = fit_presets.fit(preset, target, samples)
     assert refit.power_cap_frequency_mhz == preset.power_cap_frequency_mhz
     # Optimisers of different versions may stop elsewhere on the same valley floor.
     assert asdict(refit.fit_error_percent) == pytest.approx(stated, abs=0.05)
