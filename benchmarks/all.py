@@ -13,65 +13,34 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.claims import CLAIMS_FILE, Claim, read_claims
 from benchmarks.figures.experiments import EXPERIMENTS
+from benchmarks.outputs import make_table
 from envpipe_megatron.quickstart.ranks import ended_like_ctrl_c
 
 _HERE = Path(__file__).resolve().parent
 _VERDICTS = {True: "yes", False: "**no**", None: ""}
 
 
-@dataclass(frozen=True)
-class Part:
-    """One script.
-
-    Args:
-        own_folder: whether it is given its folder, else that of all parts, where it finds its own.
-    """
-
-    name: str
-    script: str
-    options: tuple[str, ...] = ()
-    own_folder: bool = True
-
-    def command(self, output: Path) -> list[str]:
-        """What runs it, for a folder of all parts."""
-        folder = output / self.name if self.own_folder else output
-        script = str(_HERE / self.script)
-        return [sys.executable, script, *self.options, "--output", str(folder)]
-
-
-PARTS = (
-    *(Part(name, "figures/figure.py", (name,), own_folder=False) for name in EXPERIMENTS),
-    Part("ablation", "ablation/ablation.py"),
-    Part("overhead", "overhead/overhead.py"),
-    Part("planner_compare", "planner/compare.py", ("--lowtime-limit", "0")),
-    Part("planner_validation", "planner/validation.py"),
-    Part("h200_validation", "planner/h200_validation.py"),
-)
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a part ended."""
-
-    part: Part
-    seconds: float
-    exit_code: int
+#: Each part's name, which is its folder's, with its script and options.
+PARTS: dict[str, tuple[str, ...]] = {
+    **{name: ("figures/figure.py", name) for name in EXPERIMENTS},
+    "ablation": ("ablation/ablation.py",),
+    "overhead": ("overhead/overhead.py",),
+    "planner_compare": ("planner/compare.py", "--lowtime-limit", "0"),
+    "planner_validation": ("planner/validation.py",),
+    "h200_validation": ("planner/h200_validation.py",),
+}
 
 
 @click.command()
-@click.argument(
-    "names", nargs=-1, type=click.Choice([part.name for part in PARTS]), metavar="[PART]..."
-)
+@click.argument("names", nargs=-1, type=click.Choice(list(PARTS)), metavar="[PART]...")
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
@@ -82,29 +51,30 @@ class Ended:
 def main(names: tuple[str, ...], output: Path) -> None:
     """Run all parts, or those named, and collect their claims."""
     console = Console()
-    chosen = [part for part in PARTS if not names or part.name in names]
-    ended = run(chosen, output, console)
-    claims = collect_claims(output, [part.name for part in PARTS])
+    output.mkdir(parents=True, exist_ok=True)
+    ended = []
+    for name in names or PARTS:
+        console.rule(name)
+        # What an earlier run has claimed is not this one's.
+        (output / name / CLAIMS_FILE).unlink(missing_ok=True)
+        begin_s = time.monotonic()
+        code = _exit_code(command_of(name, output))
+        minutes = (time.monotonic() - begin_s) / 60
+        ended.append({"part": name, "minutes": round(minutes, 1), "exit code": code})
+    claims = collect_claims(output, PARTS)
     (output / "claims.md").write_text(claims_table(claims), encoding="utf-8")
-    console.print(_summary(ended))
+    console.print(make_table("Parts", ended))
     console.print(f"{len(claims)} claims are in {output / 'claims.md'}", highlight=False)
-    failed = [end.part.name for end in ended if end.exit_code]
+    failed = [str(end["part"]) for end in ended if end["exit code"]]
     if failed:
         raise click.ClickException(f"Failed: {', '.join(failed)}")
 
 
-def run(parts: Sequence[Part], output: Path, console: Console) -> list[Ended]:
-    """Run parts one after another, whatever becomes of each."""
-    output.mkdir(parents=True, exist_ok=True)
-    ended = []
-    for number, part in enumerate(parts, 1):
-        console.rule(f"{part.name} ({number} of {len(parts)})")
-        # What an earlier run has claimed is not this one's.
-        (output / part.name / CLAIMS_FILE).unlink(missing_ok=True)
-        begin_s = time.monotonic()
-        code = _exit_code(part.command(output))
-        ended.append(Ended(part, time.monotonic() - begin_s, code))
-    return ended
+def command_of(name: str, output: Path) -> list[str]:
+    """What runs a part, for a folder of all parts, in which figures find each other's runs."""
+    script, *options = PARTS[name]
+    folder = output if name in EXPERIMENTS else output / name
+    return [sys.executable, str(_HERE / script), *options, "--output", str(folder)]
 
 
 def _exit_code(command: list[str]) -> int:
@@ -141,17 +111,6 @@ def claims_table(claims: Iterable[Claim]) -> str:
 
 def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _summary(ended: Iterable[Ended]) -> Table:
-    table = Table(title="Parts")
-    table.add_column("part")
-    table.add_column("minutes", justify="right")
-    table.add_column("ended")
-    for end in ended:
-        verdict = f"failed (exit code {end.exit_code})" if end.exit_code else "done"
-        table.add_row(end.part.name, f"{end.seconds / 60:.1f}", verdict)
-    return table
 
 
 if __name__ == "__main__":

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.outputs import make_console, make_table
 from envpipe_megatron.core.partition import read_layers
 from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.opening import open_gpu
@@ -69,29 +68,32 @@ def main(
     energy_j = sum(energies[:, 0] for energies in table.energy_j.values())
     assert isinstance(time_s, np.ndarray)
     assert isinstance(energy_j, np.ndarray)
-    console = Console(width=100)
-    shown = Table("layer", "time (ms)", "energy (J)", "parameters")
-    for index, layer in enumerate(layers):
-        tied = " (tied)" if isinstance(layer, TiedLayerSpec) else ""
-        shown.add_row(
-            f"{index} {layer.typename.__name__}{tied}",
-            f"{1e3 * time_s[index]:.3f}",
-            f"{energy_j[index]:.3f}",
-            f"{num_parameters(layer):,}",
-        )
-    console.print(shown)
+    rows = [
+        {
+            "layer": f"{index} {layer.typename.__name__}",
+            "tied": isinstance(layer, TiedLayerSpec),
+            "time_ms": 1e3 * float(time_s[index]),
+            "energy_j": float(energy_j[index]),
+            "parameters": num_parameters(layer),
+        }
+        for index, layer in enumerate(layers)
+    ]
+    make_console().print(make_table("Layers", rows))
     splits = {
         "uniform": partition_uniform(len(layers), num_stages),
-        "parameters": partition_balanced([num_parameters(layer) for layer in layers], num_stages),
+        "parameters": partition_balanced([row["parameters"] for row in rows], num_stages),
         "time": parts_by_time(output, len(layers), num_stages),
     }
-    shown = Table("method", "first layers", "slowest stage (ms)", "mean stage (ms)")
-    for method, parts in splits.items():
-        stages = [time_s[a:b].sum() for a, b in pairwise(parts)]
-        shown.add_row(
-            method, str(parts), f"{1e3 * max(stages):.3f}", f"{1e3 * time_s.sum() / num_stages:.3f}"
-        )
-    console.print(shown)
+    stages = [
+        {
+            "method": method,
+            "first_layers": str(parts),
+            "slowest_stage_ms": 1e3 * float(max(time_s[a:b].sum() for a, b in pairwise(parts))),
+            "mean_stage_ms": 1e3 * float(time_s.sum()) / num_stages,
+        }
+        for method, parts in splits.items()
+    ]
+    make_console().print(make_table("Splits", stages))
 
 
 if __name__ == "__main__":

@@ -400,32 +400,9 @@ def main(parts: tuple[str, ...], seconds: float, map_only: bool, output: Path) -
     if node.rank == 0:
         ranks = ranks if isinstance(ranks, list) else [mine]
         output.write_text(json.dumps({"torch": torch.__version__, "ranks": ranks}, indent=1) + "\n")
-        for number, rank in enumerate(ranks):
-            print_rank(number, rank)
+        click.echo(f"What {len(ranks)} ranks measured is in {output}")
     if node.size > 1:
         guarded(dist.destroy_process_group)
-
-
-def print_rank(number: int, rank: dict[str, Any]) -> None:
-    """The figures of a rank as text."""
-    click.echo(f"\n=== rank {number}: {rank['gpu']} {rank['uuid']} (seconds: {rank['seconds']})")
-    for name in PARTS:
-        if name not in rank or (name == "mapping" and not rank[name]):
-            continue
-        if name == "controller" and "error" not in rank[name]:
-            click.echo(trigger_latency.table(rank[name]))
-            continue
-        click.echo(f"{name}:")
-        for key, value in rank[name].items():
-            click.echo(f"  {key}: {json.dumps(_rounded(value))}")
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, dict):
-        return {key: _rounded(part) for key, part in value.items()}
-    return [_rounded(part) for part in value] if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

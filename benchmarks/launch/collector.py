@@ -30,8 +30,6 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from envpipe_megatron.formats.energy import ENERGY_FORMAT, JOB, Phase
 from envpipe_megatron.launch.agent import uplink
@@ -333,25 +331,6 @@ def _allow_many_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _table(measured: Sequence[Measured], load: Load) -> Table:
-    table = Table(
-        title=f"{load.gpus} GPUs an agent, a line each {load.interval_s:g} s, {load.seconds:g} s"
-    )
-    for name in (
-        "agents", "lines/s", "p50 (ms)", "p99", "max", "lag (B)", "CPU (%)", "MiB", "at end",
-        "live", "cuts", "exact",
-    ):  # fmt: skip
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in measured:
-        table.add_row(
-            str(row.agents), f"{row.lines_per_s:.0f}", f"{row.latency_p50_ms:.1f}",
-            f"{row.latency_p99_ms:.1f}", f"{row.latency_max_ms:.1f}", str(row.lag_max_bytes),
-            f"{row.cpu_percent:.1f}", f"{row.rss_start_mib:.1f}", f"{row.rss_end_mib:.1f}",
-            str(row.live_lines), str(row.cuts), "yes" if row.exact else "NO",
-        )  # fmt: skip
-    return table
-
-
 @click.command(help=__doc__.split("\n\n")[0])
 @click.option("--agents", type=click.IntRange(1), default=256, show_default=True)
 @click.option("--gpus", type=click.IntRange(1), default=8, show_default=True, help="Of an agent.")
@@ -363,12 +342,17 @@ def main(
     agents: int, gpus: int, interval_s: float, seconds: float, sweep: bool, as_json: bool
 ) -> None:
     """Measure."""
+    # The collector's process imports this module: what draws pictures is none of its memory.
+    from benchmarks.outputs import make_console, make_table
+
     loads = [Load(n, gpus, interval_s, seconds) for n in (SWEPT_AGENTS if sweep else (agents,))]
     measured = [measure(load) for load in loads]
+    rows = [asdict(row) for row in measured]
     if as_json:
-        click.echo(json.dumps([asdict(row) for row in measured], indent=1))
+        click.echo(json.dumps(rows, indent=1))
     else:
-        Console(width=120).print(_table(measured, loads[0]))
+        title = f"{gpus} GPUs an agent, a line each {interval_s:g} s, {seconds:g} s"
+        make_console().print(make_table(title, rows))
     if not all(row.exact for row in measured):
         raise click.ClickException("A total is not that of what was sent.")
 

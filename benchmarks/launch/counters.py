@@ -25,9 +25,8 @@ from pathlib import Path
 import click
 import numpy as np
 import pynvml
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.outputs import make_console, make_table
 from envpipe_megatron.cli.common import OUTPUT_FOLDER
 
 #: Counters refresh each 20 to 100 ms.
@@ -167,16 +166,20 @@ def main(nodes: int, output: Path, script: tuple[str, ...]) -> None:
     codes = start_nodes(nodes, visible, output, script)
     reader.stop()
     compared = compare(output, {counter.uid: counter for counter in reader.counters})
-    table = Table(title=f"Exit statuses {codes}")
-    for name in ("node", "GPU", "lines", "s", "bill (J)", "counter (J)", "%", "gap (ms)"):
-        table.add_column(name, justify="right")
-    for gpu in compared:
-        table.add_row(
-            gpu.node, gpu.uid[:12], str(gpu.lines), f"{gpu.duration_s:.2f}",
-            f"{float(gpu.exact_j):.1f}", f"{gpu.counter_j:.1f}", f"{100 * gpu.difference:+.3f}",
-            f"{1e3 * gpu.gap_s:.3f}",
-        )  # fmt: skip
-    Console(width=100).print(table)
+    rows = [
+        {
+            "node": gpu.node,
+            "gpu": gpu.uid[:12],
+            "lines": gpu.lines,
+            "duration_s": gpu.duration_s,
+            "bill_j": float(gpu.exact_j),
+            "counter_j": gpu.counter_j,
+            "difference_percent": 100 * gpu.difference,
+            "gap_ms": 1e3 * gpu.gap_s,
+        }
+        for gpu in compared
+    ]
+    make_console().print(make_table(f"Exit statuses {codes}", rows))
     bill = json.loads((output / "bill.json").read_text())
     total_j = float(sum((gpu.exact_j for gpu in compared), Fraction()))
     click.echo(

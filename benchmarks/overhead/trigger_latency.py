@@ -379,16 +379,3 @@ def compare(kinds: Iterable[str], seconds: float) -> dict[str, Any]:
             results[name] = measure(device, interval_s, seconds)
         results[name]["reading_events_us"] = device.reading_us()
     return results
-
-
-def table(results: dict[str, Any]) -> str:
-    """One line a measurement, microseconds."""
-    head = ("trigger: median", "p99", "max", "count", "after request: median", "p99")
-    lines = [f"{'':40}" + "".join(f"{name:>23}" for name in (*head, "cost: median", "p99"))]
-    for name, result in results.items():
-        trigger, asked = result["trigger_us"], result["after_request_us"]
-        cost = result["cost_us"]["sum"]
-        figures = [trigger[key] for key in ("median", "p99", "max", "count")]
-        figures += [spread_us[key] for spread_us in (asked, cost) for key in ("median", "p99")]
-        lines.append(f"{name:40}" + "".join(f"{figure:>23.1f}" for figure in figures))
-    return "\n".join(lines)

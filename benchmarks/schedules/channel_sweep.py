@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+from benchmarks.outputs import make_table
 from envpipe_megatron.core.builders import envpipe
 from envpipe_megatron.core.channel_model import completes, fit_to_channel, max_falling_step
 from envpipe_megatron.errors import EnvPipeError
@@ -33,6 +33,9 @@ from envpipe_megatron.errors import EnvPipeError
 Vectors = NDArray[np.int8]
 
 CAPACITIES = (None, 1, 2)
+#: Of vectors: those that finish as they are, those lowered to fit and their extra forwards taken
+#: away, those that finish then, and those compared with `channel_model`.
+_COUNTS = ("vectors", "finish", "lowered", "forwards", "finish after", "compared")
 BATCH = 20_000
 MOST_MICROBATCHES = 126  # counters are int8
 
@@ -171,23 +174,15 @@ def main(max_stages: int, max_microbatches: int, workers: int, sample: int) -> N
         progress = track(done, total=len(jobs), console=console, disable=not console.is_terminal)
         for counts in progress:
             total.update(counts)
-    table = Table(
-        title=f"EnvPipe's order, p = 2..{max_stages}, M = p..{max_microbatches}, "
+    title = (
+        f"EnvPipe's order, p = 2..{max_stages}, M = p..{max_microbatches}, "
         f"{time.perf_counter() - start_s:.0f} s"
     )
-    table.add_column("capacity")
-    for capacity in CAPACITIES:
-        table.add_column(str(capacity), justify="right")
-    for name, head in {
-        "vectors": "vectors",
-        "finish": "finish as they are",
-        "lowered": "lowered to fit",
-        "forwards": "extra forwards taken away",
-        "finish after": "finish after that",
-        "compared": "compared with channel_model",
-    }.items():
-        table.add_row(head, *(f"{total[capacity, name]:,}" for capacity in CAPACITIES))
-    console.print(table)
+    rows = [
+        {"capacity": str(capacity), **{name: total[capacity, name] for name in _COUNTS}}
+        for capacity in CAPACITIES
+    ]
+    console.print(make_table(title, rows))
     unfinished = [c for c in CAPACITIES if total[c, "finish after"] < total[c, "vectors"]]
     if unfinished:
         raise click.ClickException(f"Orders stall after fitting at capacities {unfinished}.")
