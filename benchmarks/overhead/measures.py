@@ -106,11 +106,14 @@ def controller_measures(seconds: float) -> Iterator[Measure]:
 
 def iteration_measures(pool: RankPool, settings: overhead_ratio.RatioSettings) -> Iterator[Measure]:
     """Time of an iteration against megatron-core's own 1F1B, and whether results are equal."""
-    for found in pool.run(overhead_ratio.compare_schedules, settings)[0]:
-        equal = "equal to the last bit" if found.bit_equal else "NOT EQUAL"
+    for name, found in pool.run(overhead_ratio.compare_schedules, settings)[0].items():
+        if not name.startswith("interpreter "):
+            continue
+        equal = "equal to the last bit" if found["bit_equal"] else "NOT EQUAL"
+        low, high = found["time_ratio_95_percent"]
         yield Measure(
-            "iteration", f"{found.order}, {equal}", "of megatron-core's time", found.ratio,
-            low=found.low, high=found.high, count=found.pairs,
+            "iteration", f"{name.removeprefix('interpreter ')}, {equal}", "of megatron-core's time",
+            found["time_ratio"], low=low, high=high, count=settings.blocks,
         )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from benchmarks import outputs
 from benchmarks.claims import CLAIMS_FILE, write_claims
 from benchmarks.outputs import make_console, make_table, output_option, save_picture, write_csv
 from benchmarks.planner.claims import comparison_claims
+from benchmarks.planner.lowtime_rival import run_lowtime
 from benchmarks.planner.pictures import memory_figure, savings_figure
 from benchmarks.planner.plans import (
     Comparison,
-    LowtimeSource,
     PlanKind,
     Row,
     compare,
@@ -84,7 +85,7 @@ def main(
     if not data.is_dir():
         console.print(f"Skipped: there are no profiles at {data}.")
         return
-    lowtime = None if skip_lowtime else LowtimeSource(lowtime_results, lowtime_limit)
+    lowtime = partial(run_lowtime, time_limit_s=lowtime_limit, output_dir=lowtime_results)
     load_before = os.getloadavg()[0]
     comparisons = []
     published = []
@@ -92,7 +93,7 @@ def main(
         workloads = _chosen(read_workloads(data), names)
         warm_up(workloads[0])
         for workload in workloads:
-            comparison = compare(workload, lowtime)
+            comparison = compare(workload, None if skip_lowtime else lowtime)
             rows = [_plan_row(workload, row) for row in comparison.rows]
             console.print(make_table(workload.name, rows, _SHOWN))
             comparisons.append(comparison)

@@ -128,15 +128,18 @@ def run_lowtime(
         unit_time_s: the step of time that lowtime counts in; 1 ms is both recipes' default.
         recipe: which of the authors' two, see above.
         time_limit_s: CPU time after which the run is ended. A stored run that ended at a lower
-            limit is repeated.
+            limit is repeated; 0 takes what is stored.
         output_dir: holds one folder for each question.
 
     Raises:
-        EnvPipeError: lowtime failed, or ended before its first plan.
+        EnvPipeError: lowtime failed, or ended before its first plan, or no run is stored and there
+            is no time for one.
     """
     request = _Request(profile, num_microbatches, blocking_power_w, unit_time_s, recipe)
     folder = output_dir / request.key
     stored = _stored_result(folder)
+    if stored is None and not time_limit_s:
+        raise EnvPipeError(f"no run is stored in {output_dir}")
     if stored is None or not (stored["finished"] or stored["time_limit_s"] >= time_limit_s):
         output_dir.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{request.key}_", dir=output_dir))

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from benchmarks.outputs import BLUE, GREEN, ORANGE, PINK, RED, SKY, YELLOW, bare, grouped_bars
-from benchmarks.planner.plans import EXTRA_FORWARDS, UNIT_TIME_S, Comparison, PlanKind, Row
+from benchmarks.planner.plans import EXTRA_FORWARDS, Comparison, PlanKind, Row
 
 #: Kind, limit and colour.
 _BARS = (
@@ -78,11 +78,7 @@ def _bar_row(comparison: Comparison, kind: PlanKind, limit: int | None) -> Row |
     if kind is not PlanKind.LOWTIME:
         return comparison.row(kind, limit)
     # A run that ended at its limit never came to its plan for the all-maximum time.
-    rows = [
-        row
-        for row in comparison.lowtime_rows
-        if row.recipe == "zeus" and row.unit_time_s == UNIT_TIME_S and row.finished
-    ]
+    rows = [row for row in comparison.lowtime_rows if row.recipe == "zeus" and row.finished]
     return rows[0] if rows else None
 
 

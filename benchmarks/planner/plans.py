@@ -7,14 +7,12 @@ that they really take with the clocks that lowtime rounded them to.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from pathlib import Path
 
-from benchmarks.planner.lowtime_rival import RECIPES, LowtimeRun, Recipe, run_lowtime
+from benchmarks.planner.lowtime_rival import RECIPES, LowtimeRun, Recipe
 from benchmarks.planner.workloads import Workload
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.plan import Cost, Plan
@@ -27,8 +25,6 @@ from envpipe_megatron.policies.planner import PlanRequest, make_frontier, make_p
 EXTRA_FORWARDS = (0, 1, 2, 4, None)
 #: Deadlines of our frontiers, from the fastest iteration to the cheapest.
 FRONTIER_POINTS = 100
-#: lowtime's step of time that both of its authors' recipes take by default, s.
-UNIT_TIME_S = 0.001
 #: Plans of lowtime that state up to this much above the all-maximum time are priced: what they
 #: state and what they take differ by a tenth of this.
 _STATED_MARGIN = 1.005
@@ -72,7 +68,6 @@ class Row:
     gap_percent: float | None = None
     any_order_saving_percent: float | None = None
     recipe: Recipe | None = None
-    unit_time_s: float | None = None
     max_extra_forwards: int | None = None
     num_plans: int = 1
     finished: bool = True
@@ -83,8 +78,8 @@ class Row:
         if self.kind is PlanKind.OURS_JOINT:
             limit = self.max_extra_forwards
             return f"{self.kind}, extra {'unlimited' if limit is None else f'<= {limit}'}"
-        if self.unit_time_s is not None:
-            return f"{self.kind}, {self.recipe}, {1e3 * self.unit_time_s:g} ms"
+        if self.recipe is not None:
+            return f"{self.kind}, {self.recipe}"
         return str(self.kind)
 
     @property
@@ -174,66 +169,6 @@ def rival_pairs(comparisons: Iterable[Comparison]) -> Iterable[tuple[Comparison,
     return ((comparison, pair) for comparison in comparisons for pair in comparison.at_rival_time)
 
 
-@dataclass(frozen=True)
-class LowtimeSource:
-    """Where lowtime's runs come from.
-
-    Args:
-        results_dir: of stored runs.
-        time_limit_s: CPU time for a run that is not stored; 0 to take stored runs only.
-    """
-
-    results_dir: Path
-    time_limit_s: float
-
-    def runs(self, workload: Workload) -> Iterator[tuple[Recipe, float, LowtimeRun | str]]:
-        """Recipe, step of time (s), and the run or why there is none.
-
-        Both recipes at their default step, then what else is stored for the workload.
-        """
-        stored = self._stored(workload)
-        wanted = [(recipe, UNIT_TIME_S) for recipe in RECIPES]
-        for recipe, unit_time_s in dict.fromkeys([*wanted, *stored]):
-            limit_s = stored.get((recipe, unit_time_s))
-            if limit_s is None and not self.time_limit_s:
-                yield recipe, unit_time_s, f"no run is stored in {self.results_dir}"
-                continue
-            # A stored run that ended at its limit would be repeated at a higher one.
-            if limit_s is None or (unit_time_s == UNIT_TIME_S and self.time_limit_s):
-                limit_s = self.time_limit_s
-            try:
-                yield recipe, unit_time_s, self._run(workload, recipe, unit_time_s, limit_s)
-            except EnvPipeError as error:
-                yield recipe, unit_time_s, str(error)
-
-    def _run(
-        self, workload: Workload, recipe: Recipe, unit_time_s: float, limit_s: float
-    ) -> LowtimeRun:
-        return run_lowtime(
-            workload.profile,
-            workload.num_microbatches,
-            workload.blocking_power_w,
-            unit_time_s=unit_time_s,
-            recipe=recipe,
-            time_limit_s=limit_s,
-            output_dir=self.results_dir,
-        )
-
-    def _stored(self, workload: Workload) -> dict[tuple[Recipe, float], float]:
-        """The time limit of each run stored for a workload, by recipe and step of time."""
-        asked = {
-            "profile_sha256": workload.profile.sha256,
-            "num_microbatches": workload.num_microbatches,
-            "blocking_power_w": workload.blocking_power_w,
-        }
-        found: dict[tuple[Recipe, float], float] = {}
-        for path in sorted(self.results_dir.glob("[!.]*/result.json")):
-            result = json.loads(path.read_text())
-            if all(result.get(name) == value for name, value in asked.items()):
-                found[result["recipe"], result["unit_time_s"]] = result["time_limit_s"]
-        return found
-
-
 def warm_up(workload: Workload) -> None:
     """Load what the planners load on first use, so that no timed planning pays for it."""
     small = replace(workload, num_microbatches=workload.profile.num_stages)
@@ -241,17 +176,22 @@ def warm_up(workload: Workload) -> None:
     make_plan(small.profile, small.request("auto", "optimal"))
 
 
-def compare(workload: Workload, lowtime: LowtimeSource | None) -> Comparison:
-    """Make, time and price every plan of a workload."""
+def compare(workload: Workload, lowtime: Callable[..., LowtimeRun] | None) -> Comparison:
+    """Make, time and price every plan of a workload.
+
+    Args:
+        workload: what to plan.
+        lowtime: `run_lowtime` with its limit and folder; None leaves lowtime out.
+    """
     rows = list(_rule_rows(workload))
     skipped: list[str] = []
-    if lowtime is not None:
-        for recipe, unit_time_s, run in lowtime.runs(workload):
-            if isinstance(run, str):
-                step = f"{recipe}, {1e3 * unit_time_s:g} ms"
-                skipped.append(f"{workload.name}: lowtime ({step}): {run}")
-            else:
-                rows.append(lowtime_row(workload, recipe, unit_time_s, run))
+    asked = workload.profile, workload.num_microbatches, workload.blocking_power_w
+    for recipe in RECIPES if lowtime is not None else ():
+        assert lowtime is not None
+        try:
+            rows.append(lowtime_row(workload, recipe, lowtime(*asked, recipe=recipe)))
+        except EnvPipeError as error:
+            skipped.append(f"{workload.name}: lowtime ({recipe}): {error}")
     rows.append(_timed_row(workload, PlanKind.OURS_ON_1F1B, workload.request("1f1b", "optimal")))
     rows.extend(_joint_rows(workload))
     at_rival_time = [_ours_at_time_of(workload, row) for row in rows if row.kind in _RIVALS]
@@ -319,7 +259,7 @@ def _timed_row(
     )
 
 
-def lowtime_row(workload: Workload, recipe: Recipe, unit_time_s: float, run: LowtimeRun) -> Row:
+def lowtime_row(workload: Workload, recipe: Recipe, run: LowtimeRun) -> Row:
     """lowtime's plan for the all-maximum time, as it is really worth.
 
     Of the plans that really keep the time the cheapest, or the fastest where none does. Its gap is
@@ -351,7 +291,6 @@ def lowtime_row(workload: Workload, recipe: Recipe, unit_time_s: float, run: Low
         schedule.extra_forwards,
         None if bound_j is None else 100.0 * (cost.energy_j / bound_j - 1.0),
         recipe=recipe,
-        unit_time_s=unit_time_s,
         num_plans=run.num_plans,
         finished=run.finished,
     )

@@ -18,12 +18,10 @@ from envpipe_megatron.errors import EnvPipeError
 pytest.importorskip("matplotlib")
 from benchmarks import outputs
 from benchmarks.planner import compare as command
-from benchmarks.planner import plans as plans_compared
 from benchmarks.planner.claims import comparison_claims
-from benchmarks.planner.lowtime_rival import LowtimeRun
+from benchmarks.planner.lowtime_rival import LowtimeRun, run_lowtime
 from benchmarks.planner.plans import (
     AtRivalTime,
-    LowtimeSource,
     PlanKind,
     Row,
     compare,
@@ -103,13 +101,13 @@ def test_lowtime_is_taken_at_the_time_its_plan_takes_not_the_one_it_states():
     assert priced(slow_idle_unit).iteration_time_s == BASELINE.iteration_time_s
     stated_s = 0.99 * BASELINE.iteration_time_s
     plans = [(stated_s, clocks) for clocks in (slow_last_unit, slow_idle_unit, MAXIMUM)]
-    row = lowtime_row(WORKLOAD, "zeus", 0.001, lowtime_run(plans))
+    row = lowtime_row(WORKLOAD, "zeus", lowtime_run(plans))
     assert row.cost == priced(slow_idle_unit)
     assert row.planning_cpu_s == 77.0
     assert row.gap_percent > 0
-    assert row.label == "1F1B + lowtime, zeus, 1 ms"
+    assert row.label == "1F1B + lowtime, zeus"
     # Where none keeps the time, the fastest counts.
-    late = lowtime_row(WORKLOAD, "zeus", 0.001, lowtime_run(plans[:1]))
+    late = lowtime_row(WORKLOAD, "zeus", lowtime_run(plans[:1]))
     assert late.cost == priced(slow_last_unit)
     assert late.slowdown_percent > 1
 
@@ -118,38 +116,24 @@ def test_a_run_that_never_came_near_the_all_maximum_time_shows_its_last_plan():
     slow = np.full_like(MAXIMUM, 900)
     slower = (10 * BASELINE.iteration_time_s, slow)
     run = lowtime_run([slower, slower], finished=False)
-    row = lowtime_row(WORKLOAD, "zeus", 0.001, run)
+    row = lowtime_row(WORKLOAD, "zeus", run)
     assert not row.finished
     assert row.cost == priced(slow)
 
 
-def test_without_time_for_lowtime_only_stored_runs_are_read(tmp_path, monkeypatch):
-    asked = []
+def test_without_time_for_lowtime_only_stored_runs_are_read(tmp_path):
+    with pytest.raises(EnvPipeError, match="no run is stored"):
+        run_lowtime(PROFILE, 6, POWER_W, recipe="zeus", time_limit_s=0, output_dir=tmp_path)
+    found = lowtime_run([(BASELINE.iteration_time_s, MAXIMUM)])
 
-    def answer(profile, num_microbatches, power_w, **options):
-        asked.append((options["recipe"], options["unit_time_s"], options["time_limit_s"]))
-        return lowtime_run([(BASELINE.iteration_time_s, MAXIMUM)])
+    def stored(*asked, recipe):
+        if recipe == "zeus":
+            return found
+        raise EnvPipeError("no run is stored")
 
-    monkeypatch.setattr(plans_compared, "run_lowtime", answer)
-    question = {
-        "profile_sha256": PROFILE.sha256,
-        "num_microbatches": MICROBATCHES,
-        "blocking_power_w": POWER_W,
-        "unit_time_s": 0.001,
-        "recipe": "zeus",
-        "time_limit_s": 50.0,
-    }
-    stored = [question, question | {"unit_time_s": 0.0001}, question | {"num_microbatches": 99}]
-    for index, result in enumerate(stored):
-        (tmp_path / str(index)).mkdir()
-        (tmp_path / str(index) / "result.json").write_text(json.dumps(result))
-    runs = list(LowtimeSource(tmp_path, 0).runs(WORKLOAD))
-    assert asked == [("zeus", 0.001, 50.0), ("zeus", 0.0001, 50.0)]
-    missing = [run for run in runs if isinstance(run[2], str)]
-    assert [(recipe, unit_time_s) for recipe, unit_time_s, _ in missing] == [("sosp24", 0.001)]
-    asked.clear()
-    list(LowtimeSource(tmp_path, 900.0).runs(WORKLOAD))
-    assert asked == [("zeus", 0.001, 900.0), ("sosp24", 0.001, 900.0), ("zeus", 0.0001, 50.0)]
+    comparison = compare(WORKLOAD, stored)
+    assert [row.label for row in comparison.lowtime_rows] == ["1F1B + lowtime, zeus"]
+    assert [text.split(": ")[1] for text in comparison.skipped] == ["lowtime (sosp24)"]
 
 
 def test_ours_passes_only_if_neither_dearer_nor_slower():
@@ -201,7 +185,7 @@ def test_the_command_writes_tables_and_pictures(data_dir, tmp_path, monkeypatch)
     arguments += ["--lowtime-results", str(tmp_path / "none")]
     result = CliRunner().invoke(command.main, arguments)
     assert result.exit_code == 0, result.output
-    assert "tiny, A40, M = 4: lowtime (zeus, 1 ms): no run is stored" in result.output
+    assert "tiny, A40, M = 4: lowtime (zeus): no run is stored" in result.output
     with (output / "plans.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 * 10
