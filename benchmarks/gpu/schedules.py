@@ -29,7 +29,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
-from benchmarks.null_gpu import NullGpu
+from benchmarks.gpu.null_gpu import NullGpu
 from benchmarks.planner.workloads import preset_profile
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import fit_to_channel

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.null_gpu import NullGpu
+from benchmarks.gpu.null_gpu import NullGpu
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase

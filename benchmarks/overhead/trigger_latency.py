@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.null_gpu import NullGpu
+from benchmarks.gpu.null_gpu import NullGpu
 from envpipe_megatron.core import builders
 from envpipe_megatron.runtime.clocks import controller as clock_controller
 from envpipe_megatron.runtime.clocks.controller import ClockController, spread
@@ -161,7 +161,12 @@ class CudaDevice:
 
     def __init__(self, kind: str) -> None:
         hidden, sequence, layers = (512, 256, 20) if kind == "small" else (4096, 2048, 2)
-        self._layers = nn.ModuleList(Layer(hidden) for _ in range(layers)).cuda().bfloat16()
+        # Layers of many small launches, as frameworks make them.
+        made = (
+            nn.TransformerEncoderLayer(hidden, hidden // 128, 4 * hidden, 0.0, norm_first=True)
+            for _ in range(layers)
+        )
+        self._layers = nn.ModuleList(made).cuda().bfloat16()
         self._input = torch.randn(
             sequence, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True
         )
@@ -250,32 +255,6 @@ class CudaDevice:
             at_ns = 1e6 * self._base.elapsed_time(event)
             low, high = max(low, before_ns - at_ns), min(high, after_ns - at_ns)
         return at_ns, low, high
-
-
-class Layer(nn.Module):
-    """A transformer layer of many small launches, as frameworks make them."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.heads = hidden // 128
-        self.norm_1, self.norm_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.attention_in, self.attention_out = (
-            nn.Linear(hidden, 3 * hidden),
-            nn.Linear(hidden, hidden),
-        )
-        self.mlp_in, self.mlp_out = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[sequence, hidden] to the same."""
-        length, width = hidden.shape
-        query, key, value = (
-            part.view(length, self.heads, -1).transpose(0, 1)[None]
-            for part in self.attention_in(self.norm_1(hidden)).chunk(3, dim=-1)
-        )
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.attention_out(mixed[0].transpose(0, 1).reshape(length, width))
-        widened: torch.Tensor = nn.functional.gelu(self.mlp_in(self.norm_2(hidden)))
-        return hidden.add(self.mlp_out(widened))
 
 
 class StandIn:

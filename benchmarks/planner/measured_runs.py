@@ -207,7 +207,6 @@ class Prediction:
     Args:
         unfitted: from profile and known blocking power alone.
         held_out: with the conditions fitted on the other half.
-        fitted: with the conditions fitted on its own half: what the form of the conditions can do.
         held_out_by_stage_j: [num_stages] energy of `held_out` by stage.
     """
 
@@ -215,7 +214,6 @@ class Prediction:
     half: int
     unfitted: Cost
     held_out: Cost
-    fitted: Cost
     held_out_by_stage_j: FloatArray
 
     def time_error_percent(self, cost: Cost) -> float:
@@ -254,9 +252,10 @@ class Validation:
     fitted: tuple[Conditions, Conditions]
     predictions: tuple[Prediction, ...]
 
-    def errors(self, half: int | None = None) -> Errors:
-        """Errors of the runs of one half (predicted from the other), or of all."""
-        return errors_of([p for p in self.predictions if half in (None, p.half)])
+    @property
+    def errors(self) -> Errors:
+        """Of all runs."""
+        return errors_of(self.predictions)
 
     @property
     def reference(self) -> MeasuredRun:
@@ -314,8 +313,7 @@ def validate(folder: Path) -> Validation:
         half = index % 2
         unfitted, _ = _predict(workload, run, workload.conditions)
         held_out, by_stage_j = _predict(workload, run, fitted[1 - half])
-        in_fit, _ = _predict(workload, run, fitted[half])
-        predictions.append(Prediction(run, half, unfitted, held_out, in_fit, by_stage_j))
+        predictions.append(Prediction(run, half, unfitted, held_out, by_stage_j))
     return Validation(workload, fitted, tuple(predictions))
 
 

@@ -43,7 +43,6 @@ from benchmarks.planner.memory import (
     memory_cells,
     memory_figure,
 )
-from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.errors import EnvPipeError
 
 DEFAULT_FOLDERS = PERSEUS_DATA / "measured"
@@ -75,7 +74,7 @@ def main(folders: tuple[Path, ...], output: Path) -> None:
     memory = _memory(console)
     output.mkdir(parents=True, exist_ok=True)
     if validations:
-        lines = [_summary(*line) for line in _lines(validations)]
+        lines = [_summary(validation) for validation in validations]
         write_csv(output / "validation.csv", lines)
         write_csv(output / "validation_runs.csv", _run_rows(validations))
         save_picture(_scatter(validations), output, "validation")
@@ -103,7 +102,7 @@ def validation_claims(
     """One claim for time and energy, and one for memory of each place where it was measured."""
     claims = []
     if validations:
-        by_workload = [validation.errors() for validation in validations]
+        by_workload = [validation.errors for validation in validations]
         count = sum(errors.num_runs for errors in by_workload)
         time_error, energy_error = (
             max(getattr(errors, name) for errors in by_workload)
@@ -148,46 +147,28 @@ def _apart_from_profiles(validations: Iterable[Validation]) -> str:
     )
 
 
-#: A validation, the half whose runs are predicted (None: both), and what predicts them.
-Line = tuple[Validation, int | None, Conditions | None]
-
-
-def _lines(validations: Iterable[Validation]) -> list[Line]:
-    """What table and CSV list: for each workload both halves together, then each."""
-    lines: list[Line] = []
-    for validation in validations:
-        lines.append((validation, None, None))
-        lines.extend((validation, half, validation.fitted[1 - half]) for half in (0, 1))
-    return lines
-
-
-def _summary(
-    validation: Validation, half: int | None, conditions: Conditions | None
-) -> dict[str, object]:
-    errors = validation.errors(half)
+def _summary(validation: Validation) -> dict[str, object]:
+    """Errors of all runs of a workload, and what was fitted on each half of them."""
+    errors, workload = validation.errors, validation.workload
     row: dict[str, object] = {
-        "workload": validation.workload.name,
-        "predicted_half": "both" if half is None else HALF_NAMES[half],
+        "workload": workload.name,
         "runs": errors.num_runs,
-        "time_error_unfitted_percent": f"{errors.time_unfitted:.4f}",
-        "time_error_held_out_percent": f"{errors.time_held_out:.4f}",
-        "energy_error_unfitted_percent": f"{errors.energy_unfitted:.4f}",
-        "energy_error_held_out_percent": f"{errors.energy_held_out:.4f}",
+        "time_error_unfitted_percent": round(errors.time_unfitted, 4),
+        "time_error_held_out_percent": round(errors.time_held_out, 4),
+        "energy_error_unfitted_percent": round(errors.energy_unfitted, 4),
+        "energy_error_held_out_percent": round(errors.energy_held_out, 4),
         "worst_time_run": errors.worst_time.run.name,
         "worst_energy_run": errors.worst_energy.run.name,
-        "interpolated_rows": validation.workload.interpolated_rows,
-        "extended_rows": validation.workload.extended_rows,
-        "fitted_half": "",
-        "tail_time_s": "",
-        "latency_s": "",
-        "blocking_power_w": "",
+        "interpolated_rows": workload.interpolated_rows,
+        "extended_rows": workload.extended_rows,
     }
-    if half is not None and conditions is not None:
+    for name, fitted in zip(HALF_NAMES, validation.fitted, strict=True):
+        hops = fitted.latency_s  # a tuple once it was checked
+        assert not isinstance(hops, float)
         row |= {
-            "fitted_half": HALF_NAMES[1 - half],
-            "tail_time_s": f"{conditions.tail_by_stage_s[0]:.4f}",
-            "latency_s": " ".join(f"{hop:.4f}" for hop in _hops(conditions)),
-            "blocking_power_w": f"{conditions.blocking_power_w[0]:.2f}",
+            f"tail_time_s_{name}": round(fitted.tail_by_stage_s[0], 4),
+            f"latency_s_{name}": " ".join(f"{hop:.4f}" for hop in hops),
+            f"blocking_power_w_{name}": round(fitted.blocking_power_w[0], 2),
         }
     return row
 
@@ -203,8 +184,7 @@ def _run_rows(validations: Iterable[Validation]) -> Iterable[dict[str, object]]:
                 "measured_time_s": run.iteration_time_s,
                 "measured_energy_j": run.energy_j,
             }
-            costs = ("unfitted", predicted.unfitted), ("held_out", predicted.held_out)
-            for name, cost in (*costs, ("own_half", predicted.fitted)):
+            for name, cost in (("unfitted", predicted.unfitted), ("held_out", predicted.held_out)):
                 row |= {
                     f"{name}_time_s": f"{cost.iteration_time_s:.4f}",
                     f"{name}_energy_j": f"{cost.energy_j:.1f}",
@@ -213,12 +193,6 @@ def _run_rows(validations: Iterable[Validation]) -> Iterable[dict[str, object]]:
                 }
             row["stage_energy_error_percent"] = f"{predicted.stage_energy_error_percent:.4f}"
             yield row
-
-
-def _hops(conditions: Conditions) -> list[float]:
-    """Latency of each boundary, s."""
-    hops = conditions.latency_s  # a tuple once it was checked
-    return [hops] if isinstance(hops, float) else list(hops)
 
 
 def _notes(validations: Sequence[Validation]) -> str:

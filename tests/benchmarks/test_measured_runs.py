@@ -112,7 +112,7 @@ def _conditions(**given):
 
 
 def test_without_surroundings_the_profile_alone_predicts_everything(tmp_path):
-    errors = validate(_write_folder(tmp_path / "w", _conditions())).errors()
+    errors = validate(_write_folder(tmp_path / "w", _conditions())).errors
     assert errors.num_runs == 16
     assert errors.time_unfitted == pytest.approx(0, abs=1e-9)
     assert errors.energy_unfitted == pytest.approx(0, abs=1e-9)
@@ -128,7 +128,7 @@ def test_each_half_finds_the_conditions_of_the_runs(tmp_path, latency_s):
         tail_time_s=(0.3,) * STAGES,
     )
     validation = validate(_write_folder(tmp_path / "w", true))
-    errors = validation.errors()
+    errors = validation.errors
     assert errors.time_unfitted > 5
     assert errors.energy_unfitted > 2
     assert errors.time_held_out < 0.1
@@ -148,7 +148,7 @@ def test_noise_is_not_explained_by_latencies(tmp_path):
     _write_runs(folder, rows)
     validation = validate(folder)
     assert all(set(fitted.latency_s) == {0.0} for fitted in validation.fitted)
-    assert validation.errors().time_held_out < 0.6
+    assert validation.errors.time_held_out < 0.6
 
 
 def test_a_run_has_no_part_in_its_own_prediction(tmp_path):
@@ -188,7 +188,7 @@ def test_clocks_without_a_row_are_interpolated_and_counted(tmp_path):
 
 def test_several_gpus_of_a_stage_count_as_often(tmp_path):
     conditions = _conditions(gpus_per_stage=(2,) * STAGES)
-    errors = validate(_write_folder(tmp_path / "w", conditions, gpus=2)).errors()
+    errors = validate(_write_folder(tmp_path / "w", conditions, gpus=2)).errors
     assert errors.energy_unfitted == pytest.approx(0, abs=1e-9)
 
 
