@@ -19,7 +19,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,7 @@ def merge_files(job: Job, steps: Steps, files: Sequence[Path]) -> Path:
     """Merge all files into one; say what was left out, and where that is listed."""
     texts, unusable = job.output / "webtext.jsonl", job.output / "unusable.txt"
     found = steps.do(
-        "merge", stamps(files), [texts, unusable], lambda: asdict(merge(files, texts, unusable))
+        "merge", stamps(files), [texts, unusable], lambda: merge(files, texts, unusable)
     )
     click.echo(
         f"  {found['documents']} documents; left out: {found['duplicates']} exact duplicates, "

@@ -1,4 +1,4 @@
-"""The files of `prepare_webtext.py`: collected text, GPT-2's vocabulary, and Megatron's index."""
+"""The files of `prepare_webtext.py`: GPT-2's vocabulary, collected text, and Megatron's index."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -70,40 +70,30 @@ def check_vocabulary(vocab: Path, merges: Path) -> dict[str, int]:
     Raises:
         DataError: a file is of another format, or they do not belong together.
     """
-    remedy = "Give gpt2-vocab.json, and the gpt2-merges.txt that belongs to it."
+
+    def refuse(what: str) -> DataError:
+        remedy = "Give gpt2-vocab.json, and the gpt2-merges.txt that belongs to it."
+        return DataError(what, remedy=remedy)
+
     try:
         numbers = json.loads(vocab.read_text("utf-8"))
+        first, *lines = merges.read_text("utf-8").split("\n")
     except (OSError, ValueError) as error:
-        raise DataError(f"{vocab}: no JSON ({error})", remedy=remedy) from error
+        raise refuse(f"{vocab} or {merges} cannot be read: {error}") from error
     if not isinstance(numbers, dict) or sorted(map(str, numbers.values())) != sorted(
         map(str, range(len(numbers)))
     ):
-        raise DataError(f"{vocab}: tokens are not numbered from 0 without a gap", remedy=remedy)
-    for needed in (*bytes_of_alphabet(), END_OF_DOCUMENT):
-        if needed not in numbers:
-            raise DataError(f"{vocab}: a token of GPT-2's is missing", value=needed, remedy=remedy)
-    for line, merge in _read_merges(merges, remedy):
-        for token in (*merge, "".join(merge)):
-            if len(merge) != 2 or token not in numbers:
-                raise DataError(
-                    f"{merges}:{line}: not two tokens of {vocab} that make a third",
-                    value=" ".join(merge),
-                    remedy=remedy,
-                )
-    return numbers
-
-
-def _read_merges(merges: Path, remedy: str) -> Iterator[tuple[int, list[str]]]:
-    try:
-        first, *lines = merges.read_text("utf-8").split("\n")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{merges}: no text ({error})", remedy=remedy) from error
+        raise refuse(f"{vocab}: tokens are not numbered from 0 without a gap")
+    if missing := {*bytes_of_alphabet(), END_OF_DOCUMENT} - numbers.keys():
+        raise refuse(f"{vocab}: a token of GPT-2's is missing: {min(missing)}")
     # Megatron takes neither the first line nor what is behind the last end of a line.
-    if not first.startswith("#version"):
-        raise DataError(f"{merges}:1: does not begin with #version", value=first, remedy=remedy)
-    if len(lines) < 2 or lines[-1]:
-        raise DataError(f"{merges}: the last line has no end", value=lines[-1:], remedy=remedy)
-    return ((line, merge.split(" ")) for line, merge in enumerate(lines[:-1], 2))
+    if not first.startswith("#version") or len(lines) < 2 or lines[-1]:
+        raise refuse(f"{merges}: does not begin with #version, or its last line has no end")
+    for number, line in enumerate(lines[:-1], 2):
+        merge = line.split(" ")
+        if len(merge) != 2 or not {*merge, "".join(merge)} <= numbers.keys():
+            raise refuse(f"{merges}:{number}: not two tokens of {vocab} that make a third: {line}")
+    return numbers
 
 
 # Collected text
@@ -184,8 +174,15 @@ def read_documents(path: Path) -> Iterator[Document]:
     Raises:
         DataError: it cannot be read to its end.
     """
+    open_file: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     try:
-        yield from _read_documents(path)
+        with open_file(path, "rb") as stream:
+            if _kind(path) == _TEXT:
+                yield _document(str(path), stream.read(), is_json=False)
+                return
+            for number, line in enumerate(stream, 1):
+                if line.strip():
+                    yield _document(f"{path}:{number}", line, is_json=True)
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise DataError(
             f"{path}: cannot be read to its end: {error}",
@@ -193,27 +190,14 @@ def read_documents(path: Path) -> Iterator[Document]:
         ) from error
 
 
-def _read_documents(path: Path) -> Iterator[Document]:
-    with _open(path) as stream:
-        if _kind(path) == _TEXT:
-            yield _document(str(path), stream.read(), is_json=False)
-            return
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                yield _document(f"{path}:{number}", line, is_json=True)
-
-
-def _open(path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return gzip.open(path)
-    return lzma.open(path) if path.suffix == ".xz" else path.open("rb")
-
-
 def _document(place: str, content: bytes, is_json: bool) -> Document:
     try:
         text: Any = content.decode("utf-8-sig")
         if is_json:
-            text = _field_text(json.loads(text))
+            line = json.loads(text)
+            text = line.get("text") if isinstance(line, dict) else None
+            if not isinstance(text, str):
+                raise ValueError("no object with a string `text`")
         text.encode()  # JSON can spell half of a surrogate pair, which is no text
     except UnicodeError:
         return Document(place, "", "not UTF-8")
@@ -222,26 +206,10 @@ def _document(place: str, content: bytes, is_json: bool) -> Document:
     return Document(place, text) if text.strip() else Document(place, "", "the text is empty")
 
 
-def _field_text(line: object) -> str:
-    if not isinstance(line, dict) or not isinstance(line.get("text"), str):
-        raise ValueError("no object with a string `text`")
-    text: str = line["text"]
-    return text
-
-
 # Merging
 
 
-@dataclass(frozen=True)
-class Merged:
-    """What became of the documents that were found."""
-
-    documents: int
-    duplicates: int
-    unusable: int
-
-
-def merge(files: Sequence[Path], merged: Path, unusable: Path) -> Merged:
+def merge(files: Sequence[Path], merged: Path, unusable: Path) -> dict[str, int]:
     """Merge all documents into one file of loose JSON, each text once.
 
     A line is `{"text": ..., "url": ...}`, as Megatron's tools want it; `url` is file and line: they
@@ -252,33 +220,34 @@ def merge(files: Sequence[Path], merged: Path, unusable: Path) -> Merged:
         merged: the file to write; it is there when all is in it.
         unusable: the file that gets place and problem of each document that cannot be used.
 
+    Returns:
+        the numbers of `documents`, of exact `duplicates`, and of those that are `unusable`.
+
     Raises:
         DataError: a file cannot be read to its end, or there is no document at all.
     """
     seen: set[bytes] = set()
-    found: Counter[str] = Counter()
+    found: Counter[str] = Counter(documents=0, duplicates=0, unusable=0)
     with (
         written_beside(merged) as draft,
         written_beside(unusable) as problems,
         draft.open("w", encoding="ascii") as lines,
-        problems.open("w", encoding="utf-8", errors="backslashreplace") as told,
+        problems.open("w", encoding="utf-8", errors="backslashreplace") as listed,
     ):
-        for path in files:
-            for document in read_documents(path):
-                if document.problem:
-                    found["unusable"] += 1
-                    told.write(f"{document.place}: {document.problem}\n")
-                    continue
-                digest = hashlib.blake2b(document.text.encode(), digest_size=16).digest()
-                if digest in seen:
-                    found["duplicates"] += 1
-                else:
-                    seen.add(digest)
-                    json.dump({"text": document.text, "url": document.place}, lines)
-                    lines.write("\n")
+        for document in itertools.chain.from_iterable(map(read_documents, files)):
+            digest = hashlib.blake2b(document.text.encode(), digest_size=16).digest()
+            if document.problem:
+                found["unusable"] += 1
+                listed.write(f"{document.place}: {document.problem}\n")
+            elif digest in seen:
+                found["duplicates"] += 1
+            else:
+                seen.add(digest)
+                found["documents"] += 1
+                lines.write(json.dumps({"text": document.text, "url": document.place}) + "\n")
         if not seen:
             raise DataError("No document with a text", value=[str(path) for path in files])
-    return Merged(len(seen), found["duplicates"], found["unusable"])
+    return dict(found)
 
 
 def count_lines(path: Path) -> int:

@@ -74,11 +74,6 @@ def test_the_exit_status_is_the_nodes(monkeypatch):
     assert run("train.py").exit_code == 17
 
 
-def test_the_exit_status_is_that_of_the_hosts(monkeypatch, hosts):
-    monkeypatch.setattr(launch_module, "run_nodes", lambda nodes: 18)
-    assert run("--hostfile", hosts, "train.py").exit_code == 18
-
-
 def test_torchruns_empty_variables_do_not_reach_it(monkeypatch):
     # Kubeflow's operator sets PET_STANDALONE so, and torchrun alone would not start.
     for name, value in {"STANDALONE": "", "NNODES": "", "MAX_RESTARTS": "3"}.items():
@@ -130,11 +125,6 @@ def test_help_needs_no_torch():
     # What nodes get of the environment is told, because it can be read by others.
     for prefix in (*CARRIED_PREFIXES, *CARRIED_NAMES):
         assert prefix in done.stdout
-
-
-def test_a_missing_torch_is_a_message(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.distributed.run", None)
-    assert "pip install" in run_badly("train.py")
 
 
 def test_no_option_is_one_of_torchruns_or_an_abbreviation_of_one():
@@ -287,19 +277,6 @@ def test_ports_are_torchruns_own(monkeypatch):
     assert "has no port" in run_badly("train.py")
     monkeypatch.setenv("PET_RDZV_BACKEND", "c10d")
     assert "c10d at first:70000" in run_well("--dry-run", "train.py").stdout
-
-
-def test_a_dry_run_of_hosts_tells_the_ssh_commands(started, monkeypatch, tmp_path, hosts):
-    monkeypatch.chdir(tmp_path)
-    told = run_well("--dry-run", "--hostfile", hosts, "train.py").stdout
-    assert started == []
-    run_well("--hostfile", hosts, "train.py")
-    (nodes,) = started
-    lines = told.splitlines()
-    for node_process in nodes:
-        command = lines[lines.index(f"{node_process.host}:") + 1]
-        assert shlex.split(command) == list(node_process.command)
-    assert lines.count("  --nproc-per-node 3: hostfile") == 1
 
 
 # --hostfile

@@ -5,7 +5,6 @@ import os
 import select
 import shlex
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -130,17 +129,17 @@ def test_a_failure_while_others_are_started_stops_them(witness):
     witness.wait_until_none_is_left()
 
 
-def test_ssh_s_own_status_is_told():
-    with Launcher({"one": sh("echo no route >&2; exit 255")}) as launcher:
-        assert launcher.end() == 255
-        assert "[one] no route\n" in launcher.messages
-        assert "one failed, exit status 255, which is ssh's own" in launcher.messages
-
-
-def test_a_client_that_was_killed_is_told():
-    with Launcher({"one": sh("kill -9 $$")}) as launcher:
-        assert launcher.end() == 128 + signal.SIGKILL
-        assert "its client was ended by SIGKILL" in launcher.messages
+@pytest.mark.parametrize(
+    ("script", "status", "message"),
+    [
+        ("echo no route >&2; exit 255", 255, "one failed, exit status 255, which is ssh's own"),
+        ("kill -9 $$", 128 + signal.SIGKILL, "its client was ended by SIGKILL"),
+    ],
+)
+def test_why_a_client_failed_is_told(script, status, message):
+    with Launcher({"one": sh(script)}) as launcher:
+        assert launcher.end() == status
+        assert message in launcher.messages
 
 
 def test_nodes_that_end_well_do_not_stop_others(go):
@@ -325,21 +324,6 @@ def folder_with_spaces(tmp_path):
     return folder
 
 
-def test_a_remote_shell_reads_the_command_as_it_was_meant(tmp_path, stub):
-    folder = folder_with_spaces(tmp_path)
-    environ = {"NCCL_X": "a 'b'\n$c", "OWN": "\\", "PATH": os.environ["PATH"]}
-    command = ssh_command(
-        "ssh", Host("one", 1, "hosts:1"), AWKWARD, python=stub, folder=folder, environ=environ
-    )
-    done = subprocess.run(
-        ["sh", "-c", command[-1]], env={}, stdin=subprocess.DEVNULL, capture_output=True, check=True
-    )
-    arguments, cwd, variables = json.loads(done.stdout.splitlines()[0])
-    assert arguments == ["-m", "envpipe_megatron.cli", "launch", *AWKWARD]
-    assert cwd == str(folder)
-    assert variables == {"NCCL_X": "a 'b'\n$c", "OWN": "\\", "NOT": None}
-
-
 #: Stands for ssh where there is none: runs the command on this machine, in no environment.
 FAKE_SSH = """#!/bin/sh
 for word; do host=$target; target=$word; done
@@ -419,37 +403,6 @@ def held_stub(tmp_path, witness):
     path.write_text(f"#!/bin/sh\nexec 9>{witness.path}\n{WAITS}\n")
     path.chmod(0o755)
     return str(path)
-
-
-def test_two_hosts_over_ssh(ssh, tmp_path, stub, monkeypatch):
-    on_two_hosts(tmp_path, stub, monkeypatch, "--ssh", ssh)
-
-
-def test_a_failure_over_ssh_stops_the_other(ssh, tmp_path, witness, held_stub, go):
-    fails = tmp_path / "fails"
-    fails.write_text(f"#!/bin/sh\n{go.waits}\nexit 5\n")
-    fails.chmod(0o755)
-    nodes = {
-        "127.0.0.1": over_ssh(ssh, "127.0.0.1", held_stub),
-        "localhost": over_ssh(ssh, "localhost", str(fails)),
-    }
-    with Launcher(nodes) as launcher:
-        launcher.wait_for("[127.0.0.1] ready")
-        go.now()
-        assert launcher.end() == 5
-        assert "localhost failed, exit status 5." in launcher.messages
-        assert "[127.0.0.1] bye\n" in launcher.output
-    witness.wait_until_none_is_left()
-
-
-def test_an_interrupt_leaves_nothing_over_ssh(ssh, witness, held_stub):
-    nodes = {host: over_ssh(ssh, host, held_stub) for host in ("127.0.0.1", "localhost")}
-    with Launcher(nodes) as launcher:
-        launcher.wait_for("[127.0.0.1] ready", "[localhost] ready")
-        launcher.process.send_signal(signal.SIGINT)
-        assert launcher.end() == 128 + signal.SIGINT
-        assert launcher.output.count("bye") == 2
-    witness.wait_until_none_is_left()
 
 
 def test_a_killed_launcher_leaves_nothing_over_ssh(ssh, witness, held_stub):
