@@ -9,8 +9,12 @@ from pathlib import Path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text
 
-# No leading dash: ssh would take such a host for an option.
-_HOST = re.compile(r"(?:\w[\w.-]*@)?[\w:][\w.:-]*", re.ASCII)
+#: No leading dash: ssh would take such a host for an option.
+_LINE = re.compile(
+    r"(?P<target>(\w[\w.-]*@)?[\w:][\w.:-]*)"
+    r"(\s+(slots=(?P<slots>0*[1-9]\d*)|max[_-]slots=\d+))*",
+    re.ASCII,
+)
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,18 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     except ValueError as error:
         raise EnvPipeError(f"Hostfile {path} is not readable: {error}") from error
     for number, line in enumerate(text.splitlines(), start=1):
-        words = line.partition("#")[0].split()
+        words = line.partition("#")[0].strip()
         if not words:
             continue
-        host = _host(words, f"{path}:{number}")
+        where = f"{path}:{number}"
+        match = _LINE.fullmatch(words)
+        if match is None:
+            raise EnvPipeError(
+                f"{where}: this is not a host and its number of processes",
+                value=words,
+                remedy="Write host slots=N or user@host slots=N, with N from 1.",
+            )
+        host = Host(match["target"], int(match["slots"]) if match["slots"] else None, where)
         before = hosts.setdefault(host.name.lower(), host)
         if before is not host:
             raise EnvPipeError(
@@ -64,31 +76,3 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
             f"{path} names no host", remedy="Write one on each line, such as: node1 slots=8"
         )
     return tuple(hosts.values())
-
-
-def _host(words: list[str], where: str) -> Host:
-    target, *fields = words
-    if not _HOST.fullmatch(target):
-        raise EnvPipeError(
-            f"{where}: this is not the name of a host",
-            value=target,
-            remedy="Write host slots=N or user@host slots=N.",
-        )
-    slots: int | None = None
-    for field in fields:
-        name, assigns, value = field.partition("=")
-        if name not in ("slots", "max_slots", "max-slots") or not assigns:
-            raise EnvPipeError(
-                f"{where}: there is an unknown word after the host",
-                value=field,
-                remedy="Write host slots=N.",
-            )
-        if not value.isdecimal() or int(value) < 1:
-            raise EnvPipeError(
-                f"{where}: {name} is not a whole number of at least 1",
-                value=value,
-                remedy="Leave hosts that should run nothing out.",
-            )
-        if name == "slots":
-            slots = int(value)
-    return Host(target, slots, where)

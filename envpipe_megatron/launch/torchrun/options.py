@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from envpipe_megatron.errors import EnvPipeError
@@ -57,27 +56,16 @@ class Setting(NamedTuple):
     origin: str
 
 
-@dataclass(frozen=True)
-class TorchrunOptions:
+class TorchrunOptions(NamedTuple):
     """What torchrun is started with on one node.
 
     Attributes:
-        options: torchrun's options, those that were given and those that were filled in.
-        script: the script and its arguments, untouched.
+        arguments: all words after `torchrun`.
         settings: the options that concern nodes and processes, where they are known.
     """
 
-    options: tuple[str, ...]
-    script: tuple[str, ...]
+    arguments: tuple[str, ...]
     settings: tuple[Setting, ...]
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """All words after `torchrun`.
-
-        The dashes keep torchrun from looking for its own abbreviated options in the script's.
-        """
-        return (*self.options, "--", *self.script)
 
 
 def options_here(
@@ -250,7 +238,8 @@ class _Known:
             for setting in settings
             if setting.origin not in (COMMAND_LINE, _pet(setting.option))
         ]
-        return TorchrunOptions((*self._line.options, *added), self._line.script, settings)
+        # The dashes keep torchrun from looking for its own abbreviated options in the script's.
+        return TorchrunOptions((*self._line.options, *added, "--", *self._line.script), settings)
 
     def _as_torchrun(self, option: str) -> str | None:
         given = self.given(option)
