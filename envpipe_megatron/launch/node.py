@@ -1,32 +1,24 @@
-"""Runs torchrun on one node, with a guard of its clocks and an agent that bills its GPUs.
+"""Runs torchrun on one node, with an agent that bills its GPUs.
 
 Whatever ends the one ends the other: a signal to this process ends torchrun, which ends its ranks;
-its death does the same; and ranks that outlive a torchrun that was killed are ended here. The guard
-outlives them all and brings the clocks back.
+its death does the same; and ranks that outlive a torchrun that was killed are ended here. Guards,
+which ranks start, outlive them all and bring the clocks back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import socket
 import tempfile
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from envpipe_megatron.gpu.guard.process_identity import wait_readable
-from envpipe_megatron.gpu.guard.protocol import (
-    SOCKET_VARIABLE,
-    GuardSettings,
+from envpipe_megatron.gpu.guard.messages import (
+    AGENT_VARIABLE,
     check_socket_path,
     runtime_folder,
-    socket_path,
 )
-from envpipe_megatron.gpu.guard.starting import connect_to_guard
 from envpipe_megatron.launch.agent.agent import NodeAgent
 from envpipe_megatron.launch.bill.live import LiveLine
 from envpipe_megatron.launch.bill.report import BillReport
@@ -34,7 +26,6 @@ from envpipe_megatron.launch.bill.tables import Tariff
 from envpipe_megatron.launch.saying import say
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun.run import run_torchrun
-from envpipe_megatron.runtime.energy.agent_link import AGENT_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +35,6 @@ _OTHERS_END_S = 30.0
 _LAST_WORDS_S = 5.0
 #: And how long it goes on to wait where somebody asks for the end; asked again, not at all.
 _HURRIED_S = 5.0
-_GUARD_S = 60.0
-_LONG_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +74,7 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
 
     Raises:
         NodeLogError: another agent writes this node's energy log.
-        GuardError: the guard of this node's clocks cannot be started, or sockets have no place.
+        GuardError: there is no place for sockets.
         OSError: the output folder cannot be written.
     """
     tariff = Tariff(settings.price_per_kwh, settings.grid_g_per_kwh)
@@ -113,8 +102,6 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
                     serve_metrics(agent, settings.prometheus_address, settings.prometheus_port)
                 )
             environment = {AGENT_VARIABLE: str(agent.socket_path)}
-            if SOCKET_VARIABLE not in os.environ:
-                environment[SOCKET_VARIABLE] = last.enter_context(_guarded(settings.node_name))
             code = run_torchrun(torchrun_arguments, environment, signals)
         except BaseException:
             agent.finish(1, 0.0)  # or the bill would call this node lost
@@ -126,45 +113,6 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         except OSError:  # training has its own exit status
             logger.exception("There is no bill")
     return code
-
-
-@contextlib.contextmanager
-def _guarded(node: str) -> Iterator[str]:
-    """Keep a guard of this node's clocks; its socket, for ranks.
-
-    The guard stays as long as somebody is connected to it, and so does this process. Should it die,
-    another is started for ranks to come; those that it had bring their clocks back themselves.
-    """
-    job = f"launch {os.getpid()} on {node}"
-
-    def connect() -> socket.socket:
-        return connect_to_guard(job, GuardSettings(), None, time.monotonic() + _GUARD_S)
-
-    def watch(connection: socket.socket) -> None:
-        while True:
-            while not wait_readable([connection.fileno(), over.fileno()], _LONG_S):
-                pass
-            connection.close()
-            if closing:
-                return
-            logger.error("The guard of this node's clocks has died; another one is started")
-            try:
-                connection = connect()
-            except Exception:
-                logger.exception("There is no guard: ranks that start from here on lock no clock")
-                return
-
-    closing: list[bool] = []
-    over, end = socket.socketpair()
-    thread = threading.Thread(target=watch, args=(connect(),), daemon=True)
-    thread.start()
-    try:
-        yield str(socket_path(job))
-    finally:
-        closing.append(True)
-        end.close()
-        thread.join()
-        over.close()
 
 
 def _bill(agent: NodeAgent, code: int, report: BillReport) -> None:

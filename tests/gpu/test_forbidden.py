@@ -6,11 +6,8 @@ without the variable does change GPUs in all three ways, so that its silence mea
 """
 
 import ast
-import contextlib
 import importlib
 import pkgutil
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +27,9 @@ from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.backends.zeusd import ZeusdGpu
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, Gpu, GpuAddress
 from envpipe_megatron.gpu.control import CHOICES, check_controls, choose_control, open_controlled
-from envpipe_megatron.gpu.guard.client import hold_gpu
+from envpipe_megatron.gpu.guard.hold import hold_gpu
 from envpipe_megatron.gpu.guard.lease import Lease, list_leases, undo_lease
-from envpipe_megatron.gpu.guard.protocol import GuardError, receive, send
 from envpipe_megatron.gpu.guard.resetting import Resetter
-from envpipe_megatron.gpu.guard.starting import connect_to_guard
 from envpipe_megatron.gpu.opening import BACKENDS, open_gpu
 from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, read_site
 from envpipe_megatron.runtime.clocks.controller import ClockController
@@ -131,7 +126,7 @@ def machine(fake_nvml, tmp_path, monkeypatch):
     leases.mkdir(mode=0o700)
     runtime = tmp_path / "run"
     runtime.mkdir(mode=0o700)
-    for name in ("ZEUSD_SOCK_PATH", "ZEUSD_TOKEN", "CUDA_VISIBLE_DEVICES", "ENVPIPE_GUARD_SOCKET"):
+    for name in ("ZEUSD_SOCK_PATH", "ZEUSD_TOKEN", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ENVPIPE_SITE_CONFIG", str(site))
     monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(leases))
@@ -203,47 +198,11 @@ class Walk:
         list(resetter.undo_others([]))
 
     def walk_guard(self):
-        """A guard that is asked although its client would not ask, and the client itself."""
         for backend, uuid in zip(HARDWARE_BACKENDS, self.machine.nvml.uuids, strict=False):
             address = GpuAddress(backend, uuid)
             hold = self.call(hold_gpu, address, f"job {backend}", on_event=lambda event: None)
             if hold is not None:
                 hold.release()
-            self.ask_guard(address)
-
-    def ask_guard(self, address):
-        socket = self.machine.program.with_name(f"guard-{address.backend}.sock")
-        arguments = ["--socket", socket, "--job", "walk", "--log", socket.with_suffix(".log")]
-        allowed = ["--gpu", address.backend, address.uid]
-        guard = subprocess.Popen(
-            [sys.executable, "-m", "envpipe_megatron.gpu.guard.process", *arguments, *allowed]
-        )
-        try:
-            connection = self.connect(socket, guard)
-            with contextlib.closing(connection):
-                send(connection, {"op": "hold", "backend": address.backend, "uid": address.uid})
-                answer = receive(connection)
-                assert answer is not None
-                # The end of a rank that held its GPU is a reset; that of one that did not, is not.
-                if answer["event"] == "held":
-                    send(connection, {"op": "release"})
-                    while receive(connection)["event"] != "released":
-                        pass
-        finally:
-            guard.terminate()
-            guard.wait(60)
-
-    def connect(self, socket, guard):
-        give_up_s = time.monotonic() + 60
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("ENVPIPE_GUARD_SOCKET", str(socket))
-            while True:
-                try:
-                    return connect_to_guard("walk", None, None, give_up_s)
-                except GuardError:
-                    assert guard.poll() is None
-                    assert time.monotonic() < give_up_s
-                    time.sleep(0.01)
 
     def walk_runtime(self):
         for backend, uuid in zip(HARDWARE_BACKENDS, self.machine.nvml.uuids, strict=False):

@@ -19,8 +19,9 @@ from pathlib import Path
 from envpipe_megatron.gpu.backends import nvml  # noqa: F401
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.emulated import emulated_gpu  # noqa: F401
-from envpipe_megatron.gpu.guard.client import GuardEvent, hold_gpu
-from envpipe_megatron.gpu.guard.protocol import GuardSettings
+from envpipe_megatron.gpu.guard import hold as hold_module
+from envpipe_megatron.gpu.guard.hold import GuardEvent, hold_gpu
+from envpipe_megatron.gpu.guard.messages import GuardSettings
 from envpipe_megatron.gpu.opening import open_gpu
 
 
@@ -51,6 +52,8 @@ class Rank:
     def __init__(self, pid: int, connection: socket.socket, address: GpuAddress) -> None:
         self.pid = pid
         self.address = address
+        #: The guard's pidfd, when it holds the GPU.
+        self.guard = -1
         self.said: list[list] = []
         self._connection = connection
         self._pidfd = os.pidfd_open(pid)
@@ -62,6 +65,9 @@ class Rank:
             for message in self.said:
                 if message[0] in words:
                     self.said.remove(message)
+                    if message[0] == "held" and self.guard < 0:
+                        with contextlib.suppress(ProcessLookupError):
+                            self.guard = os.pidfd_open(message[1])
                     return message
             self._connection.settimeout(max(0.001, end_s - time.monotonic()))
             data = self._connection.recv(10_000)
@@ -76,6 +82,14 @@ class Rank:
         with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
             signal.pidfd_send_signal(self._pidfd, number)
 
+    def kill_guard(self, number: signal.Signals = signal.SIGKILL) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+            signal.pidfd_send_signal(self.guard, number)
+
+    def wait_for_guard(self) -> None:
+        """Wait until its guard has ended."""
+        assert select.select([self.guard], [], [], 120.0)[0], "the guard has not ended"
+
     def wait(self, timeout_s: float = 120.0) -> None:
         if not select.select([self._pidfd], [], [], timeout_s)[0]:
             raise TimeoutError(f"rank {self.pid} has not ended")
@@ -85,7 +99,8 @@ class Rank:
         if self._pidfd >= 0:
             self.kill(signal.SIGKILL)
             self.wait()
-            os.close(self._pidfd)
+            for pidfd in {self._pidfd, self.guard} - {-1}:
+                os.close(pidfd)
             self._connection.close()
             self._pidfd = -1
 
@@ -120,6 +135,7 @@ def run(
     polite: bool = True,
     steady: bool = False,
     with_child: bool = False,
+    failing_guard: bool = False,
 ) -> None:
     """One rank: hold, lock random clocks until something happens, release if it can.
 
@@ -127,7 +143,10 @@ def run(
         polite: on SIGTERM or an exception reset and release, as a framework that cleans up does.
         steady: lock one clock and keep it.
         with_child: fork a child first that has all open files and outlives the rank.
+        failing_guard: its guard fails at SIGUSR1.
     """
+    if failing_guard:
+        hold_module._GUARD = (str(Path(__file__).with_name("guard_that_fails.py")),)
     randomness = random.Random(seed)
     locking = threading.Lock()
     may_lock, stop = True, threading.Event()

@@ -4,18 +4,19 @@ Each round ends with nothing of it running, no clock locked and no lease left, o
 """
 
 import fcntl
+import json
 import os
 import random
 import resource
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fake_nvml.fake_nvml import FakeNvml
 from guard_ranks import Rank, RankServer
@@ -23,14 +24,14 @@ from stale_leases import undo_stale
 
 from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.guard.hold import guard_log
 from envpipe_megatron.gpu.guard.lease import list_leases
-from envpipe_megatron.gpu.guard.lease_record import LeaseRecord
-from envpipe_megatron.gpu.guard.protocol import runtime_folder, socket_path
+from envpipe_megatron.gpu.guard.lease_file import LeaseRecord, lease_name, new_lease_folder
+from envpipe_megatron.gpu.guard.messages import runtime_folder
 from envpipe_megatron.gpu.opening import open_gpu
 
 NUM_GPUS = 4
 DEADLINE_S = 120.0  # of what must come, on however busy a machine
-FAULTY_GUARD = Path(__file__).with_name("guard_that_fails.py")
 
 
 class Node:
@@ -101,41 +102,42 @@ class Round:
         self.job = f"{fault} {seed} {number} {os.getpid()}"
         self.addresses = self.node.addresses[("emulated", "nvml")[number % 2]]
         self.ranks: list[Rank] = []
-        self.guards: dict[int, int] = {}
         self.outcome = Outcome()
 
-    def start(self, count: int = 3, first: int = 0, job: str | None = None, **how) -> list[Rank]:
+    def begin(
+        self,
+        address: GpuAddress,
+        job: str | None = None,
+        settings: dict[str, float] | None = None,
+        **how: Any,
+    ) -> Rank:
+        """Start a rank of a job; its guard is still to come."""
+        patient = {"heartbeat_s": 120.0, "give_up_s": 240.0, "stop_s": 120.0}
+        rank = self.node.ranks.start(
+            address=[address.backend, address.uid],
+            job=job or self.job,
+            seed=self.random.getrandbits(32),
+            settings={**patient, **(settings or {})},
+            **how,
+        )
+        self.ranks.append(rank)
+        return rank
+
+    def start(self, count: int = 3, first: int = 0, **how: Any) -> list[Rank]:
         """Start ranks of a job on the GPUs from `first` on, and wait until they have locked."""
-        settings = {"heartbeat_s": 120.0, "give_up_s": 240.0, "stop_s": 120.0}
-        settings.update(how.pop("settings", {}))
-        ranks = [
-            self.node.ranks.start(
-                address=[address.backend, address.uid],
-                job=job or self.job,
-                seed=self.random.getrandbits(32),
-                settings=settings,
-                **how,
-            )
-            for address in self.addresses[first : first + count]
-        ]
-        self.ranks += ranks
+        ranks = [self.begin(address, **how) for address in self.addresses[first : first + count]]
         for rank in ranks:
-            self.know_guard(rank.hear("held")[1])
+            rank.hear("held")
         return ranks
 
-    def know_guard(self, pid: int) -> None:
-        if pid not in self.guards:
-            self.guards[pid] = os.pidfd_open(pid)
-
-    @property
-    def guard(self) -> int:
-        """The pidfd of the only guard."""
-        (pidfd,) = self.guards.values()
-        return pidfd
-
-    def kill_guard(self, number: signal.Signals = signal.SIGKILL) -> None:
-        with suppress(ProcessLookupError):  # it may have ended by itself
-            signal.pidfd_send_signal(self.guard, number)
+    def guards(self) -> list[int]:
+        """The processes of this round's guards that live, also of those that are starting."""
+        found = []
+        for command in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                if json.dumps(self.job)[1:-1].encode() in command.read_bytes():
+                    found.append(int(command.parent.name))
+        return found
 
     def pause(self, longest_s: float = 0.02) -> None:
         """Let a random time pass, so that what follows meets the ranks at a random point."""
@@ -163,10 +165,16 @@ class Round:
         for rank in ranks:
             rank.wait()
 
+    def await_guards(self) -> None:
+        """Wait until the guards have ended."""
+        end_s = time.monotonic() + DEADLINE_S
+        while guards := self.guards():
+            assert time.monotonic() < end_s, f"guards {guards} have not ended"
+            time.sleep(0.002)
+
     def end(self) -> None:
         """Wait until the guards have ended, and look at everything."""
-        for pid, pidfd in self.guards.items():
-            assert select.select([pidfd], [], [], DEADLINE_S)[0], f"guard {pid} has not ended"
+        self.await_guards()
         locked, leased = self.left()
         assert not locked
         assert not leased
@@ -179,11 +187,9 @@ class Round:
         return locked, leased
 
     def close(self) -> None:
-        for pidfd in self.guards.values():
+        for pid in self.guards():
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            select.select([pidfd], [], [], DEADLINE_S)
-            os.close(pidfd)
+                os.kill(pid, signal.SIGKILL)
         for rank in self.ranks:
             rank.close()
         self.left()
@@ -222,24 +228,29 @@ def sigkill_of_a_rank_with_a_child(round_: Round) -> None:
 
 
 def sigkill_of_the_guard(round_: Round) -> None:
+    """Of one rank or of all."""
     ranks = round_.start()
     round_.pause()
-    round_.kill_guard()
-    round_.await_back([rank.address for rank in ranks])
-    for rank in ranks:
+    victims = round_.random.sample(ranks, round_.random.choice([1, 3]))
+    for rank in victims:
+        rank.kill_guard()
+    round_.await_back([rank.address for rank in victims])
+    for rank in victims:
         rank.hear("lost")
     round_.finish(ranks)
 
 
 def sigkill_of_guard_and_one_rank(round_: Round) -> None:
+    """The rank's guard alone, or those of all ranks."""
     ranks = round_.start()
     round_.pause()
     victim = round_.random.choice(ranks)
-    kills = [round_.kill_guard, lambda: victim.kill(signal.SIGKILL)]
-    for kill in round_.random.sample(kills, 2):
+    unguarded = [victim] if round_.random.random() < 0.5 else ranks
+    kills = [partial(victim.kill, signal.SIGKILL), *(rank.kill_guard for rank in unguarded)]
+    for kill in round_.random.sample(kills, len(kills)):
         kill()
         round_.pause(0.001)
-    round_.await_back([rank.address for rank in ranks])
+    round_.await_back([rank.address for rank in unguarded])
     round_.finish([rank for rank in ranks if rank is not victim])
 
 
@@ -247,17 +258,55 @@ def sigkill_of_everything(round_: Round) -> None:
     """Then the next start, or an explicit undo, finds what was left."""
     ranks = round_.start()
     round_.pause()
-    kills = [round_.kill_guard, *(lambda r=rank: r.kill(signal.SIGKILL) for rank in ranks)]
-    for kill in round_.random.sample(kills, 4):
+    kills = [rank.kill_guard for rank in ranks]
+    kills += [partial(rank.kill, signal.SIGKILL) for rank in ranks]
+    for kill in round_.random.sample(kills, len(kills)):
         kill()
     for rank in ranks:
         rank.wait()
-    assert select.select([round_.guard], [], [], DEADLINE_S)[0]
+    round_.await_guards()
     if round_.number % 4 < 2:
         undo_stale(open_gpu)
     else:
         round_.finish(round_.start(job=f"{round_.job} again"))
     round_.await_back([rank.address for rank in ranks])
+
+
+def await_lease(address: GpuAddress) -> None:
+    """Wait until there is the file of a lease, written or not."""
+    end_s = time.monotonic() + DEADLINE_S
+    while not (new_lease_folder() / lease_name(address)).exists():
+        assert time.monotonic() < end_s, "no guard takes the lease"
+
+
+def sigkill_of_a_guard_that_starts(round_: Round) -> None:
+    """Before it has the lease, or between that and its answer; or just after that."""
+    rank = round_.begin(round_.addresses[0])
+    if round_.random.random() < 0.5:
+        round_.pause(0.2)
+    else:
+        await_lease(rank.address)
+        round_.pause(0.002)
+    for pid in round_.guards():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if rank.hear("refused", "held")[0] == "held":  # before the fault, or it came before the guard
+        round_.finish([rank])
+    rank.wait()
+    round_.await_back([rank.address])
+
+
+def sigkill_of_a_rank_whose_guard_starts(round_: Round) -> None:
+    rank = round_.begin(round_.addresses[0])
+    if round_.random.random() < 0.5:
+        round_.pause(0.2)
+    else:
+        await_lease(rank.address)
+        round_.pause(0.002)
+    rank.kill(signal.SIGKILL)
+    rank.wait()
+    round_.await_guards()
+    round_.await_back([rank.address])
 
 
 def exception_in_the_training_step(round_: Round) -> None:
@@ -280,11 +329,9 @@ def sigterm_to_the_ranks(round_: Round) -> None:
 def sigterm_to_everything(round_: Round) -> None:
     ranks = round_.start(polite=round_.random.random() < 0.5)
     round_.pause()
-    kills = [
-        lambda: round_.kill_guard(signal.SIGTERM),
-        *(lambda r=rank: r.kill(signal.SIGTERM) for rank in ranks),
-    ]
-    for kill in round_.random.sample(kills, 4):
+    kills = [partial(rank.kill_guard, signal.SIGTERM) for rank in ranks]
+    kills += [partial(rank.kill, signal.SIGTERM) for rank in ranks]
+    for kill in round_.random.sample(kills, len(kills)):
         kill()
         round_.pause(0.001)
     round_.await_back([rank.address for rank in ranks])
@@ -294,7 +341,8 @@ def sigterm_to_the_guard(round_: Round) -> None:
     """The ranks are told, reset and release."""
     ranks = round_.start()
     round_.pause()
-    round_.kill_guard(round_.random.choice([signal.SIGTERM, signal.SIGHUP, signal.SIGINT]))
+    for rank in ranks:
+        rank.kill_guard(round_.random.choice([signal.SIGTERM, signal.SIGHUP, signal.SIGINT]))
     for rank in ranks:
         rank.hear("stop")
         rank.wait()
@@ -344,51 +392,22 @@ def _stop_outside_the_driver(round_: Round, rank: Rank) -> None:
 def out_of_memory_in_the_guard(round_: Round) -> None:
     """By an injected MemoryError at a random point, or by a real limit on its memory."""
     injected = round_.random.random() < 0.5
-    if injected:
-        guard = _start_failing_guard(round_)
-    ranks = round_.start()
+    ranks = round_.start(failing_guard=injected)
     round_.pause()
     if injected:
-        guard.send_signal(signal.SIGUSR1)
-        assert guard.wait(DEADLINE_S) == 2
+        for rank in ranks:
+            rank.kill_guard(signal.SIGUSR1)
         for rank in ranks:
             rank.hear("lost")
         round_.await_back([rank.address for rank in ranks])
         round_.finish(ranks)
         return
-    (pid,) = round_.guards
-    size = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.prlimit(pid, resource.RLIMIT_AS, (size, size))
-    newcomer = round_.node.ranks.start(
-        address=[round_.addresses[3].backend, round_.addresses[3].uid],
-        job=round_.job,
-        seed=0,
-        settings={},
-    )
-    round_.ranks.append(newcomer)
+    for pid in round_.guards():
+        size = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.prlimit(pid, resource.RLIMIT_AS, (size, size))
     for rank in ranks:
         rank.kill(signal.SIGKILL)
     round_.await_back([rank.address for rank in ranks])
-    newcomer.close()  # held all the same, or refused
-    round_.await_back([newcomer.address])
-
-
-def _start_failing_guard(round_: Round) -> subprocess.Popen[bytes]:
-    path = socket_path(round_.job)
-    ready, said = os.pipe()
-    with os.fdopen(ready, "rb"):
-        guard = subprocess.Popen(
-            [
-                *(sys.executable, str(FAULTY_GUARD), "--socket", str(path), "--job", round_.job),
-                *("--log", str(path.with_suffix(".log"))),
-            ],
-            env={**os.environ, "GUARD_READY_FD": str(said)},
-            pass_fds=[said],
-        )
-        os.close(said)
-        assert os.read(ready, 10) == b"ready"
-    round_.know_guard(guard.pid)
-    return guard
 
 
 def driver_that_fails(round_: Round) -> None:
@@ -398,7 +417,7 @@ def driver_that_fails(round_: Round) -> None:
     round_.pause()
     victim = round_.random.choice(ranks)
     fault = round_.random.choice(["no_permission", "timeout", "lost"])
-    log = socket_path(round_.job).with_suffix(".log")
+    log = guard_log(victim.address)
     round_.node.nvml.set_fault(victim.address.uid, fault)
     try:
         victim.kill(signal.SIGKILL)
@@ -416,19 +435,17 @@ def driver_that_fails(round_: Round) -> None:
 def two_jobs_on_disjoint_gpus(round_: Round) -> None:
     """The end of one job, whatever it is, leaves the clocks of the other alone."""
     others = round_.start(2, first=2, job=f"{round_.job} beside", steady=True)
-    (beside_guard,) = round_.guards
     clocks = [round_.node.locked_mhz(rank.address) for rank in others]
     ranks = round_.start(2)
     round_.pause()
-    (own_guard,) = (pidfd for pid, pidfd in round_.guards.items() if pid != beside_guard)
     with_guard = round_.random.random() < 0.5
-    if with_guard:
-        signal.pidfd_send_signal(own_guard, signal.SIGKILL)
     for rank in ranks:
+        if with_guard:
+            rank.kill_guard()
         rank.kill(signal.SIGKILL)
         rank.wait()
+        rank.wait_for_guard()
     if with_guard:
-        assert select.select([own_guard], [], [], DEADLINE_S)[0]
         undo_stale(open_gpu)
     round_.await_back([rank.address for rank in ranks])
     assert [round_.node.locked_mhz(rank.address) for rank in others] == clocks
@@ -440,13 +457,7 @@ def a_gpu_that_a_live_job_holds(round_: Round) -> None:
     """A second job that wants it is refused, and the first one's clock is left alone."""
     (rank,) = round_.start(1, steady=True)
     clock = round_.node.locked_mhz(rank.address)
-    second = round_.node.ranks.start(
-        address=[rank.address.backend, rank.address.uid],
-        job=f"{round_.job} second",
-        seed=0,
-        settings={},
-    )
-    round_.ranks.append(second)
+    second = round_.begin(rank.address, f"{round_.job} second")
     _, error, text = second.hear("refused")
     assert error == "LeaseHeldError"
     assert round_.job in text
@@ -466,6 +477,8 @@ FAULTS: dict[str, Callable[[Round], None]] = {
         sigkill_of_the_guard,
         sigkill_of_guard_and_one_rank,
         sigkill_of_everything,
+        sigkill_of_a_guard_that_starts,
+        sigkill_of_a_rank_whose_guard_starts,
         exception_in_the_training_step,
         sigterm_to_the_ranks,
         sigterm_to_everything,
@@ -492,4 +505,4 @@ def play(node: Node, fault: str, number: int, seed: int, outcome: Outcome | None
         FAULTS[fault](round_)
         round_.end()
     for left in runtime_folder().iterdir():
-        left.unlink()  # logs, and sockets of guards that were killed
+        left.unlink()  # logs

@@ -1,33 +1,29 @@
 """A guard that runs out of memory in its next turn after SIGUSR1."""
 
-import os
 import signal
 
-from envpipe_megatron.gpu.guard import process as guard
-from envpipe_megatron.gpu.guard.loop import Guard
+from envpipe_megatron.gpu.guard import process
+from envpipe_megatron.gpu.guard.process import Guard
 
-told = False
-turn, run = Guard._turn, Guard.run
-
-
-def tell(*_):
-    global told
-    told = True
+fails = False
+watch, look = Guard._watch, Guard._was_told_to_stop
 
 
-def failing_turn(self):
-    turn(self)
-    if told:
+def fail(*_):
+    global fails
+    fails = True
+
+
+def watch_and_fail(self):
+    signal.signal(signal.SIGUSR1, fail)
+    return watch(self)
+
+
+def failing_look(self):
+    if fails:
         raise MemoryError
+    return look(self)
 
 
-def run_and_say_so(self):
-    signal.signal(signal.SIGUSR1, tell)
-    ready = int(os.environ["GUARD_READY_FD"])
-    os.write(ready, b"ready")
-    os.close(ready)
-    return run(self)
-
-
-Guard._turn, Guard.run = failing_turn, run_and_say_so
-guard.main()
+Guard._watch, Guard._was_told_to_stop = watch_and_fail, failing_look
+process.main()

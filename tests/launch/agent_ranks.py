@@ -10,7 +10,7 @@ from typing import Any
 
 from envpipe_megatron.gpu.base import EnergyReading
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.guard.protocol import receive, send
+from envpipe_megatron.gpu.guard.messages import receive, send
 from envpipe_megatron.launch.agent.agent import NodeAgent
 
 LONG_S = 20.0

@@ -20,7 +20,7 @@ import pytest
 from agent_ranks import LONG_S, Rank, connect
 
 from envpipe_megatron.formats.energy import read_energy_logs
-from envpipe_megatron.gpu.guard.protocol import receive, send
+from envpipe_megatron.gpu.guard.messages import receive, send
 from envpipe_megatron.launch.agent import agent as agent_module
 from envpipe_megatron.launch.agent import node_log
 from envpipe_megatron.launch.agent.agent import NodeAgent

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import shutil
 import signal
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +18,7 @@ from typing import Any
 import pytest
 from agent_ranks import Nodes
 
-from envpipe_megatron.gpu.guard.protocol import GuardError, GuardSettings, send, socket_path
+from envpipe_megatron.gpu.guard.messages import GuardError, send
 from envpipe_megatron.launch import node
 from envpipe_megatron.launch.agent import prometheus
 from envpipe_megatron.launch.agent.prometheus import MetricsError
@@ -37,7 +35,6 @@ def output(monkeypatch) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="node-", dir="/tmp"))  # a socket's path must be short
     (folder / "run").mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder / "run"))
-    monkeypatch.setattr(node, "_guarded", lambda name: contextlib.nullcontext("no guard"))
     monkeypatch.setattr(node, "_OTHERS_END_S", LONG_S)
     yield folder / "output"
     shutil.rmtree(folder)
@@ -110,15 +107,12 @@ def test_a_nodes_settings_and_torchruns_environment(
 
     def meanwhile(arguments: object, environment: dict[str, str], signals: Signals) -> None:
         given.append((arguments, signals.until_stdin_ends))
-        guard = environment.pop("ENVPIPE_GUARD_SOCKET", None)
-        assert guard == (None if wanted else "no guard")
         assert list(environment) == ["ENVPIPE_AGENT_SOCKET"]
 
     monkeypatch.setattr(prometheus, "serve_metrics", serve)
     monkeypatch.setattr(Signals, "_watch_stdin", lambda self: None)
     settings: dict[str, Any] = {"prometheus_port": None, "bill_interval": 0}
     if wanted:
-        monkeypatch.setenv("ENVPIPE_GUARD_SOCKET", "one that there is")
         settings = {
             "bill_interval": 1, "price_per_kwh": 3.6e6, "grid_g_per_kwh": 7.2e6,
             "prometheus_port": 9, "prometheus_address": "::1", "until_stdin_ends": True,
@@ -247,44 +241,6 @@ def test_a_folder_too_deep_for_sockets_is_refused(nodes, train, output, monkeypa
 
 
 # Signals -------------------------------------------------------------------------------------
-
-
-def test_a_guard_that_ends_is_followed_by_one_other(monkeypatch):
-    guards: queue.Queue[socket.socket] = queue.Queue()
-
-    def connect(job: str, settings: GuardSettings, identity: None, until_s: float) -> socket.socket:
-        assert (job, settings, identity) == (f"launch {os.getpid()} on n0", GuardSettings(), None)
-        assert 0 < until_s - time.monotonic() < LONG_S
-        here, there = socket.socketpair()
-        guards.put(there)
-        return here
-
-    monkeypatch.setattr(node, "connect_to_guard", connect)
-    before = set(threading.enumerate())
-    with node._guarded("n0") as path:
-        assert path == str(socket_path(f"launch {os.getpid()} on n0"))
-        with guards.get(timeout=LONG_S) as first:
-            first.settimeout(0.1)
-            with pytest.raises(TimeoutError):  # while it lives, it is kept
-                first.recv(1)
-        second = guards.get(timeout=LONG_S)
-    assert set(threading.enumerate()) <= before
-    assert second.recv(1) == b""
-    assert guards.empty()
-    second.close()
-
-
-def test_without_another_guard_the_node_goes_on(monkeypatch):
-    here, there = socket.socketpair()
-    ends, failed = iter([here]), []
-    ended = threading.Event()
-    monkeypatch.setattr(node, "connect_to_guard", lambda *_: next(ends))
-    monkeypatch.setattr(node.logger, "exception", lambda *_: ended.set())
-    monkeypatch.setattr(threading, "excepthook", failed.append)
-    with node._guarded("n0"):
-        there.close()
-        assert ended.wait(LONG_S)
-    assert not failed
 
 
 def test_the_first_signal_and_the_others():

@@ -288,7 +288,7 @@ def test_what_is_carried_of_the_environment():
         "PYTHONPATH": "f", "LD_LIBRARY_PATH": "g",
     }  # fmt: skip
     of_this_machine = {
-        "ENVPIPE_GUARD_SOCKET": "x", "ENVPIPE_AGENT_SOCKET": "x", "CUDA_VISIBLE_DEVICES": "0",
+        "ENVPIPE_AGENT_SOCKET": "x", "CUDA_VISIBLE_DEVICES": "0",
         "PATH": "x", "HOME": "x", "WANDB_API_KEY": "x", "MY_NCCL_X": "x", "PYTHONPATHS": "x",
     }  # fmt: skip
     environ = carried | of_this_machine

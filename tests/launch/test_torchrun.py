@@ -115,7 +115,7 @@ def test_what_outlives_a_killed_torchrun_is_told_to_end_then_killed(monkeypatch,
     monkeypatch.setattr(torchrun, "_RANKS_END_S", 0.2)
 
     def start(mark, *command):
-        environment = {**os.environ, torchrun._MARK_VARIABLE: mark}
+        environment = {**os.environ, torchrun.TORCHRUN_MARK: mark}
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
     with (

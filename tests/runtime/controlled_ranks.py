@@ -95,8 +95,7 @@ def train_guarded(rank: int, root: Path, kill_guard: bool) -> Any:
         if kill_guard:
             hold = session._rank_clock._hold
             assert hold is not None
-            if rank == 0:
-                os.kill(hold.guard_pid, signal.SIGKILL)
+            os.kill(hold.guard_pid, signal.SIGKILL)
             hold._thread.join(20)
         _iterate(session, rank, 2)
         after_mhz = gpu.requested_frequency_mhz

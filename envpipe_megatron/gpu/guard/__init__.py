@@ -1,1 +1,4 @@
-"""Brings clocks back whatever dies: leases on disk and a process that looks after them."""
+"""Brings GPU clocks back, whatever dies: a guard process beside each rank, and leases on disk.
+
+A rank calls `hold.hold_gpu` before it locks a clock; that starts `process`, its guard.
+"""

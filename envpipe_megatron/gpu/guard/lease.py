@@ -1,62 +1,57 @@
 """Leases: who may have locked the clock of which GPU, written where everybody finds it.
 
-A lease is a file, one a GPU. The rule that makes clocks come back: **it is there from before the
-first lock until after a reset that follows the last moment at which its rank could lock.** So a GPU
-without a lease has no lock of ours, and a lease that nobody looks after says what to undo.
+A lease is a file, one for each GPU. The rule that makes clocks come back: **it is there from before
+the first lock until after a reset that follows the last moment at which its rank could lock.** So a
+GPU without a lease has no lock of ours, and a lease that nobody looks after says what to undo.
 
-Its guard holds a `flock` on it as long as the guard lives; the kernel drops it however the guard
-dies, so "locked" means that somebody looks after it, in every PID namespace. A lease that is there
-and not locked is stale: its guard died. Its rank may live on; then the rank itself, or a surviving
-rank of its job, ends it (see `guard_client`), and nobody else may take it before.
+The guard of a rank holds a `flock` on it as long as the guard lives; the kernel drops that however
+the guard dies, so "locked" means that somebody looks after it, in every PID namespace. A lease that
+is not locked is stale: its guard died. Its rank may live on; then the rank itself ends it (see
+`hold`), and nobody else may take it before.
 """
 
+import logging
 import os
 import pwd
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 from envpipe_megatron.gpu.base import Gpu, GpuAddress, GpuError
-from envpipe_megatron.gpu.guard.lease_folder import (
+from envpipe_megatron.gpu.guard.lease_file import (
     LEASE_DIR_VARIABLE,
-    LeaseFile,
-    LeaseFolderError,
-    new_lease_folder,
-    opened_folder,
-    opened_lease_folders,
-)
-from envpipe_megatron.gpu.guard.lease_record import (
     LEASE_SUFFIX,
     PATH_BACKENDS,
-    LeaseFileError,
+    LeaseFile,
+    LeaseFolderError,
     LeaseRecord,
     lease_content,
     lease_name,
+    new_lease_folder,
+    opened_folder,
+    opened_lease_folders,
+    printable,
     read_lease,
 )
 from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
 
+_LOG = logging.getLogger(__name__)
+
 OpenGpu = Callable[[GpuAddress], Gpu]
 
-_POLL_S = 0.02
+_PATIENCE_S = 60.0  # more than the requests of a dead process last
 _LOOK_S = 0.2  # more than a mere look at a lease may make it seem locked
+_POLL_S = 0.02
 
 
 class LeaseHeldError(GpuError):
-    """Another job holds the GPU.
+    """A job holds the GPU."""
 
-    Attributes:
-        job: its name.
-        pid: its guard's pid.
-        uid: its user.
-    """
 
-    def __init__(self, what: str, *, job: str, pid: int, uid: int, remedy: str) -> None:
-        super().__init__(what, value=f"job {job}, guard {pid}, user {_user(uid)}", remedy=remedy)
-        self.job, self.pid, self.uid = job, pid, uid
+# --- taking, listing, undoing --------------------------------------------------------------------
 
 
 class Lease:
@@ -78,23 +73,23 @@ class Lease:
         *,
         rank: ProcessIdentity | None,
         open_gpu: OpenGpu,
-        patience_s: float = 20.0,
+        patience_s: float = _PATIENCE_S,
     ) -> Self:
         """Take the lease of a GPU; undo a stale one first.
 
         Args:
             address: the GPU.
-            job: the name of the job, for whoever finds the GPU held.
+            job: the name of the job, for those who find the GPU held.
             rank: the process that will lock the clock.
             open_gpu: opens a GPU by its address.
-            patience_s: for how long to wait for a lease that is just being ended by its guard, s;
-                three times that for one that somebody else is undoing.
+            patience_s: how long to wait for a lease that its guard, or somebody else, is just
+                undoing, s.
 
         Raises:
             LeaseHeldError: a job that lives holds it, or another user's stale lease is in the way.
             LeaseFolderError: the folder is missing or unsafe.
-            LeaseFileError: what lies there is not a lease.
-            GpuError: the GPU of a stale lease could not be reset; the lease is still there.
+            GpuError: what lies there is not a lease, or the GPU of a stale lease could not be
+                reset; the lease is still there.
         """
         name = lease_name(address)
         home = new_lease_folder()
@@ -115,11 +110,8 @@ class Lease:
         Raises:
             LeaseFolderError: the file could not be deleted.
         """
-        try:
-            with opened_folder(self.path.parent) as folder:
-                _unlink(self._file, folder, self.path)
-        finally:
-            self._file.close()
+        with closing(self._file):
+            _unlink(self._file, self.path)
 
     def abandon(self) -> None:
         """Leave the lease for others to undo."""
@@ -165,23 +157,47 @@ def undo_lease(record: LeaseRecord, open_gpu: OpenGpu, *, gave_up: bool = False)
     Raises:
         GpuError: the GPU could not be reset, or the lease is another user's; it is still there.
     """
-    with opened_folder(record.path.parent) as folder, _locked(folder, record.path) as file:
+    with opened_folder(record.path.parent) as folder:
+        file = _open_and_lock(folder, record.path)
         if file is None:
             return False
-        now = read_lease(file, record.path)
-        if now is None:
-            return False
-        if (now.job, now.address, now.guard) != (record.job, record.address, record.guard):
-            return False
-        _refuse_strangers(now)
-        if _live_elsewhere(now) is not None:
-            return False
-        stays = now.rank_is_alive() and not gave_up
-        _bring_back(now.address, open_gpu, late=not (stays or gave_up))
-        if stays:
-            return False
-        _unlink(file, folder, record.path)
-        return True
+        with closing(file):
+            now = read_lease(file, record.path)
+            if now is None:
+                return False
+            if (now.job, now.address, now.guard) != (record.job, record.address, record.guard):
+                return False
+            _refuse_strangers(now)
+            if _live_elsewhere(now) is not None:
+                return False
+            stays = now.rank_is_alive() and not gave_up
+            _bring_back(now.address, open_gpu, late=not (stays or gave_up))
+            if not stays:
+                _unlink(file, record.path)
+            return not stays
+
+
+def undo_dead_ranks(job: str, open_gpu: OpenGpu) -> bool:
+    """Undo what ranks of a job left that have died together with their guards.
+
+    What cannot be undone is logged, and stays.
+
+    Args:
+        job: its name; leases of this user alone are undone.
+        open_gpu: opens a GPU by its address.
+
+    Returns:
+        Whether this job had leases before.
+    """
+    leases = [r for r in list_leases() if r.job == printable(job) and r.uid == os.geteuid()]
+    for record in leases:
+        if not record.live and not record.rank_is_alive():
+            _LOG.warning("%s: its rank and its guard have died", record.address.uid)
+            try:
+                undo_lease(record, open_gpu)
+            except (GpuError, OSError) as error:
+                _LOG.error("%s: not reset: %s", record.address.uid, error)
+    return bool(leases)
 
 
 # --- inside --------------------------------------------------------------------------------------
@@ -191,10 +207,8 @@ def _look_at(folder: int, path: Path) -> LeaseRecord | None:
     file = LeaseFile.open(folder, path.name)
     if file is None:
         return None
-    try:
-        record = read_lease(file, path, live=file.is_locked())
-    finally:
-        file.close()
+    with closing(file):
+        record = read_lease(file, path, live=not file.try_lock(shared=True))
     if record is not None and record.guard.is_alive() is False:
         record = replace(record, live=False)  # locked by somebody else
     return record
@@ -210,9 +224,9 @@ def _clear_the_way(
     """Return when there is no such lease; undo a stale one."""
     start_s = time.monotonic()
     while (file := _open(folder, path)) is not None:
-        try:
+        with closing(file):
             taken = file.try_lock()
-            if taken and not file.is_current(folder):
+            if taken and not file.is_current():
                 continue
             record = read_lease(file, path)
             if not taken:
@@ -220,25 +234,23 @@ def _clear_the_way(
                     time.sleep(_POLL_S)
                     continue
                 if record is None:
-                    raise LeaseFileError(
+                    raise GpuError(
                         "Somebody keeps a lease locked that is empty",
                         value=str(path),
                         remedy="Delete it",
                     )
                 if record.guard.is_alive() is not False:
-                    raise _held(record, "Another job holds the GPU")
-                # Nobody undoes a lease for so long, and whoever may read it can lock it.
+                    raise _held(record, "holds the GPU")
+                # Undoing does not last this long, and whoever may read a lease can lock it.
             if record is not None:
                 if record.rank_is_alive() and record.rank != rank:
-                    raise _held(record, "A job whose guard has died still uses the GPU")
+                    raise _held(record, "still uses, without a guard, the GPU")
                 _refuse_strangers(record)
                 if (live := _live_elsewhere(record)) is not None:
-                    raise _held(live, "Another job holds the GPU")
+                    raise _held(live, "holds the GPU")
                 _bring_back(record.address, open_gpu, late=record.rank != rank)
             # One without content was cut short before its guard promised anything to a rank.
-            _unlink(file, folder, path)
-        finally:
-            file.close()
+            _unlink(file, path)
 
 
 def _live_elsewhere(record: LeaseRecord) -> LeaseRecord | None:
@@ -260,15 +272,13 @@ def _bring_back(address: GpuAddress, open_gpu: OpenGpu, *, late: bool) -> None:
 
 
 def _worth_waiting_s(record: LeaseRecord | None, patience_s: float) -> float:
-    """For how long a locked lease is worth waiting for, s."""
-    if record is None:
-        return max(patience_s, _LOOK_S)  # being written
-    if record.rank is not None and record.rank.is_alive() is False:
-        return patience_s  # its guard is resetting the GPU
-    guard_is_alive = record.guard.is_alive()
-    if guard_is_alive is False:
-        return 3 * patience_s  # somebody looks at it or undoes it
-    return 0.0 if guard_is_alive else _LOOK_S
+    """How long to wait for a locked lease, s: long where its end is near."""
+    being_written = record is None
+    being_undone = record is not None and (
+        record.guard.is_alive() is False
+        or (record.rank is not None and record.rank.is_alive() is False)
+    )
+    return max(patience_s if being_written or being_undone else 0.0, _LOOK_S)
 
 
 def _create(folder: int, path: Path, content: bytes) -> LeaseFile | None:
@@ -278,13 +288,13 @@ def _create(folder: int, path: Path, content: bytes) -> LeaseFile | None:
         if file is None:
             return None
         # Whoever finds it before it is locked takes it for one cut short, and deletes it.
-        if not file.try_lock() or not file.is_current(folder):
+        if not file.try_lock() or not file.is_current():
             file.close()
             return None
         try:
             file.write(content)
         except OSError:
-            file.unlink(folder)
+            file.unlink()
             file.close()
             raise
     except OSError as error:
@@ -305,21 +315,17 @@ def _open(folder: int, path: Path) -> LeaseFile | None:
         ) from error
 
 
-@contextmanager
-def _locked(folder: int, path: Path) -> Iterator[LeaseFile | None]:
-    """Give a lease that nobody else has locked, and lock it; None where there is none."""
+def _open_and_lock(folder: int, path: Path) -> LeaseFile | None:
+    """Open a lease and lock it; None where there is none or somebody else has it locked."""
     start_s = time.monotonic()
     while (file := _open(folder, path)) is not None:
-        try:
-            if file.try_lock():
-                yield file if file.is_current(folder) else None
-                return
-        finally:
-            file.close()
+        if file.try_lock() and file.is_current():
+            return file
+        file.close()
         if time.monotonic() - start_s >= _LOOK_S:
             break
         time.sleep(_POLL_S)
-    yield None
+    return None
 
 
 def _refuse_strangers(record: LeaseRecord) -> None:
@@ -329,26 +335,21 @@ def _refuse_strangers(record: LeaseRecord) -> None:
     # An emulated GPU's address is a path, and root must not write where another user says.
     if os.geteuid() == 0 and record.address.backend not in PATH_BACKENDS:
         return
-    raise _held(record, "A stale lease of another user is in the way")
+    raise _held(record, "left a stale lease, which is another user's, on the GPU")
 
 
 def _held(record: LeaseRecord, what: str) -> LeaseHeldError:
-    remedy = (
-        "Wait for that job or end it; if its processes are gone, let its user or root run "
-        "`envpipe clocks reset`"
-    )
     return LeaseHeldError(
-        f"{what} {record.address.uid}",
-        job=record.job,
-        pid=record.guard.pid,
-        uid=record.uid,
-        remedy=remedy,
+        f"job {record.job} (guard {record.guard.pid}, user {_user(record.uid)}) {what} "
+        f"{record.address.uid}",
+        remedy="Wait for that job or end it; if its processes are gone, let its user or root run "
+        "`envpipe clocks reset`. Ranks of one job need a GPU each",
     )
 
 
-def _unlink(file: LeaseFile, folder: int, path: Path) -> None:
+def _unlink(file: LeaseFile, path: Path) -> None:
     try:
-        file.unlink(folder)
+        file.unlink()
     except OSError as error:
         raise LeaseFolderError(
             f"A lease could not be deleted: {error.strerror}",

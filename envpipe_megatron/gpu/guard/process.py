@@ -1,113 +1,295 @@
-"""The guard: a small process that outlives its ranks and brings their GPUs' clocks back.
+"""The guard: a small process beside a rank that outlives it and brings its GPU's clock back.
 
-One a node and job, started by the node's agent or by whichever rank comes first, with the rights of
-its starter and no others. It cannot lock a clock. It can reset those GPUs alone that a rank of its
-own user holds through it, and, where its starter gave a list, that are on the list.
+`hold.hold_gpu` starts one for each rank. It has the rights of the rank, and cannot lock a clock: it
+takes the GPU's lease, says "held", and watches. What it does when
 
-A rank is watched in three ways, because each misses something: its socket ends with it, unless a
-child that it forked keeps it open; the kernel says when the process has ended, unless the guard
-cannot see it; and it sends heartbeats, unless it is stopped or stuck. What follows:
+- the rank releases the GPU: reset, delete the lease, say "released".
+- the rank has ended without that: reset, once more after the GPU's `late_request_s` (a request may
+  still be under way), then delete the lease. The kernel says when a process has ended; the end of
+  its socket does not, for a child that the rank forked keeps that open. Resets that fail are tried
+  again, further and further apart, for `give_up_s`; then the lease stays and says what to undo.
+- the rank is silent (stopped, or stuck), or has closed its socket and lives: reset, again and
+  again, and say "was_reset" so that the rank forgets what it thinks is set.
+- SIGTERM, SIGINT, SIGHUP come (a batch system ends everything): say "stop", reset, wait `stop_s`
+  for the rank to release or end, reset again, and leave the lease to a rank that lives.
+- it fails itself, as without memory: reset, as well as possible, and die. The rank notices.
+- the driver hangs: die by SIGALRM. The rank notices.
 
-- The rank has ended: reset now, once more after the GPU's `late_request_s` (a request may still be
-  under way), then delete the lease. Resets that fail are tried again, further and further apart.
-- Its socket has ended and it lives: reset; the lease stays until it ends, for it may still lock.
-- It is silent: reset, again and again, and tell it so that it forgets what it thinks is set.
-- It releases: reset, delete the lease, tell it.
-- SIGTERM, SIGINT, SIGHUP (a batch system ends everything): tell all ranks to stop, reset all, wait
-  a bounded time for them to release or end, reset again, leave the leases of those that live.
-- An error of its own: reset all, best effort, and die. Ranks that live notice and clean up.
-
-It ends when no rank is left; with a list of GPUs, when its starter is gone too. Exit status: 0 when
-every lease is gone, 1 when some had to stay, 2 after an error of its own.
+About once a second, and at its end, it also undoes what ranks of its job left that have died
+together with their guards.
 """
 
-import argparse
-import contextlib
+import json
 import logging
 import os
+import select
 import signal
+import socket
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
 
-from envpipe_megatron.gpu.base import GpuAddress
-from envpipe_megatron.gpu.guard.loop import Guard
-from envpipe_megatron.gpu.guard.process_identity import open_pidfd
-from envpipe_megatron.gpu.guard.protocol import GuardSettings
-from envpipe_megatron.gpu.guard.socket import listen_at
+from envpipe_megatron.gpu.base import Gpu, GpuAddress
+from envpipe_megatron.gpu.guard.lease import Lease, undo_dead_ranks
+from envpipe_megatron.gpu.guard.messages import GuardError, GuardSettings, receive, send
+from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity, open_pidfd
+from envpipe_megatron.gpu.opening import open_gpu
 
 _LOG = logging.getLogger(__name__)
 
-_MAX_REASON_BYTES = 1000
+_TICK_S = 0.2
+_LOOK_EVERY_S = 1.0
+_RETRY_S = 1.0
+_FIRST_RETRY_S = 0.05
+_LONGEST_RETRY_S = 5.0
+_RESERVE_BYTES = 1 << 20
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run a guard: `python -m envpipe_megatron.gpu.guard.process --socket P --job J --log FILE`.
+def main() -> NoReturn:
+    """Run a guard: `python -m envpipe_megatron.gpu.guard.process ORDER`.
 
-    Exits with the guard's status; see the module.
+    ORDER is a JSON object: `address`, `job`, `rank` and `settings` as in `Guard`, and `socket`, the
+    descriptor of the socket to the rank.
     """
-    parser = argparse.ArgumentParser(description="Brings GPU clocks back when ranks end.")
-    defaults = GuardSettings()
-    parser.add_argument("--socket", required=True, help="where to listen, in a folder of one's own")
-    parser.add_argument("--job", required=True, help="name of the job, for leases")
-    parser.add_argument("--log", required=True, help="file to log to")
-    parser.add_argument(
-        "--gpu",
-        nargs=2,
-        action="append",
-        metavar=("BACKEND", "UID"),
-        help="a GPU that may be held; given once or more, no others may, and the guard stays until "
-        "its starter has ended",
-    )
-    parser.add_argument("--heartbeat-s", type=float, default=defaults.heartbeat_s)
-    parser.add_argument("--give-up-s", type=float, default=defaults.give_up_s)
-    parser.add_argument("--stop-s", type=float, default=defaults.stop_s)
-    parser.add_argument("--ready-fd", type=int, help="detach, and say here 'ready' or why not")
-    given = parser.parse_args(argv)
+    order = json.loads(sys.argv[1])
     # What batch systems send to all of a job's processes to have its ranks write a checkpoint.
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    starter_pidfd = open_pidfd(os.getppid()) if given.gpu else None
-    if given.ready_fd is not None and os.fork() > 0:
-        # The rank reaps this process at once, so that no zombie stays, and launchers that kill
-        # whole trees of processes do not find the guard among the rank's descendants.
+    signals = _noted_signals()
+    if os.fork() > 0:
+        # The rank waits for this process, so that no zombie stays, and launchers that kill whole
+        # trees of processes do not find the guard among the rank's descendants.
         os._exit(0)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        os.umask(0o077)
-        _redirect(given.log)
-        listener = listen_at(given.socket)
-        settings = GuardSettings(given.heartbeat_s, given.give_up_s, given.stop_s)
-        allowed = [GpuAddress(*pair) for pair in given.gpu] if given.gpu else None
-        guard = Guard(listener, given.job, settings, allowed=allowed, starter_pidfd=starter_pidfd)
-    except Exception as error:
-        if given.ready_fd is not None:
-            os.write(given.ready_fd, f"{error}".encode()[:_MAX_REASON_BYTES])
-        raise
-    if given.ready_fd is not None:
-        os.write(given.ready_fd, b"ready")
-        os.close(given.ready_fd)
-    try:
-        status = guard.run()
+        Guard(
+            GpuAddress(**order["address"]),
+            order["job"],
+            ProcessIdentity(**order["rank"]),
+            GuardSettings(**order["settings"]),
+            socket.socket(fileno=order["socket"]),
+            signals,
+        ).run()
     except BaseException:
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             _LOG.exception("the guard has failed")
-        status = 2
-    # Not sys.exit: threads that hang in the driver must not keep the process.
-    os._exit(status)
+    os._exit(0)
 
 
-def _redirect(log: str) -> None:
-    """Leave the starter's terminal and files alone; log to a file."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-    written = os.open(log, flags, 0o600)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (written, 1), (written, 2)):
-        os.dup2(source, target)
-    os.close(nothing)
-    os.close(written)
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
-    )
+def _noted_signals() -> int:
+    """Note the signals that end a job; return the descriptor from which they are read."""
+    reader, writer = os.pipe()
+    for end in (reader, writer):
+        os.set_blocking(end, False)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    return reader
+
+
+@contextmanager
+def _time_limit(limit_s: float) -> Iterator[None]:
+    """End this process where a driver hangs: SIGALRM does by default, and leaves the lease."""
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+class Guard:
+    """The guard of one rank.
+
+    Args:
+        address: the GPU.
+        job: the job's name, for the lease.
+        rank: the process that may lock the clock.
+        settings: how long to wait for what.
+        connection: to the rank.
+        signals: from which signals are read.
+    """
+
+    def __init__(
+        self,
+        address: GpuAddress,
+        job: str,
+        rank: ProcessIdentity,
+        settings: GuardSettings,
+        connection: socket.socket,
+        signals: int,
+    ) -> None:
+        self._address = address
+        self._job = job
+        self._rank = rank
+        self._settings = settings
+        self._connection = connection
+        self._signals = signals
+        self._connected = True
+        self._gpu: Gpu | None = None
+        self._stop_at_s: float | None = None
+        # Given back when memory runs out, so that the last reset has some.
+        self._reserve: bytearray | None = bytearray(_RESERVE_BYTES)
+        self._ending = threading.Event()
+        self._looking = threading.Thread(target=self._look_after_others, daemon=True)
+
+    def run(self) -> None:
+        """Take the lease, watch the rank, and bring the clock back."""
+        try:
+            # Opened now and not when it is needed: what is missing shows before a clock is locked.
+            with _time_limit(self._settings.give_up_s):
+                self._gpu = open_gpu(self._address)
+                late_s = self._gpu.late_request_s
+                lease = Lease.take(self._address, self._job, rank=self._rank, open_gpu=open_gpu)
+        except Exception as error:
+            _LOG.warning("%s: not held: %s", self._address.uid, error)
+            self._say("refused", error=type(error).__name__, what=str(error))
+            return
+        _LOG.info("%s: held for %s", self._address.uid, self._rank)
+        try:
+            self._looking.start()
+            self._connection.setblocking(False)
+            self._say("held", guard_pid=os.getpid())
+            if self._bring_back(self._watch(), late_s):
+                lease.release()
+                self._say("released")
+            else:
+                lease.abandon()
+        except BaseException:
+            self._reserve = None
+            self._reset()
+            raise
+        self._connection.close()
+        self._ending.set()
+        self._looking.join(self._settings.give_up_s)
+
+    # --- while the rank may lock ----------------------------------------------------------------
+
+    def _watch(self) -> str:
+        """Watch until the rank has "released" the GPU or "ended", or is "left" alive."""
+        settings, heard_s, retry_at_s = self._settings, time.monotonic(), float("inf")
+        poll = select.poll()
+        poll.register(self._signals, select.POLLIN)
+        poll.register(self._connection, select.POLLIN)
+        try:
+            pidfd = open_pidfd(self._rank.pid)
+        except ProcessLookupError:
+            return "ended"
+        if pidfd is not None:
+            poll.register(pidfd, select.POLLIN)
+        while True:
+            poll.poll(1000 * _TICK_S)
+            now_s = time.monotonic()
+            reset = now_s >= retry_at_s
+            if self._was_told_to_stop() and self._stop_at_s is None:
+                _LOG.warning("told to stop by a signal")
+                self._stop_at_s = now_s + settings.stop_s
+                self._say("stop")
+                reset = True
+            heard = self._hear()
+            if heard == "release":
+                return "released"
+            if self._rank.is_alive() is False:
+                _LOG.warning("%s has ended without a release", self._rank)
+                return "ended"
+            if self._stop_at_s is not None and now_s >= self._stop_at_s:
+                _LOG.error("%s has neither released its GPU nor ended", self._rank)
+                return "left"
+            if heard == "end" and self._connected:
+                _LOG.warning("%s has closed its socket", self._rank)
+                self._connected = False
+                poll.unregister(self._connection)
+                reset = True
+            elif heard:
+                heard_s = now_s
+            if now_s >= heard_s + settings.heartbeat_s:
+                _LOG.warning("%s is silent", self._rank)
+                heard_s = now_s  # and again after as long: it may be in the midst of a request
+                reset = True
+            if reset:
+                retry_at_s = float("inf") if self._reset() else now_s + _RETRY_S
+                self._say("was_reset")
+
+    def _was_told_to_stop(self) -> bool:
+        try:
+            return bool(os.read(self._signals, 100))
+        except BlockingIOError:
+            return False
+
+    def _hear(self) -> str:
+        """Return what the rank said: "release", "beat", "end" of its socket, "" for nothing."""
+        heard = ""
+        while self._connected:
+            try:
+                message = receive(self._connection)
+            except BlockingIOError:
+                break
+            except (GuardError, OSError) as error:
+                _LOG.error("%s: %s", self._rank, error)
+                message = None
+            if message is None:
+                return "end"
+            heard = str(message.get("op"))
+            if heard == "release":
+                break
+            self._say("beat")
+        return heard
+
+    def _say(self, event: str, **more: Any) -> None:
+        # A rank that does not read misses this; its end is noticed all the same.
+        with suppress(OSError):
+            send(self._connection, {"event": event, **more})
+
+    # --- bringing the clock back ----------------------------------------------------------------
+
+    def _bring_back(self, how: str, late_s: float) -> bool:
+        """Reset the clock after the watch; return whether it is back for good."""
+        if how == "left":
+            self._reset()
+            return False
+        if not self._reset_surely():
+            return False
+        if how == "released" or late_s == 0:
+            return True
+        time.sleep(late_s)
+        return self._reset_surely()
+
+    def _reset_surely(self) -> bool:
+        """Reset until it works; return False where it did not within `give_up_s`."""
+        until_s, wait_s = time.monotonic() + self._settings.give_up_s, _FIRST_RETRY_S
+        while not self._reset():
+            if time.monotonic() + wait_s > until_s:
+                _LOG.error("%s: given up; its lease says what to undo", self._address.uid)
+                return False
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_RETRY_S)
+        return True
+
+    def _reset(self) -> bool:
+        stopping = self._stop_at_s is not None
+        try:
+            with _time_limit(self._settings.stop_s if stopping else self._settings.give_up_s):
+                if self._gpu is None:
+                    self._gpu = open_gpu(self._address)
+                self._gpu.reset_frequency()
+        except Exception as error:
+            # Said each time: retries are rare, and an administrator wants to see them.
+            _LOG.error("%s: reset failed: %s", self._address.uid, error)
+            self._gpu = None  # a driver that was reloaded needs to be opened again
+            return False
+        _LOG.info("%s: reset", self._address.uid)
+        return True
+
+    def _look_after_others(self) -> None:
+        last = False
+        while not last:
+            last = self._ending.wait(_LOOK_EVERY_S)
+            try:
+                undo_dead_ranks(self._job, open_gpu)
+            except Exception:
+                _LOG.exception("leases of job %s cannot be seen", self._job)
 
 
 if __name__ == "__main__":

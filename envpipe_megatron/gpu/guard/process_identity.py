@@ -1,4 +1,4 @@
-"""Which process it is, so that a number that the kernel gave to another one does not deceive."""
+"""Which process it is, although the kernel may give its number to another one later."""
 
 import os
 import select
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Self
 
 _POLL_S = 0.1
-_SO_PEERPIDFD = 77  # Linux 6.5; Python has no name for it yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,13 @@ class ProcessIdentity:
         """Return the identity of a process, None where there is none (any more)."""
         fields = _stat_fields(pid)
         return None if fields is None else cls(pid, int(fields[19]), _own_namespace())
+
+    @classmethod
+    def own(cls) -> Self:
+        """Return the identity of this process."""
+        own = cls.of(os.getpid())
+        assert own is not None, "/proc shows this process"
+        return own
 
     def is_alive(self) -> bool | None:
         """Return whether it lives; None where that cannot be told from this PID namespace.
@@ -72,7 +78,7 @@ def _own_namespace() -> int:
 
 
 def peer_uid_and_pid(connection: socket.socket) -> tuple[int, int]:
-    """Return who connected a Unix socket, or listens at its other end, as the kernel says.
+    """Return who connected a Unix socket, as the kernel says.
 
     The pid is 0 where the peer lives outside this PID namespace.
     """
@@ -80,20 +86,6 @@ def peer_uid_and_pid(connection: socket.socket) -> tuple[int, int]:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     pid, uid, _ = struct.unpack("3i", credentials)
     return uid, pid
-
-
-def open_peer_pidfd(connection: socket.socket) -> int | None:
-    """Return a descriptor that becomes readable when the peer has ended, None without support.
-
-    Raises:
-        ProcessLookupError: the peer has ended already.
-    """
-    try:
-        size = struct.calcsize("i")
-        given = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, size)
-        return int(struct.unpack("i", given)[0])
-    except OSError:
-        return open_pidfd(peer_uid_and_pid(connection)[1])
 
 
 def open_pidfd(pid: int) -> int | None:

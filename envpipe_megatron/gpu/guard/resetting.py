@@ -1,29 +1,22 @@
-"""Resetting clocks from outside a job: what dead jobs left, and whatever nobody holds."""
+"""Resets clocks from outside a job, for `envpipe clocks reset`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
-from envpipe_megatron.gpu.base import (
-    Gpu,
-    GpuAddress,
-    GpuError,
-    GpuPermissionError,
-)
+from envpipe_megatron.gpu.base import Gpu, GpuAddress, GpuError, GpuPermissionError
 from envpipe_megatron.gpu.control import check_controls, first_allowed
 from envpipe_megatron.gpu.guard.lease import Lease, LeaseHeldError, list_leases, undo_lease
-from envpipe_megatron.gpu.guard.lease_folder import LeaseFolderError
-from envpipe_megatron.gpu.guard.lease_record import LeaseRecord
+from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError, LeaseRecord
 from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, SiteConfig
 
 JOB = "envpipe clocks reset"
 
 
-@dataclass(frozen=True, slots=True)
-class ResetOutcome:
+class ResetOutcome(NamedTuple):
     """What became of one GPU.
 
     Attributes:
@@ -38,7 +31,7 @@ class ResetOutcome:
 
 
 class Resetter:
-    """Resets clocks by whatever back end is allowed here.
+    """Resets clocks by any back end that is allowed here.
 
     Args:
         site: this machine's site configuration.
@@ -55,11 +48,12 @@ class Resetter:
         """Reset GPUs one by one, each under a lease, so that no job takes it at that moment.
 
         A lease that a dead job left on one of them is undone on the way. A GPU that a live job
-        holds is left alone. Without room for a lease the clock is reset all the same, unless a
+        holds is left alone. Where no lease can be written the clock is reset all the same, unless a
         job holds it.
 
         Args:
-            addresses: of the GPUs; whatever their back end, real ones are reset by the chosen one.
+            addresses: of the GPUs; real ones are reset by the chosen back end if theirs is not
+                allowed.
         """
         for address in addresses:
             yield _outcome(address.uid, partial(self._reset, address))
@@ -76,7 +70,6 @@ class Resetter:
                 yield _outcome(record.address.uid, partial(self._undo, record))
 
     def _open(self, address: GpuAddress) -> Gpu:
-        """Open a GPU by the back end of its address if this user may use it, else by the chosen."""
         if address.backend not in HARDWARE_BACKENDS:
             return open_gpu(address)
         backend = address.backend if address.backend in self._allowed else self._chosen.backend
@@ -109,24 +102,17 @@ class Resetter:
 
 
 def _refuse_held(uid: str) -> None:
-    """Refuse a GPU that a job holds, where leases can still be read.
-
-    Raises:
-        GpuError: a live job holds it.
-    """
+    """Refuse a GPU that a live job holds, as far as leases can be read."""
     try:
         held = [record for record in list_leases() if record.address.uid == uid and record.live]
     except LeaseFolderError:
         return  # no lease in such a folder is to be trusted
     for record in held:
-        raise GpuError(f"job {record.job} holds it", remedy="Wait for that job or end it")
+        raise LeaseHeldError(f"job {record.job} holds it", remedy="Wait for that job or end it")
 
 
 def _outcome(uid: str, reset: Callable[[], str]) -> ResetOutcome:
     try:
         return ResetOutcome(uid, True, reset())
-    except LeaseHeldError as error:
-        what = f"not reset: job {error.job} holds it (pid {error.pid}). {error.remedy}"
-        return ResetOutcome(uid, False, what)
     except GpuError as error:
         return ResetOutcome(uid, False, f"not reset: {error}")

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 from envpipe_megatron.formats.energy import JOB, parse_line
 from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.guard.messages import GuardError, receive, send
 from envpipe_megatron.gpu.guard.process_identity import peer_uid_and_pid
-from envpipe_megatron.gpu.guard.protocol import GuardProtocolError, receive, send
 from envpipe_megatron.gpu.opening import open_reader
 from envpipe_megatron.launch.agent.collector import Collector
 from envpipe_megatron.launch.agent.ledger import GpuLedger, Reading
@@ -236,7 +236,7 @@ class NodeAgent:
                     case "bye":
                         break
                     case other:
-                        raise GuardProtocolError("Nothing that can be done", value=other)
+                        raise GuardError("Nothing that can be done", value=other)
         except Exception as error:  # whatever a rank says ends its own connection alone
             logger.error("%s: %r", self._ranks[connection], error)
         finally:

@@ -13,7 +13,7 @@ from envpipe_megatron.launch.nodes.hostfile import Host
 CARRIED_PREFIXES = ("ENVPIPE_", "NCCL_", "GLOO_", "CUDA_", "TORCH_", "OMP_", "MKL_", "PET_")
 CARRIED_NAMES = ("PYTHONPATH", "LD_LIBRARY_PATH")
 #: These are of one machine alone.
-_NOT_CARRIED = ("ENVPIPE_GUARD_SOCKET", "ENVPIPE_AGENT_SOCKET", "CUDA_VISIBLE_DEVICES")
+_NOT_CARRIED = ("ENVPIPE_AGENT_SOCKET", "CUDA_VISIBLE_DEVICES")
 
 #: Nobody is asked for a password, a host that is gone is noticed, and no connection that stays in
 #: the background keeps our pipes open. What the user gives before wins.

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from envpipe_megatron.gpu.guard.hold import TORCHRUN_MARK
 from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity, wait_for_any_end
 from envpipe_megatron.launch.saying import say
 from envpipe_megatron.launch.signals import Signals
@@ -28,8 +29,6 @@ _PATIENCE_S = 40.0
 _RANKS_END_S = 15.0
 #: Meanwhile they may have started others.
 _LOOK_AGAIN_S = 1.0
-#: In the environment of all that a torchrun starts: what it is known by.
-_MARK_VARIABLE = "ENVPIPE_TORCHRUN"
 
 
 def run_torchrun(
@@ -55,7 +54,7 @@ def run_torchrun(
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         [sys.executable, child.__file__, str(os.getpid()), *torchrun],
-        env={**os.environ, **environment, _MARK_VARIABLE: mark},
+        env={**os.environ, **environment, TORCHRUN_MARK: mark},
         stdin=subprocess.DEVNULL if signals.until_stdin_ends else None,
         start_new_session=True,  # a terminal's Ctrl-C comes here alone, and is passed on once
     )
@@ -94,7 +93,7 @@ def _end_marked(mark: str) -> None:
 
 def _marked(mark: str) -> list[ProcessIdentity]:
     """Processes of this machine that have the mark from their parents; none where /proc is none."""
-    entry = f"{_MARK_VARIABLE}={mark}".encode()
+    entry = f"{TORCHRUN_MARK}={mark}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's

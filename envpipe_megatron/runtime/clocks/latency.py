@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu, nearest_frequencies
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.guard.client import GuardEvent, hold_gpu
+from envpipe_megatron.gpu.guard.hold import GuardEvent, hold_gpu
 from envpipe_megatron.runtime.clocks.controller import spread
 
 #: Kernels of one trace, and of them those that run before the change.

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from envpipe_megatron.gpu.base import ClockState, Gpu, GpuError
-from envpipe_megatron.gpu.guard.client import GuardEvent, Hold, hold_gpu
-from envpipe_megatron.gpu.guard.protocol import SOCKET_VARIABLE, GuardError
+from envpipe_megatron.gpu.guard.hold import GuardEvent, Hold, hold_gpu
+from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, GuardError
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.clocks.controller import ClockController
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
@@ -21,14 +21,13 @@ logger = logging.getLogger(__name__)
 class RankClock:
     """The clock of a rank's GPU, which is reset whatever ends the rank.
 
-    A real GPU is held at the node's guard before its first lock, and its clock is looked at twice
-    a second.
+    A real GPU gets a guard before its first lock, and its clock is looked at twice a second.
 
     Args:
         gpu: whose clock it is; one that is opened for reading alone is only watched.
         min_dwell_s, relock: see `ClockController`.
-        guarded: whether the guard holds the GPU; by default where it is real, and where it is
-            emulated if the node's agent has started a guard.
+        guarded: whether a guard holds the GPU; by default where it is real, and where it is
+            emulated if the node has an agent.
         on_sample: see `ClockWatch`.
 
     Raises:
@@ -50,7 +49,7 @@ class RankClock:
         self._watch: ClockWatch | None = None
         try:
             if guarded is None:
-                on_agents_node = SOCKET_VARIABLE in os.environ
+                on_agents_node = AGENT_VARIABLE in os.environ
                 guarded = gpu.drives_hardware or (gpu.is_emulated and on_agents_node)
             if guarded:
                 self._hold = hold_gpu(gpu.address, on_event=self._hear)
@@ -105,8 +104,8 @@ class RankClock:
         reason = "is gone" if event is GuardEvent.LOST else "was told to end the job"
         self.controller.stop(
             GuardError(
-                f"The guard of this node's clocks {reason}",
-                remedy="Clocks are at their default from here on; see the guard's log",
+                f"The guard of this GPU's clock {reason}",
+                remedy="The clock is at its default from here on; see the guard's log",
             )
         )
         if event is GuardEvent.STOP:

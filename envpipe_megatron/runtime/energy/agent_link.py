@@ -27,14 +27,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from envpipe_megatron.gpu.base import Gpu
-from envpipe_megatron.gpu.guard.protocol import GuardError, receive, send
+from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, GuardError, receive, send
 
 if TYPE_CHECKING:  # agents import this module, and do without torch
     from envpipe_megatron.runtime.channel.collectives import Collectives
 
 logger = logging.getLogger(__name__)
-
-AGENT_VARIABLE = "ENVPIPE_AGENT_SOCKET"
 
 #: For answers, before training.
 _ANSWER_S = 30.0

@@ -14,7 +14,7 @@ from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard import resetting
 from envpipe_megatron.gpu.guard.lease import Lease
-from envpipe_megatron.gpu.guard.lease_folder import LeaseFolderError
+from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError
 from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
 from envpipe_megatron.gpu.opening import open_gpu
 
@@ -155,8 +155,8 @@ def test_a_gpu_that_a_live_job_holds_is_refused_and_the_job_named(node):
     )
     result = run("clocks", "reset")
     assert result.exit_code == 1
-    assert f"GPU 1 ({node.uuids[1]}): not reset: job slurm 4711 holds it" in result.stdout
-    assert f"pid {os.getpid()}" in result.stdout
+    assert f"GPU 1 ({node.uuids[1]}): not reset: job slurm 4711 (guard " in result.stdout
+    assert f"guard {os.getpid()}" in result.stdout
     assert "Some clocks were not reset" in result.stderr
     assert locked(node) == [1]
     assert node.uuids[1] not in {call.uuid for call in node.changes()[before:]}

@@ -13,7 +13,7 @@ from envpipe_megatron.cli.machine.latency import measure_latency
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.gpu.guard.lease_folder import LEASE_DIR_VARIABLE
+from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
 
 
 @pytest.fixture

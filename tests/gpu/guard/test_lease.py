@@ -17,20 +17,21 @@ from stale_leases import undo_stale
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard import lease as lease_module
-from envpipe_megatron.gpu.guard import lease_folder
+from envpipe_megatron.gpu.guard import lease_file
 from envpipe_megatron.gpu.guard.lease import (
     Lease,
     LeaseHeldError,
     list_leases,
     undo_lease,
 )
-from envpipe_megatron.gpu.guard.lease_folder import (
+from envpipe_megatron.gpu.guard.lease_file import (
     LEASE_DIR_VARIABLE,
     LeaseFolderError,
+    LeaseRecord,
+    lease_name,
     new_lease_folder,
     opened_lease_folders,
 )
-from envpipe_megatron.gpu.guard.lease_record import LeaseFileError, LeaseRecord, lease_name
 from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
 from envpipe_megatron.gpu.opening import open_gpu
 
@@ -144,13 +145,9 @@ def test_modes_do_not_depend_on_the_umask(folder, gpu, umask):
 
 def test_a_gpu_has_one_holder_whatever_the_back_end(gpu):
     lease = take(REAL, "first")
-    with pytest.raises(LeaseHeldError, match=r"Another job.*first.*clocks reset") as caught:
+    said = rf"^job first \(guard {os.getpid()}, user \w+\) holds the GPU {REAL.uid}.*clocks reset"
+    with pytest.raises(LeaseHeldError, match=said):
         take(GpuAddress("zeusd", REAL.uid), "second")
-    assert (caught.value.job, caught.value.pid, caught.value.uid) == (
-        "first",
-        os.getpid(),
-        os.geteuid(),
-    )
     other = take(gpu.address, "second")
     lease.release()
     take(GpuAddress("zeusd", REAL.uid), "second").release()
@@ -198,14 +195,14 @@ def test_takers_exclude_each_other(gpu):
 
 
 def test_whoever_is_second_finds_the_first_however_close(gpu, monkeypatch):
-    create, first = lease_folder.LeaseFile.create, []
+    create, first = lease_file.LeaseFile.create, []
 
     def late(folder, name):
-        monkeypatch.setattr(lease_folder.LeaseFile, "create", create)
+        monkeypatch.setattr(lease_file.LeaseFile, "create", create)
         first.append(take(gpu.address, "first"))
         return create(folder, name)
 
-    monkeypatch.setattr(lease_folder.LeaseFile, "create", late)
+    monkeypatch.setattr(lease_file.LeaseFile, "create", late)
     with pytest.raises(LeaseHeldError, match="job first"):
         take(gpu.address, "second")
     first[0].release()
@@ -246,7 +243,7 @@ def test_while_its_rank_lives_a_stale_lease_stays_and_its_gpu_is_reset(gpu):
     once.late_request_s = 1e-3
     assert undo_stale(once) == []
     assert once.resets == 1  # no request of the dead is under way
-    with pytest.raises(LeaseHeldError, match="whose guard has died"):
+    with pytest.raises(LeaseHeldError, match="still uses, without a guard, the GPU"):
         take(gpu.address, "next")
     assert undo_lease(record, once, gave_up=True)  # it said that it will not
     assert (once.resets, list_leases()) == (2, [])
@@ -267,13 +264,13 @@ def test_the_lease_of_another_job_in_its_place_is_not_undone(gpu):
 
 
 def test_a_lease_that_goes_while_leases_are_listed_is_none(gpu, monkeypatch):
-    lease, open_file = take(gpu.address), lease_folder.LeaseFile.open
+    lease, open_file = take(gpu.address), lease_file.LeaseFile.open
 
     def late(folder, name):
         lease.path.unlink()
         return open_file(folder, name)
 
-    monkeypatch.setattr(lease_folder.LeaseFile, "open", late)
+    monkeypatch.setattr(lease_file.LeaseFile, "open", late)
     assert list_leases() == []
     monkeypatch.undo()
 
@@ -347,14 +344,6 @@ def test_a_rank_that_takes_its_own_lease_again_has_no_late_requests(gpu):
     assert fake.resets == 3
 
 
-def test_who_holds_a_gpu_is_called_by_name_where_he_has_one():
-    root, nobody = (
-        LeaseHeldError("Held", job="j", pid=3, uid=uid, remedy="Wait") for uid in (0, 2**30)
-    )
-    assert str(root) == "Held (got 'job j, guard 3, user root'). Wait"
-    assert str(nobody) == "Held (got 'job j, guard 3, user 1073741824'). Wait"
-
-
 @pytest.mark.parametrize("content", [b"", b'{"format": "envpipe-le'])
 def test_a_lease_that_was_cut_short_is_in_nobodys_way(folder, gpu, content):
     take(gpu.address).release()
@@ -367,7 +356,7 @@ def test_a_lease_of_a_later_version_is_not_deleted(folder, gpu):
     take(gpu.address).release()
     path = folder / lease_name(gpu.address)
     path.write_text('{"format": "envpipe-lease/2"}')
-    with pytest.raises(LeaseFileError, match=r"unknown format.*envpipe-lease/2"):
+    with pytest.raises(GpuError, match=r"unknown format.*envpipe-lease/2"):
         take(gpu.address)
     assert path.exists()
 
@@ -391,7 +380,7 @@ def test_whatever_somebody_writes_into_a_lease_the_others_are_found(folder, gpu,
         content = json.dumps({**document, "address": address, "guard": guard})
     (folder / lease_name(REAL)).write_text(content)
     assert [record.address for record in list_leases()] == [gpu.address]
-    with pytest.raises(LeaseFileError):
+    with pytest.raises(GpuError):
         take(REAL)
     lease.release()
 
@@ -417,7 +406,7 @@ def test_where_leases_cannot_be_locked_this_is_said(gpu, monkeypatch):
         raise OSError(errno.EBADF, "Bad file descriptor")  # as on NFS for one opened for reading
 
     lease = take(gpu.address)
-    monkeypatch.setattr(lease_folder.fcntl, "flock", flock)
+    monkeypatch.setattr(lease_file.fcntl, "flock", flock)
     with pytest.raises(LeaseFolderError, match=r"cannot be locked.*disk of this machine"):
         take(gpu.address)
     monkeypatch.undo()
@@ -446,7 +435,7 @@ def test_wrong_fields_are_named_and_nothing_is_done(folder, gpu, change):
     if "job" in change:  # any text is a name
         assert list_leases()[0].job == "None"
         return
-    with pytest.raises(LeaseFileError):
+    with pytest.raises(GpuError):
         take(gpu.address)
     assert path.exists()
 
@@ -459,7 +448,7 @@ def test_no_room_for_a_lease(folder, gpu, monkeypatch, fits):
         return len(content) - fits
 
     before = open_files()
-    monkeypatch.setattr(lease_folder.os, "write", full)
+    monkeypatch.setattr(lease_file.os, "write", full)
     said = "No space left on device" if fits is None else "no space for a whole lease"
     with pytest.raises(LeaseFolderError, match=f"cannot be written: {said}"):
         take(gpu.address)
@@ -474,7 +463,7 @@ def test_a_lease_that_cannot_be_deleted_is_left_for_others_to_undo(gpu, monkeypa
     def unlink(name, dir_fd):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(lease_folder.os, "unlink", unlink)
+    monkeypatch.setattr(lease_file.os, "unlink", unlink)
     with pytest.raises(LeaseFolderError, match=r"could not be deleted: Operation.*owner or root"):
         lease.release()
     assert open_files() <= before
@@ -502,11 +491,11 @@ class Clock:
 @pytest.mark.parametrize(
     ("guard", "rank", "waits_s", "error"),
     [
-        pytest.param({}, {}, 0.0, LeaseHeldError, id="a job that lives"),
+        pytest.param({}, {}, 0.2, LeaseHeldError, id="a job that lives"),
         pytest.param({}, {"start_ticks": 1}, 5.0, LeaseHeldError, id="its rank has ended"),
-        pytest.param({"start_ticks": 1}, None, 15.0, None, id="somebody undoes it"),
+        pytest.param({"start_ticks": 1}, None, 5.0, None, id="somebody undoes it"),
         pytest.param({"pid_namespace": 1}, {}, 0.2, LeaseHeldError, id="a guard out of sight"),
-        pytest.param(None, None, 5.0, LeaseFileError, id="being written"),
+        pytest.param(None, None, 5.0, GpuError, id="being written"),
     ],
 )
 def test_how_long_a_lease_that_is_locked_is_waited_for(
@@ -542,7 +531,7 @@ def test_an_empty_lease_is_never_taken_for_stale_at_once(folder, gpu, monkeypatc
     with path.open() as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
         clock = Clock(monkeypatch)
-        with pytest.raises(LeaseFileError, match=f"locked that is empty.*{path.name}"):
+        with pytest.raises(GpuError, match=f"locked that is empty.*{path.name}"):
             take(gpu.address, patience_s=0.0)
         assert clock.now_s == pytest.approx(1000.2, abs=0.03)
         Clock(monkeypatch, looking.close)
@@ -579,14 +568,14 @@ def test_a_lease_that_somebody_locks_before_its_maker_is_made_anew(folder, gpu, 
 
 def before_the_next_lock(monkeypatch, do):
     """Do something between the opening of a lease and its lock."""
-    try_lock = lease_folder.LeaseFile.try_lock
+    try_lock = lease_file.LeaseFile.try_lock
 
     def late(file):
-        monkeypatch.setattr(lease_folder.LeaseFile, "try_lock", try_lock)
+        monkeypatch.setattr(lease_file.LeaseFile, "try_lock", try_lock)
         do()
         return try_lock(file)
 
-    monkeypatch.setattr(lease_folder.LeaseFile, "try_lock", late)
+    monkeypatch.setattr(lease_file.LeaseFile, "try_lock", late)
 
 
 def test_a_lease_that_somebody_deleted_before_it_was_locked_is_made_anew(gpu, monkeypatch):
@@ -636,7 +625,7 @@ def test_what_takes_a_leases_place_in_the_last_moment_is_not_opened(
     plain = Path(__file__).stat()
     make = make or (lambda path: path.symlink_to(__file__))
     make(folder / lease_name(gpu.address))
-    monkeypatch.setattr(lease_folder.os, "lstat", lambda *_, **__: plain)
+    monkeypatch.setattr(lease_file.os, "lstat", lambda *_, **__: plain)
     before = open_files()
     with pytest.raises(LeaseFolderError, match=said):
         take(gpu.address)
@@ -660,8 +649,7 @@ def test_looking_and_releasing_make_no_folder(folder, gpu):
     assert not folder.exists()
     lease = take(gpu.address)
     shutil.rmtree(folder)
-    with pytest.raises(LeaseFolderError, match="cannot be used: No such file"):
-        lease.release()
+    lease.release()
     assert not folder.exists()
 
 
@@ -721,11 +709,11 @@ def test_root_undoes_other_users_leases_of_real_gpus(folder):
 
 def test_another_users_stale_lease_is_in_the_way(folder, gpu, monkeypatch):
     record = left_by_a_dead_guard(REAL, dead())
-    monkeypatch.setattr(lease_folder.LeaseFile, "owner_uid", lambda self: 12345)
+    monkeypatch.setattr(lease_file.LeaseFile, "owner_uid", lambda self: 12345)
     monkeypatch.setattr(lease_module.os, "geteuid", lambda: 4321)
-    monkeypatch.setattr(lease_folder, "_refuse_unsafe", lambda path, status: None)
+    monkeypatch.setattr(lease_file, "_refuse_unsafe", lambda path, status: None)
     fake = FakeGpu()
-    with pytest.raises(LeaseHeldError, match=r"another user.*dead job.*root run"):
+    with pytest.raises(LeaseHeldError, match=r"dead job.*another user.*root run"):
         take(REAL, open_gpu=fake)
     assert fake.resets == 0
     assert record.path.exists()
@@ -754,19 +742,19 @@ def defaults(tmp_path, monkeypatch):
     shared, own = tmp_path / "run" / "envpipe" / "leases", tmp_path / "tmp"
     own.mkdir()
     shared.parents[1].mkdir()
-    monkeypatch.setattr(lease_folder, "SHARED_FOLDER", shared)
-    monkeypatch.setattr(lease_folder, "OWN_FOLDERS", own)
+    monkeypatch.setattr(lease_file, "SHARED_FOLDER", shared)
+    monkeypatch.setattr(lease_file, "OWN_FOLDERS", own)
     return shared, own
 
 
 def be(monkeypatch, uid):
-    monkeypatch.setattr(lease_folder.os, "geteuid", lambda: uid)
+    monkeypatch.setattr(lease_file.os, "geteuid", lambda: uid)
 
 
 def test_folders_without_the_variable(defaults, monkeypatch):
     shared, own = defaults
     me, other = os.geteuid(), os.geteuid() + 1
-    monkeypatch.setattr(lease_folder.os, "access", lambda *_: False)
+    monkeypatch.setattr(lease_file.os, "access", lambda *_: False)
     assert new_lease_folder() == own / f"envpipe-leases-{me}"
     (own / f"envpipe-leases-{me}").mkdir()
     (own / f"envpipe-leases-{other}").mkdir()
@@ -866,9 +854,9 @@ def test_whoever_makes_the_shared_folder_others_can_use_it(defaults, umask, monk
 
     monkeypatch.setattr(Path, "chmod", note)
     try:
-        with lease_folder.opened_folder(shared, create=True):
+        with lease_file.opened_folder(shared, create=True):
             pass
-        with lease_folder.opened_folder(own / f"envpipe-leases-{os.geteuid()}", create=True):
+        with lease_file.opened_folder(own / f"envpipe-leases-{os.geteuid()}", create=True):
             pass
     finally:
         os.umask(before)
@@ -893,7 +881,7 @@ def test_a_shared_folder_that_cannot_be_reached_is_none(defaults):
 
 def test_leases_made_before_root_made_the_shared_folder_count(defaults, gpu, monkeypatch):
     shared, own = defaults
-    monkeypatch.setattr(lease_folder.os, "access", lambda *_: False)
+    monkeypatch.setattr(lease_file.os, "access", lambda *_: False)
     first = take(gpu.address)
     assert first.path.parent == own / f"envpipe-leases-{os.geteuid()}"
     shared.mkdir(parents=True)

@@ -14,7 +14,6 @@ import pytest
 from envpipe_megatron.gpu.guard import process_identity
 from envpipe_megatron.gpu.guard.process_identity import (
     ProcessIdentity,
-    open_peer_pidfd,
     open_pidfd,
     peer_uid_and_pid,
     wait_for_any_end,
@@ -147,16 +146,10 @@ def test_an_end_that_the_kernel_does_not_announce_is_looked_for_soon(
     assert slept == [slept_s]
 
 
-@pytest.mark.parametrize("option", [process_identity._SO_PEERPIDFD, 9999])
-def test_the_other_end_of_a_socket_is_known(monkeypatch, option):
-    """Also by a kernel that does not know the option."""
-    monkeypatch.setattr(process_identity, "_SO_PEERPIDFD", option)
+def test_the_other_end_of_a_socket_is_known():
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:
         assert peer_uid_and_pid(one) == (os.geteuid(), os.getpid())
-        descriptor = open_peer_pidfd(one)
-        assert means(descriptor) == os.getpid()
-        os.close(descriptor)
 
 
 def test_what_can_be_read_is_waited_for(monkeypatch):

@@ -11,8 +11,8 @@ from fake_gpu import FakeGpu
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.control import ChosenControl
-from envpipe_megatron.gpu.guard.client import GuardEvent
-from envpipe_megatron.gpu.guard.protocol import SOCKET_VARIABLE
+from envpipe_megatron.gpu.guard.hold import GuardEvent
+from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.runtime.clocks import controller as clock_controller
 from envpipe_megatron.runtime.clocks import rank_clock, rank_gpu
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock, make_everywhere
@@ -41,7 +41,7 @@ class Guard:
 
 @pytest.fixture
 def guard(monkeypatch) -> Guard:
-    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
+    monkeypatch.delenv(AGENT_VARIABLE, raising=False)
     guard = Guard()
     monkeypatch.setattr(rank_clock, "hold_gpu", guard.hold_gpu)
     return guard
@@ -79,7 +79,7 @@ def test_which_gpus_are_held_and_watched(
     monkeypatch.setattr(FakeGpu, "read_only", backend == "none")
     monkeypatch.setattr(FakeGpu, "address", GpuAddress(backend, "one"))
     if agent:
-        monkeypatch.setenv(SOCKET_VARIABLE, "/somewhere")
+        monkeypatch.setenv(AGENT_VARIABLE, "/somewhere")
     clock = RankClock(gpu, guarded=wish)
     assert guard.held == [gpu.address] * held
     clock.close()
@@ -123,7 +123,7 @@ def test_what_a_guard_tells(guard, gpu, caplog):
     assert gpu.history == [1000, 1000]
     guard.tell(GuardEvent.LOST)
     assert gpu.history == [1000, 1000, None]
-    assert "The guard of this node's clocks is gone. Clocks are at" in str(clock.controller.error)
+    assert "The guard of this GPU's clock is gone. The clock is at" in str(clock.controller.error)
     assert guard.released == 0
     clock.close()
     clock.close()

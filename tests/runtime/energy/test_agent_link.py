@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from fake_gpu import FakeGpu
 
+from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.runtime.energy import agent_link
-from envpipe_megatron.runtime.energy.agent_link import AGENT_VARIABLE, AgentLink, connect_to_agent
+from envpipe_megatron.runtime.energy.agent_link import AgentLink, connect_to_agent
 
 LONG_S = 20.0
 WELCOME = {"event": "welcome", "node": "n0"}

@@ -11,7 +11,7 @@ import pytest
 from rank_pool import RankPool
 
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.guard.client import hold_gpu
+from envpipe_megatron.gpu.guard.hold import hold_gpu
 from envpipe_megatron.gpu.guard.lease import list_leases
 
 pytestmark = pytest.mark.xdist_group("pipeline")

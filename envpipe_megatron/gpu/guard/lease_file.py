@@ -1,7 +1,7 @@
-"""The folder of leases: where it is, who is trusted with it, and its files without surprises.
+"""The folder of leases: where it is, who may own it, and safe access to its files.
 
 Everything is done relative to an opened folder, and no link is ever followed: in a folder that all
-users share, a name may have become something else since it was looked at.
+users share, a name may mean something else than a moment before.
 
 `ENVPIPE_LEASE_DIR` names the folder. Without it, it is `/run/envpipe/leases` where root has made
 that (a job of root makes it; an administrator may have systemd-tmpfiles do so), because a job then
@@ -10,20 +10,34 @@ batch systems give each job another one, and a lease must be found by the next j
 """
 
 import fcntl
+import hashlib
+import json
 import os
 import re
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.base import GpuAddress, GpuError
+from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
+
+FORMAT = "envpipe-lease/1"
+LEASE_SUFFIX = ".json"
+
+PATH_BACKENDS = ("emulated", "dry_run")
+"""Back ends whose addresses are their user's own, not the UUIDs of real GPUs."""
 
 LEASE_DIR_VARIABLE = "ENVPIPE_LEASE_DIR"
 SHARED_FOLDER = Path("/run/envpipe/leases")
 OWN_FOLDERS = Path("/tmp")
 _OWN_PREFIX = "envpipe-leases-"
 _MAX_BYTES = 64 * 1024
+_MAX_PID = 2**31 - 1
+_REAL_UID = re.compile(r"GPU-[0-9A-Za-z-]{1,64}")
 
 
 class LeaseFolderError(GpuError):
@@ -47,9 +61,9 @@ def new_lease_folder() -> Path:
 def opened_lease_folders() -> Iterator[list[tuple[Path, int]]]:
     """Give every folder in which leases may lie that concern this process, opened.
 
-    Beside the one for new leases: that of before root made the shared one, and, for root, the own
-    folders of all users. Anybody may make something of such a name in `/tmp`, so one of these that
-    is unsafe is passed over: what lies there is not its user's.
+    Beside the folder for new leases: this user's own one, from before root made the shared one,
+    and, for root, those of all users. Anybody may make something of such a name in `/tmp`, so one
+    of these that is unsafe is left out: what lies there is not its user's.
 
     Raises:
         LeaseFolderError: the one for new leases is unsafe.
@@ -75,12 +89,12 @@ def opened_folder(path: Path, *, create: bool = False) -> Iterator[int]:
 
     Args:
         path: the folder.
-        create: make it where it is missing; its parent must exist, but for that of
+        create: make it where it is missing; its parent must exist, except that of
             `SHARED_FOLDER`. It is open to all users and sticky, unless it is this user's own.
 
     Raises:
-        LeaseFolderError: missing, no folder, a link, owned by a stranger (his own folder, looked at
-            by root, excepted), or writable by others without the sticky bit.
+        LeaseFolderError: it is missing, no folder, or a link; it belongs to another user (unless
+            root looks at that user's own folder), or others may write to it and it is not sticky.
     """
     if create:
         _make(path)
@@ -114,7 +128,7 @@ def _make(path: Path) -> None:
             value=str(path),
             remedy=f"Make it with mode 1777, or set {LEASE_DIR_VARIABLE}",
         ) from error
-    # Ours since a moment, and mkdir's mode is cut by the umask.
+    # Just made by this process; mkdir's mode was cut by the umask.
     path.chmod(0o755 if _owner_by_name(path) is not None else 0o1777)
 
 
@@ -145,16 +159,23 @@ def _refuse_unsafe(path: Path, status: os.stat_result) -> None:
 class LeaseFile:
     """An opened file of a folder of leases.
 
-    Its `flock` belongs to this opened file: it ends with `close` or with the process.
+    Its `flock` belongs to this opened file: it ends with `close` or with the process. Methods may
+    raise OSError where nothing else is said.
+
+    Args:
+        folder: descriptor of the folder; a copy is kept.
+        name: of the file.
+        descriptor: of the file.
     """
 
-    def __init__(self, name: str, descriptor: int) -> None:
+    def __init__(self, folder: int, name: str, descriptor: int) -> None:
+        self._folder = os.dup(folder)
         self._name = name
         self._descriptor = descriptor
 
     @classmethod
     def create(cls, folder: int, name: str) -> "LeaseFile | None":
-        """Create a file that does not exist; None where it does. May raise OSError."""
+        """Create a file that does not exist; None where it does."""
         # Never opened for writing where it exists: a sticky folder's protection
         # (fs.protected_regular) refuses that with another error for another user's file.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
@@ -163,7 +184,7 @@ class LeaseFile:
         except FileExistsError:
             return None
         os.fchmod(descriptor, 0o644)  # whatever the umask: other users must see who holds the GPU
-        return cls(name, descriptor)
+        return cls(folder, name, descriptor)
 
     @classmethod
     def open(cls, folder: int, name: str) -> "LeaseFile | None":
@@ -171,7 +192,6 @@ class LeaseFile:
 
         Raises:
             LeaseFolderError: something else than a regular file has that name.
-            OSError: it cannot be opened.
         """
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
@@ -179,7 +199,7 @@ class LeaseFile:
             if stat.S_ISREG(status.st_mode):
                 descriptor = os.open(name, flags, dir_fd=folder)
                 if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    return cls(name, descriptor)
+                    return cls(folder, name, descriptor)
                 os.close(descriptor)
         except FileNotFoundError:
             return None
@@ -189,25 +209,18 @@ class LeaseFile:
             remedy="Find out who put it there, and delete it",
         )
 
-    def try_lock(self) -> bool:
-        """Take the lock unless another opened file has it.
+    def try_lock(self, *, shared: bool = False) -> bool:
+        """Take the lock; return False where another opened file has it.
+
+        Args:
+            shared: to see whether it is taken, and close the file; two that look at the same time
+                do not see each other.
 
         Raises:
             LeaseFolderError: there are no such locks here.
         """
-        return self._flock(fcntl.LOCK_EX)
-
-    def is_locked(self) -> bool:
-        """Return whether another opened file has the lock; to be closed soon where none has.
-
-        Raises:
-            LeaseFolderError: there are no such locks here.
-        """
-        # Shared, so that two who look at once do not see each other.
-        return not self._flock(fcntl.LOCK_SH)
-
-    def _flock(self, kind: int) -> bool:
         try:
+            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
             fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
@@ -219,10 +232,10 @@ class LeaseFile:
             ) from error
         return True
 
-    def is_current(self, folder: int) -> bool:
+    def is_current(self) -> bool:
         """Return whether the name still means this file in its folder."""
         try:
-            there = os.lstat(self._name, dir_fd=folder)
+            there = os.lstat(self._name, dir_fd=self._folder)
         except FileNotFoundError:
             return False
         return os.path.samestat(there, os.fstat(self._descriptor))
@@ -232,7 +245,7 @@ class LeaseFile:
         return os.pread(self._descriptor, _MAX_BYTES, 0)
 
     def write(self, content: bytes) -> None:
-        """Write the content of a new file. May raise OSError."""
+        """Write the content of a new file."""
         if os.write(self._descriptor, content) != len(content):
             raise OSError("no space for a whole lease")
 
@@ -240,15 +253,129 @@ class LeaseFile:
         """Return the user who made it."""
         return os.fstat(self._descriptor).st_uid
 
-    def unlink(self, folder: int) -> None:
-        """Delete it, where the name still means it in its folder. May raise OSError."""
-        if self.is_current(folder):
-            os.unlink(self._name, dir_fd=folder)
+    def unlink(self) -> None:
+        """Delete it, where the name still means it in its folder."""
+        if self.is_current():
+            os.unlink(self._name, dir_fd=self._folder)
 
     def close(self) -> None:
-        """Give back its lock and close it."""
-        # Said aloud: a child that was forked in between has the same opened file, and would keep
-        # the lock as long as it lives.
+        """Unlock and close it."""
+        # Unlocked explicitly: a child that was forked meanwhile has the same opened file, and
+        # would keep the lock as long as it lives.
         with suppress(OSError):
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
+        os.close(self._folder)
+
+
+# --- what a lease says ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRecord:
+    """What a lease says, and what is true of it.
+
+    Attributes:
+        path: its file.
+        address: the GPU.
+        job: the job's name.
+        uid: who made the file.
+        guard: the process that looks, or looked, after it.
+        rank: the process that may lock the clock; None for `envpipe clocks reset`.
+        live: whether its guard lives.
+    """
+
+    path: Path
+    address: GpuAddress
+    job: str
+    uid: int
+    guard: ProcessIdentity
+    rank: ProcessIdentity | None
+    live: bool
+
+    def rank_is_alive(self) -> bool:
+        """Return whether the rank is known to live: it may lock the clock at any moment.
+
+        Nothing is known of a rank in a PID namespace that cannot be seen from here; it counts as
+        ended. If it lives, it notices within milliseconds that its guard has died.
+        """
+        return self.rank is not None and self.rank.is_alive() is True
+
+
+def lease_name(address: GpuAddress) -> str:
+    """Return the name of a GPU's lease: the same for all back ends of a real GPU.
+
+    Raises:
+        GpuError: the uid is not one.
+    """
+    if address.backend in PATH_BACKENDS:
+        digest = hashlib.sha256(address.uid.encode()).hexdigest()[:24]
+        return f"{address.backend}-{digest}{LEASE_SUFFIX}"
+    if not _REAL_UID.fullmatch(address.uid):
+        raise GpuError("Not the UUID of a GPU", value=address.uid)
+    return address.uid + LEASE_SUFFIX
+
+
+def lease_content(address: GpuAddress, job: str, rank: ProcessIdentity | None) -> bytes:
+    """The content of a lease that this process looks after."""
+    document = {
+        "format": FORMAT,
+        "address": asdict(address),
+        "job": job,
+        "uid": os.geteuid(),
+        "guard": asdict(ProcessIdentity.own()),
+        "rank": None if rank is None else asdict(rank),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    return json.dumps(document).encode() + b"\n"
+
+
+def read_lease(file: LeaseFile, path: Path, *, live: bool = False) -> LeaseRecord | None:
+    """Return what a lease file says; None where its writing was cut short.
+
+    Raises:
+        GpuError: it is something else.
+    """
+    try:
+        document = json.loads(file.read())
+    except ValueError:
+        return None
+    except RecursionError as error:
+        raise GpuError("Not a lease: nested too deeply", value=str(path)) from error
+    try:
+        if document["format"] != FORMAT:
+            raise GpuError(
+                "A lease of an unknown format",
+                value=document["format"],
+                remedy=f"Another version made {path}: undo it with that version",
+            )
+        address = document["address"]
+        record = LeaseRecord(
+            path=path,
+            address=GpuAddress(str(address["backend"]), str(address["uid"])),
+            job=printable(str(document["job"])),
+            uid=file.owner_uid(),  # what it says itself, anybody could write
+            guard=_identity(document["guard"]),
+            rank=None if document["rank"] is None else _identity(document["rank"]),
+            live=live,
+        )
+        named = lease_name(record.address)
+    except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise GpuError(
+            f"A lease lacks a field or has a wrong one: {error}", value=str(path)
+        ) from error
+    if named != path.name:
+        raise GpuError("A lease for another GPU than its name says", value=str(path))
+    return record
+
+
+def printable(name: str) -> str:
+    """Return the name of a job without what could harm the terminal on which it is shown."""
+    return "".join(letter if letter.isprintable() else "?" for letter in name)
+
+
+def _identity(document: Any) -> ProcessIdentity:
+    pid = int(document["pid"])
+    if not 0 < pid <= _MAX_PID:
+        raise ValueError(f"no process has the number {pid}")
+    return ProcessIdentity(pid, int(document["start_ticks"]), int(document["pid_namespace"]))

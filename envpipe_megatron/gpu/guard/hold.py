@@ -1,0 +1,427 @@
+"""What a rank does to have its GPU guarded: `hold_gpu` before its first lock, `release` at the end.
+
+The order is: the rank's guard has a lease on disk, then the rank may lock. A thread of the rank
+sends heartbeats and hears what the guard says.
+
+When the guard dies, the rank stands in for it. That thread notices (its socket ends) and, in this
+order:
+
+1. It calls back with LOST. When the callback returns, the rank locks no clock any more.
+2. It resets its GPU and deletes its lease.
+3. It undoes, as guards do, what ranks of its job left that died together with their guards; until
+   the job has no other lease.
+
+Which covers, race by race:
+
+- *A rank locks after its guard has died, because it has not noticed yet.* Its lease is still there
+  (nobody deletes the lease of a rank that lives), so it undoes the lock itself in step 2.
+- *That rank is killed before step 2.* Its lease is still there and names it. The guard of any other
+  rank of the job finds it within a second, or a rank in step 3.
+- *Guard and rank are killed at once.* The same.
+- *Two undo one lease at once.* They exclude each other by its lock; the second finds none.
+- *All are killed.* The leases stay, unlocked. The next job that takes one of these GPUs, `envpipe
+  clocks reset` and a batch system's epilogue that calls it reset the GPU and delete them.
+- *Somebody undoes a stale lease while its rank lives and has not noticed.* The GPU is reset and the
+  lease stays.
+- *The guard lives but hangs.* It answers no heartbeat; that is a LOST as well. The lease is still
+  the guard's, and the rank resets its GPU. Should the guard wake up, it finds a release.
+- *A child that another thread forks just now keeps the guard's end of the socket open.* Then the
+  missing answers to heartbeats say that the guard has died.
+- *The guard dies before it has answered.* Nothing was locked; a lease that it took is deleted.
+- *The rank dies before it has its answer.* The guard finds it dead.
+- *A rank is stopped (SIGSTOP) while its guard dies.* It cannot lock while it is stopped. Killed, it
+  is a dead rank; continued, it notices.
+"""
+
+import enum
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import envpipe_megatron
+from envpipe_megatron.gpu.base import (
+    FORBID_VARIABLE,
+    ClockControlForbiddenError,
+    GpuAddress,
+    GpuError,
+    clock_control_forbidden,
+)
+from envpipe_megatron.gpu.guard.lease import (
+    LeaseHeldError,
+    OpenGpu,
+    list_leases,
+    undo_dead_ranks,
+    undo_lease,
+)
+from envpipe_megatron.gpu.guard.lease_file import (
+    PATH_BACKENDS,
+    LeaseRecord,
+    lease_name,
+    printable,
+)
+from envpipe_megatron.gpu.guard.messages import (
+    GuardError,
+    GuardSettings,
+    receive,
+    runtime_folder,
+    send,
+)
+from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity, wait_readable
+from envpipe_megatron.gpu.opening import open_gpu
+
+_LOG = logging.getLogger(__name__)
+
+TORCHRUN_MARK = "ENVPIPE_TORCHRUN"
+"""In the environment of all that a torchrun starts, by which the launcher finds it, but guards."""
+
+_GUARD = ("-P", "-m", "envpipe_megatron.gpu.guard.process")  # -P: nothing of the working folder
+_BEATS_PER_HEARTBEAT = 6
+_ANSWER_S = 120.0
+_RELEASE_S = 30.0
+_FIRST_LOOK_S = 0.02
+_LONGEST_LOOK_S = 1.0
+
+
+class GuardEvent(enum.Enum):
+    """What a rank hears of its guard.
+
+    Attributes:
+        LOST: the guard is gone. The callback must end clock control: when it returns, this rank
+            locks no clock any more. The GPU is reset, and the lease deleted, for it.
+        STOP: the job is told to end. The callback, or what it wakes, ends clock control and calls
+            `release`.
+        WAS_RESET: the clock is at its default, whatever was requested: forget that, and go on.
+    """
+
+    LOST = "lost"
+    STOP = "stop"
+    WAS_RESET = "was_reset"
+
+
+def job_key(environ: Mapping[str, str] | None = None) -> str:
+    """Return the name of this process's job on this node, from what launchers set.
+
+    All ranks that one launcher started on a node get the same one. A process without any launcher
+    is a job of its own.
+    """
+    given = os.environ if environ is None else environ
+    parts = []
+    if given.get("SLURM_JOB_ID"):
+        step = given.get("SLURM_STEP_ID", "")
+        parts.append(f"slurm {given['SLURM_JOB_ID']}{'.' + step if step else ''}")
+    if given.get("TORCHELASTIC_RUN_ID", "none") != "none":
+        parts.append(f"run {given['TORCHELASTIC_RUN_ID']}")
+    if given.get("MASTER_PORT"):
+        parts.append(f"at {given.get('MASTER_ADDR', '')}:{given['MASTER_PORT']}")
+    if not parts:
+        return f"process {os.getpid()}"
+    # So that several 'nodes' on one machine are told apart.
+    node = given.get("GROUP_RANK") or given.get("SLURM_NODEID")
+    return ", ".join([*parts, f"node {node}"] if node else parts)
+
+
+def guard_log(address: GpuAddress) -> Path:
+    """Return the log of the guards of a GPU."""
+    return (runtime_folder() / f"guard-{lease_name(address)}").with_suffix(".log")
+
+
+def hold_gpu(
+    address: GpuAddress,
+    job: str | None = None,
+    *,
+    on_event: Callable[[GuardEvent], None],
+    settings: GuardSettings | None = None,
+    timeout_s: float = _ANSWER_S,
+    open_gpu: OpenGpu = open_gpu,
+) -> "Hold":
+    """Start a guard for a GPU: from when this returns the rank may lock its clock.
+
+    Args:
+        address: the GPU.
+        job: the job's name on this node, by default from the launcher's variables (`job_key`).
+        on_event: called on a thread of its own with what the guard says; see `GuardEvent`.
+        settings: how long the guard waits.
+        timeout_s: when to give up, s.
+        open_gpu: opens a GPU by its address, for when this rank stands in for the guard.
+
+    Raises:
+        LeaseHeldError: another job, or another rank of this one, holds the GPU.
+        ClockControlForbiddenError: a real GPU while the environment forbids clock control.
+        GuardError: no guard could be started, or it refuses: it cannot open the GPU, for example,
+            or undo a lock that somebody left on it.
+    """
+    if address.backend not in PATH_BACKENDS and clock_control_forbidden():
+        raise ClockControlForbiddenError(
+            "A GPU whose clock may not be changed needs no guard",
+            value=os.environ[FORBID_VARIABLE],
+            remedy=f"Unset {FORBID_VARIABLE}, or use the dry_run or emulated back end",
+        )
+    job = job_key() if job is None else job
+    settings = settings or GuardSettings()
+    log = guard_log(address)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with theirs:
+            process = _start(address, job, settings, log, theirs)
+        try:
+            ours.settimeout(timeout_s)
+            answer = receive(ours)
+        finally:
+            process.kill()  # it has detached, or could not start
+            process.wait()
+        return Hold(ours, address, job, settings, _accepted(answer, log), on_event, open_gpu)
+    except BaseException as error:
+        with suppress(OSError):  # should it still come: nobody waits for it
+            send(ours, {"op": "release"})
+        ours.close()
+        with suppress(Exception):
+            _undo_unanswered(address, open_gpu)
+        if not isinstance(error, OSError):
+            raise
+        raise GuardError(
+            f"The guard could not be started: {error}",
+            value=str(log),
+            remedy="See its log: the driver may hang, or the machine be overloaded. No clock is "
+            "locked without a guard",
+        ) from error
+
+
+def _start(
+    address: GpuAddress, job: str, settings: GuardSettings, log: Path, theirs: socket.socket
+) -> subprocess.Popen[bytes]:
+    order = {
+        "address": asdict(address),
+        "job": job,
+        "rank": asdict(ProcessIdentity.own()),
+        "settings": asdict(settings),
+        "socket": theirs.fileno(),
+    }
+    # It finds this package where this process found it.
+    package = str(Path(envpipe_megatron.__file__).resolve().parents[1])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment.pop(TORCHRUN_MARK, None)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    with os.fdopen(os.open(log, flags, 0o600), "wb") as output:
+        return subprocess.Popen(
+            [sys.executable, *_GUARD, json.dumps(order)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=(theirs.fileno(),),
+            env=environment,
+            start_new_session=True,  # Ctrl-C and the end of a process group do not reach it
+        )
+
+
+def _accepted(answer: dict[str, Any] | None, log: Path) -> int:
+    """Return the guard's pid from its answer; raise what it refused with."""
+    if answer is None:
+        raise GuardError(
+            "The guard ended before it held the GPU",
+            value=str(log),
+            remedy="See its log. No clock is locked without a guard",
+        )
+    if answer.get("event") == "held":
+        return int(answer["guard_pid"])
+    kind = LeaseHeldError if answer.get("error") == LeaseHeldError.__name__ else GuardError
+    raise kind(str(answer.get("what")))
+
+
+def _undo_unanswered(address: GpuAddress, open_gpu: OpenGpu) -> None:
+    """Undo the lease of a guard that died before it had answered this process."""
+    for record in list_leases():
+        if (record.address, record.rank) == (address, ProcessIdentity.own()):
+            undo_lease(record, open_gpu, gave_up=True)  # unless a guard that lives has it
+
+
+class Hold:
+    """A GPU that is guarded for this process. Made by `hold_gpu`.
+
+    A child that is forked has no part in it.
+
+    Attributes:
+        address: the GPU.
+        job: the job's name on this node, as its lease says it.
+        guard_pid: the guard's pid.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        address: GpuAddress,
+        job: str,
+        settings: GuardSettings,
+        guard_pid: int,
+        on_event: Callable[[GuardEvent], None],
+        open_gpu: OpenGpu,
+    ) -> None:
+        self.address = address
+        self.job = printable(job)
+        self.guard_pid = guard_pid
+        self._heartbeat_s = settings.heartbeat_s
+        self._connection = connection
+        self._on_event = on_event
+        self._open_gpu = open_gpu
+        self._pid = os.getpid()
+        self._gave_up = False
+        self._is_back = False
+        self._settled = False
+        #: Wakes who waits in `release`. An event's lock stays taken where a signal handler raises.
+        self._settling: SimpleQueue[None] = SimpleQueue()
+        connection.setblocking(False)
+        self._thread = threading.Thread(target=self._watch, name="envpipe-guard", daemon=True)
+        self._thread.start()
+
+    def release(self, timeout_s: float = _RELEASE_S) -> None:
+        """End it: the guard resets the GPU once more and deletes the lease.
+
+        To be called when this process locks no clock any more and has no request under way. Any
+        thread may call it; in the callback it does not wait. Nothing happens the second time, or in
+        a child.
+
+        Args:
+            timeout_s: how long to wait, s.
+
+        Raises:
+            GuardError: the guard, or this process in its place, was not done in time.
+        """
+        if os.getpid() != self._pid or self._settled:
+            return
+        self._gave_up = True
+        self._say("release")
+        if threading.current_thread() is self._thread:
+            return
+        # The driver may hang, and must not keep this thread as well.
+        with suppress(Empty):
+            self._settling.get(timeout=timeout_s)
+        if not self._settled:
+            raise GuardError(
+                "The clock was not confirmed to be back in time",
+                value=self.address.uid,
+                remedy=f"The guard (process {self.guard_pid}), or this rank if that has died, goes "
+                "on trying: see their logs. `envpipe clocks reset` tries again later",
+            )
+
+    def _say(self, operation: str) -> bool:
+        """Send a message; return whether the guard can still be reached."""
+        try:
+            send(self._connection, {"op": operation})
+        except BlockingIOError:
+            pass  # it does not read, and so does not answer
+        except OSError:
+            return False
+        return True
+
+    # --- the watching thread --------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        self._listen()
+        if not self._settled:
+            self._stand_in()
+        self._connection.close()
+
+    def _listen(self) -> None:
+        """Send heartbeats and hear the guard, until the GPU is released or the guard is gone."""
+        beat_every_s = self._heartbeat_s / _BEATS_PER_HEARTBEAT
+        next_beat_s = time.monotonic() + beat_every_s
+        unanswered_since_s: float | None = None
+        while not self._settled:
+            if wait_readable([self._connection.fileno()], next_beat_s - time.monotonic()):
+                unanswered_since_s = None
+                if not self._hear():
+                    return
+                continue
+            now_s = time.monotonic()
+            if unanswered_since_s is not None and now_s > unanswered_since_s + self._heartbeat_s:
+                _LOG.error("the guard of %s does not answer", self.address.uid)
+                return
+            if now_s >= next_beat_s:
+                next_beat_s = now_s + beat_every_s
+                unanswered_since_s = unanswered_since_s or now_s
+                if not self._say("beat"):
+                    return
+
+    def _hear(self) -> bool:
+        """Do what the guard says; return False where it is gone."""
+        try:
+            message = receive(self._connection)
+        except (GpuError, OSError):
+            _LOG.exception("what the guard of %s says is not understood", self.address.uid)
+            return False
+        if message is None:
+            return False
+        event = message.get("event")
+        if event == "released":
+            self._settle()
+        elif event == "stop":
+            self._tell(GuardEvent.STOP)
+        elif event == "was_reset" and not self._gave_up:
+            self._tell(GuardEvent.WAS_RESET)
+        return True
+
+    def _settle(self) -> None:
+        self._settled = True
+        self._settling.put(None)
+
+    def _tell(self, event: GuardEvent) -> bool:
+        """Call back; return whether that went well."""
+        try:
+            self._on_event(event)
+        except Exception:
+            _LOG.exception("the callback for %s failed", event)
+            return False
+        return True
+
+    # --- in place of a guard that is gone -------------------------------------------------------
+
+    def _stand_in(self) -> None:
+        _LOG.error("the guard of %s is gone: clock control ends", self.address.uid)
+        # Only ever set: another thread may call `release` while a callback fails.
+        if not self._gave_up and self._tell(GuardEvent.LOST):
+            self._gave_up = True
+        if self._gave_up:
+            self._say("release")  # should it only hang: it undoes the lease when it wakes up
+        wait_s, failure = _FIRST_LOOK_S, ""
+        while True:
+            try:
+                if not self._settled:
+                    self._undo_own()
+                if not undo_dead_ranks(self.job, self._open_gpu) and self._settled:
+                    return
+            except Exception as error:
+                if str(error) != failure:
+                    _LOG.exception("the clock of %s may still be locked", self.address.uid)
+                failure = str(error)
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_LOOK_S)
+
+    def _undo_own(self) -> None:
+        """Reset this rank's GPU; when this rank locks no more, delete its lease and be done."""
+        gave_up = self._gave_up
+        name = lease_name(self.address)
+        there = [record for record in list_leases() if record.path.name == name]
+        own = [record for record in there if self._is_own(record)]
+        left = [r for r in own if r.live or not undo_lease(r, self._open_gpu, gave_up=gave_up)]
+        # What a guard that hangs still holds, or somebody undid before this rank locked for the
+        # last time. Another job's GPU, or one that this rank holds anew, is left alone.
+        if own == left and own == there and not self._is_back:
+            self._open_gpu(self.address).reset_frequency()
+            self._is_back = gave_up
+        if gave_up and not left:
+            self._settle()
+
+    def _is_own(self, record: LeaseRecord) -> bool:
+        ours = record.job == self.job and record.uid == os.geteuid()
+        return ours and record.guard.pid == self.guard_pid

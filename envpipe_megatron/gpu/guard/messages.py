@@ -1,0 +1,136 @@
+"""How a rank talks with its guard, and with its node's agent: JSON objects over a Unix socket.
+
+The sockets keep message boundaries (SOCK_SEQPACKET): a message comes whole or not at all. Between
+a rank and its guard there are these:
+
+    guard -> rank    {"event": "held", "guard_pid": ...}    the rank may lock from here on
+    guard -> rank    {"event": "refused", "error": ..., "what": ...}
+    rank  -> guard   {"op": "beat"}                         answered by {"event": "beat"}
+    rank  -> guard   {"op": "release"}                      answered by {"event": "released"}
+    guard -> rank    {"event": "stop"}         end clock control, reset, release: the job ends
+    guard -> rank    {"event": "was_reset"}    the clock is at its default, whatever was requested
+
+No message asks the guard to lock a clock: it cannot be made to.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from envpipe_megatron.gpu.base import GpuError
+
+AGENT_VARIABLE = "ENVPIPE_AGENT_SOCKET"
+"""Names the socket of the node's agent; see `runtime.energy.agent_link`."""
+
+_MAX_MESSAGE_BYTES = 16 * 1024
+_MAX_SOCKET_PATH = 107
+
+
+class GuardError(GpuError):
+    """There is no guard, without which no clock is locked, or it refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class GuardSettings:
+    """How long a guard waits.
+
+    Attributes:
+        heartbeat_s: when a rank has been silent for this long its GPU is reset, s. Long, because a
+            rank may hold Python's interpreter lock for many seconds and be well.
+        give_up_s: how long resets of a GPU whose rank is gone may fail or hang, s. Then the guard
+            ends; the lease stays, and says what to undo.
+        stop_s: how long the rank may take to end clock control when the guard is told to end, s.
+            Less than batch systems wait between SIGTERM and SIGKILL.
+    """
+
+    heartbeat_s: float = 30.0
+    give_up_s: float = 600.0
+    stop_s: float = 10.0
+
+
+def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
+    """Send a message.
+
+    Raises:
+        OSError: it is longer than the receiver would read, or cannot be sent.
+    """
+    data = json.dumps(message).encode()
+    if len(data) > _MAX_MESSAGE_BYTES:
+        raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
+    connection.send(data)
+
+
+def receive(connection: socket.socket) -> dict[str, Any] | None:
+    """Return the next message, None where the other side is gone.
+
+    Raises:
+        GuardError: it is not a message.
+        BlockingIOError: there is none yet, on a socket that does not block.
+        TimeoutError: none came in time.
+    """
+    try:
+        data = connection.recv(_MAX_MESSAGE_BYTES)
+    except ConnectionError:
+        return None
+    if not data:
+        return None
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict):
+        raise GuardError("Not a message of ranks, guards and agents", value=data[:80])
+    return message
+
+
+def runtime_folder() -> Path:
+    """Return the folder of this user's sockets and guards' logs; make it where it is missing.
+
+    Raises:
+        GuardError: somebody else could enter it, or it cannot be made.
+    """
+    path = Path(f"/tmp/envpipe-{os.geteuid()}")
+    given = os.environ.get("XDG_RUNTIME_DIR")
+    with contextlib.suppress(OSError):  # it may have gone with the login that it was made for
+        if given and Path(given).stat().st_uid == os.geteuid() and Path(given).is_dir():
+            path = Path(given) / "envpipe"
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        status = path.lstat()
+    except OSError as error:
+        raise GuardError(
+            f"The folder for sockets and logs cannot be made: {error.strerror}",
+            value=str(path),
+            remedy="Set XDG_RUNTIME_DIR to a folder of your own on this machine",
+        ) from error
+    private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+    if not private or status.st_uid != os.geteuid():
+        raise GuardError(
+            "The folder for sockets and logs is not this user's alone",
+            value=f"{path}, {stat.filemode(status.st_mode)}, uid {status.st_uid}",
+            remedy="Delete it or give it mode 700, or set XDG_RUNTIME_DIR to a folder of your own",
+        )
+    return path
+
+
+def check_socket_path(path: Path) -> Path:
+    """Return the path of a socket to be.
+
+    Raises:
+        GuardError: it is too long for a socket.
+    """
+    if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
+        raise GuardError(
+            "The path is too long for a socket",
+            value=str(path),
+            remedy="Set XDG_RUNTIME_DIR to a folder with a shorter path",
+        )
+    return path

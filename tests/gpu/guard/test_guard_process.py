@@ -1,0 +1,229 @@
+"""A guard in this process, by what it says to its rank and does to a GPU."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from envpipe_megatron.gpu.base import GpuAddress, GpuError
+from envpipe_megatron.gpu.guard import process
+from envpipe_megatron.gpu.guard.lease import Lease, list_leases
+from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
+from envpipe_megatron.gpu.guard.messages import GuardSettings, receive, send
+from envpipe_megatron.gpu.guard.process import Guard
+from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
+
+ONE, OTHER = (GpuAddress("emulated", f"/node#{index}") for index in range(2))
+
+
+class Gpu:
+    """Does something at each reset, in order; then nothing. Its requests outlive their process."""
+
+    late_request_s = 7.0
+
+    def __init__(self):
+        self.resets = 0
+        self.at_reset = []
+
+    def reset_frequency(self):
+        self.resets += 1
+        if self.at_reset:
+            self.at_reset.pop(0)()
+
+
+def fail():
+    raise GpuError("the driver is busy")
+
+
+class Guarded:
+    """A guard, its rank, and what the two say and wait for."""
+
+    def __init__(self, monkeypatch):
+        self.gpu = Gpu()
+        self.slept_s = []
+        self.opened = []
+        self.rank, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.theirs = theirs
+        self.signals, self.signalled = os.pipe()
+        os.set_blocking(self.signals, False)
+        self.process = subprocess.Popen(["sleep", "60"])
+        self.settings = {"heartbeat_s": 1000.0, "give_up_s": 1000.0, "stop_s": 1000.0}
+        monkeypatch.setattr(process, "open_gpu", self._open)
+        monkeypatch.setattr(process, "_TICK_S", 0.001)
+        monkeypatch.setattr(process, "_RETRY_S", 0.0)
+        monkeypatch.setattr(process, "time", self)
+
+    def monotonic(self):
+        return time.monotonic() + sum(self.slept_s)
+
+    def sleep(self, time_s):
+        self.slept_s.append(time_s)
+
+    def _open(self, address):
+        self.opened.append(address)
+        return self.gpu
+
+    def run(self, job="job", **settings):
+        """Run the guard to its end; return what it said but beats."""
+        rank = ProcessIdentity.of(self.process.pid)
+        self.made = Guard(
+            ONE, job, rank, GuardSettings(**self.settings | settings), self.theirs, self.signals
+        )
+        self.made.run()
+        return self.said()
+
+    def said(self):
+        heard = []
+        with contextlib.suppress(OSError):
+            self.rank.setblocking(False)
+            while (message := receive(self.rank)) is not None:
+                heard.append(message["event"])
+        return heard
+
+    def release(self):
+        send(self.rank, {"op": "release"})
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def close(self):
+        self.kill()
+        self.rank.close()
+        self.theirs.close()
+        os.close(self.signals)
+        os.close(self.signalled)
+
+
+@pytest.fixture
+def guarded(monkeypatch, tmp_path):
+    monkeypatch.setenv(LEASE_DIR_VARIABLE, str(tmp_path / "leases"))
+    made = Guarded(monkeypatch)
+    yield made
+    made.close()
+
+
+def test_a_gpu_that_is_released_is_reset_once(guarded):
+    send(guarded.rank, {"op": "beat"})
+    guarded.release()
+    assert guarded.run() == ["held", "beat", "released"]
+    assert (guarded.gpu.resets, guarded.slept_s, list_leases()) == (1, [], [])
+
+
+def test_a_dead_ranks_gpu_is_reset_once_more_after_its_late_requests(guarded):
+    there = []
+    guarded.gpu.at_reset = [lambda: there.append(list_leases())] * 2
+    guarded.gpu.at_reset.insert(0, guarded.kill)
+    os.write(guarded.signalled, b"\x0f")
+    assert guarded.run() == ["held", "stop", "was_reset", "released"]
+    assert (guarded.gpu.resets, guarded.slept_s) == (3, [7.0])
+    assert [len(records) for records in there] == [1, 1]
+    assert list_leases() == []
+
+
+@pytest.mark.parametrize("pidfd", [True, False])
+def test_a_rank_that_ended_before_it_was_watched_is_found(guarded, monkeypatch, pidfd):
+    identity = ProcessIdentity.of(guarded.process.pid)
+    guarded.kill()
+    monkeypatch.setattr(process.ProcessIdentity, "of", lambda pid: identity)
+    if not pidfd:  # before Linux 5.3
+        monkeypatch.setattr(process, "open_pidfd", lambda pid: None)
+    guarded.run()
+    assert (guarded.gpu.resets, guarded.slept_s, list_leases()) == (2, [7.0], [])
+
+
+def test_resets_that_fail_are_tried_again_further_and_further_apart(guarded):
+    guarded.gpu.at_reset = [fail] * 9
+    guarded.release()
+    assert guarded.run() == ["held", "released"]
+    assert guarded.slept_s == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert len(guarded.opened) == 10  # by each anew: the driver may have been reloaded
+
+
+def test_what_cannot_be_reset_is_given_up_and_its_lease_stays(guarded, caplog):
+    guarded.gpu.at_reset = [fail] * 10
+    guarded.release()
+    assert guarded.run(give_up_s=3.0) == ["held"]
+    assert sum(guarded.slept_s) < 3.0
+    assert "/node#0: given up" in caplog.text
+    assert [record.live for record in list_leases()] == [False]
+
+
+def test_a_silent_rank_is_reset_and_told_again_and_again(guarded):
+    guarded.gpu.at_reset = [lambda: None, fail, lambda: None, guarded.release]
+    assert guarded.run(heartbeat_s=0.0)[:4] == ["held", "was_reset", "was_reset", "was_reset"]
+    assert guarded.gpu.resets == 5
+    assert list_leases() == []
+
+
+@pytest.mark.parametrize("nonsense", [None, b"nonsense"])
+def test_a_rank_that_hangs_up_and_lives_may_still_lock(guarded, nonsense):
+    """Its lease stays until it has ended."""
+    if nonsense:
+        guarded.rank.send(nonsense)
+    else:
+        guarded.rank.close()
+    there = []
+    guarded.gpu.at_reset = [lambda: there.extend(list_leases()), guarded.kill]
+    guarded.run(heartbeat_s=0.01)
+    assert [record.live for record in there] == [True]
+    assert (guarded.gpu.resets, list_leases()) == (4, [])
+
+
+def test_a_rank_that_does_not_stop_in_time_keeps_its_lease(guarded):
+    os.write(guarded.signalled, b"\x0f")
+    assert guarded.run(stop_s=0.05) == ["held", "stop", "was_reset"]
+    assert guarded.gpu.resets == 2
+    assert [record.live for record in list_leases()] == [False]
+
+
+def test_a_gpu_that_cannot_be_opened_is_refused(guarded):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "open_gpu", lambda address: fail())
+        assert guarded.run() == ["refused"]
+    assert list_leases() == []
+
+
+def test_a_failure_of_its_own_resets_the_gpu_and_leaves_the_lease(guarded, monkeypatch):
+    def fail_itself(self):
+        raise MemoryError
+
+    monkeypatch.setattr(Guard, "_hear", fail_itself)
+    with pytest.raises(MemoryError):
+        guarded.run()
+    assert (guarded.gpu.resets, guarded.made._reserve) == (1, None)
+    assert [record.address for record in list_leases()] == [ONE]
+
+
+def test_what_others_of_its_job_left_is_undone(guarded):
+    """Where rank and guard have died; not what another job left, nor where the rank lives."""
+    dead = subprocess.Popen(["sleep", "60"])
+    identity = ProcessIdentity.of(dead.pid)
+    dead.kill()
+    dead.wait()
+    me = ProcessIdentity.own()
+    others = [GpuAddress("emulated", f"/node#{index}") for index in (1, 2, 3)]
+    whose = [("job", identity), ("other", identity), ("job", me)]
+    for address, (job, rank) in zip(others, whose, strict=True):
+        Lease.take(address, job, rank=rank, open_gpu=lambda _: Gpu()).abandon()
+    guarded.gpu.late_request_s = 0.0
+    guarded.release()
+    guarded.run()
+    assert {record.address for record in list_leases()} == set(others[1:])
+    assert guarded.gpu.resets == 1 + 1
+
+
+def test_a_driver_that_hangs_ends_the_guard():
+    code = (
+        "import time\n"
+        "from envpipe_megatron.gpu.guard.process import _time_limit\n"
+        "with _time_limit(100.0):\n    pass\n"
+        "with _time_limit(0.01):\n    time.sleep(60)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], timeout=60)
+    assert ended.returncode == -signal.SIGALRM

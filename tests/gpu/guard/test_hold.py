@@ -1,0 +1,351 @@
+"""What a rank does with each answer, silence or nonsense of its guard, which is played here."""
+
+import json
+import os
+import queue
+import select
+import socket
+import subprocess
+import threading
+from types import SimpleNamespace
+
+import pytest
+from fake_gpu import FakeGpu
+
+from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.guard import hold as hold_module
+from envpipe_megatron.gpu.guard.hold import GuardEvent, guard_log, hold_gpu, job_key
+from envpipe_megatron.gpu.guard.lease import Lease, LeaseHeldError, list_leases
+from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
+from envpipe_megatron.gpu.guard.messages import GuardError, GuardSettings, receive, send
+from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
+
+ADDRESS = GpuAddress("emulated", "/node#0")
+DEADLINE_S = 20.0
+
+
+class Played:
+    """The guard's end of the socket."""
+
+    def __init__(self, monkeypatch):
+        self.events = queue.SimpleQueue()
+        self.gpu = FakeGpu()
+        self.calls = []
+        monkeypatch.setattr(hold_module.subprocess, "Popen", self._start)
+
+    def _start(self, command, **how):
+        self.command, self.how = command, how
+        (descriptor,) = how["pass_fds"]
+        self.end = socket.socket(fileno=os.dup(descriptor))
+        self.end.settimeout(DEADLINE_S)
+        self.answer()
+        return SimpleNamespace(
+            kill=lambda: self.calls.append("kill"), wait=lambda: self.calls.append("wait")
+        )
+
+    def answer(self):
+        self.say("held", guard_pid=os.getpid())
+
+    def hold(self, heartbeat_s=1000.0, on_event=None, **named):
+        named.setdefault("settings", GuardSettings(heartbeat_s))
+        on_event = on_event or self.events.put
+        return hold_gpu(ADDRESS, "job", on_event=on_event, open_gpu=lambda _: self.gpu, **named)
+
+    def hear(self):
+        return receive(self.end)
+
+    def say(self, event, **more):
+        send(self.end, {"event": event, **more})
+
+    def event(self):
+        return self.events.get(timeout=DEADLINE_S)
+
+
+@pytest.fixture
+def guard(monkeypatch, tmp_path):
+    monkeypatch.setenv(LEASE_DIR_VARIABLE, str(tmp_path / "leases"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    played = Played(monkeypatch)
+    yield played
+    played.end.close()
+    join_watchers()
+
+
+def join_watchers():
+    for thread in threading.enumerate():
+        if thread.name == "envpipe-guard":
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
+
+
+def released(guard, hold):
+    """Release a hold, and confirm it."""
+    releasing = threading.Thread(target=hold.release)
+    releasing.start()
+    while (message := guard.hear()) != {"op": "release"}:
+        assert message == {"op": "beat"}
+    guard.say("released")
+    releasing.join(DEADLINE_S)
+    join_watchers()
+
+
+def left_by(guard, job="job"):
+    """A lease of this process that nobody looks after."""
+    me = ProcessIdentity.own()
+    Lease.take(ADDRESS, job, rank=me, open_gpu=lambda _: guard.gpu).abandon()
+
+
+# --- starting ------------------------------------------------------------------------------------
+
+
+def test_a_guard_is_started_with_all_that_it_needs_and_nothing_of_its_rank(guard, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    monkeypatch.setenv("ENVPIPE_TORCHRUN", "a mark")
+    hold = guard.hold(settings=GuardSettings(1.0, 2.0, 3.0))
+    *module, order = guard.command[1:]
+    assert module == ["-P", "-m", "envpipe_megatron.gpu.guard.process"]
+    order = json.loads(order)
+    assert order["address"] == {"backend": "emulated", "uid": "/node#0"}
+    assert order["rank"]["pid"] == os.getpid()
+    assert order["settings"] == {"heartbeat_s": 1.0, "give_up_s": 2.0, "stop_s": 3.0}
+    environment = guard.how["env"]
+    assert "ENVPIPE_TORCHRUN" not in environment  # the launcher must not end it
+    package, mine = environment["PYTHONPATH"].split(":")
+    assert (hold_module.__file__.startswith(package), mine) == (True, "mine")
+    assert guard.how["start_new_session"] is True
+    assert guard.how["stdin"] == subprocess.DEVNULL
+    assert guard.how["stdout"] is guard.how["stderr"]
+    assert (guard_log(ADDRESS).stat().st_mode & 0o777, guard.calls) == (0o600, ["kill", "wait"])
+    assert (hold.address, hold.job, hold.guard_pid) == (ADDRESS, "job", os.getpid())
+    released(guard, hold)
+
+
+def test_a_guard_that_does_not_answer_is_told_that_nobody_waits(guard):
+    guard.answer = lambda: None
+    with pytest.raises(GuardError, match=r"could not be started: timed out.*See its log"):
+        guard.hold(timeout_s=0.01)
+    assert [guard.hear(), guard.hear()] == [{"op": "release"}, None]
+    assert guard.calls == ["kill", "wait"]
+
+
+def test_a_guard_that_ends_before_it_answers_leaves_no_lease(guard):
+    def end():
+        left_by(guard)
+        guard.end.close()
+
+    guard.answer = end
+    with pytest.raises(GuardError, match=r"ended before it held.*guard-emulated.*See its log"):
+        guard.hold()
+    assert list_leases() == []
+    assert guard.gpu.history == [None]
+
+
+@pytest.mark.parametrize("kind", [LeaseHeldError, GuardError])
+def test_a_refusal_says_why(guard, kind):
+    guard.answer = lambda: guard.say("refused", error=kind.__name__, what="It is so. Do this")
+    with pytest.raises(kind, match=r"^It is so. Do this$"):
+        guard.hold()
+
+
+def test_no_process_for_a_guard(guard, monkeypatch):
+    guard.end = SimpleNamespace(close=lambda: None)
+
+    def full(command, **how):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(hold_module.subprocess, "Popen", full)
+    with pytest.raises(GuardError, match=r"could not be started.*Resource temporarily"):
+        guard.hold()
+
+
+def test_a_log_that_is_a_link_is_not_written(guard, tmp_path):
+    guard.end = SimpleNamespace(close=lambda: None)
+    guard_log(ADDRESS).symlink_to(tmp_path / "precious")
+    with pytest.raises(GuardError, match=r"could not be started.*symbolic links"):
+        guard.hold()
+    assert not (tmp_path / "precious").exists()
+
+
+@pytest.mark.parametrize(
+    ("environ", "key"),
+    [
+        ({}, None),
+        ({"TORCHELASTIC_RUN_ID": "none"}, None),
+        ({"SLURM_JOB_ID": "7"}, "slurm 7"),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "3"}, "slurm 7.0, node 3"),
+        ({"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "1", "SLURM_NODEID": "3"}, "run x, node 1"),
+        ({"MASTER_PORT": "29500"}, "at :29500"),
+        (
+            {"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "a",
+             "MASTER_PORT": "1", "GROUP_RANK": "0"},
+            "slurm 7, run x, at a:1, node 0",
+        ),
+    ],
+)  # fmt: skip
+def test_a_jobs_name_is_what_its_launchers_said(environ, key):
+    assert job_key(environ) == (key or f"process {os.getpid()}")
+
+
+# --- while it is held ----------------------------------------------------------------------------
+
+
+def test_what_the_guard_says_reaches_the_callback(guard):
+    hold = guard.hold()
+    guard.say("was_reset")
+    guard.say("beat")
+    guard.say("stop")
+    assert [guard.event(), guard.event()] == [GuardEvent.WAS_RESET, GuardEvent.STOP]
+    with pytest.raises(GuardError, match=r"not confirmed.*/node#0.*clocks reset"):
+        hold.release(timeout_s=0.001)
+    guard.say("was_reset")  # after the release it is no news
+    released(guard, hold)
+    assert guard.events.empty()
+    assert guard.gpu.history == []
+    hold.release()  # nobody is there, and nothing is awaited
+
+
+def test_a_release_in_the_callback_does_not_wait(guard):
+    answers = queue.SimpleQueue()
+
+    def on_event(event):
+        hold.release()
+        answers.put(event)
+
+    hold = guard.hold(on_event=on_event)
+    guard.say("stop")
+    assert answers.get(timeout=DEADLINE_S) is GuardEvent.STOP
+    assert guard.hear() == {"op": "release"}
+    released(guard, hold)
+
+
+# --- silence -------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that passes while a rank waits for its guard, who hears `hears` beats of it."""
+
+    def __init__(self, monkeypatch, hears):
+        self.now_s, self.hears, self.beats_s = 0.0, hears, []
+        monkeypatch.setattr(hold_module, "time", self)
+        monkeypatch.setattr(hold_module, "wait_readable", self.wait_readable)
+        monkeypatch.setattr(hold_module, "send", self.send)
+
+    def monotonic(self):
+        return self.now_s
+
+    def sleep(self, time_s):
+        pass
+
+    def wait_readable(self, descriptors, wait_s):
+        if select.select(descriptors, [], [], 0.0)[0]:
+            return True
+        self.now_s += max(0.0, wait_s)
+        return False
+
+    def send(self, connection, message):
+        if message["op"] == "beat":
+            self.beats_s.append(self.now_s)
+            self.hears(self)
+        send(connection, message)
+
+
+def answer_two(guard):
+    def hears(clock):
+        if len(clock.beats_s) in (6, 12):
+            guard.say("beat")
+
+    return hears
+
+
+def fail_with(error):
+    def hears(clock):
+        raise error
+
+    return hears
+
+
+@pytest.mark.parametrize(
+    ("hears", "beats"),
+    [
+        pytest.param(lambda guard: lambda clock: None, 7, id="no answer for a heartbeat"),
+        pytest.param(answer_two, 12 + 7, id="silence counts from the last answer"),
+        pytest.param(lambda guard: fail_with(BlockingIOError()), 7, id="it does not even read"),
+        pytest.param(lambda guard: fail_with(BrokenPipeError()), 1, id="a broken connection"),
+    ],
+)
+def test_when_a_guard_is_lost(guard, monkeypatch, hears, beats):
+    clock = Clock(monkeypatch, hears(guard))
+    hold = guard.hold(heartbeat_s=6.0)
+    assert guard.event() is GuardEvent.LOST
+    assert clock.beats_s == [float(second) for second in range(1, beats + 1)]
+    hold.release()
+    assert guard.gpu.history == [None]
+
+
+# --- in place of a guard that is gone ------------------------------------------------------------
+
+
+def test_a_guard_that_speaks_nonsense_is_lost_and_told_of_the_end(guard):
+    """For it may live on."""
+    hold = guard.hold()
+    guard.end.send(b"nonsense")
+    assert guard.event() is GuardEvent.LOST
+    hold.release()
+    assert guard.gpu.history == [None]
+    assert guard.hear() == {"op": "release"}
+
+
+def test_another_jobs_gpu_is_not_reset_by_who_stands_in(guard):
+    guard.hold()
+    left_by(guard, "another")
+    guard.end.close()
+    assert guard.event() is GuardEvent.LOST
+    join_watchers()
+    assert guard.gpu.history == []
+    assert [record.job for record in list_leases()] == ["another"]
+
+
+def test_a_release_in_the_callback_of_a_lost_guard_waits_for_nothing(guard):
+    answers = queue.SimpleQueue()
+
+    def on_event(event):
+        hold.release()
+        answers.put((event, list(guard.gpu.history)))
+
+    hold = guard.hold(on_event=on_event)
+    guard.end.close()
+    assert answers.get(timeout=DEADLINE_S) == (GuardEvent.LOST, [])
+    hold.release()
+    assert guard.gpu.history == [None]
+
+
+def test_the_lease_stays_where_the_callback_fails_because_the_rank_may_still_lock(guard):
+    def fail(event):
+        raise RuntimeError("control has not ended")
+
+    hold = guard.hold(on_event=fail)
+    left_by(guard)
+    guard.gpu.history.append(1200)
+    guard.end.close()
+    while guard.gpu.history[-1] is not None:
+        pass
+    assert [record.job for record in list_leases()] == ["job"]
+    hold.release()
+    assert list_leases() == []
+
+
+def test_a_driver_that_hangs_does_not_keep_the_rank_that_stands_in(guard, monkeypatch):
+    hanging, go_on = threading.Event(), threading.Event()
+
+    def hang(gpu):
+        hanging.set()
+        assert go_on.wait(DEADLINE_S)
+
+    monkeypatch.setattr(FakeGpu, "_reset", hang)
+    hold = guard.hold()
+    guard.end.close()
+    assert hanging.wait(DEADLINE_S)
+    with pytest.raises(GuardError, match="not confirmed"):
+        hold.release(timeout_s=0.01)
+    go_on.set()
+    hold.release()
