@@ -20,7 +20,7 @@ from envpipe_megatron.core.channel_model import (
     hardware_capacity,
     max_falling_step,
 )
-from envpipe_megatron.core.schedule import Kind, Schedule, ScheduleError, Unit, parse_unit
+from envpipe_megatron.core.schedule import Kind, Schedule, Unit, parse_unit
 from envpipe_megatron.errors import EnvPipeError
 
 CAPACITIES = (None, 0, 1, 2)
@@ -92,15 +92,6 @@ def test_asynchronous_sends_carry_every_small_order(num_stages: int) -> None:
             assert completes(schedule, None), where(schedule)
 
 
-def test_the_builder_has_an_order_for_exactly_the_vectors_tried_here() -> None:
-    for num_stages, num_microbatches in ((2, 5), (3, 5), (4, 6)):
-        valid = set(extra_vectors(num_stages, num_microbatches))
-        most = most_extra(num_stages, num_microbatches)
-        for extra in set(product(*(range(count + 1) for count in most))) - valid:
-            with pytest.raises(ScheduleError, match="deadlock"):
-                builders.envpipe(num_stages, num_microbatches, extra)
-
-
 @pytest.mark.parametrize(
     ("num_stages", "num_microbatches"),
     [(p, m) for p, most in ((1, 4), (2, 8), (3, 5), (4, 3)) for m in range(1, most + 1)],
@@ -114,12 +105,6 @@ def test_all_interleavings_end_where_the_one_simulation_ends(
     for schedule in orders:
         for capacity in CAPACITIES:
             assert_one_stopping_point(schedule, capacity)
-
-
-@pytest.mark.parametrize("extra", [(0, 0, 0, 0), (0, 0, 1, 2), (0, 1, 2, 3)])
-def test_all_interleavings_of_four_stages_and_four_microbatches(extra: tuple[int, ...]) -> None:
-    for capacity in CAPACITIES:
-        assert_one_stopping_point(builders.envpipe(4, 4, extra), capacity)
 
 
 def assert_one_stopping_point(schedule: Schedule, capacity: int | None) -> None:
@@ -158,18 +143,6 @@ def test_fit_is_the_largest_vector_that_completes(capacity: int) -> None:
             assert fit.extra_forwards == tuple(max(column) for column in zip(*below, strict=True))
 
 
-@pytest.mark.parametrize("capacity", [1, 2])
-def test_fit_is_where_lowering_one_forward_at_a_time_ends(capacity: int) -> None:
-    for extra in extra_vectors(4, 7):
-        lowered = list(extra)
-        while stall := find_stall(builders.envpipe(4, 7, lowered), capacity):
-            sends = {(at.stage, at.peer) for at in stall.stuck if at.action is Action.SEND}
-            fronts = [stage for stage, peer in sends if stage < peer and (peer, stage) in sends]
-            assert fronts, f"{lowered} stalls without two stages that send to each other: {stall}"
-            lowered[max(fronts, key=lambda s: lowered[s] - lowered[s + 1])] -= 1
-        assert fit_to_channel(4, 7, extra, capacity).extra_forwards == tuple(lowered)
-
-
 # Every order of the builders, up to 8 stages and 24 microbatches.
 
 
@@ -179,36 +152,6 @@ def test_orders_without_extra_forwards_complete(num_stages: int) -> None:
         for schedule in other_orders(num_stages, num_microbatches, max_chunks=2):
             for capacity in (None, 1, 2):
                 assert completes(schedule, capacity), (where(schedule), capacity)
-
-
-@pytest.mark.parametrize("num_stages", range(2, 9))
-def test_orders_by_the_formula_complete_once_they_are_fitted(num_stages: int) -> None:
-    seen: dict[tuple[int, tuple[int, ...]], bool] = {}
-    for num_microbatches in (1, num_stages, num_stages + 3, 16, 24):
-        for ratio in (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0):
-            for step in (None, 1, 2, 3, 5):
-                extra = builders.envpipe_extra_forwards(
-                    [ratio] * num_stages, [1.0] * num_stages, num_microbatches, max_warmup_step=step
-                )
-                key = (num_microbatches, tuple(extra))
-                if key in seen:
-                    continue
-                seen[key] = True
-                assert completes(builders.envpipe(num_stages, num_microbatches, extra), None), key
-                for capacity in (1, 2):
-                    fit = fit_to_channel(num_stages, num_microbatches, extra, capacity)
-                    order = builders.envpipe(num_stages, num_microbatches, fit.extra_forwards)
-                    assert completes(order, capacity), (key, capacity)
-    assert len(seen) > 5
-
-
-@pytest.mark.parametrize(("step", "capacity"), [(1, 1), (2, 2), (3, 2)])
-def test_limited_warmup_steps_need_no_fitting(step: int, capacity: int) -> None:
-    for num_stages in range(2, 9):
-        extra = builders.envpipe_extra_forwards(
-            [2.0] * num_stages, [1.0] * num_stages, 24, max_warmup_step=step
-        )
-        assert completes(builders.envpipe(num_stages, 24, extra), capacity)
 
 
 # Beyond the builders.
@@ -332,13 +275,6 @@ def test_1f1b_with_blocking_sends_stalls_at_the_last_two_stages() -> None:
     assert not explore_all(builders.one_f_one_b(2, 2), 0)
 
 
-@pytest.mark.parametrize("num_stages", range(2, 9))
-def test_1f1b_completes_with_blocking_sends_for_one_microbatch_only(num_stages: int) -> None:
-    for num_microbatches in range(1, 25):
-        schedule = builders.one_f_one_b(num_stages, num_microbatches)
-        assert completes(schedule, 0) == (num_microbatches == 1)
-
-
 def test_stall_on_a_channel_of_capacity_one_names_every_stuck_stage() -> None:
     schedule = builders.envpipe(3, 5, [2, 0, 0])  # 4, 1 and 0 warm-up forwards
     stall = find_stall(schedule, 1)
@@ -349,23 +285,6 @@ def test_stall_on_a_channel_of_capacity_one_names_every_stuck_stage() -> None:
         stuck(2, "F3", Action.RECEIVE, 1),
     )
     assert completes(schedule, 2)
-
-
-def test_order_that_needs_a_channel_of_four() -> None:
-    """Four activations go out while the receiver is busy with gradients, which nobody takes."""
-    schedule = schedule_of(
-        8,
-        "F0 F1 F2 F3 F4 F5 F6 F7 B0 B1 B2 B3 B4 B5 B6 B7",
-        "F0 F1 F2 F3 B0 B1 B2 B3 F4 F5 F6 F7 B4 B5 B6 B7",
-    )
-    stalls = [find_stall(schedule, capacity) for capacity in range(5)]
-    assert [stall and stall.stuck for stall in stalls] == [
-        (stuck(0, "F4", Action.SEND, 1), stuck(1, "B0", Action.SEND, 0)),
-        (stuck(0, "F5", Action.SEND, 1), stuck(1, "B1", Action.SEND, 0)),
-        (stuck(0, "F6", Action.SEND, 1), stuck(1, "B2", Action.SEND, 0)),
-        (stuck(0, "F7", Action.SEND, 1), stuck(1, "B3", Action.SEND, 0)),
-        None,
-    ]
 
 
 def test_messages_taken_in_another_order_than_sent_are_refused() -> None:
@@ -398,13 +317,6 @@ def test_fit_to_a_channel_that_1f1b_cannot_use_is_an_error() -> None:
     assert fit_to_channel(4, 1, [0, 0, 0, 0], 0).lowered is False
     gpipe_like = fit_to_channel(3, 5, [2, 3, 4], 0)  # all forwards first: no two-way traffic
     assert gpipe_like.lowered is False
-
-
-def test_two_stages_with_chunks_use_four_channels() -> None:
-    schedule = builders.interleaved(2, 4, 2)
-    check_message_order(schedule)
-    assert completes(schedule, 1)
-    assert not completes(schedule, 0)
 
 
 def test_one_stage_with_chunks_uses_no_channel() -> None:

@@ -52,17 +52,6 @@ def test_equal_conditions_compare_equal(same):
     assert same == PLAIN
 
 
-def test_conditions_of_one_stage_alone_are_kept():
-    conditions = Conditions((80.0,) * 3, tail_time_s=(0, 0, 1), gpus_per_stage=(1, 1, 2))
-    assert conditions.tail_by_stage_s.tolist() == [0.0, 0.0, 1.0]
-    assert conditions.gpus_by_stage.tolist() == [1, 1, 2]
-
-
-def test_one_latency_is_one_for_each_boundary():
-    assert Conditions((80.0,) * 3, 0.5) == Conditions((80.0,) * 3, (0.5, 0.5))
-    assert Conditions((80.0,), 0.5).latency_s == ()
-
-
 class TestWaitingPower:
     def test_is_the_blocking_power_at_any_clock(self):
         powers = Conditions((80.0, 40.0)).waiting_power_w(np.array([[900, 1200], [1, 5000]]))
@@ -130,26 +119,10 @@ class TestFromTheSidecar:
         made = make_conditions(profile(), blocking_power_w=80.0, use=[name])
         assert made == Conditions((80.0,) * 3, **{"latency_s": FULL.p2p_latency_s, **fields})
 
-    def test_all_names_are_tried_here(self):
-        everything = make_conditions(profile(), blocking_power_w=80.0, use=SIDECAR_FIELDS)
-        assert everything == Conditions(
-            (80.0,) * 3, FULL.p2p_latency_s, FULL.tail_time_s, (8, 8, 8), FULL.wait_power_w,
-            0.01, 0.2,
-        )  # fmt: skip
-
     @pytest.mark.parametrize("name", ["latency", "tail", "wait-power", "change"])
     def test_what_it_lacks_is_refused_by_name(self, name):
         with pytest.raises(EnvPipeError, match=f"lacks '{SIDECAR_FIELDS[name]}'"):
             make_conditions(profile(Sidecar()), blocking_power_w=80.0, use=[name])
-
-    def test_a_profile_without_tensor_parallelism_has_one_gpu_a_stage(self):
-        made = make_conditions(profile(Sidecar()), blocking_power_w=80.0, use=["tensor-parallel"])
-        assert made == PLAIN
-
-    def test_the_energy_of_a_change_may_be_unknown(self):
-        sidecar = Sidecar(frequency_change_s=0.01)
-        made = make_conditions(profile(sidecar), blocking_power_w=80.0, use=["change"])
-        assert (made.change_time_s, made.change_energy_j) == (0.01, 0.0)
 
     def test_an_unknown_name_is_refused_with_those_there_are(self):
         with pytest.raises(EnvPipeError, match=r"got 'tails'.*tensor-parallel"):
@@ -177,27 +150,6 @@ class TestOverrides:
 
     def test_zero_switches_off(self):
         assert make_conditions(profile(), blocking_power_w=80.0, latency_s=0) == PLAIN
-
-    def test_one_for_each_stage(self):
-        made = make_conditions(
-            profile(), blocking_power_w=(1, 2, 3), tail_time_s=(0, 0, 1),
-            gpus_per_stage=(1, 2, 4), latency_s=(0.1, 0),
-        )  # fmt: skip
-        assert made == Conditions((1.0, 2.0, 3.0), (0.1, 0.0), (0.0, 0.0, 1.0), (1, 2, 4))
-
-    @pytest.mark.parametrize(
-        ("field", "value"),
-        [
-            ("blocking_power_w", (80.0, 80.0)),
-            ("blocking_power_w", -1.0),
-            ("tail_time_s", (0.1, 0.1)),
-            ("gpus_per_stage", 0),
-            ("latency_s", (0.1,)),
-        ],
-    )
-    def test_are_checked(self, field, value):
-        with pytest.raises(EnvPipeError, match=field):
-            make_conditions(profile(), **{"blocking_power_w": 80.0, field: value})
 
 
 def test_all_that_is_known_is_what_the_sidecar_holds():

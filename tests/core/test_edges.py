@@ -2,15 +2,13 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from envpipe_megatron.core import builders
-from envpipe_megatron.core.conditions import Conditions, make_conditions
+from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan, PlanError, max_frequencies, read_plan
-from envpipe_megatron.core.profile import ProfileError, ProfileRow, make_profile, read_profile
-from envpipe_megatron.core.schedule import Kind, Schedule, ScheduleError, Unit
-from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.core.profile import ProfileError, ProfileRow, make_profile
+from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.planner import PlannerError, PlanRequest, make_plan
 
@@ -31,14 +29,6 @@ def plan_of(schedule):
     return Plan("baseline", schedule, max_frequencies(schedule, prof), prof, Conditions(powers))
 
 
-def test_critical_path_of_forwards_alone_ends_on_the_last_stage():
-    timeline = Timeline(builders.forward_only(3, 2), np.ones((3, 2)))
-    path = timeline.critical_path()
-    assert len(path) == timeline.iteration_time_s == 4
-    assert path[0] == 5
-    assert path[-1] == 0
-
-
 @pytest.mark.parametrize(
     ("wish", "shown"),
     [
@@ -50,26 +40,6 @@ def test_critical_path_of_forwards_alone_ends_on_the_last_stage():
 def test_unknown_names_are_refused(wish, shown):
     with pytest.raises(PlannerError, match=shown):
         make_plan(profile(), PlanRequest(4, **wish))
-
-
-def test_blocking_power_of_another_number_of_stages_is_refused():
-    with pytest.raises(EnvPipeError, match=r"blocking_power_w.*4 number"):
-        make_conditions(profile(4), blocking_power_w=(1.0, 2.0, 3.0))
-
-
-def test_baseline_of_forwards_alone_is_forwards_alone():
-    plan = plan_of(builders.forward_only(2, 2))
-    assert plan.cost == plan.baseline.cost
-
-
-def test_chunks_that_megatron_does_not_run_are_their_own_baseline(tmp_path):
-    plan = plan_of(builders.forward_only(2, 3, 2))
-    custom = Schedule("custom", 3, 2, tuple(
-        (*order, *(Unit(Kind.BACKWARD, u.microbatch, 1 - u.chunk) for u in order))
-        for order in plan.schedule.stages
-    ))  # fmt: skip
-    plan_of(custom).write(tmp_path / "plan.json")
-    assert json.loads((tmp_path / "plan.json").read_text())["baseline"]["schedule"] == "custom"
 
 
 def test_profile_for_another_number_of_chunks_is_refused():
@@ -105,12 +75,6 @@ def test_deeply_nested_plan_is_refused(tmp_path):
         read_plan(path, profile())
 
 
-def test_unknown_chunk_is_shown():
-    order = (Unit(Kind.FORWARD, 0, 1), Unit(Kind.BACKWARD, 0))
-    with pytest.raises(ScheduleError, match=r"F0\.1"):
-        Schedule("custom", 1, 1, (order,))
-
-
 @pytest.mark.parametrize(
     "rows",
     [
@@ -135,29 +99,3 @@ def test_profiles_made_in_memory_are_checked(rows):
 def test_rows_made_in_memory_are_checked(row):
     with pytest.raises(ProfileError, match="row"):
         ProfileRow(*row)
-
-
-@pytest.mark.parametrize("row", [(1, 1e-9, 0), (999_999, 1e9, 1, 0.0), (1400, 1, 1, 0.5)])
-def test_rows_may_hold_little_and_much(row):
-    assert ProfileRow(*row).frequency_mhz == row[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("gpu", 5),
-        ("gpu", None),
-        ("p2p_latency_s", {}),
-        ("p2p_latency_s", [0.1, 0.1]),
-        ("tail_time_s", [0.1]),
-        ("free_bytes", [10**400, 1]),
-        ("wait_power_w", [{"stage": 0.5, "frequency_mhz": 1400, "power_w": 1}]),
-        ("wait_power_w", [{"stage": s, "frequency_mhz": 1400, "power_w": 1} for s in (0, 0, 1)]),
-    ],
-)
-def test_sidecar_fields_are_checked(tmp_path, name, value):
-    path = tmp_path / "profile.csv"
-    profile().write(path)
-    path.with_suffix(".json").write_text(json.dumps({"format": "envpipe-profile/1", name: value}))
-    with pytest.raises(EnvPipeError, match=name):
-        read_profile(path)

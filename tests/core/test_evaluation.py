@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_cases import B, F, needs, profile_of, random_schedule, uniform_profile
+from core_cases import B, F, needs, profile_of, random_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,8 +13,7 @@ from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.evaluation import PlanError, evaluate
 from envpipe_megatron.core.longest_path import latency_by_node
-from envpipe_megatron.core.plan import Plan, max_frequencies
-from envpipe_megatron.core.profile import ProfileError, make_profile
+from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.timeline import Timeline
 
 PROFILE = profile_of(
@@ -62,11 +61,6 @@ class TestTail:
         assert result.timeline.iteration_time_s == 10.0
         assert result.timeline.end_s.max() == 9.0
         assert result.energy_by_stage_j.tolist() == [UNITS_J[0] + 40 * 2.5, UNITS_J[1] + 50 * 4]
-
-    def test_a_tail_that_ends_before_the_last_unit_is_free(self):
-        free, plain = evaluated(tail_time_s=(0.0, 2.0)), evaluated()
-        assert free.timeline.iteration_time_s == 9.0
-        assert free.energy_by_stage_j.tolist() == plain.energy_by_stage_j.tolist()
 
 
 def test_energies_count_for_each_gpu_of_a_stage():
@@ -141,18 +135,6 @@ class TestLateClock:
         result = evaluated(frequency, change_time_s=2.0)
         assert result.unit_energy_j[0].tolist() == [10, 10, 24, 24]
         assert result.clock_changes[0] == 2
-
-    def test_a_request_that_arrives_as_the_next_is_made_is_not_dropped(self):
-        # B0 runs 1-3 at 1200, as its 900 arrive at 3; F1 is late with the way back, at 900.
-        frequency = np.array([[1200, 900, 1200, 1200]])
-        conditions = Conditions((40.0,), change_time_s=2.0)
-        profile = make_profile(
-            [(0, kind, row) for kind in (F, B) for row in PROFILE.rows[0][kind]], source="one stage"
-        )
-        result = evaluate(builders.one_f_one_b(1, 2), frequency, profile, conditions)
-        assert result.unit_energy_j.tolist() == [
-            [10, 24, 7, 0.25 / 1.5 * 15 + (1 - 0.25 / 1.5) * 24]
-        ]
 
     def test_a_wait_hides_it(self):
         frequency = FREQUENCY.copy()
@@ -235,55 +217,9 @@ class TestParking:
         with pytest.raises(PlanError, match=f"park_mhz.*{unit}"):
             evaluated(MAXIMUM, park, wait_power_w=CURVES, change_time_s=change_s)
 
-    def test_the_first_of_several_that_do_not_fit_is_named(self):
-        with pytest.raises(PlanError, match=r"F1 on stage 0, .*\(got 0"):
-            evaluated(MAXIMUM, parking(s0u1=300, s1u3=300), wait_power_w=CURVES)
-
     def test_needs_waiting_power_by_clock(self):
         with pytest.raises(PlanError, match="wait_power_w"):
             evaluated(park=parking(s0u2=300))
-
-    def test_nowhere_is_no_parking(self):
-        assert (
-            evaluated(park=parking()).energy_by_stage_j.sum() == evaluated().energy_by_stage_j.sum()
-        )
-
-
-class TestDifferentGpus:
-    """Two kinds of GPU, with no clock in common."""
-
-    profile = profile_of(
-        {
-            (0, F): {1200: (1.0, 10.0), 900: (1.5, 7.0)},
-            (0, B): {1200: (2.0, 24.0), 900: (3.0, 15.0)},
-            (1, F): {1740: (1.0, 30.0), 1005: (1.5, 20.0)},
-            (1, B): {1740: (2.0, 60.0), 1005: (3.0, 40.0)},
-        }
-    )
-
-    def test_each_stage_has_its_own_clocks(self):
-        frequency = np.array([[1200, 1200, 900, 900], [1005, 1740, 1740, 1740]])
-        plan = Plan("mine", SCHEDULE, frequency, self.profile, Conditions((40.0, 100.0)))
-        # Stage 0: F0 0-1 F1 1-2 B0 4.5-7.5 B1 7.5-10.5; stage 1: F0 1-2.5 B0 -4.5 F1 -5.5 B1 -7.5.
-        assert plan.cost.iteration_time_s == 10.5
-        assert plan.energy_by_stage_j.tolist() == [50 + 40 * 2.5, 170 + 100 * 4]
-        assert plan.baseline.frequency_mhz.tolist() == [[1200] * 4, [1740] * 4]
-
-    def test_a_clock_of_the_other_gpu_is_refused(self):
-        with pytest.raises(ProfileError, match="stage 1 forward"):
-            evaluate(SCHEDULE, FREQUENCY, self.profile, PLAIN)
-
-
-def test_the_baseline_meets_the_same_conditions_and_does_not_park():
-    conditions = replace(
-        PLAIN, tail_time_s=(3.0, 0.0), gpus_per_stage=(2, 1), wait_power_w=CURVES, latency_s=0.5
-    )
-    plan = Plan("mine", SCHEDULE, FREQUENCY, PROFILE, conditions, park_mhz=parking(s0u2=300))
-    assert plan.baseline.conditions == conditions
-    assert plan.baseline.park_mhz is None
-    # All hops take half a second: stage 0 ends at 10, stage 1 at 7.5; both are busy for 6.
-    assert plan.baseline.cost.iteration_time_s == 13.0
-    assert plan.baseline.cost.energy_j == pytest.approx(2 * (68 + 60 * 7) + 72 + 50 * 7)
 
 
 def random_case(seed):
@@ -387,41 +323,6 @@ def test_late_clocks_follow_the_history_of_the_stages_clock(seed):
         assert timeline.end_s[stage, position] == pytest.approx(end)
 
 
-@settings(max_examples=100, deadline=None)
-@given(SEEDS)
-def test_late_units_lie_between_their_own_clock_and_another_of_their_stage(seed):
-    rng, schedule, profile, frequency, conditions = random_case(seed)
-    conditions = replace(conditions, change_time_s=rng.uniform(0, 3))
-    result = evaluate(schedule, frequency, profile, conditions)
-    time_s, energy_j = profile.lookup(frequency, schedule.is_backward)
-    for stage, order in enumerate(schedule.stages):
-        for position, unit in enumerate(order):
-            own = np.array([time_s[stage, position], energy_j[stage, position]])
-            found = np.array(
-                [
-                    result.timeline.duration_s[stage, position],
-                    result.unit_energy_j[stage, position],
-                ]
-            )
-            rows = np.array(
-                [(r.frequency_mhz, r.time_s, r.energy_j) for r in profile.rows[stage][unit.kind]]
-            )[::-1].T
-            others = [
-                np.array([np.interp(f, rows[0], rows[1]), np.interp(f, rows[0], rows[2])])
-                for f in set(frequency[stage].tolist())
-            ]
-            assert any(
-                found == pytest.approx(share * other + (1 - share) * own)
-                for other in others
-                for share in [np.clip(_share(found, own, other), 0, 1)]
-            )
-
-
-def _share(found, own, other):
-    way = other - own
-    return float((found - own) @ way / (way @ way)) if way.any() else 0.0
-
-
 @settings(max_examples=60, deadline=None)
 @given(SEEDS)
 def test_what_the_evaluation_says_fits_together(seed):
@@ -452,14 +353,3 @@ def test_what_the_evaluation_says_fits_together(seed):
     waiting_s = plan.cost.iteration_time_s - result.timeline.duration_s.sum(axis=1)
     assert np.all(waiting >= 20 * waiting_s * (1 - 1e-9) - 1e-9)
     assert np.all(waiting <= 99 * waiting_s * (1 + 1e-9) + 1e-9)
-
-
-def test_an_evaluation_of_the_highest_clocks_is_the_baseline():
-    profile = uniform_profile(3, {1200: (1.0, 10.0), 900: (1.3, 8.0)})
-    schedule = builders.one_f_one_b(3, 5)
-    conditions = Conditions((30.0,) * 3, 0.1, change_time_s=0.2)
-    result = evaluate(schedule, max_frequencies(schedule, profile), profile, conditions)
-    plan = Plan(
-        "mine", builders.gpipe(3, 5), max_frequencies(schedule, profile), profile, conditions
-    )
-    assert plan.baseline.energy_by_stage_j.tolist() == result.energy_by_stage_j.tolist()

@@ -11,9 +11,8 @@ from core_cases import B, F, profile_of
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan, PlanError, read_plan
-from envpipe_megatron.core.profile import ProfileError, read_profile
+from envpipe_megatron.core.profile import ProfileError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
-from envpipe_megatron.policies.reconfigure import Ladders
 
 MEASURED = profile_of(
     {
@@ -61,29 +60,6 @@ def test_nothing_is_made_up_unasked_or_beyond_what_was_measured(clocks, profile,
         units_at(*clocks, profile)
 
 
-def test_reconfiguring_steps_through_the_clocks_there_are():
-    ladders = Ladders(ONE_STAGE, MEASURED, [{1230, 1200, 1100, 850, 770}])
-    above = [ladders.next_above(0, mhz, 30) for mhz in (800, 850, 900, 1100, 1200)]
-    assert above == [850, 1100, 1100, 1200, None]
-    assert ladders.next_above(1, 900, 30) == 1100
-    assert Ladders(ONE_STAGE, MEASURED, [{700}]).next_above(0, 800, 30) is None
-
-
-def test_the_profile_stays_that_of_its_file(tmp_path):
-    BETWEEN.write(tmp_path / "profile.csv")
-    assert BETWEEN.to_csv() == MEASURED.to_csv()
-    assert read_profile(tmp_path / "profile.csv").sha256 == BETWEEN.sha256
-
-
-def test_chunks_are_interpolated_too():
-    frequency = np.array([[1100, 1200]])
-    whole, part = (
-        profile.lookup(frequency, ONE_STAGE.is_backward)
-        for profile in (BETWEEN, BETWEEN.for_chunks(2))
-    )
-    assert np.allclose(part, np.array(whole) / 2)
-
-
 @pytest.mark.parametrize("clocks", [(1100, 1200), (1200, 1100), (850, 900)])
 def test_a_plan_between_clocks_is_read_with_the_measured_profile(clocks, tmp_path):
     path = tmp_path / "plan.json"
@@ -92,10 +68,6 @@ def test_a_plan_between_clocks_is_read_with_the_measured_profile(clocks, tmp_pat
     again = read_plan(path, MEASURED)
     assert again.cost == plan_at(*clocks).cost
     assert again.to_json() == plan_at(*clocks).to_json()
-
-
-def test_other_plans_do_not_speak_of_it():
-    assert "interpolated" not in plan_at(800, 900, MEASURED).to_json()
 
 
 @pytest.mark.parametrize(

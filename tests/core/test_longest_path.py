@@ -48,17 +48,6 @@ def test_hundreds_of_changes_equal_a_path_made_anew_to_the_last_bit(schedule):
         before = anew
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
-def test_all_ends_may_be_found_again_for_other_durations(schedule):
-    last_end_s = [100.0] * schedule.num_stages
-    path = found(schedule, [2.0] * schedule.num_units, 0.25, last_end_s)
-    path.duration_s[:] = [1.0] * schedule.num_units
-    path.find_ends()
-    path.find_latest_ends(last_end_s)
-    anew = found(schedule, [1.0] * schedule.num_units, 0.25, last_end_s)
-    assert (path.end_s, path.latest_end_s) == (anew.end_s, anew.latest_end_s)
-
-
 def test_a_change_that_moves_a_start_but_not_its_end():
     path = found(builders.one_f_one_b(2, 1), [2, 1, 2, 1], 0.0, [6.0, 6.0])
     assert path.end_s == [2, 6, 4, 5]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envpipe_megatron.core.profile import ProfileError, ProfileRow, make_profile, read_profile
-from envpipe_megatron.core.sidecar import Sidecar, sidecar_path
+from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 
 HEADER = "stage,instruction,frequency,time,energy"
@@ -23,44 +23,23 @@ def read(tmp_path, text):
     return read_profile(path)
 
 
+TIME, ENERGY = "time (s) must be a number above 0", "energy (J) must be a number of at least 0"
+CLOCK = "frequency (MHz) must be a whole number above 0 and below 1,000,000"
+STAGE = "stage must be a whole number of at least 0"
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("0,forward,900,text,1", "time (s) must be a number above 0 (got 'text')"),
-        ("0,forward,900,,1", "time (s) must be a number above 0 (got '')"),
-        ("0,forward,900,nan,1", "time (s) must be a number above 0 (got 'nan')"),
-        ("0,forward,900,inf,1", "time (s) must be a number above 0 (got 'inf')"),
-        ("0,forward,900,1e999,1", "time (s) must be a number above 0 (got '1e999')"),
-        ("0,forward,900,-1,1", "time (s) must be a number above 0 (got '-1')"),
-        ("0,forward,900,0,1", "time (s) must be a number above 0 (got '0')"),
-        ("0,forward,900,1,text", "energy (J) must be a number of at least 0 (got 'text')"),
-        ("0,forward,900,1,NaN", "energy (J) must be a number of at least 0 (got 'NaN')"),
-        ("0,forward,900,1,-inf", "energy (J) must be a number of at least 0 (got '-inf')"),
-        ("0,forward,900,1,-2", "energy (J) must be a number of at least 0 (got '-2')"),
-        (
-            "0,forward,0,1,1",
-            "frequency (MHz) must be a whole number above 0 and below 1,000,000 (got '0')",
-        ),
-        (
-            "0,forward,-900,1,1",
-            "frequency (MHz) must be a whole number above 0 and below 1,000,000 (got '-900')",
-        ),
-        (
-            "0,forward,900.5,1,1",
-            "frequency (MHz) must be a whole number above 0 and below 1,000,000 (got '900.5')",
-        ),
-        ("0,forward,1000000,1,1", "above 0 and below 1,000,000 (got '1000000')"),
-        (
-            "0,forward,fast,1,1",
-            "frequency (MHz) must be a whole number above 0 and below 1,000,000 (got 'fast')",
-        ),
-        ("first,forward,900,1,1", "stage must be a whole number of at least 0 (got 'first')"),
-        ("-1,forward,900,1,1", "stage must be a whole number of at least 0 (got '-1')"),
-        ("0.5,forward,900,1,1", "stage must be a whole number of at least 0 (got '0.5')"),
+        *[(f"0,forward,900,{bad},1", f"{TIME} (got '{bad}')") for bad in ("x", "", "nan", "0")],
+        *[(f"0,forward,900,1,{bad}", f"{ENERGY} (got '{bad}')") for bad in ("x", "-inf", "-2")],
+        *[
+            (f"0,forward,{bad},1,1", f"{CLOCK} (got '{bad}')")
+            for bad in ("0", "-900", "900.5", "1000000", "fast")
+        ],
+        *[(f"{bad},forward,900,1,1", f"{STAGE} (got '{bad}')") for bad in ("first", "-1", "0.5")],
         ("0,sideways,900,1,1", "unknown instruction (got 'sideways')"),
-        ("0,Forward,900,1,1", "unknown instruction (got 'Forward')"),
         ("0,forward,900,1", "too few columns (got '0,forward,900,1')"),
-        ("0;forward;900;1;1", "too few columns"),
         (
             "0,forward,1200,1,1",
             "a second row for stage 0 forward at this frequency (MHz) (got 1200). The first is ",
@@ -114,13 +93,6 @@ def test_a_profile_is_not_written_over_its_own_sidecar(tmp_path):
     assert not (tmp_path / "job.json").exists()
 
 
-def test_columns_are_found_by_name_as_pandas_finds_them(tmp_path):
-    plain = read(tmp_path, f"{HEADER}\n{GOOD}")
-    turned = [",".join([line.split(",")[i] for i in (4, 1, 0, 3, 2)]) for line in GOOD.split()]
-    reordered = "\n".join(["energy,instruction,stage,time,frequency", *turned])
-    assert read(tmp_path, reordered).rows == plain.rows
-
-
 def test_the_ranks_of_a_stage_become_one_gpu(tmp_path):
     # The columns of Zeus's InstructionProfilingResult.to_csv, for tensor parallel 2.
     lines = ["rank,dp_rank,pp_rank,tp_rank,stage,instruction,frequency,time,energy"]
@@ -166,12 +138,6 @@ def test_a_file_that_is_no_csv_is_refused_with_its_name(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(ProfileError, match=re.escape(str(path))):
         read_profile(path)
-
-
-def test_missing_files_and_folders_are_refused_with_their_name(tmp_path):
-    for path in (tmp_path, tmp_path / "absent.csv"):
-        with pytest.raises(ProfileError, match=re.escape(str(path))):
-            read_profile(path)
 
 
 @settings(max_examples=200, deadline=None)
@@ -244,20 +210,6 @@ def test_written_files_are_read_back_with_sidecar_and_digest(tmp_path):
     assert again.sidecar == profile.sidecar
     assert again.sha256 == profile.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert again.source == str(path)
-
-
-def test_the_digest_is_of_the_files_bytes(tmp_path):
-    one, two = read(tmp_path, f"{HEADER}\n{GOOD}"), read(tmp_path, f"{HEADER}\n{GOOD}\n")
-    assert one.rows == two.rows
-    assert one.sha256 != two.sha256
-
-
-def test_a_broken_sidecar_is_not_passed_over(tmp_path):
-    path = tmp_path / "job.csv"
-    path.write_text(f"{HEADER}\n{GOOD}")
-    sidecar_path(path).write_text("{")
-    with pytest.raises(EnvPipeError, match=r"job\.json"):
-        read_profile(path)
 
 
 def test_an_unprofiled_frequency_is_refused_with_those_there_are():
@@ -333,8 +285,3 @@ def test_lookup_gives_each_unit_its_own_row():
             profile.lookup(np.where(frequency == 900, other, frequency), backward)
     with pytest.raises(ProfileError, match=r"stage 0 forward .*got 1000"):  # the first of several
         profile.lookup(np.array([[1000, 1001, 900], [1002, 1200, 1200]]), backward)
-
-
-def test_no_rows_make_no_profile():
-    with pytest.raises(ProfileError, match="somewhere has no rows"):
-        make_profile([], source="somewhere")

@@ -10,15 +10,13 @@ from hypothesis import strategies as st
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.schedule import (
-    Kind,
     Schedule,
     ScheduleError,
     Unit,
     check_size,
     parse_unit,
-    unit,
 )
-from envpipe_megatron.errors import EnvPipeError, plain
+from envpipe_megatron.errors import plain
 
 
 @st.composite
@@ -106,13 +104,6 @@ def test_errors_name_stage_and_unit(orders, told):
         Schedule("x", 2, 1, parse_stages(*orders))
 
 
-def test_errors_name_the_chunk_where_there_are_chunks():
-    orders = [list(o) for o in builders.interleaved(2, 2, 2).stages]
-    orders[1].remove(Unit(B, 1, 1))
-    with pytest.raises(ScheduleError, match=re.escape("Stage 1 lacks a unit (got 'B1.1')")):
-        Schedule("x", 2, 2, tuple(tuple(o) for o in orders))
-
-
 def test_a_pipeline_may_have_four_million_units():
     check_size(2, 1_000_000, 1)
     check_size(2, 250_000, 4)
@@ -132,22 +123,6 @@ def test_a_pipeline_may_have_four_million_units():
 def test_empty_jobs_are_refused(microbatches, chunks, stages):
     with pytest.raises(ScheduleError, match="at least one stage, one microbatch and one chunk"):
         Schedule("x", microbatches, chunks, parse_stages(*stages))
-
-
-def test_equal_units_need_not_be_the_shared_ones():
-    mine = Schedule("x", 2, 1, parse_stages(*GOOD))
-    shared = Schedule(
-        "x", 2, 1, tuple(tuple(unit(u.kind, u.microbatch) for u in o) for o in mine.stages)
-    )
-    assert mine == shared
-    assert (mine.cross_dependency == shared.cross_dependency).all()
-
-
-def test_cross_dependencies_by_hand():
-    schedule = Schedule("x", 2, 1, parse_stages(*GOOD))
-    #                    stage 0: F0  F1  B0 B1   stage 1: F0 B0 F1  B1
-    assert schedule.cross_dependency.tolist() == [-1, -1, 5, 7, 0, -1, 1, -1]
-    assert schedule.cross_successor.tolist() == [4, 6, -1, -1, -1, 2, -1, 3]
 
 
 def test_chunks_wrap_from_the_last_stage_to_the_first():
@@ -210,9 +185,3 @@ def test_units_are_read_as_they_are_written(u):
 def test_unreadable_units_are_refused_with_their_text(text):
     with pytest.raises(ScheduleError, match=re.escape(f"(got {plain(text)})")):
         parse_unit(text)
-
-
-def test_kinds_are_the_words_of_a_profile():
-    assert [kind.value for kind in Kind] == ["forward", "backward"]
-    assert [kind.letter for kind in Kind] == ["F", "B"]
-    assert issubclass(ScheduleError, EnvPipeError)

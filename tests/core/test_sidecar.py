@@ -9,7 +9,6 @@ from envpipe_megatron.core.sidecar import (
     SIDECAR_FORMAT,
     Sidecar,
     read_sidecar,
-    sidecar_path,
 )
 from envpipe_megatron.errors import EnvPipeError
 
@@ -52,21 +51,6 @@ def test_unknown_facts_are_left_out_of_the_file(tmp_path):
     )
 
 
-def test_the_example_of_the_format_is_read(tmp_path):
-    data = {
-        "format": "envpipe-profile/1",
-        "gpu": "NVIDIA A100",
-        "wait_power_w": [{"stage": 0, "frequency_mhz": 1410, "power_w": 83.6}],
-        "p2p_latency_s": [0.0002, 0.0002, 0.0002],
-        "frequency_change_s": 0.010,
-    }
-    sidecar = read(tmp_path, data)
-    assert sidecar.wait_power_w == ({1410: 83.6},)
-    assert sidecar.p2p_latency_s == (0.0002,) * 3
-    assert sidecar.tail_time_s is None
-    assert sidecar.frequency_change_j is None
-
-
 def test_the_blocking_power_is_that_at_the_highest_clock():
     curves = ({900: 70.0, 1410: 60.0, 1200: 65.0}, {1000: 80.0})
     assert Sidecar(wait_power_w=curves).blocking_power_w == (60.0, 80.0)
@@ -91,44 +75,28 @@ def test_facts_of_as_many_stages_are_taken(tmp_path):
     assert read_sidecar(written(tmp_path, FULL), 2) == FULL
 
 
-def test_it_stands_beside_its_csv(tmp_path):
-    assert sidecar_path(tmp_path / "a.b.csv") == tmp_path / "a.b.json"
-
-
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "values"),
     [
+        ("gpu", (5, None)),
+        ("tensor_parallel", (0, 1.5, "1", True, None)),
+        ("sequence_length", (-1, [1])),
+        ("tail_time_s", (0.1, [-0.1], ["0.1"], "12", [None], [float("nan")], [True], None)),
+        ("free_bytes", ([10**400, 1], {})),
+        ("frequency_change_s", (-1, "0.01", float("inf"), True, [0.01])),
+        ("wait_power_w", ([{"stage": 1, "frequency_mhz": 900, "power_w": 1}], [3], 83.6)),
         *[
-            (name, bad)
-            for name in ("tensor_parallel", "num_chunks", "microbatch_size", "sequence_length")
-            for bad in (0, -1, 1.5, "1", True, None, [1])
+            ("wait_power_w", ([{"stage": 0, "frequency_mhz": 900, "power_w": 1} | change],))
+            for change in ({"stage": 0.0}, {"frequency_mhz": "900"}, {"frequency_mhz": 1_000_000},
+                           {"power_w": -1}, {"stage": "x"})
         ],
-        *[
-            (name, bad)
-            for name in ("p2p_latency_s", "tail_time_s", "activation_bytes", "free_bytes")
-            for bad in (0.1, [-0.1], ["0.1"], "12", [None], [float("nan")], [[1]], [True], None)
-        ],
-        *[
-            (name, bad)
-            for name in ("frequency_change_s", "frequency_change_j")
-            for bad in (-1, "0.01", float("inf"), True, None, [0.01])
-        ],
-        ("wait_power_w", [{"stage": 1, "frequency_mhz": 900, "power_w": 1}]),  # no stage 0
-        ("wait_power_w", [{"stage": 0, "frequency_mhz": 900}]),
-        ("wait_power_w", [{"stage": 0, "frequency_mhz": 900, "power_w": w} for w in (1, 2)]),
-        ("wait_power_w", [{"stage": 0, "frequency_mhz": 1_000_000, "power_w": 1}]),
-        ("wait_power_w", [{"stage": 0.0, "frequency_mhz": 900, "power_w": 1}]),
-        ("wait_power_w", [{"stage": 0, "frequency_mhz": "900", "power_w": 1}]),
-        ("wait_power_w", [{"stage": 0, "frequency_mhz": 900, "power_w": -1}]),
-        ("wait_power_w", [{"stage": 0, "frequency_mhz": 0, "power_w": 1}]),
-        ("wait_power_w", [{"stage": "x", "frequency_mhz": 900, "power_w": 1}]),
-        ("wait_power_w", [3]),
-        ("wait_power_w", 83.6),
+        ("wait_power_w", ([{"stage": 0, "frequency_mhz": 9, "power_w": w} for w in (1, 2)],)),
     ],
-)
-def test_a_wrong_field_is_named(tmp_path, field, value):
-    with pytest.raises(EnvPipeError, match=f"job.json: field '{field}'"):
-        read(tmp_path, {"format": SIDECAR_FORMAT, field: value})
+)  # fmt: skip
+def test_a_wrong_field_is_named(tmp_path, field, values):
+    for value in values:
+        with pytest.raises(EnvPipeError, match=f"job.json: field '{field}'"):
+            read(tmp_path, {"format": SIDECAR_FORMAT, field: value})
 
 
 def test_an_unknown_field_is_named_with_those_there_are(tmp_path):

@@ -57,13 +57,6 @@ def test_it_spans_from_the_fastest_iteration_to_the_cheapest():
     assert free.iteration_time_s < 2 * baseline.iteration_time_s
 
 
-def test_waiting_that_costs_much_ends_the_frontier_early():
-    wishes = request()
-    cheap_wait = make_frontier(PROFILE, wishes, 25)[-1].cost.iteration_time_s
-    dear = PlanRequest(8, "1f1b", "optimal", blocking_power_w=80.0)
-    assert make_frontier(PROFILE, dear, 25)[-1].cost.iteration_time_s < cheap_wait
-
-
 def test_the_joint_frontier_is_nowhere_above_those_of_its_orders():
     joint = make_frontier(PROFILE, request("auto"), 25)
     for schedule in ("1f1b", "envpipe"):
@@ -142,11 +135,6 @@ def test_the_header_of_the_plans_holds_the_same_figures(plans, stored_path):
     }
 
 
-def test_a_frontier_may_be_one_plan(plans, tmp_path):
-    stored = read_frontier(write_frontier(plans[:1], tmp_path / "frontier.csv"))
-    assert stored.plan_for(1e9, PROFILE).cost == plans[0].cost
-
-
 def test_a_straggler_gets_the_slowest_plan_that_just_meets_it(plans, stored_path):
     stored = read_frontier(stored_path)
     assert stored.baseline_s == plans[0].baseline.cost.iteration_time_s
@@ -159,10 +147,6 @@ def test_a_straggler_gets_the_slowest_plan_that_just_meets_it(plans, stored_path
         if index:
             assert stored.plan_for(exact_s - 1e-6, PROFILE).cost == plans[index - 1].cost
     assert stored.plan_for(1e9, PROFILE).cost == plans[-1].cost
-
-
-def test_where_no_plan_is_fast_enough_the_fastest_is_given(plans, stored_path):
-    assert read_frontier(stored_path).plan_for(1e-3, PROFILE).cost == plans[0].cost
 
 
 @pytest.mark.parametrize(

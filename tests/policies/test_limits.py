@@ -57,17 +57,6 @@ def test_fitted_counts_are_the_largest_within_the_limits(most, max_fall, max_ris
     assert all(limits.allow(counts) for counts in allowed)
 
 
-@FIXED
-@given(
-    st.lists(st.integers(-1, 4), min_size=3, max_size=3),
-    st.sampled_from([None, 1, 2]),
-    st.sampled_from([0, 1]),
-)
-def test_what_is_allowed_is_what_the_definition_says(counts, max_fall, max_rise):
-    limits = OrderLimits((3, 3, 1), max_fall, max_rise)
-    assert limits.allow(counts) == within(counts, limits)
-
-
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 1), (2, 4), (3, 2), (3, 5)])
 def test_without_wishes_the_limits_are_what_can_run_at_all(stages, microbatches):
     limits = order_limits(stages, microbatches)

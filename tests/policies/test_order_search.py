@@ -16,7 +16,6 @@ from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.policies import order_search
 from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.policies.memory_frontier import memory_frontier
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
@@ -183,40 +182,6 @@ def test_a_microbatch_is_not_taken_for_next_to_nothing(monkeypatch, saved, taken
     assert [point.max_extra_forwards for point in points] == ([0, 1] if taken else [0])
 
 
-def test_what_an_order_does_not_need_is_taken_away_without_costing_energy(monkeypatch):
-    """By longest paths alone: no order is solved for beyond those to start from and the result."""
-    monkeypatch.setattr(order_search, "_UNIT_BUDGET", 0)
-    monkeypatch.setattr(order_search, "_FEWEST_ORDERS", 0)
-    taken = []
-    for seed in range(60):
-        rng, job = any_job(seed)
-        limits = order_limits(job.num_stages, job.num_microbatches)
-        factor = rng.choice([1.0, 1.05])
-        best = []
-        for looks in (0, 200_000):
-            monkeypatch.setattr(order_search, "_LOOK_BUDGET", looks)
-            search, _ = search_of(job, factor)
-            best.append(search.search(limits)[0])
-        before, after = best
-        assert limits.allow(after.extra_forwards)
-        assert after.relaxed_energy_j <= before.relaxed_energy_j * (1 + 1e-6), seed
-        taken.append(sum(before.extra_forwards) - sum(after.extra_forwards))
-    assert min(taken) >= 0
-    assert any(taken)
-
-
-def test_small_jobs_may_try_many_orders_and_the_largest_a_few(monkeypatch):
-    _, job = any_job(5)
-    tried = []
-    for units, fewest in ((0, 0), (0, 2), (10**6, 0)):
-        monkeypatch.setattr(order_search, "_UNIT_BUDGET", units)
-        monkeypatch.setattr(order_search, "_FEWEST_ORDERS", fewest)
-        search, _ = search_of(job, 1.05)
-        search.search(order_limits(job.num_stages, job.num_microbatches))
-        tried.append(search.orders_tried)
-    assert tried[0] < tried[1] < tried[2]
-
-
 def test_large_jobs_are_searched_with_few_linear_programs():
     profile = uniform_profile(8, CURVE, slowness=[1, 1, 1, 1, 1, 1, 1, 1.2])
     own = builders.one_f_one_b(8, 96)
@@ -244,32 +209,6 @@ def test_one_microbatch_more_in_flight_is_used_well(slow_stage):
     assert best.relaxed_energy_j < least_j * 1.002
 
 
-def test_counts_that_were_good_before_are_taken_up():
-    profile = uniform_profile(3, CURVE, backward=2.0)
-    conditions = Conditions((40.0,) * 3)
-    # So late that no order is worth extra forwards: the search has no reason to look far.
-    deadline_s = 2 * all_maximum_s(builders.one_f_one_b(3, 12), profile, conditions)
-    limits = order_limits(3, 12)
-    start = (2, 1, 2)
-    plain, started = (OrderSearch(profile, 12, conditions, deadline_s) for _ in range(2))
-    assert start not in [c.extra_forwards for c in plain.search(limits)]
-    assert start in [c.extra_forwards for c in started.search(limits, [start])]
-    # A start beyond the limits is lowered to them.
-    tight = order_limits(3, 12, max_extra_forwards=1)
-    lowered = OrderSearch(profile, 12, conditions, deadline_s).search(tight, [(9, 9, 9)])
-    assert (1, 1, 1) in [c.extra_forwards for c in lowered]
-
-
-def test_a_single_stage_has_one_order_that_matters():
-    profile = uniform_profile(1, CURVE)
-    conditions = Conditions((40.0,))
-    own_s = all_maximum_s(builders.one_f_one_b(1, 4), profile, conditions)
-    search = OrderSearch(profile, 4, conditions, own_s)
-    best = search.search(order_limits(1, 4))[0]
-    assert best.extra_forwards == (0,)
-    assert search.plan([best]).schedule == builders.one_f_one_b(1, 4)
-
-
 def test_orders_that_hide_the_latency_meet_deadlines_that_1f1b_misses():
     """1F1B pays two hops for every microbatch; extra forwards are on their way meanwhile."""
     profile, conditions = uniform_profile(4, CURVE), Conditions((30.0,) * 4, 0.5)
@@ -284,16 +223,6 @@ def test_orders_that_hide_the_latency_meet_deadlines_that_1f1b_misses():
     tight = order_limits(4, 16, max_extra_forwards=0)
     with pytest.raises(LinearProgramError, match=r"'1f1b'.*deadline"):
         OrderSearch(profile, 16, conditions, deadline_s).search(tight)
-
-
-def test_an_order_that_cannot_meet_the_deadline_is_not_planned():
-    """The second best that the search looked at may be too late at any clock."""
-    for seed in range(50):
-        _, job = any_job(seed, max_microbatches=3)
-        search, deadline_s = search_of(job)
-        candidates = search.search(order_limits(job.num_stages, job.num_microbatches))
-        assert all(np.isfinite(c.relaxed_energy_j) for c in candidates)
-        assert search.plan(candidates).cost.iteration_time_s <= deadline_s * (1 + 1e-9)
 
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data" / "perseus_sosp24"

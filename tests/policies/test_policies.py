@@ -5,7 +5,7 @@ from core_cases import B, F, profile_of, uniform_profile
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.profile import ProfileError
-from envpipe_megatron.policies.frequencies import POLICIES, baseline, envelope, uniform
+from envpipe_megatron.policies.frequencies import baseline, envelope, uniform
 
 #: 1500 MHz is the highest and 1400 the fastest; the valley's bottom is 1000.
 CURVE = {1500: (1.02, 20.0), 1400: (1.0, 18.0), 1000: (1.4, 10.0), 900: (2.0, 12.0)}
@@ -44,17 +44,8 @@ def test_envelope_of_chunks():
     assert frequency.tolist() == [[1500, *[1000] * 14, 1500], [1500] * 16]
 
 
-def test_one_stage_is_all_envelope():
-    profile = uniform_profile(1, CURVE)
-    assert set(envelope(builders.one_f_one_b(1, 5), profile).ravel()) == {1500}
-
-
 @pytest.mark.parametrize("policy", [uniform, envelope])
 def test_without_a_valley_there_is_no_optimum(policy):
     profile = profile_of({(0, F): {900: (1, 1)}, (0, B): {1000: (1, 1)}})
     with pytest.raises(ProfileError, match="stage 0"):
         policy(builders.one_f_one_b(1, 1), profile)
-
-
-def test_names_are_those_of_the_command_line():
-    assert set(POLICIES) == {"baseline", "uniform", "envelope"}

@@ -93,13 +93,6 @@ class TestOneStepOf3By3:
             "B0 on stage 1": 1110,
         }
 
-    def test_balanced_leaves_those_that_are_higher_already(self, plan):
-        frequency = plan.frequency_mhz.copy()
-        frequency[1, 4] = 1110  # B1 on stage 1
-        _, raised = steps_of(replace(plan, frequency_mhz=frequency), BALANCED)[0][0]
-        assert "B1 on stage 1" not in raised
-        assert "F2 on stage 1" in raised
-
     def test_greedy_goes_on_with_the_same_unit_until_it_is_at_the_top(self, plan):
         # At 1170 B1 takes 2.2 s and ends at 14.2, just when B2's gradient comes: still no wait.
         # At 1200 it ends at 14, B2 waits, and the path leaves through stages 1 and 2 to F2.
@@ -180,7 +173,7 @@ def test_ends_when_nothing_on_the_path_can_rise():
         assert last == Step(path, {}, Ended.NOTHING_CAN_RISE)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([GREEDY, BALANCED]))
 def test_the_end_that_is_said_is_true_of_the_plan_with_its_tails_and_late_clocks(seed, policy):
     rng = random.Random(seed)
@@ -218,18 +211,6 @@ def test_late_clocks_raise_units_only_beyond_what_is_raised_without_them(policy)
     assert (result.frequency_mhz >= without.frequency_mhz).all()
 
 
-def test_tails_that_end_the_iteration_leave_what_ends_before_them_alone():
-    """The last stage's tail is longer than all other stages take after it: they have the time."""
-    profile = uniform_profile(4, CURVE)
-    plan = plan_of(builders.one_f_one_b(4, 8), profile)
-    tailed = replace(plan, conditions=Conditions((0.0,) * 4, tail_time_s=(0.0, 0.0, 0.0, 20.0)))
-    result = reconfigure(tailed, BALANCED)
-    after = replace(tailed, frequency_mhz=result.frequency_mhz)
-    assert after.cost.iteration_time_s == pytest.approx(tailed.baseline.cost.iteration_time_s)
-    untailed = replace(tailed, frequency_mhz=reconfigure(plan, BALANCED).frequency_mhz)
-    assert after.cost.energy_j < untailed.cost.energy_j
-
-
 def test_ends_at_the_limit_of_steps():
     plan = plan_of(builders.one_f_one_b(4, 8), uniform_profile(4, CURVE))
     full = reconfigure(plan, GREEDY)
@@ -240,22 +221,7 @@ def test_ends_at_the_limit_of_steps():
     assert (untouched.frequency_mhz == plan.frequency_mhz).all()
 
 
-def test_a_plan_that_is_done_is_left_as_it_is():
-    plan = plan_of(builders.one_f_one_b(4, 8), uniform_profile(4, CURVE), policy="baseline")
-    result = reconfigure(plan, BALANCED)
-    assert result.steps == 0
-    assert (result.frequency_mhz == plan.frequency_mhz).all()
-
-
-def test_the_plan_itself_is_not_changed():
-    plan = plan_of(builders.one_f_one_b(3, 6), uniform_profile(3, CURVE))
-    before, cost = plan.frequency_mhz.copy(), plan.cost
-    assert reconfigure(plan, BALANCED).steps > 0
-    assert (plan.frequency_mhz == before).all()
-    assert replace(plan).cost == cost
-
-
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([GREEDY, BALANCED]))
 def test_never_longer_than_everything_at_the_highest_clock(seed, policy):
     """Also with unbalanced stages, latency, and a highest clock that is not the fastest."""

@@ -12,7 +12,6 @@ cheaper.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -125,9 +124,14 @@ class DurationProgram:
         # What is badly conditioned ends late by a hair; the simplex takes longer and is exact.
         earlier_s = max(self.fastest_iteration_s, deadline_s * (1 - _EARLIER))
         failure: SolverError | None = None
-        for exact, aim_s in ((False, deadline_s), (False, earlier_s), (True, deadline_s)):
+        for aim_s in (deadline_s, earlier_s):
             try:
-                return self._solved(self._simplex if exact else self._solver, aim_s, deadline_s)
+                return self._solved(self._solver, aim_s, deadline_s)
+            except SolverError as error:
+                failure = error
+        if isinstance(self._solver, InteriorPoint):
+            try:
+                return self._solved(Simplex(self._stated), deadline_s, deadline_s)
             except SolverError as error:
                 failure = error
         raise LinearProgramError(
@@ -136,10 +140,6 @@ class DurationProgram:
             value=deadline_s,
             remedy="Allow a little more time, or use another order.",
         ) from failure
-
-    @cached_property
-    def _simplex(self) -> Simplex:
-        return self._solver if isinstance(self._solver, Simplex) else Simplex(self._stated)
 
     def _solved(self, solver: Simplex | InteriorPoint, aim_s: float, deadline_s: float) -> Relaxed:
         """A solver's answer for a deadline that it aims at, checked.

@@ -61,14 +61,6 @@ class TestShortestDwell:
         # B1 and F0 are at 900 MHz: from 6 on, through the end at 10, until 1.5.
         assert self.dwell_s([900, 1200, 1200, 900]) == pytest.approx(5.0)
 
-    def test_runs_that_meet_at_the_end_of_the_iteration_change_there(self):
-        # Asked for at the end of B1, 9: 900 MHz for F0, which ends at 1.5.
-        assert self.dwell_s([900, 1200, 1200, 1200]) == 1.5
-
-    def test_the_shortest_of_all_stages(self):
-        # Stage 1 asks for 900 MHz when F0 ends at 2 and runs B0 until 5.1.
-        assert self.dwell_s([1200, 1200, 900, 1200], [1200, 900, 1200, 1200]) == pytest.approx(3.1)
-
     def test_parking_asks_for_a_clock_twice(self):
         park = np.zeros((2, 4), dtype=np.int64)
         park[0, 2] = 300

@@ -13,12 +13,10 @@ from planning_cases import random_job
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import make_profile, read_profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.clock_changes import run_search
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
-from envpipe_megatron.policies.clock_changes.parking import park
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.optimal.waiting import mean_waiting_power_w
@@ -88,17 +86,6 @@ class TestOff:
         assert plan.energy_lower_bound_j == expected.energy_lower_bound_j
         assert plan.park_mhz is None
 
-    def test_a_flat_curve_is_a_blocking_power(self, plain):
-        curves = ({210: 80.0, 1920: 80.0},) * 4
-        flat = Optimizer(
-            plain.schedule,
-            plain.profile,
-            replace(plain.conditions, wait_power_w=curves),
-        )
-        plan, expected = flat.plan(deadline_of(flat)), plain.plan(deadline_of(plain))
-        assert plan.cost.energy_j == pytest.approx(expected.cost.energy_j, rel=1e-9)
-        assert plan.energy_lower_bound_j == pytest.approx(expected.energy_lower_bound_j, rel=1e-9)
-
 
 class TestWaitingPowerByClock:
     conditions = conditions_of(wait_power_w=(wait_curve(),) * 4)
@@ -114,23 +101,6 @@ class TestWaitingPowerByClock:
             other = replace(ignoring.plan(deadline_s), conditions=conditions)
             assert plan.cost.energy_j <= other.cost.energy_j
             assert plan.energy_lower_bound_j <= plan.cost.energy_j
-
-    @pytest.mark.parametrize("seed", [0, 39, 105, 129])
-    def test_the_same_on_odd_profiles(self, seed):
-        """Where durations for the least waiting power round to a dearer plan at the usual one."""
-        rng = random.Random(seed)
-        job = random_job(rng, max_frequencies=6)
-        schedule = builders.one_f_one_b(job.num_stages, job.num_microbatches)
-        powers_w = tuple(max(60.0, power_w) for power_w in job.conditions.blocking_power_w)
-        least = rng.choice([0.1, 0.3, 0.6])
-        curves = tuple({400: least * w, 2000: w * rng.choice([1, 1.2])} for w in powers_w)
-        ignored = replace(job.conditions, blocking_power_w=powers_w)
-        known = replace(ignored, wait_power_w=curves)
-        deadline_s = all_maximum_s(schedule, job.profile, ignored) * rng.choice([1.0, 1.1, 1.3])
-        plan = Optimizer(schedule, job.profile, known).plan(deadline_s)
-        blind = Optimizer(schedule, job.profile, ignored).plan(deadline_s)
-        blind_j = replace(blind, conditions=known).cost.energy_j
-        assert plan.cost.energy_j <= blind_j * (1 + 1e-9)
 
     def test_a_blocking_power_that_is_far_off_is_mended(self):
         # At 300 W waiting seems so dear that units run faster than they should.
@@ -201,11 +171,6 @@ class TestLateClocks:
         assert plan.cost.iteration_time_s <= deadline_s * (1 + 1e-9)
         assert plan.energy_lower_bound_j <= plan.cost.energy_j < plan.baseline.cost.energy_j
 
-    def test_quick_changes_cost_little(self):
-        optimizer = optimizer_of(conditions_of(change_time_s=0.001))
-        plan = optimizer.plan(deadline_of(optimizer))
-        assert plan.gap_percent < 1
-
     def test_most_of_the_saving_is_left_where_there_are_too_many_paths(self, monkeypatch):
         # As with 32 stages and 512 microbatches, for which neither limit is enough.
         monkeypatch.setattr(run_search, "_MAX_PROGRAM_UNITS", 0)
@@ -252,12 +217,6 @@ class TestDwell:
         plan = optimizer.plan(deadline_of(optimizer), min_dwell_s=50.0)
         assert changes(plan) == 0
         assert plan.cost.energy_j < plan.baseline.cost.energy_j
-
-    def test_that_a_plan_has_anyway_changes_nothing(self):
-        optimizer = optimizer_of(conditions_of())
-        plain = optimizer.plan(deadline_of(optimizer))
-        plan = optimizer.plan(deadline_of(optimizer), min_dwell_s=0.5 * shortest_dwell_s(plain))
-        assert plan.cost.energy_j <= plain.cost.energy_j
 
     def test_is_kept_by_parking_too(self):
         conditions = conditions_of(wait_power_w=(wait_curve(),) * 4, change_time_s=0.005)
@@ -397,12 +356,3 @@ class TestDifferentGpus:
         for stage, clocks in enumerate(plan.frequency_mhz):
             known = {row.frequency_mhz for row in profile.rows[stage]["forward"]}
             assert set(clocks.tolist()) <= known
-
-
-def test_park_of_a_plan_is_what_the_optimizer_does_at_the_end():
-    conditions = conditions_of(wait_power_w=(wait_curve(),) * 4)
-    parking, plain = optimizer_of(conditions, parking=True), optimizer_of(conditions)
-    deadline_s = deadline_of(plain)
-    parked: Plan = parking.plan(deadline_s)
-    assert park(parked).park_mhz.tolist() == parked.park_mhz.tolist()
-    assert parked.cost.energy_j <= park(plain.plan(deadline_s)).cost.energy_j * (1 + 1e-3)

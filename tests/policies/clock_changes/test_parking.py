@@ -52,11 +52,6 @@ class TestPark:
         assert plan.cost.energy_j - parked.cost.energy_j == pytest.approx(saved_j)
         assert parked.cost.iteration_time_s == plan.cost.iteration_time_s
 
-    def test_counts_for_each_gpu(self):
-        plan = plan_of(change_time_s=0.25, gpus_per_stage=(2, 4))
-        saved = plan.energy_by_stage_j - park(plan).energy_by_stage_j
-        assert saved == pytest.approx([2 * 50 * 2.0, 4 * 30 * 2.5])
-
     @pytest.mark.parametrize(
         ("change_s", "parked"),
         [(0.4, 3), (0.5, 2), (0.9, 2), (1.0, 1), (1.4, 1), (1.5, 0), (9.0, 0)],
@@ -82,17 +77,6 @@ class TestPark:
         assert parked.park_mhz[0].tolist() == [0, 0, 900, 0]
         assert plan.cost.energy_j - parked.cost.energy_j == pytest.approx(30 * 1.5 + 10.0)
         assert parked.evaluation.clock_changes.tolist() == [2, 2]
-
-    def test_needs_the_waiting_power_by_clock(self):
-        plan = plan_of(wait_power_w=None)
-        assert park(plan).park_mhz is None
-
-    def test_parks_anew(self):
-        plan = plan_of(change_time_s=0.25)
-        slow = replace(plan, conditions=replace(plan.conditions, change_time_s=1.2))
-        assert np.count_nonzero(park(park(plan)).park_mhz) == 3
-        again = park(replace(slow, park_mhz=park(slow).park_mhz))
-        assert np.count_nonzero(again.park_mhz) == 1
 
     def test_a_bound_that_parking_can_go_below_is_left_out(self):
         plan = replace(plan_of(), energy_lower_bound_j=1.0)
@@ -128,11 +112,6 @@ def test_worth_of_parking_by_the_time_of_a_change():
 
 
 class TestWaiting:
-    def test_waits_take_the_end_of_the_iteration_to_its_start(self):
-        assert plan_of().timeline.wait_s.tolist() == [[0, 0, 2, 1], [3, 0, 0, 0]]
-        tailed = plan_of(tail_time_s=(1.0, 0.0))
-        assert tailed.timeline.wait_s.tolist() == [[1, 0, 2, 1], [4, 0, 0, 0]]
-
     def test_mean_power_is_that_of_the_clocks_that_are_waited_at(self):
         # B0 waits 2 s at 900 MHz; it ends at 7, so B1, at 1200, does not wait.
         plan = plan_of((1200, 1200, 900, 1200), change_energy_j=3.0, gpus_per_stage=(2, 4))
@@ -153,7 +132,7 @@ class TestWaiting:
         assert waiting_floor_w(PROFILE, plain, parking=True).tolist() == [40.0, 50.0]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
 def test_parking_never_costs_energy_and_never_moves_a_unit(seed):
     rng = random.Random(seed)

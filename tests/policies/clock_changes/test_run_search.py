@@ -9,7 +9,6 @@ from envpipe_megatron.policies.clock_changes import run_search
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.clock_changes.run_moves import faster_path, saving_moves
 from envpipe_megatron.policies.clock_changes.run_search import _RunSearch
-from envpipe_megatron.policies.clock_changes.shared_clocks import solve_shared_clocks
 
 
 class Case:
@@ -131,20 +130,3 @@ def test_improving_ends_where_no_move_saves(case):
         moved[move.stage, move.begin : move.end] = move.clock
         other = search._plan(moved)
         assert other.cost.energy_j >= improved.cost.energy_j or not search._meets(other)
-
-
-@CASES
-def test_time_is_divided_anew_for_the_runs_of_a_plan(case):
-    index, plan = case.any_plan()
-    duration_s, price_w = solve_shared_clocks(
-        plan.schedule,
-        case.table,
-        index,
-        plan.conditions,
-        float(np.dot(plan.conditions.blocking_power_w, plan.conditions.gpus_by_stage)),
-        case.deadline_s,
-    )
-    found = case.search._within(plan, duration_s, price_w)
-    expected = plan if found is None else case.search._plan(found)
-    divided = case.search._divide_time(index, case.deadline_s)
-    assert divided.frequency_mhz.tolist() == expected.frequency_mhz.tolist()

@@ -65,17 +65,6 @@ def test_waiting_is_taken_off_the_cost_and_makes_slow_units_cheaper():
     assert choices.waiting_power_w == 30.0
 
 
-def test_units_stand_by_stage_and_kind():
-    profile = profile_of({(s, k): {1000: (1 + s, 2 + (k is B))} for s in range(2) for k in (F, B)})
-    choices = make_choices(profile, np.array([0.0, 0.0]), np.array([1, 10]))
-    assert [table(unit) for unit in choices.units] == [
-        [(1000, 1.0, 2.0)],
-        [(1000, 1.0, 3.0)],
-        [(1000, 2.0, 20.0)],
-        [(1000, 2.0, 30.0)],
-    ]
-
-
 @FIXED
 @given(SEEDS)
 def test_of_every_profiled_clock_some_choice_is_as_fast_and_as_cheap(seed):

@@ -14,7 +14,7 @@ from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.duration_problem import DurationProblem, SolverError
 from envpipe_megatron.policies.optimal.interior_point import InteriorPoint
 from envpipe_megatron.policies.optimal.linear_program import DurationProgram
-from envpipe_megatron.policies.optimal.newton_step import BandMatrix, NewtonStep, Point, Residual
+from envpipe_megatron.policies.optimal.newton_step import BandMatrix, NewtonStep, Point
 from envpipe_megatron.policies.optimal.simplex import Simplex
 
 
@@ -49,25 +49,6 @@ def test_a_newton_step_solves_the_linear_equations(seed):
     assert ends.slack[2] + ends.slack[3] == pytest.approx(widths)
     for s, p, ds, dp, told in zip(slack, price, moved.slack, moved.price, product, strict=True):
         assert s * dp + p * ds == pytest.approx(told, abs=1e-8)
-
-
-def test_what_residuals_cost_is_the_error_they_make():
-    """What is off by 2 at a price of 3 may cost 6, whichever equation it is in."""
-
-    def at(value):
-        return np.array([value])
-
-    point = Point(
-        [at(5.0), at(7.0), at(11.0), at(13.0), at(17.0)],
-        [at(19.0), at(23.0), at(29.0), at(31.0), at(37.0)],
-        at(-41.0),
-        43.0,
-    )
-    for residual in (
-        Residual(at(-2.0), -3.0, at(-4.0), at(-5.0), at(-6.0)),
-        Residual(at(2.0), 3.0, at(4.0), at(5.0), at(6.0)),
-    ):
-        assert residual.cost(point) == 2 * 19 + 3 * 23 + 4 * 11 + 5 * 41 + 6 * 17
 
 
 @pytest.mark.parametrize(

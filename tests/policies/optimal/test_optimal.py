@@ -5,19 +5,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_cases import B, F, profile_of, random_orders, uniform_profile
+from core_cases import B, F, profile_of, random_orders
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import random_job
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.policies.optimal import optimizer as optimal
-from envpipe_megatron.policies.optimal.linear_program import DurationProgram, LinearProgramError
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
-from envpipe_megatron.policies.optimal.rounding import round_durations
 
 SEEDS = st.integers(0, 2**32)
 FACTORS = (1.0, 1.0, 1.02, 1.2, 2.0)
@@ -51,7 +48,7 @@ def one_f_one_b(rng):
     return Optimizer(schedule, job.profile, job.conditions)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(SEEDS)
 def test_plans_of_any_order_are_in_time_and_not_below_their_bound(seed):
     rng = random.Random(seed)
@@ -72,7 +69,7 @@ def test_plans_of_any_order_are_in_time_and_not_below_their_bound(seed):
     assert plan.energy_lower_bound_j == pytest.approx(relaxed_j, rel=1e-6)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(SEEDS)
 def test_on_1f1b_a_plan_takes_no_more_than_the_baseline(seed):
     rng = random.Random(seed)
@@ -110,21 +107,6 @@ def test_by_hand_bound_and_plan_of_one_forward_and_one_backward():
     assert plan.frequency_mhz.tolist() == [[1200, 900]]
     assert (plan.cost.iteration_time_s, plan.cost.energy_j) == (3.0, 13.0)
     assert plan.gap_percent == pytest.approx(4.0)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(SEEDS)
-def test_the_fastest_iteration_is_attainable_and_nothing_below_it_is(seed):
-    rng = random.Random(seed)
-    optimizer = optimizer_of(rng)
-    fastest_s = optimizer.fastest_s
-    assert optimizer.plan(fastest_s).cost.iteration_time_s <= fastest_s * (1 + 1e-9)
-    assert optimizer.plan(fastest_s * (1 - 1e-12)).cost.iteration_time_s == pytest.approx(fastest_s)
-    for refuse in (optimizer.plan, optimizer.relaxed_energy_j):
-        with pytest.raises(LinearProgramError) as error:
-            refuse(fastest_s * 0.999)
-        assert f"{fastest_s:.6g} s" in str(error.value)
-        assert optimizer.schedule.name in str(error.value)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -205,65 +187,3 @@ def rescaled(optimizer, seconds, joules):
         tail_time_s=tuple(conditions.tail_by_stage_s * seconds),
     )
     return Optimizer(optimizer.schedule, replace(profile, rows=rows), conditions)
-
-
-class TestStepByStep:
-    """A job of two stages, by the pieces that a plan of it is made of."""
-
-    @staticmethod
-    def optimizer(slowest_j):
-        curve = {1200: (1.0, 20.0), 1000: (1.2, 14.0), 900: (1.5, slowest_j)}
-        conditions = Conditions((40.0, 50.0), wait_power_w=({900: 30.0, 1200: 60.0},) * 2)
-        return Optimizer(
-            builders.one_f_one_b(2, 3), uniform_profile(2, curve), conditions, good_gap=0.03
-        )
-
-    def test_a_rule_that_is_cheaper_and_in_time_is_taken(self):
-        optimizer = self.optimizer(40.0)
-        highest, park = np.full((2, 6), 1200), np.zeros((2, 6), dtype=np.int64)
-        park[0, 2] = 1000
-        plan = Plan("optimal", optimizer.schedule, highest, optimizer.profile, optimizer.conditions)
-        parked = replace(plan, park_mhz=park)
-        even = replace(plan, frequency_mhz=np.full((2, 6), 1000))
-        slow = replace(plan, frequency_mhz=np.full((2, 6), 900))
-        even_s, highest_s = even.cost.iteration_time_s, plan.cost.iteration_time_s
-        assert even.cost.energy_j < min(slow.cost.energy_j, parked.cost.energy_j)
-        for old in (plan, parked, slow):
-            assert optimizer._or_by_rule(old, even_s).to_json() == even.to_json()
-        assert optimizer._or_by_rule(parked, 0.99 * even_s) is parked
-        assert optimizer._or_by_rule(even, even_s) is even
-        dear = replace(plan, frequency_mhz=np.array([[1200, 900] * 3, [900, 1200] * 3]))
-        assert plan.cost.energy_j < dear.cost.energy_j
-        assert optimizer._or_by_rule(dear, highest_s).to_json() == plan.to_json()
-
-    def test_a_linear_program_serves_waiting_powers_that_hardly_differ(self, monkeypatch):
-        optimizer = self.optimizer(13.0)
-        plan = optimizer.plan(2 * optimizer.fastest_s)
-        powers_w = iter([(50.0, 60.0), (50.9, 59.0), (51.1, 60.0), (50.0, 60.0), (50.0, 57.0)])
-        monkeypatch.setattr(optimal, "mean_waiting_power_w", lambda _: np.array(next(powers_w)))
-        optimizer._at_mean = None
-        found = [optimizer._at_mean_power_of(plan).waiting_power_w.tolist() for _ in range(5)]
-        assert found == [[50.0, 60.0]] * 2 + [[51.1, 60.0]] + [[50.0, 60.0], [50.0, 57.0]]
-
-    @pytest.mark.parametrize("factor", [1.1, 50.0])
-    def test_what_rounding_is_told(self, monkeypatch, factor):
-        """To stop at the gap above the relaxed optimum, and to end where that ends."""
-        optimizer = self.optimizer(13.0)
-        told = []
-
-        def rounding(*arguments):
-            told.append(arguments)
-            return round_durations(*arguments)
-
-        monkeypatch.setattr(optimal, "round_durations", rounding)
-        deadline_s = factor * optimizer.fastest_s
-        optimizer.plan(deadline_s)
-        assert len(told) == 2  # at the blocking power, and at the mean
-        _, choices, latency_s, _, end_s, duration_s, enough_j = told[0]
-        assert (latency_s, choices.waiting_power_w) == ((0.0,), 90.0)
-        own_s = optimizer._iteration_time_s(duration_s)
-        assert end_s == min(deadline_s, own_s)
-        assert (own_s < deadline_s) == (factor == 50.0)
-        program = DurationProgram(optimizer.schedule, choices, 0.0, np.zeros(2))
-        cost_j = program.solve(deadline_s).cost_j
-        assert enough_j == pytest.approx(1.03 * cost_j - 90.0 * end_s)

@@ -72,7 +72,7 @@ class Case:
         assert self.iteration_s(chosen) <= self.deadline_s * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(SEEDS)
 def test_a_floor_is_the_slowest_hull_choice_within_the_duration(seed):
     case = Case(seed)
@@ -94,7 +94,7 @@ def test_a_floor_is_the_slowest_hull_choice_within_the_duration(seed):
         assert not slower.size or unit.time_s[slower[0]] > given_s
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(SEEDS)
 def test_repair_brings_choices_that_are_too_slow_within_the_deadline(seed):
     case = Case(seed)
@@ -124,7 +124,7 @@ def one_of_each(forward, backward, deadline_s, chosen):
     return Rounding(builders.one_f_one_b(1, 1), choices, 0.0, np.zeros(1), deadline_s, list(chosen))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(SEEDS)
 def test_spending_slack_leaves_no_unit_that_could_be_slower(seed):
     case = Case(seed)
@@ -147,15 +147,6 @@ def test_slack_goes_where_a_second_saves_most():
     assert rounding.chosen == [0, 1]
 
 
-def test_a_unit_with_several_slower_choices_takes_the_one_that_saves_most_a_second():
-    # F: 1 J/s to 1100 MHz but 6 J/s to 1000, B 5 J/s. There is a second for one of them.
-    forward = {1200: (1.0, 10.0), 1100: (1.5, 9.5), 1000: (2.0, 4.0)}
-    backward = {1200: (1.0, 10.0), 1000: (2.0, 5.0)}
-    rounding = one_of_each(forward, backward, 3.0, [0, 0])
-    rounding.spend_slack()
-    assert rounding.chosen == [2, 0]
-
-
 def test_a_pair_of_moves_finds_what_greedy_spending_misses():
     # F's half second saves 8 J/s and is spent first; the half that is left is too short for B,
     # whose whole second saves 7.
@@ -172,7 +163,7 @@ def test_a_pair_of_moves_finds_what_greedy_spending_misses():
     assert rounding.cost_j == 13.0
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(SEEDS)
 def test_pairs_of_moves_never_cost_nor_break_the_deadline(seed):
     case = Case(seed)
@@ -189,7 +180,7 @@ def test_pairs_of_moves_never_cost_nor_break_the_deadline(seed):
         case.assert_in_time(rounding.chosen)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(SEEDS)
 def test_ends_that_are_kept_up_to_date_are_those_of_a_fresh_start(seed):
     """Earliest and latest ends, to the last bit: undone moves must leave nothing behind."""

@@ -20,10 +20,8 @@ from envpipe_megatron.core.partition import (
 )
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.schedule import Kind
-from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.partitions import energy as partition_energy
 from envpipe_megatron.policies.partitions import search as partition_search
 from envpipe_megatron.policies.partitions.energy import least_energy, plan_cost
 from envpipe_megatron.policies.partitions.search import (
@@ -191,15 +189,6 @@ def test_a_large_model_is_split_exactly():
     assert space.bottleneck_s(found.split) == pytest.approx(3 * 8.2)
 
 
-def test_equal_layers_are_split_evenly():
-    for num_stages, num_layers in ((2, 6), (4, 8), (3, 3)):
-        table = table_of(np.full(num_layers, 0.1), np.full(num_layers, 0.2))
-        space = SplitSpace(table, num_stages, 8)
-        even = (num_layers // num_stages,) * num_stages
-        assert least_bottleneck(space).split == even
-        assert least_energy(space, 80.0, 0.0).split == even
-
-
 def test_embedding_stays_on_the_first_stage_and_loss_on_the_last():
     # Each weighs as much as two layers, so the end stages take two layers less.
     times = np.array([0.2, *[0.1] * 8, 0.2])
@@ -245,14 +234,6 @@ def test_fewer_plans_than_splits_are_not_called_exact():
     assert everything.cost.energy_j <= some.cost.energy_j
     # The estimate knows good splits: three plans come within 2 % of the best.
     assert some.cost.energy_j <= 1.02 * everything.cost.energy_j
-
-
-def test_at_one_clock_and_with_time_to_spare_the_energy_estimate_is_exact():
-    table = table_of(np.ones(4), np.full(4, 2.0), curve={1000: (1.0, 400.0)})
-    space = SplitSpace(table, 2, 4)
-    estimate_j = partition_energy._energy_estimate_j(space, space.allowed, 1e6, 80.0)
-    _, first, after = np.nonzero(space.allowed)
-    assert estimate_j[space.allowed] == pytest.approx((400.0 - 80.0) * 3.0 * (after - first))
 
 
 def test_energy_needs_energies():
@@ -324,27 +305,6 @@ def test_the_memory_limit_reaches_the_planner():
         plan_cost(stage_profile(table, split, limit), 12, 80.0, 1e9) for limit in (28.0, 1000.0)
     )
     assert free.energy_j < held.energy_j  # more in flight saves more
-
-
-def test_the_facts_of_a_split_are_those_that_are_known():
-    ones, weights = np.ones(4), np.array([1.0, 2.0, 4.0, 8.0])
-    assert stage_profile(table_of(ones, ones), (1, 3), 50.0).sidecar == Sidecar()
-    table = table_of(ones, ones, activation_bytes=weights)
-    assert stage_profile(table, (1, 3)).sidecar == Sidecar(activation_bytes=(1.0, 14.0))
-    table = table_of(ones, ones, activation_bytes=weights, memory_bytes=10 * weights)
-    assert stage_profile(table, (1, 3), 50.0).sidecar == Sidecar(
-        activation_bytes=(1.0, 14.0),
-        free_bytes=(39.0, 0.0),  # nothing, where not even one microbatch fits
-    )
-
-
-def test_energies_of_one_kind_of_unit_are_energies():
-    table = table_of(np.ones(2), np.ones(2))
-    assert table.has_energy
-    table.energy_j[B][:] = 0.0
-    assert table.has_energy
-    table.energy_j[F][:] = 0.0
-    assert not table.has_energy
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(1, 3), (2, 4)])
@@ -427,12 +387,6 @@ def test_first_and_last_flags_read_back_as_the_split(split):
     else:
         assert left == 0
         assert split == (first, last)
-
-
-def test_splits_that_first_and_last_cannot_say():
-    assert first_last_flags((4, 5, 4, 4)) is None
-    assert first_last_flags((0, 4, 4, 4)) is None
-    assert first_last_flags((4, 4, 4, 0)) is None
 
 
 def test_even_split():
