@@ -12,7 +12,7 @@ from typing import Any
 from envpipe_megatron import __version__
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.energy.steps import Comparison, JobEnergy, compare, percent
+from envpipe_megatron.runtime.energy.steps import Comparison, IntervalEnergy, compare, percent
 from envpipe_megatron.runtime.job.session import Session
 
 logger = logging.getLogger(__name__)
@@ -29,24 +29,23 @@ class IntervalReport:
         comparison: with the baseline; None before that is measured.
     """
 
-    energy: JobEnergy | None
+    energy: IntervalEnergy | None
     comparison: Comparison | None
 
     @classmethod
     def gather(cls, session: Session) -> IntervalReport:
         """End the interval; every rank of the job calls it at the same iteration."""
-        energy = session.gather(session.lap())
-        comparison = None
-        if energy is not None and session.baseline is not None:
-            comparison = compare(energy.mean, session.baseline.mean)
-        return cls(energy, comparison)
+        energy, baseline = session.gather(session.lap()), session.baseline
+        if energy is None or energy.step is None or baseline is None:
+            return cls(energy, None)
+        return cls(energy, compare(energy.step, baseline.mean))
 
     def scalars(self) -> dict[str, float]:
         """For TensorBoard and W&B, beside Megatron's own `iter-energy/gpu` and `power/gpu`."""
         values: dict[str, float | None] = {}
-        if self.energy is not None:
-            values["envpipe-iter-energy/gpu"] = self.energy.mean.energy_j
-            values["envpipe-power/gpu"] = self.energy.mean.power_w
+        if self.energy is not None and self.energy.step is not None:
+            values["envpipe-iter-energy/gpu"] = self.energy.step.energy_j
+            values["envpipe-power/gpu"] = self.energy.step.power_w
         if self.comparison is not None:
             values["envpipe-saving-percent"] = self.comparison.saving_percent
             values["envpipe-slowdown-percent"] = self.comparison.slowdown_percent
@@ -54,9 +53,9 @@ class IntervalReport:
 
     def line(self) -> str:
         """For Megatron's log line: J per iteration and GPU, W per GPU, saving and slowdown in %."""
-        if self.energy is None:
+        if self.energy is None or self.energy.step is None:
             return ""
-        mean = self.energy.mean
+        mean = self.energy.step
         parts = [f"envpipe phase: {' '.join(self.energy.phases)}"]
         if mean.power_w is None:  # no meter, or nothing but a framework's step in no emulated time
             parts.append("envpipe energy: not metered")

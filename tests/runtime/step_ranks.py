@@ -247,7 +247,7 @@ def measure_a_baseline(rank: int, root: Path, warmup: int, slow_first: int, own_
             made.step(optimizer_s=0.25)
         lap = session.lap()
         job = session.gather(lap)
-        comparison = compare(job.mean, session.baseline.mean) if job and session.baseline else None
+        comparison = compare(job.step, session.baseline.mean) if job and session.baseline else None
     finally:
         session.close()
     return before_settled, session.baseline, truth, comparison, session.summary()

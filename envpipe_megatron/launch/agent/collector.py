@@ -21,8 +21,7 @@ import logging
 import math
 import secrets
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from envpipe_megatron.formats.energy import parse_line
@@ -33,23 +32,12 @@ logger = logging.getLogger(__name__)
 #: The longest line, and the most that an agent sends at once.
 MAX_BYTES = 256 * 1024
 _HELLO_S = 10.0
-#: Lines come a thousand times a second in a large job, and whoever is told looks at all its GPUs.
+#: Lines come a thousand times a second in a large job, and the live line looks at all its GPUs.
 _TELL_EACH_S = 1.0
 _BACKLOG = 1024
 #: A node that lost its power says no good-bye, and must not be taken for one that comes back with
 #: another log: its connection ends after half a minute in which it answers no probe.
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-
-
-@dataclass
-class _Source:
-    """An agent's energy log, as far as it is known."""
-
-    node: str
-    log: str
-    known_bytes: int = 0
-    rest: bytes = b""
-    connection: asyncio.StreamWriter | None = field(default=None, repr=False)
 
 
 class Collector:
@@ -66,7 +54,10 @@ class Collector:
         self._on_lines = on_lines
         self._told_s = -math.inf
         self._telling: asyncio.TimerHandle | None = None
-        self._sources: dict[tuple[str, str], _Source] = {}
+        #: Bytes of each log that are in the bill, by node and identity of the log.
+        self._known_bytes: dict[tuple[str, str], int] = {}
+        #: Which log each node sends now, and the connection to it.
+        self._sending: dict[str, tuple[str, asyncio.StreamWriter]] = {}
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[Any]] = set()
         self._complete = asyncio.Event()
@@ -84,7 +75,11 @@ class Collector:
             both = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if both else socket.AF_INET
             listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
-            _notice_silence(listener)
+            # Connections inherit these.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
+            for name, value in _KEEPALIVE.items():
+                if hasattr(socket, name):  # macOS calls the first one otherwise
+                    listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             self._server = await asyncio.start_server(self._serve, sock=listener, backlog=_BACKLOG)
         port = self._server.sockets[0].getsockname()[1]
         return {"host": host, "port": port, "token": self.token}
@@ -103,80 +98,71 @@ class Collector:
         """Whether every node that ever sent something ends its bill, within a time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while not self._all_ended():
+                while self.bill.running():
                     self._complete.clear()
                     await self._complete.wait()
-        return self._all_ended()
-
-    def running(self) -> list[str]:
-        """Nodes whose bill is not complete."""
-        return [name for name, node in self.bill.nodes.items() if node.running]
-
-    def _all_ended(self) -> bool:
-        return not any(node.running for node in self.bill.nodes.values())
+        return not self.bill.running()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        source = None
+        log = None
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
         try:
             async with asyncio.timeout(_HELLO_S):
-                source = self._hello(json.loads(await reader.readline()), writer)
+                log = self._hello(json.loads(await reader.readline()), writer)
                 await writer.drain()
-            while source is not None and (data := await reader.read(MAX_BYTES)):
-                if source.connection is not writer:
+            rest = b""
+            while log is not None and (data := await reader.read(MAX_BYTES)):
+                if not self._is_current(log, writer):
                     break  # what came late over a cut connection is sent again over the new one
-                self._take(source, data)
-                writer.write(json.dumps({"have": source.known_bytes}).encode() + b"\n")
+                *lines, rest = (rest + data).split(b"\n")
+                if len(rest) > MAX_BYTES:
+                    raise ValueError("a line without an end")
+                self._take(log, lines)
+                writer.write(json.dumps({"have": self._known_bytes[log]}).encode() + b"\n")
                 await writer.drain()
         except asyncio.CancelledError:
             pass  # by `close`; asyncio takes a handler that ends as cancelled for a failed one
         except Exception as error:  # whatever it was that connected
             logger.info("An agent's connection ended: %r", error)
         finally:
-            if source is not None and source.connection is writer:
-                source.connection = None
+            if log is not None and self._is_current(log, writer):
+                del self._sending[log[0]]
             writer.close()
             self._connections.discard(task)
 
-    def _hello(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> _Source | None:
+    def _hello(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> tuple[str, str] | None:
+        """Answer an agent; return its node and log, None where it is refused."""
+        node, log = str(hello["node"]), str(hello["log"])
+        sent_log, before = self._sending.get(node, (log, None))
         answer: dict[str, Any]
-        source = None
         if not secrets.compare_digest(str(hello["token"]), self.token):
             answer = {"error": "another job's collector is here"}
-        elif clash := self._clash(str(hello["node"]), str(hello["log"])):
-            answer = {"error": clash}
+        elif sent_log != log:
+            answer = {"error": f"another agent calls its node {node}, too: give each a --node-name"}
         else:
-            key = str(hello["node"]), str(hello["log"])
-            source = self._sources.setdefault(key, _Source(*key))
-            if source.connection is not None:
-                source.connection.close()  # cut off, which this end does not know yet
-            source.connection = writer
-            source.rest = b""
-            answer = {"have": source.known_bytes}
+            answer = {"have": self._known_bytes.setdefault((node, log), 0)}
+            if before is not None:
+                before.close()  # cut off, which this end does not know yet
+            self._sending[node] = log, writer
         writer.write(json.dumps(answer).encode() + b"\n")
-        return source
+        return (node, log) if "have" in answer else None
 
-    def _clash(self, node: str, log: str) -> str:
-        for source in self._sources.values():
-            if source.node == node and source.log != log and source.connection is not None:
-                return f"another agent calls its node {node}, too: give each a --node-name"
-        return ""
+    def _is_current(self, log: tuple[str, str], writer: asyncio.StreamWriter) -> bool:
+        return self._sending.get(log[0]) == (log[1], writer)
 
-    def _take(self, source: _Source, data: bytes) -> None:
-        *lines, source.rest = (source.rest + data).split(b"\n")
-        if len(source.rest) > MAX_BYTES:
-            raise ValueError("a line without an end")
+    def _take(self, log: tuple[str, str], lines: Iterable[bytes]) -> None:
+        """Add whole lines of a log to the bill."""
         for line in lines:
-            source.known_bytes += len(line) + 1
+            self._known_bytes[log] += len(line) + 1
             if not line.strip():
                 continue
             try:
                 self.bill.add(parse_line(line))
             except ValueError:
                 self.bill.unreadable += 1
-        if self._all_ended():
+        if not self.bill.running():
             self._complete.set()
             self._tell()
         elif self._telling is None:
@@ -194,11 +180,3 @@ class Collector:
         except Exception:  # a closed terminal, say
             logger.exception("The bill is added up, but no longer told of while it grows")
             self._on_lines = lambda: None
-
-
-def _notice_silence(listener: socket.socket) -> None:
-    """Set what its connections inherit."""
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):  # macOS calls the first one otherwise
-            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

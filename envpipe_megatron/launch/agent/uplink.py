@@ -100,11 +100,8 @@ class Uplink:
                 self._endpoint["host"], self._endpoint["port"], happy_eyeballs_delay=_NEXT_ADDRESS_S
             )
         try:
-            hello = {
-                "token": self._endpoint["token"],
-                "node": self._log.node,
-                "log": self._log.identity,
-            }
+            hello = {"node": self._log.node, "log": self._log.identity}
+            hello["token"] = self._endpoint["token"]
             writer.write(json.dumps(hello).encode() + b"\n")
             await self._answered(reader)
             self.trouble = ""

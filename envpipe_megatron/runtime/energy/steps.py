@@ -57,38 +57,16 @@ class StepEnergy:
 
 @dataclass(frozen=True)
 class IntervalEnergy:
-    """What training took on one GPU between two laps.
+    """What training took between two laps, on one GPU or on an average one of the job.
 
     Args:
         phases: number of iterations of each phase, in the order in which they came; 0 of `plan`,
             whose time lies between iterations.
-        duration_s: of training, without pauses.
-        energy_j: J in that time; None where the counter was not seen at an end of it.
-        metering_uncertainty_j: standard uncertainty of `energy_j`.
-        step: an average step; None where no step ended.
+        step: an average step, which has its share of `plan`; None where no step ended.
     """
 
     phases: Mapping[str, int]
-    duration_s: float
-    energy_j: float | None
-    metering_uncertainty_j: float | None
     step: StepEnergy | None
-
-
-@dataclass(frozen=True)
-class JobEnergy:
-    """An interval over all GPUs of the job.
-
-    Args:
-        phases: as in `IntervalEnergy`.
-        mean: an average step on an average GPU, those of a stage standing in for its unmetered
-            ones; its energy is None where a stage has no metered GPU.
-        by_stage: for each stage, an average step on an average of its GPUs.
-    """
-
-    phases: Mapping[str, int]
-    mean: StepEnergy
-    by_stage: tuple[StepEnergy, ...]
 
 
 @dataclass(frozen=True)

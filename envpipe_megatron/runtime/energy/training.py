@@ -24,7 +24,6 @@ from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.energy.steps import (
     BaselineEnergy,
     IntervalEnergy,
-    JobEnergy,
     PhaseMean,
     RunningMean,
     StepEnergy,
@@ -66,25 +65,17 @@ class Interval:
             meter: of the GPU.
             corrected_j: J to add.
         """
-        energy_j: float | None = corrected_j
-        uncertainty_j: float | None = 0.0
-        try:
+        count = self._steps_s.count
+        if not count:
+            return IntervalEnergy(self._phases, None)
+        energy_j = metering_j = None
+        with contextlib.suppress(MeterError):
             metered = [meter.window(*span) for span in self.spans]
-            energy_j = corrected_j + math.fsum(window.energy_j for window in metered)
-            uncertainty_j = math.hypot(*(window.uncertainty_j for window in metered))
-        except MeterError:
-            energy_j = uncertainty_j = None
-        duration_s = math.fsum(end_s - begin_s for begin_s, end_s in self.spans)
-        count, step = self._steps_s.count, None
-        if count:
-            step = StepEnergy(
-                count,
-                duration_s / count,
-                self._steps_s.uncertainty,
-                None if energy_j is None else energy_j / count,
-                None if uncertainty_j is None else uncertainty_j / count,
-            )
-        return IntervalEnergy(self._phases, duration_s, energy_j, uncertainty_j, step)
+            energy_j = (corrected_j + math.fsum(window.energy_j for window in metered)) / count
+            metering_j = math.hypot(*(window.uncertainty_j for window in metered)) / count
+        time_s = math.fsum(end_s - begin_s for begin_s, end_s in self.spans) / count
+        step = StepEnergy(count, time_s, self._steps_s.uncertainty, energy_j, metering_j)
+        return IntervalEnergy(self._phases, step)
 
 
 def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | None:
@@ -94,18 +85,16 @@ def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | N
         None where they are too few, or together shorter than ten refreshes of the counter.
     """
     steps = warmup[1:]
-    if len(steps) < 2:
-        return None
-    usual_s = statistics.median(step.duration_s for step in steps)
-    while steps[0].duration_s > _REPRESENTATIVE * usual_s:
+    usual_s = statistics.median([step.duration_s for step in steps] or [0.0])
+    while steps and steps[0].duration_s > _REPRESENTATIVE * usual_s:
         steps = steps[1:]
+    if len(steps) < 2 or sum(step.duration_s for step in steps) < meter.min_window_s:
+        return None
     interval = Interval()
     for step in steps:
         interval.add(step)
-    measured = interval.measure(meter)
-    if len(steps) < 2 or measured.duration_s < meter.min_window_s or measured.energy_j is None:
-        return None
-    return measured.step
+    measured = interval.measure(meter).step
+    return measured if measured is not None and measured.energy_j is not None else None
 
 
 class TrainingEnergy:
@@ -249,15 +238,21 @@ class TrainingEnergy:
             self._lap_end = end_s, self._counter_j(end_s)
         return lap.measure(self._meter, corrected_j)
 
-    def gather(self, interval: IntervalEnergy) -> JobEnergy | None:
-        """The interval over all GPUs; on all ranks together."""
-        mean, by_stage = self._over_gpus(interval.step)
+    def gather(self, interval: IntervalEnergy) -> IntervalEnergy | None:
+        """The interval on an average GPU of the job; on all ranks together.
+
+        GPUs of a stage stand in for its unmetered ones. Without a metered one, there is no energy.
+
+        Returns:
+            None where a rank has no step in its interval.
+        """
+        mean, _ = self._over_gpus(interval.step)
         if mean is None:
             return None
         if len(interval.phases) == 1:
             (phase,) = interval.phases
             self._job_phases.setdefault(phase, PhaseMean()).add(mean)
-        return JobEnergy(interval.phases, mean, by_stage)
+        return IntervalEnergy(interval.phases, mean)
 
     def summary(self) -> dict[str, Any]:
         """What was metered so far, of this GPU and as far as it was gathered of the job.

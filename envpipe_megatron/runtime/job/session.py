@@ -18,7 +18,7 @@ from envpipe_megatron.runtime.clocks.rank_clock import RankClock, make_everywher
 from envpipe_megatron.runtime.energy.agent_link import connect_to_agent
 from envpipe_megatron.runtime.energy.log import EnergyLog
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
-from envpipe_megatron.runtime.energy.steps import BaselineEnergy, IntervalEnergy, JobEnergy
+from envpipe_megatron.runtime.energy.steps import BaselineEnergy, IntervalEnergy
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.completion import Completion, Done
@@ -264,7 +264,7 @@ class Session:
         """What training took on this GPU since the last lap; costs no time worth mentioning."""
         return self._energy.lap()
 
-    def gather(self, interval: IntervalEnergy) -> JobEnergy | None:
+    def gather(self, interval: IntervalEnergy) -> IntervalEnergy | None:
         """An interval over all GPUs of the job; every rank calls it after the same iteration.
 
         Returns:

@@ -41,6 +41,12 @@ def error_of(values: Iterable[float]) -> float | None:
     return mean.uncertainty
 
 
+def whole(lap: IntervalEnergy) -> tuple[float, float]:
+    """J and s of all steps of a lap."""
+    step = lap.step
+    return (step.iterations * step.energy_j, step.iterations * step.time_s) if step else (0.0, 0.0)
+
+
 def look(meter: EnergyMeter, gpu: FakeGpu, until_s: float) -> None:
     for time_s in np.arange(gpu.now_s, until_s + 0.01, 0.05):
         gpu.now_s = time_s
@@ -57,8 +63,7 @@ def test_laps_and_log_are_what_the_counter_says(three_ranks, tmp_path, seed):
     for laps, billed, truth, summary in told:
         assert len(laps) > 4
         for lap, _, (energy_j, duration_s) in laps:
-            assert lap.duration_s == pytest.approx(duration_s, abs=1e-6)
-            assert lap.energy_j == pytest.approx(energy_j, rel=1e-5)
+            assert whole(lap) == pytest.approx((energy_j, duration_s), rel=1e-5, abs=1e-6)
         assert billed == pytest.approx(truth, rel=1e-5)
         assert sum(lap.step.iterations for lap, *_ in laps if lap.step) == 40
         assert sum(p["iterations"] for p in summary["gpu"]["phases"].values()) == 40
@@ -70,9 +75,8 @@ def test_laps_and_log_are_what_the_counter_says(three_ranks, tmp_path, seed):
         laps = [rank[0][index] for rank in told]
         for _, job, _ in laps:
             energies_j = [lap.step.energy_j for lap, *_ in laps]
-            assert [stage.energy_j for stage in job.by_stage] == pytest.approx(energies_j)
-            assert job.mean.energy_j == pytest.approx(np.mean(energies_j))
-            assert job.mean.time_s == pytest.approx(laps[0][0].duration_s / job.mean.iterations)
+            assert job.step.energy_j == pytest.approx(np.mean(energies_j))
+            assert job.step.time_s == pytest.approx(laps[0][0].step.time_s)
 
 
 class OneRank:
@@ -169,13 +173,13 @@ def test_all_that_is_told_of_one_job(rank):
     assert job.described == [{"baseline": asdict(energy.baseline.mean)}]
     mixed = energy.lap()
     assert mixed.phases == {"framework": 1, "warm-up": 3}
-    assert (mixed.duration_s, mixed.energy_j) == (3.0, 384.0)
+    assert whole(mixed) == (384.0, 3.0)
     gathered = energy.gather(mixed)
     assert gathered.phases == mixed.phases
-    assert gathered.mean == replace(
-        mixed.step, metering_uncertainty_j=mixed.step.metering_uncertainty_j / math.sqrt(2)
+    assert gathered.step == replace(
+        mixed.step,
+        metering_uncertainty_j=pytest.approx(mixed.step.metering_uncertainty_j / math.sqrt(2)),
     )
-    assert gathered.by_stage == (mixed.step, mixed.step)
     job.now_s = 5.0
     energy.begin_step()
     job.now_s = 6.5
@@ -184,11 +188,11 @@ def test_all_that_is_told_of_one_job(rank):
     job.now_s = 7.25
     energy.end_step(5)
     assert energy.lap() == IntervalEnergy(
-        {"plan": 0, "steady": 1}, 2.25, 288.0, 0.001, StepEnergy(1, 2.25, None, 288.0, 0.001)
+        {"plan": 0, "steady": 1}, StepEnergy(1, 2.25, None, 288.0, 0.001)
     )
     for begin_s in (7.25, 7.75):
         job.step(Phase.STEADY, begin_s, begin_s, begin_s + 0.5)
-    steady = energy.gather(energy.lap()).mean
+    steady = energy.gather(energy.lap()).step
     energy.settle_baseline()  # was settled
     job.step(Phase.WARMUP, 9.0, 9.0, 9.5)  # is not settled again
     assert energy.baseline.mean.iterations == 2
@@ -279,9 +283,9 @@ def test_laps_between_refreshes_are_as_uncertain_as_they_say(three_ranks, tmp_pa
         for laps, billed, truth, _ in told:
             for lap, _, (energy_j, duration_s) in laps:
                 if lap.step:
-                    assert lap.duration_s == pytest.approx(duration_s, abs=1e-6)
-                    errors.append(abs(lap.energy_j - energy_j))
-                    uncertainties.append(lap.metering_uncertainty_j)
+                    assert whole(lap)[1] == pytest.approx(duration_s, abs=1e-6)
+                    errors.append(abs(whole(lap)[0] - energy_j))
+                    uncertainties.append(lap.step.iterations * lap.step.metering_uncertainty_j)
             misses.append(billed[0] / truth[0] - 1)
     within = np.array(errors) <= 2 * np.array(uncertainties)
     assert within.mean() >= 0.9
@@ -309,7 +313,7 @@ def test_the_optimizer_is_billed_with_its_iteration(three_ranks, tmp_path, follo
 def test_steps_of_the_framework_are_in_the_bill(three_ranks, tmp_path):
     for lap, truths, totals in three_ranks.run(step_ranks.run_framework_steps, tmp_path):
         assert lap.phases == {"framework": 2}
-        assert (lap.energy_j, lap.duration_s) == pytest.approx(truths[0], rel=1e-5)
+        assert whole(lap) == pytest.approx(truths[0], rel=1e-5)
         assert totals["framework"] == pytest.approx((truths[0][0], 2), rel=1e-5)
         assert totals["warm-up"][0] + totals["steady"][0] == pytest.approx(truths[1][0], rel=1e-5)
 
@@ -318,12 +322,11 @@ def test_what_was_not_metered_is_unknown(three_ranks, tmp_path):
     """Of one rank in one lap; nobody else's figures suffer, and none is wrong."""
     told = three_ranks.run(step_ranks.meter_nothing, tmp_path, 1)
     for rank, laps in enumerate(told):
-        known = [lap.energy_j is not None for lap, _ in laps]
+        known = [lap.step.energy_j is not None for lap, _ in laps]
         assert known == [True, rank != 1, True]
         jobs = [job for _, job in laps]
-        assert [job.mean.energy_j is None for job in jobs] == [False, True, False]
-        assert jobs[1].by_stage[0].energy_j > 0
-        assert jobs[1].mean.time_s > 0
+        assert [job.step.energy_j is None for job in jobs] == [False, True, False]
+        assert jobs[1].step.time_s > 0
 
 
 # Baseline -------------------------------------------------------------------------------------
@@ -431,9 +434,6 @@ def test_what_a_lap_says(rank):
     uncertainty_j = math.sqrt(2) * 0.001  # of two spans, each known to the counter's resolution
     assert job.energy.lap() == IntervalEnergy(
         {"warm-up": 2, "plan": 0, "steady": 1},
-        2.5,
-        320.0,
-        pytest.approx(uncertainty_j),
         StepEnergy(
             3, 2.5 / 3, error_of([0.5, 0.75, 0.75]), 320 / 3, pytest.approx(uncertainty_j / 3)
         ),
@@ -441,8 +441,8 @@ def test_what_a_lap_says(rank):
     job.energy.begin_step()
     job.now_s = 4.0
     job.energy.add_between_phases(4, 3.25)
-    assert job.energy.lap() == IntervalEnergy({"plan": 0}, 0.75, 96.0, 0.001, None)
-    assert job.energy.lap() == IntervalEnergy({}, 0.0, 0.0, 0.0, None)
+    assert job.energy.lap() == IntervalEnergy({"plan": 0}, None)
+    assert job.energy.lap() == IntervalEnergy({}, None)
 
 
 def test_what_a_lap_told_too_high_is_made_up_for_once(rank):
@@ -450,13 +450,13 @@ def test_what_a_lap_told_too_high_is_made_up_for_once(rank):
     job.iterate(Phase.STEADY, 0.0)
     job.energy.pause()
     job.iterate(Phase.STEADY, 0.75, 0.45)
-    assert job.energy.lap().energy_j == pytest.approx(200 + 180)  # 0.2 s at 400 W, not at 100
-    assert job.energy.lap().energy_j == 0  # nothing to correct yet
+    assert whole(job.energy.lap())[0] == pytest.approx(200 + 180)  # 0.2 s at 400 W, not at 100
+    assert job.energy.lap().step is None  # nothing to correct yet
     look(job.meter, job.gpu, 4.0)
     job.iterate(Phase.STEADY, 1.2, 2.4)
-    assert job.energy.lap().energy_j == pytest.approx(240 - 60)
+    assert whole(job.energy.lap())[0] == pytest.approx(240 - 60)
     job.iterate(Phase.STEADY, 3.6, 0.4)
-    assert job.energy.lap().energy_j == pytest.approx(40)
+    assert whole(job.energy.lap())[0] == pytest.approx(40)
 
 
 def test_laps_that_end_in_a_wait_add_up_all_the_same(rank):
@@ -472,7 +472,7 @@ def test_laps_that_end_in_a_wait_add_up_all_the_same(rank):
     for step in range(200):
         look(job.meter, job.gpu, (step + 1) * 0.25 - 0.04)
         job.iterate(Phase.STEADY, step * 0.25, 0.25)
-        told_j += job.energy.lap().energy_j
+        told_j += whole(job.energy.lap())[0]
     assert told_j == pytest.approx(200 * 76, rel=2e-3)
 
 
@@ -481,20 +481,20 @@ def test_a_lap_does_not_wait_for_a_driver_that_hangs(rank):
     job.iterate(Phase.STEADY, 0.0, 1.2)
     reads = []
     job.gpu.read_energy = lambda: reads.append(1)  # type: ignore[method-assign,func-returns-value]
-    assert job.energy.lap().energy_j == pytest.approx(120)  # two refreshes are not due yet
+    assert whole(job.energy.lap())[0] == pytest.approx(120)  # two refreshes are not due yet
     job.iterate(Phase.STEADY, 1.2, 0.8)
     lap = job.energy.lap()
-    assert lap.energy_j is None
+    assert lap.step.energy_j is None
     assert lap.step.time_s == pytest.approx(0.8)
     assert not reads
     del job.gpu.read_energy  # type: ignore[attr-defined]
     look(job.meter, job.gpu, 2.5)
     job.iterate(Phase.STEADY, 2.0, 0.5)
-    assert job.energy.lap().energy_j == pytest.approx(50)
+    assert whole(job.energy.lap())[0] == pytest.approx(50)
     job.gpu.error = GpuError("busy")
     job.meter.catch_up()
     job.iterate(Phase.STEADY, 2.5, 0.1)
-    assert job.energy.lap().energy_j is None
+    assert job.energy.lap().step.energy_j is None
 
 
 # The end --------------------------------------------------------------------------------------
