@@ -32,11 +32,6 @@ from envpipe_megatron.gpu.guard.lease import Lease, list_leases, undo_lease
 from envpipe_megatron.gpu.guard.resetting import Resetter
 from envpipe_megatron.gpu.opening import BACKENDS, open_gpu
 from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, read_site
-from envpipe_megatron.runtime.clocks.controller import ClockController
-from envpipe_megatron.runtime.clocks.latency import KERNELS, Trace, measure_latency
-from envpipe_megatron.runtime.clocks.rank_clock import RankClock
-from envpipe_megatron.runtime.energy.meter import EnergyMeter
-from envpipe_megatron.runtime.execution.completion import Done
 
 ROOT = Path(envpipe_megatron.gpu.__file__).resolve().parents[2]
 
@@ -204,34 +199,6 @@ class Walk:
             if hold is not None:
                 hold.release()
 
-    def walk_runtime(self):
-        for backend, uuid in zip(HARDWARE_BACKENDS, self.machine.nvml.uuids, strict=False):
-            gpu = open_gpu(GpuAddress(backend, uuid))
-            controller = ClockController(gpu)
-            for clock in (1200, 1410):
-                controller.request(clock, Done())
-                controller.wait_idle()
-            controller.close()
-            rank_clock = self.call(RankClock, gpu)
-            if rank_clock is not None:
-                rank_clock.controller.request(1200, Done())
-                rank_clock.controller.wait_idle()
-                rank_clock.close()
-            EnergyMeter(gpu).close()
-            self.call(measure_latency, gpu, SilentTimer(), [1410, 1200], 1)
-
-
-class SilentTimer:
-    """Kernels that take the same time at every clock."""
-
-    def trace(self, call, look):
-        start_s = time.monotonic()
-        call()
-        returned_s = time.monotonic()
-        # Long ones, so that nobody goes on watching for a change.
-        kernels = [(start_s + i, start_s + i + 1) for i in range(KERNELS)]
-        return Trace(start_s, returned_s, kernels, [(returned_s, look())])
-
 
 WALKS = (
     Walk.walk_commands,
@@ -239,7 +206,6 @@ WALKS = (
     Walk.walk_back_ends,
     Walk.walk_leases,
     Walk.walk_guard,
-    Walk.walk_runtime,
 )
 
 
@@ -261,7 +227,7 @@ def test_without_the_variable_the_same_walk_changes_gpus(machine, monkeypatch, p
     at_once = property(lambda gpu: 0.0, lambda gpu, value: None)
     for kind in (ZeusdGpu, CommandGpu):
         monkeypatch.setattr(kind, "late_request_s", at_once)
-    if part in (Walk.walk_guard, Walk.walk_runtime):
+    if part is Walk.walk_guard:
         machine.clean_up()  # guards, which are other processes, would wait
     part(Walk(machine))
     assert all(machine.changes().values())

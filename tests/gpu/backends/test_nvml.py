@@ -66,15 +66,6 @@ def test_found_by_pci_bus_id_with_the_uuid_as_address(node, written):
     assert gpu.pci_bus_id == node.pci_bus_ids[2]
 
 
-def test_clocks_are_those_of_the_fastest_memory(node, monkeypatch):
-    tables = {405: [210, 405], 1593: [1380, 1410, 1395, 1410], 1215: [1000]}
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetSupportedMemoryClocks", lambda _: list(tables))
-    monkeypatch.setattr(
-        pynvml, "nvmlDeviceGetSupportedGraphicsClocks", lambda _, memory_mhz: tables[memory_mhz]
-    )
-    assert NvmlGpu(node.uuids[0]).supported_frequencies_mhz == (1410, 1395, 1380)
-
-
 def test_a_gpu_without_clocks_to_choose_from(node, monkeypatch):
     monkeypatch.setattr(pynvml, "nvmlDeviceGetSupportedGraphicsClocks", lambda *_: [])
     with pytest.raises(NvmlNotSupportedError, match=f"lists no SM clocks.*{node.uuids[0]}"):

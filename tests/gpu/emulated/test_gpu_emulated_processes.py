@@ -36,25 +36,6 @@ def start(code, *arguments, **options):
     )
 
 
-def test_lock_is_seen_across_processes_and_outlives_its_process(tmp_path):
-    gpu = EmulatedGpu.create("a100-sxm", 0, tmp_path)
-    code = (
-        "import sys\n"
-        "from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu\n"
-        "gpu = EmulatedGpu.open(sys.argv[1], 0)\n"
-        "print(gpu.requested_frequency_mhz)\n"
-        "gpu.lock_frequency(1200)\n"
-        "gpu.run_unit('backward', 0.05, 0.01)\n"
-        "print(gpu.observed_frequency_mhz)\n"
-    )
-    gpu.lock_frequency(1005)
-    process = start(code, tmp_path)
-    output, _ = process.communicate(timeout=30)
-    assert (process.returncode, output.split()) == (0, ["1005", "1200"])
-    assert gpu.requested_frequency_mhz == 1200
-    assert gpu.committed_end_s() > 0.05
-
-
 def test_concurrent_units_are_all_counted(tmp_path, round_preset):
     gpu = EmulatedGpu.create(round_preset, 0, tmp_path)
     processes = [start(UNITS, tmp_path, 150) for _ in range(2)]
