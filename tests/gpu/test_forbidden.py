@@ -8,7 +8,6 @@ without the variable does change GPUs in all three ways, so that its silence mea
 import ast
 import importlib
 import pkgutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
