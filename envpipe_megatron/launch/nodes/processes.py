@@ -25,6 +25,8 @@ STOP_GRACE_S = 120.0
 #: From the request to the client to end until it is killed, and for output that is still to come.
 _LAST_GRACE_S = 5.0
 _OF_SSH = 255
+#: A signal that another thread gets, or that comes just before the wait, does not end the wait.
+_LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,9 @@ class _Run:
             for node in nodes:
                 self._start(node)
             while self._live:
-                try:
-                    self._events.get(timeout=self._left_s())()
-                except queue.Empty:
-                    self._end_late_ones()
+                with contextlib.suppress(queue.Empty):
+                    self._events.get(timeout=_LOOK_S)()
+                self._end_late_ones()
         return self._status or 0
 
     def _start(self, node: NodeProcess) -> None:
@@ -173,12 +174,9 @@ class _Run:
         for process in self._live.values():
             _close(process)
 
-    def _left_s(self) -> float | None:
-        if not self._deadlines:
-            return None
-        return max(0.0, self._deadlines[0][0] - time.monotonic())
-
     def _end_late_ones(self) -> None:
+        if not self._deadlines or time.monotonic() < self._deadlines[0][0]:
+            return
         _, grace_s, number = self._deadlines.pop(0)
         for host in self._live:
             say(f"{host} did not end within {grace_s:g} s; processes may be left there.")
