@@ -151,7 +151,7 @@ def _null_iterations(
     going = torch.ones(1)
     end_s = time.monotonic() + seconds
     while True:
-        going[0] = float(time.monotonic() < end_s)
+        going[0] = float(time.monotonic() < end_s or len(found) <= WARM_UP)
         dist.broadcast(going, 0)
         if not going[0]:
             return found[WARM_UP:]
