@@ -3,8 +3,8 @@
     python benchmarks/all.py                      # all, under an hour on two cores
     python benchmarks/all.py fig9_a ablation      # some
 
-A part that fails is told at the end, and the others run all the same. Figures take over the runs
-that another figure has already made in the same folder; give a new folder to make all anew.
+If a part fails, the others still run, and its name is printed at the end. Figures take over the
+runs that another figure has already made in the same folder; give a new folder to make all anew.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def command_of(name: str, output: Path) -> list[str]:
 
 def _exit_code(command: list[str]) -> int:
     """Run a command to its end; if this one is interrupted, let it stop what it has started."""
-    # A session of its own: Ctrl-C reaches this process alone, which passes it on once.
+    # In another session: Ctrl-C reaches this process alone, which passes it on once.
     with ended_like_ctrl_c(signal.SIGTERM, signal.SIGHUP):
         process = subprocess.Popen(command, start_new_session=True)
         try:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 #: Profiles and runs that others measured, beside the checkout.
 PERSEUS_DATA = Path("../shared/data/perseus_sosp24")
-#: Of Okabe and Ito, told apart with any colour vision.
+#: Of Okabe and Ito: readers with any colour vision can tell them apart.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PINK, SKY, YELLOW = "#CC79A7", "#56B4E9", "#F0E442"
 COLOURS = (BLUE, ORANGE, GREEN, RED, PINK, SKY, YELLOW)

@@ -104,7 +104,7 @@ def _workloads(console: Console) -> tuple[list[Workload], str]:
     if data.is_dir():
         known = {workload.key: workload for workload in read_workloads(data)}
         return [known[key] for key in KEYS], "replay of measured A100 and A40 profiles"
-    console.print(f"There are no measured profiles at {data}: an emulated A100 stands in.")
+    console.print(f"There are no measured profiles at {data}: an emulated A100 is used.")
     workload = preset_workload(_STAGES, _MICROBATCHES)
     return [workload], f"profile of an {workload.gpu}"
 

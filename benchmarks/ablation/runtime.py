@@ -1,4 +1,4 @@
-"""Some plans of the ablation run by the real runtime, to see whether the simulator told the truth.
+"""Some plans of the ablation run by the real runtime, to see whether the simulator is right.
 
 Four gloo ranks, each with an emulated A100 whose clocks take their time to change: interpreter,
 channel and clock controller are those of training, the units are empty, and sleeps are jumped over.

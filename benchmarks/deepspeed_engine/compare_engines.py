@@ -5,7 +5,7 @@
 One process a GPU holds an engine for each arm: DeepSpeed's own, EnvPipe in DeepSpeed's order, and
 EnvPipe in its own. All are fed the same batches and random numbers. First each trains the same
 steps by deterministic kernels, and losses and weights are compared; then they take turns, in an
-order that is turned round each time, and times are. Clocks stay as they are (a dry run): what is
+order that is reversed each time, and times are. Clocks stay as they are (a dry run): what is
 compared is order and overhead.
 """
 

@@ -162,7 +162,7 @@ def make_rows(experiment: Experiment, place: Place, folder: Path, console: Conso
 def leave(
     experiment: Experiment, rows: list[Row], again: str, folder: Path, console: Console
 ) -> None:
-    """Write a figure's files, and show what stands in them."""
+    """Write a figure's files, and print what they say."""
     folder.mkdir(parents=True, exist_ok=True)
     columns = [row.columns() for row in rows]
     write_csv(folder / f"{experiment.name}.csv", columns)

@@ -168,7 +168,7 @@ def _falls_with_microbatches(by_count: list[Row]) -> tuple[bool | None, str]:
 def _why_they_rise(by_count: list[Row]) -> str:
     profile = by_count[0].profile
     if profile is None:
-        return "Its profile is gone, so why cannot be told."
+        return "Its profile is gone, so the reason is unknown."
     return why_few_save_less(profile, [row.job.num_microbatches for row in by_count])
 
 

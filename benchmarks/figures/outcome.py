@@ -1,4 +1,4 @@
-"""What a run came to, put together from what its ranks have measured."""
+"""The outcome of a run, from what its ranks measured."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PlanFacts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to, as its ranks saw it; emulated time with the factor.
+    """The outcome of a run; emulated times include the factor.
 
     Args:
         losses: for each of them, of each microbatch.

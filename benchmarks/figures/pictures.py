@@ -30,7 +30,7 @@ _BARS = {
 
 
 def draw(experiment: Experiment, rows: Sequence[Row]) -> Figure:
-    """Two panels over the same jobs; what they ran on stands in the title."""
+    """Two panels over the same jobs; the title says what they ran on."""
     groups = len(rows) // len(experiment.settings)
     figure = Figure(figsize=(max(7.0, 1.5 + 1.3 * groups), 6.2), layout="constrained")
     throughput, energy = figure.subplots(2, 1, sharex=True)

@@ -14,7 +14,7 @@ from benchmarks.figures.unit_times import time_factor, unit_times
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.presets import load_preset
 
-#: One more whenever the same request comes to something else: what was run before is run again.
+#: Counted up when the same request gives another result: what was run before is run again.
 _EDITION = 2
 #: Iterations before anything is measured: the first is not looked at.
 WARMUP_ITERATIONS = 3

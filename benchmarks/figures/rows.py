@@ -1,4 +1,4 @@
-"""What the runs of a figure came to, as rows: EnvPipe's columns, then ours."""
+"""The outcomes of a figure's runs as rows: EnvPipe's columns, then ours."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def batches(requests: Sequence[RunRequest], folder: Path) -> list[Batch]:
 
 
 def read_result(folder: Path, request: RunRequest) -> Outcome | None:
-    """What a run came to; None if it has not been done to its end."""
+    """The outcome of a run; None if it did not end."""
     path = folder / request.key / RESULT_FILE
     return Outcome.read(path) if path.is_file() else None
 
@@ -100,7 +100,7 @@ def _train_batch(batch: Batch, console: Console) -> None:
         code = ranks.wait()
     if code != 0:
         raise EnvPipeError(
-            f"A rank failed (exit code {code})", remedy=f"The first error stands in {log_path}."
+            f"A rank failed (exit code {code})", remedy=f"The first error is in {log_path}."
         )
 
 

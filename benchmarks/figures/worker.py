@@ -111,7 +111,7 @@ class Run:
         self._executor: Executor | None = None
 
     def train(self) -> Outcome | None:
-        """Train until all steps are measured; what it came to, on the first rank."""
+        """Train until all steps are measured; return the outcome on the first rank."""
         rehearse(self.model, self.layers, self._any_input())
         gpu, control = self._open_gpu()
         session = self._session(gpu)
@@ -244,7 +244,7 @@ class Run:
         return StageSpecs(receives, sends)
 
     def _outcome(self, session: Session, gpu: str, control: str) -> Outcome | None:
-        """What the run came to, on the first rank."""
+        """The run's outcome, on the first rank."""
         emulated = self._executor if isinstance(self._executor, EmulatedExecutor) else None
         fidelity = emulated.fidelity if emulated else Fidelity()
         mine = RankOutcome(

@@ -137,7 +137,7 @@ class Bench:
 
     def _session(self, schedule: Schedule) -> Session:
         preset = load_preset("h200")
-        # Clocks to ask for: none comes, so times and energies stand for nothing.
+        # Clocks to ask for: none comes, so times and energies have no meaning.
         clocks_mhz = preset.supported_frequencies_mhz[:40:4]
         with tempfile.TemporaryDirectory() as folder:
             profile_file, plan_file = Path(folder) / "profile.csv", Path(folder) / "plan.json"
@@ -173,7 +173,7 @@ class Bench:
         return CudaExecutor()
 
     def compare(self) -> dict[str, Any]:
-        """Bits first, then times, in blocks whose order is turned round each time."""
+        """Bits first, then times, in blocks whose order is reversed each time."""
         stock, *names = [name for name in self.functions if name != "warm-up"]
         reference = self.train(stock)
         report: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """How many nodes one collector adds up: emulated agents against a real collector on loopback.
 
 Each agent has an energy log and an uplink as a node's agent has, and bills all its GPUs once in
-each interval. The collector runs in a process of its own, which also writes the bill as it grows
+each interval. The collector runs in another process, which also writes the bill as it grows
 at every live line, as that of rank 0's node does. Says how long a line takes from the file to the
 sums and back, what the collector costs, and whether its total is that of what was sent.
 
@@ -47,7 +47,7 @@ SWEPT_AGENTS = (64, 128, 256, 512, 1024)
 WARM_UP = 0.25
 #: Iterations in a window, and between live lines.
 ITERATIONS, LIVE_ITERATIONS = 5, 100
-#: A process sends for so many agents without being busy itself.
+#: As many as a process sends for without being busy itself.
 AGENTS_OF_A_SENDER = 256
 START_S, LAST_S = 120.0, 60.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -82,7 +82,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a measurement came to.
+    """The result of a measurement.
 
     Args:
         latency_p50_ms: from the append of an agent's lines until it knows that they are added up.

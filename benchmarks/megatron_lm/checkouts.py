@@ -29,7 +29,7 @@ def prepare(checkout: Path) -> None:
         # Where Megatron's Makefile calls it by another name, that is made once, too.
         if shutil.which("make"):
             subprocess.run(["make", "-C", str(datasets)], capture_output=True, check=False)
-    # A process of its own, with workers that inherit its deafness to warnings.
+    # Another process, whose workers inherit that warnings are ignored.
     modules = [sys.executable, "-W", "ignore", "-m", "compileall", "-qq", "-j", "0"]
     subprocess.run([*modules, str(checkout / "megatron")], check=False)
 

@@ -284,7 +284,7 @@ class _Hidden:
 def die_with_parent() -> None:
     """Let the kernel kill this process when the one that started it dies.
 
-    torchrun starts its workers in sessions of their own: killing its group leaves them.
+    torchrun starts each worker in another session: killing its group leaves them.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -260,7 +260,7 @@ _REFUSED = (
 
 
 def fault_jobs(site: Site) -> list[Job]:
-    """One job a fault; none of them comes to train."""
+    """One job for each fault; none of them trains."""
     size = TINY_ON_CPU if site.cpu else TINY
     good = [
         size.arguments(PP2),

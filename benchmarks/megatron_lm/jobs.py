@@ -71,7 +71,7 @@ class Job:
             CPU do; without Apex and Transformer Engine it has no others.
         hide_package: let EnvPipe not be installed.
         refused: what the log must say of a job that must not start; else it must end well.
-        limit_s: it is killed after so long.
+        limit_s: the time after which it is killed.
     """
 
     name: str
@@ -118,7 +118,7 @@ class State:
 
     @property
     def runs(self) -> dict[str, dict[str, Any]]:
-        """For each job's name how it ended, its command, and what its ranks told."""
+        """For each job's name how it ended, its command, and what its ranks reported."""
         runs: dict[str, dict[str, Any]] = self._data["runs"]
         return runs
 

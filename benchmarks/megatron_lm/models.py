@@ -142,7 +142,7 @@ def base_arguments(cpu: bool) -> tuple[str, ...]:
     return joined([CPU_ARGS])
 
 
-#: A folder that stands for another until a job starts.
+#: A placeholder for the folder, which is known when a job starts.
 _SOME_FOLDER = Path("/folder-of-the-corpus")
 
 
@@ -210,7 +210,7 @@ class Planned:
         folder = site.scratch / "plans"
         folder.mkdir(parents=True, exist_ok=True)
         profile_file = folder / f"pp{self.mapping.pipeline}.csv"
-        # Clocks to ask for; no run is made at them, so times and energies stand for nothing.
+        # Clocks to ask for; no run is made at them, so times and energies have no meaning.
         clocks_mhz = load_preset(_PRESET).supported_frequencies_mhz[:60:6]
         times_s = dict.fromkeys(Kind, 0.01)
         preset_profile(_PRESET, self.mapping.pipeline, times_s, clocks_mhz).write(profile_file)

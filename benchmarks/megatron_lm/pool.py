@@ -41,7 +41,7 @@ class Limits:
         deadline_s: on the monotonic clock; nothing runs after it.
         start_s: until a job's first turn.
         hang_s: without a word of a job that has its turn.
-        most_failures: with so many, what is wrong is wrong for all, and no job is started.
+        most_failures: after this many no job is started, since all would fail alike.
         concurrency: jobs at the same time.
         least_s: with less than this left no job is started.
     """
@@ -184,7 +184,7 @@ class Pool:
         click.echo(f"{job.name}: {status} ({running.age_s:.0f} s)")
 
     def _kill(self, running: _Running, pids: Mapping[int, int]) -> None:
-        """Let the ranks tell their stacks, then end everything of the job."""
+        """Let the ranks write their stacks, then end all processes of the job."""
         folder = running.job.folder(self._site)
         for pid in pids.values():
             with suppress(ProcessLookupError):

@@ -144,7 +144,7 @@ def random_extra_forwards(
 def random_orders(
     seed: int, told: Callable[[Sequence[int]], None], *, load_first: bool
 ) -> Callable[[context.Job], Any]:
-    """Make what stands in for a session's phases: a new order each iteration, on all ranks.
+    """Make what replaces a session's phases: a new order each iteration, on all ranks.
 
     Args:
         load_first: whether the kernel that delays is loaded before the first receive is posted.

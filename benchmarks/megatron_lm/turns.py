@@ -122,11 +122,11 @@ class Referee:
         return 0.0 if waits else time.monotonic() - state.last_heard_s
 
     def started(self, run: str) -> bool:
-        """Whether a job has come to its first turn."""
+        """Whether a job has begun its first turn."""
         return self._runs[run].started
 
     def poll(self, timeout_s: float) -> None:
-        """Hear what ranks say, for at most so long."""
+        """Read what ranks say, for at most this time."""
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
                 connection, _ = self._listener.accept()

@@ -34,7 +34,7 @@ MICROBATCHES = 32
 #: The first iterations warm up.
 WARM_UP = 3
 CLOCKS_MHZ = tuple(range(1980, 330, -15))
-#: A message of so many numbers: small, so that its cost is the channel's and not its bytes'.
+#: Of a message: small, so that its cost is the channel's and not its bytes'.
 MESSAGE_SHAPE = (256,)
 
 
@@ -168,7 +168,7 @@ def _null_iterations(
 def log_line_s(rank: int, stages: int, rounds: int, *, of_all: bool) -> list[tuple[float, float]]:
     """What the exchange of a log line takes, wall and CPU time in s, for each of several.
 
-    Every rank of the job calls it; its pipelines have so many stages.
+    Every rank of the job calls it, whose pipelines have `stages` stages.
 
     Args:
         of_all: every rank's object to every rank over one group, in place of the runtime's sums.

@@ -39,7 +39,7 @@ MICROBATCHES = 8
 UNITS = 2 * MICROBATCHES
 CLOCKS_MHZ = tuple(range(1980, 330, -15))
 CALIBRATION_EVENTS = 200
-#: The last of so many iterations makes no requests, to see what they cost the training thread.
+#: The last of this many iterations makes no requests, to see what they cost the training thread.
 PERIOD = 4
 INTERVALS_S = (5e-3, 5e-4, 1e-4)
 
@@ -334,7 +334,7 @@ def _end_units(ends: mmap.mmap, launches: int, ended: int, unit_s: float, other_
         time.sleep(unit_s)
         struct.pack_into("q", ends, 8 * unit, time.monotonic_ns())
         unit += 1
-        with contextlib.suppress(BlockingIOError):  # then so many are unread that nobody sleeps
+        with contextlib.suppress(BlockingIOError):  # the pipe is full: nobody sleeps
             os.write(ended, b"e")
 
 

@@ -13,7 +13,7 @@ from benchmarks.planner.workloads import WHAT_DIFFERS, Published
 FIGURE = "planner_compare"
 COMMAND = "python benchmarks/planner/compare.py"
 BASIS = "replay of measured A100 and A40 profiles, one evaluator for all plans"
-#: The largest of the compared pipelines, by which planning times are told.
+#: The largest of the compared pipelines, whose planning times are claimed.
 _MOST_MICROBATCHES = 96
 
 

@@ -14,7 +14,7 @@ authors published two recipes for the rows that the curves are fitted to:
 Three things are left out in lowtime's favour: it draws nothing, logs nothing, and gets its
 dependencies without a comparison of all pairs.
 
-lowtime runs in a process of its own under a limit of CPU time. Each plan is appended to a file as
+lowtime runs in its own process under a limit of CPU time. Each plan is appended to a file as
 it is found, so that a run that ends at its limit keeps what it has; a run that is stored is read
 instead of repeated. Times are CPU seconds without imports: lowtime is single-threaded, so on an
 idle machine they are wall time, and on a busy one they do not charge lowtime for others' work.

@@ -10,7 +10,7 @@ blocking power beside it alone, and with what else a profiler can measure, fitte
 runs that the run is not in:
 
 - one *tail*, the same on all stages: time of an iteration that follows no unit, hence no clock
-  (optimizer, data loading). At a single number of microbatches M it cannot be told from M times a
+  (optimizer, data loading). At a single number of microbatches M it looks the same as M times a
   gap between units, so it holds both;
 - p2p *latency* of a boundary between stages, only where the runs demand it, see `_MIN_IMPROVEMENT`;
 - *blocking power*, the same on all stages.

@@ -1,6 +1,6 @@
 """Peak memory as predicted from 1F1B alone, beside what was measured in another order.
 
-`MemoryPrediction` is what any measurement of memory comes to, on whatever device; `cpu_memory`
+`MemoryPrediction` is the result of a measurement of memory, on any device; `cpu_memory`
 makes one here: a small GPT of megatron-core on four CPU ranks, first in 1F1B, from which the peaks
 of EnvPipe's order are predicted (`envpipe_megatron.runtime.memory.peak`), then in that order.
 Counted are the bytes of live tensors, as a GPU's allocator would count them.

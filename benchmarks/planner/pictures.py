@@ -77,7 +77,7 @@ def _bar(row: Row | None) -> tuple[float, str]:
 def _bar_row(comparison: Comparison, kind: PlanKind, limit: int | None) -> Row | None:
     if kind is not PlanKind.LOWTIME:
         return comparison.row(kind, limit)
-    # A run that ended at its limit never came to its plan for the all-maximum time.
+    # A run that ended at its limit has no plan for the all-maximum time.
     rows = [row for row in comparison.lowtime_rows if row.recipe == "zeus" and row.finished]
     return rows[0] if rows else None
 

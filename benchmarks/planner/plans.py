@@ -1,6 +1,6 @@
 """The plans of one workload side by side: rivals' and ours, all priced by one evaluator.
 
-What a planner says of its own plan is dropped: `Plan` recomputes iteration time and energy from the
+What a planner says of its plan is dropped: `Plan` recomputes iteration time and energy from the
 order, the frequencies, the profile and the blocking power. lowtime's plans are taken at the time
 that they really take with the clocks that lowtime rounded them to.
 """
@@ -55,7 +55,7 @@ class Row:
         any_order_saving_percent: what no order at all can exceed at the deadline; for joint plans.
         max_extra_forwards: limit of a joint plan, None for no limit.
         num_plans: how many plans the planner made in that time.
-        finished: whether the planner came to its end.
+        finished: whether the planner ended before its limit.
     """
 
     kind: PlanKind

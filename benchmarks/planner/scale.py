@@ -1,7 +1,7 @@
 """How the optimal policy grows: planning time, peak memory and gap from 4 x 16 to 64 x 1024.
 
 Every size is planned on 1F1B and on EnvPipe's order, at the all-maximum time of 1F1B, in a fresh
-process of its own. The linear program alone is also given to HiGHS' simplex and interior point at
+process. The linear program alone is also given to HiGHS' simplex and interior point at
 every size, with a time limit, to show where the interior-point method of our own takes over and
 why. Stages are copies of the profile's first, with its last at the end. Times are the processor's,
 which a busy machine lengthens least.
@@ -149,7 +149,7 @@ def measure_plan(job: Job) -> dict[str, float]:
 def _peak_mib() -> float:
     """The most memory that this process has held so far, MiB; it never falls."""
     status = Path("/proc/self/status")
-    if status.exists():  # Linux hands ru_maxrss on through fork and exec, so it tells the parent's
+    if status.exists():  # Linux passes ru_maxrss on through fork and exec: it is the parent's
         peak_kib = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
         if peak_kib:
             return int(peak_kib[1]) / 1024

@@ -119,7 +119,7 @@ def conditions_with_curve(workload: Workload) -> Conditions:
     return replace(workload.conditions, wait_power_w=(curve,) * workload.profile.num_stages)
 
 
-#: The pipeline that stands in where there are no measured profiles: GPU, and times of units, s.
+#: The pipeline that is used where there are no measured profiles: GPU, and times of units, s.
 PRESET = "a100-sxm"
 TIME_AT_MAX_S = {Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1}
 

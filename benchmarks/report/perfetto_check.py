@@ -48,7 +48,7 @@ def _engine_folder() -> Path | None:
 
 
 class PerfettoEngine:
-    """Perfetto's trace processor, in a process of its own."""
+    """Perfetto's trace processor, in another process."""
 
     def __init__(self) -> None:
         from perfetto.trace_processor.platform import PlatformDelegate  # type: ignore[import-not-found]

@@ -33,7 +33,7 @@ from envpipe_megatron.report.drawing.plots import default_frequency_range_mhz, p
 GPU = "a100-sxm"
 STAGES, MICROBATCHES, CHUNKS = 4, 8, 2
 UNIT_TIME_S = {Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1}
-#: The time axis of all pictures ends so much after 1F1B.
+#: The time axis of all pictures, over the iteration time of 1F1B.
 _AXIS_MARGIN = 1.06
 _PALETTE = 256
 _COLUMNS = (

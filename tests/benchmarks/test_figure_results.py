@@ -1,4 +1,4 @@
-"""What EnvPipe's experiments came to: rows, claims and what they stand on, and a tiny run."""
+"""The outcomes of EnvPipe's experiments: rows, claims and their basis, and a tiny run."""
 
 import csv
 import math
@@ -185,7 +185,7 @@ def test_columns_are_envpipes_then_ours_at_the_real_size(tmp_path):
 
 
 @pytest.mark.usefixtures("some_time")
-def test_a_loss_that_differs_in_its_last_bit_is_told(tmp_path):
+def test_a_loss_that_differs_in_its_last_bit_is_found(tmp_path):
     other = ended(losses=((1.5,), (1.25 + 2**-50,)))
     rows = rows_of("fig9_a", tmp_path, lambda job, s: ended() if s == BASELINE else other)
     assert rows[1].columns()["Losses equal baseline's"] == "no"
@@ -237,7 +237,7 @@ def test_how_much_is_saved_agrees_with_nothing_on_emulated_gpus(percent, agrees,
 
 
 @pytest.mark.usefixtures("some_time")
-def test_savings_are_told_with_their_interval_of_95_percent(tmp_path):
+def test_savings_are_claimed_with_their_interval_of_95_percent(tmp_path):
     rows = rows_of("fig9_a", tmp_path, lambda job, s: ended() if s == BASELINE else saving(40))
     # Two meters of 1 J each: of 200 J, and of 120 J beside 200 J.
     standard = 100 * (1 + 0.6**2) ** 0.5 / 200
@@ -258,7 +258,7 @@ def test_the_error_of_a_common_baseline_moves_both_savings(tmp_path):
 
 
 @pytest.mark.usefixtures("some_time")
-def test_balanced_and_greedy_without_a_step_are_told(tmp_path):
+def test_balanced_and_greedy_without_a_step_are_named(tmp_path):
     def outcome_of(job, setting):
         outcome = ended() if setting == BASELINE else saving(20)
         steps = 3 if setting == GREEDY and job.model == "bert_336M" else 0
@@ -323,7 +323,7 @@ def test_savings_must_fall_with_the_microbatches(
 
 
 @pytest.mark.usefixtures("some_time")
-def test_numbers_of_microbatches_that_can_be_told_apart_are_named(tmp_path):
+def test_numbers_of_microbatches_that_differ_by_the_meters_are_named(tmp_path):
     saved = {4: 20, 8: 21.3, 16: 18.7}  # uncertain by 0.64 points each
 
     def outcome_of(job, setting):

@@ -93,7 +93,7 @@ def test_a_run_that_ends_at_its_limit_keeps_its_plans_and_is_repeated_with_more_
     assert np.array_equal(longer.plans[cut.num_plans - 1][1], cut.plans[-1][1])
 
 
-def test_a_failure_of_lowtime_is_told_and_leaves_nothing(tmp_path, capfd):
+def test_a_failure_of_lowtime_is_an_error_and_leaves_nothing(tmp_path, capfd):
     steep = exponential_profile(slowness=1e-5)  # all times round down to 0
     with pytest.raises(EnvPipeError, match="lowtime failed"):
         run_lowtime(steep, 2, POWER_W, time_limit_s=60, output_dir=tmp_path)

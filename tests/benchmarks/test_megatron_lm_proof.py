@@ -436,7 +436,7 @@ def test_orders_of_the_arms(site):
     assert plan["peak_in_flight"] == [7, 5, 3, 1]
 
 
-def test_files_that_a_patch_changes_are_told(tmp_path):
+def test_files_that_a_patch_changes_are_found(tmp_path):
     for name in ("stock", "patched"):
         (tmp_path / name / "megatron" / "core").mkdir(parents=True)
         (tmp_path / name / "megatron" / "core" / "same.py").write_text("1")
