@@ -120,9 +120,12 @@ def _published_claims(
 
 def _planning_claims(comparisons: Sequence[Comparison]) -> list[Claim]:
     gaps = [
-        row.gap_percent for c in comparisons for row in c.rows if row.kind is PlanKind.OURS_JOINT
+        row.plan.gap_percent
+        for c in comparisons
+        for row in c.rows
+        if row.kind is PlanKind.OURS_JOINT
     ]
-    on_1f1b = [c.row(PlanKind.OURS_ON_1F1B).gap_percent for c in comparisons]
+    on_1f1b = [c.row(PlanKind.OURS_ON_1F1B).plan.gap_percent for c in comparisons]
     claims = [
         _claim(
             f"Joint plans lie {_known_span(gaps)} % above the lower bound of their order, plans on "

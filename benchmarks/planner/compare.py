@@ -152,12 +152,12 @@ def _plan_row(workload: Workload, row: Row) -> dict[str, Any]:
         "slowdown_percent": row.slowdown_percent,
         "energy_j": row.cost.energy_j,
         "saving_percent": row.saving_percent,
-        "gap_percent": row.gap_percent,
+        "gap_percent": row.plan.gap_percent,
         "any_order_saving_percent": row.any_order_saving_percent,
         "planning_time_s": row.planning_time_s,
         "planning_cpu_s": row.planning_cpu_s,
         "peak_in_flight": row.peak_in_flight,
-        "extra_forwards": " ".join(map(str, row.extra_forwards)),
+        "extra_forwards": " ".join(map(str, row.plan.schedule.extra_forwards)),
         "finished": row.finished,
     }
 

@@ -49,27 +49,23 @@ class Row:
     """One plan of one workload.
 
     Args:
+        kind: how it was made.
+        plan: priced by the workload's conditions; its bound is that of its order and time.
         planning_time_s: wall time of one planning; None for lowtime, whose run may be an old one.
         planning_cpu_s: CPU time of the same, for lowtime of its whole run: its plan comes last.
-        gap_percent: to the lower bound of its order and time; None where none was computed.
-        any_order_saving_percent: what no order at all can exceed at the deadline; for joint plans.
+        any_order_bound_j: the energy that no order at all can go below; for joint plans.
+        recipe: of lowtime.
         max_extra_forwards: limit of a joint plan, None for no limit.
-        num_plans: how many plans the planner made in that time.
         finished: whether the planner ended before its limit.
     """
 
     kind: PlanKind
-    cost: Cost
-    baseline: Cost
+    plan: Plan
     planning_time_s: float | None
     planning_cpu_s: float
-    peak_in_flight: int
-    extra_forwards: tuple[int, ...]
-    gap_percent: float | None = None
-    any_order_saving_percent: float | None = None
+    any_order_bound_j: float | None = None
     recipe: Recipe | None = None
     max_extra_forwards: int | None = None
-    num_plans: int = 1
     finished: bool = True
 
     @property
@@ -83,14 +79,31 @@ class Row:
         return str(self.kind)
 
     @property
+    def cost(self) -> Cost:
+        """Time and energy of an iteration."""
+        return self.plan.cost
+
+    @property
     def saving_percent(self) -> float:
         """Energy saved against all-maximum."""
-        return self.cost.saving_percent(self.baseline)
+        return self.cost.saving_percent(self.plan.baseline.cost)
 
     @property
     def slowdown_percent(self) -> float:
         """Time lost against all-maximum."""
-        return self.cost.slowdown_percent(self.baseline)
+        return self.cost.slowdown_percent(self.plan.baseline.cost)
+
+    @property
+    def any_order_saving_percent(self) -> float | None:
+        """What no order at all can exceed."""
+        if self.any_order_bound_j is None:
+            return None
+        return 100.0 * (1.0 - self.any_order_bound_j / self.plan.baseline.cost.energy_j)
+
+    @property
+    def peak_in_flight(self) -> int:
+        """Microbatches in flight on the stage that holds most."""
+        return max(self.plan.schedule.peak_in_flight)
 
 
 @dataclass(frozen=True)
@@ -235,26 +248,13 @@ def _timed_row(
     workload: Workload, kind: PlanKind, request: PlanRequest, any_order_bound_j: float | None = None
 ) -> Row:
     start, cpu_start = time.perf_counter(), time.process_time()
-    made = make_plan(workload.profile, request).plan
-    planning_time_s = time.perf_counter() - start
-    planning_cpu_s = time.process_time() - cpu_start
-    plan = Plan(
-        made.policy, made.schedule, made.frequency_mhz, workload.profile, workload.conditions
-    )
-    baseline = plan.baseline.cost
-    any_order_percent = None
-    if any_order_bound_j is not None:
-        any_order_percent = 100.0 * (1.0 - any_order_bound_j / baseline.energy_j)
+    plan = make_plan(workload.profile, request).plan
     return Row(
         kind,
-        plan.cost,
-        baseline,
-        planning_time_s,
-        planning_cpu_s,
-        max(plan.schedule.peak_in_flight),
-        plan.schedule.extra_forwards,
-        made.gap_percent,
-        any_order_percent,
+        plan,
+        time.perf_counter() - start,
+        time.process_time() - cpu_start,
+        any_order_bound_j,
         max_extra_forwards=request.max_extra_forwards,
     )
 
@@ -266,38 +266,28 @@ def lowtime_row(workload: Workload, recipe: Recipe, run: LowtimeRun) -> Row:
     to the lower bound of 1F1B at the time that it really takes.
     """
     schedule = builders.one_f_one_b(workload.profile.num_stages, workload.num_microbatches)
-    conditions = workload.conditions
-    baseline = make_plan(workload.profile, workload.request()).plan.cost
+    profile, conditions = workload.profile, workload.conditions
+    baseline = make_plan(profile, workload.request()).plan.cost
     longest_s = baseline.iteration_time_s * (1 + _SAME_TIME)
     near = [found for found in run.plans if found[0] <= longest_s * _STATED_MARGIN]
-    costs = [
-        Plan("lowtime", schedule, frequency_mhz, workload.profile, conditions).cost
+    plans = [
+        Plan("lowtime", schedule, frequency_mhz, profile, conditions)
         for _, frequency_mhz in near or run.plans[-1:]
     ]
-    in_time = [cost for cost in costs if cost.iteration_time_s <= longest_s]
+    in_time = [plan for plan in plans if plan.cost.iteration_time_s <= longest_s]
     if in_time:
-        cost = min(in_time, key=lambda cost: cost.energy_j)
+        plan = min(in_time, key=lambda plan: plan.cost.energy_j)
     else:
-        cost = min(costs, key=lambda cost: cost.iteration_time_s)
-    at_its_time = Optimizer(schedule, workload.profile, conditions).plan(cost.iteration_time_s)
-    bound_j = at_its_time.energy_lower_bound_j
+        plan = min(plans, key=lambda plan: plan.cost.iteration_time_s)
+    ours = Optimizer(schedule, profile, conditions).plan(plan.cost.iteration_time_s)
+    plan = replace(plan, energy_lower_bound_j=ours.energy_lower_bound_j)
     return Row(
-        PlanKind.LOWTIME,
-        cost,
-        baseline,
-        None,
-        run.seconds_total,
-        max(schedule.peak_in_flight),
-        schedule.extra_forwards,
-        None if bound_j is None else 100.0 * (cost.energy_j / bound_j - 1.0),
-        recipe=recipe,
-        num_plans=run.num_plans,
-        finished=run.finished,
+        PlanKind.LOWTIME, plan, None, run.seconds_total, recipe=recipe, finished=run.finished
     )
 
 
 def _ours_at_time_of(workload: Workload, rival: Row) -> AtRivalTime:
-    factor = rival.cost.iteration_time_s / rival.baseline.iteration_time_s
+    factor = rival.cost.iteration_time_s / rival.plan.baseline.cost.iteration_time_s
     order = "1f1b" if rival.kind is PlanKind.LOWTIME else "auto"
     request = workload.request(order, "optimal", deadline_factor=factor)
     plan = make_plan(workload.profile, request).plan

@@ -18,10 +18,11 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import click
@@ -72,33 +73,14 @@ class Job:
     blocking_power_w: float
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One size and order. Times are None where a limit stopped the process.
-
-    Args:
-        peak_in_flight: the most microbatches that a stage holds.
-        build_s: choices and arrays of the linear program.
-        solve_s: the linear program, and the bound that checks it.
-        rounding_s: frequencies that exist, and their improvement.
-        simplex_s: the linear program by HiGHS' simplex.
-        ipm_s: the same by its interior point, without crossover; None also where that fails.
-    """
-
-    num_stages: int
-    num_microbatches: int
-    order: str
-    num_units: int
-    peak_in_flight: int
-    build_s: float | None = None
-    solve_s: float | None = None
-    rounding_s: float | None = None
-    total_s: float | None = None
-    peak_mib: float | None = None
-    saving_percent: float | None = None
-    gap_percent: float | None = None
-    simplex_s: float | None = None
-    ipm_s: float | None = None
+#: What is measured of a size and order; None where a limit stopped the process, or HiGHS'
+#: interior point failed. Times are s: choices and arrays of the linear program (build), the program
+#: and the bound that checks it (solve), frequencies that exist (rounding), the plan in all (total),
+#: the program by HiGHS' simplex and by its interior point without crossover.
+_MEASURED = (
+    "build_s", "solve_s", "rounding_s", "total_s", "peak_mib", "saving_percent", "gap_percent",
+    "simplex_s", "ipm_s",
+)  # fmt: skip
 
 
 def _pipeline(job: Job) -> tuple[Profile, PlanRequest, Conditions]:
@@ -203,7 +185,7 @@ def _in_fresh_process(
         process.join()
 
 
-def measure(job: Job, plan_limit_s: float, highs_limit_s: float) -> Measured:
+def measure(job: Job, plan_limit_s: float, highs_limit_s: float) -> dict[str, Any]:
     """One size and order, each solver in a fresh process."""
     profile, request, _ = _pipeline(job)
     schedule, _ = build_schedule(profile, request)
@@ -211,24 +193,24 @@ def measure(job: Job, plan_limit_s: float, highs_limit_s: float) -> Measured:
     if highs_limit_s:
         for solver in ("simplex", "ipm"):
             results |= _in_fresh_process(partial(measure_highs, solver=solver), job, highs_limit_s)
-    return Measured(
-        job.num_stages,
-        job.num_microbatches,
-        job.order,
-        schedule.num_units,
-        max(schedule.peak_in_flight),
-        **results,
-    )
+    return {
+        "num_stages": job.num_stages,
+        "num_microbatches": job.num_microbatches,
+        "order": job.order,
+        "num_units": schedule.num_units,
+        "peak_in_flight": max(schedule.peak_in_flight),
+        **{name: results.get(name) for name in _MEASURED},
+    }
 
 
-def growth_figure(rows: Sequence[Measured], highs_limit_s: float) -> Figure:
+def growth_figure(rows: Sequence[dict[str, Any]], highs_limit_s: float) -> Figure:
     """Planning time against units, both axes logarithmic."""
     figure = Figure(figsize=(7.5, 5.0), layout="constrained")
     axes = figure.subplots()
     for order, name in ORDERS.items():
-        of_order = sorted((r for r in rows if r.order == order), key=lambda r: r.num_units)
+        of_order = sorted((r for r in rows if r["order"] == order), key=lambda r: r["num_units"])
         for marker, what in (("o-", "total_s"), ("s--", "simplex_s"), ("^:", "ipm_s")):
-            known = [(r.num_units, s) for r in of_order if (s := getattr(r, what)) is not None]
+            known = [(r["num_units"], s) for r in of_order if (s := r[what]) is not None]
             axes.plot(
                 [units for units, _ in known],
                 [seconds for _, seconds in known],
@@ -237,12 +219,12 @@ def growth_figure(rows: Sequence[Measured], highs_limit_s: float) -> Figure:
                 color=_COLOURS[order],
                 label=f"{_LINES[what]}, order {name}",
             )
-        stopped = [r.num_units for r in of_order if r.simplex_s is None]
+        stopped = [r["num_units"] for r in of_order if r["simplex_s"] is None]
         if highs_limit_s and stopped:
             axes.plot(
                 stopped, [highs_limit_s] * len(stopped), "x", color=_COLOURS[order], ms=9, mew=2
             )
-    if highs_limit_s and any(r.simplex_s is None for r in rows):
+    if highs_limit_s and any(r["simplex_s"] is None for r in rows):
         axes.plot([], [], "x", color="black", ms=9, mew=2, label="simplex stopped at its limit")
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -311,14 +293,13 @@ def main(
         for order in ORDERS:
             job = Job(profile_path, stages, microbatches, order, blocking_power)
             rows.append(measure(job, plan_limit, highs_limit))
-            total_s = rows[-1].total_s
+            total_s = rows[-1]["total_s"]
             done = f"{total_s:.1f} s" if total_s is not None else f"over {plan_limit:g} s"
             console.print(f"{stages} x {microbatches} on {ORDERS[order]}: {done}")
-    cells = [asdict(row) for row in rows]
-    console.print(make_table("Optimal plans at the all-maximum time", cells))
+    console.print(make_table("Optimal plans at the all-maximum time", rows))
     output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / "scale.csv", cells)
-    if any(row.total_s is not None for row in rows):
+    write_csv(output / "scale.csv", rows)
+    if any(row["total_s"] is not None for row in rows):
         save_picture(growth_figure(rows, highs_limit), output, "scale")
 
 

@@ -85,7 +85,7 @@ def test_every_plan_is_there_and_none_beats_what_no_order_can(comparison):
         row = comparison.row(PlanKind.OURS_JOINT, limit)
         assert row.any_order_saving_percent >= row.saving_percent
         assert row.slowdown_percent <= 1e-9
-        assert max(row.extra_forwards) <= (math.inf if limit is None else limit)
+        assert max(row.plan.schedule.extra_forwards) <= (math.inf if limit is None else limit)
     for row in comparison.rows:
         assert row.planning_time_s > 0
         assert row.peak_in_flight >= STAGES
@@ -104,7 +104,7 @@ def test_lowtime_is_taken_at_the_time_its_plan_takes_not_the_one_it_states():
     row = lowtime_row(WORKLOAD, "zeus", lowtime_run(plans))
     assert row.cost == priced(slow_idle_unit)
     assert row.planning_cpu_s == 77.0
-    assert row.gap_percent > 0
+    assert row.plan.gap_percent > 0
     assert row.label == "1F1B + lowtime, zeus"
     # Where none keeps the time, the fastest counts.
     late = lowtime_row(WORKLOAD, "zeus", lowtime_run(plans[:1]))
@@ -137,9 +137,11 @@ def test_without_time_for_lowtime_only_stored_runs_are_read(tmp_path):
 
 
 def test_ours_passes_only_if_neither_dearer_nor_slower():
-    rival = Row(PlanKind.LOWTIME, Cost(1.0, 100.0), Cost(1.0, 120.0), None, 9.0, 3, (0, 0, 0))
-    for time_s, energy_j, passed in ((1.0, 99.0, True), (1.0, 100.1, False), (1.01, 90.0, False)):
-        assert AtRivalTime(rival, Cost(time_s, energy_j), "1f1b").passed is passed
+    plan = Plan("test", SCHEDULE, MAXIMUM, PROFILE, Conditions((POWER_W,) * STAGES))
+    rival, cost = Row(PlanKind.LOWTIME, plan, None, 9.0), plan.cost
+    for slower, dearer, passed in ((1.0, 0.99, True), (1.0, 1.001, False), (1.01, 0.9, False)):
+        ours = Cost(slower * cost.iteration_time_s, dearer * cost.energy_j)
+        assert AtRivalTime(rival, ours, "1f1b").passed is passed
 
 
 @pytest.fixture
