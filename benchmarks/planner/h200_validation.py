@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,46 +46,6 @@ _WORDS = {"1f1b": "1F1B", "envpipe": "EnvPipe's order"}
 _MARKERS = "os^"
 
 
-@dataclass(frozen=True)
-class Predicted:
-    """One run and what was predicted for it.
-
-    Args:
-        order: `1f1b` or `envpipe`.
-        profiled: whether the unit times are this very job's.
-        by_profile_s: predicted from the profile made in 1F1B.
-        by_order_s: predicted from unit times that the profiled job had in the same order.
-        timeline_percent: how far the end of a unit is off at most, of the iteration, by unit times
-            of the same order.
-    """
-
-    model: str
-    order: str
-    num_microbatches: int
-    profiled: bool
-    measured_s: float
-    by_profile_s: float
-    by_order_s: float
-    measured_j: float
-    by_profile_j: float
-    timeline_percent: float
-
-    @property
-    def time_error_percent(self) -> float:
-        """From the profile."""
-        return 100 * (self.by_profile_s / self.measured_s - 1)
-
-    @property
-    def order_error_percent(self) -> float:
-        """From unit times of the same order."""
-        return 100 * (self.by_order_s / self.measured_s - 1)
-
-    @property
-    def energy_error_percent(self) -> float:
-        """From the profile."""
-        return 100 * (self.by_profile_j / self.measured_j - 1)
-
-
 @click.command(help=(__doc__ or "").replace("\n\n    python", "\n\n\b\n    python"))
 @output_option(NAME)
 def main(output: Path) -> None:
@@ -95,17 +54,23 @@ def main(output: Path) -> None:
     runs = [one for folder in folders for one in predict(folder)]
     memory = [one for folder in folders for one in peaks(folder)]
     output.mkdir(parents=True, exist_ok=True)
-    rows = [_row(run) for run in runs]
-    write_csv(output / f"{NAME}.csv", rows)
+    write_csv(output / f"{NAME}.csv", runs)
     write_csv(output / "memory.csv", memory_cells(memory))
     save_picture(_figure(runs), output, NAME)
     save_picture(memory_figure(memory), output, "memory")
     write_claims(output / CLAIMS_FILE, _claims(runs, memory))
-    make_console().print(make_table("Predicted above measured", rows))
+    make_console().print(make_table("Predicted above measured", runs))
 
 
-def predict(folder: Path) -> list[Predicted]:
-    """Predict each run of a model's folder."""
+def predict(folder: Path) -> list[dict[str, Any]]:
+    """Predict each run of a model's folder.
+
+    Returns:
+        rows: `profiled_job` says whether the unit times are this very job's; errors are percent
+        above what was measured, from the profile and (`by_order`) from unit times that the profiled
+        job had in the same order; `timeline_error` is how far the end of a unit is off at most, in
+        percent of the iteration.
+    """
     profile = read_profile(folder / "profile.csv")
     runs = json.loads((folder / "measured.json").read_text())["runs"]
     first = runs[0]["num_microbatches"]
@@ -114,27 +79,33 @@ def predict(folder: Path) -> list[Predicted]:
         for run in runs
         if run["num_microbatches"] == first
     }
-    found = []
-    for run in runs:
-        schedule = _schedule(run)
-        by_profile, by_order = (_plan(schedule, p) for p in (profile, own[run["order"]]))
-        ends_s = np.array([stage["end_s"] for stage in run["timeline"]])
-        off_s = np.abs(ends_s - by_order.timeline.end_s).max()
-        found.append(
-            Predicted(
-                model=folder.name,
-                order=run["order"],
-                num_microbatches=run["num_microbatches"],
-                profiled=run["num_microbatches"] == first,
-                measured_s=run["iteration_time_s"],
-                by_profile_s=by_profile.cost.iteration_time_s,
-                by_order_s=by_order.cost.iteration_time_s,
-                measured_j=run["energy_j"],
-                by_profile_j=by_profile.cost.energy_j,
-                timeline_percent=100 * float(off_s) / run["iteration_time_s"],
-            )
-        )
-    return found
+    return [_predicted(folder.name, run, first, profile, own[run["order"]]) for run in runs]
+
+
+def _predicted(
+    model: str, run: dict[str, Any], profiled: int, profile: Profile, own: Profile
+) -> dict[str, Any]:
+    schedule = _schedule(run)
+    by_profile, by_order = _plan(schedule, profile), _plan(schedule, own)
+    ends_s = np.array([stage["end_s"] for stage in run["timeline"]])
+    off_s = float(np.abs(ends_s - by_order.timeline.end_s).max())
+    time_s, energy_j, cost = run["iteration_time_s"], run["energy_j"], by_profile.cost
+    by_order_s = by_order.cost.iteration_time_s
+    return {
+        "model": model,
+        "order": run["order"],
+        "num_microbatches": run["num_microbatches"],
+        "profiled_job": run["num_microbatches"] == profiled,
+        "measured_time_s": time_s,
+        "predicted_time_s": cost.iteration_time_s,
+        "time_error_percent": 100 * (cost.iteration_time_s / time_s - 1),
+        "predicted_time_by_order_s": by_order_s,
+        "time_error_by_order_percent": 100 * (by_order_s / time_s - 1),
+        "measured_energy_j": energy_j,
+        "predicted_energy_j": cost.energy_j,
+        "energy_error_percent": 100 * (cost.energy_j / energy_j - 1),
+        "timeline_error_by_order_percent": 100 * off_s / time_s,
+    }
 
 
 def peaks(folder: Path) -> list[MemoryPrediction]:
@@ -200,41 +171,23 @@ def _with_times_of(run: dict[str, Any], profile: Profile) -> Profile:
     return make_profile(rows, source=f"unit times of {run['order']}", sidecar=profile.sidecar)
 
 
-def _row(run: Predicted) -> dict[str, object]:
-    return {
-        "model": run.model,
-        "order": run.order,
-        "num_microbatches": run.num_microbatches,
-        "profiled_job": run.profiled,
-        "measured_time_s": round(run.measured_s, 6),
-        "predicted_time_s": round(run.by_profile_s, 6),
-        "time_error_percent": round(run.time_error_percent, 3),
-        "predicted_time_by_order_s": round(run.by_order_s, 6),
-        "time_error_by_order_percent": round(run.order_error_percent, 3),
-        "measured_energy_j": round(run.measured_j, 2),
-        "predicted_energy_j": round(run.by_profile_j, 2),
-        "energy_error_percent": round(run.energy_error_percent, 3),
-        "timeline_error_by_order_percent": round(run.timeline_percent, 3),
-    }
-
-
-def _figure(runs: Sequence[Predicted]) -> Figure:
+def _figure(runs: Sequence[dict[str, Any]]) -> Figure:
     """Error of the predicted time over M, from the profile and from the same order's times."""
     figure = Figure(figsize=(9.0, 4.0), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     kinds = (
-        ("from the profile, made in 1F1B", [run.time_error_percent for run in runs]),
-        ("from unit times in the same order", [run.order_error_percent for run in runs]),
+        ("from the profile, made in 1F1B", [run["time_error_percent"] for run in runs]),
+        ("from unit times in the same order", [run["time_error_by_order_percent"] for run in runs]),
     )
-    models = sorted({run.model for run in runs})
+    models = sorted({run["model"] for run in runs})
     for axes, (title, errors) in zip(panels, kinds, strict=True):
         axes.axhline(0, color="black", linewidth=0.8)
         for index, model in enumerate(models):
             for order, colour in _COLOURS.items():
                 points = sorted(
-                    (run.num_microbatches, error)
+                    (run["num_microbatches"], error)
                     for run, error in zip(runs, errors, strict=True)
-                    if (run.model, run.order) == (model, order)
+                    if (run["model"], run["order"]) == (model, order)
                 )
                 axes.plot(
                     *zip(*points, strict=True),
@@ -245,25 +198,25 @@ def _figure(runs: Sequence[Predicted]) -> Figure:
                 )
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel("microbatches of an iteration")
-        axes.set_xticks(sorted({run.num_microbatches for run in runs}))
+        axes.set_xticks(sorted({run["num_microbatches"] for run in runs}))
     panels[0].set_ylabel("predicted above measured\niteration time (%)")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     return figure
 
 
-def _claims(runs: Sequence[Predicted], memory: Sequence[MemoryPrediction]) -> Iterable[Claim]:
+def _claims(runs: Sequence[dict[str, Any]], memory: Sequence[MemoryPrediction]) -> Iterable[Claim]:
     for order, words in _WORDS.items():
-        own = [run for run in runs if run.order == order]
-        others = [run for run in own if not run.profiled]
+        own = [run for run in runs if run["order"] == order]
+        others = [run for run in own if not run["profiled_job"]]
         yield Claim(
             NAME,
             COMMAND,
-            f"Iteration time in {words} is predicted {_off([r.time_error_percent for r in own])} "
+            f"Iteration time in {words} is predicted {_off(own, 'time_error')} "
             "from the profile that was made in 1F1B, and "
-            f"{_off([r.order_error_percent for r in others])} for other numbers of microbatches "
+            f"{_off(others, 'time_error_by_order')} for other numbers of microbatches "
             "from unit times in the same order; energy "
-            f"{_off([r.energy_error_percent for r in own])}",
+            f"{_off(own, 'energy_error')}",
             BASIS,
             why="Units are slower while a receive waits beside them, and in EnvPipe's order most "
             "activations are there in time"
@@ -281,7 +234,8 @@ def _claims(runs: Sequence[Predicted], memory: Sequence[MemoryPrediction]) -> It
     )
 
 
-def _off(errors: Sequence[float]) -> str:
+def _off(runs: Sequence[dict[str, Any]], name: str) -> str:
+    errors = [run[f"{name}_percent"] for run in runs]
     return f"{min(errors):+.1f} to {max(errors):+.1f} % off"
 
 

@@ -28,16 +28,16 @@ class TestMeasuredModel:
 
     def test_times_are_predicted(self, folder):
         runs = predict(folder)
-        assert max(abs(run.time_error_percent) for run in runs) < 6
-        assert max(abs(run.order_error_percent) for run in runs) < 3
-        assert max(run.timeline_percent for run in runs) < 3
-        assert max(abs(run.energy_error_percent) for run in runs) < 7
+        assert max(abs(run["time_error_percent"]) for run in runs) < 6
+        assert max(abs(run["time_error_by_order_percent"]) for run in runs) < 3
+        assert max(run["timeline_error_by_order_percent"] for run in runs) < 3
+        assert max(abs(run["energy_error_percent"]) for run in runs) < 7
 
     def test_units_are_faster_where_no_receive_waits_beside_them(self, folder):
         """From a profile made in 1F1B, EnvPipe's order is expected to take longer than it does."""
         errors = {order: [] for order in ("1f1b", "envpipe")}
         for run in predict(folder):
-            errors[run.order].append(run.time_error_percent)
+            errors[run["order"]].append(run["time_error_percent"])
         assert min(errors["envpipe"]) > max(0, sum(errors["1f1b"]) / len(errors["1f1b"]))
 
     def test_peak_memory_is_predicted(self, folder):
