@@ -3,13 +3,13 @@
 import logging
 
 import pytest
+from fake_gpu import FakeGpu
 from plain_reader import UUID, PlainReader, assert_reads_through
 
 from envpipe_megatron.gpu.backends.read_through import DryRunGpu
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
     ClockControlForbiddenError,
-    EnergyReading,
     Gpu,
     GpuAddress,
     GpuError,
@@ -17,40 +17,20 @@ from envpipe_megatron.gpu.base import (
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 
 
-class HardwareGpu(Gpu):
-    """A fake of real hardware that records what reaches it; says nothing of drives_hardware."""
+class HardwareGpu(FakeGpu):
+    """A fake of real hardware: it says of itself what a back end says by default."""
 
-    address = GpuAddress("nvml", "GPU-fake")
-    name = "fake"
-    supported_frequencies_mhz = (1410, 1395, 1380)
-    observed_frequency_mhz = 1395
-    power_w = 250.0
+    drives_hardware = Gpu.drives_hardware
 
     def __init__(self):
-        self.calls = []
-
-    def _lock(self, frequency_mhz):
-        self.calls.append(frequency_mhz)
-
-    def _reset(self):
-        self.calls.append(None)
-
-    @property
-    def requested_frequency_mhz(self):
-        return self.calls[-1] if self.calls else None
-
-    def read_energy(self):
-        return EnergyReading(energy_j=12.5, time_s=3.0)
-
-    def time_s(self):
-        return 3.5
+        super().__init__(supported_frequencies_mhz=(1410, 1395, 1380))
 
 
 def test_calls_reach_hardware_when_nothing_forbids():
     gpu = HardwareGpu()
     gpu.lock_frequency(1380)
     gpu.reset_frequency()
-    assert gpu.calls == [1380, None]
+    assert gpu.history == [1380, None]
 
 
 @pytest.mark.parametrize("value", ["1", "true", "yes", "on", "no", "00", " 1 "])
@@ -64,7 +44,7 @@ def test_forbidden_hardware_is_not_reached(monkeypatch, value):
         gpu.reset_frequency()
     with pytest.raises(ClockControlForbiddenError):  # the guard comes before the check of the clock
         gpu.lock_frequency(1)
-    assert gpu.calls == [1380]
+    assert gpu.history == [1380]
     assert str(caught.value) == (
         "Refused to reset the clock on fake: ENVPIPE_FORBID_CLOCK_CONTROL is set (got "
         f"{value!r}). Unset ENVPIPE_FORBID_CLOCK_CONTROL, or use the dry_run or emulated back end"
@@ -76,7 +56,7 @@ def test_empty_and_zero_do_not_forbid(monkeypatch, value):
     monkeypatch.setenv(FORBID_VARIABLE, value)
     gpu = HardwareGpu()
     gpu.lock_frequency(1410)
-    assert gpu.calls == [1410]
+    assert gpu.history == [1410]
 
 
 def test_dry_run_and_emulated_work_while_forbidden(monkeypatch, tmp_path):
@@ -105,7 +85,7 @@ def test_unsupported_clock_names_the_nearest(wanted_mhz, nearest):
     gpu = HardwareGpu()
     with pytest.raises(GpuError, match=rf"{wanted_mhz}.*: {nearest}$"):
         gpu.lock_frequency(wanted_mhz)
-    assert gpu.calls == []
+    assert gpu.history == []
 
 
 def test_dry_run_reads_through_but_sets_nothing(caplog):

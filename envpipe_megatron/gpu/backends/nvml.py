@@ -71,14 +71,11 @@ def list_nvml_gpus() -> tuple[NvmlDevice, ...]:
     devices = []
     for index in range(call_library("count the GPUs", pynvml.nvmlDeviceGetCount)):
         try:
-            devices.append(call_library(f"look at GPU {index}", _look_at, index))
+            handle = call_library(f"find GPU {index}", pynvml.nvmlDeviceGetHandleByIndex, index)
+            devices.append(call_library(f"identify GPU {index}", _identify, handle))
         except GpuLostError as error:
             _LOG.warning("GPU %d is left out: %s", index, error)
     return tuple(devices)
-
-
-def _look_at(index: int) -> NvmlDevice:
-    return _identify(pynvml.nvmlDeviceGetHandleByIndex(index))
 
 
 def _identify(handle: object) -> NvmlDevice:
@@ -101,14 +98,14 @@ class NvmlGpu(Gpu):
     takes effect late.
 
     Attributes:
-        index: NVML's index, for people and for commands that know GPUs by nothing else.
+        index: NVML's index, for people and for commands that know GPUs by index alone.
         pci_bus_id: as NVML writes it, `00000000:1B:00.0`.
 
     Args:
         uid: its UUID (`GPU-...`) or PCI bus id (`0000:1b:00.0`), never an index: torch's, CUDA's
             and NVML's differ.
         reset_range_mhz: lowest and highest SM clock in MHz that a reset leaves, where the site
-            wants something else than the driver's default.
+            sets another one than the driver's default.
 
     Raises:
         MigModeError: the uid is that of a MIG instance.

@@ -52,7 +52,7 @@ class FitError:
 
 @dataclass(frozen=True, slots=True)
 class ControlOverride:
-    """What to do with a real GPU of this kind otherwise than its clock tables suggest.
+    """What differs on a real GPU of this kind from what its clock tables suggest.
 
     Attributes:
         nvml_names: patterns (`NVIDIA A100-SXM4-*`) of the names that NVML reports for it; a leading
@@ -78,14 +78,12 @@ class GpuPreset:
     Attributes:
         name: the file's stem, for example `a100-sxm`.
         gpu: the product's name.
-        fitted: whether time and power are fitted to measurements; if not they are guesses that
-            only make the emulation run.
-        source: what the numbers stand on.
+        fitted: whether time and power are fitted to measurements; if not they are guesses.
+        source: where the numbers come from.
         max_frequency_mhz: highest lockable SM clock.
         min_frequency_mhz: lowest lockable SM clock.
-        frequency_step_mhz: distance of two clocks, counted down from the maximum; V100: 7.5, of
-            which drivers show the whole part.
-        power_cap_frequency_mhz: clock above which a full load does not get, None where it does.
+        frequency_step_mhz: distance of two clocks, counted down from the maximum; clocks are
+            rounded down to whole MHz, as drivers do.
         frequency_change_s: from the request for a clock to that clock, s.
         wait_power_w: power while blocked in a receive. Measured at the maximum clock only, so it
             is taken to be the same at every clock.
@@ -95,6 +93,7 @@ class GpuPreset:
         voltage_knee_mhz: clock up to which the voltage stays at its floor.
         forward: model of forward units.
         backward: model of backward units.
+        power_cap_frequency_mhz: the highest clock that a full load reaches, None for the maximum.
         fit_error_percent: None where not fitted.
         control: for real GPUs of this kind, None where the preset is for emulation alone.
     """
