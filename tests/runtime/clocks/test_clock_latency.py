@@ -20,6 +20,7 @@ from envpipe_megatron.runtime.clocks import latency as clock_latency
 from envpipe_megatron.runtime.clocks.controller import spread
 from envpipe_megatron.runtime.clocks.latency import (
     KERNELS,
+    LEAD,
     ClockLatencyError,
     CudaKernelTimer,
     EmulatedKernelTimer,
@@ -294,98 +295,55 @@ class SimulatedCuda:
     The GPU's clock shows another time than the host's.
     """
 
-    SKEW_S = 1234.5
-    CALL_S, SETTLING_S = 2e-3, 7e-3
+    MHZ, SKEW_S = 2000, 1234.5
 
     def __init__(self) -> None:
-        self.host_s = 50.0
-        self.free_s = 0.0
-        self.mhz = 2000.0
-        self.next_mhz: tuple[float, float] | None = None
-        self.queue: list[tuple[float, int, SimulatedEvent | None]] = []
+        self.host_s, self.free_s = 50.0, 0.0
+        cuda = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                cuda._sleep(0)
+                self.end_s = cuda.free_s
+
+            def query(self) -> bool:
+                cuda.monotonic()
+                return self.end_s <= cuda.host_s
+
+            def synchronize(self) -> None:
+                cuda.host_s = max(cuda.host_s, self.end_s)
+
+            def elapsed_time(self, other: Event) -> float:
+                return 1e3 * ((other.end_s + cuda.SKEW_S) - (self.end_s + cuda.SKEW_S))
+
+        self.Event = Event
 
     def monotonic(self) -> float:
-        self.host_s += 1e-7
+        self.host_s += 1e-6
         return self.host_s
 
-    def lock(self, frequency_mhz: int) -> None:
-        self.next_mhz = (self.host_s + self.SETTLING_S, frequency_mhz)
-        self.host_s += self.CALL_S
-
-    def look(self) -> int:
-        self.host_s += 1e-4
-        self._clock_at(self.host_s)
-        return int(self.mhz)
-
-    def put(self, cycles: int, event: SimulatedEvent | None) -> None:
-        self.host_s += 3e-6
-        self.queue.append((self.host_s, cycles, event))
-
-    def run_until(self, host_s: float) -> None:
-        """Begin all that begins by then."""
-        while self.queue and max(self.free_s, self.queue[0][0]) <= host_s:
-            put_s, cycles, event = self.queue.pop(0)
-            start_s = max(self.free_s, put_s)
-            self._clock_at(start_s)
-            self.free_s = start_s + cycles / (self.mhz * 1e6)
-            if event is not None:
-                event.end_s = self.free_s
-
-    def _clock_at(self, at_s: float) -> None:
-        if self.next_mhz and self.next_mhz[0] <= at_s:
-            self.mhz, self.next_mhz = self.next_mhz[1], None
-
     def _sleep(self, cycles: int) -> None:
-        self.put(cycles, None)
+        self.free_s = max(self.free_s, self.monotonic()) + cycles / (self.MHZ * 1e6)
 
     def synchronize(self) -> None:
-        while self.queue:
-            self.run_until(max(self.free_s, self.queue[0][0]))
         self.host_s = max(self.host_s, self.free_s)
 
-    def Event(self, enable_timing: bool) -> SimulatedEvent:  # noqa: N802 - torch's name
-        assert enable_timing
-        return SimulatedEvent(self)
 
-
-class SimulatedEvent:
-    def __init__(self, cuda: SimulatedCuda) -> None:
-        self._cuda = cuda
-        self.end_s: float | None = None
-
-    def record(self) -> None:
-        self.end_s = None
-        self._cuda.put(0, self)
-
-    def query(self) -> bool:
-        self._cuda.host_s += 1e-6
-        self._cuda.run_until(self._cuda.host_s)
-        return self.end_s is not None and self.end_s <= self._cuda.host_s
-
-    def synchronize(self) -> None:
-        while self.end_s is None:
-            self._cuda.run_until(max(self._cuda.free_s, self._cuda.queue[0][0]))
-        self._cuda.host_s = max(self._cuda.host_s, self.end_s)
-
-    def elapsed_time(self, other: SimulatedEvent) -> float:
-        return 1e3 * ((other.end_s + self._cuda.SKEW_S) - (self.end_s + self._cuda.SKEW_S))
-
-
-@pytest.fixture
-def cuda(monkeypatch) -> SimulatedCuda:
+def test_cuda_events_are_brought_to_the_hosts_clock(monkeypatch):
     cuda = SimulatedCuda()
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(clock_latency, "time", SimpleNamespace(monotonic=cuda.monotonic))
-    return cuda
-
-
-def test_cuda_events_are_brought_to_the_hosts_clock(cuda):
-    timer = CudaKernelTimer()
-    traces = [timer.trace(lambda: cuda.lock(1000), cuda.look), timer.trace(lambda: None, cuda.look)]
-    change = analyse(traces, 1000)
-    kernel_s = CudaKernelTimer._CYCLES / 1000e6
-    assert len(traces[0].kernels_s) == KERNELS
-    assert change["call_s"] == pytest.approx(cuda.CALL_S, abs=1e-5)
-    assert 0 <= change["settling_s"] - cuda.SETTLING_S <= kernel_s + 1e-5
-    assert 0 <= change["shown_s"] - cuda.SETTLING_S <= 2e-4
-    assert change["first_kernel_ratio"] == pytest.approx(0.5, rel=0.02)
+    timer, calls = CudaKernelTimer(), []
+    trace = timer.trace(lambda: calls.append(cuda.host_s), lambda: 1200)
+    assert calls == [pytest.approx(trace.called_s, abs=1e-5)]
+    kernel_s = CudaKernelTimer._CYCLES / (cuda.MHZ * 1e6)
+    assert len(trace.kernels_s) == KERNELS
+    for (start_s, end_s), (next_s, _) in itertools.pairwise(trace.kernels_s):
+        assert (end_s - start_s, end_s) == (pytest.approx(kernel_s, abs=1e-5), next_s)
+    # The call is made when the kernels that lead have ended, and looks go on up to the last.
+    assert trace.kernels_s[LEAD][0] == pytest.approx(trace.called_s, abs=2e-5)
+    assert trace.looks[-1][0] == pytest.approx(trace.kernels_s[-1][1], abs=2e-5)
+    assert {mhz for _, mhz in trace.looks} == {1200}
