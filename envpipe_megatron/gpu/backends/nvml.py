@@ -71,11 +71,14 @@ def list_nvml_gpus() -> tuple[NvmlDevice, ...]:
     devices = []
     for index in range(call_library("count the GPUs", pynvml.nvmlDeviceGetCount)):
         try:
-            handle = call_library(f"find GPU {index}", pynvml.nvmlDeviceGetHandleByIndex, index)
-            devices.append(call_library(f"identify GPU {index}", _identify, handle))
+            devices.append(call_library(f"identify GPU {index}", _identify_index, index))
         except GpuLostError as error:
             _LOG.warning("GPU %d is left out: %s", index, error)
     return tuple(devices)
+
+
+def _identify_index(index: int) -> NvmlDevice:
+    return _identify(pynvml.nvmlDeviceGetHandleByIndex(index))
 
 
 def _identify(handle: object) -> NvmlDevice:
