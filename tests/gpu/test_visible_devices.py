@@ -1,8 +1,5 @@
 """From CUDA's view to UUIDs: numbers, UUIDs, orders, and wrappers that show a rank one GPU."""
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -153,33 +150,3 @@ def test_what_names_no_gpu(node, given, said):
         uid_of_cuda_device("00000000-0000-0000-0000-000000000000")
     with pytest.raises(MigModeError):
         uid_of_cuda_device("MIG-1234")
-
-
-RANK = """
-from envpipe_megatron.gpu.base import GpuAddress
-from envpipe_megatron.gpu.opening import open_gpu
-from envpipe_megatron.gpu.visible_devices import visible_gpus
-import sys
-device = int(sys.argv[1])
-gpu = open_gpu(GpuAddress("nvml", visible_gpus().devices[device].uid))
-gpu.lock_frequency(int(sys.argv[2]))
-"""
-
-
-@pytest.mark.parametrize("wrapper", ["one GPU a rank", "all GPUs, reversed"])
-def test_each_rank_locks_its_own_gpu(node, wrapper):
-    ranks = []
-    for rank in range(4):
-        alone = wrapper == "one GPU a rank"
-        environment = {
-            **os.environ,
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            "CUDA_VISIBLE_DEVICES": str(rank) if alone else "3,2,1,0",
-        }
-        arguments = [str(0 if alone else 3 - rank), str(900 + 15 * rank)]
-        ranks.append(subprocess.Popen([sys.executable, "-c", RANK, *arguments], env=environment))
-    assert [rank.wait() for rank in ranks] == [0, 0, 0, 0]
-    assert [node.locked_mhz(uuid) for uuid in node.uuids] == [
-        (900 + 15 * rank, 900 + 15 * rank) for rank in range(4)
-    ]
-    assert len(node.changes()) == 4

@@ -10,6 +10,7 @@ import pynvml
 import pytest
 from fake_nvml.models import MODELS
 
+from envpipe_megatron.gpu.backends import nvml_library
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
 from envpipe_megatron.gpu.backends.nvml_errors import NvmlNotSupportedError
 from envpipe_megatron.gpu.base import (
@@ -218,26 +219,13 @@ def test_a_forked_child_initialises_again(node):
     assert of_child[0] == "nvmlInitWithFlags"  # and no call before
 
 
-def test_a_child_that_is_forked_while_a_thread_initialises(node, monkeypatch):
-    plain, begun, go_on = pynvml.nvmlInit, threading.Event(), threading.Event()
-
-    def slow():
-        if threading.current_thread() is thread:
-            begun.set()
-            go_on.wait()
-        plain()
-
-    monkeypatch.setattr(pynvml, "nvmlInit", slow)
-    thread = threading.Thread(target=list_nvml_gpus)
-    thread.start()
-    begun.wait()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        os._exit(len(list_nvml_gpus()))
+def test_a_child_that_is_forked_while_a_thread_initialises(node):
+    with nvml_library._LIBRARY._lock:  # as that thread holds it
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            os._exit(len(list_nvml_gpus()))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(node.uuids)
-    go_on.set()
-    thread.join()
 
 
 def test_somebody_else_shuts_nvml_down(node):
