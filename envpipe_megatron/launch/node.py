@@ -73,7 +73,7 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         torchrun's exit status, 128 and the signal where it was killed.
 
     Raises:
-        NodeLogError: another agent writes this node's energy log.
+        EnvPipeError: another agent writes this node's energy log.
         GuardError: there is no place for sockets.
         OSError: the output folder cannot be written.
     """

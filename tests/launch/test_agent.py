@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 from agent_ranks import LONG_S, Rank, connect
 
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.gpu.guard.messages import receive, send
 from envpipe_megatron.launch.agent import agent as agent_module
 from envpipe_megatron.launch.agent import node_log
 from envpipe_megatron.launch.agent.agent import NodeAgent
-from envpipe_megatron.launch.agent.node_log import NodeLogError
 from envpipe_megatron.launch.bill.bill import Bill, bill_of
 
 
@@ -405,7 +405,7 @@ def test_an_agent_that_cannot_be_made_leaves_nothing_behind(nodes):
     agent = nodes.agent()
     files = open_files()
     # Whose traceback holds what was half made: none of it is closed by chance.
-    with pytest.raises(NodeLogError, match="Another agent") as refused:
+    with pytest.raises(EnvPipeError, match="Another agent") as refused:
         NodeAgent(nodes.folder / "out", "n0", nodes.folder / "other")
     with pytest.raises(OSError, match="in use"):
         NodeAgent(nodes.folder / "out", "n1", agent.socket_path)

@@ -16,9 +16,10 @@ from fake_gpu import FakeGpu
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.launch.agent.ledger import GpuLedger
-from envpipe_megatron.launch.agent.prometheus import MetricsError, serve_metrics
+from envpipe_megatron.launch.agent.prometheus import serve_metrics
 from envpipe_megatron.launch.node import NodeSettings
 
 LONG_S = 20.0
@@ -172,13 +173,13 @@ def test_figures_are_told_to_this_machine_alone_unless_asked_for(node):
 def test_a_port_that_is_taken_is_an_error_that_names_it(node):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(MetricsError, match=rf"127\.0\.0\.1:{port}.*--prometheus-port"):
+        with pytest.raises(EnvPipeError, match=rf"127\.0\.0\.1:{port}.*--prometheus-port"):
             serve_metrics(node.agent, "127.0.0.1", port)
 
 
 @pytest.mark.parametrize("address", ["203.0.113.1", "no such host.invalid"])
 def test_an_address_that_is_not_this_machines_is_an_error(node, address):
-    with pytest.raises(MetricsError, match=f"{address}.*--prometheus-address"):
+    with pytest.raises(EnvPipeError, match=f"{address}.*--prometheus-address"):
         serve_metrics(node.agent, address, 0)
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from agent_ranks import Nodes
 
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.guard.messages import GuardError, send
 from envpipe_megatron.launch import node
 from envpipe_megatron.launch.agent import prometheus
-from envpipe_megatron.launch.agent.prometheus import MetricsError
 from envpipe_megatron.launch.bill import report as bill_report
 from envpipe_megatron.launch.node import NodeSettings, run_node
 from envpipe_megatron.launch.signals import Signals
@@ -215,7 +215,7 @@ def test_one_file_that_cannot_be_written_spoils_no_other(nodes, train, output, c
 
 
 def test_a_start_that_fails_is_no_lost_node(nodes, train, output, caplog):
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(MetricsError):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(EnvPipeError):
         train(nodes, prometheus_port=taken.getsockname()[1])
     assert notes(output) == ["begun", "ended"]
     assert exit_codes(output) == [1]

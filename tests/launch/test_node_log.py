@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from energy_lines import window
 
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import read_energy_logs
-from envpipe_megatron.launch.agent.node_log import NodeLog, NodeLogError
+from envpipe_megatron.launch.agent.node_log import NodeLog
 from envpipe_megatron.launch.bill.bill import bill_of
 
 
@@ -101,7 +102,7 @@ def test_a_torn_first_line_costs_no_identity(tmp_path, torn):
 def test_a_second_agent_is_refused_and_the_first_goes_on(tmp_path):
     log = NodeLog(tmp_path, "n0")
     files = open_files()
-    with pytest.raises(NodeLogError, match=r"energy-n0\.jsonl.*--node-name"):
+    with pytest.raises(EnvPipeError, match=r"energy-n0\.jsonl.*--node-name"):
         NodeLog(tmp_path, "n0")
     assert open_files() == files
     other = NodeLog(tmp_path, "n1")
@@ -125,7 +126,7 @@ def test_a_second_agent_is_refused_in_another_process_until_the_first_has_died(t
     ) as process:
         assert process.stdout is not None
         identity = process.stdout.readline().strip()
-        with pytest.raises(NodeLogError):
+        with pytest.raises(EnvPipeError):
             NodeLog(tmp_path, "n0")
         process.kill()
     log = NodeLog(tmp_path, "n0")

@@ -13,11 +13,11 @@ import click
 
 from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FOLDER, Finite
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.launch.looking import look
 from envpipe_megatron.launch.nodes.hostfile import read_hostfile
 from envpipe_megatron.launch.nodes.processes import NodeProcess, run_nodes
 from envpipe_megatron.launch.nodes.ssh import carried_environment, ssh_command
 from envpipe_megatron.launch.torchrun.command_line import CommandLine, read, split
+from envpipe_megatron.launch.torchrun.looking import look
 from envpipe_megatron.launch.torchrun.options import (
     TorchrunOptions,
     options_here,

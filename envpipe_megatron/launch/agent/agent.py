@@ -52,7 +52,7 @@ class NodeAgent:
         on_lines: called with the job's bill after lines were added to it, on the agent of rank 0.
 
     Raises:
-        NodeLogError: another agent writes this node's log.
+        EnvPipeError: another agent writes this node's log.
         OSError: the log or the socket cannot be made.
     """
 

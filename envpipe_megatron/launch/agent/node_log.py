@@ -17,10 +17,6 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import BEGUN, ENDED, NOTE_FORMAT, append_line
 
 
-class NodeLogError(EnvPipeError):
-    """An energy log that cannot be this node's."""
-
-
 class NodeLog:
     """`energy-<node>.jsonl`, appended to; an earlier start's lines stay, and its bill goes on.
 
@@ -35,7 +31,7 @@ class NodeLog:
         identity: tells this file from another of a node of the same name; its first note keeps it.
 
     Raises:
-        NodeLogError: another agent writes it.
+        EnvPipeError: another agent writes it.
         OSError: it cannot be written.
     """
 
@@ -49,7 +45,7 @@ class NodeLog:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(self._lock)
-            raise NodeLogError(
+            raise EnvPipeError(
                 "Another agent writes this energy log",
                 value=str(self.path),
                 remedy="Give each job an --output of its own, and each agent of one machine a "

@@ -15,10 +15,6 @@ from envpipe_megatron.launch.agent.agent import NodeAgent
 _LABELS = ("node", "gpu", "gpu_uid", "rank", "stage")
 
 
-class MetricsError(EnvPipeError):
-    """Figures that cannot be told where they were asked for."""
-
-
 class _NodeMetrics(Collector):
     """Reads the GPUs when it is asked."""
 
@@ -53,14 +49,14 @@ def serve_metrics(agent: NodeAgent, address: str, port: int) -> Callable[[], Non
     """Tell a node's figures by HTTP; return what ends that.
 
     Raises:
-        MetricsError: the port is taken, or the address is not this machine's.
+        EnvPipeError: the port is taken, or the address is not this machine's.
     """
     registry = CollectorRegistry()
     registry.register(_NodeMetrics(agent))
     try:
         server, _ = start_http_server(port, address, registry)
     except OSError as error:
-        raise MetricsError(
+        raise EnvPipeError(
             f"Prometheus' figures cannot be told there: {error.strerror}",
             value=f"{address}:{port}",
             remedy="Give another --prometheus-port or --prometheus-address.",
