@@ -8,12 +8,12 @@ to a guard:
     rank  -> agent   {"op": "collect", "host": ...}       asked of the agent of rank 0 alone
     agent -> rank    {"event": "collecting", "endpoint": {"host": ..., "port": ..., "token": ...}}
     rank  -> agent   {"op": "send_to", "endpoint": ...}   where the job's energy is added up
-    rank  -> agent   {"op": "window", "line": ...}        a line of the energy log
-    rank  -> agent   {"op": "job", "facts": ...}          what the job tells of itself
+    rank  -> agent   {"op": "window", "line": ...}        a line of the energy log, and the counter
+    rank  -> agent   {"op": "job", "facts": ...}          what the job says of itself
     rank  -> agent   {"op": "bye"}                        training is over on this GPU
 
 No rank ever waits for its agent once training has begun: what does not fit into the socket's buffer
-is dropped and told of, and the agent bills that time all the same, though not as training.
+is dropped with a message, and the agent bills that time all the same, though not as training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -42,49 +42,49 @@ class AgentLink:
     """A connection to the node's agent. Made by `connect_to_agent`.
 
     Args:
-        connection: on which the agent has said welcome.
-        node: as the agent calls this one.
+        connection: to the agent.
     """
 
-    def __init__(self, connection: socket.socket, node: str) -> None:
-        self.node = node
+    def __init__(self, connection: socket.socket) -> None:
+        #: As the agent calls this node.
+        self.node = ""
         self._connection = connection
         self._failing = False
 
-    def collector(self, host: str) -> Any:
-        """Have the agent add the job's energy up; return where others send theirs.
-
-        Raises:
-            OSError: the agent is gone or silent.
-        """
-        answer = _ask(self._connection, {"op": "collect", "host": host})
-        return answer.get("endpoint")
-
-    def send_to(self, endpoint: Any) -> None:
-        """Tell the agent where the job's energy is added up."""
-        self._tell({"op": "send_to", "endpoint": endpoint})
-
     def window(self, line: Mapping[str, Any]) -> None:
-        """Pass a line of the energy log on."""
-        self._tell({"op": "window", "line": line})
+        """Send a line of the energy log."""
+        self.tell({"op": "window", "line": line})
 
     def job(self, facts: Mapping[str, Any]) -> None:
-        """Pass on what the job tells of itself."""
-        self._tell({"op": "job", "facts": facts})
+        """Send what the job says of itself."""
+        self.tell({"op": "job", "facts": facts})
 
     def close(self) -> None:
         """Training is over on this GPU; safe to call twice."""
         if self._connection.fileno() >= 0:
-            self._tell({"op": "bye"})
+            self.tell({"op": "bye"})
             self._connection.close()
 
-    def _tell(self, message: Mapping[str, Any]) -> None:
+    def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a message, and wait for the answer.
+
+        Raises:
+            OSError: the agent is gone or silent.
+        """
+        send(self._connection, message)
+        answer = receive(self._connection)
+        if answer is None:
+            raise ConnectionError("it hung up")
+        return answer
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Send a message, or drop it where the agent is slow or gone; never waits."""
         try:
             self._connection.setblocking(False)
             send(self._connection, message)
             self._failing = False
         except (OSError, TypeError, ValueError) as error:  # facts may be none of JSON's
-            if not self._failing:  # told once while it lasts
+            if not self._failing:  # said once while it lasts
                 logger.error("The node's agent does not take %s: %s", message["op"], error)
             self._failing = True
 
@@ -100,19 +100,20 @@ def connect_to_agent(
         collectives: to all ranks, by which they learn where their agents send what they meter.
 
     Returns:
-        None on a node without an agent, or with one that does not answer, which is told of.
+        None on a node without an agent, or with one that does not answer, which is logged.
     """
     path = os.environ.get(AGENT_VARIABLE)
     link = _connected(path, gpu, labels) if path else None
     endpoint: Any = None
     if link is not None and collectives.is_planner:
-        with _told("adds nothing up"):
-            endpoint = link.collector(os.environ.get("MASTER_ADDR", ""))
+        with _logged("adds nothing up"):
+            host = os.environ.get("MASTER_ADDR", "")
+            endpoint = link.ask({"op": "collect", "host": host}).get("endpoint")
     billed = None if link is None else (link.node, gpu.address.uid)
-    known = collectives.from_planner(endpoint)
+    endpoint = collectives.from_planner(endpoint)
     gpus = list(chain.from_iterable(collectives.all_to_planner(billed)))
-    if link is not None and known is not None:
-        link.send_to(known)
+    if link is not None and endpoint is not None:
+        link.tell({"op": "send_to", "endpoint": endpoint})
     if link is not None and collectives.is_planner:
         # Ranks may share a GPU. What no agent bills is missing from the job's bill.
         link.job({"num_gpus": len(set(gpus) - {None}) + gpus.count(None)})
@@ -122,24 +123,18 @@ def connect_to_agent(
 def _connected(path: str, gpu: Gpu, labels: Mapping[str, object]) -> AgentLink | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     hello = {**labels, "op": "hello", "backend": gpu.address.backend, "gpu_uid": gpu.address.uid}
-    with _told("does not answer, so this rank writes its own energy log"):
+    with _logged("does not answer, so this rank writes its own energy log"):
         connection.settimeout(_ANSWER_S)
         connection.connect(path)
-        return AgentLink(connection, str(_ask(connection, hello).get("node")))
+        link = AgentLink(connection)
+        link.node = str(link.ask(hello).get("node"))
+        return link
     connection.close()
     return None
 
 
-def _ask(connection: socket.socket, message: Mapping[str, Any]) -> dict[str, Any]:
-    send(connection, message)
-    answer = receive(connection)
-    if answer is None:
-        raise ConnectionError("it hung up")
-    return answer
-
-
 @contextlib.contextmanager
-def _told(what: str) -> Any:
+def _logged(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, GuardError) as error:

@@ -67,15 +67,7 @@ class TimelineLog:
         executed: list[str],
         frequencies_mhz: list[int] | None,
     ) -> None:
-        """An iteration has run; returns at once.
-
-        Args:
-            phase: of the iteration.
-            iteration: its number in the job.
-            record: what this stage measured.
-            executed: the units as plans write them, in the order in which they ran.
-            frequencies_mhz: what was requested for each; None where no clock is controlled.
-        """
+        """An iteration has run; returns at once. `timeline_line` has the arguments."""
         index = self._seen[phase]
         self._seen[phase] += 1
         if self._append is None or not is_recorded(phase, index):
@@ -141,7 +133,16 @@ def timeline_line(
     executed: list[str],
     frequencies_mhz: list[int] | None,
 ) -> dict[str, Any]:
-    """One iteration of one rank, as `timeline_file` tells; `TimelineLog.add` has the arguments."""
+    """One iteration of one rank, in the format of `formats.timeline`.
+
+    Args:
+        labels: what every line says of this rank's GPU.
+        phase: of the iteration.
+        iteration: its number in the job.
+        record: what this stage measured.
+        executed: the units as plans write them, in the order in which they ran.
+        frequencies_mhz: what was requested for each; None where no clock is controlled.
+    """
     start_us, end_us = (
         np.rint(1e6 * times_s).astype(np.int64).tolist()
         for times_s in (record.start_s, record.end_s)

@@ -121,7 +121,7 @@ def pair() -> Iterator[tuple[AgentLink, socket.socket]]:
     """A link, and the agent's end of it, which reads when the test does."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     there.settimeout(LONG_S)
-    link = AgentLink(here, "n0")
+    link = AgentLink(here)
     yield link, there
     link.close()
     there.close()
@@ -266,7 +266,7 @@ def test_an_agent_that_dies_holds_up_no_training(pair, caplog):
     agent.close()
     for _ in range(100):
         link.window({})
-        link.send_to(ENDPOINT)
+        link.job({})
     link.close()
     assert caplog.text.count("does not take") == 1
 
