@@ -204,13 +204,6 @@ def test_a_rank_whose_gpu_cannot_be_billed_is_told_so(nodes, bad, caplog):
     nodes.rank(agent, gpu).say_hello().bye()
 
 
-def test_a_hello_without_a_gpu_is_hung_up_on(nodes):
-    agent, gpu = nodes.agent(), nodes.gpu()
-    rank = nodes.rank(agent, gpu)
-    send(rank.connection, {"op": "hello", "backend": "emulated"})
-    assert rank.is_hung_up()
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
 def test_another_user_is_not_served(nodes):
     """Though file permissions would let it in."""
@@ -317,15 +310,39 @@ def test_a_full_disk_is_told_once_and_its_energy_is_billed_later(nodes, monkeypa
             filled.setattr(node_log, "append_line", full)
             for iteration in range(3):
                 rank.train(iteration)
-                gpu.advance_to(gpu.time_s() + 0.2)
                 assert tried.acquire(timeout=LONG_S)
         rank.train(3)
-        gpu.advance_to(gpu.time_s() + 0.2)
         until(lambda written=2 * times: len(lines(agent)) > written)
         assert caplog.text.count("cannot take a line") == times
     rank.bye()
     assert agent.wait_until_none_is_connected(LONG_S)
     assert bill(agent).total().energy_j == pytest.approx(nodes.counted_j(gpu), rel=1e-12)
+
+
+def test_what_no_window_has_for_long_is_billed_while_the_rank_goes_on(nodes, monkeypatch):
+    """An evaluation, of which a node that is lost would otherwise leave nothing."""
+    monkeypatch.setattr(agent_module, "_TICK_S", 0.01)
+    agent, gpu = nodes.agent(), nodes.gpu()
+    nodes.rank(agent, gpu).say_hello()
+    gpu.advance_to(gpu.time_s() + 301)
+    until(lambda: kinds(agent) == ["begun", "between"])
+    assert agent.connected()
+    assert bill(agent).total().energy_j == pytest.approx(nodes.counted_j(gpu), rel=1e-12)
+
+
+def test_a_driver_that_hangs_holds_no_end_up(nodes, monkeypatch):
+    monkeypatch.setattr(agent_module, "_READ_S", 0.01)
+    agent, gpu = nodes.agent(), nodes.gpu()
+    rank = nodes.rank(agent, gpu).say_hello()
+    goes_on = threading.Event()
+    (ledger,) = agent.ledgers()
+    monkeypatch.setattr(ledger.gpu, "read_energy", lambda: goes_on.wait(LONG_S))
+    rank.train(0)
+    rank.bye()
+    agent.finish(1, 0.0)
+    agent.close()
+    goes_on.set()
+    assert kinds(agent) == ["begun", "steady", "ended"]
 
 
 # The end -------------------------------------------------------------------------------------
@@ -421,22 +438,25 @@ def test_an_agent_that_cannot_be_made_leaves_nothing_behind(nodes):
 # The job's bill ------------------------------------------------------------------------------
 
 
-def collect(rank: Rank) -> dict[str, Any]:
-    send(rank.connection, {"op": "collect", "host": "localhost"})
-    answer = receive(rank.connection)
-    assert answer is not None
+def two_nodes(nodes, **options: Any) -> tuple[NodeAgent, NodeAgent, list[Rank]]:
+    """Agents `a` and `b`, each with a rank and a GPU; that of `a` collects."""
+    a, b = nodes.agent("a", **options), nodes.agent("b")
+    ranks = [nodes.rank(agent, nodes.gpu(i), i).say_hello() for i, agent in enumerate((a, b))]
+    send_to_first(ranks)
+    return a, b, ranks
+
+
+def send_to_first(ranks: list[Rank]) -> None:
+    answer = ranks[0].ask({"op": "collect", "host": "localhost"})
     assert answer["event"] == "collecting"
-    return answer["endpoint"]
+    for rank in ranks:
+        send(rank.connection, {"op": "send_to", "endpoint": answer["endpoint"]})
 
 
 def test_the_agent_of_rank_0_gets_the_jobs_bill(nodes):
     told: list[float] = []
-    a = nodes.agent("a", on_lines=lambda bill: told.append(bill.total().energy_j))
-    b, gpus = nodes.agent("b"), [nodes.gpu(0), nodes.gpu(1)]
-    ranks = [nodes.rank(agent, gpus[i], i).say_hello() for i, agent in enumerate((a, b))]
-    endpoint = collect(ranks[0])
+    a, b, ranks = two_nodes(nodes, on_lines=lambda bill: told.append(bill.total().energy_j))
     for rank in ranks:
-        send(rank.connection, {"op": "send_to", "endpoint": endpoint})
         for iteration in range(3):
             rank.train(iteration)
         rank.bye()
@@ -447,17 +467,14 @@ def test_the_agent_of_rank_0_gets_the_jobs_bill(nodes):
     assert (b.bill, b.trouble, a.trouble) == (None, "", "")
     assert a.bill is not None
     assert a.bill.total() == bill(a, b).total()
-    assert a.bill.total().energy_j == pytest.approx(nodes.counted_j(*gpus), rel=1e-12)
+    counted_j = nodes.counted_j(*(rank.gpu for rank in ranks))
+    assert a.bill.total().energy_j == pytest.approx(counted_j, rel=1e-12)
     assert a.bill.missing() == []
     assert told[-1] == a.bill.total().energy_j
 
 
 def test_a_node_that_does_not_end_is_named(nodes):
-    a, b, gpus = nodes.agent("a"), nodes.agent("b"), [nodes.gpu(0), nodes.gpu(1)]
-    ranks = [nodes.rank(agent, gpus[i], i).say_hello() for i, agent in enumerate((a, b))]
-    endpoint = collect(ranks[0])
-    for rank in ranks:
-        send(rank.connection, {"op": "send_to", "endpoint": endpoint})
+    a, b, _ = two_nodes(nodes)
     until(lambda: a.bill is not None and "b" in a.bill.nodes)
     b.close()  # as by a kill, but for its ranks' lines
     assert a.finish(0, 0.05) == ["b"]
@@ -467,11 +484,7 @@ def test_a_node_that_does_not_end_is_named(nodes):
 
 def test_a_bill_that_is_shown_stays_as_it_is(nodes):
     """Though a node that was late goes on."""
-    a, b, gpus = nodes.agent("a"), nodes.agent("b"), [nodes.gpu(0), nodes.gpu(1)]
-    ranks = [nodes.rank(agent, gpus[i], i).say_hello() for i, agent in enumerate((a, b))]
-    endpoint = collect(ranks[0])
-    for rank in ranks:
-        send(rank.connection, {"op": "send_to", "endpoint": endpoint})
+    a, b, ranks = two_nodes(nodes)
     until(lambda: a.bill is not None and "b" in a.bill.nodes)
     assert a.finish(0, 0.05) == ["b"]
     assert a.bill is not None
@@ -485,21 +498,19 @@ def test_a_bill_that_is_shown_stays_as_it_is(nodes):
 
 def test_where_the_job_goes_on_with_another_rank_0_one_agent_has_the_bill(nodes):
     """The former one neither waits for others nor writes a bill of its own."""
-    a, b, gpus = nodes.agent("a"), nodes.agent("b"), [nodes.gpu(0), nodes.gpu(1)]
+    a, b, ranks = two_nodes(nodes)
     for first, second in ((a, b), (b, a)):
-        ranks = [
-            nodes.rank(first, gpus[first is b], 0).say_hello(),
-            nodes.rank(second, gpus[second is b], 1).say_hello(),
-        ]
-        endpoint = collect(ranks[0])
         for rank in ranks:
-            send(rank.connection, {"op": "send_to", "endpoint": endpoint})
             rank.train(0)
             rank.bye()
         for agent in (a, b):
             assert agent.wait_until_none_is_connected(LONG_S)
         assert first.bill is not None
         assert second.bill is None
+        if first is a:
+            gpus = [rank.gpu for rank in ranks]
+            ranks = [nodes.rank(b, gpus[1], 0).say_hello(), nodes.rank(a, gpus[0], 1).say_hello()]
+            send_to_first(ranks)
     begin_s = time.monotonic()
     assert a.finish(0, 3 * LONG_S) == []
     assert b.finish(0, 3 * LONG_S) == []
@@ -510,14 +521,11 @@ def test_where_the_job_goes_on_with_another_rank_0_one_agent_has_the_bill(nodes)
 
 
 def test_a_collector_that_is_gone_is_told_of(nodes):
-    a, b, gpus = nodes.agent("a"), nodes.agent("b"), [nodes.gpu(0), nodes.gpu(1)]
-    ranks = [nodes.rank(agent, gpus[i], i).say_hello() for i, agent in enumerate((a, b))]
-    endpoint = collect(ranks[0])
+    a, b, ranks = two_nodes(nodes)
     a.close()
-    send(ranks[1].connection, {"op": "send_to", "endpoint": endpoint})
     ranks[1].train(0)
     ranks[1].bye()
     b.finish(0, 0.1)
     assert b.trouble
     assert kinds(b)[-1] == "ended"
-    assert b.ledgers()[0].energy_j == pytest.approx(nodes.counted_j(gpus[1]), rel=1e-12)
+    assert b.ledgers()[0].energy_j == pytest.approx(nodes.counted_j(ranks[1].gpu), rel=1e-12)
