@@ -269,7 +269,7 @@ _EXISTING = click.Path(exists=True, path_type=Path, resolve_path=True)
     help="Processes that tokenize.",
 )
 def main(**options: Any) -> None:
-    """Prepare, and tell errors that the user can mend in a line."""
+    """Prepare; errors that the user can correct are printed as one line."""
     try:
         arguments = prepare(Job(**options))
     except EnvPipeError as error:

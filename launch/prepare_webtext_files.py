@@ -322,7 +322,7 @@ def write_index(path: Path, index: Index) -> None:
 
 
 def check_tokens(prefix: Path, num_documents: int, end_of_document: int) -> int:
-    """Check that tokens and index are whole, and mend an index that leaves out documents' ends.
+    """Check that tokens and index are whole, and repair an index that leaves out documents' ends.
 
     Megatron-DeepSpeed (4efb479) appends the end to each document's tokens and does not count it in
     the document's length: the n-th document would begin n tokens too early.

@@ -244,7 +244,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Train, and tell errors that the user can mend in a line."""
+    """Train; errors that the user can correct are printed as one line."""
     args = parse()
     try:
         train(args)

@@ -2,8 +2,8 @@
 
 `ForwardBackward` has the signature of megatron-core's forward-backward functions (0.16 to 0.19)
 and does what they do around the units (gradient synchronisation, finalising, timers, deallocation).
-The units run by megatron-core's own `forward_step` and `backward_step`; which comes when is the
-schedule's affair. With chunks, two overlaps differ, not the result: gradients that a
+The units run by megatron-core's own `forward_step` and `backward_step`; the
+schedule says which comes when. With chunks, two overlaps differ, not the result: gradients that a
 `grad_sync_func` reduces are reduced after the last unit, and parameters are gathered by the
 reducer's own hooks, without `param_sync_func`.
 """

@@ -26,7 +26,7 @@ def above_one(*names: str) -> Asks:
 
 
 def frees_while_training(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torch's allocator is told to give memory back at any time.
+    """Whether torch's allocator may give memory back at any time.
 
     That waits for all that the device does, and so for a posted receive whose sender may be waiting
     for this stage: both would hang.

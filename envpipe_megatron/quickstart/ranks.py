@@ -56,7 +56,7 @@ def started_ranks(
     rank_pids: Iterable[int],
 ) -> Iterator[subprocess.Popen[str]]:
     """The ranks under torchrun; when left, none runs any more and all clocks are reset."""
-    # A session of its own: Ctrl-C reaches this process alone, which then stops the ranks in order.
+    # Its own session: Ctrl-C reaches this process alone, which then stops the ranks in order.
     ranks = subprocess.Popen(
         command,
         env=environment,

@@ -47,9 +47,9 @@ class Progressed:
 
     #: For each run, its iterations in order: phase, loss, times.
     iterations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    #: For each finished run, what it came to.
+    #: For each finished run, its result.
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
-    #: The process of each rank, which leads a session of its own.
+    #: The process of each rank, which leads its own session.
     rank_pids: list[int] = field(default_factory=list)
 
 

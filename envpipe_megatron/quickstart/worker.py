@@ -54,7 +54,7 @@ class QuickstartRank:
         self.losses: dict[str, list[list[float]]] = {}
 
     def train(self, run: str, policy: str, schedule: str, reconfigure: str) -> None:
-        """Train one run, and emit what it came to."""
+        """Train one run, and emit its result."""
         settings = self.settings
         model = quickstart_model.build_model(settings)
         optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)

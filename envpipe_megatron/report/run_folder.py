@@ -42,7 +42,7 @@ class RunFolder:
         summary: `summary.json` of a job or quickstart.
         job: `job.json`, which outlives a killed job.
         bill: `bill.json` of the launcher.
-        missing: what is not there or cannot be read, and what the report lacks for it.
+        missing: what is not there or cannot be read, and what the report misses for it.
     """
 
     path: Path
@@ -161,7 +161,7 @@ def _is_energy_log(file: Path, missing: list[str]) -> bool:
     try:
         read_energy_logs([file])
     except EnergyFileError:
-        missing.append(f"{file.name}: not a line of it can be read, and its energies lack")
+        missing.append(f"{file.name}: no line of it can be read, and its energies are missing")
         return False
     return True
 
@@ -181,7 +181,7 @@ def _profile(path: Path, missing: list[str]) -> Profile | None:
     try:
         return read_profile(file)
     except EnvPipeError as error:
-        missing.append(f"profile.csv is of no use: {error}")
+        missing.append(f"profile.csv cannot be used: {error}")
         return None
 
 
@@ -191,12 +191,12 @@ def _plan(path: Path, profile: Profile | None, missing: list[str]) -> Plan | Non
         missing.append("plan.json: no planned clocks, and energy is not split into shares")
         return None
     if profile is None:
-        missing.append("plan.json is of no use without the profile that prices it")
+        missing.append("plan.json cannot be used without its profile")
         return None
     try:
         return read_plan(file, profile)
     except EnvPipeError as error:
-        missing.append(f"plan.json is of no use: {error}")
+        missing.append(f"plan.json cannot be used: {error}")
         return None
 
 
@@ -216,7 +216,7 @@ def _clocks(path: Path, missing: list[str]) -> tuple[dict[str, Any], ...]:
 
 
 def _object(path: Path, lacking: str, missing: list[str]) -> dict[str, Any] | None:
-    """A JSON object; what is `lacking` without it is told where that says anything."""
+    """A JSON object; without it, `lacking` says what the report misses, if anything."""
     if not path.exists():
         if lacking:
             missing.append(f"{path.name}: {lacking}")

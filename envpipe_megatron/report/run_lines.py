@@ -34,7 +34,7 @@ class RunLines:
 def of_present_job(lines: RunLines, job: Mapping[str, Any]) -> RunLines:
     """Without the lines of earlier jobs: `job`, of `job.json`, has the present one's starts.
 
-    Lines whose run names no start are kept, and so are all of them where no starts are told.
+    Lines whose run names no start are kept; all are kept where `job` names no starts.
     """
     told = job.get("starts")
     if not isinstance(told, list) or not told:

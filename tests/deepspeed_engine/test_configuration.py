@@ -186,7 +186,7 @@ def test_an_engine_of_another_class_keeps_it() -> None:
 
     engine = an_engine()
     engine.__class__ = Own
-    with pytest.raises(UnsupportedEngineError, match="class of its own"):
+    with pytest.raises(UnsupportedEngineError, match="engine of another class"):
         check_engine(engine)
 
 

@@ -25,8 +25,8 @@ _OPTIONS = (
         "--use",
         type=click.Choice(list(SIDECAR_FIELDS)),
         multiple=True,
-        help="Take this, too, from the profile's sidecar; repeat for more. The latency is taken "
-        "unasked where it is known.",
+        help="Take this, too, from the profile's sidecar; repeat for more. The latency is "
+        "always taken where it is known.",
     ),
     click.option(
         "--p2p-latency",

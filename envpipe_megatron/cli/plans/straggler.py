@@ -32,8 +32,7 @@ from envpipe_megatron.formats.frontier import read_frontier
 @click.option(
     "--factor",
     type=Finite(min=1),
-    help="The slower replica takes so many times as long as the framework's own order at the "
-    "highest clocks.",
+    help="Time of the slower replica over that of the framework's own order at the highest clocks.",
 )
 @click.option(
     "--time", "time_s", type=Finite(min=0, min_open=True),

@@ -61,7 +61,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             EnvPipeError: a neighbour is gone, or the job changed its shape.
         """
         session = self._job.session
-        if self._runs_own_step:  # at the highest clock, whatever was asked for last
+        if self._runs_own_step:  # at the highest clock
             session.pause()
         session.begin_step(self.global_steps)
         try:
@@ -313,7 +313,7 @@ def check_engine(engine: PipelineEngine) -> None:
         UnsupportedEngineError: naming it.
     """
     not_run = {
-        f"an engine of a class of its own ({type(engine).__name__})": (
+        f"an engine of another class ({type(engine).__name__})": (
             type(engine) is not PipelineEngine
         ),
         "a pipeline of one stage": engine.num_stages < 2,

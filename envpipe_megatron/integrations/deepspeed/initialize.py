@@ -41,7 +41,7 @@ def initialize(
     Args:
         arguments: those of `deepspeed.initialize`.
         envpipe: options by name (`{"type": "envelope", "scheduling": "ours", "reconfig":
-            "balanced"}`), which go before those of the block; True for what goes without saying;
+            "balanced"}`), which go before those of the block; True for the defaults;
             False to train without EnvPipe whatever the block says.
         named: those of `deepspeed.initialize`.
 

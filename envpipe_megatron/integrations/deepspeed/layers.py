@@ -1,6 +1,6 @@
 """The layers of Transformers, in pure torch and in any data type; `models` makes lists of them.
 
-Each draws its weights from a seed of its own, whatever was built before it.
+Each draws its weights from its own seed, so they do not depend on what was built before.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class LlamaBlock(nn.Module):
 
 
 class LlamaHead(nn.Linear):
-    """From hidden states to logits, with weights of its own."""
+    """From hidden states to logits, with its own weights."""
 
     def __init__(self, shape: TransformerShape, seed: int) -> None:
         super().__init__(shape.hidden_size, shape.vocabulary_size, bias=False, device="meta")

@@ -49,7 +49,7 @@ def gpt2_layers(shape: TransformerShape, seed: int = 1234) -> list[LayerSpec]:
 
 
 def llama_layers(shape: TransformerShape, seed: int = 1234) -> list[LayerSpec]:
-    """Llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention, a head of its own.
+    """Llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention, an untied head.
 
     Args:
         shape: its sizes.

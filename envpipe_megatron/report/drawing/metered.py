@@ -35,7 +35,7 @@ from envpipe_megatron.report.drawing.style import (
 )
 from envpipe_megatron.report.facts import StageFacts
 
-#: Colours of phases, in the order in which a job comes to them.
+#: Colours of phases, in a job's order.
 _PHASE_COLOURS = dict(zip(PHASES, (GREY, ORANGE, SKY, PURPLE, YELLOW, GREEN, GREY), strict=True))
 #: With more GPUs, lines of power would hide each other.
 MOST_LINES = 8
@@ -113,7 +113,7 @@ def _series_of(run: str, windows: Sequence[EnergyWindow]) -> StepSeries:
 
 
 def _phase_spans(windows: Sequence[EnergyWindow]) -> tuple[tuple[str, int, int], ...]:
-    """The phases as one rank came to them, and their iterations."""
+    """The phases in one rank's order, and their iterations."""
     own = sorted(
         (w.first_iteration or 0, w.last_iteration or 0, w.phase)
         for w in windows

@@ -141,7 +141,7 @@ def test_a_page_needs_no_other_file_and_its_names_are_its_own(killed):
 
 
 def test_what_is_missing_is_named_and_nothing_fails_for_it(killed):
-    for name in ("profile.csv is of no use", "plan.json", "clocks.jsonl", "summary.json"):
+    for name in ("profile.csv cannot be used", "plan.json", "clocks.jsonl", "summary.json"):
         assert f"Missing: {name}" in killed[0], name
     assert "1 torn or foreign lines" in killed[0]
     assert "whole warm-up stands in" in (killed[1] / "summary.md").read_text()
