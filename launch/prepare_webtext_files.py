@@ -264,20 +264,19 @@ class Index:
     """An index of tokens (.idx), as Megatron-LM and Megatron-DeepSpeed write it.
 
     Attributes:
-        type_number: that of the tokens' type.
+        content: of the file; the arrays are views of it.
+        token_type: type of the tokens.
         lengths: tokens of each sequence, shape (sequences,).
+        starts: the first byte of each sequence, shape (sequences,).
         documents: the first sequence of each document, and one behind the last, shape
             (documents + 1,).
     """
 
-    type_number: int
+    content: bytearray
+    token_type: np.dtype[Any]
     lengths: np.ndarray
+    starts: np.ndarray
     documents: np.ndarray
-
-    @property
-    def token_type(self) -> np.dtype[Any]:
-        """Type of the tokens."""
-        return _TOKEN_TYPES[self.type_number]
 
     @property
     def ends(self) -> np.ndarray:
@@ -291,34 +290,24 @@ def read_index(path: Path) -> Index:
     Raises:
         DataError: it is not one, or not whole.
     """
-    content = path.read_bytes()
-    header = np.frombuffer(content[: _HEADER.itemsize].ljust(_HEADER.itemsize, b"\0"), _HEADER)[0]
+    content = bytearray(path.read_bytes())
+    size = _HEADER.itemsize
+    header = np.frombuffer(content[:size].ljust(size, b"\0"), _HEADER)[0]
     sequences, documents = map(int, header["counts"])
-    lengths_at = _HEADER.itemsize
-    documents_at = lengths_at + (4 + 8) * sequences
     if (
         bytes(header["magic"]) != _MAGIC.rstrip(b"\0")
         or int(header["version"]) != _VERSION
         or int(header["type"]) not in _TOKEN_TYPES
-        or len(content) != documents_at + 8 * documents
+        or len(content) != size + (4 + 8) * sequences + 8 * documents
     ):
         raise DataError("Not a whole index of Megatron's", value=str(path))
     return Index(
-        int(header["type"]),
-        np.frombuffer(content, "<i4", sequences, lengths_at),
-        np.frombuffer(content, "<i8", documents, documents_at),
+        content,
+        _TOKEN_TYPES[int(header["type"])],
+        np.frombuffer(content, "<i4", sequences, size),
+        np.frombuffer(content, "<i8", sequences, size + 4 * sequences),
+        np.frombuffer(content, "<i8", documents, size + (4 + 8) * sequences),
     )
-
-
-def write_index(path: Path, index: Index) -> None:
-    """Write an index."""
-    header = np.zeros((), _HEADER)
-    header["magic"], header["version"], header["type"] = _MAGIC, _VERSION, index.type_number
-    header["counts"] = len(index.lengths), len(index.documents)
-    starts = (index.ends - index.lengths) * index.token_type.itemsize
-    parts = (header, index.lengths.astype("<i4"), starts.astype("<i8"), index.documents)
-    with written_beside(path) as draft:
-        draft.write_bytes(b"".join(part.tobytes() for part in parts))
 
 
 def check_tokens(prefix: Path, num_documents: int, end_of_document: int) -> int:
@@ -340,10 +329,13 @@ def check_tokens(prefix: Path, num_documents: int, end_of_document: int) -> int:
     index = read_index(idx)
     if len(index.documents) != num_documents + 1:
         raise DataError(f"{idx}: {len(index.documents) - 1} documents, and {num_documents} went in")
-    num_tokens, rest = divmod(bin_.stat().st_size, index.token_type.itemsize)
+    token_bytes = index.token_type.itemsize
+    num_tokens, rest = divmod(bin_.stat().st_size, token_bytes)
     if num_tokens == int(index.lengths.sum()) + len(index.lengths):
-        index = Index(index.type_number, index.lengths + 1, index.documents)
-        write_index(idx, index)
+        index.lengths[:] += 1
+        index.starts[:] = (index.ends - index.lengths) * token_bytes
+        with written_beside(idx) as draft:
+            draft.write_bytes(index.content)
     if rest or num_tokens != int(index.lengths.sum()):
         raise DataError(f"{bin_}: {num_tokens} tokens, and {int(index.lengths.sum())} in the index")
     tokens = np.memmap(bin_, index.token_type, "r")
