@@ -95,29 +95,16 @@ class Patch:
 
 
 def patches_folder() -> Path:
-    """Return the folder of the patches: in the installed package, or else in the checkout.
-
-    Raises:
-        PatchError: neither exists.
-    """
+    """Return the folder of the patches: in the installed package, or else in the checkout."""
     package = Path(__file__).resolve().parents[1]
-    for folder in (package / "patches", package.parent / "patches"):
-        if folder.is_dir():
-            return folder
-    raise PatchError(
-        "The patches are missing from this installation",
-        value=str(package),
-        remedy="Reinstall envpipe-megatron",
-    )
+    installed = package / "patches"
+    return installed if installed.is_dir() else package.parent / "patches"
 
 
 def patch_file(patch: Patch) -> Path | None:
     """Return where a patch lies in this installation; None for one of another version's."""
-    try:
-        file = patches_folder() / patch.project / patch.tag / PATCH_NAME
-        return file if sha256(file.read_bytes()) == patch.sha256 else None
-    except (OSError, PatchError):
-        return None
+    file = patches_folder() / patch.project / patch.tag / PATCH_NAME
+    return file if file.is_file() and sha256(file.read_bytes()) == patch.sha256 else None
 
 
 def load_catalog(folder: Path | None = None) -> tuple[Patch, ...]:

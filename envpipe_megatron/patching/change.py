@@ -12,8 +12,8 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from envpipe_megatron.patching.catalog import Patch, load_catalog
 from envpipe_megatron.patching.checkout import (
@@ -28,14 +28,8 @@ from envpipe_megatron.patching.checkout import (
 from envpipe_megatron.patching.diff import PatchError
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What `apply` or `revert` did.
-
-    Attributes:
-        found: the checkout before.
-        files: what was changed, made or removed, in order; empty where nothing was to do.
-    """
+class Outcome(NamedTuple):
+    """The checkout before, and the files that were changed, made or removed, in order."""
 
     found: Checkout
     files: tuple[str, ...]

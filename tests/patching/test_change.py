@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 
 import pytest
 from patch_project import (
@@ -76,15 +75,6 @@ def test_git_apply_makes_the_same_bytes_and_is_known_and_reverted(checkout, cata
     # The other way round: what envpipe applied, git takes back.
     by_hand(other, catalog[0], "-R")
     assert look_at(other, catalog).tree is TreeState.STOCK
-
-
-def test_git_need_not_be_installed(checkout, catalog, monkeypatch, tmp_path):
-    cloned(checkout)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    before = snapshot(checkout)
-    apply_patch(checkout, catalog)
-    revert_patch(checkout, catalog)
-    assert snapshot(checkout) == before
 
 
 def test_the_second_time_does_nothing(checkout, catalog):
@@ -248,6 +238,10 @@ def test_a_record_that_outlived_its_patch_is_replaced(checkout, catalog, newer_c
     by_hand(checkout, catalog[0], "-R")
     found = look_at(checkout, newer_catalog)
     assert (found.tree, found.recorded) == (TreeState.STOCK, True)
+    assert revert_patch(checkout, newer_catalog).files == ()
+    assert not (checkout / RECORD_NAME).exists()
+    apply_patch(checkout, catalog)
+    by_hand(checkout, catalog[0], "-R")
     apply_patch(checkout, newer_catalog)
     assert look_at(checkout, newer_catalog).tree is TreeState.PATCHED
     # The same folder with another tag checked out.
@@ -399,12 +393,3 @@ def test_a_link_in_the_place_of_a_temporary_file_is_not_followed(checkout, catal
 def test_the_catalog_of_the_package_is_the_default(checkout):
     with pytest.raises(PatchError, match=r"no checkout of a supported project.*Megatron-LM"):
         apply_patch(checkout)
-
-
-def test_git_takes_the_patch_out_of_a_checkout_with_edits(checkout, catalog):
-    apply_patch(checkout, catalog)
-    edit(checkout, "untouched.txt", "as it is", "mine")
-    subprocess.run(["git", "apply", "-R"], input=catalog[0].text, cwd=checkout, check=True)
-    assert look_at(checkout, catalog).tree is TreeState.STOCK
-    assert revert_patch(checkout, catalog).files == ()
-    assert not (checkout / RECORD_NAME).exists()

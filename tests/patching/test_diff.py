@@ -18,7 +18,7 @@ def contents(draw):
     return text + b"\n" if draw(st.booleans()) else text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(contents(), contents())
 def test_a_diff_applies_reverts_and_fits_at_one_place_only(before, after):
     if before == after or not after:
