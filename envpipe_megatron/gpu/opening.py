@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from envpipe_megatron.gpu.backends.read_through import DryRunGpu, ReadOnlyGpu
 from envpipe_megatron.gpu.base import Gpu, GpuAddress, GpuError
 from envpipe_megatron.gpu.site import SiteConfig, read_site
 
@@ -34,25 +35,21 @@ def open_gpu(address: GpuAddress, site: SiteConfig | None = None) -> Gpu:
         )
     from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 
-    if site is None:
-        site = read_site()
+    site = site or read_site()
     gpu = NvmlGpu(address.uid, reset_range_mhz=site.reset_range_mhz)
-    if address.backend == "zeusd":
-        from envpipe_megatron.gpu.backends.zeusd import Zeusd, ZeusdGpu, zeusd_socket
+    match address.backend:
+        case "zeusd":
+            from envpipe_megatron.gpu.backends.zeusd import Zeusd, ZeusdGpu, zeusd_socket
 
-        return ZeusdGpu(gpu, gpu.pci_bus_id, Zeusd(zeusd_socket(site)), site.reset_range_mhz)
-    if address.backend == "command":
-        from envpipe_megatron.gpu.backends.command import CommandGpu
+            return ZeusdGpu(gpu, gpu.pci_bus_id, Zeusd(zeusd_socket(site)), site.reset_range_mhz)
+        case "command":
+            from envpipe_megatron.gpu.backends.command import CommandGpu
 
-        return CommandGpu(gpu, gpu.index, site)
-    if address.backend == "dry_run":
-        from envpipe_megatron.gpu.backends.read_through import DryRunGpu
-
-        return DryRunGpu(gpu)
-    if address.backend == "none":
-        from envpipe_megatron.gpu.backends.read_through import ReadOnlyGpu
-
-        return ReadOnlyGpu(gpu)
+            return CommandGpu(gpu, gpu.index, site)
+        case "dry_run":
+            return DryRunGpu(gpu)
+        case "none":
+            return ReadOnlyGpu(gpu)
     return gpu
 
 
