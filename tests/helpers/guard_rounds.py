@@ -264,7 +264,7 @@ def sigkill_of_everything(round_: Round) -> None:
         kill()
     for rank in ranks:
         rank.wait()
-    round_.await_guards()
+        rank.wait_for_guard()
     if round_.number % 4 < 2:
         undo_stale(open_gpu)
     else:

@@ -12,7 +12,6 @@ is not locked is stale: its guard died. Its rank may live on; then the rank itse
 
 import logging
 import os
-import pwd
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -22,11 +21,9 @@ from typing import Self
 
 from envpipe_megatron.gpu.base import Gpu, GpuAddress, GpuError
 from envpipe_megatron.gpu.guard.lease_file import (
-    LEASE_DIR_VARIABLE,
     LEASE_SUFFIX,
     PATH_BACKENDS,
     LeaseFile,
-    LeaseFolderError,
     LeaseRecord,
     lease_content,
     lease_name,
@@ -34,7 +31,6 @@ from envpipe_megatron.gpu.guard.lease_file import (
     opened_folder,
     opened_lease_folders,
     printable,
-    read_lease,
 )
 from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity
 
@@ -61,8 +57,8 @@ class Lease:
         path: its file.
     """
 
-    def __init__(self, path: Path, file: LeaseFile) -> None:
-        self.path = path
+    def __init__(self, file: LeaseFile) -> None:
+        self.path = file.path
         self._file = file
 
     @classmethod
@@ -100,9 +96,10 @@ class Lease:
                 for path, folder in folders:
                     _clear_the_way(folder, path / name, rank, open_gpu, patience_s)
             with opened_folder(home) as folder:
-                file = _create(folder, home / name, lease_content(address, job, rank))
+                content = lease_content(address, job, rank)
+                file = LeaseFile.create(folder, home / name, content)
             if file is not None:
-                return cls(home / name, file)
+                return cls(file)
 
     def release(self) -> None:
         """Delete the lease. The GPU must be reset, and nobody left who could lock it.
@@ -111,7 +108,7 @@ class Lease:
             LeaseFolderError: the file could not be deleted.
         """
         with closing(self._file):
-            _unlink(self._file, self.path)
+            self._file.unlink()
 
     def abandon(self) -> None:
         """Leave the lease for others to undo."""
@@ -162,7 +159,7 @@ def undo_lease(record: LeaseRecord, open_gpu: OpenGpu, *, gave_up: bool = False)
         if file is None:
             return False
         with closing(file):
-            now = read_lease(file, record.path)
+            now = file.read()
             if now is None:
                 return False
             if (now.job, now.address, now.guard) != (record.job, record.address, record.guard):
@@ -173,7 +170,7 @@ def undo_lease(record: LeaseRecord, open_gpu: OpenGpu, *, gave_up: bool = False)
             stays = now.rank_is_alive() and not gave_up
             _bring_back(now.address, open_gpu, late=not (stays or gave_up))
             if not stays:
-                _unlink(file, record.path)
+                file.unlink()
             return not stays
 
 
@@ -204,11 +201,11 @@ def undo_dead_ranks(job: str, open_gpu: OpenGpu) -> bool:
 
 
 def _look_at(folder: int, path: Path) -> LeaseRecord | None:
-    file = LeaseFile.open(folder, path.name)
+    file = LeaseFile.open(folder, path)
     if file is None:
         return None
     with closing(file):
-        record = read_lease(file, path, live=not file.try_lock(shared=True))
+        record = file.read(live=not file.try_lock(shared=True))
     if record is not None and record.guard.is_alive() is False:
         record = replace(record, live=False)  # locked by somebody else
     return record
@@ -223,12 +220,12 @@ def _clear_the_way(
 ) -> None:
     """Return when there is no such lease; undo a stale one."""
     start_s = time.monotonic()
-    while (file := _open(folder, path)) is not None:
+    while (file := LeaseFile.open(folder, path)) is not None:
         with closing(file):
             taken = file.try_lock()
             if taken and not file.is_current():
                 continue
-            record = read_lease(file, path)
+            record = file.read()
             if not taken:
                 if time.monotonic() - start_s < _worth_waiting_s(record, patience_s):
                     time.sleep(_POLL_S)
@@ -250,7 +247,7 @@ def _clear_the_way(
                     raise _held(live, "holds the GPU")
                 _bring_back(record.address, open_gpu, late=record.rank != rank)
             # One without content was cut short before its guard promised anything to a rank.
-            _unlink(file, path)
+            file.unlink()
 
 
 def _live_elsewhere(record: LeaseRecord) -> LeaseRecord | None:
@@ -281,44 +278,10 @@ def _worth_waiting_s(record: LeaseRecord | None, patience_s: float) -> float:
     return max(patience_s if being_written or being_undone else 0.0, _LOOK_S)
 
 
-def _create(folder: int, path: Path, content: bytes) -> LeaseFile | None:
-    """Create, lock and write a lease; None where another one was faster."""
-    try:
-        file = LeaseFile.create(folder, path.name)
-        if file is None:
-            return None
-        # Whoever finds it before it is locked takes it for one cut short, and deletes it.
-        if not file.try_lock() or not file.is_current():
-            file.close()
-            return None
-        try:
-            file.write(content)
-        except OSError:
-            file.unlink()
-            file.close()
-            raise
-    except OSError as error:
-        raise LeaseFolderError(
-            f"A lease cannot be written: {error.strerror or error}",
-            value=str(path),
-            remedy=f"Make room there, or set {LEASE_DIR_VARIABLE} to another folder",
-        ) from error
-    return file
-
-
-def _open(folder: int, path: Path) -> LeaseFile | None:
-    try:
-        return LeaseFile.open(folder, path.name)
-    except OSError as error:
-        raise LeaseFolderError(
-            f"A lease cannot be read: {error.strerror}", value=str(path)
-        ) from error
-
-
 def _open_and_lock(folder: int, path: Path) -> LeaseFile | None:
     """Open a lease and lock it; None where there is none or somebody else has it locked."""
     start_s = time.monotonic()
-    while (file := _open(folder, path)) is not None:
+    while (file := LeaseFile.open(folder, path)) is not None:
         if file.try_lock() and file.is_current():
             return file
         file.close()
@@ -340,26 +303,8 @@ def _refuse_strangers(record: LeaseRecord) -> None:
 
 def _held(record: LeaseRecord, what: str) -> LeaseHeldError:
     return LeaseHeldError(
-        f"job {record.job} (guard {record.guard.pid}, user {_user(record.uid)}) {what} "
+        f"job {record.job} (guard {record.guard.pid}, uid {record.uid}) {what} "
         f"{record.address.uid}",
         remedy="Wait for that job or end it; if its processes are gone, let its user or root run "
         "`envpipe clocks reset`. Ranks of one job need a GPU each",
     )
-
-
-def _unlink(file: LeaseFile, path: Path) -> None:
-    try:
-        file.unlink()
-    except OSError as error:
-        raise LeaseFolderError(
-            f"A lease could not be deleted: {error.strerror}",
-            value=str(path),
-            remedy="Let its owner or root delete it",
-        ) from error
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)

@@ -9,6 +9,7 @@ sees the leases of every user, and otherwise a folder of the user's own in `/tmp
 batch systems give each job another one, and a lease must be found by the next job.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -98,14 +99,9 @@ def opened_folder(path: Path, *, create: bool = False) -> Iterator[int]:
     """
     if create:
         _make(path)
-    try:
+    remedy = f"Make it a folder with mode 1777, or set {LEASE_DIR_VARIABLE}"
+    with _reported("The folder of leases cannot be used", path, remedy):
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError as error:
-        raise LeaseFolderError(
-            f"The folder of leases cannot be used: {error.strerror}",
-            value=str(path),
-            remedy=f"Make it a folder with mode 1777, or set {LEASE_DIR_VARIABLE}",
-        ) from error
     try:
         _refuse_unsafe(path, os.fstat(folder))
         yield folder
@@ -114,20 +110,16 @@ def opened_folder(path: Path, *, create: bool = False) -> Iterator[int]:
 
 
 def _make(path: Path) -> None:
-    try:
+    remedy = f"Make it with mode 1777, or set {LEASE_DIR_VARIABLE}"
+    with _reported("The folder of leases cannot be made", path, remedy):
         if path == SHARED_FOLDER:
             with suppress(FileExistsError):
                 path.parent.mkdir(mode=0o700)
                 path.parent.chmod(0o755)
-        path.mkdir(mode=0o700)
-    except FileExistsError:
-        return
-    except OSError as error:
-        raise LeaseFolderError(
-            f"The folder of leases cannot be made: {error.strerror}",
-            value=str(path),
-            remedy=f"Make it with mode 1777, or set {LEASE_DIR_VARIABLE}",
-        ) from error
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            return
     # Just made by this process; mkdir's mode was cut by the umask.
     path.chmod(0o755 if _owner_by_name(path) is not None else 0o1777)
 
@@ -159,53 +151,70 @@ def _refuse_unsafe(path: Path, status: os.stat_result) -> None:
 class LeaseFile:
     """An opened file of a folder of leases.
 
-    Its `flock` belongs to this opened file: it ends with `close` or with the process. Methods may
-    raise OSError where nothing else is said.
+    Its `flock` belongs to this opened file: it ends with `close` or with the process.
 
     Args:
         folder: descriptor of the folder; a copy is kept.
-        name: of the file.
+        path: of the file.
         descriptor: of the file.
     """
 
-    def __init__(self, folder: int, name: str, descriptor: int) -> None:
+    def __init__(self, folder: int, path: Path, descriptor: int) -> None:
+        self.path = path
         self._folder = os.dup(folder)
-        self._name = name
         self._descriptor = descriptor
 
     @classmethod
-    def create(cls, folder: int, name: str) -> "LeaseFile | None":
-        """Create a file that does not exist; None where it does."""
-        # Never opened for writing where it exists: a sticky folder's protection
-        # (fs.protected_regular) refuses that with another error for another user's file.
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        try:
-            descriptor = os.open(name, flags, 0o644, dir_fd=folder)
-        except FileExistsError:
-            return None
-        os.fchmod(descriptor, 0o644)  # whatever the umask: other users must see who holds the GPU
-        return cls(folder, name, descriptor)
-
-    @classmethod
-    def open(cls, folder: int, name: str) -> "LeaseFile | None":
-        """Open a file for reading; None where there is none.
+    def create(cls, folder: int, path: Path, content: bytes) -> "LeaseFile | None":
+        """Create, lock and write a file; return None where another one was faster.
 
         Raises:
-            LeaseFolderError: something else than a regular file has that name.
+            LeaseFolderError: it cannot be written.
+        """
+        remedy = f"Make room there, or set {LEASE_DIR_VARIABLE} to another folder"
+        with _reported("A lease cannot be written", path, remedy):
+            # Never opened for writing where it exists: a sticky folder's protection
+            # (fs.protected_regular) refuses that with another error for another user's file.
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+            try:
+                file = cls(folder, path, os.open(path.name, flags, 0o644, dir_fd=folder))
+            except FileExistsError:
+                return None
+            try:
+                # Whatever the umask: other users must see who holds the GPU.
+                os.fchmod(file._descriptor, 0o644)
+                # Who finds it before it is locked takes it for one cut short, and deletes it.
+                if file.try_lock() and file.is_current():
+                    if os.write(file._descriptor, content) == len(content):
+                        return file
+                    raise OSError(errno.ENOSPC, "no space for a whole lease")
+            except BaseException:
+                file.unlink()
+                file.close()
+                raise
+            file.close()
+            return None
+
+    @classmethod
+    def open(cls, folder: int, path: Path) -> "LeaseFile | None":
+        """Open a file for reading; return None where there is none.
+
+        Raises:
+            LeaseFolderError: it cannot be read, or is not a regular file.
         """
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        try:
-            status = os.lstat(name, dir_fd=folder)
-            if stat.S_ISREG(status.st_mode):
-                descriptor = os.open(name, flags, dir_fd=folder)
-                if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    return cls(folder, name, descriptor)
-                os.close(descriptor)
-        except FileNotFoundError:
-            return None
+        with _reported("A lease cannot be read", path, "Let its owner or root delete it"):
+            try:
+                if stat.S_ISREG(os.lstat(path.name, dir_fd=folder).st_mode):
+                    descriptor = os.open(path.name, flags, dir_fd=folder)
+                    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                        return cls(folder, path, descriptor)
+                    os.close(descriptor)
+            except FileNotFoundError:
+                return None
         raise LeaseFolderError(
             "Something that is not a regular file lies among the leases",
-            value=name,
+            value=str(path),
             remedy="Find out who put it there, and delete it",
         )
 
@@ -217,46 +226,35 @@ class LeaseFile:
                 do not see each other.
 
         Raises:
-            LeaseFolderError: there are no such locks here.
+            LeaseFolderError: there are no such locks here, as on NFS for a file opened for reading.
         """
-        try:
-            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-            fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:  # as on NFS, for a file that is open for reading
-            raise LeaseFolderError(
-                f"A lease cannot be locked: {error.strerror}",
-                value=self._name,
-                remedy=f"Set {LEASE_DIR_VARIABLE} to a folder on a disk of this machine",
-            ) from error
+        remedy = f"Set {LEASE_DIR_VARIABLE} to a folder on a disk of this machine"
+        with _reported("A lease cannot be locked", self.path, remedy):
+            try:
+                kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+                fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
         return True
 
     def is_current(self) -> bool:
         """Return whether the name still means this file in its folder."""
         try:
-            there = os.lstat(self._name, dir_fd=self._folder)
+            there = os.lstat(self.path.name, dir_fd=self._folder)
         except FileNotFoundError:
             return False
         return os.path.samestat(there, os.fstat(self._descriptor))
 
-    def read(self) -> bytes:
-        """Return its content, of a file that is far too large its beginning."""
-        return os.pread(self._descriptor, _MAX_BYTES, 0)
-
-    def write(self, content: bytes) -> None:
-        """Write the content of a new file."""
-        if os.write(self._descriptor, content) != len(content):
-            raise OSError("no space for a whole lease")
-
-    def owner_uid(self) -> int:
-        """Return the user who made it."""
-        return os.fstat(self._descriptor).st_uid
-
     def unlink(self) -> None:
-        """Delete it, where the name still means it in its folder."""
+        """Delete it, where the name still means it in its folder.
+
+        Raises:
+            LeaseFolderError: it could not be deleted.
+        """
         if self.is_current():
-            os.unlink(self._name, dir_fd=self._folder)
+            remedy = "Let its owner or root delete it"
+            with _reported("A lease could not be deleted", self.path, remedy):
+                os.unlink(self.path.name, dir_fd=self._folder)
 
     def close(self) -> None:
         """Unlock and close it."""
@@ -266,6 +264,57 @@ class LeaseFile:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
         os.close(self._folder)
+
+    def read(self, *, live: bool = False) -> "LeaseRecord | None":
+        """Return what the lease says; None where its writing was cut short.
+
+        Args:
+            live: whether its guard lives.
+
+        Raises:
+            GpuError: it is something else.
+        """
+        try:
+            document = json.loads(os.pread(self._descriptor, _MAX_BYTES, 0))
+        except ValueError:
+            return None
+        except RecursionError as error:
+            raise GpuError("Not a lease: nested too deeply", value=str(self.path)) from error
+        try:
+            if document["format"] != FORMAT:
+                raise GpuError(
+                    "A lease of an unknown format",
+                    value=document["format"],
+                    remedy=f"Another version made {self.path}: undo it with that version",
+                )
+            address = document["address"]
+            record = LeaseRecord(
+                path=self.path,
+                address=GpuAddress(str(address["backend"]), str(address["uid"])),
+                job=printable(str(document["job"])),
+                uid=os.fstat(self._descriptor).st_uid,  # what it says itself, anybody could write
+                guard=_identity(document["guard"]),
+                rank=None if document["rank"] is None else _identity(document["rank"]),
+                live=live,
+            )
+            named = lease_name(record.address)
+        except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise GpuError(
+                f"A lease lacks a field or has a wrong one: {error}", value=str(self.path)
+            ) from error
+        if named != self.path.name:
+            raise GpuError("A lease for another GPU than its name says", value=str(self.path))
+        return record
+
+
+@contextmanager
+def _reported(what: str, path: Path, remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LeaseFolderError(
+            f"{what}: {error.strerror}", value=str(path), remedy=remedy
+        ) from error
 
 
 # --- what a lease says ---------------------------------------------------------------------------
@@ -328,45 +377,6 @@ def lease_content(address: GpuAddress, job: str, rank: ProcessIdentity | None) -
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     return json.dumps(document).encode() + b"\n"
-
-
-def read_lease(file: LeaseFile, path: Path, *, live: bool = False) -> LeaseRecord | None:
-    """Return what a lease file says; None where its writing was cut short.
-
-    Raises:
-        GpuError: it is something else.
-    """
-    try:
-        document = json.loads(file.read())
-    except ValueError:
-        return None
-    except RecursionError as error:
-        raise GpuError("Not a lease: nested too deeply", value=str(path)) from error
-    try:
-        if document["format"] != FORMAT:
-            raise GpuError(
-                "A lease of an unknown format",
-                value=document["format"],
-                remedy=f"Another version made {path}: undo it with that version",
-            )
-        address = document["address"]
-        record = LeaseRecord(
-            path=path,
-            address=GpuAddress(str(address["backend"]), str(address["uid"])),
-            job=printable(str(document["job"])),
-            uid=file.owner_uid(),  # what it says itself, anybody could write
-            guard=_identity(document["guard"]),
-            rank=None if document["rank"] is None else _identity(document["rank"]),
-            live=live,
-        )
-        named = lease_name(record.address)
-    except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise GpuError(
-            f"A lease lacks a field or has a wrong one: {error}", value=str(path)
-        ) from error
-    if named != path.name:
-        raise GpuError("A lease for another GPU than its name says", value=str(path))
-    return record
 
 
 def printable(name: str) -> str:

@@ -4,13 +4,10 @@ import os
 import select
 import socket
 import struct
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
-
-_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,41 +83,6 @@ def peer_uid_and_pid(connection: socket.socket) -> tuple[int, int]:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     pid, uid, _ = struct.unpack("3i", credentials)
     return uid, pid
-
-
-def open_pidfd(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when a process has ended, None without support.
-
-    Raises:
-        ProcessLookupError: there is no such process.
-    """
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise
-    except (OSError, AttributeError):  # before Linux 5.3, or a Python built there
-        return None
-
-
-def wait_for_any_end(processes: Sequence[ProcessIdentity], timeout_s: float) -> None:
-    """Return when one of some processes has ended, or after `timeout_s` seconds."""
-    descriptors = []
-    try:
-        for process in processes:
-            try:
-                descriptor = open_pidfd(process.pid)
-            except ProcessLookupError:
-                return
-            if descriptor is None:
-                time.sleep(min(_POLL_S, timeout_s))
-                return
-            descriptors.append(descriptor)
-            if process.is_alive() is False:
-                return
-        wait_readable(descriptors, timeout_s)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
 
 
 def wait_readable(descriptors: Sequence[int], timeout_s: float) -> bool:

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from envpipe_megatron.gpu.guard.hold import TORCHRUN_MARK
-from envpipe_megatron.gpu.guard.process_identity import ProcessIdentity, wait_for_any_end
 from envpipe_megatron.launch.saying import say
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun import child
@@ -28,7 +27,7 @@ _PATIENCE_S = 40.0
 #: How long ranks may take to end after a torchrun that was killed, before they are killed.
 _RANKS_END_S = 15.0
 #: Meanwhile they may have started others.
-_LOOK_AGAIN_S = 1.0
+_LOOK_AGAIN_S = 0.1
 
 
 def run_torchrun(
@@ -79,25 +78,23 @@ def _end_marked(mark: str) -> None:
         end_s = time.monotonic() + _RANKS_END_S
         told: set[int] = set()
         while left := _marked(mark):
-            for process in left:
-                if process.pid not in told:
-                    told.add(process.pid)
-                    logger.warning("Process %d has outlived torchrun: %s", process.pid, number.name)
+            for pid in left:
+                if pid not in told:
+                    told.add(pid)
+                    logger.warning("Process %d has outlived torchrun: %s", pid, number.name)
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(process.pid, number)
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
+                        os.kill(pid, number)
+            if time.monotonic() >= end_s:
                 break
-            wait_for_any_end(left, min(left_s, _LOOK_AGAIN_S))
+            time.sleep(_LOOK_AGAIN_S)
 
 
-def _marked(mark: str) -> list[ProcessIdentity]:
+def _marked(mark: str) -> list[int]:
     """Processes of this machine that have the mark from their parents; none where /proc is none."""
     entry = f"{TORCHRUN_MARK}={mark}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if entry in (folder / "environ").read_bytes().split(b"\0"):
-                process = ProcessIdentity.of(int(folder.name))
-                found += [process] if process is not None else []
+                found.append(int(folder.name))
     return found

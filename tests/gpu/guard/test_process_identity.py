@@ -1,6 +1,5 @@
 """Who lives and who has ended, whatever number he has and however little may be seen of him."""
 
-import errno
 import os
 import select
 import socket
@@ -14,9 +13,7 @@ import pytest
 from envpipe_megatron.gpu.guard import process_identity
 from envpipe_megatron.gpu.guard.process_identity import (
     ProcessIdentity,
-    open_pidfd,
     peer_uid_and_pid,
-    wait_for_any_end,
     wait_readable,
 )
 
@@ -58,7 +55,7 @@ def test_identity_follows_a_process_and_not_its_number():
     elsewhere = ProcessIdentity(process.pid, identity.start_ticks, 1)
     assert elsewhere.is_alive() is None
     process.kill()
-    wait_for_any_end([identity], 20.0)
+    wait_readable([os.pidfd_open(process.pid)], 20.0)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert identity.is_alive() is False  # a zombie holds nothing
     process.wait()
@@ -111,39 +108,6 @@ def test_where_proc_hides_others_the_kernel_tells(monkeypatch, ended):
 
     monkeypatch.setattr(os, "kill", kill)
     assert own.is_alive() is True
-
-
-def test_the_end_of_any_is_waited_for(child, monkeypatch, ended):
-    before, waited = open_files(), []
-    monkeypatch.setattr(
-        process_identity,
-        "wait_readable",
-        lambda them, s: waited.append(([means(d) for d in them], s)),
-    )
-    lives, own = ProcessIdentity.of(child), ProcessIdentity.of(os.getpid())
-    wait_for_any_end([lives, own], 60.0)
-    assert waited == [([child, os.getpid()], 60.0)]
-    for gone in (ended, ProcessIdentity(child, lives.start_ticks + 1, lives.pid_namespace)):
-        wait_for_any_end([own, gone, lives], 60.0)
-    assert len(waited) == 1
-    with pytest.raises(ProcessLookupError):
-        open_pidfd(ended.pid)
-    assert open_files() <= before
-
-
-@pytest.mark.parametrize(("timeout_s", "slept_s"), [(60.0, 0.1), (0.02, 0.02)])
-def test_an_end_that_the_kernel_does_not_announce_is_looked_for_soon(
-    monkeypatch, timeout_s, slept_s
-):
-    def pidfd_open(pid):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    slept = []
-    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
-    monkeypatch.setattr(process_identity, "time", SimpleNamespace(sleep=slept.append))
-    assert open_pidfd(os.getpid()) is None
-    wait_for_any_end([ProcessIdentity.of(os.getpid())], timeout_s)
-    assert slept == [slept_s]
 
 
 def test_the_other_end_of_a_socket_is_known():
