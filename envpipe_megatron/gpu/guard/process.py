@@ -5,10 +5,9 @@ takes the GPU's lease, says "held", and watches. What it does when
 
 - the rank releases the GPU: reset, delete the lease, say "released".
 - the rank has ended without that: reset, once more after the GPU's `late_request_s` (a request may
-  still be under way), then delete the lease. Its socket ends with it, unless a child that the rank
-  forked keeps that open; so the guard also looks for the process, five times a second. Resets that
-  fail are tried again, further and further apart, for `give_up_s`; then the lease stays and says
-  what to undo.
+  still be under way), then delete the lease. The kernel says when a process has ended; the end of
+  its socket does not, for a child that the rank forked keeps that open. Resets that fail are tried
+  again, further and further apart, for `give_up_s`; then the lease stays and says what to undo.
 - the rank is silent (stopped, or stuck), or has closed its socket and lives: reset, again and
   again, and say "was_reset" so that the rank forgets what it thinks is set.
 - SIGTERM, SIGINT, SIGHUP come (a batch system ends everything): say "stop", reset, wait `stop_s`
@@ -174,6 +173,8 @@ class Guard:
         poll = select.poll()
         poll.register(self._signals, select.POLLIN)
         poll.register(self._connection, select.POLLIN)
+        with suppress(OSError, AttributeError):  # before Linux 5.3 it is found by its number alone
+            poll.register(os.pidfd_open(self._rank.pid), select.POLLIN)
         while True:
             poll.poll(1000 * _TICK_S)
             now_s = time.monotonic()
