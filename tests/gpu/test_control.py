@@ -3,7 +3,6 @@
 import os
 
 import pytest
-from fake_zeusd import FakeZeusd
 
 from envpipe_megatron.gpu import control
 from envpipe_megatron.gpu.backends.command import CommandGpu
@@ -24,63 +23,6 @@ from envpipe_megatron.gpu.control import (
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.opening import open_reader
 from envpipe_megatron.gpu.site import SiteConfig
-
-
-class Machine:
-    """A node of fake GPUs, and the rights that a user has on it."""
-
-    def __init__(self, nvml, monkeypatch, tmp_path):
-        self.nvml = nvml
-        self.tmp_path = tmp_path
-        self._monkeypatch = monkeypatch
-        self.set_sys_admin(False)
-        monkeypatch.setattr(control, "in_user_namespace", lambda: False)
-        monkeypatch.delenv("ZEUSD_TOKEN", raising=False)
-        monkeypatch.setenv("ZEUSD_SOCK_PATH", str(tmp_path / "zeusd.sock"))
-        self.zeusd = None
-        self.fields = {}
-
-    def set_sys_admin(self, has):
-        self._monkeypatch.setattr(control, "has_sys_admin", lambda: has)
-
-    def start_zeusd(self):
-        self.zeusd = FakeZeusd(self.tmp_path / "zeusd.sock")
-        self.zeusd.gpus = {bus_id: {"id": i} for i, bus_id in enumerate(self.nvml.pci_bus_ids)}
-        return self.zeusd
-
-    def grant_command(self):
-        program = self.tmp_path / "clock"
-        program.write_text(f"#!/bin/sh\necho \"$@\" >> '{self.tmp_path}/commands'\n")
-        program.chmod(0o755)
-        self.fields["lock_command"] = (str(program), "lock", "{uuid}", "{index}", "{mhz}")
-        self.fields["reset_command"] = (str(program), "reset", "{uuid}", "{index}")
-        return program
-
-    @property
-    def site(self):
-        return SiteConfig(path=self.tmp_path / "site.toml", **self.fields)
-
-    def look(self):
-        """What is allowed, after checking that looking changed nothing."""
-        found = {check.backend: check for check in check_controls(self.site)}
-        assert all(bool(check.remedy) is not check.allowed for check in found.values())
-        self.assert_untouched()
-        return found
-
-    def assert_untouched(self):
-        assert self.nvml.changes() == []
-        assert not (self.tmp_path / "commands").exists()
-        if self.zeusd is not None:
-            assert not [request for request in self.zeusd.requests if "POST" in request]
-
-
-@pytest.fixture
-def machine(fake_nvml, monkeypatch, tmp_path):
-    fake_nvml.use_here()
-    machine = Machine(fake_nvml, monkeypatch, tmp_path)
-    yield machine
-    if machine.zeusd is not None and machine.zeusd.path.exists():
-        machine.zeusd.stop()
 
 
 def test_a_plain_user_without_anything(machine):
@@ -350,7 +292,7 @@ def test_every_choice_opens_as_itself_and_changes_only_by_its_own_way(machine):
         assert reader.address.uid == uuid
         if name != "none":
             gpu.lock_frequency(1200)
-    commands = (machine.tmp_path / "commands").read_text().splitlines()
+    commands = (machine.folder / "commands").read_text().splitlines()
     assert commands == [f"lock {uuid} 2 1200"]
     assert [values for _, values in zeusd.changes] == [
         {"gpu_ids": "2", "min_clock_mhz": "1200", "max_clock_mhz": "1200"}

@@ -7,20 +7,18 @@ without the variable does change GPUs in all three ways, so that its silence mea
 
 import ast
 import importlib
+import json
 import pkgutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
-from fake_zeusd import FakeZeusd
 from stale_leases import undo_stale
 
 import envpipe_megatron.gpu
 from envpipe_megatron.cli import main
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu import control
 from envpipe_megatron.gpu.backends.command import CommandGpu
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.backends.zeusd import ZeusdGpu
@@ -69,68 +67,26 @@ def commands(command=main, path=()):
     ]
 
 
-@dataclass
-class Machine:
-    """A node on which everything is allowed, and all that could be changed on it."""
-
-    nvml: object
-    zeusd: FakeZeusd
-    program: Path
-
-    def changes(self):
-        """What was changed, by the way in which it was."""
-        log = self.program.with_name("commands")
-        return {
-            "nvml": self.nvml.changes()[self.before :],
-            "zeusd": [request for request in self.zeusd.requests if request.startswith("POST")],
-            "command": log.read_text().splitlines() if log.exists() else [],
-        }
-
-    def leave_locks(self):
-        """Locks and leases of dead jobs, one of each back end."""
-        for index, backend in enumerate(HARDWARE_BACKENDS):
-            uuid = self.nvml.uuids[index]
-            NvmlGpu(uuid).lock_frequency(1200)
-            Lease.take(GpuAddress(backend, uuid), "gone", rank=None, open_gpu=open_gpu).abandon()
-        self.before = len(self.nvml.changes())
-
-    def clean_up(self):
-        undo_stale(open_gpu)
-        self.before = len(self.nvml.changes())
-        self.zeusd.requests.clear()
-        self.program.with_name("commands").unlink()
-
-
 @pytest.fixture
-def machine(fake_nvml, tmp_path, monkeypatch):
-    fake_nvml.use_here()
-    zeusd = FakeZeusd(tmp_path / "zeusd.sock")
-    zeusd.gpus = {bus_id: {"id": index} for index, bus_id in enumerate(fake_nvml.pci_bus_ids)}
-    program = tmp_path / "program"
-    program.write_text(f"#!/bin/sh\necho \"$@\" >> '{tmp_path}/commands'\n")
-    program.chmod(0o755)
+def walked(machine, tmp_path, monkeypatch):
+    """All is allowed, and dead jobs left a lock and a lease of each back end."""
+    machine.set_sys_admin(True)
+    machine.start_zeusd()
+    machine.grant_command()
     site = tmp_path / "site.toml"
-    site.write_text(
-        f'format = "envpipe-site/1"\n[gpu_control]\nzeusd_socket = "{zeusd.path}"\n'
-        f'lock_command = ["{program}", "lock", "{{uuid}}", "{{mhz}}"]\n'
-        f'reset_command = ["{program}", "reset", "{{uuid}}"]\n'
-    )
+    commands = [f"{name} = {json.dumps(argv)}" for name, argv in machine.fields.items()]
+    site.write_text("\n".join(['format = "envpipe-site/1"', "[gpu_control]", *commands]))
     site.chmod(0o644)
-    leases = tmp_path / "leases"
-    leases.mkdir(mode=0o700)
-    runtime = tmp_path / "run"
-    runtime.mkdir(mode=0o700)
-    for name in ("ZEUSD_SOCK_PATH", "ZEUSD_TOKEN", "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("ENVPIPE_SITE_CONFIG", str(site))
-    monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(leases))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    monkeypatch.setattr(control, "has_sys_admin", lambda: True)
-    monkeypatch.setattr(control, "in_user_namespace", lambda: False)
-    machine = Machine(fake_nvml, zeusd, program)
-    machine.leave_locks()
-    yield machine
-    zeusd.stop()
+    for variable in ("ENVPIPE_LEASE_DIR", "XDG_RUNTIME_DIR"):
+        (tmp_path / variable).mkdir(mode=0o700)
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    for uuid, backend in zip(machine.nvml.uuids, HARDWARE_BACKENDS, strict=False):
+        NvmlGpu(uuid).lock_frequency(1200)
+        Lease.take(GpuAddress(backend, uuid), "gone", rank=None, open_gpu=open_gpu).abandon()
+    machine.forget()
+    return machine
 
 
 class Walk:
@@ -208,28 +164,29 @@ WALKS = (
 )
 
 
-def test_no_entry_changes_a_gpu_under_the_variable(machine, monkeypatch):
+def test_no_entry_changes_a_gpu_under_the_variable(walked, monkeypatch):
     monkeypatch.setenv(FORBID_VARIABLE, "1")
     leases = [record.path.read_bytes() for record in list_leases()]
-    walk = Walk(machine)
+    walk = Walk(walked)
     for part in WALKS:
         part(walk)
-        assert machine.changes() == {"nvml": [], "zeusd": [], "command": []}, part.__name__
+        assert walked.changes() == {"nvml": [], "zeusd": [], "command": []}, part.__name__
     assert len(walk.refused) > 20
     # What dead jobs left is still said, for whoever may undo it.
     assert [record.path.read_bytes() for record in list_leases()] == leases
 
 
 @pytest.mark.parametrize("part", WALKS)
-def test_without_the_variable_the_same_walk_changes_gpus(machine, monkeypatch, part):
+def test_without_the_variable_the_same_walk_changes_gpus(walked, monkeypatch, part):
     # Nobody waits here for late requests of jobs that were never there.
     at_once = property(lambda gpu: 0.0, lambda gpu, value: None)
     for kind in (ZeusdGpu, CommandGpu):
         monkeypatch.setattr(kind, "late_request_s", at_once)
     if part is Walk.walk_guard:
-        machine.clean_up()  # guards, which are other processes, would wait
-    part(Walk(machine))
-    assert all(machine.changes().values())
+        undo_stale(open_gpu)  # guards, which are other processes, would wait
+        walked.forget()
+    part(Walk(walked))
+    assert all(walked.changes().values())
 
 
 def test_every_command_is_walked():
