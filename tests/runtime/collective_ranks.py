@@ -10,7 +10,7 @@ from unittest.mock import patch
 import numpy as np
 
 from envpipe_megatron.runtime.channel import collectives
-from envpipe_megatron.runtime.channel.collectives import MEDIAN, SUM, make_collectives
+from envpipe_megatron.runtime.channel.collectives import SUM, make_collectives
 from envpipe_megatron.runtime.channel.host_group import HostGroup
 
 
@@ -29,7 +29,7 @@ def exchange(rank: int, pipelines: Sequence[Sequence[int]], fan_in: int) -> dict
         "num_replicas": made.num_replicas,
         "in_pipeline": made.in_pipeline(rank),
         "sum": [stage.tolist() for stage in made.by_stage(numbers, SUM)],
-        "median": [stage.tolist() for stage in made.by_stage(hiccup_s, MEDIAN)],
+        "median": [stage.tolist() for stage in made.medians(hiccup_s)],
         "to_planner": made.to_planner(rank, max),
         "objects": made.by_stage({rank}, lambda parts: set().union(*parts)),
         "all": made.all_to_planner(rank),

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch.distributed as dist
 
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime.channel.host_group import HostGroup
 
@@ -29,10 +30,8 @@ T = TypeVar("T")
 #: The most ranks of one group of a tree, whose values its leader receives.
 FAN_IN = 8
 
-#: How arrays of replicas are merged, element by element. With more than `FAN_IN` replicas the
-#: median is one of medians, which a slow step of a few of them does not change either.
+#: How arrays of replicas are merged, element by element.
 SUM = partial(np.sum, axis=0)
-MEDIAN = partial(np.median, axis=0)
 
 
 class CollectivesError(EnvPipeError):
@@ -81,6 +80,11 @@ class Collectives:
                     return []
                 value = merge(gathered)
             return self.pipeline.gather(value)
+
+    def medians(self, values: FloatArray) -> list[FloatArray]:
+        """For each stage the median over its replicas, of each element, on the planner."""
+        stages = self.to_planner(values[np.newaxis], np.concatenate)
+        return [np.median(stage, axis=0) for stage in stages]
 
     def by_stage(self, value: T, merge: Callable[[Sequence[T]], T]) -> list[T]:
         """As `to_planner`, on every rank."""

@@ -15,7 +15,7 @@ from envpipe_megatron.core.timeline import critical_path
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.frequencies import Frequencies
 from envpipe_megatron.policies.reconfigure import Ended, Ladders, ReconfigurePolicy, Step, step
-from envpipe_megatron.runtime.channel.collectives import MEDIAN, Collectives
+from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun
 from envpipe_megatron.runtime.going_on import by_planner
@@ -61,7 +61,7 @@ def measured_threshold_s(
     """
     own_waits_s = np.array([record.receive_wait_s for record in records])
     shortest_s = min(float(record.unit_time_s.min()) for record in records)
-    by_stage = collectives.to_planner(own_waits_s, MEDIAN)
+    by_stage = collectives.medians(own_waits_s)
     shortest = collectives.to_planner(shortest_s, min)
     receives = schedule.receives.copy()
     receives[:, 0] = False  # waits for the pipeline to fill
@@ -117,7 +117,7 @@ class OnlineReconfigurer:
         for iteration in range(self._policy.max_steps):
             record = yield IterationOrder(Phase.RECONFIGURE, schedule, frequency.reshape(shape))
             # The hiccup of one replica must not look like a bubble.
-            waits_s = self._collectives.to_planner(record.receive_wait_s, MEDIAN)
+            waits_s = self._collectives.medians(record.receive_wait_s)
             look = functools.partial(self._look, iteration, frequency, waits_s)
             raised, why = by_planner(self._collectives, look)
             seen = seen + 1 if why else 0

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime.channel import collectives as runtime_collectives
 from envpipe_megatron.runtime.channel.collectives import (
-    MEDIAN,
     SUM,
     Collectives,
     CollectivesError,
@@ -83,7 +82,6 @@ def test_an_error_of_the_planner_is_everybodys(error, others):
 def test_arrays_of_replicas_are_merged_element_by_element():
     replicas = [np.array([[1.0, 2.0]]), np.array([[3.0, 50.0]]), np.array([[8.0, 4.0]])]
     assert SUM(replicas).tolist() == [[12.0, 56.0]]
-    assert MEDIAN(replicas).tolist() == [[3.0, 4.0]]
 
 
 @pytest.mark.parametrize("top", [True, False])

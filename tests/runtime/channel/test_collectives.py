@@ -50,7 +50,7 @@ def test_every_rank_has_the_same_of_all_others(pool, layout, fan_in):
         assert all(len(group) <= max(fan_in, len(stages)) for group in own["groups"])
         if rank:
             assert own["to_planner"] == own["all"] == []
-        if fan_in == 8 and len(pipelines) > 2:  # smaller trees have groups of two: means
+        if rank == 0 and len(pipelines) > 2:  # however the tree has grouped them
             assert own["median"] == [[1.0]] * len(stages)
     for [[summed, tenth]], ranks in zip(told[0]["sum"], stages, strict=True):
         assert (summed, tenth) == (sum(ranks), pytest.approx(0.1 * sum(ranks)))
