@@ -106,7 +106,7 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         except BaseException:
             agent.finish(1, 0.0)  # or the bill would call this node lost
             raise
-        signals.call(lambda: agent.hurry(_HURRIED_S), agent.hurry)
+        signals.call(lambda: agent.shorten_waits(_HURRIED_S), agent.shorten_waits)
         agent.wait_until_none_is_connected(_LAST_WORDS_S)
         try:
             _bill(agent, code, report)

@@ -203,7 +203,7 @@ async def test_whoever_listens_cannot_disturb_the_sums(tmp_path, caplog):
         await agent.is_known()
         assert_is_the_files_bill(collector.bill, agent)
     assert len(pieces) == 2
-    assert "no longer told of" in caplog.text
+    assert "no longer shown" in caplog.text
     assert "tried again" not in caplog.text
 
 
@@ -223,17 +223,17 @@ async def test_growth_is_told_of_at_once_then_a_second_later_and_at_the_end():
     while not told:
         await asyncio.sleep(0)
     take(window(node="a"), window(node="a"))
-    assert collector._telling.when() == collector._told_s + 1
-    collector._tell()  # it is due
+    assert collector._reporting.when() == collector._reported_s + 1
+    collector._report()  # it is due
     assert told == [1, 3]
     take(window(node="a"))
-    pending = collector._telling
-    assert pending.when() == collector._told_s + 1
+    pending = collector._reporting
+    assert pending.when() == collector._reported_s + 1
     take(note("ended", "a"))
     assert told == [1, 3, 4]
     assert pending.cancelled()
     take(note("begun", "a"))
-    pending = collector._telling
+    pending = collector._reporting
     await collector.close()
     assert pending.cancelled(), "a bill that is over is told of no more"
 

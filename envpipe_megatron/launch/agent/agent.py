@@ -24,7 +24,7 @@ from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.guard.messages import GuardError, receive, send
 from envpipe_megatron.gpu.guard.process_identity import peer_uid_and_pid
 from envpipe_megatron.gpu.opening import open_reader
-from envpipe_megatron.launch.agent.collector import Collector
+from envpipe_megatron.launch.agent.collector import Collector, holds_within
 from envpipe_megatron.launch.agent.ledger import GpuLedger, Reading
 from envpipe_megatron.launch.agent.node_log import NodeLog
 from envpipe_megatron.launch.agent.uplink import Uplink
@@ -84,7 +84,7 @@ class NodeAgent:
         #: What each connected rank is called.
         self._ranks: dict[socket.socket, str] = {}
         self._changed = asyncio.Event()
-        self._hurried = asyncio.Event()
+        self._waited_enough = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="envpipe-agent", daemon=True)
@@ -108,13 +108,14 @@ class NodeAgent:
         """Names of the ranks that have not ended yet."""
         return list(self._ranks.values())
 
-    def hurry(self, patience_s: float = 0.0) -> None:
-        """End all waiting after a time at most; may be called from a signal handler."""
-        self._loop.call_soon_threadsafe(self._loop.call_later, patience_s, self._hurried.set)
+    def shorten_waits(self, to_s: float = 0.0) -> None:
+        """Wait no longer than this from now on; may be called from a signal handler."""
+        self._loop.call_soon_threadsafe(self._loop.call_later, to_s, self._waited_enough.set)
 
     def wait_until_none_is_connected(self, timeout_s: float) -> bool:
         """Whether all ranks of this node end within a time."""
-        self._call(self._unless_hurried(self._none_connected(timeout_s)))
+        none = holds_within(timeout_s, lambda: not self._ranks, self._changed)
+        self._call(self._unless_shortened(none))
         return not self._ranks
 
     def finish(self, exit_code: int, wait_s: float) -> list[str]:
@@ -288,8 +289,8 @@ class NodeAgent:
         self._failure = None
         self._uplink.grown()
 
-    async def _unless_hurried(self, waiting: Coroutine[Any, Any, object]) -> None:
-        tasks = [asyncio.ensure_future(task) for task in (waiting, self._hurried.wait())]
+    async def _unless_shortened(self, waiting: Coroutine[Any, Any, object]) -> None:
+        tasks = [asyncio.ensure_future(task) for task in (waiting, self._waited_enough.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -297,20 +298,13 @@ class NodeAgent:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _none_connected(self, timeout_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self._ranks:
-                    self._changed.clear()
-                    await self._changed.wait()
-
     async def _finish(self, exit_code: int, wait_s: float) -> list[str]:
         await self._hang_up()  # on ranks that no signal could end: nothing follows the last note
         await asyncio.gather(*map(self._read_and_bill, self.ledgers()))
         self._guarded(self.log.end, exit_code)
-        await self._unless_hurried(self._uplink.all_known(wait_s))
+        await self._unless_shortened(self._uplink.all_known(wait_s))
         if not self._collects:
             return []
-        await self._unless_hurried(self._collector.all_ended(wait_s))
+        await self._unless_shortened(self._collector.all_ended(wait_s))
         await self._collector.close()  # the bill that is shown now stays as it is
         return self._collector.bill.running()

@@ -33,11 +33,23 @@ logger = logging.getLogger(__name__)
 MAX_BYTES = 256 * 1024
 _HELLO_S = 10.0
 #: Lines come a thousand times a second in a large job, and the live line looks at all its GPUs.
-_TELL_EACH_S = 1.0
+_REPORT_EACH_S = 1.0
 _BACKLOG = 1024
 #: A node that lost its power says no good-bye, and must not be taken for one that comes back with
 #: another log: its connection ends after half a minute in which it answers no probe.
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+
+
+async def holds_within(
+    timeout_s: float, condition: Callable[[], bool], changed: asyncio.Event
+) -> bool:
+    """Whether a condition comes to hold within a time; it is looked at after each change."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                changed.clear()
+                await changed.wait()
+    return condition()
 
 
 class Collector:
@@ -52,8 +64,8 @@ class Collector:
         self.bill = bill
         self.token = secrets.token_hex(16)
         self._on_lines = on_lines
-        self._told_s = -math.inf
-        self._telling: asyncio.TimerHandle | None = None
+        self._reported_s = -math.inf
+        self._reporting: asyncio.TimerHandle | None = None
         #: Bytes of each log that are in the bill, by node and identity of the log.
         self._known_bytes: dict[tuple[str, str], int] = {}
         #: Which log each node sends now, and the connection to it.
@@ -88,20 +100,15 @@ class Collector:
         """Listen no more, and hang up."""
         if self._server is not None:
             self._server.close()
-        if self._telling is not None:
-            self._telling.cancel()
+        if self._reporting is not None:
+            self._reporting.cancel()
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections)
 
     async def all_ended(self, timeout_s: float) -> bool:
         """Whether every node that ever sent something ends its bill, within a time."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self.bill.running():
-                    self._complete.clear()
-                    await self._complete.wait()
-        return not self.bill.running()
+        return await holds_within(timeout_s, lambda: not self.bill.running(), self._complete)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         log = None
@@ -164,19 +171,19 @@ class Collector:
                 self.bill.unreadable += 1
         if not self.bill.running():
             self._complete.set()
-            self._tell()
-        elif self._telling is None:
+            self._report()
+        elif self._reporting is None:
             loop = asyncio.get_running_loop()
-            due_s = max(loop.time(), self._told_s + _TELL_EACH_S)
-            self._telling = loop.call_at(due_s, self._tell)
+            due_s = max(loop.time(), self._reported_s + _REPORT_EACH_S)
+            self._reporting = loop.call_at(due_s, self._report)
 
-    def _tell(self) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
-            self._telling = None
-        self._told_s = asyncio.get_running_loop().time()
+    def _report(self) -> None:
+        if self._reporting is not None:
+            self._reporting.cancel()
+            self._reporting = None
+        self._reported_s = asyncio.get_running_loop().time()
         try:
             self._on_lines()
         except Exception:  # a closed terminal, say
-            logger.exception("The bill is added up, but no longer told of while it grows")
+            logger.exception("The bill is added up, but no longer shown while it grows")
             self._on_lines = lambda: None

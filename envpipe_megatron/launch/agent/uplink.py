@@ -8,7 +8,7 @@ import json
 import logging
 from typing import Any, NoReturn
 
-from envpipe_megatron.launch.agent.collector import MAX_BYTES
+from envpipe_megatron.launch.agent.collector import MAX_BYTES, holds_within
 from envpipe_megatron.launch.agent.node_log import NodeLog
 
 logger = logging.getLogger(__name__)
@@ -55,20 +55,18 @@ class Uplink:
         """Whether the collector gets to know the whole log, within a time."""
         if self._task is None:
             return False
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self.known_bytes < self._log.size:
-                    self._known.clear()
-                    await self._known.wait()
-        return self.known_bytes >= self._log.size
+        return await holds_within(timeout_s, self._knows_all, self._known)
 
     def why_unknown(self) -> str:
         """Why the collector has not got the whole log; empty where it has."""
         if self._task is None:
             return "no agent adds up on the node of rank 0"
-        if self.known_bytes >= self._log.size:
+        if self._knows_all():
             return ""
         return self.trouble or "not all was confirmed in time"
+
+    def _knows_all(self) -> bool:
+        return self.known_bytes >= self._log.size
 
     async def close(self) -> None:
         """Stop sending."""
