@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 #: How long the bill waits for other nodes, which may hang in collectives until these time out.
 _OTHERS_END_S = 30.0
-#: How long ranks that have ended may still be heard: what they said last is under way.
+#: How long to wait for the last messages of ranks that have ended.
 _LAST_WORDS_S = 5.0
-#: And how long it goes on to wait where somebody asks for the end; asked again, not at all.
+#: How long the bill still waits after a signal; a second one ends the wait.
 _HURRIED_S = 5.0
 
 
@@ -47,8 +47,8 @@ class NodeSettings:
         bill_interval: iterations between live lines of the bill; 0 for none.
         price_per_kwh: for a line of cost.
         grid_g_per_kwh: g of CO2, for a line of CO2.
-        prometheus_port: where to tell live figures; None does not.
-        prometheus_address: of this machine, to tell them at.
+        prometheus_port: where to serve live figures; None for not at all.
+        prometheus_address: of this machine, to serve them at.
         until_stdin_ends: end the job when standard input ends, as for a node started over ssh.
     """
 
@@ -92,7 +92,7 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         )
         last.callback(agent.close)
         if agent.log.goes_on:
-            say(f"{agent.log.path} is gone on with: a job of its own wants an --output of its own")
+            say(f"{agent.log.path} is continued; a new job needs another --output")
         signals = last.enter_context(Signals(until_stdin_ends=settings.until_stdin_ends))
         try:
             if settings.prometheus_port is not None:

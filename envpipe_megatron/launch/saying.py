@@ -1,4 +1,4 @@
-"""What the launcher prints of its own."""
+"""The launcher's own messages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import click
 
 
 def say(text: str) -> None:
-    """Print a line to whoever started the launcher, if they are still there."""
+    """Print a line to the user's terminal, if there still is one."""
     with contextlib.suppress(OSError):
         click.echo(f"[envpipe] {text}", err=True)

@@ -19,7 +19,7 @@ DESCRIPTION_NAME = "patch.toml"
 
 @dataclass(frozen=True)
 class Recognition:
-    """What tells a version from all others: constants of a Python file, or a file's sha256."""
+    """How a version is known: by constants of a Python file, or by a file's sha256."""
 
     file: str
     constants: dict[str, object] = field(default_factory=dict)

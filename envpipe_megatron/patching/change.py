@@ -116,7 +116,7 @@ def temporary_of(target: Path) -> Path:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[Path]:
-    """Wait for whoever else is changing a checkout, where its file system has locks."""
+    """Wait until no other process changes the checkout, if its file system has locks."""
     root = directory.resolve()
     descriptor = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     try:

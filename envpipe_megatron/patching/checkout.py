@@ -209,7 +209,7 @@ def record_of(patch: Patch) -> bytes:
 def _holds(seen: Checkout) -> bool:
     """Say whether a recorded patch is still in; it may have been taken out by other means.
 
-    The file that tells the version may have been edited, so it decides only in doubt.
+    The file with the version may have been edited, so it decides only in doubt.
     """
     is_in = any(f.state is FileState.PATCHED and not f.change.is_new for f in seen.files)
     return is_in and (not seen.foreign or seen.patch.recognition.fits(seen.root))

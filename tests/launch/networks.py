@@ -38,14 +38,7 @@ def _ip(*words: str) -> str:
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace with loopback and one interface.
-
-    Attributes:
-        namespace: its name.
-        address: of the interface.
-        port: the interface's other end, at the switch.
-        switch: the namespace of that.
-    """
+    """A namespace with loopback and one interface, whose other end is `port` of `switch`."""
 
     namespace: str
     address: str

@@ -47,15 +47,8 @@ Event = dict[str, Any]
 
 
 class Node:
-    """A node of a job.
-
-    Args:
-        job: that it belongs to.
-        folder: for what is the node's own.
-        name: as the bill calls it.
-        address: at which other nodes reach it.
-        interface: of that address.
-        inside: a command that runs its arguments where the node is, as `ip netns exec`.
+    """A node of a job; others reach it at `address`, and `inside` is a command that runs others
+    where it is, as `ip netns exec`.
     """
 
     def __init__(
@@ -130,14 +123,10 @@ class Node:
         terminal: int | None = None,
         **settings: Any,
     ) -> None:
-        """Start the launcher.
+        """Start the launcher with torchrun's arguments and fields of `NodeSettings`.
 
-        Args:
-            arguments: torchrun's.
-            environment: what else is in it.
-            others_end_s: see `node_runner`.
-            terminal: that it is started from, in place of a file for what it prints.
-            settings: of `NodeSettings`.
+        It prints to a file, or to the `terminal` that it is started from; `others_end_s` is for
+        `node_runner`.
         """
         given: dict[str, Any] = {
             "arguments": list(arguments),
@@ -200,11 +189,7 @@ class Node:
         return (self.folder / "log.txt").read_text(errors="replace")
 
     def left(self, *, killed: bool = False) -> list[str]:
-        """Leases, sockets and locked clocks that a node should not leave behind.
-
-        Args:
-            killed: whether its launcher or guard was, whose sockets' files then stay.
-        """
+        """Leases and locked clocks that are left; sockets too, unless its processes were killed."""
         found = [str(path) for path in (self.folder / "leases").glob("*.json")]
         if not killed:
             found += [str(path) for path in (self.folder / "run").rglob("*") if path.is_socket()]
@@ -252,16 +237,10 @@ class Job:
         options: Sequence[str] = (),
         **how: Any,
     ) -> int:
-        """Start a script on some nodes, by default all; return the port of the first.
+        """Start a script with `per_node` ranks on some nodes, by default all; return the port.
 
-        Args:
-            script: and its arguments.
-            per_node: ranks.
-            port: by default one that is free on this machine.
-            nodes: which of them.
-            elastic: find each other by the c10d rendezvous, as ranks must that are to start again.
-            options: further ones of torchrun.
-            how: as `Node.start` takes it.
+        Elastic ones find each other by the c10d rendezvous, as ranks must that are to start again.
+        `options` are torchrun's, `how` is for `Node.start`.
         """
         port = free_port() if port is None else port
         first = self.nodes[0].address

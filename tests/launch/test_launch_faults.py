@@ -56,12 +56,9 @@ def reach_a_random_point(job: Job, chance: random.Random) -> int:
 def end_in_time(
     job: Job, nodes: Sequence[Node] | None = None, killed: Sequence[Node] = ()
 ) -> list[int]:
-    """Wait for the end of all that runs; return the exit statuses of nodes, by default all.
+    """Wait for the end of all that runs, which may leave nothing; return the exit statuses.
 
-    Args:
-        job: whose processes may not stay, nor their leases, sockets and locks.
-        nodes: of which that is true.
-        killed: those whose launcher or guard was.
+    Of `nodes`, by default all; `killed` are those whose launcher or guard was.
     """
     begin_s = time.monotonic()
     nodes = job.nodes if nodes is None else nodes
@@ -76,14 +73,8 @@ def end_in_time(
 def two_nodes(
     iterations: int, *options: str, elastic: bool = False, hosts: Sequence[Host] = (), **how: Any
 ) -> Iterator[Job]:
-    """A job on nodes a and b, of which a has rank 0 unless they are elastic.
-
-    Args:
-        iterations: to train.
-        options: of torchrun.
-        elastic: whether ranks may start again.
-        hosts: where the nodes are; by default on this one.
-        how: as `Node.start` takes it.
+    """A job on nodes a and b, of which a has rank 0 unless they are elastic, on this machine or
+    on `hosts`. `options` are torchrun's, `how` is for `Node.start`.
     """
     with new_job() as job:
         for index, name in enumerate("ab"):

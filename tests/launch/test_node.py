@@ -225,10 +225,10 @@ def test_a_start_that_fails_is_no_lost_node(nodes, train, output, caplog):
 
 def test_an_output_that_has_lines_is_told_of(nodes, train, output, capfd, caplog):
     train(nodes)
-    assert "is gone on with" not in capfd.readouterr().err
+    assert "is continued" not in capfd.readouterr().err
     shutil.copy(output / "energy-n0.jsonl", output / "energy-n7.jsonl")
     train(nodes)
-    assert "energy-n0.jsonl is gone on with" in capfd.readouterr().err
+    assert "energy-n0.jsonl is continued" in capfd.readouterr().err
     assert "energy-n7.jsonl is not in this bill" in caplog.text
 
 

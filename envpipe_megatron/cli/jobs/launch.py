@@ -42,7 +42,7 @@ What follows SCRIPT is the script's alone.
 \b
 What is not given is taken from torchrun's variables (PET_NNODES, ...), then
 from NNODES, NPROC_PER_NODE, NODE_RANK, MASTER_ADDR and MASTER_PORT, then
-from SLURM, where srun starts one task a node. --dry-run tells what is found.
+from SLURM, where srun starts one task a node. --dry-run shows what is found.
 
 With --hostfile, nodes are started over ssh in this folder, which they must have too. They get
 PYTHONPATH, LD_LIBRARY_PATH, what --export names, and all variables that begin with ENVPIPE_, NCCL_,
@@ -241,7 +241,7 @@ def launch(
 
 
 def _show(where: str, command: Sequence[str], plan: TorchrunOptions) -> None:
-    """Say what would be run, and where each value comes from."""
+    """Print what would be run, and where each value comes from."""
     click.echo(f"{where}:\n  {shlex.join(command)}")
     for setting in plan.settings:
         click.echo(f"  {setting.option} {setting.value}: {setting.origin}")

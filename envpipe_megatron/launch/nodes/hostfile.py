@@ -22,7 +22,7 @@ class Host:
     """One line of a hostfile.
 
     Attributes:
-        target: what ssh is told, `host` or `user@host`.
+        target: the name for ssh, `host` or `user@host`.
         slots: processes to start there; None where the line does not say.
         where: file and line, for messages.
     """

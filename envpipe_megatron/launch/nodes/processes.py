@@ -137,7 +137,7 @@ class _Run:
                     to.write(mark + line.removesuffix(b"\n") + b"\n")
                     to.flush()
                 except OSError as error:
-                    # Whoever read it is gone; what nodes still say while they end goes nowhere.
+                    # Nobody reads it any more; what nodes print while they end is dropped.
                     nowhere = os.open(os.devnull, os.O_WRONLY)
                     os.dup2(nowhere, to.fileno())
                     os.close(nowhere)

@@ -9,14 +9,14 @@ from pathlib import Path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.nodes.hostfile import Host
 
-#: What of this environment a node gets; PET_ are torchrun's own.
+#: Variables of this environment that a node gets; PET_ are torchrun's own.
 CARRIED_PREFIXES = ("ENVPIPE_", "NCCL_", "GLOO_", "CUDA_", "TORCH_", "OMP_", "MKL_", "PET_")
 CARRIED_NAMES = ("PYTHONPATH", "LD_LIBRARY_PATH")
 #: These are of one machine alone.
 _NOT_CARRIED = ("ENVPIPE_AGENT_SOCKET", "CUDA_VISIBLE_DEVICES")
 
-#: Nobody is asked for a password, a host that is gone is noticed, and no connection that stays in
-#: the background keeps our pipes open. What the user gives before wins.
+#: No questions for passwords, an end when the host does not answer, and no shared connection that
+#: would stay in the background with our pipes. Options that the user gives come first, and win.
 _SSH_OPTIONS = (
     "-T",
     *("-o", "BatchMode=yes"),

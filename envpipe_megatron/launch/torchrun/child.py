@@ -1,4 +1,4 @@
-"""Runs a command that is told to end when its parent dies, however that dies.
+"""Runs a command that gets SIGTERM when its parent dies, however that dies.
 
     python child.py PARENT COMMAND ...
 

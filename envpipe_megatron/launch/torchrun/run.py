@@ -21,10 +21,10 @@ from envpipe_megatron.launch.torchrun import child
 
 logger = logging.getLogger(__name__)
 
-#: torchrun gives its ranks 30 s. Where it waits for other nodes that have ended otherwise than it,
-#: at the end, it hears no signal for minutes.
+#: torchrun gives its ranks 30 s. While it waits at the end for nodes that were lost, it handles no
+#: signal for minutes.
 _PATIENCE_S = 40.0
-#: How long ranks may take to end after a torchrun that was killed, before they are killed.
+#: How long ranks may take to end after torchrun was killed, before they are killed too.
 _RANKS_END_S = 15.0
 #: Meanwhile they may have started others.
 _LOOK_AGAIN_S = 0.1
@@ -38,8 +38,7 @@ def run_torchrun(
     """Run torchrun to its end.
 
     The first signal ends it, which ends its ranks; a second one, or 40 s, kills it. On Linux the
-    death of this process ends it, too, and ranks that outlive a torchrun that was killed are ended
-    here, however far they have got.
+    death of this process ends it, too. Ranks that outlive a killed torchrun are ended here.
 
     Args:
         arguments: torchrun's options, the script and its arguments.
@@ -73,14 +72,14 @@ def run_torchrun(
 
 
 def _end_marked(mark: str) -> None:
-    """End all that a torchrun that was killed has started, in order where that is possible."""
+    """End what a killed torchrun has started, by SIGTERM and then by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         end_s = time.monotonic() + _RANKS_END_S
-        told: set[int] = set()
+        signalled: set[int] = set()
         while left := _marked(mark):
             for pid in left:
-                if pid not in told:
-                    told.add(pid)
+                if pid not in signalled:
+                    signalled.add(pid)
                     logger.warning("Process %d has outlived torchrun: %s", pid, number.name)
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, number)
