@@ -60,7 +60,7 @@ class Arm:
         self,
         name: str,
         preset: Preset,
-        sizes: tuple[int, int, int],
+        sizes: tuple[int, ...],
         precision: str,
         vary: bool,
         profile: Path,
@@ -181,22 +181,12 @@ def ratio(times_s: dict[str, list[float]], name: str) -> dict[str, float]:
 @click.option("--rounds", default=10, help="Rounds whose times are compared.")
 @click.option("--steps", default=10, help="Steps of a turn; two turns make a round.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Results JSON.")
-def main(
-    model: str,
-    precision: str,
-    microbatch_size: int,
-    num_microbatches: int,
-    sequence_length: int,
-    varying_lengths: bool,
-    equal_steps: int,
-    rounds: int,
-    steps: int,
-    output: Path,
-) -> None:
+def main(**options: Any) -> None:
     """Compare the three arms; started by torchrun, a process a stage."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     deepspeed.init_distributed()
-    preset = MODELS[model]
+    output = options.pop("output")
+    equal_steps, rounds, steps = (options.pop(name) for name in ("equal_steps", "rounds", "steps"))
     profile = output.with_suffix(".profile.csv")
     if dist.get_rank() == 0:
         # Nobody measured its times: it is for an order of EnvPipe's without profiling first.
@@ -205,19 +195,19 @@ def main(
         clocks_mhz = (highest, highest - 300)
         preset_profile("h200", dist.get_world_size(), times_s, clocks_mhz).write(profile)
     dist.barrier()
-    sizes = (microbatch_size, sequence_length, num_microbatches)
+    sizes = tuple(
+        options[name] for name in ("microbatch_size", "sequence_length", "num_microbatches")
+    )
     arms = {
-        name: Arm(name, preset, sizes, precision, varying_lengths, profile)
+        name: Arm(
+            name, MODELS[options["model"]], sizes, options["precision"],
+            options["varying_lengths"], profile,
+        )
         for name in (OWN, ONE_F_ONE_B, OURS)
-    }
+    }  # fmt: skip
     results: dict[str, Any] = {
-        "model": model,
-        "precision": precision,
+        **options,
         "num_stages": dist.get_world_size(),
-        "microbatch_size": microbatch_size,
-        "num_microbatches": num_microbatches,
-        "sequence_length": sequence_length,
-        "varying_lengths": varying_lengths,
         "versions": {"deepspeed": deepspeed.__version__, "torch": torch.__version__},
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "results": compare_results(arms, equal_steps),

@@ -23,7 +23,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -78,31 +78,6 @@ class Sample:
     lines: int
     total_j: float
     live_lines: int
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The result of a measurement.
-
-    Args:
-        latency_p50_ms: from the append of an agent's lines until it knows that they are added up.
-        lag_max_bytes: the most that an agent's log was ahead of the sums when it wrote again.
-        cpu_percent: of one core, the collector's.
-        cuts: how often an agent had to connect again, since an answer took too long.
-    """
-
-    agents: int
-    lines_per_s: float
-    latency_p50_ms: float
-    latency_p99_ms: float
-    latency_max_ms: float
-    lag_max_bytes: int
-    cpu_percent: float
-    rss_start_mib: float
-    rss_end_mib: float
-    live_lines: int
-    cuts: int
-    exact: bool
 
 
 @dataclass(frozen=True)
@@ -261,7 +236,7 @@ class _Agent:
 # --- the measurement ----------------------------------------------------------------------------
 
 
-def measure(load: Load) -> Measured:
+def measure(load: Load) -> dict[str, Any]:
     """Run a collector and its agents."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="collector-") as folder:
@@ -293,24 +268,31 @@ def measure(load: Load) -> Measured:
 
 def _measured(
     load: Load, before: Sample, after: Sample, sent: Sequence[Sent], wall_s: float
-) -> Measured:
+) -> dict[str, Any]:
+    """The row of a measurement.
+
+    A latency is from the append of an agent's lines until it knows that they are added up; the lag
+    is the most that an agent's log was ahead of the sums when it wrote again; the collector's
+    memory is read after the warm-up and at the end; a cut is a connection that had to be made
+    again; `exact` says whether the total is that of what was sent.
+    """
     latencies_ms = 1e3 * np.array([latency_s for part in sent for latency_s in part.latencies_s])
     total_j = math.fsum(part.total_j for part in sent)
     known = not any(part.unknown_bytes for part in sent)
-    return Measured(
-        agents=load.agents,
-        lines_per_s=after.lines / wall_s,
-        latency_p50_ms=float(np.quantile(latencies_ms, 0.5)),
-        latency_p99_ms=float(np.quantile(latencies_ms, 0.99)),
-        latency_max_ms=float(latencies_ms.max()),
-        lag_max_bytes=max(part.lag_max_bytes for part in sent),
-        cpu_percent=100 * (after.cpu_s - before.cpu_s) / (after.time_s - before.time_s),
-        rss_start_mib=before.rss_bytes / 2**20,
-        rss_end_mib=after.rss_bytes / 2**20,
-        live_lines=after.live_lines,
-        cuts=sum(part.cuts for part in sent),
-        exact=known and math.isclose(after.total_j, total_j, rel_tol=1e-11),  # far below a line
-    )
+    return {
+        "agents": load.agents,
+        "lines_per_s": after.lines / wall_s,
+        "latency_p50_ms": float(np.quantile(latencies_ms, 0.5)),
+        "latency_p99_ms": float(np.quantile(latencies_ms, 0.99)),
+        "latency_max_ms": float(latencies_ms.max()),
+        "lag_max_bytes": max(part.lag_max_bytes for part in sent),
+        "cpu_percent": 100 * (after.cpu_s - before.cpu_s) / (after.time_s - before.time_s),
+        "rss_start_mib": before.rss_bytes / 2**20,
+        "rss_end_mib": after.rss_bytes / 2**20,
+        "live_lines": after.live_lines,
+        "cuts": sum(part.cuts for part in sent),
+        "exact": known and math.isclose(after.total_j, total_j, rel_tol=1e-11),  # far below a line
+    }
 
 
 def _sample(pipe: Connection, word: str = "sample") -> Sample:
@@ -346,14 +328,13 @@ def main(
     from benchmarks.outputs import make_console, make_table
 
     loads = [Load(n, gpus, interval_s, seconds) for n in (SWEPT_AGENTS if sweep else (agents,))]
-    measured = [measure(load) for load in loads]
-    rows = [asdict(row) for row in measured]
+    rows = [measure(load) for load in loads]
     if as_json:
         click.echo(json.dumps(rows, indent=1))
     else:
         title = f"{gpus} GPUs an agent, a line each {interval_s:g} s, {seconds:g} s"
         make_console().print(make_table(title, rows))
-    if not all(row.exact for row in measured):
+    if not all(row["exact"] for row in rows):
         raise click.ClickException("A total is not that of what was sent.")
 
 

@@ -1,6 +1,6 @@
 """Runs a checkout's pretrain_gpt.py and reports on it; the same for every run that is compared.
 
-    torchrun ... proof_entry.py JOB.json MEGATRON-ARGUMENTS...
+    torchrun ... entry.py JOB.json MEGATRON-ARGUMENTS...
 
 No file of the checkout is touched: `train_step` is wrapped in memory. Around it a rank takes turns
 with the ranks of other jobs (`Turns`), so that jobs which share GPUs are started once and never

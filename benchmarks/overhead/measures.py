@@ -11,10 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from benchmarks.overhead import host as overhead_host
-from benchmarks.overhead import latency as overhead_latency
-from benchmarks.overhead import logs as overhead_logs
-from benchmarks.overhead import ratio as overhead_ratio
+from benchmarks.overhead import host, logs
+from benchmarks.overhead.latency import THREADS, measure_latency
+from benchmarks.overhead.ratio import RatioSettings, compare_schedules
 from benchmarks.planner.workloads import Workload
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
 from envpipe_megatron.runtime.clocks.controller import SWITCH_INTERVAL_S, spread
@@ -51,7 +50,7 @@ class Measure:
 def thread_measures(seconds: float) -> Iterator[Measure]:
     """What the calls around a unit take the training thread."""
     for clocks, what in ((False, "without clock requests"), (True, "each unit asks for a clock")):
-        costs = spread(ns / 1e3 for ns in overhead_host.thread_costs_ns(seconds, clocks=clocks))
+        costs = spread(ns / 1e3 for ns in host.thread_costs_ns(seconds, clocks=clocks))
         yield Measure(
             "training thread", what, "us a unit", costs["median"], costs["p99"],
             count=int(costs["count"]),
@@ -60,7 +59,7 @@ def thread_measures(seconds: float) -> Iterator[Measure]:
 
 def message_measure(pool: RankPool, seconds: float) -> Measure:
     """What a unit that does nothing takes in a pipeline, its message included."""
-    by_rank = pool.run(overhead_host.pipeline_unit_s, seconds)
+    by_rank = pool.run(host.pipeline_unit_s, seconds)
     times = spread(1e6 * max(of_ranks) for of_ranks in zip(*by_rank, strict=True))
     what = f"empty units with clocks and messages, {pool.size} gloo ranks"
     return Measure(
@@ -73,7 +72,7 @@ def log_line_measures(pool: RankPool) -> Iterator[Measure]:
     """What ranks exchange at a log line, against a gather of all objects to all."""
     stages = min(pool.size, LOG_LINE_STAGES)
     for of_all, what in ((True, "all objects to all ranks"), (False, "sums in trees")):
-        log_line = partial(overhead_host.log_line_s, of_all=of_all)
+        log_line = partial(host.log_line_s, of_all=of_all)
         by_rank = pool.run(log_line, stages, LOG_LINES)
         wall = spread(1e3 * max(s for s, _ in lines) for lines in zip(*by_rank, strict=True))
         cpu_ms = median(1e3 * cpu_s for lines in by_rank for _, cpu_s in lines)
@@ -89,10 +88,10 @@ def log_line_measures(pool: RankPool) -> Iterator[Measure]:
 
 def controller_measures(seconds: float) -> Iterator[Measure]:
     """From a unit's end to the driver's call; pure Python also at Python's own switch interval."""
-    settings = [(thread, SWITCH_INTERVAL_S) for thread in overhead_latency.THREADS]
+    settings = [(thread, SWITCH_INTERVAL_S) for thread in THREADS]
     settings.append(("runs pure Python", _USUAL_INTERVAL_S))
     for thread, interval_s in settings:
-        latency = overhead_latency.measure_latency(thread, interval_s, seconds)
+        latency = measure_latency(thread, interval_s, seconds)
         if latency is None:
             continue
         what = f"training thread {thread}"
@@ -104,9 +103,9 @@ def controller_measures(seconds: float) -> Iterator[Measure]:
         )  # fmt: skip
 
 
-def iteration_measures(pool: RankPool, settings: overhead_ratio.RatioSettings) -> Iterator[Measure]:
+def iteration_measures(pool: RankPool, settings: RatioSettings) -> Iterator[Measure]:
     """Time of an iteration against megatron-core's own 1F1B, and whether results are equal."""
-    for name, found in pool.run(overhead_ratio.compare_schedules, settings)[0].items():
+    for name, found in pool.run(compare_schedules, settings)[0].items():
         if not name.startswith("interpreter "):
             continue
         equal = "equal to the last bit" if found["bit_equal"] else "NOT EQUAL"
@@ -120,7 +119,7 @@ def iteration_measures(pool: RankPool, settings: overhead_ratio.RatioSettings) -
 def log_measures(pool: RankPool) -> Iterator[Measure]:
     """Bytes that the logs of a rank grow by in an iteration."""
     with tempfile.TemporaryDirectory() as folder:
-        found = pool.run(overhead_logs.leave_logs, Path(folder))[0]
+        found = pool.run(logs.leave_logs, Path(folder))[0]
     for name, size in found.log_bytes.items():
         what = f"{name}, iterations of {found.iteration_time_s:.1f} s"
         per_rank = size / found.iterations / pool.size

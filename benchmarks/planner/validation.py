@@ -205,7 +205,7 @@ def _notes(validations: Sequence[Validation]) -> str:
         f"Clocks that no profile row has: {rows} rows interpolated between neighbours, {extended} "
         "taken from the nearest row.",
         "The tail holds all time that follows no clock; at one number of microbatches M it cannot "
-        "be told from M gaps between units.",
+        "be separated from M gaps between units.",
     ]
     every_prediction = [p for v in validations for p in v.predictions]
     for system in sorted({p.run.system for p in every_prediction}):

@@ -9,8 +9,7 @@ from click.testing import CliRunner
 pytest.importorskip("matplotlib")
 pytest.importorskip("torch")
 from benchmarks.claims import read_claims
-from benchmarks.overhead import host as overhead_host
-from benchmarks.overhead import latency as overhead_latency
+from benchmarks.overhead import host, latency
 from benchmarks.overhead import overhead as command
 from benchmarks.overhead.measures import Measure, planning_measures
 from benchmarks.overhead.pictures import overhead_figure
@@ -30,21 +29,21 @@ MEASURES = [
 def test_every_unit_asks_for_a_clock_and_the_driver_gets_it(monkeypatch):
     locked = []
 
-    class Noting(overhead_host.NullGpu):
+    class Noting(host.NullGpu):
         def _lock(self, frequency_mhz):
             locked.append(frequency_mhz)
             super()._lock(frequency_mhz)
 
-    monkeypatch.setattr(overhead_host, "NullGpu", Noting)
+    monkeypatch.setattr(host, "NullGpu", Noting)
     for _ in range(100):
-        costs_ns = overhead_host.thread_costs_ns(0.05, clocks=True)
+        costs_ns = host.thread_costs_ns(0.05, clocks=True)
         if len(set(locked)) > 1:  # a busy machine gets to the driver later
             break
     assert len(set(locked)) > 1
-    assert len(costs_ns) % (2 * overhead_host.MICROBATCHES) == 0
+    assert len(costs_ns) % (2 * host.MICROBATCHES) == 0
     assert min(costs_ns) > 0
     locked.clear()
-    assert overhead_host.thread_costs_ns(0.01, clocks=False)
+    assert host.thread_costs_ns(0.01, clocks=False)
     assert not locked
 
 
@@ -52,12 +51,12 @@ def test_a_machine_too_busy_to_answer_leaves_no_latency(monkeypatch):
     def answers(found):
         return lambda device, interval_s, seconds: {"trigger_us": found}
 
-    monkeypatch.setitem(overhead_latency.THREADS, "waits", lambda: None)
-    monkeypatch.setattr(overhead_latency, "measure", answers({"count": 0}))
-    assert overhead_latency.measure_latency("waits", 1e-4, 1.0) is None
+    monkeypatch.setitem(latency.THREADS, "waits", lambda: None)
+    monkeypatch.setattr(latency, "measure", answers({"count": 0}))
+    assert latency.measure_latency("waits", 1e-4, 1.0) is None
     some = {"median": 5.0, "p99": 7.0, "max": 9.0, "count": 3}
-    monkeypatch.setattr(overhead_latency, "measure", answers(some))
-    assert overhead_latency.measure_latency("waits", 1e-4, 1.0) == some
+    monkeypatch.setattr(latency, "measure", answers(some))
+    assert latency.measure_latency("waits", 1e-4, 1.0) == some
 
 
 def test_a_plan_of_each_order_is_timed():
