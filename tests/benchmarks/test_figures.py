@@ -3,14 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from preset_profile import preset_profile
 
-from envpipe_megatron.core import builders
-from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.policies.frequencies import envelope
 
 pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
@@ -149,25 +143,6 @@ def test_the_factor_leaves_no_unit_too_short_for_a_host():
         shortest = min(uneven.scaled(time_factor(uneven, forward_s)).forward_s)
         assert longest == pytest.approx(forward_s)
         assert shortest == pytest.approx(0.75 * forward_s)
-
-
-def plan_at(folder, factor):
-    name = str(write_scaled_preset("v100", factor, folder))
-    preset = load_preset(name)
-    times_s = {Kind.FORWARD: 0.04 * factor, Kind.BACKWARD: 0.12 * factor}
-    profile = preset_profile(name, 4, times_s, preset.supported_frequencies_mhz[12:100:12])
-    schedule = builders.envpipe(4, 8, [3, 2, 1, 0])
-    conditions = Conditions((preset.wait_power_w,) * 4, change_time_s=preset.frequency_change_s)
-    return Plan("envelope", schedule, envelope(schedule, profile), profile, conditions)
-
-
-def test_shares_of_time_and_energy_do_not_depend_on_the_factor(tmp_path):
-    whole, scaled = plan_at(tmp_path / "1", 1.0), plan_at(tmp_path / "2", 0.23)
-    assert scaled.cost.iteration_time_s == pytest.approx(0.23 * whole.cost.iteration_time_s)
-    for share in ("saving_percent", "slowdown_percent"):
-        of_whole = getattr(whole.cost, share)(whole.baseline.cost)
-        assert getattr(scaled.cost, share)(scaled.baseline.cost) == pytest.approx(of_whole)
-        assert of_whole > 1
 
 
 @pytest.mark.parametrize("name", ["v100", "rtx3090"])
