@@ -7,7 +7,7 @@ Another package adds an order of units by an entry point of the group `envpipe_m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,7 +44,7 @@ RECONFIGURE_NAMES = ("default", *RECONFIGURE_POLICIES)
 
 
 class PlannerError(EnvPipeError):
-    """Wishes that contradict each other."""
+    """A request whose parts contradict each other, or that names what is not known."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def make_plan(profile: Profile, request: PlanRequest) -> Planned:
     """Plan order and frequencies as requested.
 
     Raises:
-        PlannerError: wishes that contradict each other.
+        PlannerError: parts of the request that contradict each other.
         ScheduleError: a job that the schedule does not fit.
         ProfileError: a profile that the policy cannot work with.
         LinearProgramError: a deadline that no frequencies meet.
@@ -139,12 +139,8 @@ def make_plan(profile: Profile, request: PlanRequest) -> Planned:
     if request.reconfigure == "default":
         return Planned(plan, None, notes)
     result = reconfigure(plan, RECONFIGURE_POLICIES[request.reconfigure])
-    plan = replace(
-        plan,
-        policy=f"{request.policy}-{request.reconfigure}",
-        frequency_mhz=result.frequency_mhz,
-    )
-    return Planned(plan, result, notes)
+    name = f"{request.policy}-{request.reconfigure}"
+    return Planned(replace(plan, policy=name, frequency_mhz=result.frequency_mhz), result, notes)
 
 
 def make_frontier(profile: Profile, request: PlanRequest, num_points: int) -> list[Plan]:
@@ -153,7 +149,7 @@ def make_frontier(profile: Profile, request: PlanRequest, num_points: int) -> li
     Its deadline matters for the schedule auto alone, whose order is searched there.
 
     Raises:
-        PlannerError: the policy is not optimal, or wishes that contradict each other.
+        PlannerError: as `check_frontier`.
     """
     check_frontier(request)
     if request.schedule == "auto":
@@ -173,7 +169,7 @@ def make_memory_frontier(profile: Profile, request: PlanRequest) -> list[MemoryP
     """The best plans of a request's job for rising limits of extra forwards.
 
     Raises:
-        PlannerError: the schedule is not auto, or wishes that contradict each other.
+        PlannerError: as `check_memory_frontier`.
     """
     check_memory_frontier(request)
     search = _order_search(profile, request)
@@ -241,14 +237,18 @@ def request_limits(profile: Profile, request: PlanRequest) -> OrderLimits:
 
 
 def check_request(request: PlanRequest) -> None:
-    """Refuse wishes that no job can have.
+    """Refuse what no job can have.
 
     Raises:
         PlannerError: an unknown name, or names that contradict each other.
     """
-    _check_name("policy", request.policy, POLICIES)
-    _check_name("reconfigure policy", request.reconfigure, RECONFIGURE_NAMES)
-    _check_name("schedule", request.schedule, (*SCHEDULES, *SCHEDULE_ALIASES))
+    for what, name, known in (
+        ("policy", request.policy, POLICIES),
+        ("reconfigure policy", request.reconfigure, RECONFIGURE_NAMES),
+        ("schedule", request.schedule, (*SCHEDULES, *SCHEDULE_ALIASES)),
+    ):
+        if name not in known:
+            raise PlannerError(f"Unknown {what}", value=name, remedy=f"Known: {', '.join(known)}.")
     if request.reconfigure != "default" and request.policy != "envelope":
         raise PlannerError(
             f"Reconfiguring goes with the envelope policy, not with {request.policy}",
@@ -261,36 +261,59 @@ def check_request(request: PlanRequest) -> None:
             value=request.policy,
             remedy="Use --policy optimal, or another schedule.",
         )
-    if request.policy != "optimal":
-        for what, value, default in (
-            ("deadline", request.deadline_factor, 1.0),
-            ("dwell time", request.min_dwell_s, 0.0),
-            ("parking", request.park, False),
-        ):
-            if value != default:
-                raise PlannerError(
-                    f"Policy {request.policy} knows no {what}",
-                    value=value,
-                    remedy=f"Use --policy optimal, or leave the {what} out.",
-                )
+    for what, value, default in (
+        ("deadline", request.deadline_factor, 1.0),
+        ("dwell time", request.min_dwell_s, 0.0),
+        ("parking", request.park, False),
+    ):
+        if request.policy != "optimal" and value != default:
+            raise PlannerError(
+                f"Policy {request.policy} knows no {what}",
+                value=value,
+                remedy=f"Use --policy optimal, or leave the {what} out.",
+            )
     if not 0 < request.deadline_factor < math.inf:
         raise PlannerError(
             "The deadline must be a multiple of the framework's own iteration time",
             value=request.deadline_factor,
             remedy="Give a number above 0: 1 for no slowdown, 1.02 for 2 %.",
         )
+    limits = (request.max_extra_forwards, request.max_in_flight, request.max_warmup_step)
     name = SCHEDULE_ALIASES.get(request.schedule, request.schedule)
-    limits = (
-        request.max_extra_forwards,
-        request.max_in_flight,
-        request.max_warmup_step,
-    )
-    if name not in LIMITED_SCHEDULES and any(limit is not None for limit in limits):
+    if name not in LIMITED_SCHEDULES and limits != (None, None, None):
         raise PlannerError(
             "Limits on extra forwards and on microbatches in flight go with the schedules "
             f"{' and '.join(LIMITED_SCHEDULES)}",
             value=request.schedule,
             remedy=f"Use --schedule {LIMITED_SCHEDULES[0]}, or leave the limits out.",
+        )
+
+
+def check_frontier(request: PlanRequest, what: str = "A frontier") -> None:
+    """Refuse a request that no frontier can be planned for.
+
+    Raises:
+        PlannerError: the policy is not optimal, or as `check_request`.
+    """
+    check_request(request)
+    if request.policy != "optimal":
+        raise PlannerError(
+            f"{what} is made of optimal plans", value=request.policy, remedy="Use --policy optimal."
+        )
+
+
+def check_memory_frontier(request: PlanRequest) -> None:
+    """Refuse a request without a memory frontier.
+
+    Raises:
+        PlannerError: the schedule is not auto, or as `check_frontier`.
+    """
+    check_frontier(request, "A memory frontier")
+    if request.schedule != "auto":
+        raise PlannerError(
+            "A memory frontier compares orders",
+            value=request.schedule,
+            remedy="Use --schedule auto.",
         )
 
 
@@ -325,22 +348,6 @@ def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tu
     return builders.envpipe(stages, microbatches, fit.extra_forwards), notes
 
 
-def check_frontier(request: PlanRequest) -> None:
-    """Refuse a request that no frontier can be planned for; raises as `make_frontier`."""
-    _check_optimal(request, "A frontier")
-
-
-def check_memory_frontier(request: PlanRequest) -> None:
-    """Refuse a request without a memory frontier; raises as `make_memory_frontier`."""
-    _check_optimal(request, "A memory frontier")
-    if request.schedule != "auto":
-        raise PlannerError(
-            "A memory frontier compares orders",
-            value=request.schedule,
-            remedy="Use --schedule auto.",
-        )
-
-
 def _check_chunks(request: PlanRequest) -> None:
     # Not in check_request: a job that is given its plan has chunks whatever order it asks for.
     if request.schedule in _ONE_CHUNK and request.num_chunks > 1:
@@ -349,19 +356,6 @@ def _check_chunks(request: PlanRequest) -> None:
             value=request.num_chunks,
             remedy="Use --schedule interleaved for chunks.",
         )
-
-
-def _check_optimal(request: PlanRequest, what: str) -> None:
-    check_request(request)
-    if request.policy != "optimal":
-        raise PlannerError(
-            f"{what} is made of optimal plans", value=request.policy, remedy="Use --policy optimal."
-        )
-
-
-def _check_name(what: str, name: str, known: Collection[str]) -> None:
-    if name not in known:
-        raise PlannerError(f"Unknown {what}", value=name, remedy=f"Known: {', '.join(known)}.")
 
 
 def _in_flight(profile: Profile, request: PlanRequest) -> tuple[int, ...] | None:
