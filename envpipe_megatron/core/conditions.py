@@ -165,7 +165,7 @@ def make_conditions(
         EnvPipeError: a value that is wrong, an unknown name in `use`, or a fact that the sidecar
             lacks.
     """
-    sidecar, stages = profile.sidecar, profile.num_stages
+    sidecar = profile.sidecar
     given: dict[str, Any] = {
         "latency": sidecar.p2p_latency_s if latency_s is None else latency_s,
         "tail": tail_time_s,
@@ -188,18 +188,18 @@ def make_conditions(
             )
     if change_energy_j is None and "change" in use:
         change_energy_j = sidecar.frequency_change_j
+
+    def by_stage(value: Any) -> Any:
+        return (value,) * profile.num_stages if np.ndim(value) == 0 else tuple(value)
+
     return Conditions(
-        blocking_power_w=_amounts("blocking_power_w", blocking_power_w, stages, "W"),
-        latency_s=0.0 if given["latency"] is None else given["latency"],
-        tail_time_s=None if given["tail"] is None else _for_each(given["tail"], stages),
-        gpus_per_stage=(
-            None
-            if given["tensor-parallel"] is None
-            else _for_each(given["tensor-parallel"], stages)
-        ),
-        wait_power_w=given["wait-power"],
-        change_time_s=given["change"] or 0.0,
-        change_energy_j=change_energy_j or 0.0,
+        _amounts("blocking_power_w", blocking_power_w, profile.num_stages, "W"),
+        0.0 if given["latency"] is None else given["latency"],
+        None if given["tail"] is None else by_stage(given["tail"]),
+        None if given["tensor-parallel"] is None else by_stage(given["tensor-parallel"]),
+        given["wait-power"],
+        given["change"] or 0.0,
+        change_energy_j or 0.0,
     )
 
 
@@ -217,49 +217,30 @@ def known_conditions(profile: Profile) -> Conditions:
     )
 
 
-def _for_each(value: Any, count: int) -> tuple[Any, ...]:
-    """One number as a tuple of `count`, several as they are."""
-    return (value,) * count if np.ndim(value) == 0 else tuple(value)
-
-
 def _amounts(name: str, given: Any, count: int, unit: str) -> tuple[float, ...]:
     """Checked amounts of zero or more; one number stands for all."""
     try:
-        amounts = tuple(float(value) for value in _for_each(given, count))
+        values = (given,) * count if np.ndim(given) == 0 else given
+        amounts = tuple(float(value) for value in values)
     except (TypeError, ValueError, OverflowError):
         amounts = (math.nan,)
     if len(amounts) != count or not all(0 <= value < math.inf for value in amounts):
-        raise EnvPipeError(
-            f"{_WORDS[name]} ({name}) is wrong",
-            value=given,
-            remedy=f"It takes {count} number(s) of {unit}, zero or more.",
-        )
+        raise _wrong(name, given, f"{count} number(s) of {unit}, zero or more")
     return amounts
 
 
 def _counts(given: Any, stages: int) -> tuple[int, ...]:
-    try:
-        counts = tuple(int(value) for value in given)
-        valid = len(counts) == stages and min(counts) >= 1 and counts == tuple(given)
-    except (TypeError, ValueError, OverflowError):
-        valid = False
-    if not valid:
-        raise EnvPipeError(
-            f"{_WORDS['gpus_per_stage']} (gpus_per_stage) is wrong",
-            value=given,
-            remedy=f"It takes {stages} positive whole number(s).",
-        )
-    return counts
+    counts = tuple(given)
+    if len(counts) != stages or not all(isinstance(n, int | np.integer) and n >= 1 for n in counts):
+        raise _wrong("gpus_per_stage", given, f"{stages} positive whole number(s)")
+    return tuple(map(int, counts))
 
 
 def _curves(given: WaitCurves, stages: int) -> WaitCurves:
     """Checked curves, lowest clock first as `np.interp` needs them."""
     if len(given) != stages or not all(given):
-        raise EnvPipeError(
-            f"{_WORDS['wait_power_w']} (wait_power_w) is wrong",
-            value=given,
-            remedy=f"It takes {stages} curve(s), one a stage, each with at least one clock.",
-        )
+        needed = f"{stages} curve(s), one a stage, each with at least one clock"
+        raise _wrong("wait_power_w", given, needed)
     curves = []
     for curve in given:
         clocks = sorted(curve)
@@ -268,3 +249,9 @@ def _curves(given: WaitCurves, stages: int) -> WaitCurves:
             raise EnvPipeError("wait_power_w has a clock that no GPU has", value=clocks)
         curves.append(dict(zip(clocks, powers_w, strict=True)))
     return tuple(curves)
+
+
+def _wrong(name: str, given: Any, needed: str) -> EnvPipeError:
+    return EnvPipeError(
+        f"{_WORDS[name]} ({name}) is wrong", value=given, remedy=f"It takes {needed}."
+    )

@@ -163,14 +163,6 @@ class Profile:
             optimal.append(-min(both)[1])
         return tuple(optimal)
 
-    def pareto(self, stage: int, kind: Kind) -> tuple[ProfileRow, ...]:
-        """The rows that no other beats in both time and energy, fastest first."""
-        efficient: list[ProfileRow] = []
-        for row in sorted(self.rows[stage][kind], key=lambda r: (r.time_s, r.energy_j)):
-            if not efficient or row.energy_j < efficient[-1].energy_j:
-                efficient.append(row)
-        return tuple(efficient)
-
     def for_chunks(self, num_chunks: int) -> Profile:
         """The profile of one of `num_chunks` chunks of each stage.
 

@@ -12,7 +12,6 @@ from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan, PlanError, read_plan
 from envpipe_megatron.core.profile import ProfileError
-from envpipe_megatron.policies.optimal.optimizer import Optimizer
 
 MEASURED = profile_of(
     {
@@ -81,13 +80,3 @@ def test_a_plan_file_must_say_so(says, error, shown, tmp_path):
     path.write_text(json.dumps(data))
     with pytest.raises(error, match=shown):
         read_plan(path, MEASURED)
-
-
-def test_a_lower_bound_of_the_measured_profile_holds_between_its_clocks():
-    conditions = Conditions((40.0,))
-    optimizer = Optimizer(ONE_STAGE, MEASURED, conditions)
-    for forward_mhz in (1200, 1100, 900, 850, 800):
-        for backward_mhz in (1200, 1100, 900):
-            cost = plan_at(forward_mhz, backward_mhz).cost
-            bound_j = optimizer.plan(cost.iteration_time_s).energy_lower_bound_j
-            assert cost.energy_j >= bound_j * (1 - 1e-9)

@@ -238,22 +238,6 @@ def test_no_common_frequency_means_no_valley():
         _ = profile.optimal_frequency_mhz
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=12))
-def test_pareto_rows_are_those_that_no_other_beats(points):
-    curve = {100 + i: (float(time), float(energy)) for i, (time, energy) in enumerate(points)}
-    profile = profile_of({(0, F): curve, (0, B): curve})
-    pareto = profile.pareto(0, F)
-    got = [(row.time_s, row.energy_j) for row in pareto]
-    efficient = {
-        (t, e)
-        for t, e in curve.values()
-        if not any((t2 <= t and e2 <= e) and (t2, e2) != (t, e) for t2, e2 in curve.values())
-    }
-    assert got == sorted(efficient)
-    assert all(row in profile.rows[0][F] for row in pareto)
-
-
 def test_chunks_share_time_and_energy_evenly():
     profile = uniform_profile(2, {1200: (1.0, 10.0), 900: (1.5, 8.0)})
     half = profile.for_chunks(2)

@@ -125,21 +125,6 @@ def test_empty_jobs_are_refused(microbatches, chunks, stages):
         Schedule("x", microbatches, chunks, parse_stages(*stages))
 
 
-def test_chunks_wrap_from_the_last_stage_to_the_first():
-    schedule = builders.interleaved(2, 2, 2)
-    node = {
-        (stage, u.label(2)): stage * schedule.units_per_stage + position
-        for stage, order in enumerate(schedule.stages)
-        for position, u in enumerate(order)
-    }
-    cross = schedule.cross_dependency
-    assert cross[node[0, "F1.1"]] == node[1, "F1.0"]
-    assert cross[node[1, "B1.0"]] == node[0, "B1.1"]
-    assert cross[node[0, "F1.0"]] == -1
-    assert cross[node[1, "B1.1"]] == -1
-    assert schedule.describe(node[1, "B1.0"]) == "B1.0 on stage 1"
-
-
 def test_outer_envelope_of_4_by_4_by_hand():
     schedule = builders.one_f_one_b(4, 4)
     names = {schedule.describe(node) for node in schedule.outer_envelope}

@@ -14,8 +14,6 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.limits import (
     OrderLimits,
-    envpipe_counts,
-    envpipe_times_s,
     in_flight_by_memory,
     order_limits,
 )
@@ -92,60 +90,9 @@ def test_a_channel_that_holds_nothing_is_refused_where_1f1b_needs_one():
     assert order_limits(1, 4, channel_capacity=0).fit([2]) == (2,)
 
 
-@FIXED
-@given(st.data(), st.integers(1, 6), st.integers(1, 16))
-def test_limits_are_those_of_envpipes_own_counts(data, stages, microbatches):
-    """A rule that counts for itself, under the same wishes, stays within; peaks keep the memory."""
-    wishes = {
-        "max_extra_forwards": data.draw(st.sampled_from([None, 0, 1, 2, 5])),
-        "max_in_flight": data.draw(
-            st.none()
-            | st.tuples(
-                *(
-                    st.integers(min(stages - s, microbatches), microbatches + 2)
-                    for s in range(stages)
-                )
-            )
-        ),
-        "max_warmup_step": data.draw(st.sampled_from([None, 0, 1, 3])),
-    }
-    times_s = st.lists(st.floats(0.1, 4.0), min_size=stages, max_size=stages)
-    counts = builders.envpipe_extra_forwards(
-        data.draw(times_s), data.draw(times_s), microbatches, **wishes
-    )
-    limits = order_limits(stages, microbatches, **wishes)
-    assert limits.allow(counts)
-    assert limits.most == tuple(
-        builders.extra_forward_caps(
-            stages,
-            microbatches,
-            max_extra_forwards=wishes["max_extra_forwards"],
-            max_in_flight=wishes["max_in_flight"],
-        )
-    )
-    largest = limits.fit([microbatches] * stages)
-    schedule = builders.envpipe(stages, microbatches, largest)
-    if wishes["max_in_flight"] is not None:
-        peaks = zip(schedule.peak_in_flight, wishes["max_in_flight"], strict=True)
-        assert all(peak <= most for peak, most in peaks)
-    if wishes["max_extra_forwards"] is not None:
-        assert max(schedule.extra_forwards) <= wishes["max_extra_forwards"]
-    if wishes["max_warmup_step"] is not None:
-        steps = (abs(a - b) for a, b in itertools.pairwise(largest))
-        assert max(steps, default=0) <= wishes["max_warmup_step"]
-
-
 def test_less_in_flight_than_1f1b_holds_is_refused():
     with pytest.raises(ScheduleError, match=r"Stage 1 .*got 2.*holds 3"):
         order_limits(4, 8, max_in_flight=(4, 2, 2, 1))
-
-
-def test_envpipes_counts_of_a_profile():
-    # 1.25 s a forward at the optimum, 2 s a backward at the highest clock.
-    profile = uniform_profile(4, CURVE)
-    assert envpipe_times_s(profile) == ([2.0] * 4, [1.25] * 4)
-    assert envpipe_counts(profile, 32) == [4, 3, 1, 0]
-    assert envpipe_counts(profile, 5) == [1, 2, 1, 0]
 
 
 def with_memory(activation_bytes, free_bytes, stages=3):

@@ -2,10 +2,8 @@
 
 import random
 from itertools import pairwise, product
-from pathlib import Path
 from types import SimpleNamespace as Namespace
 
-import numpy as np
 import pytest
 from core_cases import uniform_profile
 from hypothesis import given, settings
@@ -15,7 +13,6 @@ from planning_cases import Job, random_job
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.policies.memory_frontier import memory_frontier
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
@@ -223,31 +220,3 @@ def test_orders_that_hide_the_latency_meet_deadlines_that_1f1b_misses():
     tight = order_limits(4, 16, max_extra_forwards=0)
     with pytest.raises(LinearProgramError, match=r"'1f1b'.*deadline"):
         OrderSearch(profile, 16, conditions, deadline_s).search(tight)
-
-
-DATA = Path(__file__).parents[2].parent / "shared" / "data" / "perseus_sosp24"
-
-
-def test_more_memory_on_gpt3_175b_saves_more():
-    """8 stages of the A100 profile, 12 microbatches: relaxed and rounded energies fall."""
-    path = DATA / "emulation" / "stage_profile" / "gpt3-175b_a100_sxm.csv"
-    if not path.exists():
-        pytest.skip(f"the published profiles are not in {DATA}")
-    profile, conditions = read_profile(path), Conditions((83.64,) * 8)
-    own = builders.one_f_one_b(8, 12)
-    deadline_s = all_maximum_s(own, profile, conditions)
-    relaxed_j, plans, best = [], [], []
-    search = OrderSearch(profile, 12, conditions, deadline_s)
-    for step in STEPS:
-        limits = order_limits(8, 12, max_extra_forwards=step)
-        candidates = search.search(limits, best)
-        best = [candidates[0].extra_forwards]
-        relaxed_j.append(candidates[0].relaxed_energy_j)
-        plans.append(search.plan(candidates))
-    assert all(b <= a for a, b in pairwise(relaxed_j))
-    energies_j = [plan.cost.energy_j for plan in plans]
-    assert all(b <= a for a, b in pairwise(energies_j))
-    savings = [plan.cost.saving_percent(plan.baseline.cost) for plan in plans]
-    print("saving by extra forwards (%):", dict(zip(STEPS, np.round(savings, 2), strict=True)))
-    assert savings[1] >= savings[0] + 1.5  # one extra forward
-    assert savings[-1] >= savings[0] + 4.0

@@ -11,7 +11,6 @@ from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.order_search import OrderSearch
@@ -113,21 +112,6 @@ def test_wishes_that_contradict_each_other_are_refused(request_, value):
         make_plan(PROFILE, request_)
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        PlanRequest(0),
-        PlanRequest(6, "interleaved", num_chunks=2),
-        PlanRequest(8, "interleaved"),
-        PlanRequest(8, "envpipe", max_in_flight=3),
-        PlanRequest(8, blocking_power_w=-1.0),
-    ],
-)
-def test_impossible_wishes_are_refused_as_errors_for_users(request_):
-    with pytest.raises(EnvPipeError):
-        make_plan(PROFILE, request_)
-
-
 def optimal(schedule="1f1b", microbatches=8, **wishes):
     chunks = 2 if schedule == "interleaved" else 1
     return PlanRequest(
@@ -167,12 +151,6 @@ def test_auto_is_at_least_as_good_as_any_order_by_name_and_says_what_is_left():
     saving = planned.plan.cost.saving_percent(planned.plan.baseline.cost)
     assert saving <= float(most.partition(" %")[0]) + 0.005  # it is printed with two decimals
     assert "at this deadline" in most
-
-
-@pytest.mark.parametrize("policy", ["baseline", "uniform", "envelope"])
-def test_auto_goes_with_the_optimal_policy_alone(policy):
-    with pytest.raises(PlannerError, match=rf"auto.*got '{policy}'.*--policy optimal"):
-        make_plan(PROFILE, PlanRequest(8, "auto", policy))
 
 
 @pytest.mark.parametrize("policy", ["baseline", "uniform", "envelope"])
@@ -263,12 +241,6 @@ def test_limits_hold_in_the_order_that_auto_finds():
     assert all(abs(a - b) <= 1 for a, b in pairwise(stepped))
 
 
-def test_a_channel_that_not_even_1f1b_finishes_on_is_refused():
-    for schedule in ("envpipe", "auto"):
-        with pytest.raises(EnvPipeError, match="Not even 1F1B"):
-            make_plan(PROFILE, optimal(schedule, channel_capacity=0))
-
-
 @pytest.mark.parametrize("schedule", ["envpipe", "auto"])
 def test_memory_in_bytes_limits_what_is_in_flight(schedule):
     one, free = (100.0, 100.0, 200.0, 50.0), (450.0, 350.0, 200.0, 0.0)
@@ -282,16 +254,6 @@ def test_memory_in_bytes_limits_what_is_in_flight(schedule):
     # The same as what the bytes come to in microbatches.
     by_count = make_plan(profile, optimal(schedule, 16, max_in_flight=(5, 4, 2, 1))).plan
     assert by_count.schedule == plan.schedule
-
-
-def test_memory_that_is_not_known_or_too_small_is_refused():
-    with pytest.raises(EnvPipeError, match="activation_bytes"):
-        make_plan(PROFILE, optimal("auto", max_in_flight=BY_MEMORY))
-    sidecar = Sidecar(activation_bytes=(1.0,) * 4, free_bytes=(2.0,) * 4)
-    with pytest.raises(EnvPipeError, match=r"Stage 0 .*got 3.*holds 4"):
-        make_plan(replace(PROFILE, sidecar=sidecar), optimal("auto", max_in_flight=BY_MEMORY))
-    with pytest.raises(PlannerError, match=r"'much'.*4 stages"):
-        make_plan(PROFILE, optimal("auto", max_in_flight="much"))
 
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data" / "perseus_sosp24"

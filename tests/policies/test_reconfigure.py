@@ -149,16 +149,6 @@ def test_the_policies_are_those_of_envpipes_code():
     assert known == {"greedy": ("greedy", 90, 50_000), "balanced": ("balanced", 30, 5_000)}
 
 
-def test_ends_when_the_path_is_the_envelope():
-    # At M = 8 the last stage is the bottleneck, so the inside can keep pace with it.
-    profile = uniform_profile(4, CURVE, slowness=[0.8, 0.8, 0.8, 1.0])
-    plan = plan_of(builders.envpipe(4, 8, [4, 3, 1, 0]), profile)
-    result = reconfigure(plan, BALANCED)
-    assert result.ended is Ended.ENVELOPE
-    after = replace(plan, frequency_mhz=result.frequency_mhz)
-    assert is_envelope(plan.schedule, after.timeline.critical_path())
-
-
 def test_ends_when_nothing_on_the_path_can_rise():
     # Stage 1 is the bottleneck: however fast, the path goes through its inside.
     profile = uniform_profile(4, CURVE, slowness=[1.0, 2.0, 1.0, 1.0])
@@ -199,16 +189,6 @@ def test_the_end_that_is_said_is_true_of_the_plan_with_its_tails_and_late_clocks
         assert result.ended is Ended.NOTHING_CAN_RISE
         assert not is_envelope(plan.schedule, path)
         assert {int(result.frequency_mhz.flat[node]) for node in path} == {1200}
-
-
-@pytest.mark.parametrize("policy", [GREEDY, BALANCED])
-def test_late_clocks_raise_units_only_beyond_what_is_raised_without_them(policy):
-    """From the start they would: a unit that rises alone comes late, and so do those around it."""
-    plan = plan_of(builders.one_f_one_b(4, 8), uniform_profile(4, CURVE))
-    late = replace(plan, conditions=Conditions((0.0,) * 4, change_time_s=0.3))
-    without, result = reconfigure(plan, policy), reconfigure(late, policy)
-    assert result.steps >= without.steps
-    assert (result.frequency_mhz >= without.frequency_mhz).all()
 
 
 def test_ends_at_the_limit_of_steps():

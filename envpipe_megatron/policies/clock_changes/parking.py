@@ -6,8 +6,7 @@ that one is set for as long as two changes of clock leave of the wait (`evaluati
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,28 +16,6 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.optimal.waiting import waiting_floor_w
-
-
-@dataclass(frozen=True)
-class ParkingWorth:
-    """What parking is worth to a plan for one time of a clock change.
-
-    Args:
-        change_time_s: from the request of a clock until it runs.
-        energy_j: of the iteration, parked.
-        saved_j: against the same plan and change time without parking.
-        parked_waits: in how many waits the clock is lowered.
-    """
-
-    change_time_s: float
-    energy_j: float
-    saved_j: float
-    parked_waits: int
-
-    @property
-    def saved_percent(self) -> float:
-        """Saving against the plan without parking."""
-        return 100.0 * self.saved_j / (self.energy_j + self.saved_j)
 
 
 def park(plan: Plan, min_dwell_s: float = 0.0) -> Plan:
@@ -71,27 +48,6 @@ def park(plan: Plan, min_dwell_s: float = 0.0) -> Plan:
         energy_lower_bound_j=plan.energy_lower_bound_j if still_holds else None,
     )
     return parked if parked.cost.energy_j < plain.cost.energy_j else plain
-
-
-def parking_worth(plan: Plan, change_times_s: Sequence[float]) -> list[ParkingWorth]:
-    """What parking saves if changes of clock take as long as given, the plan being the same.
-
-    Late clocks change the plan's own time and energy too; both are priced with them.
-    """
-    worth = []
-    for change_time_s in change_times_s:
-        conditions = replace(plan.conditions, change_time_s=change_time_s)
-        plain = replace(plan, conditions=conditions, park_mhz=None)
-        parked = park(plain)
-        worth.append(
-            ParkingWorth(
-                change_time_s,
-                parked.cost.energy_j,
-                plain.cost.energy_j - parked.cost.energy_j,
-                0 if parked.park_mhz is None else int(np.count_nonzero(parked.park_mhz)),
-            )
-        )
-    return worth
 
 
 def _best_clocks(plan: Plan, curves: WaitCurves) -> tuple[IntArray, FloatArray]:

@@ -189,9 +189,3 @@ class TestClockTable:
 
     def test_costs_count_all_gpus_and_what_waiting_would_have_cost(self, table):
         assert table.cost_j[:, 1, 0] == pytest.approx([8 * (11 - 3), 8 * (25 - 6)])
-
-    def test_indices_and_clocks_are_each_other_s_inverse(self, table):
-        clocks = np.array([[1200, 900], [1400, 700]])
-        index = table.index_of(clocks)
-        assert index.tolist() == [[0, 2], [0, 1]]
-        assert table.frequencies(index).tolist() == clocks.tolist()

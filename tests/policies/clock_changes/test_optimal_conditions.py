@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from planning_cases import random_job
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.profile import make_profile, read_profile
+from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.clock_changes import run_search
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
@@ -22,7 +21,6 @@ from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.optimal.waiting import mean_waiting_power_w
 
 SEEDS = st.integers(0, 2**32)
-STAGE_PROFILES = Path(__file__).parents[4] / "shared/data/perseus_sosp24/emulation/stage_profile"
 
 
 def modelled_profile(num_stages=4, clocks=range(600, 1980, 60), slowness=None):
@@ -111,18 +109,6 @@ class TestWaitingPowerByClock:
         ignoring = optimizer_of(replace(conditions, wait_power_w=None)).plan(deadline_s)
         assert plan.cost.energy_j < 0.99 * replace(ignoring, conditions=conditions).cost.energy_j
         assert plan.gap_percent < 3
-
-    def test_the_bound_takes_the_least_power_that_a_stage_can_wait_at(self):
-        deadline_s = deadline_of(optimizer_of(self.conditions))
-        bound_j = {
-            power_w: optimizer_of(conditions_of(wait_power_w=({600: power_w, 1920: 80.0},) * 4))
-            .plan(deadline_s)
-            .energy_lower_bound_j
-            for power_w in (30.0, 50.0)
-        }
-        for power_w, curved_j in bound_j.items():
-            flat = optimizer_of(replace(conditions_of(), blocking_power_w=(power_w,) * 4))
-            assert curved_j == pytest.approx(flat.plan(deadline_s).energy_lower_bound_j, rel=1e-9)
 
     def test_parking_has_a_lower_bound_than_waiting(self):
         parking = optimizer_of(self.conditions, parking=True)
@@ -308,51 +294,3 @@ def test_on_1f1b_the_deadline_of_all_maximum_is_always_kept(seed):
     assert plan.cost.iteration_time_s <= deadline_s * (1 + 1e-9)
     assert plan.energy_lower_bound_j <= plan.cost.energy_j * (1 + 1e-9)
     assert plan.cost.energy_j <= plan.baseline.cost.energy_j * (1 + 1e-9)
-
-
-class TestDifferentGpus:
-    """Two stages on one kind of GPU and two on another, with clocks and powers of their own."""
-
-    @staticmethod
-    def mixed_profile():
-        paths = [STAGE_PROFILES / f"gpt3-175b_{gpu}.csv" for gpu in ("a100_sxm", "a40")]
-        if all(path.exists() for path in paths):
-            profiles = [read_profile(path) for path in paths]
-        else:
-            slow = modelled_profile(4, range(700, 1760, 35), slowness=[2.2] * 4)
-            profiles = [modelled_profile(), slow]
-        rows = [
-            (stage, kind, row)
-            for stage in range(4)
-            for kind, kind_rows in profiles[stage // 2].rows[stage].items()
-            for row in kind_rows
-        ]
-        return make_profile(rows, source="two kinds of GPU")
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {},
-            {"change_time_s": 0.01, "change_energy_j": 0.5},
-            {
-                "wait_power_w": (*(wait_curve(83.64),) * 2, *(wait_curve(70.38),) * 2),
-                "gpus_per_stage": (1, 1, 2, 2),
-                "tail_time_s": (0.1, 0.2, 0.1, 0.1),
-            },
-        ],
-    )
-    def test_each_stage_is_planned_at_its_own_clocks(self, options):
-        profile = self.mixed_profile()
-        conditions = Conditions((83.64, 83.64, 70.38, 70.38), **options)
-        optimizer = optimizer_of(conditions, 12, profile)
-        deadline_s = deadline_of(optimizer, 1.0)
-        plan = optimizer.plan(deadline_s)
-        assert plan.cost.iteration_time_s <= deadline_s * (1 + 1e-9)
-        assert plan.energy_lower_bound_j <= plan.cost.energy_j
-        # The slower kind sets the pace, and the faster one saves.
-        saved = 1 - plan.energy_by_stage_j / plan.baseline.energy_by_stage_j
-        fast = np.argsort([kinds["forward"][0].time_s for kinds in profile.rows])[:2]
-        assert saved[fast].min() > 0.1
-        for stage, clocks in enumerate(plan.frequency_mhz):
-            known = {row.frequency_mhz for row in profile.rows[stage]["forward"]}
-            assert set(clocks.tolist()) <= known

@@ -15,7 +15,7 @@ from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
-from envpipe_megatron.policies.clock_changes.parking import park, parking_worth
+from envpipe_megatron.policies.clock_changes.parking import park
 from envpipe_megatron.policies.optimal.waiting import mean_waiting_power_w, waiting_floor_w
 
 PROFILE = profile_of(
@@ -95,20 +95,6 @@ class TestPark:
         assert parked.park_mhz.tolist() == [[0, 0, 300, 0], [600, 0, 0, 0]]
         assert shortest_dwell_s(parked) >= 1.0
         assert park(plan, min_dwell_s=100.0).park_mhz is None
-
-
-def test_worth_of_parking_by_the_time_of_a_change():
-    plan = plan_of()
-    rows = parking_worth(plan, [0.0, 0.25, 0.5, 2.0])
-    assert [row.change_time_s for row in rows] == [0.0, 0.25, 0.5, 2.0]
-    assert [row.parked_waits for row in rows] == [3, 3, 2, 0]
-    assert [row.saved_j for row in rows] == pytest.approx(
-        [50 * 3 + 30 * 3, 50 * 2 + 30 * 2.5, 50 * 1 + 30 * 2, 0]
-    )
-    total_j = plan.cost.energy_j
-    assert [row.energy_j + row.saved_j for row in rows] == pytest.approx([total_j] * 4)
-    assert rows[0].saved_percent == pytest.approx(100 * 240 / total_j)
-    assert parking_worth(park(plan), [0.0, 0.25, 0.5, 2.0]) == rows  # parked already or not
 
 
 class TestWaiting:

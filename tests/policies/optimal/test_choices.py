@@ -67,27 +67,6 @@ def test_waiting_is_taken_off_the_cost_and_makes_slow_units_cheaper():
 
 @FIXED
 @given(SEEDS)
-def test_of_every_profiled_clock_some_choice_is_as_fast_and_as_cheap(seed):
-    job = random_job(random.Random(seed))
-    powers_w, gpus = job.conditions.blocking_power_w, job.conditions.gpus_by_stage
-    choices = make_choices(job.profile, np.array(powers_w), gpus)
-    for stage in range(job.num_stages):
-        for kind in (F, B):
-            unit = choices.units[2 * stage + (kind is B)]
-            assert np.all(np.diff(unit.time_s) > 0)
-            assert np.all(np.diff(unit.cost_j) < 0)
-            rows = {row.frequency_mhz: row for row in job.profile.rows[stage][kind]}
-            for row in rows.values():
-                cost_j = gpus[stage] * (row.energy_j - powers_w[stage] * row.time_s)
-                assert np.any((unit.time_s <= row.time_s) & (unit.cost_j <= cost_j))
-            for frequency, time_s, cost_j in table(unit):
-                row = rows[frequency]
-                assert time_s == row.time_s
-                assert cost_j == gpus[stage] * (row.energy_j - powers_w[stage] * row.time_s)
-
-
-@FIXED
-@given(SEEDS)
 def test_the_hull_is_convex_and_below_every_choice(seed):
     job = random_job(random.Random(seed), max_frequencies=8)
     choices = make_choices(

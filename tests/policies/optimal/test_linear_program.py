@@ -17,7 +17,6 @@ from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.policies.optimal.choices import make_choices, node_keys
-from envpipe_megatron.policies.optimal.duration_problem import SolverError
 from envpipe_megatron.policies.optimal.interior_point import InteriorPoint
 from envpipe_megatron.policies.optimal.linear_program import (
     DurationProgram,
@@ -295,37 +294,6 @@ def test_a_wrong_answer_is_noticed(monkeypatch, solver, how, unit_j):
     else:
         with pytest.raises(LinearProgramError, match="although it can be met"):
             asked.solve(deadline_s)
-
-
-@pytest.mark.parametrize("factor", [1.0, 1.05])
-def test_who_is_asked_for_what(monkeypatch, factor):
-    """The interior-point method twice, for a hair less at last, then the simplex."""
-    case = Case(3)
-    program = case.program(INTERIOR_POINT)
-    asked = []
-
-    def failing(self, deadline):
-        asked.append((type(self), deadline * program._time_unit_s))
-        raise SolverError(f"failure {len(asked)}")
-
-    for solver in (Simplex, InteriorPoint):
-        monkeypatch.setattr(solver, "solve", failing)
-    deadline_s = factor * case.fastest_s
-    with pytest.raises(LinearProgramError, match=r"can be met: failure 3 .*little more time"):
-        program.solve(deadline_s)
-    earlier_s = deadline_s if factor == 1.0 else deadline_s * (1 - 1e-5)
-    assert [solver for solver, _ in asked] == [InteriorPoint, InteriorPoint, Simplex]
-    assert [at for _, at in asked] == pytest.approx([deadline_s, earlier_s, deadline_s], rel=1e-9)
-
-
-def test_a_deadline_that_is_refused_is_told_with_the_one_that_is_not():
-    program = Case(3).program(SIMPLEX)
-    fastest_s = program.fastest_iteration_s
-    assert program.attainable(fastest_s * (1 - 1e-12)) == fastest_s
-    assert program.attainable(fastest_s * 1.5) == fastest_s * 1.5
-    told = f"takes {fastest_s:.6g} s: allow 1.2500 times the time"
-    with pytest.raises(LinearProgramError, match=told):
-        program.attainable(0.8 * fastest_s)
 
 
 @SOLVERS

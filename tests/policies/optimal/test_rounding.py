@@ -178,23 +178,3 @@ def test_pairs_of_moves_never_cost_nor_break_the_deadline(seed):
         assert after_j <= before_j + 1e-12 * abs(before_j)
         assert rounding.cost_j == pytest.approx(after_j, rel=1e-12)
         case.assert_in_time(rounding.chosen)
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(SEEDS)
-def test_ends_that_are_kept_up_to_date_are_those_of_a_fresh_start(seed):
-    """Earliest and latest ends, to the last bit: undone moves must leave nothing behind."""
-    case = Case(seed)
-    rounding = case.rounding(case.any_choices())
-    moves = [rounding.repair, rounding.spend_slack, lambda: rounding.move_pairs(-np.inf, 1)]
-    for _ in range(20):
-        if case.rng.random() < 0.2:
-            case.rng.choice(moves)()
-        else:
-            node = case.rng.randrange(len(case.units))
-            rounding._choose(node, case.rng.randint(0, case.slowest[node]))
-        fresh = case.rounding(rounding.chosen)
-        assert rounding._path.end_s == fresh._path.end_s
-        assert rounding._path.latest_end_s == fresh._path.latest_end_s
-    timeline = case.timeline(rounding.chosen)
-    assert rounding._path.end_s == timeline.end_s.ravel().tolist()
