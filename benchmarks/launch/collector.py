@@ -37,7 +37,6 @@ from envpipe_megatron.launch.agent.collector import Collector
 from envpipe_megatron.launch.agent.node_log import NodeLog
 from envpipe_megatron.launch.agent.uplink import Uplink
 from envpipe_megatron.launch.bill.bill import Bill
-from envpipe_megatron.launch.bill.live import LiveLine
 from envpipe_megatron.launch.bill.report import BillReport
 from envpipe_megatron.launch.bill.tables import Tariff
 
@@ -101,9 +100,8 @@ def serve(pipe: Connection, folder: Path) -> None:
 
 
 async def _serve(pipe: Connection, folder: Path) -> None:
-    bill, report = Bill(), BillReport(folder, Tariff())
-    live = LiveLine(LIVE_ITERATIONS, report.tell)
-    collector = Collector(bill, lambda: live.look(bill))
+    bill, report = Bill(), BillReport(folder, Tariff(), LIVE_ITERATIONS)
+    collector = Collector(bill, lambda: report.look(bill))
     pipe.send(await collector.start("127.0.0.1"))
     loop = asyncio.get_running_loop()
     growing = folder / "bill.jsonl"

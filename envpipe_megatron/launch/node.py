@@ -20,7 +20,6 @@ from envpipe_megatron.gpu.guard.messages import (
     runtime_folder,
 )
 from envpipe_megatron.launch.agent.agent import NodeAgent
-from envpipe_megatron.launch.bill.live import LiveLine
 from envpipe_megatron.launch.bill.report import BillReport
 from envpipe_megatron.launch.bill.tables import Tariff
 from envpipe_megatron.launch.saying import say
@@ -78,8 +77,7 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         OSError: the output folder cannot be written.
     """
     tariff = Tariff(settings.price_per_kwh, settings.grid_g_per_kwh)
-    report = BillReport(settings.output_dir, tariff)
-    live = LiveLine(settings.bill_interval, report.tell) if settings.bill_interval else None
+    report = BillReport(settings.output_dir, tariff, settings.bill_interval)
     with contextlib.ExitStack() as last:
         folder = last.enter_context(
             tempfile.TemporaryDirectory(prefix="agent-", dir=runtime_folder())
@@ -88,7 +86,7 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
             settings.output_dir,
             settings.node_name,
             check_socket_path(Path(folder) / "socket"),
-            live.look if live else lambda bill: None,
+            report.look,
         )
         last.callback(agent.close)
         if agent.log.goes_on:

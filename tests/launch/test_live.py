@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from energy_lines import job, parsed, window
 
 from envpipe_megatron.launch.bill.bill import Bill
-from envpipe_megatron.launch.bill.live import LiveLine
+from envpipe_megatron.launch.bill.report import BillReport
+from envpipe_megatron.launch.bill.tables import Tariff
 
 
 class Live:
@@ -14,7 +17,8 @@ class Live:
     def __init__(self, interval: int) -> None:
         self.bill = Bill()
         self.told: list[str] = []
-        self._live = LiveLine(interval, self._tell)
+        self._report = BillReport(Path(), Tariff(), interval)
+        self._report.tell = self._tell  # type: ignore[method-assign]
 
     def _tell(self, line: str, bill: Bill) -> None:
         assert bill is self.bill
@@ -27,7 +31,7 @@ class Live:
     def add(self, *entries) -> None:
         for line in parsed(entries):
             self.bill.add(line)
-        self._live.look(self.bill)
+        self._report.look(self.bill)
 
 
 def test_a_line_each_so_many_iterations():

@@ -12,11 +12,12 @@ from pathlib import Path
 from rich.console import Console
 
 from envpipe_megatron.files import replace_files
-from envpipe_megatron.formats.energy import append_line
+from envpipe_megatron.formats.energy import BETWEEN, append_line
 from envpipe_megatron.launch.agent.node_log import log_path
 from envpipe_megatron.launch.bill.bill import Bill
 from envpipe_megatron.launch.bill.tables import Tariff, bill_csv, bill_facts, show_bill
 from envpipe_megatron.launch.saying import say
+from envpipe_megatron.runtime.energy.steps import percent
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +28,50 @@ class BillReport:
     Args:
         folder: for the files.
         tariff: for lines of cost and CO2.
+        interval: iterations between lines while the job trains; 0 for none.
     """
 
-    def __init__(self, folder: Path, tariff: Tariff) -> None:
+    def __init__(self, folder: Path, tariff: Tariff, interval: int = 0) -> None:
         self._folder = folder
         self._tariff = tariff
+        self._interval = interval
+        #: Iterations at the last line; and for each GPU, its steps and J in training then.
+        self._done = 0
+        self._before: dict[tuple[str, str], tuple[int, float]] = {}
         self._writer = ThreadPoolExecutor(1, "envpipe-bill")
         self._writing: Future[None] | None = None
+
+    def look(self, bill: Bill) -> None:
+        """The bill has grown: show where it stands, if training is an interval further."""
+        if not self._interval:
+            return
+        now: dict[tuple[str, str], tuple[int, float]] = {}
+        for phase in bill.phases.values():
+            gpu = phase.window.gpu_key
+            if phase.window.phase != BETWEEN:
+                steps, energy_j = now.get(gpu, (0, 0.0))
+                now[gpu] = steps + phase.steps, energy_j + phase.energy_j
+        counts = [steps for steps, _ in now.values()]
+        if len(counts) < (bill.fact("num_gpus") or 0):
+            counts.append(0)  # of GPUs that have sent nothing yet
+        # All GPUs together; but one that is cut off ends no lines.
+        done = max(min(counts, default=0), max(counts, default=0) - 2 * self._interval)
+        if done - self._done < self._interval:
+            return
+        each_j = 0.0
+        for gpu, (steps, energy_j) in now.items():
+            steps_before, energy_before_j = self._before.get(gpu, (0, 0.0))
+            if steps > steps_before:
+                each_j += (energy_j - energy_before_j) / (steps - steps_before)
+        job = bill.total()
+        line = f"{done} iterations: {each_j:.1f} J each since the last line, {job.energy_j:.0f} J "
+        line += f"in all on {job.num_gpus} GPUs, {job.average_power_w:.1f} W each"
+        compared = bill.comparison()
+        if compared is not None and compared.saving_percent is not None:
+            line += f"; saved {percent(compared.saving_percent, None)}"
+            line += f", slower {percent(compared.slowdown_percent, None)}"
+        self.tell(line, bill)
+        self._done, self._before = done, now
 
     def tell(self, line: str, bill: Bill) -> None:
         """Show a line and append the bill to `bill.jsonl`. Returns at once.
