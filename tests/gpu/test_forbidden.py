@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from stale_leases import undo_stale
+from lease_helpers import undo_stale
 
 import envpipe_megatron.gpu
 from envpipe_megatron.cli import main

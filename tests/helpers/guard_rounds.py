@@ -20,7 +20,7 @@ from typing import Any
 
 from fake_nvml.fake_nvml import FakeNvml
 from guard_ranks import Rank, RankServer
-from stale_leases import undo_stale
+from lease_helpers import undo_stale
 
 from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 from guard_rounds import DEADLINE_S, Node, Round
-from stale_leases import undo_stale
 
-from envpipe_megatron.gpu.base import FORBID_VARIABLE, ClockControlForbiddenError, GpuAddress
 from envpipe_megatron.gpu.guard.hold import GuardEvent, guard_log, hold_gpu
 from envpipe_megatron.gpu.guard.lease import LeaseHeldError, list_leases
 from envpipe_megatron.gpu.guard.messages import GuardError, GuardSettings
@@ -124,20 +122,6 @@ def test_a_restarted_rank_waits_until_its_predecessors_clock_is_back(round_):
     round_.end()
 
 
-def test_one_gpus_hanging_driver_does_not_keep_another_from_its_reset(round_):
-    slow, quick = round_.start(2, steady=True)
-    round_.node.nvml.set_fault(slow.address.uid, "slow_ms", 1_000_000)
-    slow.kill(signal.SIGKILL)
-    quick.kill(signal.SIGKILL)
-    round_.await_back([quick.address])
-    assert slow.address in leased()
-    assert round_.node.locked_mhz(slow.address) is not None
-    round_.node.nvml.clear_faults()
-    slow.kill_guard()
-    until(lambda: undo_stale(open_gpu) or slow.address not in leased())
-    round_.end()
-
-
 def test_the_reset_of_a_rank_that_ignores_the_stop_is_its_own(round_, held):
     hold = held(stop_s=0.2)
     os.kill(hold.guard_pid, signal.SIGTERM)
@@ -147,13 +131,6 @@ def test_the_reset_of_a_rank_that_ignores_the_stop_is_its_own(round_, held):
     assert said[0] is GuardEvent.STOP
     round_.await_back([hold.address])
     hold.release()
-
-
-def test_a_release_in_the_callback_is_answered(round_, held):
-    hold = held(on_event=lambda event: hold.release())
-    os.kill(hold.guard_pid, signal.SIGINT)
-    until(lambda: leased() == set())
-    round_.end()
 
 
 @pytest.mark.parametrize("wakes", [True, False])
@@ -198,31 +175,3 @@ def test_a_child_has_no_part_in_its_parents_hold(held):
     os.waitpid(child, 0)
     assert hold.address in leased()
     hold.release()
-
-
-def test_signals_that_are_meant_for_ranks_are_ignored(held):
-    hold = held()
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        os.kill(hold.guard_pid, number)
-    hold.release()
-    assert hold.events.empty()
-
-
-def test_real_gpus_are_not_guarded_while_clock_control_is_forbidden(round_, monkeypatch):
-    monkeypatch.setenv(FORBID_VARIABLE, "1")
-    before = len(round_.node.nvml.changes())
-    with pytest.raises(ClockControlForbiddenError):
-        hold_gpu(round_.addresses[0], round_.job, on_event=print)
-    assert (round_.guards(), leased()) == ([], set())
-    assert len(round_.node.nvml.changes()) == before
-    address = round_.node.addresses["emulated"][0]
-    hold = hold_gpu(address, round_.job, on_event=print)
-    open_gpu(address).lock_frequency(1200)
-    hold.release()
-    assert round_.node.locked_mhz(address) is None
-
-
-def test_a_gpu_that_cannot_be_opened_is_refused_by_name(round_):
-    with pytest.raises(GuardError, match="GPU-00000000"):
-        hold_gpu(GpuAddress("nvml", "GPU-00000000-0000"), round_.job, on_event=print)
-    assert leased() == set()

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from lease_helpers import dead
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.guard import process
@@ -202,11 +203,7 @@ def test_a_failure_of_its_own_resets_the_gpu_and_leaves_the_lease(guarded, monke
 
 def test_what_others_of_its_job_left_is_undone(guarded):
     """Where rank and guard have died; not what another job left, nor where the rank lives."""
-    dead = subprocess.Popen(["sleep", "60"])
-    identity = ProcessIdentity.of(dead.pid)
-    dead.kill()
-    dead.wait()
-    me = ProcessIdentity.own()
+    identity, me = dead(), ProcessIdentity.own()
     others = [GpuAddress("emulated", f"/node#{index}") for index in (1, 2, 3)]
     whose = [("job", identity), ("other", identity), ("job", me)]
     for address, (job, rank) in zip(others, whose, strict=True):

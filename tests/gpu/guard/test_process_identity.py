@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
+from lease_helpers import dead
 
 from envpipe_megatron.gpu.guard import process_identity
 from envpipe_megatron.gpu.guard.process_identity import (
@@ -16,34 +16,6 @@ from envpipe_megatron.gpu.guard.process_identity import (
     peer_uid_and_pid,
     wait_readable,
 )
-
-
-@pytest.fixture
-def child():
-    """The number of a process that waits to be killed."""
-    process = subprocess.Popen(["sleep", "60"])
-    yield process.pid
-    process.kill()
-    process.wait()
-
-
-@pytest.fixture
-def ended():
-    process = subprocess.Popen(["sleep", "60"])
-    identity = ProcessIdentity.of(process.pid)
-    process.kill()
-    process.wait()
-    return identity
-
-
-def open_files():
-    return set(Path("/proc/self/fd").iterdir())
-
-
-def means(descriptor):
-    """The number of the process that a descriptor stands for."""
-    fields = Path(f"/proc/self/fdinfo/{descriptor}").read_text().split()
-    return int(fields[fields.index("Pid:") + 1])
 
 
 def test_identity_follows_a_process_and_not_its_number():
@@ -97,8 +69,8 @@ def status_of(process):
     return Path(f"/proc/{process.pid}/status").read_text()
 
 
-def test_where_proc_hides_others_the_kernel_tells(monkeypatch, ended):
-    own = ProcessIdentity.of(os.getpid())
+def test_where_proc_hides_others_the_kernel_tells(monkeypatch):
+    own, ended = ProcessIdentity.own(), dead()
     monkeypatch.setattr(process_identity, "_stat_fields", lambda pid: None)
     assert own.is_alive() is True
     assert ended.is_alive() is False
