@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 #: Without a window for this long, the counter is read: an evaluation, say, not an iteration.
 _LONGEST_GAP_S = 300.0
+#: Shorter gaps between windows are what rounding left, and get no line.
+_LEAST_GAP_S = 1e-6
+#: Instants of readings are known to some milliseconds: two close ones may seem to fall by less.
+_JITTER_J = 50.0
 #: How far in the future a window may end, for what rounding does.
 _SOON_S = 5.0
 
@@ -138,7 +142,7 @@ class GpuLedger:
         until = self._billed[0]
         if until is None:
             self._billed = end, 0.0
-        elif end.time_s > until.time_s:
+        elif end.time_s > until.time_s + _LEAST_GAP_S:
             line = {
                 "format": ENERGY_FORMAT,
                 **self.labels,
@@ -155,6 +159,8 @@ class GpuLedger:
         until, billed_j = self._billed
         assert until is not None
         energy_j = end.energy_j - until.energy_j
+        if -_JITTER_J < energy_j < 0:
+            return  # the next line has it
         if energy_j < 0:
             logger.error(
                 "The energy counter of %s went back, as it does when a driver is loaded anew: what "

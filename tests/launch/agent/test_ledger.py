@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from typing import Any
@@ -131,6 +132,14 @@ def test_windows_and_what_lies_between_add_up(bills):
     bills.check()
 
 
+def test_windows_that_meet_but_for_rounding_have_nothing_between(bills):
+    begins_s = [5.0 + 0.1 * math.sqrt(i) for i in range(40)]
+    for begin_s, end_s in itertools.pairwise(begins_s):
+        bills.take(begin_s, end_s)
+    assert {phase for phase, *_ in bills.spans()} == {"steady"}
+    bills.check()
+
+
 def test_windows_that_were_billed_before_are_passed_over(bills):
     """Repeated, out of order, within another one, of no length."""
     bills.take(6.0, 7.0, 1)
@@ -235,6 +244,19 @@ def test_a_counter_that_goes_back_loses_what_it_had_counted(caplog):
     assert [line["energy_j"] for line in bills.lines] == pytest.approx([100, 100, 10])
     assert caplog.text.count("went back") == 2
     assert bills.ledger.energy_j == pytest.approx(210)
+
+
+def test_readings_at_instants_that_are_not_exact_are_no_counter_that_went_back(bills, caplog):
+    """The end of a window was taken a little late, the reading behind it a little early."""
+    end_j = uneven_j(6.0)
+    bills.take(5.0, 5.99, end_counter=[end_j + 3.0, 2.0])
+    bills.at(6.0)
+    bills.finish()
+    bills.at(7.0)
+    bills.finish()
+    assert bills.spans() == [("steady", 5, 5.99), ("between", 5.99, 7)]
+    assert bills.ledger.energy_j == pytest.approx(uneven_j(7) - uneven_j(5))
+    assert caplog.text == ""
 
 
 def test_a_counter_that_cannot_be_read_is_billed_later(bills, caplog):
