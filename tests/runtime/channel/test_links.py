@@ -54,23 +54,19 @@ def channel_of(
 
 
 @pytest.mark.parametrize("name", ["nccl", "gloo"])
-def test_a_channel_is_made_of_what_it_was_told(backend, monkeypatch, name):
+def test_a_channel_is_made_of_what_was_asked_for(backend, name):
     backend.name = name
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    monkeypatch.setattr(runtime_links, "P2PChannel", lambda *args, **options: (args, options))
-    args, options = made_channel(num_chunks=2, max_ctas=5, host_group="hosts")
-    every = dict.fromkeys(((kind, sender) for kind in Kind for sender in range(2)), "pipeline")
-    nccl = name == "nccl"
-    assert args == ([0, 1], 0, {} if nccl else every)
-    assert options == {
-        "timeout": None if nccl else SECOND,
-        "host_group": "hosts" if nccl else "pipeline",
-        **({"capacity": 1} if nccl else {}),
-    }
-    expected = [(([0, 1], 0, SECOND), {"wraps": True, "max_ctas": 5})]
-    assert backend.linked == (expected if nccl else [])
+    made = made_channel(num_chunks=2, max_ctas=5, host_group="hosts")
     made_channel()
-    assert not nccl or backend.linked[1][1] == {"wraps": False, "max_ctas": runtime_links.MAX_CTAS}
+    if name == "nccl":
+        assert (made._timeout, made._host_group) == (None, "hosts")
+        default = {"wraps": False, "max_ctas": runtime_links.MAX_CTAS}
+        options = [{"wraps": True, "max_ctas": 5}, default]
+        assert backend.linked == [(([0, 1], 0, SECOND), option) for option in options]
+    else:
+        assert (made._timeout, made._host_group) == (SECOND, "pipeline")
+        assert set(made._groups.values()) == {"pipeline"}
+        assert not backend.linked
 
 
 @pytest.mark.parametrize(
