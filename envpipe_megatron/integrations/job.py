@@ -126,7 +126,7 @@ class Job:
         self.channel = make_channel(
             placement.pipeline_group,
             timeout=placement.timeout,
-            host_group=self.collectives.pipeline.transport,
+            hosts=self.collectives.pipeline,
         )
         self.session = Session(
             SessionConfig(

@@ -20,6 +20,7 @@ from envpipe_megatron.gpu.emulated import store as emulated_store
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.emulated.state import EmulatedState, parse_state
 from envpipe_megatron.runtime.channel.collectives import Collectives, make_collectives
+from envpipe_megatron.runtime.channel.host_group import HostGroup
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
@@ -116,8 +117,8 @@ def _remembered_state(text: bytes) -> EmulatedState:
     )
 
 
-def channel(timeout_s: float) -> P2PChannel:
-    return make_channel(dist.group.WORLD, timeout=timedelta(seconds=timeout_s))
+def channel(timeout_s: float, hosts: HostGroup | None = None) -> P2PChannel:
+    return make_channel(dist.group.WORLD, timeout=timedelta(seconds=timeout_s), hosts=hosts)
 
 
 @lru_cache

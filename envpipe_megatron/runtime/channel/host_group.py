@@ -22,6 +22,8 @@ T = TypeVar("T")
 FRAME_BYTES = 256
 _LENGTH_BYTES = 8
 
+_GATHER_TAG = 0
+
 
 class HostGroup:
     """Exchanges of a group; each is called by all of its ranks, in one order.
@@ -39,11 +41,10 @@ class HostGroup:
         self._index = list(ranks).index(dist.get_rank())
         self._leader = list(ranks).index(leader)
         self._size = len(ranks)
-        #: Sends and receives by a rank's number in the group, as a process group of torch's.
-        self.transport: Any = None
+        self._transport: Any = None
         if self._size > 1:
             store = PrefixStore(f"envpipe/{name}", _get_default_store())
-            self.transport = dist.ProcessGroupGloo(store, self._index, self._size, timeout)
+            self._transport = dist.ProcessGroupGloo(store, self._index, self._size, timeout)
 
     @property
     def leads(self) -> bool:
@@ -56,31 +57,57 @@ class HostGroup:
             return [value]
         frame, rest = _packed(value)
         if not self.leads:
-            self.transport.gather([], frame, self._leader).wait()
+            self._transport.gather([], frame, self._leader).wait()
             if rest is not None:
-                self.transport.send([rest], self._leader, 0).wait()
+                self._transport.send([rest], self._leader, _GATHER_TAG).wait()
             return []
         frames = [torch.empty_like(frame) for _ in range(self._size)]
-        self.transport.gather(frames, frame, self._leader).wait()
-        values = []
-        for index, other in enumerate(frames):
-            more = None if index == self._index else _rest_of(other)
-            if more is not None:
-                self.transport.recv([more], index, 0).wait()
-            values.append(value if index == self._index else _unpacked(other, more))
-        return values
+        self._transport.gather(frames, frame, self._leader).wait()
+        return [
+            value if index == self._index else self._value(other, index, _GATHER_TAG)
+            for index, other in enumerate(frames)
+        ]
 
     def broadcast(self, value: T) -> T:
         """The leader's value, on all ranks."""
         if self._size == 1:
             return value
         frame, rest = _packed(value)
-        self.transport.broadcast(frame, self._leader).wait()
+        self._transport.broadcast(frame, self._leader).wait()
         if not self.leads:
             rest = _rest_of(frame)
         if rest is not None:
-            self.transport.broadcast(rest, self._leader).wait()
+            self._transport.broadcast(rest, self._leader).wait()
         return value if self.leads else _unpacked(frame, rest)
+
+    def send(self, value: object, to: int, tag: int) -> list[tuple[dist.Work, torch.Tensor]]:
+        """Send a value to another rank, by its place in the group; returns at once.
+
+        Values with the same tag arrive in order.
+
+        Args:
+            value: of any type that pickles.
+            to: the place of the rank that calls `receive`.
+            tag: at least 1.
+
+        Returns:
+            what must be kept until it has left, and the works that say whether it has.
+        """
+        parts = [part for part in _packed(value) if part is not None]
+        return [(self._transport.send([part], to, tag), part) for part in parts]
+
+    def receive(self, source: int, tag: int) -> Any:
+        """Wait for a value that another rank sends to this one."""
+        frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+        self._transport.recv([frame], source, tag).wait()
+        return self._value(frame, source, tag)
+
+    def _value(self, frame: torch.Tensor, source: int, tag: int) -> Any:
+        """The value that a frame begins, whose rest comes by the same way."""
+        rest = _rest_of(frame)
+        if rest is not None:
+            self._transport.recv([rest], source, tag).wait()
+        return _unpacked(frame, rest)
 
 
 def _packed(value: object) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from envpipe_megatron.core.channel_model import hardware_capacity
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.runtime.channel.collectives import all_pipelines
+from envpipe_megatron.runtime.channel.host_group import HostGroup
 from envpipe_megatron.runtime.channel.p2p import ChannelError, P2PChannel
 
 #: A transfer whose peer is not ready yet spins, and holds its SMs while units compute. Measured on
@@ -28,7 +28,7 @@ def make_channel(
     timeout: timedelta,
     num_chunks: int = 1,
     max_ctas: int = MAX_CTAS,
-    host_group: Any = None,
+    hosts: HostGroup | None = None,
 ) -> P2PChannel:
     """The channel of this rank over a pipeline's process group.
 
@@ -42,8 +42,7 @@ def make_channel(
         timeout: after which a silent neighbour is an error.
         num_chunks: with more than one, the last stage and the first are neighbours too.
         max_ctas: thread blocks, and so SMs, that one NCCL transfer may hold.
-        host_group: gloo's, of the same ranks in the same order; needed over NCCL for messages that
-            vary.
+        hosts: of the same ranks in the same order; needed for messages that vary.
 
     Raises:
         ChannelError: another backend than NCCL and gloo, or a host that waits for each transfer.
@@ -65,11 +64,9 @@ def make_channel(
             )
         links = _nccl_links(ranks, stage, timeout, wraps=num_chunks > 1, max_ctas=max_ctas)
         capacity = hardware_capacity(os.environ)
-        return P2PChannel(
-            ranks, stage, links, timeout=None, capacity=capacity, host_group=host_group
-        )
+        return P2PChannel(ranks, stage, links, timeout=None, capacity=capacity, hosts=hosts)
     groups = {(kind, sender): pipeline_group for kind in Kind for sender in range(len(ranks))}
-    return P2PChannel(ranks, stage, groups, timeout=timeout, host_group=pipeline_group)
+    return P2PChannel(ranks, stage, groups, timeout=timeout, hosts=hosts)
 
 
 def _nccl_links(

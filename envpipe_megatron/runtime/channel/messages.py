@@ -9,32 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from envpipe_megatron.core.schedule import Kind
-from envpipe_megatron.errors import EnvPipeError
-
-#: A header's numbers: of tensors; of each its type, its dimensions and their sizes.
-_HEADER_LENGTH = 128
-#: The place of a type here is its number in a header.
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-)
-
-
-class MessageError(EnvPipeError):
-    """A message that stages cannot send each other."""
-
-
-def empty_header() -> torch.Tensor:
-    """Room for a header that is to be received."""
-    return torch.empty(_HEADER_LENGTH, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -62,33 +36,6 @@ class TensorSpec:
         """Tensors for a message; `how` takes a shape, a type and a device."""
         parts = zip(self.shapes, self.dtypes, strict=True)
         return [how(shape, dtype=dtype, device=self.device) for shape, dtype in parts]
-
-    def header(self) -> torch.Tensor:
-        """What a message carries, for who is to receive it.
-
-        Raises:
-            MessageError: more than a header holds.
-        """
-        numbers = [len(self.shapes)]
-        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
-            numbers += [_DTYPES.index(dtype), len(shape), *shape]
-        if len(numbers) > _HEADER_LENGTH:
-            raise MessageError(
-                "A message of varying shape has too many tensors or dimensions for its header",
-                value=self.shapes,
-                remedy="Hand fewer tensors from stage to stage.",
-            )
-        return torch.tensor(numbers + [0] * (_HEADER_LENGTH - len(numbers)))
-
-    @classmethod
-    def of_header(cls, header: torch.Tensor, device: torch.device) -> TensorSpec:
-        """What a header says."""
-        numbers = iter(header.tolist())
-        parts = []
-        for _ in range(next(numbers)):
-            dtype, dimensions = _DTYPES[next(numbers)], next(numbers)
-            parts.append((tuple(next(numbers) for _ in range(dimensions)), dtype))
-        return cls(tuple(s for s, _ in parts), tuple(d for _, d in parts), device)
 
     @property
     def num_bytes(self) -> int:

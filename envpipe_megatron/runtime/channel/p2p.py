@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,8 @@ import torch.distributed as dist
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE
 from envpipe_megatron.core.schedule import Kind, Schedule, Unit
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec, empty_header
+from envpipe_megatron.runtime.channel.host_group import HostGroup
+from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 
 #: Of torch's WorkResult, which has no name in Python.
 _SUCCESS = 0
@@ -45,8 +45,8 @@ class P2PChannel:
         timeout: after which a silent neighbour is an error; None where the group watches over that
             itself (NCCL, whose `wait` would block the host if it were given a time).
         capacity: for orders that need a deeper channel to be refused or lowered.
-        host_group: gloo's, of the pipeline's stages in their order, for the headers of messages
-            that vary; None where none will.
+        hosts: of the pipeline's stages in their order, for the headers of messages that vary; None
+            where none will.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class P2PChannel:
         *,
         timeout: timedelta | None,
         capacity: int | None = None,
-        host_group: Any = None,
+        hosts: HostGroup | None = None,
     ) -> None:
         #: The global rank of each stage.
         self.ranks = list(ranks)
@@ -67,7 +67,7 @@ class P2PChannel:
         #: Messages of one direction that may be under way before a send stops the stage, in the
         #: words of `channel_model`; None where sends never do.
         self.capacity = capacity
-        self._host_group = host_group
+        self._hosts = hosts
         self._posted: dict[Kind, _Receive] = {}
         self._sent: deque[_Send] = deque()
         #: How each transfer of the step ends, and the neighbour; kept in place of the transfers,
@@ -140,12 +140,14 @@ class P2PChannel:
         group = self._groups[unit.kind, self._stage]
         # The transfer reads the storage as it is now; later changes of `.data` do not reach it.
         payload = [tensor.detach().contiguous() for tensor in tensors]
-        header = None
+        header: list[tuple[dist.Work, torch.Tensor]] = []
         try:
             works = self._start(dist.isend, destination, group, unit.kind, payload)
             if self._vary:
-                header = TensorSpec.of(payload).header()
-                works.append(self._host_group.send([header], destination, _header_tag(unit.kind)))
+                assert self._hosts is not None
+                spec = TensorSpec.of(payload)
+                header = self._hosts.send(spec, destination, _header_tag(unit.kind))
+                works += [work for work, _ in header]
         except RuntimeError as error:
             raise self._lost(f"sending the output of {unit}", destination, error) from error
         self._sent.append(_Send(str(unit), destination, works, payload, header))
@@ -198,12 +200,13 @@ class P2PChannel:
 
     def _receive_header(self, unit: Unit) -> TensorSpec:
         """What a unit's input carries, as its sender says."""
-        source, header = self._neighbour(unit.kind, -1), empty_header()
+        assert self._hosts is not None
+        source = self._neighbour(unit.kind, -1)
         try:
-            self._host_group.recv([header], source, _header_tag(unit.kind)).wait()
+            spec: TensorSpec = self._hosts.receive(source, _header_tag(unit.kind))
         except RuntimeError as error:
             raise self._lost(f"waiting for the header of {unit}", source, error) from error
-        return TensorSpec.of_header(header, self._receives[unit.kind].device)
+        return replace(spec, device=self._receives[unit.kind].device)
 
     def _post_next(self, kind: Kind, spec: TensorSpec | None = None) -> None:
         if not self._expected[kind]:
@@ -261,8 +264,7 @@ def _tag(kind: Kind) -> int:
 
 
 def _header_tag(kind: Kind) -> int:
-    """Headers are read before the messages that they follow."""
-    return len(Kind) + _tag(kind)
+    return 1 + _tag(kind)
 
 
 @dataclass(frozen=True)
@@ -280,4 +282,4 @@ class _Send:
     destination: int
     works: list[dist.Work]
     payload: list[torch.Tensor]
-    header: torch.Tensor | None
+    header: list[tuple[dist.Work, torch.Tensor]]

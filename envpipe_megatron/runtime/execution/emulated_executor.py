@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,10 +108,9 @@ class EmulatedExecutor:
         self._ready_s = self._begin_s
         source = self._sources[position]
         if source >= 0:
-            sent = torch.empty(1, dtype=torch.float64)
             with self._collectives.names_the_loss():
-                self._hosts.recv([sent], source, _tag(self._units[position])).wait()
-            self._ready_s = sent.item()
+                tag = _tag(self._units[position])
+                self._ready_s = self._collectives.pipeline.receive(source, tag)
         self._real_start_s = time.monotonic()
 
     def end_unit(self) -> Completion:
@@ -132,9 +130,9 @@ class EmulatedExecutor:
         if remaining_s > 0:
             time.sleep(remaining_s)  # the emulated GPU computes; nothing could end this early
         if destination >= 0:
-            end = torch.tensor([run.end_s], dtype=torch.float64)
             with suppress(RuntimeError):  # who sends the output finds out that the stage is gone
-                self._sent.append((self._hosts.send([end], destination, _tag(unit)), end))
+                hosts = self._collectives.pipeline
+                self._sent += hosts.send(run.end_s, destination, _tag(unit))
         return Done()  # the sleep is over: so is the unit
 
     def end_iteration(self) -> StageRecord:
@@ -169,10 +167,6 @@ class EmulatedExecutor:
         end_s = self._gpu.committed_end_s() + time_s
         self._gpu.advance_to(end_s)
         self._gpu.anchor(time.monotonic() - end_s)
-
-    @property
-    def _hosts(self) -> Any:
-        return self._collectives.pipeline.transport
 
 
 def _tag(unit: Unit) -> int:

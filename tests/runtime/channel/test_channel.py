@@ -6,8 +6,6 @@ import channel_ranks
 import pytest
 import torch
 
-from envpipe_megatron.runtime.channel.messages import MessageError, TensorSpec, empty_header
-
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
@@ -45,28 +43,3 @@ def test_messages_of_several_tensors(three_ranks):
 
 def test_messages_that_vary(three_ranks):
     assert three_ranks.run(channel_ranks.varying, 7) == [[True] * 7, [True] * 7, []]
-
-
-@pytest.mark.parametrize(
-    ("shapes", "dtypes", "num_bytes"),
-    [
-        (((),), (torch.float32,), 4),
-        (((2, 3), (5,), (0, 4)), (torch.bfloat16, torch.bool, torch.int32), 12 + 5),
-    ],
-)
-def test_headers_say_what_a_message_carries(shapes, dtypes, num_bytes):
-    spec = TensorSpec(shapes, dtypes, torch.device("meta"))
-    assert spec.num_bytes == num_bytes
-    assert TensorSpec.of(spec.make()) == spec
-    assert TensorSpec.of_header(spec.header(), spec.device) == spec
-
-
-def test_a_message_with_too_much_for_its_header_is_refused():
-    cpu = torch.device("cpu")
-    full = ((7, 8, 9),) * 25 + ((),)  # 1 + 25 * 5 + 2 numbers
-    spec = TensorSpec.of_one_type(full, torch.int64, cpu)
-    assert spec.header().shape == empty_header().shape == (128,)
-    assert spec.header().dtype == empty_header().dtype
-    assert TensorSpec.of_header(spec.header(), cpu) == spec
-    with pytest.raises(MessageError, match="fewer tensors"):
-        TensorSpec.of_one_type((*full[:-1], (5,)), torch.float32, cpu).header()

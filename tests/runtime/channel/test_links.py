@@ -56,15 +56,15 @@ def channel_of(
 @pytest.mark.parametrize("name", ["nccl", "gloo"])
 def test_a_channel_is_made_of_what_was_asked_for(backend, name):
     backend.name = name
-    made = made_channel(num_chunks=2, max_ctas=5, host_group="hosts")
+    made = made_channel(num_chunks=2, max_ctas=5, hosts="hosts")
     made_channel()
     if name == "nccl":
-        assert (made._timeout, made._host_group) == (None, "hosts")
+        assert (made._timeout, made._hosts) == (None, "hosts")
         default = {"wraps": False, "max_ctas": runtime_links.MAX_CTAS}
         options = [{"wraps": True, "max_ctas": 5}, default]
         assert backend.linked == [(([0, 1], 0, SECOND), option) for option in options]
     else:
-        assert (made._timeout, made._host_group) == (SECOND, "pipeline")
+        assert (made._timeout, made._hosts) == (SECOND, "hosts")
         assert set(made._groups.values()) == {"pipeline"}
         assert not backend.linked
 
@@ -288,14 +288,14 @@ class Loopback:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> None:
         self.rank = rank
-        self.under_way: dict[Any, list[torch.Tensor]] = {}
+        self.under_way: dict[Any, list[Any]] = {}
         #: Sends that have not left.
         self.works: list[Any] = []
         for name in ("isend", "irecv"):
             monkeypatch.setattr(dist, name, getattr(self, name))
 
     def channel(self) -> channel.P2PChannel:
-        return channel_of(2, self.rank, host_group=self)
+        return channel_of(2, self.rank, hosts=self)
 
     def isend(self, tensor: torch.Tensor, peer: int, group: Any, tag: int) -> Any:
         self._fail("isend")
@@ -314,13 +314,15 @@ class Loopback:
 
         return self._work(take)
 
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+    def send(self, value: Any, to: int, tag: int) -> Any:
+        """As a host group does, whose values are headers."""
         self._fail("send")
-        return self.isend(tensors[0], peer, None, tag)
+        self.under_way.setdefault((self.rank, to, "header", tag), []).append(value)
+        return []
 
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-        self._fail("recv")
-        return self.irecv(tensors[0], peer, None, tag)
+    def receive(self, source: int, tag: int) -> Any:
+        self._fail("receive")
+        return self.under_way[source, self.rank, "header", tag].pop(0)
 
     def _fail(self, name: str) -> None:
         if self.fails == name:
@@ -349,7 +351,7 @@ FORWARDS = [Unit(Kind.FORWARD, number) for number in range(3)]
         ("isend", "sending the output of F0"),
         ("send", "sending the output of F0"),
         ("irecv", "posting a receive"),
-        ("recv", "waiting for the header of B0"),
+        ("receive", "waiting for the header of B0"),
     ],
 )
 @pytest.mark.parametrize(
@@ -361,7 +363,7 @@ def test_a_transfer_that_cannot_begin_names_the_neighbour(monkeypatch, fails, wh
     made = loopback.channel()
 
     def step() -> None:
-        made.expect({Kind.BACKWARD: 1}, SPECS, vary=fails in ("send", "recv"))
+        made.expect({Kind.BACKWARD: 1}, SPECS, vary=fails in ("send", "receive"))
         if fails in ("isend", "send"):
             made.send(FORWARDS[0], [torch.zeros(2)])
         made.receive(Unit(Kind.BACKWARD, 0))

@@ -150,19 +150,19 @@ class World:
     def __init__(self, behind_s: float = 0.0) -> None:
         self.wall_s, self.end_s, self.behind_s = 1000.0, 50.0, behind_s
         self.calls: list[Any] = []
-        self.pipeline = SimpleNamespace(transport=self)
+        self.pipeline = self
         self.names_the_loss = nullcontext
 
     def latest(self, own_s: float) -> float:
         return own_s + self.behind_s
 
-    def send(self, tensors: list[torch.Tensor], stage: int, tag: int) -> None:
-        self.calls.append(("send", tensors[0].item(), stage))
+    def send(self, end_s: float, stage: int, tag: int) -> list[Any]:
+        self.calls.append(("send", end_s, stage))
+        return []
 
-    def recv(self, tensors: list[torch.Tensor], stage: int, tag: int) -> Any:
+    def receive(self, stage: int, tag: int) -> float:
         self.calls.append(("receive", stage))
-        tensors[0].fill_(self.end_s + 1.5)
-        return SimpleNamespace(wait=lambda: None)
+        return self.end_s + 1.5
 
     def monotonic(self) -> float:
         return self.wall_s
