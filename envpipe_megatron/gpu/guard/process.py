@@ -159,7 +159,7 @@ class Guard:
                 lease.abandon()
         except BaseException:
             self._reserve = None
-            self._reset()
+            self._reset(self._settings.stop_s)
             raise
         self._connection.close()
         self._ending.set()
@@ -204,9 +204,11 @@ class Guard:
                 _LOG.warning("%s is silent", self._rank)
                 heard_s = now_s  # and again after as long: it may be in the midst of a request
                 reset = True
-            if reset:
-                retry_at_s = float("inf") if self._reset() else now_s + _RETRY_S
+            if reset and self._reset(settings.stop_s if self._stop_at_s else settings.give_up_s):
+                retry_at_s = float("inf")
                 self._say("was_reset")
+            elif reset:
+                retry_at_s = now_s + _RETRY_S
 
     def _was_told_to_stop(self) -> bool:
         try:
@@ -243,7 +245,7 @@ class Guard:
     def _bring_back(self, how: str, late_s: float) -> bool:
         """Reset the clock after the watch; return whether it is back for good."""
         if how == "left":
-            self._reset()
+            self._reset(self._settings.stop_s)
             return False
         if not self._reset_surely():
             return False
@@ -255,7 +257,7 @@ class Guard:
     def _reset_surely(self) -> bool:
         """Reset until it works; return False where it did not within `give_up_s`."""
         until_s, wait_s = time.monotonic() + self._settings.give_up_s, _FIRST_RETRY_S
-        while not self._reset():
+        while not self._reset(self._settings.give_up_s):
             if time.monotonic() + wait_s > until_s:
                 _LOG.error("%s: given up; its lease says what to undo", self._address.uid)
                 return False
@@ -263,10 +265,9 @@ class Guard:
             wait_s = min(2 * wait_s, _LONGEST_RETRY_S)
         return True
 
-    def _reset(self) -> bool:
-        stopping = self._stop_at_s is not None
+    def _reset(self, limit_s: float) -> bool:
         try:
-            with _time_limit(self._settings.stop_s if stopping else self._settings.give_up_s):
+            with _time_limit(limit_s):
                 if self._gpu is None:
                     self._gpu = open_gpu(self._address)
                 self._gpu.reset_frequency()

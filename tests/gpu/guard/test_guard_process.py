@@ -157,7 +157,7 @@ def test_what_cannot_be_reset_is_given_up_and_its_lease_stays(guarded, caplog):
 
 def test_a_silent_rank_is_reset_and_told_again_and_again(guarded):
     guarded.gpu.at_reset = [lambda: None, fail, lambda: None, guarded.release]
-    assert guarded.run(heartbeat_s=0.0)[:4] == ["held", "was_reset", "was_reset", "was_reset"]
+    assert guarded.run(heartbeat_s=0.0) == ["held", *["was_reset"] * 3, "released"]
     assert guarded.gpu.resets == 5
     assert list_leases() == []
 
@@ -213,6 +213,24 @@ def test_what_others_of_its_job_left_is_undone(guarded):
     guarded.run()
     assert {record.address for record in list_leases()} == set(others[1:])
     assert guarded.gpu.resets == 1 + 1
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_how_long_a_reset_may_take(guarded, monkeypatch, ends):
+    """Short while the rank could do it itself; long when nobody else is left."""
+    limits_s = []
+
+    @contextlib.contextmanager
+    def time_limit(limit_s):
+        limits_s.append(limit_s)
+        yield
+
+    monkeypatch.setattr(process, "_time_limit", time_limit)
+    if ends:
+        guarded.gpu.at_reset = [guarded.kill]
+    os.write(guarded.signalled, b"\x0f")
+    guarded.run(stop_s=0.1 if not ends else 20.0, give_up_s=500.0)
+    assert limits_s == ([500.0, 20.0, 500.0, 500.0] if ends else [500.0, 0.1, 0.1])
 
 
 def test_a_driver_that_hangs_ends_the_guard():
