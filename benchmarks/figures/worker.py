@@ -207,15 +207,12 @@ class Run:
                 profile_file=self.profile_file,
                 output_dir=self.folder,
                 gpu_preset=str(self._preset()) if emulated else None,
+                labels={"run": request.key, "emulated": emulated is not None},
             ),
             gpu,
             make_executor,
             rank.channel,
             rank.collectives,
-            stage=rank.stage,
-            num_stages=rank.stages,
-            rank=rank.rank,
-            labels={"run": request.key, "emulated": emulated is not None},
             say=lambda text: emit("say", text=text),
         )
 

@@ -71,9 +71,6 @@ def run_loop(bench: Bench, output: Path) -> dict[str, Any]:
         lambda settle: CudaExecutor(),
         bench.channel,
         bench.collectives,
-        stage=bench.stage,
-        num_stages=bench.num_stages,
-        rank=dist.get_rank(),
         say=said.append,
     )
     bench.sessions["loop"] = session

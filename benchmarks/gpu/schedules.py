@@ -159,9 +159,6 @@ class Bench:
                 lambda settle: self.make_executor(),
                 self.channel,
                 self.collectives,
-                stage=self.stage,
-                num_stages=self.num_stages,
-                rank=dist.get_rank(),
             )
             # The warm-up iteration; the files are read when the next begins.
             self.functions["warm-up"] = ForwardBackward(session, framework_iterations=0)

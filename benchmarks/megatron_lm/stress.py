@@ -35,7 +35,8 @@ from envpipe_megatron.core.schedule import Schedule, ScheduleError, Unit
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.execution import interpreter
 from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
-from envpipe_megatron.runtime.job import context, session
+from envpipe_megatron.runtime.job import session
+from envpipe_megatron.runtime.job.parts import PhaseParts
 
 PART = "stress"
 
@@ -143,7 +144,7 @@ def random_extra_forwards(
 
 def random_orders(
     seed: int, told: Callable[[Sequence[int]], None], *, load_first: bool
-) -> Callable[[context.Job], Any]:
+) -> Callable[[PhaseParts], Any]:
     """Make what replaces a session's phases: a new order each iteration, on all ranks.
 
     Args:
@@ -151,7 +152,7 @@ def random_orders(
             Where kernels are loaded at first use, its loading beside a posted receive would hang.
     """
 
-    def run_phases(job: context.Job) -> PhaseRun[None]:
+    def run_phases(job: PhaseParts) -> PhaseRun[None]:
         if load_first and torch.cuda.is_available():
             torch.cuda._sleep(1)  # type: ignore[no-untyped-call]  # torch's
             torch.cuda.synchronize()

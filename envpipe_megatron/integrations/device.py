@@ -32,7 +32,7 @@ _BACKWARD_RATIO = 2.0
 
 
 class DeviceError(EnvPipeError):
-    """There is no GPU to train on, or an emulation that cannot be."""
+    """There is no GPU to train on, or no such emulation."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,15 @@ class Device:
         gpu: opened by the back end that was chosen.
         control: what changes its clock, and why.
         make_executor: makes the executor, given what lets it wait for the clock controller.
-        emulated: whether its time is emulated.
     """
 
     gpu: Gpu
     control: ChosenControl
     make_executor: Callable[[Callable[[], None]], Executor]
-    emulated: bool
 
 
 def open_device(
     collectives: Collectives,
-    stage: int,
     num_stages: int,
     wanted: str,
     preset: str | None,
@@ -65,7 +62,6 @@ def open_device(
 
     Args:
         collectives: to all ranks.
-        stage: this rank's stage.
         num_stages: p.
         wanted: one of `gpu.control.CHOICES`.
         preset: of the GPU to emulate where there is none; by default what the variable says.
@@ -80,16 +76,13 @@ def open_device(
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         uid = collectives.everywhere(lambda: uid_of_cuda_device(str(properties.uuid)))
         gpu, control = open_rank_gpu(uid, collectives, wanted, require=require)
-        return Device(gpu, control, lambda settle: CudaExecutor(), emulated=False)
+        return Device(gpu, control, lambda settle: CudaExecutor())
     emulated, times_s = collectives.everywhere(
-        lambda: _emulation(stage, num_stages, wanted, preset)
+        lambda: _emulation(collectives.stage, num_stages, wanted, preset)
     )
     gpu, control = open_rank_gpu(emulated.address.uid, collectives, "emulated")
     return Device(
-        gpu,
-        control,
-        lambda settle: EmulatedExecutor(emulated, times_s, collectives, settle),
-        emulated=True,
+        gpu, control, lambda settle: EmulatedExecutor(emulated, times_s, collectives, settle)
     )
 
 

@@ -108,16 +108,14 @@ class Job:
     ) -> None:
         self.options = options
         self.say = say
-        stage, num_stages = placement.stage, placement.num_stages
-        pipelines = all_pipelines(dist.get_process_group_ranks(placement.pipeline_group))
-        self.collectives = make_collectives(pipelines, placement.timeout)
+        pipeline = dist.get_process_group_ranks(placement.pipeline_group)
         num_microbatches = placement.num_microbatches
+        self.collectives = make_collectives(all_pipelines(pipeline), placement.timeout)
         check_same_everywhere(self.collectives, _of_all_ranks(options, num_microbatches))
-        check_in_flight(options.max_in_flight, num_stages, num_microbatches)
+        check_in_flight(options.max_in_flight, len(pipeline), num_microbatches)
         self.device = open_device(
             self.collectives,
-            stage,
-            num_stages,
+            len(pipeline),
             options.gpu_control,
             options.gpu_preset,
             require=options.require_control
@@ -127,6 +125,12 @@ class Job:
             placement.pipeline_group,
             timeout=placement.timeout,
             hosts=self.collectives.pipeline,
+        )
+        # A profile that is asked for is measured, whatever an earlier start left.
+        fingerprint = (
+            None
+            if options.profile_only
+            else _fingerprint(facts.same_job, options, self.device.gpu.name)
         )
         self.session = Session(
             SessionConfig(
@@ -138,24 +142,15 @@ class Job:
                 output_dir=options.output_dir,
                 min_dwell_s=options.min_dwell_s,
                 gpu_preset=options.gpu_preset,
+                labels={"emulated": True} if self.device.gpu.is_emulated else {},
                 facts=facts.sidecar,
+                fingerprint=fingerprint,
             ),
             self.device.gpu,
             self.device.make_executor,
             self.channel,
             self.collectives,
-            stage=stage,
-            num_stages=num_stages,
-            rank=dist.get_rank(),
-            labels={"emulated": True} if self.device.emulated else {},
             say=say,
-            print_grid=self._keep_grid,
-            # A profile that is asked for is measured, whatever an earlier start left.
-            fingerprint=(
-                None
-                if options.profile_only
-                else _fingerprint(facts.same_job, options, self.device.gpu.name)
-            ),
         )
         self.session.describe_job(
             {
@@ -216,21 +211,11 @@ class Job:
         Raises:
             CollectivesError: a rank is gone or silent; this rank's clock is back all the same.
         """
-        lap = self.session.lap()  # what no line told yet
+        lap = self.session.lap()  # what no log line has said yet
         self.close()
         self.session.gather(lap)
         for line in end_of_job(self.session, self.collectives, self.options.output_dir):
             self.say(line)
-
-    def _keep_grid(self, text: str) -> None:
-        if self.options.output_dir is None:
-            return
-        path = self.options.output_dir / "reconfigure.txt"
-        try:
-            with path.open("a") as file:
-                file.write(text + "\n\n")
-        except OSError as error:  # a full disk, say; training goes on
-            logger.error("%s could not be written: %s", path, error)
 
 
 def close_at_exit(close: Callable[[], None]) -> None:

@@ -118,13 +118,6 @@ class QuickstartRank:
             executors.append(EmulatedExecutor(self.gpu, times, self.collectives, settle))
             return executors[-1]
 
-        grids = self.output / "reconfigure.txt"
-
-        def print_grid(text: str) -> None:
-            with grids.open("a") as file:
-                file.write(text + "\n\n")
-            emit("grid", run=run, text=text)
-
         session = Session(
             SessionConfig(
                 PlanRequest(
@@ -141,17 +134,14 @@ class QuickstartRank:
                     settings.profile_window_s,
                 ),
                 output_dir=self.output,
+                labels={"run": run, "emulated": True},
             ),
             self.gpu,
             make_executor,
             make_channel(parallel_state.get_pipeline_model_parallel_group(), timeout=_TIMEOUT),
             self.collectives,
-            stage=self.stage,
-            num_stages=settings.num_stages,
-            rank=self.rank,
-            labels={"run": run, "emulated": True},
             say=lambda text: emit("say", run=run, text=text),
-            print_grid=print_grid,
+            print_grid=lambda text: emit("grid", run=run, text=text),
         )
         return session, executors[0]
 

@@ -40,6 +40,14 @@ def in_words(error: Exception) -> str:
     return text[:_MOST_CHARACTERS]
 
 
+def _tried(make: Callable[[], T]) -> tuple[list[T], str | None]:
+    """What was made, or why it was not."""
+    try:
+        return [make()], None
+    except Exception as error:
+        return [], in_words(error)
+
+
 def by_planner(collectives: Collectives, make: Callable[[], T]) -> T:
     """What the planner makes, on every rank.
 
@@ -47,14 +55,10 @@ def by_planner(collectives: Collectives, make: Callable[[], T]) -> T:
         GoesOnError: it could not be made, for whatever reason.
         CollectivesError: a rank is gone or silent.
     """
-
-    def tried() -> T:
-        try:
-            return make()
-        except Exception as error:
-            raise GoesOnError(in_words(error)) from error
-
-    return collectives.agreed(tried)
+    made, failure = collectives.from_planner(_tried(make) if collectives.is_planner else None)
+    if failure is not None:
+        raise GoesOnError(failure)
+    return made[0]
 
 
 def by_planner_in_time(
@@ -72,26 +76,21 @@ def by_planner_in_time(
         GoesOnError: it could not be made, or not in time.
         CollectivesError: a rank is gone or silent.
     """
-    made: list[T] = []
-    failures: list[Exception] = []
-
-    def run() -> None:
-        try:
-            made.append(make())
-        except Exception as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run, name="envpipe-planner", daemon=True)
+    ended: list[tuple[list[T], str | None]] = []
+    thread = threading.Thread(
+        target=lambda: ended.append(_tried(make)), name="envpipe-planner", daemon=True
+    )
     until_s = time.monotonic() + longest_s
     if collectives.is_planner:
         thread.start()
 
     def look() -> list[T]:
         thread.join(look_s)
-        if failures:
-            raise failures[0]
-        if not made and time.monotonic() > until_s:
+        if not ended and time.monotonic() > until_s:
             raise GoesOnError(f"It took longer than {longest_s:g} s")
+        made, failure = ended[0] if ended else ([], None)
+        if failure is not None:
+            raise GoesOnError(failure)
         return made
 
     while not (found := by_planner(collectives, look)):
@@ -106,14 +105,9 @@ def on_every_rank(collectives: Collectives, make: Callable[[], T]) -> T:
         GoesOnError: a rank could not, for whatever reason.
         CollectivesError: a rank is gone or silent.
     """
-    own: list[T] = []
-    failure = None
-    try:
-        own.append(make())
-    except Exception as error:
-        failure = in_words(error)
+    made, failure = _tried(make)
     first = collectives.first(failure)
     if first is not None:
-        stage, failure = first
-        raise GoesOnError(f"Stage {stage}: {failure}")
-    return own[0]
+        stage, text = first
+        raise GoesOnError(f"Stage {stage}: {text}")
+    return made[0]

@@ -139,7 +139,7 @@ class FastJobs:
         self.time = plain_stages.FastTime()
         job_module.open_device = self.open_device
 
-    def open_device(self, collectives: Any, stage: int, *arguments: Any, **named: Any) -> Device:
+    def open_device(self, collectives: Any, *arguments: Any, **named: Any) -> Device:
         self._made += 1
         gpu = EmulatedGpu.create(
             "a100-sxm", int(os.environ["RANK"]), self._folder / f"gpus-{self._made}"
@@ -149,7 +149,6 @@ class FastJobs:
             gpu,
             ChosenControl("auto", "emulated", "this is a test"),
             lambda settle: EmulatedExecutor(gpu, TIMES_S, collectives, settle),
-            emulated=True,
         )
 
     def follow(self, engine: EnvPipeEngine) -> None:

@@ -160,9 +160,6 @@ def session(
         lambda settle: EmulatedExecutor(gpu, times, collectives, settle),
         channel(timeout_s),
         collectives,
-        stage=rank,
-        num_stages=stages,
-        rank=rank,
         **options,
     )
     fast_time.meanwhile = made.meter._try_sample

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from envpipe_megatron.integrations.job import (
-    Job,
     JobError,
     _fingerprint,
     check_in_flight,
@@ -97,15 +95,3 @@ def test_models_of_another_kind_are_named() -> None:
     for model in (torch.nn.Linear(1, 1), [SimpleNamespace(module=torch.nn.Linear(1, 1))]):
         with pytest.raises(RefusedError, match="Linear"):
             check_model(model)
-
-
-def test_a_grid_that_cannot_be_written_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    job = object.__new__(Job)
-    job.options = SimpleNamespace(output_dir=tmp_path)  # type: ignore[assignment]
-    job._keep_grid("a grid")
-    assert (tmp_path / "reconfigure.txt").read_text() == "a grid\n\n"
-    job.options.output_dir = tmp_path / "gone"  # type: ignore[misc]
-    job._keep_grid("another")
-    assert "reconfigure.txt could not be written" in caplog.text

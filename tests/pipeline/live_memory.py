@@ -79,5 +79,5 @@ def train_and_watch(rank: int, job: Job, ours: Ours, root: Path) -> tuple[StageM
         live,
     ):
         training.train(rank, job, ours, root)
-    found: tuple[StageMemory, ...] | None = sessions[0].state.memory
+    found: tuple[StageMemory, ...] | None = sessions[0].memory
     return found

@@ -364,9 +364,6 @@ def _session(rank: int, job: Job, ours: Ours, root: Path, result: Result) -> Ses
         lambda settle: EmulatedExecutor(gpu, times, collectives, settle),
         make_channel(pipeline, timeout=timedelta(seconds=20)),
         collectives,
-        stage=result.stage,
-        num_stages=job.stages,
-        rank=rank,
         result=result,
         num_chunks=job.chunks,
     )

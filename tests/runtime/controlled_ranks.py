@@ -36,12 +36,13 @@ def use_guards_of(root: Path, name: str) -> None:
     )
 
 
-def _config(root: Path) -> SessionConfig:
+def _config(root: Path, *, guarded: bool = False) -> SessionConfig:
     return SessionConfig(
         PlanRequest(MICROBATCHES, "envpipe", "envelope"),
         warmup_iterations=1,
         profiler=ProfilerSettings(1, 1, 1, min_window_s=0.0),
         output_dir=root,
+        guarded=guarded,
     )
 
 
@@ -80,7 +81,7 @@ def train_guarded(rank: int, root: Path, kill_guard: bool) -> Any:
         left the way it leaves itself; what the clock came to.
     """
     use_guards_of(root, "guarded")
-    session, gpu = plain_stages.session(rank, _config(root), root, guarded=True)
+    session, gpu = plain_stages.session(rank, _config(root, guarded=True), root)
     try:
         _iterate(session, rank, 2)
         leases = sorted(record.address.uid for record in list_leases() if record.live)
@@ -108,7 +109,7 @@ def be_refused(rank: int, root: Path) -> str:
     """Make a session where another job holds a GPU."""
     use_guards_of(root, "refused")
     try:
-        plain_stages.session(rank, _config(root), root, guarded=True)
+        plain_stages.session(rank, _config(root, guarded=True), root)
     except EnvPipeError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was refused"
@@ -117,10 +118,10 @@ def be_refused(rank: int, root: Path) -> str:
 def be_without_a_folder(rank: int, root: Path, victim: int) -> str:
     """Make a session where one rank cannot make its output folder."""
     use_guards_of(root, "no folder")
-    in_a_file = root / "file" / "output"
-    config = replace(_config(root), output_dir=in_a_file if rank == victim else root / "output")
+    output = root / "file" / "output" if rank == victim else root / "output"
+    config = replace(_config(root, guarded=True), output_dir=output)
     try:
-        plain_stages.session(rank, config, root, guarded=True)
+        plain_stages.session(rank, config, root)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing failed"
@@ -137,7 +138,7 @@ def fail_in_the_executor(rank: int, root: Path, victim: int) -> tuple[str, bool]
     if rank == victim:
         plain_stages.EmulatedExecutor = fail  # type: ignore[misc,assignment]
     try:
-        session, _ = plain_stages.session(rank, _config(root), root, guarded=True)
+        session, _ = plain_stages.session(rank, _config(root, guarded=True), root)
         session.close()
     except RuntimeError as error:
         return str(error), any(f"{root}#{rank}" == r.address.uid for r in list_leases())
@@ -149,7 +150,7 @@ def fail_in_the_executor(rank: int, root: Path, victim: int) -> tuple[str, bool]
 def train_until_killed(rank: int, root: Path) -> None:
     """Train for ever with the guard; the last rank kills itself in its third iteration."""
     use_guards_of(root, "killed")
-    session, _ = plain_stages.session(rank, _config(root), root, guarded=True)
+    session, _ = plain_stages.session(rank, _config(root, guarded=True), root)
     last = dist.get_world_size() - 1
     _iterate(session, rank, 2)
     if rank == last:

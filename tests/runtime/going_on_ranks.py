@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import pkgutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
 import memory_ranks
 
-from envpipe_megatron.runtime.job import planning
-
 FINGERPRINT = {"hidden_size": 64}
-MICROBATCHES = 6
+MICROBATCHES = 5
 
 
 @dataclass(frozen=True)
@@ -86,33 +82,3 @@ def _all(faults: tuple[Fault, ...], rank: int) -> Iterator[None]:
         return
     with faults[0].on(rank), _all(faults[1:], rank):
         yield
-
-
-def train_with_a_solver_that_fails(
-    rank: int, root: Path, request: dict[str, Any], at_call: int
-) -> tuple[memory_ranks.Told, int]:
-    """Train; while planning, the n-th call of any function below `policies` raises.
-
-    Returns:
-        what became of it, and how many calls there were.
-    """
-    calls = 0
-
-    def count(frame: FrameType, event: str, _: object) -> None:
-        nonlocal calls
-        if event == "call" and "/envpipe_megatron/policies/" in frame.f_code.co_filename:
-            calls += 1
-            if calls == at_call:
-                raise MemoryError("of a test")
-
-    make_plan = planning.make_plan
-
-    def profiled(*arguments: Any) -> Any:
-        sys.setprofile(count)
-        try:
-            return make_plan(*arguments)
-        finally:
-            sys.setprofile(None)
-
-    with patch.object(planning, "make_plan", profiled):
-        return train(rank, root, request), calls

@@ -14,16 +14,18 @@ import plain_stages
 import torch.distributed as dist
 
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.runtime.job import node_files
+from envpipe_megatron.runtime.job import folder
 from envpipe_megatron.runtime.job.session import SessionConfig
 
 node = Path(sys.argv[1])
 # Both are on this machine, whose name they would write.
-node_files.socket.gethostname = lambda: node.name
+folder.socket.gethostname = lambda: node.name
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-config = SessionConfig(PlanRequest(4), warmup_iterations=1, output_dir=node.parent / "output")
-session, gpu = plain_stages.session(rank, config, node, fast=False, guarded=True)
+config = SessionConfig(
+    PlanRequest(4), warmup_iterations=1, output_dir=node.parent / "output", guarded=True
+)
+session, gpu = plain_stages.session(rank, config, node, fast=False)
 begin_j = gpu.committed_energy_j()
 try:
     for _ in range(12):

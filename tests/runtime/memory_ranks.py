@@ -66,14 +66,14 @@ def train(
     microbatches: int,
     request: dict[str, Any],
     profile_file: Path | None = None,
-    **options: Any,
+    fingerprint: dict[str, Any] | None = None,
 ) -> Told:
     """Train past the compared iterations of the steady phase.
 
     Args:
         capacities: of each rank's device; None where there is no memory to watch.
         request: options of `PlanRequest`.
-        options: of the session.
+        fingerprint: of a job that can be started again.
     """
     told = Told()
     config = SessionConfig(
@@ -81,6 +81,7 @@ def train(
         profiler=QUICK,
         output_dir=root,
         profile_file=profile_file,
+        fingerprint=fingerprint,
     )
     device = FakeMemory(capacities[rank] if capacities else 10**9)
     stage = FakeStage(device, Sizes(message=0), random.Random(rank))
@@ -91,7 +92,6 @@ def train(
         time_at_max_s=TIMES,
         say=told.said.append,
         memory=device if capacities else None,
-        **options,
     )
     gpu.supported_frequencies_mhz = gpu.supported_frequencies_mhz[::20]  # a short sweep
     try:
@@ -114,7 +114,7 @@ def train(
         session.close()
     told.bill = end_of_job(session, session._collectives, root)
     state = session.state
-    told.phase, told.notes, told.memory = state.phase.value, state.notes, state.memory
+    told.phase, told.notes, told.memory = state.phase.value, state.notes, session.memory
     if state.plan is not None and state.profile is not None:
         told.peak_in_flight = state.plan.schedule.peak_in_flight
         told.activation_bytes = state.profile.sidecar.activation_bytes

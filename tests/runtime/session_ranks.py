@@ -98,21 +98,6 @@ def train_without_control(rank: int, root: Path, victim: int, stops_in: int) -> 
         session.close()
 
 
-def train_with_other_clocks(rank: int, root: Path, clocks_mhz: dict[int, tuple[int, ...]]) -> Any:
-    """Train until steady, where some GPUs have these clocks alone."""
-    config = SessionConfig(PlanRequest(MICROBATCHES, "envpipe", "envelope"), profiler=QUICK)
-    session, gpu = plain_stages.session(rank, config, root)
-    gpu.supported_frequencies_mhz = clocks_mhz.get(rank, gpu.supported_frequencies_mhz)
-    try:
-        for _ in range(80):
-            session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
-            if session.state.phase == "steady":
-                break
-        return session.state.phase.value, session.state.notes
-    finally:
-        session.close()
-
-
 #: What a message back takes of the emulated time of who receives it; one forward takes none.
 SLOW_MESSAGE_S = 0.006
 
@@ -129,15 +114,12 @@ def slow_down(channel: P2PChannel, gpu: EmulatedGpu) -> None:
     channel.receive = slowly  # type: ignore[method-assign]
 
 
-def measure_a_job(
-    rank: int, root: Path, tail_s: tuple[float, ...], *, slow: bool, follows: bool
-) -> Any:
+def measure_a_job(rank: int, root: Path, tail_s: tuple[float, ...], *, slow: bool) -> Any:
     """Profile a job whose stages work on after their last unit; what its profile came to.
 
     Args:
         tail_s: for each stage, how long; the next iteration waits for the slowest of them.
         slow: whether messages take emulated time.
-        follows: whether clocks follow what is asked of them.
     """
     config = SessionConfig(
         PlanRequest(MICROBATCHES, "envpipe", "envelope"),
@@ -147,10 +129,9 @@ def measure_a_job(
     )
     times = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
     session, gpu = plain_stages.session(rank, config, root, time_at_max_s=times)
+    gpu.supported_frequencies_mhz = gpu.supported_frequencies_mhz[::5]  # a short sweep
     if slow:
         slow_down(session._channel, gpu)
-    if not follows:
-        gpu.is_emulated = False  # type: ignore[misc]  # as a dry run, which changes no clock
     try:
         while session.state.phase != "steady":
             session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
@@ -200,19 +181,3 @@ def use_again_after_a_failure(rank: int, root: Path) -> list[str]:
     finally:
         session.close()
     return errors
-
-
-def plan_of_other_clocks(rank: int, root: Path) -> str:
-    """A profile with a clock that the emulated A100 does not have."""
-    config = SessionConfig(
-        PlanRequest(MICROBATCHES, "1f1b", "uniform"), profile_file=root / "profile.csv"
-    )
-    session, _ = plain_stages.session(rank, config, root)
-    try:
-        for _ in range(5):
-            session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        session.close()
-    return "nothing was refused"

@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -345,10 +346,12 @@ def start_job(
     said: list[str] = []
     made = framework(
         rank,
-        config(root / "output", warmup=4, reconfigure=reconfigure),
+        replace(
+            config(root / "output", warmup=4, reconfigure=reconfigure),
+            fingerprint=FINGERPRINT if fingerprint is None else fingerprint,
+        ),
         root,
         seen_as=with_few_clocks,
-        fingerprint=FINGERPRINT if fingerprint is None else fingerprint,
         say=said.append,
     )
     session = made.session

@@ -56,7 +56,7 @@ class Collectives:
     ) -> None:
         self.pipeline = pipeline
         self.num_replicas = num_replicas
-        self._stage = stage
+        self.stage = stage
         self._tree = list(tree)
         self._at_top = all(group.leads for group in tree)
         self.is_planner = self._at_top and pipeline.leads
@@ -171,7 +171,7 @@ class Collectives:
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[:1]
             raise CollectivesError(
-                f"Stage {self._stage} lost another rank of the job: {' '.join(reason)}",
+                f"Stage {self.stage} lost another rank of the job: {' '.join(reason)}",
                 remedy="Look at the other ranks' logs for the first error; clocks are reset on the "
                 "way out.",
             ) from error

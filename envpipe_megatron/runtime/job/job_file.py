@@ -10,32 +10,26 @@
  "reconfigure": {"steps": 12, "ended": "..."}}
 ```
 
-It stands in the output folder, beside the files it names. One rank reads and writes it, for all.
-It is replaced as a whole: whoever is killed leaves the old one or the new one. Files that it names
-are not written again, and where it does not fit they are kept under other names.
+It stands in the output folder, beside the files it names, and is replaced as a whole: a kill leaves
+the old one or the new one. `folder` reads and writes it, on one rank of the job.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from envpipe_megatron.core.plan import Plan, read_plan
-from envpipe_megatron.core.profile import Profile, read_profile
-from envpipe_megatron.core.sidecar import sidecar_path
+from envpipe_megatron.core.plan import read_plan
+from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.errors import EnvPipeError, plain
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.runtime.energy.steps import BaselineEnergy, StepEnergy
-
-logger = logging.getLogger(__name__)
 
 JOB_FORMAT = "envpipe-job/1"
 JOB_FILE = "job.json"
@@ -44,12 +38,12 @@ PLAN_FILE = "plan.json"
 
 
 class JobFileError(EnvPipeError):
-    """A stored job that cannot be gone on with."""
+    """A stored job that another start cannot go on with."""
 
 
 @dataclass(frozen=True)
 class StoredJob:
-    """What an earlier start of a job left.
+    """What a job has left.
 
     Args:
         fingerprint: what must be the same for all of it to hold, of JSON's types.
@@ -82,7 +76,10 @@ class StoredJob:
 
     def to_json(self) -> dict[str, Any]:
         """Return the job as JSON data."""
-        baseline = self.baseline
+        baseline = None
+        if self.baseline is not None:
+            baseline = asdict(self.baseline)
+            del baseline["own"]
         return {
             "format": JOB_FORMAT,
             "fingerprint": dict(self.fingerprint),
@@ -90,11 +87,7 @@ class StoredJob:
             "phases_done": list(self.phases_done),
             "profile": dict(self.profile),
             "plan": dict(self.plan),
-            "baseline": baseline
-            and {
-                "mean": asdict(baseline.mean),
-                "by_stage": [asdict(stage) for stage in baseline.by_stage],
-            },
+            "baseline": baseline,
             "reconfigure": {"steps": self.reconfigure_steps, "ended": self.reconfigure_ended},
         }
 
@@ -112,6 +105,7 @@ def read_job(
     Raises:
         JobFileError: it is another job (naming what differs), damaged, or a file that it names is
             gone or not the one it was.
+        EnvPipeError: a file that it names cannot be read as what it was.
         OSError: it cannot be read.
     """
     path = folder / JOB_FILE
@@ -124,27 +118,20 @@ def read_job(
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise JobFileError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     wanted = json.loads(json.dumps(dict(fingerprint)))
-    differing = sorted(
-        key
-        for key in {*wanted, *job.fingerprint}
+    differences = [
+        f"{key} was {_shown(job.fingerprint, key)} and is now {_shown(wanted, key)}"
+        for key in sorted({*wanted, *job.fingerprint})
         if (key in wanted, wanted.get(key)) != (key in job.fingerprint, job.fingerprint.get(key))
-    )
-    if differing:
-        shown = "; ".join(
-            f"{key} was {_shown(job.fingerprint, key)} and is now {_shown(wanted, key)}"
-            for key in differing
-        )
-        raise JobFileError(f"{path} is of another job: {shown}")
-    for name, digest in {**job.profile, **job.plan}.items():
-        if _digest(folder / name) != digest:
-            raise JobFileError(f"{folder / name} is gone, or not the one that {path} tells of")
-    try:
-        if job.profile or job.plan:
-            profile = read_profile(profile_file or folder / PROFILE_FILE)
-            if job.plan:
-                read_plan(folder / PLAN_FILE, profile)
-    except EnvPipeError as error:
-        raise JobFileError(f"What {path} names cannot be read: {error}") from error
+    ]
+    if differences:
+        raise JobFileError(f"{path} is of another job: {'; '.join(differences)}")
+    for name, kept in {**job.profile, **job.plan}.items():
+        if digest(folder / name) != kept:
+            raise JobFileError(f"{folder / name} is gone, or not the one that {path} names")
+    if job.profile or job.plan:
+        profile = read_profile(profile_file or folder / PROFILE_FILE)
+        if job.plan:
+            read_plan(folder / PLAN_FILE, profile)
     return job
 
 
@@ -157,162 +144,40 @@ def write_job(folder: Path, job: StoredJob) -> None:
     replace_files({folder / JOB_FILE: [json.dumps(job.to_json(), indent=1), "\n"]})
 
 
-def set_aside(folder: Path, given: Collection[Path | None] = ()) -> list[Path]:
-    """Keep a job's files under other names, so that another job may have theirs.
-
-    Args:
-        folder: of the job.
-        given: files that somebody gave the job, which stay.
-
-    Returns:
-        the new names.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    profile = folder / PROFILE_FILE
-    # The job file comes last: as long as it is there, the others do not pass for a new job's.
-    files = [folder / PLAN_FILE, folder / JOB_FILE]
-    if profile not in given:
-        files = [profile, sidecar_path(profile), *files]
-    files = [path for path in files if path not in given]
-    number = 1
-    while any(_aside(path, number).exists() for path in files):
-        number += 1
-    kept = []
-    for path in files:
-        if path.exists():
-            kept.append(path.rename(_aside(path, number)))
-    return kept
-
-
-class JobKeeper:
-    """Keeps a folder's job file up to date while the job runs; on one rank of the job.
-
-    A folder that cannot be written ends the keeping, not the training.
-
-    Args:
-        folder: of the job.
-        fingerprint: see `StoredJob`.
-        profile_file: given to the job, which then makes none.
-        plan_file: the same.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        fingerprint: Mapping[str, Any],
-        profile_file: Path | None = None,
-        plan_file: Path | None = None,
-    ) -> None:
-        self._folder = folder
-        self._given = (profile_file, plan_file)
-        self._writable = True
-        self._profile_written = self._plan_written = False
-        #: What an earlier start left, None if there is nothing to go on with.
-        self.found: StoredJob | None = None
-        try:
-            self.found = read_job(folder, fingerprint, profile_file)
-        except Exception as error:  # a kept file may fail in any way, and the job must start
-            self._start_over(error)
-        self.job = self.found or StoredJob(fingerprint)
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._put(replace(self.job, starts=(*self.job.starts, now)))
-
-    def keep_profile(self, profile: Profile) -> None:
-        """The profile has been written."""
-        if self._profile_written:
-            return
-        self._profile_written = True
-        path = self._folder / PROFILE_FILE
-        digests = {file.name: _digest(file) for file in (path, sidecar_path(path))}
-        if digests[path.name] == profile.sha256:  # else there was no room for it
-            self._put(replace(self.job, profile=digests))
-
-    def keep_plan(self, plan: Plan, steps: int, ended: Ended | None) -> None:
-        """The plan has been written, and nothing will change it."""
-        if self._plan_written:
-            return
-        self._plan_written = True
-        path = self._folder / PLAN_FILE
-        try:
-            written = json.loads(path.read_bytes())
-        except (OSError, ValueError):
-            return
-        if written != json.loads(json.dumps(plan.to_json())):
-            return  # an older one, which the disk had no room to replace
-        digests = {PLAN_FILE: _digest(path)}
-        self._put(replace(self.job, plan=digests, reconfigure_steps=steps, reconfigure_ended=ended))
-
-    def forget_profile(self) -> None:
-        """Let the next start measure a profile, where an earlier start's was of no use."""
-        if self.found is not None and self.job.profile == self.found.profile != {}:
-            forgotten = replace(
-                self.job, profile={}, plan={}, reconfigure_steps=0, reconfigure_ended=None
-            )
-            self._put(forgotten)
-
-    def keep_baseline(self, baseline: BaselineEnergy) -> None:
-        """The baseline has been measured; one without energies is measured anew by each start."""
-        steps = (baseline.mean, *baseline.by_stage)
-        if self.job.baseline is None and all(step.energy_j for step in steps):
-            self._put(replace(self.job, baseline=replace(baseline, own=None)))
-
-    def _put(self, job: StoredJob) -> None:
-        self.job = job
-        if not self._writable:
-            return
-        try:
-            write_job(self._folder, job)
-        except Exception as error:  # of a disk, or of facts that are none of JSON's
-            logger.error(
-                "%s could not be written, training goes on; started again, the job begins anew: %s",
-                self._folder / JOB_FILE,
-                error,
-            )
-            self._writable = False
-
-    def _start_over(self, reason: Exception) -> None:
-        try:
-            kept = set_aside(self._folder, self._given)
-        except OSError as error:
-            self._writable = False
-            logger.warning("The job starts over: %s. Its files stay as they are: %s", reason, error)
-            return
-        names = ", ".join(path.name for path in kept)
-        logger.warning("The job starts over: %s. What it had is kept as %s", reason, names)
+def digest(path: Path) -> str:
+    """SHA-256 of a file; empty where it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def _parse(data: Any) -> StoredJob:
-    """A job from its JSON.
-
-    Raises:
-        ValueError, TypeError, KeyError, AttributeError: it is something else.
-    """
+    """A job from its JSON; raises one of Python's own errors where it is something else."""
     if data["format"] != JOB_FORMAT:
         raise ValueError(f"its format is {data['format']!r}, not {JOB_FORMAT!r}")
     baseline = data["baseline"]
     ended = data["reconfigure"]
-    files = {
-        part: {_file_name(name): str(digest) for name, digest in data[part].items()}
-        for part in ("profile", "plan")
-    }
-    if files["profile"] and PROFILE_FILE not in files["profile"]:
-        raise ValueError(f"its profile is not {PROFILE_FILE}")
-    if files["plan"] and PLAN_FILE not in files["plan"]:
-        raise ValueError(f"its plan is not {PLAN_FILE}")
     return StoredJob(
         fingerprint=dict(data["fingerprint"]),
         starts=tuple(str(start) for start in data["starts"]),
-        profile=files["profile"],
-        plan=files["plan"],
+        profile=_files(data, "profile", PROFILE_FILE),
+        plan=_files(data, "plan", PLAN_FILE),
         baseline=baseline
-        and BaselineEnergy(
-            _step(baseline["mean"]), tuple(_step(stage) for stage in baseline["by_stage"])
-        ),
+        and BaselineEnergy(_step(baseline["mean"]), tuple(map(_step, baseline["by_stage"]))),
         reconfigure_steps=int(ended["steps"]),
         reconfigure_ended=None if ended["ended"] is None else Ended(ended["ended"]),
     )
+
+
+def _files(data: Mapping[str, Any], part: str, needed: str) -> dict[str, str]:
+    files = {name: str(kept) for name, kept in data[part].items()}
+    for name in files:
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} is no file of its folder")
+    if files and needed not in files:
+        raise ValueError(f"its {part} is not {needed}")
+    return files
 
 
 def _step(data: dict[str, Any]) -> StepEnergy:
@@ -325,23 +190,5 @@ def _step(data: dict[str, Any]) -> StepEnergy:
     return step
 
 
-def _file_name(name: str) -> str:
-    if Path(name).name != name:
-        raise ValueError(f"{name!r} is no file of its folder")
-    return name
-
-
-def _digest(path: Path) -> str:
-    """SHA-256 of a file; of none, nothing that a file has."""
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return ""
-
-
-def _aside(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.stem}.old{number}{path.suffix}")
-
-
 def _shown(fingerprint: Mapping[str, Any], key: str) -> str:
-    return plain(fingerprint[key]) if key in fingerprint else "not told"
+    return plain(fingerprint[key]) if key in fingerprint else "not given"

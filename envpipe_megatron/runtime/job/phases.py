@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from envpipe_megatron.core import builders
-from envpipe_megatron.core.plan import Plan, check_stages
+from envpipe_megatron.core.plan import check_stages
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
@@ -18,22 +16,21 @@ from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
-from envpipe_megatron.runtime.job.context import Job, SessionConfig
+from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.planning import adopt_plan
-from envpipe_megatron.runtime.job.reconfigurer import OnlineReconfigurer, measured_threshold_s
+from envpipe_megatron.runtime.job.reconfigurer import measured_threshold_s, reconfigure_online
 from envpipe_megatron.runtime.memory.limit import knows_memory, with_memory
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 from envpipe_megatron.runtime.profiling.p2p_latency import measure_p2p_latency_s
 from envpipe_megatron.runtime.profiling.profiler import OnlineProfiler, ProfilerError
 from envpipe_megatron.runtime.profiling.wait_power import WaitPower, measure_wait_power, wait_clocks
 
-logger = logging.getLogger(__name__)
-
 #: Iterations of the steady phase in which the peak of memory is held against its prediction.
 _COMPARED_ITERATIONS = 3
 
 
-def run_phases(job: Job) -> PhaseRun[None]:
+def run_phases(job: PhaseParts) -> PhaseRun[None]:
     """Yield what each iteration runs, for ever; the same on every rank.
 
     Raises:
@@ -60,12 +57,13 @@ def run_phases(job: Job) -> PhaseRun[None]:
             state.plan = None
             state.notes = (f"The framework's own order, at the highest clock: {error}",)
             job.say(state.notes[0])
+            job.folder.forget_profile()
             _keep_own_order(job, schedule)
     yield from _steady(job, order)
 
 
 def _save_energy(
-    job: Job, schedule: Schedule, records: Sequence[StageRecord]
+    job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]
 ) -> PhaseRun[IterationOrder]:
     """Profile, plan and reconfigure; the order of the steady phase.
 
@@ -92,57 +90,43 @@ def _save_energy(
         extra = list(plan.schedule.extra_forwards)
         job.say(f"reconfigure: {policy.name}, extra forwards {extra}")
         threshold_s = measured_threshold_s(schedule, records, job.collectives)
-        loop = OnlineReconfigurer(
+        loop = reconfigure_online(
             plan, policy, threshold_s, clocks_mhz, job.collectives, job.print_grid
         )
-        plan, state.reconfigure_steps, state.reconfigure_ended = yield from loop.run()
+        plan, state.reconfigure_steps, state.reconfigure_ended = yield from loop
         state.plan = plan
         ended = state.reconfigure_ended.value
         job.say(f"reconfigure: ended after {state.reconfigure_steps} steps, since {ended}")
-    if job.collectives.is_planner and config.output_dir:
-        path = config.output_dir / "plan.json"
-        if adopted.made_now or config.plan_file != path:  # which is the plan already
-            _leave(path, plan)
+    if adopted.made_now:
+        job.folder.keep_plan(plan, state.reconfigure_steps, state.reconfigure_ended)
+    elif config.plan_file is not None:
+        job.folder.copy_plan(plan, config.plan_file)
     return IterationOrder(Phase.STEADY, plan.schedule, plan.frequency_mhz)
 
 
-def _leave(path: Path, result: Profile | Plan) -> None:
-    """Write a result; a full disk ends no training, nor does anything else."""
-    try:
-        result.write(path)
-    except Exception as error:
-        logger.error("%s could not be written, training goes on: %s", path, error)
-
-
-def _steady(job: Job, order: IterationOrder) -> PhaseRun[None]:
+def _steady(job: PhaseParts, order: IterationOrder) -> PhaseRun[None]:
     job.say(f"steady: {order.schedule.name}")
     peaks = []
     for _ in range(_COMPARED_ITERATIONS):
         yield order
         peaks.append(job.memory.peak_bytes())
     job.memory.compare(max((peak for peak in peaks if peak is not None), default=None))
-    job.state.memory = job.memory.stages
     job.memory.watch = Watch.NOTHING
     while True:
         yield order
 
 
-def _learn_memory(job: Job, schedule: Schedule) -> None:
-    job.memory.learn(schedule, job.specs)
-    job.state.memory = job.memory.stages
-
-
-def _keep_own_order(job: Job, schedule: Schedule) -> None:
+def _keep_own_order(job: PhaseParts, schedule: Schedule) -> None:
     """The framework's own order goes on, which ran: for it, there need not be more memory."""
     if job.memory.stages is None:
-        _learn_memory(job, schedule)
+        job.memory.learn(schedule, job.specs)
     try:
-        job.predict_memory(schedule)
+        job.memory.predict(schedule)
     except (MemoryFullError, GoesOnError) as error:
         job.say(f"memory: {error}")
 
 
-def _framework_schedule(job: Job) -> Schedule:
+def _framework_schedule(job: PhaseParts) -> Schedule:
     if job.kept_order is not None:
         return job.kept_order
     chunks = job.config.request.num_chunks
@@ -157,7 +141,7 @@ def _is_baseline(config: SessionConfig, schedule: Schedule) -> bool:
     return config.request.policy == "baseline" and own_order and config.plan_file is None
 
 
-def _profile(job: Job, schedule: Schedule) -> PhaseRun[Profile]:
+def _profile(job: PhaseParts, schedule: Schedule) -> PhaseRun[Profile]:
     given = job.config.profile_file
     if given is not None:
 
@@ -165,11 +149,12 @@ def _profile(job: Job, schedule: Schedule) -> PhaseRun[Profile]:
             profile = read_profile(given)
             check_stages(profile, job.num_stages)
             known = knows_memory(profile.sidecar)
-            return profile if known else with_memory(profile, job.state.memory)
+            return profile if known else with_memory(profile, job.memory.stages)
 
-        _learn_memory(job, schedule)
-        kept = job.keeps_profile
-        return by_planner(job.collectives, read) if kept else job.collectives.agreed(read)
+        job.memory.learn(schedule, job.specs)
+        if job.folder.found_profile:
+            return by_planner(job.collectives, read)
+        return job.collectives.agreed(read)
     clocks = _swept_clocks(job)
     if not job.gpu.changes_clock:
         job.say("profile: a dry run changes no clock, so energies and plan show the loop alone")
@@ -197,14 +182,13 @@ def _profile(job: Job, schedule: Schedule) -> PhaseRun[Profile]:
     )
     profile = yield from profiler.run(known)
     # Not before: with skipped steps, the optimizer's state may have come into being meanwhile.
-    _learn_memory(job, schedule)
-    profile = with_memory(profile, job.state.memory)
-    if job.collectives.is_planner and job.config.output_dir:
-        _leave(job.config.output_dir / "profile.csv", profile)
+    job.memory.learn(schedule, job.specs)
+    profile = with_memory(profile, job.memory.stages)
+    job.folder.keep_profile(profile)
     return profile
 
 
-def _swept_clocks(job: Job) -> tuple[int, ...]:
+def _swept_clocks(job: PhaseParts) -> tuple[int, ...]:
     """The clocks to profile.
 
     Raises:
@@ -228,7 +212,7 @@ def _swept_clocks(job: Job) -> tuple[int, ...]:
     return clocks
 
 
-def _wait_power(job: Job, clocks: Sequence[int]) -> WaitPower:
+def _wait_power(job: PhaseParts, clocks: Sequence[int]) -> WaitPower:
     """Waiting power at several clocks, or at the highest alone where clocks do not follow."""
     power_w: dict[int, float] = {}
     for frequency in sorted(wait_clocks(clocks), reverse=True):

@@ -14,7 +14,8 @@ from envpipe_megatron.errors import EnvPipeError, plain
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, by_planner_in_time
-from envpipe_megatron.runtime.job.context import Job, SessionError
+from envpipe_megatron.runtime.job.config import SessionError
+from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.memory.limit import in_flight_limit
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
@@ -37,7 +38,7 @@ class Adopted:
     made_now: bool
 
 
-def adopt_plan(job: Job, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Adopted:
+def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Adopted:
     """The plan to start from; every rank calls it.
 
     An earlier start's plan that does not run any more is replaced.
@@ -63,39 +64,35 @@ def adopt_plan(job: Job, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Ad
             plan, notes = make_online(job, profile)
             _check(job, plan, clocks_mhz)
         except EnvPipeError as error:
-            given = job.config.profile_file is not None and not job.keeps_profile
+            given = job.config.profile_file is not None and not job.folder.found_profile
             if not given or isinstance(error, LinearProgramError):  # a solver's, or of conditions
                 raise
             return error  # says what is wrong with what the user gave
         return plan, notes
 
     path = job.config.plan_file
-    if path is not None and not job.keeps_plan:
+    if path is not None and not job.folder.found_plan:
         plan = job.collectives.agreed(lambda: by_file(path))
-        job.predict_memory(plan.schedule)
+        job.memory.predict(plan.schedule)
         return Adopted(plan, (), made_now=False)
     if path is not None:
         try:
             plan = by_planner(job.collectives, lambda: by_file(path))
-        except GoesOnError as error:
+            job.memory.predict(plan.schedule)
+            return Adopted(plan, (), made_now=False)
+        except (GoesOnError, MemoryFullError) as error:
             job.say(f"the plan of an earlier start is made anew: {error}")
-        else:
-            try:
-                job.predict_memory(plan.schedule)
-                return Adopted(plan, (), made_now=False)
-            except MemoryFullError as error:
-                job.say(f"the plan of an earlier start is made anew: {error}")
     made = by_planner_in_time(job.collectives, online, _LONGEST_S)
     if isinstance(made, EnvPipeError):
         raise made
     try:
-        job.predict_memory(made[0].schedule)
+        job.memory.predict(made[0].schedule)
     except MemoryFullError as error:
         raise GoesOnError(str(error)) from error
     return Adopted(*made, made_now=True)
 
 
-def make_online(job: Job, profile: Profile) -> tuple[Plan, tuple[str, ...]]:
+def make_online(job: PhaseParts, profile: Profile) -> tuple[Plan, tuple[str, ...]]:
     """A plan from all that is known of the job, and notes; called on the planner alone."""
     # The loop online replaces the offline one: it starts from the plain policy.
     request = replace(
@@ -105,7 +102,7 @@ def make_online(job: Job, profile: Profile) -> tuple[Plan, tuple[str, ...]]:
         channel_capacity=job.channel.capacity,
         conditions=known_conditions(profile),
     )
-    limit = in_flight_limit(request, profile, job.state.memory)
+    limit = in_flight_limit(request, profile, job.memory.stages)
     if limit is not None:
         request = replace(request, max_in_flight=limit)
     made = make_plan(profile, request)
@@ -115,7 +112,7 @@ def make_online(job: Job, profile: Profile) -> tuple[Plan, tuple[str, ...]]:
     return made.plan, notes
 
 
-def _read(job: Job, path: Path, profile: Profile) -> Plan:
+def _read(job: PhaseParts, path: Path, profile: Profile) -> Plan:
     plan = read_plan(path, profile)
     if plan.schedule.num_microbatches != job.num_microbatches:
         raise SessionError(
@@ -132,7 +129,7 @@ def _read(job: Job, path: Path, profile: Profile) -> Plan:
     return plan
 
 
-def _check(job: Job, plan: Plan, clocks_mhz: Sequence[set[int]]) -> None:
+def _check(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> None:
     """Refuse a plan of another order than the framework keeps, or of clocks that GPUs lack."""
     if job.kept_order is not None and plan.schedule.stages != job.kept_order.stages:
         raise SessionError(

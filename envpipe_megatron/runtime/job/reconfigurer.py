@@ -13,7 +13,6 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import critical_path
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.policies.frequencies import Frequencies
 from envpipe_megatron.policies.reconfigure import Ended, Ladders, ReconfigurePolicy, Step, step
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import StageRecord
@@ -73,8 +72,15 @@ def measured_threshold_s(
     return by_planner(collectives, threshold_s)
 
 
-class OnlineReconfigurer:
-    """Runs a policy's steps on measured waits until one of its ends.
+def reconfigure_online(
+    plan: Plan,
+    policy: ReconfigurePolicy,
+    threshold_s: float,
+    clocks_mhz: Sequence[Iterable[int]],
+    collectives: Collectives,
+    print_grid: Callable[[str], None],
+) -> PhaseRun[tuple[Plan, int, Ended]]:
+    """Run a policy's steps on measured waits until one of its ends.
 
     Args:
         plan: the plan to start from; every rank has the same.
@@ -83,78 +89,53 @@ class OnlineReconfigurer:
         clocks_mhz: for each stage, those of all its GPUs: units rise through clocks that were not
             profiled too, of which waits tell enough.
         collectives: to the other ranks.
-        print_grid: told of every look on the planner, as text.
+        print_grid: gets every look on the planner, as text.
+
+    Returns:
+        the reconfigured plan, the steps that raised something, and why the loop ended.
+
+    Raises:
+        GoesOnError: a step failed.
+        CollectivesError: a rank is gone or silent.
     """
+    schedule, shape = plan.schedule, plan.frequency_mhz.shape
+    frequency = plan.frequency_mhz.ravel().copy()
 
-    def __init__(
-        self,
-        plan: Plan,
-        policy: ReconfigurePolicy,
-        threshold_s: float,
-        clocks_mhz: Sequence[Iterable[int]],
-        collectives: Collectives,
-        print_grid: Callable[[str], None],
-    ) -> None:
-        self._plan = plan
-        self._policy = policy
-        self._clocks_mhz = clocks_mhz
-        self._threshold_s = threshold_s
-        self._collectives = collectives
-        self._print_grid = print_grid
+    @functools.cache
+    def ladders() -> Ladders:
+        return Ladders(schedule, plan.profile, clocks_mhz)
 
-    def run(self) -> PhaseRun[tuple[Plan, int, Ended]]:
-        """The reconfigured plan, the steps that raised something, and why the loop ended.
-
-        Raises:
-            GoesOnError: a step failed.
-            CollectivesError: a rank is gone or silent.
-        """
-        schedule = self._plan.schedule
-        shape = self._plan.frequency_mhz.shape
-        frequency = self._plan.frequency_mhz.ravel().copy()
-        steps = seen = 0
-        ended = Ended.STEP_LIMIT
-        for iteration in range(self._policy.max_steps):
-            record = yield IterationOrder(Phase.RECONFIGURE, schedule, frequency.reshape(shape))
-            # The hiccup of one replica must not look like a bubble.
-            waits_s = self._collectives.medians(record.receive_wait_s)
-            look = functools.partial(self._look, iteration, frequency, waits_s)
-            raised, why = by_planner(self._collectives, look)
-            seen = seen + 1 if why else 0
-            if why and seen == _CONFIRMATIONS:
-                ended = why
-                break
-            for node, target in raised.items():
-                frequency[node] = target
-            steps += bool(raised)
-        made = functools.partial(self._made, frequency.reshape(shape))
-        return by_planner(self._collectives, made), steps, ended
-
-    def _made(self, frequency: Frequencies) -> Plan:
-        return replace(
-            self._plan,
-            policy=f"{self._plan.policy}-{self._policy.name}",
-            frequency_mhz=frequency,
-            profile=replace(self._plan.profile, interpolates=True),
-        )
-
-    def _look(
-        self, iteration: int, frequency: Frequencies, waits_s: Sequence[FloatArray]
-    ) -> tuple[dict[int, int], Ended | None]:
-        """A step on measured waits; called on the planner alone."""
-        schedule = self._plan.schedule
-        clocks_mhz = frequency.tolist()
+    def look(iteration: int, waits_s: Sequence[FloatArray]) -> tuple[dict[int, int], Ended | None]:
         waits = np.concatenate(waits_s)
-        path = critical_path(schedule, waits.tolist(), self._threshold_s)
-        taken = step(schedule, clocks_mhz, path, self._policy, self._ladders)
-        self._print_grid(
-            f"Reconfigure step {iteration}\n" + grid(schedule, clocks_mhz, waits, taken)
-        )
+        path = critical_path(schedule, waits.tolist(), threshold_s)
+        taken = step(schedule, frequency.tolist(), path, policy, ladders())
+        text = grid(schedule, frequency.tolist(), waits, taken)
+        print_grid(f"Reconfigure step {iteration}\n{text}")
         return taken.raised, taken.ended
 
-    @functools.cached_property
-    def _ladders(self) -> Ladders:
-        return Ladders(self._plan.schedule, self._plan.profile, self._clocks_mhz)
+    def made() -> Plan:
+        return replace(
+            plan,
+            policy=f"{plan.policy}-{policy.name}",
+            frequency_mhz=frequency.reshape(shape),
+            profile=replace(plan.profile, interpolates=True),
+        )
+
+    steps = seen = 0
+    ended = Ended.STEP_LIMIT
+    for iteration in range(policy.max_steps):
+        record = yield IterationOrder(Phase.RECONFIGURE, schedule, frequency.reshape(shape))
+        # The hiccup of one replica must not look like a bubble.
+        waits_s = collectives.medians(record.receive_wait_s)
+        raised, why = by_planner(collectives, functools.partial(look, iteration, waits_s))
+        seen = seen + 1 if why else 0
+        if why and seen == _CONFIRMATIONS:
+            ended = why
+            break
+        for node, target in raised.items():
+            frequency[node] = target
+        steps += bool(raised)
+    return by_planner(collectives, made), steps, ended
 
 
 def grid(

@@ -26,17 +26,21 @@ from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor
 from envpipe_megatron.runtime.execution.interpreter import StageWork, execute
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun
 from envpipe_megatron.runtime.execution.stage_run import StageRun
-from envpipe_megatron.runtime.job.context import Job, SessionConfig, SessionError, SessionState
-from envpipe_megatron.runtime.job.node_files import NodeFiles
+from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
+from envpipe_megatron.runtime.job.folder import JobFolder
+from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
 from envpipe_megatron.runtime.job.phases import run_phases
-from envpipe_megatron.runtime.job.preparing import prepare, without_control
-from envpipe_megatron.runtime.job.resuming import Resumed, resume
 from envpipe_megatron.runtime.memory.device import MemorySource, device_memory
-from envpipe_megatron.runtime.memory.peak import JobMemory
+from envpipe_megatron.runtime.memory.limit import check_memory_is_known
+from envpipe_megatron.runtime.memory.peak import JobMemory, StageMemory
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["Session", "SessionConfig", "SessionError", "SessionState"]
+
+
+def _silent(text: str) -> None:
+    """Say nothing, on ranks that do not talk."""
 
 
 class Session:
@@ -51,21 +55,14 @@ class Session:
     itself, in its own order, calls `open_iteration` and `close_iteration` in place of it.
 
     Args:
-        config: what the job wants.
+        config: what the job asks for.
         gpu: this rank's GPU, as `rank_gpu.open_rank_gpu` opens it.
         make_executor: makes the executor, given what lets it wait for the clock controller.
-        channel: to the neighbour stages.
-        collectives: to all ranks.
-        stage: this rank's stage.
-        num_stages: p.
-        rank: this rank, for the energy log.
-        labels: what else each line of the energy log says.
-        fingerprint: what the framework knows that must be the same (model, parallel sizes, batch,
-            GPU) for profile, plan and baseline of an earlier start of this job to hold; of JSON's
-            types. With it, they are kept in the output folder and gone on with; see `job_file`.
-        say: told of progress, on the planning rank alone.
-        print_grid: told of reconfigure grids, on the planning rank alone.
-        guarded: whether the node's guard holds the GPU; by default where it is real.
+        channel: to the neighbour stages; it knows the ranks of this pipeline.
+        collectives: to all ranks; they know this rank's stage.
+        say: hears of progress, on the planning rank alone.
+        print_grid: hears of reconfigure grids, on the planning rank alone; the output folder has
+            them too.
         memory: of this rank's device; by default of the CUDA device in use, if there is one.
 
     Raises:
@@ -83,56 +80,44 @@ class Session:
         channel: P2PChannel,
         collectives: Collectives,
         *,
-        stage: int,
-        num_stages: int,
-        rank: int,
-        labels: Mapping[str, object] | None = None,
-        fingerprint: Mapping[str, Any] | None = None,
-        say: Callable[[str], None] = lambda text: None,
-        print_grid: Callable[[str], None] = lambda text: None,
-        guarded: bool | None = None,
+        say: Callable[[str], None] = _silent,
+        print_grid: Callable[[str], None] = _silent,
         memory: MemorySource | None = None,
     ) -> None:
         self._gpu = gpu
         self._channel = channel
         self._collectives = collectives
-        self._stage = stage
-        self._num_stages = num_stages
-        silent: Callable[[str], None] = lambda text: None  # noqa: E731 - a null object
-        self._say = say if collectives.is_planner else silent
-        self._print_grid = print_grid if collectives.is_planner else silent
+        self._stage, num_stages = collectives.stage, len(channel.ranks)
+        self._say = say if collectives.is_planner else _silent
+        self._print_grid = print_grid
         self.state = SessionState()
         memory = memory or device_memory()
-        self._memory = JobMemory(memory, stage, collectives, self._say)
+        self._memory = JobMemory(memory, self._stage, collectives, self._say)
         # What can fail comes before the GPU is held: nobody could close a session that is not made.
-        controllable = collectives.everywhere(
-            lambda: prepare(config, gpu, memory, reads_files=collectives.is_planner)
-        )
-        self._files = NodeFiles(config.output_dir, collectives)
-        self._controlled = collectives.on_all(controllable)
-        self._config = config if self._controlled else without_control(config)
-        self._resumed = Resumed(self._config)
-        if not self._controlled:
+        collectives.everywhere(lambda: _prepare(config, memory, reads_files=collectives.is_planner))
+        self._folder = JobFolder(config.output_dir, collectives)
+        self._controlled = collectives.on_all(not gpu.read_only)
+        if self._controlled:
+            self._config = self._folder.resume(config, num_stages, channel, gpu)
+            self._take_up_what_was_found()
+        else:
+            self._config = config.without_control()
             self.state.notes = (
                 "A GPU is opened for reading alone: the framework's order at baseline clocks",
             )
-        elif fingerprint is not None:
-            self._resumed = resume(config, fingerprint, num_stages, channel, gpu, collectives)
-            self._config = self._resumed.config
-            self._resumed.tell(self.state, self._say)
         own_labels: dict[str, object] = {
-            "node": self._files.node,
+            "node": self._folder.node,
             "gpu": gpu.name,
             "gpu_uid": gpu.address.uid,
             "clock_backend": gpu.address.backend,
-            "rank": rank,
-            "stage": stage,
+            "rank": channel.ranks[self._stage],
+            "stage": self._stage,
         }
-        self._labels = {**self._resumed.labels(labels or {}), **own_labels}
+        self._labels = {**self._folder.run_label(config.labels), **own_labels}
         self._agent = connect_to_agent(gpu, self._labels, collectives)
         if self._agent is not None:
             self._labels["node"] = self._agent.node  # as the lines are called that it writes
-        self._timeline = TimelineLog(self._files.appender("timeline"), self._labels)
+        self._timeline = TimelineLog(self._folder.appender("timeline"), self._labels)
         with contextlib.ExitStack() as half_made:
             half_made.callback(self._timeline.close)
             if self._agent is not None:
@@ -143,7 +128,7 @@ class Session:
                     gpu,
                     config.min_dwell_s,
                     relock=config.relock,
-                    guarded=guarded,
+                    guarded=config.guarded,
                     on_sample=self._timeline.add_clock,
                 ),
             )
@@ -152,20 +137,21 @@ class Session:
             self.executor = make_executor(self.clock.wait_idle)
             self.meter = EnergyMeter(gpu)
             half_made.pop_all()
-        append = self._files.appender("energy") if self._agent is None else self._agent.window
+        append = self._folder.appender("energy") if self._agent is None else self._agent.window
         self.energy_log = EnergyLog(
             self.meter, append, self._labels, with_counter=self._agent is not None
         )
+        found = self._folder.found
         self._energy = TrainingEnergy(
             self.meter,
             self.energy_log,
             self.executor.now_s,
             collectives,
-            self._resumed.baseline,
+            found.baseline if found else None,
             self.describe_job,
         )
         self._phases: PhaseRun[None] | None = None
-        #: The last iteration, which the phases have not been told of yet.
+        #: The last iteration, which the phases do not know of yet.
         self._record: StageRecord | None = None
         self._step_begun = False
         self._broken = False
@@ -183,6 +169,11 @@ class Session:
     def baseline(self) -> BaselineEnergy | None:
         """What a step of the warm-up took; None until it is known, and where it was too short."""
         return self._energy.baseline
+
+    @property
+    def memory(self) -> tuple[StageMemory, ...] | None:
+        """What is known of each stage's memory; None where it is not known."""
+        return self._memory.stages
 
     def begin_step(self, iteration: int | None = None) -> None:
         """A training step begins: what runs from here on belongs to it.
@@ -332,7 +323,7 @@ class Session:
         followed = summary["followed"]
         if followed and followed["warning"]:
             logger.warning("%s", followed["warning"])
-        self._files.append("clocks", {**self._labels, **summary})
+        self._folder.append("clocks", {**self._labels, **summary})
 
     def _open(
         self,
@@ -371,26 +362,27 @@ class Session:
         self._check_unbroken()
         if self._phases is None:
             self._microbatches = num_microbatches
-            job = Job(
-                self._config,
-                self.state,
-                self._stage,
-                self._num_stages,
-                num_microbatches,
-                specs,
-                self._gpu,
-                self._channel,
-                self.executor,
-                self.clock,
-                self.meter,
-                self._collectives,
-                self._say,
-                self._print_grid,
-                self._memory,
-                kept_order,
-                self._resumed.found,
+            self._phases = run_phases(
+                PhaseParts(
+                    config=self._config,
+                    state=self.state,
+                    folder=self._folder,
+                    stage=self._stage,
+                    num_stages=len(self._channel.ranks),
+                    num_microbatches=num_microbatches,
+                    specs=specs,
+                    kept_order=kept_order,
+                    gpu=self._gpu,
+                    channel=self._channel,
+                    executor=self.executor,
+                    clock=self.clock,
+                    meter=self.meter,
+                    collectives=self._collectives,
+                    memory=self._memory,
+                    say=self._say,
+                    print_grid=self._show_grid,
+                )
             )
-            self._phases = run_phases(job)
             self._order: IterationOrder = next(self._phases)
         if num_microbatches != self._microbatches:
             raise SessionError(
@@ -404,10 +396,8 @@ class Session:
             self._broken = True  # also where the phases raise
             if ended is not Phase.WARMUP:
                 self._energy.settle_baseline()
-            try:
-                self._order = self._phases.send(record)
-            finally:  # a profile outlives a planning that fails
-                self._resumed.keep(self.state, self._order.phase, self.baseline)
+                self._folder.keep_baseline(self.baseline)
+            self._order = self._phases.send(record)
             if self.state.notes != notes:
                 self.describe_job({"notes": list(self.state.notes)})
             if self._order.phase is not ended:
@@ -421,6 +411,27 @@ class Session:
                 remedy="Close this session and make a new one on every rank.",
             )
 
+    def _take_up_what_was_found(self) -> None:
+        found = self._folder.found
+        if found is not None and found.phases_done:
+            self.state.reconfigure_steps = found.reconfigure_steps
+            self.state.reconfigure_ended = found.reconfigure_ended
+            done = ", ".join(found.phases_done)
+            self._say(f"resumed: {done} of the job started {found.starts[0]} are done")
+
+    def _show_grid(self, text: str) -> None:
+        """Called on the planning rank alone."""
+        self._folder.add_grid(text)
+        self._print_grid(text)
+
     def _request(self, frequency_mhz: int, after: Completion) -> None:
         if self._controlled:
             self.clock.request(frequency_mhz, after)
+
+
+def _prepare(config: SessionConfig, memory: MemorySource | None, *, reads_files: bool) -> None:
+    """Make the output folder, and refuse a limit by memory that nobody knows."""
+    if config.plan_file is None and (reads_files or config.profile_file is None):
+        check_memory_is_known(config.request, config.profile_file, memory)
+    if config.output_dir:
+        config.output_dir.mkdir(parents=True, exist_ok=True)

@@ -206,7 +206,9 @@ class OnlineProfiler:
             average=lambda times: float(np.mean(times)),
         )
         split = on_every_rank(self._collectives, lambda: split_energies(clocks, together, apart))
-        tails = self._collectives.in_pipeline(self._all_tails())
+        tails = self._collectives.in_pipeline(
+            tuple(np.concatenate(of_points) for of_points in zip(*self._tails, strict=True))
+        )
         own = on_every_rank(self._collectives, lambda: self._own(split, tails))
         stages = self._collectives.to_planner(own, _added)
         # One rank's arithmetic for all, so that every rank plans from the same bits.
@@ -253,29 +255,20 @@ class OnlineProfiler:
         """What was measured; raise on every rank if one's clock or meter is wrong."""
 
         def read() -> Measured:
+            if self._clock.error is not None:  # one clock's time and energy would pass for many's
+                raise ProfilerError(f"Clock control ended while profiling: {self._clock.error}")
             self._tails.append(ends_and_gaps_s(point.records))
-            return point.read(self._meter, self._wait_power)
+            measured = point.read(self._meter, self._wait_power)
+            if not 0 < measured.pair_j < math.inf:
+                raise ProfilerError(
+                    "The energy counter failed while profiling: energy of one forward and "
+                    "backward (J)",
+                    value=measured.pair_j,
+                    remedy="Give a profile by file, or profile for longer at each clock.",
+                )
+            return measured
 
-        measured = on_every_rank(self._collectives, read)
-        # A stage that ran at one clock would be told for many.
-        ended = self._collectives.first(
-            None if self._clock.error is None else str(self._clock.error)
-        )
-        if ended is not None:
-            stage, problem = ended
-            raise ProfilerError(
-                f"Clock control of stage {stage} ended before it was profiled: {problem}"
-            )
-        wrong = self._collectives.first(None if 0 < measured.pair_j < math.inf else measured.pair_j)
-        if wrong is not None:
-            stage, pair_j = wrong
-            raise ProfilerError(
-                f"The energy counter of stage {stage} failed while it was profiled: "
-                "energy of one forward and backward (J)",
-                value=pair_j,
-                remedy="Give a profile by file, or profile for longer at each clock.",
-            )
-        return measured
+        return on_every_rank(self._collectives, read)
 
     def _all_past_valley(self, points: Sequence[Measured]) -> bool:
         """Whether every stage has seen enough rises of energy in a row, now or before."""
@@ -285,20 +278,13 @@ class OnlineProfiler:
             past = past or rises >= _RISES_TO_STOP
         return self._collectives.on_all(past)
 
-    def _all_tails(self) -> tuple[FloatArray, FloatArray]:
-        return (
-            np.concatenate([ends_s for ends_s, _ in self._tails]),
-            np.concatenate([gaps_s for _, gaps_s in self._tails]),
-        )
-
-    def _own(self, split: Split, tails: Sequence[tuple[FloatArray, FloatArray]]) -> _Parts:
-        ends_s, gaps_s = [ends for ends, _ in tails], [gaps for _, gaps in tails]
+    def _own(self, split: Split, tails: Sequence[tuple[FloatArray, ...]]) -> _Parts:
+        ends_s, gaps_s = zip(*tails, strict=True)
         own_tail_s = tail_times_s(ends_s, gaps_s)[[self._stage]] if ends_s[0].size else np.empty(0)
         rows = [row for kind in Kind for row in split.rows[kind]]
-        power_w = [self._wait_power.at(clock) for clock in self._wait_power.power_w]
         return _Parts(
             np.array([(r.time_s, r.energy_j, (r.energy_uncertainty_j or 0.0) ** 2) for r in rows]),
-            np.array(power_w),
+            np.array([self._wait_power.at(clock) for clock in self._wait_power.power_w]),
             own_tail_s,
             split.late_s,
             split.told_apart,
@@ -317,24 +303,14 @@ class OnlineProfiler:
                     "microbatches, or more iterations at each clock, tell more"
                 )
             for (kind, frequency), (time_s, energy_j, variance) in zip(
-                clocks, parts.rows.tolist(), strict=True
+                clocks, (parts.rows / replicas).tolist(), strict=True
             ):
-                row = ProfileRow(
-                    frequency,
-                    time_s / replicas,
-                    energy_j / replicas,
-                    math.sqrt(variance) / replicas,
-                )
-                rows.append((stage, kind, row))
+                error_j = math.sqrt(variance / replicas)  # of the mean of replicas
+                rows.append((stage, kind, ProfileRow(frequency, time_s, energy_j, error_j)))
+        waits_mhz = list(self._wait_power.power_w)
         facts = {
             "wait_power_w": tuple(
-                dict(
-                    zip(
-                        self._wait_power.power_w,
-                        (parts.power_w / replicas).tolist(),
-                        strict=True,
-                    )
-                )
+                dict(zip(waits_mhz, (parts.power_w / replicas).tolist(), strict=True))
                 for parts in stages
             ),
             "frequency_change_s": max(parts.late_s for parts in stages),

@@ -247,13 +247,13 @@ def test_what_is_made_at_the_last_moment_counts():
 def test_planning_may_take_longer_than_the_others_wait_to_hear_of_it():
     ended, looks = threading.Event(), []
 
-    def agreed(make: Any) -> Any:
+    def from_planner(own: Any) -> Any:
         looks.append(0)
         if len(looks) == 2:
             ended.set()
-        return make()
+        return own
 
-    heard: Any = SimpleNamespace(is_planner=True, agreed=agreed)
+    heard: Any = SimpleNamespace(is_planner=True, from_planner=from_planner)
     assert by_planner_in_time(heard, ended.wait, longest_s=60.0, look_s=0.01) is True
     assert len(looks) > 1
 

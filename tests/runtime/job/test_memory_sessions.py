@@ -9,9 +9,11 @@ from dataclasses import replace
 import memory_ranks
 import pytest
 from fake_memory import Sizes
+from preset_profile import preset_profile
 
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.runtime.memory.peak import SAFETY_MARGIN
 
 pytestmark = pytest.mark.xdist_group("pipeline")
@@ -70,11 +72,9 @@ def test_extra_forwards_are_limited_by_measured_memory(three_ranks, tmp_path):
     assert json.loads((tmp_path / "plan.json").read_text())["peak_in_flight"] == [5, 3, 1]
 
 
-def test_without_a_wish_memory_limits_all_the_same(three_ranks, tmp_path):
+def test_memory_limits_a_job_that_says_nothing_of_it(three_ranks, tmp_path):
     told = train(three_ranks, tmp_path, capacities(4, 2, 1), ENVELOPE)
     assert told[0].peak_in_flight == (4, 2, 1)
-    told = train(three_ranks, tmp_path, PLENTY, {**ENVELOPE, "max_in_flight": (6, 3, 1)})
-    assert told[0].peak_in_flight == (6, 3, 1)  # it wants more than memory left it above
 
 
 def test_a_baseline_job_knows_its_memory_too(three_ranks, tmp_path):
@@ -84,29 +84,22 @@ def test_a_baseline_job_knows_its_memory_too(three_ranks, tmp_path):
         assert stage.measured_peak_bytes == stage.baseline_peak_bytes == one.peak_bytes
 
 
-def test_a_profile_by_file_is_filled_in_or_heeded(three_ranks, tmp_path):
-    measured = {**ENVELOPE, "max_in_flight": "memory"}
-    train(three_ranks, tmp_path, PLENTY, measured)
-    path = tmp_path / "profile.csv"
-    known = read_profile(path)
-    # It says nothing: measured while warming up.
-    replace(known, sidecar=replace(known.sidecar, free_bytes=None)).write(path)
-    told = train(three_ranks, tmp_path / "a", capacities(4, 3, 1), measured, path)
-    assert told[0].peak_in_flight == (4, 3, 1)
-    assert all(one.free_bytes == told[0].free_bytes is not None for one in told)
-    # It says more than there is, then less.
-    for free, expected in ((10**9, (4, 3, 1)), (3_000, (3, 2, 1))):
-        facts = replace(known.sidecar, free_bytes=(free,) * STAGES)
-        replace(known, sidecar=facts).write(path)
-        told = train(three_ranks, tmp_path / "b", capacities(4, 3, 1), measured, path)
+def test_a_profile_by_file_is_heeded(three_ranks, tmp_path):
+    path = tmp_path / "given.csv"
+    clocks = sorted(load_preset("a100-sxm").supported_frequencies_mhz[::20])[:-1]
+    given = preset_profile("a100-sxm", STAGES, memory_ranks.TIMES, clocks)
+    request = {**ENVELOPE, "max_in_flight": "memory"}
+    # It says less than there is; and where nothing can be measured, its word is enough.
+    for devices, free_bytes, expected in (
+        (capacities(4, 3, 1), (100.0,) * STAGES, (3, 2, 1)),
+        (None, (350.0, 250.0, 150.0), (4, 3, 1)),
+    ):
+        facts = Sidecar(activation_bytes=(100.0,) * STAGES, free_bytes=free_bytes)
+        replace(given, sidecar=facts).write(path)
+        told = train(three_ranks, tmp_path / str(expected), devices, request, path)
         assert told[0].peak_in_flight == expected
-        assert told[0].free_bytes == (free,) * STAGES
-    # Where nothing can be measured, its word is enough.
-    facts = Sidecar(activation_bytes=(100.0,) * STAGES, free_bytes=(350.0, 250.0, 150.0))
-    replace(known, sidecar=facts).write(path)
-    told = train(three_ranks, tmp_path / "c", None, measured, path)
-    assert told[0].peak_in_flight == (4, 3, 1)
-    assert all(one.memory is None for one in told)
+        assert told[0].free_bytes == free_bytes
+        assert all((one.memory is None) is (devices is None) for one in told)
 
 
 def test_a_limit_that_nobody_knows_is_refused_before_training(three_ranks, tmp_path):

@@ -27,7 +27,10 @@ from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.going_on import GoesOnError
 from envpipe_megatron.runtime.job import phases
-from envpipe_megatron.runtime.job.context import SessionConfig, SessionState
+from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.folder import JobFolder
+from envpipe_megatron.runtime.job.job_file import StoredJob
+from envpipe_megatron.runtime.job.parts import SessionState
 from envpipe_megatron.runtime.job.phases import run_phases
 from envpipe_megatron.runtime.job.planning import Adopted
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
@@ -51,11 +54,18 @@ class Memory:
         self.stages: Any = None
         self.calls: list[Any] = []
         self.peaks: list[int | None] = [5, 9, 7]
+        self.predicted: list[str] = []
+        self.predicting: Exception | None = None
 
     def learn(self, schedule: Schedule, specs: Any) -> None:
         assert specs is SPECS
         self.calls.append(("learn", schedule.name))
         self.stages = "learned"
+
+    def predict(self, schedule: Schedule) -> None:
+        self.predicted.append(schedule.name)
+        if self.predicting is not None:
+            raise self.predicting
 
     def peak_bytes(self) -> int | None:
         return self.peaks.pop(0)
@@ -73,11 +83,11 @@ class Rank:
     kept_order: Schedule | None = None
     other: Callable[[Any], Any] = lambda own: own
     replica: Callable[[Any], Any] = lambda own: own
-    keeps_profile: bool = False
+    #: What an earlier start left.
+    found: Any = None
     changes_clock: bool = True
     is_planner: bool = True
     supported: tuple[int, ...] = CLOCKS
-    predicting: Exception | None = None
     memory: Memory = field(default_factory=Memory)
     said: list[str] = field(default_factory=list)
     state: SessionState = field(default_factory=SessionState)
@@ -103,14 +113,10 @@ class Rank:
             changes_clock=self.changes_clock,
             supported_frequencies_mhz=self.supported,
         )
+        self.folder = JobFolder(self.config.output_dir, self.collectives)
+        self.folder.found = self.found
         self.clock = SimpleNamespace(error=None)
         self.say = self.said.append
-        self.predicted: list[str] = []
-
-    def predict_memory(self, schedule: Schedule) -> None:
-        self.predicted.append(schedule.name)
-        if self.predicting is not None:
-            raise self.predicting
 
     def run(self, count: int) -> list[tuple[IterationOrder, Any]]:
         """So many iterations, and what was watched in each."""
@@ -140,8 +146,7 @@ def test_a_baseline_keeps_the_frameworks_order_at_the_highest_clock():
         assert order.schedule.stages == builders.one_f_one_b(STAGES, MICROBATCHES).stages
         assert clocks_of(order) == {1410}
     assert rank.memory.calls == [("learn", "1f1b"), ("compare", 9)]
-    assert rank.predicted == ["1f1b"]
-    assert rank.state.memory == "compared"
+    assert rank.memory.predicted == ["1f1b"]
     assert rank.said == ["warm-up: 2 iterations of 1f1b at 1410 MHz", "steady: 1f1b"]
 
 
@@ -156,7 +161,7 @@ def test_peaks_that_nobody_knows_are_not_compared(peaks):
 @pytest.mark.parametrize("error", [MemoryFullError, GoesOnError])
 def test_too_little_memory_for_the_own_order_is_said_alone(error):
     rank = Rank(SessionConfig(PlanRequest(MICROBATCHES), warmup_iterations=1))
-    rank.predicting = error("Of a test")
+    rank.memory.predicting = error("Of a test")
     assert rank.run(3)[-1][0].phase is Phase.STEADY
     assert "memory: Of a test" in rank.said
 
@@ -207,7 +212,7 @@ def test_where_nothing_is_saved_nothing_is_measured(monkeypatch, request_, optio
     assert rank.state.notes == ((notes,) if saves else ())
     assert (notes in rank.said) is saves
     assert rank.state.plan == (None if saves else "plan")
-    assert len(rank.predicted) == 1
+    assert len(rank.memory.predicted) == 1
 
 
 def plan_of(clock: int = 1200) -> Plan:
@@ -230,18 +235,15 @@ def saving(monkeypatch) -> Any:
         parts.calls.append(("adopt", profile, clocks_mhz))
         return parts.adopted
 
-    class Loop:
-        def __init__(self, *arguments: Any) -> None:
-            parts.calls.append(("reconfigure", *arguments))
-
-        def run(self) -> Any:
-            yield "reconfiguring"
-            return plan_of(1410), 7, Ended.ENVELOPE
+    def reconfigure(*arguments: Any) -> Any:
+        parts.calls.append(("reconfigure", *arguments))
+        yield "reconfiguring"
+        return plan_of(1410), 7, Ended.ENVELOPE
 
     monkeypatch.setattr(phases, "_profile", profile)
     monkeypatch.setattr(phases, "adopt_plan", adopt)
     monkeypatch.setattr(phases, "measured_threshold_s", lambda *arguments: arguments)
-    monkeypatch.setattr(phases, "OnlineReconfigurer", Loop)
+    monkeypatch.setattr(phases, "reconfigure_online", reconfigure)
     return parts
 
 
@@ -287,7 +289,6 @@ def test_a_plan_is_reconfigured_where_it_is_new(saving, tmp_path, made_now):
     ("options", "is_planner", "made_now", "left"),
     [
         ({}, True, True, True),
-        ({}, True, False, True),
         ({}, False, True, False),
         (FILES, True, False, True),
         ({**FILES, "plan_file": "own"}, True, False, False),
@@ -308,12 +309,6 @@ def test_the_plan_is_left_where_it_is_not_yet(
 def test_a_job_without_a_folder_leaves_nothing(saving):
     order, _ = Rank(SessionConfig(ENVELOPE, warmup_iterations=1)).run(2)[-1]
     assert order.schedule.name == "envpipe"
-
-
-def test_a_result_that_cannot_be_written_is_said(saving, tmp_path, caplog):
-    (tmp_path / "plan.json").mkdir()
-    Rank(SessionConfig(ENVELOPE, warmup_iterations=1, output_dir=tmp_path)).run(2)
-    assert "plan.json could not be written, training goes on" in caplog.text
 
 
 @dataclass(frozen=True)
@@ -343,13 +338,11 @@ def test_a_profile_by_file_says_what_memory_holds_or_is_told(tmp_path, kept, kno
     path = tmp_path / "given.csv"
     facts = Sidecar(activation_bytes=(1.0, 2.0), free_bytes=(3.0, 4.0)) if known else Sidecar()
     replace(profile_of(), sidecar=facts).write(path)
-    rank: Any = Rank(
-        SessionConfig(ENVELOPE, profile_file=path), keeps_profile=kept, memory=Measured()
-    )
+    found = StoredJob({}, profile={"profile.csv": "1"}) if kept else None
+    rank: Any = Rank(SessionConfig(ENVELOPE, profile_file=path), found=found, memory=Measured())
     schedule = builders.one_f_one_b(STAGES, MICROBATCHES)
     profile = finish(phases._profile(rank, schedule))
     assert rank.memory.calls == [("learn", "1f1b")]
-    assert rank.state.memory == rank.memory.stages
     assert profile.sidecar.activation_bytes == ((1.0, 2.0) if known else (10.0, 20.0))
     assert profile.sidecar.free_bytes == ((3.0, 4.0) if known else (100.0, 200.0))
     profile_of(3).write(path)
@@ -438,6 +431,15 @@ def test_waiting_power_is_measured_as_long_as_all_clocks_follow(measuring, elsew
     else:
         rank.clock.error = "of a test"
     assert phases._wait_power(rank, (1410, 1200, 1005)).power_w == {1410: 141.0}
+
+
+def test_clocks_that_cannot_be_found_end_profiling_alone(monkeypatch):
+    def fails(*arguments: Any) -> Any:
+        raise KeyError("of a test")
+
+    monkeypatch.setattr(phases, "sweep_range", fails)
+    with pytest.raises(GoesOnError, match="Stage 0: KeyError: 'of a test'"):
+        phases._swept_clocks(Rank(SessionConfig(ENVELOPE)))  # type: ignore[arg-type]
 
 
 def test_clocks_of_another_kind_of_gpu_are_swept_as_it_needs():

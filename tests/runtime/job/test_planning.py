@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from envpipe_megatron.policies.planner import PlannerError, PlanRequest, make_pl
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.going_on import GoesOnError
 from envpipe_megatron.runtime.job import planning
-from envpipe_megatron.runtime.job.context import SessionError
+from envpipe_megatron.runtime.job.config import SessionError
 from envpipe_megatron.runtime.job.planning import adopt_plan, make_online
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
@@ -38,14 +39,14 @@ def test_late_clocks_make_no_online_plan_slow():
     profile = read_profile(path)
     measured = Sidecar(wait_power_w=({1410: 83.64},) * 8, frequency_change_s=0.05)
     profile = replace(profile, sidecar=measured)
-    request = PlanRequest(24, "1f1b", "optimal", blocking_power_w=83.64)
+    request = PlanRequest(8, "1f1b", "optimal", blocking_power_w=83.64)
     blind = replace(make_plan(profile, request).plan, conditions=known_conditions(profile))
     assert blind.cost.slowdown_percent(blind.baseline.cost) > 1
     job = SimpleNamespace(
         config=SimpleNamespace(request=PlanRequest(1, "1f1b", "optimal")),
-        num_microbatches=24,
+        num_microbatches=8,
         channel=SimpleNamespace(capacity=None),
-        state=SimpleNamespace(memory=None),
+        memory=SimpleNamespace(stages=None),
     )
     plan, _ = make_online(job, profile)
     assert plan.conditions.change_time_s == 0.05
@@ -63,16 +64,8 @@ def test_of_a_profile_that_the_user_named_a_solver_that_fails_ends_no_training(
         raise failure("of a test")
 
     monkeypatch.setattr(planning, "make_online", fails)
-    collectives = SimpleNamespace(is_planner=True, from_planner=lambda value: value)
-    collectives.agreed = lambda make: make()
-    job = SimpleNamespace(
-        config=SimpleNamespace(profile_file=Path("named.csv"), plan_file=None),
-        keeps_profile=False,
-        keeps_plan=False,
-        collectives=collectives,
-    )
     with pytest.raises(ends_as, match="of a test"):
-        adopt_plan(job, None, [])
+        Starting(Path("none"), named_profile=True).adopt()
 
 
 CLOCKS = [{1410, 1200, 1005}] * 2
@@ -94,7 +87,7 @@ class Starting:
     num_microbatches: int = 4
     kept_order: Any = None
     capacity: int | None = None
-    memory: Any = None
+    known_memory: Any = None
     #: How many predictions find too little memory.
     full: int = 0
     said: list[str] = field(default_factory=list)
@@ -105,14 +98,15 @@ class Starting:
         named = Path("named.csv") if self.named_profile or self.keeps_profile else None
         self.config = SimpleNamespace(plan_file=by_file, profile_file=named, request=self.request)
         self.channel = SimpleNamespace(capacity=self.capacity)
-        self.state = SimpleNamespace(memory=self.memory)
+        self.memory = SimpleNamespace(stages=self.known_memory, predict=self.predict)
         alone: Any = SimpleNamespace(
             leads=True, gather=lambda own: [own], broadcast=lambda own: own
         )
         self.collectives = Collectives(0, alone, [], 1)
+        self.folder = SimpleNamespace(found_profile=self.keeps_profile, found_plan=self.keeps_plan)
         self.say = self.said.append
 
-    def predict_memory(self, schedule: Any) -> None:
+    def predict(self, schedule: Any) -> None:
         self.predicted.append(schedule.name)
         if len(self.predicted) <= self.full:
             raise MemoryFullError("Too little of a test")
@@ -197,6 +191,47 @@ def test_clocks_that_gpus_lack_end_training_only_where_the_user_named_them(
         Starting(tmp_path / "none", **options).adopt()
 
 
+@pytest.mark.parametrize("part", ["make_plan", "known_conditions", "in_flight_limit", "_check"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, MemoryError, RecursionError])
+def test_planning_may_fail_anywhere(monkeypatch, tmp_path, part, error):
+    def fails(*arguments: Any) -> Any:
+        raise error("of a test")
+
+    monkeypatch.setattr(planning, part, fails)
+    with pytest.raises(GoesOnError, match=f"^{error.__name__}: of a test"):
+        Starting(tmp_path / "none", named_profile=True).adopt()
+
+
+def test_a_solver_may_fail_anywhere(monkeypatch, tmp_path):
+    """At any call of any function below `policies`."""
+    make_plan, calls, at_call = planning.make_plan, 0, 0
+
+    def count(frame: Any, event: str, _: object) -> None:
+        nonlocal calls
+        if event == "call" and "/envpipe_megatron/policies/" in frame.f_code.co_filename:
+            calls += 1
+            if calls == at_call:
+                raise MemoryError("of a test")
+
+    def profiled(*arguments: Any) -> Any:
+        nonlocal calls
+        calls = 0
+        sys.setprofile(count)
+        try:
+            return make_plan(*arguments)
+        finally:
+            sys.setprofile(None)
+
+    monkeypatch.setattr(planning, "make_plan", profiled)
+    job = Starting(tmp_path / "none", request=PlanRequest(4, "auto", "optimal"))
+    assert job.adopt().made_now
+    total, rng = calls, random.Random(0)
+    assert total > 100
+    for at_call in (1, *(rng.randint(2, total) for _ in range(8))):  # noqa: B007 - of `count`
+        with pytest.raises(GoesOnError, match="MemoryError: of a test"):
+            job.adopt()
+
+
 @pytest.mark.parametrize("limit", [None, (2, 1)])
 def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, limit):
     asked = []
@@ -214,7 +249,7 @@ def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, l
     monkeypatch.setattr(planning, "in_flight_limit", limited)
     request = PlanRequest(1, "envpipe", "envelope", "balanced", max_in_flight=3)
     job: Any = Starting(
-        tmp_path / "none", request=request, num_microbatches=7, capacity=1, memory="memory"
+        tmp_path / "none", request=request, num_microbatches=7, capacity=1, known_memory="memory"
     )
     profile = replace(profile_of_two(), sidecar=Sidecar(wait_power_w=({1410: 80.0},) * 2))
     plan, notes = make_online(job, profile)

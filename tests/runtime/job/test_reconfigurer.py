@@ -17,11 +17,12 @@ from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.core.timeline import critical_path
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended, Step
+from envpipe_megatron.runtime.going_on import GoesOnError
 from envpipe_megatron.runtime.job import reconfigurer
 from envpipe_megatron.runtime.job.reconfigurer import (
-    OnlineReconfigurer,
     measured_threshold_s,
     no_bubble_threshold_s,
+    reconfigure_online,
 )
 
 REPLICAS, ITERATIONS = 16, 10
@@ -44,7 +45,8 @@ def test_hiccups_of_single_replicas_are_no_bubbles():
     collectives = SimpleNamespace(
         medians=lambda own: [np.median(stage, axis=0) for stage in gathered.pop(0)],
         to_planner=lambda own, merge: [merge(list(stage)) for stage in gathered.pop(0)],
-        agreed=lambda make: make(),
+        is_planner=True,
+        from_planner=lambda own: own,
     )
     own = SimpleNamespace(receive_wait_s=np.zeros(shape[1]), unit_time_s=np.ones(shape[1]))
     threshold_s = measured_threshold_s(schedule, [own] * ITERATIONS, collectives)
@@ -77,7 +79,7 @@ def test_only_receives_behind_the_filling_of_the_pipeline_are_looked_at():
         return [0.5, 0.25]
 
     collectives: Any = SimpleNamespace(
-        medians=medians, to_planner=to_planner, agreed=lambda make: make()
+        medians=medians, to_planner=to_planner, is_planner=True, from_planner=lambda own: own
     )
     units_s = [np.array([0.5, 0.75, 0.375, 1.0]), np.array([0.5, 0.625, 0.75, 1.0])]
     records: Any = [
@@ -89,7 +91,9 @@ def test_only_receives_behind_the_filling_of_the_pipeline_are_looked_at():
     assert told["shortest"] == 0.375
 
 
-def reconfigured(monkeypatch, taken: list[Step], max_steps: int = 50) -> Any:
+def reconfigured(
+    monkeypatch, taken: list[Step], max_steps: int = 50, *, by_hand: bool = True
+) -> Any:
     """Run the loop on steps by hand; what it came to, what ran, and what each step looked at."""
     clocks = (1410, 1200)
     profile = preset_profile("a100-sxm", 2, {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}, clocks[1:])
@@ -103,14 +107,16 @@ def reconfigured(monkeypatch, taken: list[Step], max_steps: int = 50) -> Any:
         looked.append((clocks_mhz, path, policy.name, above))
         return next(steps)
 
-    monkeypatch.setattr(reconfigurer, "step", step)
+    if by_hand:
+        monkeypatch.setattr(reconfigurer, "step", step)
     pipeline = SimpleNamespace(
         medians=lambda own: [np.median([own, own, own + 5.0], axis=0), 2 * own],
-        agreed=lambda make: make(),
+        is_planner=True,
+        from_planner=lambda own: own,
     )
     policy = replace(RECONFIGURE_POLICIES["balanced"], max_steps=max_steps)
     said: list[str] = []
-    loop = OnlineReconfigurer(
+    run = reconfigure_online(
         plan,
         policy,
         0.03,
@@ -118,7 +124,7 @@ def reconfigured(monkeypatch, taken: list[Step], max_steps: int = 50) -> Any:
         pipeline,
         said.append,  # type: ignore[arg-type]
     )
-    run, record, ran = loop.run(), None, []
+    record, ran = None, []
     waits_s = np.array([0.0, 0.0, 0.01, 0.04])
     try:
         while True:
@@ -178,3 +184,13 @@ def test_threshold_lies_above_overhead_and_below_bubbles():
 
 def test_threshold_without_any_wait_is_a_share_of_a_unit():
     assert no_bubble_threshold_s([np.zeros(4)] * 3, shortest_unit_s=0.05) == pytest.approx(0.0005)
+
+
+@pytest.mark.parametrize("part", ["step", "grid", "critical_path", "replace"])
+def test_reconfiguring_may_fail_anywhere(monkeypatch, part):
+    def fails(*arguments: Any, **named: Any) -> Any:
+        raise MemoryError("of a test")
+
+    monkeypatch.setattr(reconfigurer, part, fails)
+    with pytest.raises(GoesOnError, match="MemoryError"):
+        reconfigured(monkeypatch, [Step([0], {0: 1410}, None)] * 2, 1, by_hand=part != "step")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import step_ranks
+from memory_folder import memory_folder
 from rank_pool import RankPool
 
 from envpipe_megatron.formats.energy import read_energy_logs
@@ -26,15 +30,28 @@ def lines(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in text.splitlines() if line]
 
 
-def test_a_finished_job_goes_on_in_its_steady_phase(three_ranks, tmp_path):
-    first = three_ranks.run(step_ranks.start_job, tmp_path, ENOUGH)
-    phases = list(dict.fromkeys(first[0]["phases"]))
+@pytest.fixture(scope="module")
+def first_start(three_ranks) -> Iterator[tuple[Path, Any]]:
+    """A job that has come to its steady phase, and what its ranks said."""
+    with memory_folder() as folder:
+        yield folder, three_ranks.run(step_ranks.start_job, folder, ENOUGH)
+
+
+@pytest.fixture
+def finished(first_start, tmp_path) -> Any:
+    """Such a job in a folder of this test alone."""
+    shutil.copytree(first_start[0], tmp_path, dirs_exist_ok=True)
+    return first_start[1]
+
+
+def test_a_finished_job_goes_on_in_its_steady_phase(three_ranks, finished, tmp_path):
+    phases = list(dict.fromkeys(finished[0]["phases"]))
     assert phases == ["warm-up", "profile", "reconfigure", "steady"]
     output = tmp_path / "output"
     kept = {name: (output / name).read_bytes() for name in ("profile.csv", "plan.json")}
     # From its last checkpoint: some iterations run once more.
     again = three_ranks.run(step_ranks.start_job, tmp_path, 6, 20)
-    for before, after in zip(first, again, strict=True):
+    for before, after in zip(finished, again, strict=True):
         assert after["phases"] == ["warm-up"] * 2 + ["steady"] * 4
         assert after["profile"] == before["profile"]
         assert after["plan"]["frequency_mhz"] == before["plan"]["frequency_mhz"]
@@ -50,7 +67,7 @@ def test_a_finished_job_goes_on_in_its_steady_phase(three_ranks, tmp_path):
     logs = read_energy_logs([output / "energy.jsonl"])
     assert logs.repeated == 0
     assert len({window.run for window in logs.windows}) == 2
-    total_j = sum(rank["logged_j"] for start in (first, again) for rank in start)
+    total_j = sum(rank["logged_j"] for start in (finished, again) for rank in start)
     assert bill_of(logs.lines).total().energy_j == pytest.approx(total_j)
     runs = {line["run"]: [] for line in lines(tmp_path)}
     for line in lines(tmp_path):
@@ -98,8 +115,8 @@ def test_jobs_killed_anywhere_go_on_from_what_they_had(tmp_path):
     assert set(starts) <= set(job["starts"])
 
 
+@pytest.mark.usefixtures("finished")
 def test_with_its_profile_alone_a_job_goes_on_from_planning(three_ranks, tmp_path):
-    three_ranks.run(step_ranks.start_job, tmp_path, ENOUGH)
     output = tmp_path / "output"
     job = json.loads((output / "job.json").read_text())
     job |= {"plan": {}, "reconfigure": {"steps": 0, "ended": None}}
@@ -114,17 +131,11 @@ def test_with_its_profile_alone_a_job_goes_on_from_planning(three_ranks, tmp_pat
     assert kept["phases_done"] == ["warm-up", "profile", "plan", "reconfigure"]
 
 
-@pytest.mark.parametrize("what", ["model", "policy", "damage"])
-def test_another_or_damaged_job_starts_over_on_every_rank(three_ranks, tmp_path, what):
-    three_ranks.run(step_ranks.start_job, tmp_path, ENOUGH)
+@pytest.mark.usefixtures("finished")
+def test_another_job_starts_over_on_every_rank(three_ranks, tmp_path):
     output = tmp_path / "output"
     before = (output / "profile.csv").read_bytes()
-    fingerprint = {**step_ranks.FINGERPRINT, "hidden_size": 128} if what == "model" else None
-    reconfigure = "default" if what == "policy" else "balanced"
-    if what == "damage":
-        with (output / "plan.json").open("r+b") as file:
-            file.truncate(100)
-    arguments = (tmp_path, ENOUGH, 0, None, fingerprint, reconfigure)
+    arguments = (tmp_path, ENOUGH, 0, None, None, "default")
     for told in three_ranks.run(step_ranks.start_job, *arguments):
         assert told["phases"][:5] == ["warm-up"] * 4 + ["profile"]
         assert told["phases"][-1] == "steady"

@@ -21,10 +21,10 @@ from envpipe_megatron.runtime.execution.completion import Done
 from envpipe_megatron.runtime.execution.executor import make_record
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.job import session as runtime_session
-from envpipe_megatron.runtime.job.context import SessionConfig, SessionError
-from envpipe_megatron.runtime.job.preparing import prepare, without_control
-from envpipe_megatron.runtime.job.resuming import Resumed
-from envpipe_megatron.runtime.job.session import Session
+from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
+from envpipe_megatron.runtime.job.folder import JobFolder
+from envpipe_megatron.runtime.job.job_file import StoredJob
+from envpipe_megatron.runtime.job.session import Session, _prepare
 from envpipe_megatron.runtime.memory.peak import MemoryUnknownError
 
 SCHEDULE = builders.one_f_one_b(1, 2)
@@ -81,7 +81,7 @@ class World:
         self.records: list[Any] = []
         self.summary = {"followed": None, "error": None}
         self.energy: Any = Noted("energy", self.calls, lap="lap", gather="all", summary={"j": 1})
-        self.energy.baseline = "baseline"
+        self.energy.baseline = None
         self.timeline: Any = Noted("timeline", self.calls)
         self.log: Any = Noted("log", self.calls)
         self.meter: Any = Noted("meter", self.calls)
@@ -146,9 +146,6 @@ class World:
             options.pop("make_executor", make_executor),
             self.channel,
             self.collectives,
-            stage=0,
-            num_stages=1,
-            rank=3,
             say=self.said.append,
             **options,
         )
@@ -251,9 +248,9 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
     ]
 
 
-def test_a_job_knows_what_its_phases_work_with(world):
+def test_phases_get_the_parts_of_the_session(world, tmp_path):
     world.orders = [order(Phase.WARMUP, 1410)]
-    config = SessionConfig(PlanRequest(2), warmup_iterations=2)
+    config = SessionConfig(PlanRequest(2), warmup_iterations=2, output_dir=tmp_path)
     grids: list[str] = []
     session = world.session(config, print_grid=grids.append)
     run(session)
@@ -266,12 +263,12 @@ def test_a_job_knows_what_its_phases_work_with(world):
         world.collectives,
         world.memory,
     )
-    assert (job.kept_order, job.stored) == (None, None)
+    assert (job.kept_order, job.folder.found) == (None, None)
     job.say("a word")
     job.print_grid("a grid")
     assert (world.said, grids) == (["a word"], ["a grid"])
-    assert session.pipeline_ranks == [4]
-    assert session.baseline == "baseline"
+    assert (tmp_path / "reconfigure.txt").read_text() == "a grid\n\n"
+    assert (session.pipeline_ranks, session.baseline) == ([4], None)
 
 
 def test_memory_is_that_of_the_device_in_use(world):
@@ -283,13 +280,8 @@ def test_memory_is_that_of_the_device_in_use(world):
 def test_one_rank_alone_talks(world):
     world.pipeline.leads = False
     world.pipeline.broadcast = lambda own: True if own is None or own is False else own
-    world.orders = [order(Phase.WARMUP, 1410)]
-    world.collectives = None
-    grids: list[str] = []
-    session = world.session(print_grid=grids.append)
-    session._say("a word")
-    session._print_grid("a grid")
-    assert (world.said, grids) == ([], [])
+    world.session()._say("a word")
+    assert world.said == []
 
 
 def test_a_framework_that_runs_its_units_has_messages_of_its_own(world):
@@ -320,22 +312,19 @@ def test_another_number_of_microbatches_is_refused(world):
 
 def test_a_session_ends_with_what_its_phases_raise(world):
     world.orders = [order(Phase.WARMUP, 1410), ValueError("of a test")]
-    kept = []
-    world.monkeypatch.setattr(Resumed, "keep", lambda self, *arguments: kept.append(arguments))
     session = world.session()
     run(session)
     with pytest.raises(ValueError, match="of a test"):
         run(session)
-    assert kept == [(session.state, Phase.WARMUP, "baseline")]
     with pytest.raises(SessionError, match="An earlier iteration failed"):
         run(session)
 
 
-def test_what_phases_find_is_kept_and_notes_go_to_the_bill(world):
+def test_the_baseline_is_kept_and_notes_go_to_the_bill(world):
     world.agent = Noted("agent", world.calls)
     world.agent.node = "node of the agent"
     kept = []
-    world.monkeypatch.setattr(Resumed, "keep", lambda self, *arguments: kept.append(arguments))
+    world.monkeypatch.setattr(JobFolder, "keep_baseline", lambda self, found: kept.append(found))
 
     def note() -> None:
         session.state.notes = ("A note.",)
@@ -343,9 +332,10 @@ def test_what_phases_find_is_kept_and_notes_go_to_the_bill(world):
     world.orders = [order(Phase.WARMUP, 1410), note, order(Phase.STEADY, 1410)]  # type: ignore[list-item]
     world.orders += [order(Phase.STEADY, 1410)]
     session = world.session()
+    world.energy.baseline = "baseline"
     for _ in range(3):
         run(session)
-    assert kept == [(session.state, Phase.STEADY, "baseline")] * 2
+    assert kept == ["baseline"]  # as soon as the warm-up is over
     assert [call for call in world.calls if call[0] == "agent.job"] == [
         ("agent.job", {"notes": ["A note."]})
     ]
@@ -379,7 +369,7 @@ def test_where_clocks_are_not_controlled_none_is_asked_for_or_told(world):
     world.gpu.read_only = True
     request = PlanRequest(2, "envpipe", "envelope", num_chunks=1)
     world.orders = [order(Phase.WARMUP, 1410)]
-    session = world.session(SessionConfig(request), fingerprint={"hidden": 64})
+    session = world.session(SessionConfig(request, fingerprint={"hidden": 64}))
     assert session.state.notes == (
         "A GPU is opened for reading alone: the framework's order at baseline clocks",
     )
@@ -398,7 +388,7 @@ LABELS = {
     "gpu": "A100",
     "gpu_uid": "GPU-7",
     "clock_backend": "emulated",
-    "rank": 3,
+    "rank": 4,
     "stage": 0,
 }
 
@@ -409,8 +399,15 @@ def test_every_line_says_whose_it_is(world, tmp_path, with_agent):
     if with_agent:
         world.agent = Noted("agent", world.calls)
         world.agent.node, world.agent.window = "agent's", "window"
-    config = SessionConfig(PlanRequest(2), min_dwell_s=0.5, relock=True, output_dir=tmp_path)
-    world.session(config, labels={"run": "first", "rank": 9}, guarded=True, memory="memory")
+    config = SessionConfig(
+        PlanRequest(2),
+        min_dwell_s=0.5,
+        relock=True,
+        output_dir=tmp_path,
+        guarded=True,
+        labels={"run": "first", "rank": 9},
+    )
+    world.session(config, memory="memory")
     labels = {"run": "first", **LABELS}
     assert world.made["agent"][:2] == (world.gpu, labels)
     if with_agent:
@@ -434,28 +431,26 @@ def test_every_line_says_whose_it_is(world, tmp_path, with_agent):
     assert (collectives, baseline) == (world.collectives, None)
 
 
-def test_a_job_that_starts_again_goes_on_with_what_it_left(world):
-    config = SessionConfig(PlanRequest(2), warmup_iterations=5)
-    found: Any = SimpleNamespace(
-        baseline="kept", phases_done=["profile"], reconfigure_steps=4, starts=["Monday"]
-    )
-    found.reconfigure_ended = Ended.ENVELOPE
-    asked = []
+def test_a_job_that_starts_again_goes_on_with_what_it_left(world, tmp_path):
+    config = SessionConfig(PlanRequest(2), output_dir=tmp_path, fingerprint={"hidden": 64})
+    found = StoredJob({}, ("Monday",), {"a": "1"}, {}, "kept", 4, Ended.ENVELOPE)  # type: ignore[arg-type]
+    goes_on = replace(config, profile_file=tmp_path / "profile.csv")
 
-    def resume(*arguments: Any) -> Resumed:
-        asked.append(arguments)
-        return Resumed(config, found, "Tuesday")
+    def resume(self: Any, *asked: Any) -> SessionConfig:
+        assert asked == (config, 1, world.channel, world.gpu)
+        self.found, self.started = found, "Tuesday"
+        return goes_on
 
-    world.monkeypatch.setattr(runtime_session, "resume", resume)
-    wished = SessionConfig(PlanRequest(2))
+    world.monkeypatch.setattr(JobFolder, "resume", resume)
     world.orders = [order(Phase.WARMUP, 1410)]
-    session = world.session(wished, fingerprint={"hidden": 64})
-    assert asked == [(wished, {"hidden": 64}, 1, world.channel, world.gpu, world.collectives)]
-    assert world.said == ["resumed: profile of the job started Monday are done"]
+    session = world.session(config)
+    assert world.said == [
+        "resumed: warm-up, profile, reconfigure of the job started Monday are done"
+    ]
     assert world.made["TrainingEnergy"][0][4] == "kept"
     assert world.made["EnergyLog"][0][2]["run"] == "Tuesday"
     run(session)
-    assert (world.job.config, world.job.stored) == (config, found)
+    assert (world.job.config, world.job.folder.found) == (goes_on, found)
     summary = session.summary()
     assert summary["reconfigure"] == {"steps": 4, "ended": Ended.ENVELOPE.value}
 
@@ -467,7 +462,7 @@ def test_a_summary_says_what_the_job_came_to(world):
     session.begin_step(12)
     run(session)
     assert session.summary() == {
-        "rank": 3,
+        "rank": 4,
         "stage": 0,
         "phase": "steady",
         "iteration": 12,
@@ -542,32 +537,36 @@ def test_a_session_that_cannot_be_made_leaves_nothing_open(world, fails):
     assert [call[0] for call in world.calls] == [*closed, "agent.close", "timeline.close"]
 
 
-@pytest.mark.parametrize("may_ask", [False, True])
-def test_a_folder_and_memory_are_there_before_the_gpu_is_held(tmp_path, may_ask):
-    gpu: Any = SimpleNamespace(read_only=not may_ask)
+def test_a_folder_and_memory_are_there_before_the_gpu_is_held(tmp_path):
     request = PlanRequest(4, "envpipe", "envelope", max_in_flight="memory")
-    files = {"profile_file": tmp_path / "profile.csv"}
     folder = tmp_path / "some" / "where"
     config = SessionConfig(request, output_dir=folder)
     for reads_files in (True, False):
         with pytest.raises(MemoryUnknownError):
-            prepare(config, gpu, None, reads_files=reads_files)
+            _prepare(config, None, reads_files=reads_files)
     assert not folder.exists()
     for _ in range(2):  # or it is there
-        assert prepare(config, gpu, "memory", reads_files=True) is may_ask  # type: ignore[arg-type]
+        _prepare(config, "memory", reads_files=True)  # type: ignore[arg-type]
         assert folder.exists()
-    given = SessionConfig(request, **files)  # type: ignore[arg-type]
-    assert prepare(given, gpu, None, reads_files=False) is may_ask
+    given = SessionConfig(request, profile_file=tmp_path / "profile.csv")
+    _prepare(given, None, reads_files=False)
     with pytest.raises(MemoryUnknownError):
-        prepare(given, gpu, None, reads_files=True)
-    planned = replace(given, plan_file=Path("plan.json"))
-    assert prepare(planned, gpu, None, reads_files=True) is may_ask
+        _prepare(given, None, reads_files=True)
+    _prepare(replace(given, plan_file=Path("plan.json")), None, reads_files=True)
 
 
 @pytest.mark.parametrize(("chunks", "schedule"), [(1, "1f1b"), (3, "interleaved")])
-def test_without_control_the_frameworks_order_is_wanted(chunks, schedule):
+def test_without_control_the_frameworks_order_is_asked_for(chunks, schedule):
     request = PlanRequest(6, "interleaved" if chunks > 1 else "envpipe", num_chunks=chunks)
     files = {"profile_file": Path("profile.csv"), "plan_file": Path("plan.json")}
     config = SessionConfig(request, warmup_iterations=7, **files)  # type: ignore[arg-type]
     wanted = PlanRequest(6, schedule, num_chunks=chunks)
-    assert without_control(config) == SessionConfig(wanted, warmup_iterations=7)
+    assert config.without_control() == SessionConfig(wanted, warmup_iterations=7)
+
+
+@pytest.mark.parametrize(("reconfigure", "least"), [("default", 1), ("greedy", 2)])
+def test_the_shortest_warm_up(reconfigure, least):
+    request = PlanRequest(4, "envpipe", "envelope", reconfigure)
+    SessionConfig(request, warmup_iterations=least)
+    with pytest.raises(SessionError, match=f"at least {least} iteration"):
+        SessionConfig(request, warmup_iterations=least - 1)

@@ -21,6 +21,7 @@ from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.energy.meter import MeterError
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder
+from envpipe_megatron.runtime.going_on import GoesOnError
 from envpipe_megatron.runtime.profiling.profiler import (
     OnlineProfiler,
     ProfilerError,
@@ -182,13 +183,25 @@ def test_energies_that_cannot_be_told_apart_are_shared_by_time_and_said():
     [(FailingMeter(), 60.0), (MeterByHand(), 0.0), (MeterByHand(), math.inf)],
 )
 def test_a_meter_that_fails_is_named_with_its_stage(meter, pair_j):
-    with pytest.raises(ProfilerError, match="energy counter of stage 0"):
+    with pytest.raises(GoesOnError, match="Stage 0: The energy counter failed"):
         profile_by_hand(meter, lambda f, b: pair_j)
+
+
+@pytest.mark.parametrize(
+    "part", ["_Point.read", "split_energies", "ends_and_gaps_s", "tail_times_s", "make_profile"]
+)
+def test_profiling_may_fail_anywhere(monkeypatch, part):
+    def fails(*arguments: Any, **named: Any) -> Any:
+        raise ZeroDivisionError("of a test")
+
+    monkeypatch.setattr(f"envpipe_megatron.runtime.profiling.profiler.{part}", fails)
+    with pytest.raises(GoesOnError, match="ZeroDivisionError: of a test"):
+        Hand(told_apart).profile()
 
 
 def test_a_clock_that_is_lost_is_named_with_its_stage():
     hand = Hand(told_apart, error=ValueError("of a test"))
-    with pytest.raises(ProfilerError, match=r"Clock control of stage 0 .*: of a test"):
+    with pytest.raises(GoesOnError, match=r"Stage 0: Clock control ended .*: of a test"):
         hand.profile()
 
 

@@ -1,0 +1,92 @@
+"""What a job asks of EnvPipe: read once from flags or settings, and passed through unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.planner import PlanRequest, check_request
+from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
+
+
+class SessionError(EnvPipeError):
+    """A job that changes shape, or one that EnvPipe cannot run."""
+
+
+@dataclass(frozen=True)
+class SessionConfig:
+    """What a job asks of EnvPipe.
+
+    Args:
+        request: type, order and reconfiguring; its number of microbatches and blocking power are
+            replaced by the job's own.
+        warmup_iterations: of the framework's order at maximum clock; the first is not looked at.
+        profiler: how long to profile.
+        profile_file: a profile to use in place of the online one.
+        plan_file: a plan to run as it stands; needs the profile file that prices it.
+        output_dir: where profile, plan, grids and energy log are left.
+        min_dwell_s: least time between two changes of a clock.
+        relock: call the driver at every request, also where the clock stays. Beside a job without,
+            it shows what the calls alone cost: some drivers hold up NCCL at each of them.
+        gpu_preset: the kind of GPU whose range of clocks is profiled; by default this GPU's.
+        guarded: whether the node's guard holds the GPU; by default where it is real.
+        labels: what each line of the energy log says beside the rank's own labels.
+        facts: what the framework knows of the job, for the sidecar of the online profile.
+        fingerprint: what the framework knows that must be the same (model, parallel sizes, batch,
+            GPU) for profile, plan and baseline of an earlier start to hold; of JSON's types. With
+            it, they are kept in the output folder for the next start.
+
+    Raises:
+        PlannerError: a request that contradicts itself.
+        SessionError: a plan without its profile, or too short a warm-up.
+    """
+
+    request: PlanRequest
+    warmup_iterations: int = 3
+    profiler: ProfilerSettings = field(default_factory=ProfilerSettings)
+    profile_file: Path | None = None
+    plan_file: Path | None = None
+    output_dir: Path | None = None
+    min_dwell_s: float = 0.0
+    relock: bool = False
+    gpu_preset: str | None = None
+    guarded: bool | None = None
+    labels: Mapping[str, object] = field(default_factory=dict)
+    facts: Sidecar = field(default_factory=Sidecar)
+    fingerprint: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_request(self.request)
+        if self.plan_file is not None and self.profile_file is None:
+            raise SessionError(
+                "A plan by file needs the profile that prices it",
+                value=str(self.plan_file),
+                remedy="Give the profile file too.",
+            )
+        needed = least_warmup(self.request)
+        if self.warmup_iterations < needed:
+            raise SessionError(
+                f"The warm-up needs at least {needed} iteration(s) with reconfiguring "
+                f"'{self.request.reconfigure}'",
+                value=self.warmup_iterations,
+                remedy="What a receive without a bubble takes is measured after the first.",
+            )
+
+    def without_control(self) -> SessionConfig:
+        """The same job by the framework's own order, at whatever clocks there are."""
+        chunks = self.request.num_chunks
+        request = PlanRequest(
+            self.request.num_microbatches,
+            schedule="interleaved" if chunks > 1 else "1f1b",
+            num_chunks=chunks,
+        )
+        return replace(self, request=request, profile_file=None, plan_file=None)
+
+
+def least_warmup(request: PlanRequest) -> int:
+    """How many iterations the warm-up needs: what a wait without a bubble takes is seen in it."""
+    return 1 if request.reconfigure == "default" else 2

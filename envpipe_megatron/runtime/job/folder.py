@@ -1,0 +1,267 @@
+"""The output folder of a job: what an earlier start left in it, and what this one leaves.
+
+Every rank of the job makes a `JobFolder`, together, and appends lines to the files of its node. The
+planning rank alone reads and writes profile, plan, and `job.json` (see `job_file`), by which a job
+that is started again goes on where it was. A folder that cannot be read or written ends no
+training: what is lost is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.sidecar import sidecar_path
+from envpipe_megatron.formats.energy import append_line
+from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.policies.reconfigure import Ended
+from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.channel.p2p import P2PChannel
+from envpipe_megatron.runtime.energy.steps import BaselineEnergy
+from envpipe_megatron.runtime.job.config import SessionConfig, least_warmup
+from envpipe_megatron.runtime.job.job_file import (
+    JOB_FILE,
+    PLAN_FILE,
+    PROFILE_FILE,
+    StoredJob,
+    digest,
+    read_job,
+    write_job,
+)
+
+logger = logging.getLogger(__name__)
+
+GRIDS_FILE = "reconfigure.txt"
+#: Of a plan's request, what is the job's own or follows from what the fingerprint holds.
+_NOT_COMPARED = ("num_microbatches", "blocking_power_w", "conditions", "channel_capacity")
+
+
+class JobFolder:
+    """The files of a job, and what an earlier start left among them.
+
+    Args:
+        path: None for a job that leaves nothing.
+        collectives: to all ranks.
+    """
+
+    def __init__(self, path: Path | None, collectives: Collectives) -> None:
+        self._path = path
+        self._collectives = collectives
+        self.node = socket.gethostname()
+        alike = collectives.on_all(self.node == collectives.from_planner(self.node))
+        # Ranks of one node may append to one file; nodes that do lose each other's lines on NFS.
+        self._of_node = "" if alike else "-" + re.sub(r"[^\w.-]", "_", self.node)
+        #: What an earlier start left, the same on every rank; None where nothing is gone on with.
+        self.found: StoredJob | None = None
+        #: When this start began; empty where no other will go on with it.
+        self.started = ""
+        #: What `job.json` says; None where it is not kept, and on all ranks but the planning one.
+        self._job: StoredJob | None = None
+
+    @property
+    def found_profile(self) -> bool:
+        """Whether the job's profile file is an earlier start's, and not the user's."""
+        return self.found is not None and bool(self.found.profile)
+
+    @property
+    def found_plan(self) -> bool:
+        """Whether the job's plan file is an earlier start's, and not the user's."""
+        return self.found is not None and bool(self.found.plan)
+
+    def resume(
+        self, config: SessionConfig, num_stages: int, channel: P2PChannel, gpu: Gpu
+    ) -> SessionConfig:
+        """Look for what an earlier start of this job left; every rank of the job calls it.
+
+        Where the stored job is another one or damaged, the job starts over, with a warning, and the
+        stored one is kept under other names.
+
+        Returns:
+            the options, with the profile and plan that need not be made again.
+
+        Raises:
+            CollectivesError: a rank is gone or silent.
+        """
+        path = self._path
+        if path is None or config.fingerprint is None:
+            return config
+        self.found, self.started = self._collectives.agreed(
+            lambda: self._look(path, config, _fingerprint(config, num_stages, channel, gpu))
+        )
+        if self.found is None:
+            return config
+        if self.found.baseline is not None:
+            config = replace(config, warmup_iterations=least_warmup(config.request))
+        if self.found_profile and config.profile_file is None:
+            config = replace(config, profile_file=path / PROFILE_FILE)
+        if self.found_plan and config.plan_file is None:
+            config = replace(config, plan_file=path / PLAN_FILE)
+        return config
+
+    def run_label(self, labels: Mapping[str, object]) -> dict[str, object]:
+        """A job's labels with a `run` that is this start's alone.
+
+        After a restart, iterations since the last checkpoint run once more, and are billed twice.
+        """
+        if not self.started:
+            return dict(labels)
+        return {**labels, "run": f"{labels.get('run', '')} {self.started}".strip()}
+
+    def appender(self, name: str) -> Callable[[dict[str, Any]], None] | None:
+        """What appends an object to the node's file of this name; None where there is no folder.
+
+        The file is `energy.jsonl`, say, or `energy-<node>.jsonl` of several nodes.
+        """
+        if self._path is None:
+            return None
+        return partial(append_line, self._path / f"{name}{self._of_node}.jsonl")
+
+    def append(self, name: str, entry: dict[str, Any]) -> None:
+        """Append an object to the node's file of this name."""
+        append = self.appender(name)
+        if append is None:
+            return
+        try:
+            append(entry)
+        except OSError as error:
+            logger.error("%s could not be written: %s", error.filename, error)
+
+    def add_grid(self, text: str) -> None:
+        """Append a grid of reconfiguring, as a person reads it; on the planning rank."""
+        if self._path is None:
+            return
+        path = self._path / GRIDS_FILE
+        try:
+            with path.open("a") as file:
+                file.write(text + "\n\n")
+        except OSError as error:
+            logger.error("%s could not be written: %s", path, error)
+
+    def keep_profile(self, profile: Profile) -> None:
+        """Write the profile that was measured, for a person and for another start.
+
+        It is kept even if no plan can be made from it: the next start may have more memory or a
+        newer package.
+        """
+        digests = self._written(PROFILE_FILE, profile)
+        if digests:
+            self._store(profile=digests)
+
+    def keep_plan(self, plan: Plan, steps: int, ended: Ended | None) -> None:
+        """Write the plan that was made, which nothing changes any more."""
+        digests = self._written(PLAN_FILE, plan)
+        if digests:
+            self._store(plan=digests, reconfigure_steps=steps, reconfigure_ended=ended)
+
+    def copy_plan(self, plan: Plan, source: Path) -> None:
+        """Write a plan that the user gave, unless it is the file that would be written."""
+        if self._path is not None and source != self._path / PLAN_FILE:
+            self._written(PLAN_FILE, plan)
+
+    def forget_profile(self) -> None:
+        """Let the next start measure a profile: an earlier start's was of no use."""
+        if self._job is not None and self.found_profile and self._job.profile:
+            self._store(profile={}, plan={}, reconfigure_steps=0, reconfigure_ended=None)
+
+    def keep_baseline(self, baseline: BaselineEnergy | None) -> None:
+        """Keep the first baseline; one without energies is measured anew by each start."""
+        if self._job is None or self._job.baseline is not None or baseline is None:
+            return
+        if all(step.energy_j for step in (baseline.mean, *baseline.by_stage)):
+            self._store(baseline=replace(baseline, own=None))
+
+    def _look(
+        self, path: Path, config: SessionConfig, fingerprint: Mapping[str, Any]
+    ) -> tuple[StoredJob | None, str]:
+        """What was found, and when this start began; on the planning rank."""
+        found, started = None, datetime.now(UTC).isoformat(timespec="milliseconds")
+        try:
+            found = read_job(path, fingerprint, config.profile_file)
+        except Exception as error:  # a kept file may fail in any way, and the job must start
+            if not _set_aside(path, config, error):
+                return None, started
+        self._job = found or StoredJob(fingerprint)
+        self._store(starts=(*self._job.starts, started))
+        return found, started
+
+    def _written(self, name: str, result: Profile | Plan) -> dict[str, str]:
+        """Write a result on the planning rank: the digest of each file; none where it failed."""
+        if self._path is None or not self._collectives.is_planner:
+            return {}
+        path = self._path / name
+        try:
+            result.write(path)
+            files = [path, sidecar_path(path)] if isinstance(result, Profile) else [path]
+            return {file.name: digest(file) for file in files}
+        except Exception as error:
+            logger.error("%s could not be written, training goes on: %s", path, error)
+            return {}
+
+    def _store(self, **changes: Any) -> None:
+        if self._job is None or self._path is None:
+            return
+        self._job = replace(self._job, **changes)
+        try:
+            write_job(self._path, self._job)
+        except Exception as error:  # of a disk, or of facts that are none of JSON's
+            logger.error(
+                "%s could not be written, training goes on; started again, the job begins anew: %s",
+                self._path / JOB_FILE,
+                error,
+            )
+            self._job = None
+
+
+def _fingerprint(
+    config: SessionConfig, num_stages: int, channel: P2PChannel, gpu: Gpu
+) -> dict[str, Any]:
+    """All that a profile, a plan and a baseline rest on."""
+    request = asdict(config.request)
+    clocks = gpu.supported_frequencies_mhz
+    own = {
+        **{name: value for name, value in request.items() if name not in _NOT_COMPARED},
+        "num_stages": num_stages,
+        "channel_capacity": channel.capacity,
+        "clocks_mhz": [max(clocks), min(clocks)],
+        "num_clocks": len(clocks),
+        "clock_backend": gpu.address.backend,
+        # Whether a file can be read is found out where it is needed.
+        "profile_sha256": config.profile_file and (digest(config.profile_file) or None),
+        "plan_sha256": config.plan_file and (digest(config.plan_file) or None),
+    }
+    given = config.fingerprint or {}
+    return {**given, **{f"envpipe_{name}": value for name, value in own.items()}}
+
+
+def _set_aside(folder: Path, config: SessionConfig, reason: Exception) -> bool:
+    """Rename a job's files, so that another job may have their names; whether it could be done."""
+    profile = folder / PROFILE_FILE
+    # The job file comes last: as long as it is there, the others do not pass for a new job's.
+    files = [profile, sidecar_path(profile), folder / PLAN_FILE, folder / JOB_FILE]
+    if config.profile_file == profile:  # the user's
+        files = files[2:]
+    if config.plan_file == folder / PLAN_FILE:
+        files.remove(config.plan_file)
+    number = 1
+    while any(_aside(path, number).exists() for path in files):
+        number += 1
+    try:
+        kept = [path.rename(_aside(path, number)).name for path in files if path.exists()]
+    except OSError as error:
+        logger.warning("The job starts over: %s. Its files stay as they are: %s", reason, error)
+        return False
+    logger.warning("The job starts over: %s. What it had is kept as %s", reason, ", ".join(kept))
+    return True
+
+
+def _aside(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}.old{number}{path.suffix}")

@@ -1,0 +1,72 @@
+"""What the phases of one rank work with, and what they have found so far."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.policies.reconfigure import Ended
+from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.channel.messages import StageSpecs
+from envpipe_megatron.runtime.channel.p2p import P2PChannel
+from envpipe_megatron.runtime.clocks.controller import ClockController
+from envpipe_megatron.runtime.energy.meter import EnergyMeter
+from envpipe_megatron.runtime.execution.executor import Executor
+from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.folder import JobFolder
+from envpipe_megatron.runtime.memory.peak import JobMemory
+
+#: A job of weeks must not grow.
+_KEPT_ITERATIONS = 10_000
+
+
+@dataclass
+class SessionState:
+    """Where the job stands, for whoever reports it."""
+
+    phase: Phase = Phase.WARMUP
+    iteration: int = -1
+    profile: Profile | None = None
+    plan: Plan | None = None
+    reconfigure_steps: int = 0
+    reconfigure_ended: Ended | None = None
+    notes: tuple[str, ...] = ()
+    #: This rank's latest iterations: phase, time on the GPU's time base in s, wall time in s.
+    iterations: deque[tuple[Phase, float, float]] = field(
+        default_factory=lambda: deque(maxlen=_KEPT_ITERATIONS)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseParts:
+    """What the phases of one rank work with.
+
+    Args:
+        config: whose profile and plan files may be an earlier start's, see `folder`.
+        say: hears of progress; on the planning rank alone, as `print_grid`.
+        kept_order: of a framework that runs its units itself; None where ours are executed.
+    """
+
+    config: SessionConfig
+    state: SessionState
+    folder: JobFolder
+    stage: int
+    num_stages: int
+    num_microbatches: int
+    specs: StageSpecs
+    kept_order: Schedule | None
+    gpu: Gpu
+    channel: P2PChannel
+    executor: Executor
+    clock: ClockController
+    meter: EnergyMeter
+    collectives: Collectives
+    memory: JobMemory
+    say: Callable[[str], None]
+    print_grid: Callable[[str], None]

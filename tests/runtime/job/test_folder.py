@@ -1,0 +1,302 @@
+"""The output folder: what another start finds, keeps and sets aside, and each node's own files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_gpu import FakeGpu
+from kept_job import BASELINE, FINGERPRINT, STEP, Alone, job_folder, kept_job, planned, profiled
+
+from envpipe_megatron.formats.energy import read_energy_logs
+from envpipe_megatron.launch.bill.bill import bill_of
+from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.policies.reconfigure import Ended
+from envpipe_megatron.runtime.energy.steps import BaselineEnergy
+from envpipe_megatron.runtime.job import job_file
+from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.folder import JobFolder
+from envpipe_megatron.runtime.job.job_file import StoredJob, read_job
+
+GREEDY = PlanRequest(4, "envpipe", "envelope", "greedy", blocking_power_w=80.0, channel_capacity=9)
+
+
+@pytest.fixture
+def whole(tmp_path) -> Path:
+    return kept_job(tmp_path)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def resumed(config: SessionConfig) -> tuple[JobFolder, SessionConfig]:
+    folder = JobFolder(config.output_dir, Alone())  # type: ignore[arg-type]
+    channel: Any = SimpleNamespace(capacity=3)
+    return folder, folder.resume(config, 2, channel, FakeGpu())
+
+
+def test_a_jobs_fingerprint_has_all_that_profile_and_plan_rest_on(tmp_path):
+    given = tmp_path / "given.csv"
+    given.write_text("mine")
+    config = SessionConfig(
+        GREEDY, output_dir=tmp_path, profile_file=given, fingerprint={"layers": 24}
+    )
+    (made, _), (again, _) = resumed(config), resumed(config)
+    job = json.loads((tmp_path / "job.json").read_text())
+    assert job["fingerprint"] == {
+        "layers": 24,
+        "envpipe_schedule": "envpipe",
+        "envpipe_policy": "envelope",
+        "envpipe_reconfigure": "greedy",
+        "envpipe_num_chunks": 1,
+        "envpipe_max_extra_forwards": None,
+        "envpipe_max_in_flight": None,
+        "envpipe_max_warmup_step": None,
+        "envpipe_deadline_factor": 1.0,
+        "envpipe_min_dwell_s": 0.0,
+        "envpipe_park": False,
+        "envpipe_num_stages": 2,
+        "envpipe_channel_capacity": 3,
+        "envpipe_clocks_mhz": [1400, 1000],
+        "envpipe_num_clocks": 5,
+        "envpipe_clock_backend": "fake",
+        "envpipe_profile_sha256": hashlib.sha256(b"mine").hexdigest(),
+        "envpipe_plan_sha256": None,
+    }
+    assert job["starts"] == [made.started, again.started]
+    assert made.found is None
+    assert again.found == StoredJob(job["fingerprint"], (made.started,))
+    given.unlink()  # whoever needs it says so
+    resumed(config)
+    job = json.loads((tmp_path / "job.json").read_text())
+    assert job["fingerprint"]["envpipe_profile_sha256"] is None
+
+
+@pytest.mark.parametrize("lacks", ["output_dir", "fingerprint"])
+def test_without_a_folder_or_a_fingerprint_nothing_is_looked_for_or_kept(tmp_path, lacks):
+    given = {"output_dir": tmp_path, "fingerprint": {"layers": 24}, lacks: None}
+    folder, config = resumed(SessionConfig(GREEDY, **given))
+    assert config == SessionConfig(GREEDY, **given)
+    assert folder.run_label({"run": "mine"}) == {"run": "mine"}
+    folder.keep_profile(profiled())
+    folder.keep_baseline(BASELINE)
+    left = {"profile.csv", "profile.json"} if lacks == "fingerprint" else set()
+    assert set(files(tmp_path)) == left
+
+
+def test_what_was_found_is_not_made_again(whole):
+    before = files(whole)
+    config = SessionConfig(GREEDY, warmup_iterations=5, output_dir=whole, fingerprint={"a": 1})
+    stored = read_job(whole, FINGERPRINT)
+
+    def found(config: SessionConfig, stored: StoredJob | None) -> SessionConfig:
+        folder = JobFolder(whole, Alone())  # type: ignore[arg-type]
+        folder._collectives.agreed = lambda look: (stored, "now")  # type: ignore[method-assign]
+        made = folder.resume(config, 2, None, None)  # type: ignore[arg-type]
+        assert folder.found == stored
+        assert folder.run_label({"rank": 3}) == {"rank": 3, "run": "now"}
+        assert folder.run_label({"run": "mine"}) == {"run": "mine now"}
+        return made
+
+    kept = {"profile_file": whole / "profile.csv", "plan_file": whole / "plan.json"}
+    assert found(config, stored) == replace(config, warmup_iterations=2, **kept)
+    assert found(replace(config, request=PlanRequest(4)), stored).warmup_iterations == 1
+    assert found(config, StoredJob({}, ("first",))) == found(config, None) == config
+    own = replace(config, profile_file=Path("mine.csv"), plan_file=Path("mine.json"))
+    assert found(own, stored) == replace(own, warmup_iterations=2)
+    assert files(whole) == before
+
+
+def test_another_job_starts_over_and_nothing_is_overwritten(whole, caplog):
+    before = files(whole)
+    now = {**FINGERPRINT, "hidden_size": 1}
+    assert job_folder(whole, now).found is None
+    assert caplog.text.count("starts over") == 1
+    after = files(whole)
+    new = json.loads(after.pop("job.json"))
+    assert (new["fingerprint"], new["phases_done"]) == (now, [])
+    assert after == {name.replace(".", ".old1."): content for name, content in before.items()}
+    # The first job comes back: the second is kept beside it.
+    job_folder(whole)
+    assert {name: c for name, c in files(whole).items() if "old1" in name} == after
+    assert json.loads(files(whole)["job.old2.json"]) == new
+
+
+def test_kept_files_may_fail_in_any_way(whole, monkeypatch):
+    def fail(*arguments: Any) -> Any:
+        raise OverflowError("of a test")
+
+    monkeypatch.setattr(job_file, "read_profile", fail)
+    assert job_folder(whole).found is None
+    assert (whole / "profile.old1.csv").exists()
+
+
+def test_setting_aside_takes_up_where_it_was_killed(whole, monkeypatch):
+    """The job file goes last, so what is left is set aside by the next start."""
+    before, renamed, rename = files(whole), [], Path.rename
+
+    def noted(path: Path, target: Path) -> Path:
+        renamed.append(target.name)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", noted)
+    (whole / "profile.csv").rename(whole / "profile.old1.csv")
+    job_folder(whole)
+    assert renamed[1:] == ["profile.old2.json", "plan.old2.json", "job.old2.json"]
+    assert files(whole)["profile.old1.csv"] == before["profile.csv"]
+
+
+def test_files_that_somebody_gave_stay_where_they_are(whole):
+    before = files(whole)
+    given = {"profile_file": whole / "profile.csv", "plan_file": whole / "plan.json"}
+    assert job_folder(whole, {"other": 1}, **given).found is None
+    for name in ("profile.csv", "plan.json"):
+        assert files(whole)[name] == before[name]
+    assert files(whole)["job.old1.json"] == before["job.json"]
+
+
+def test_a_folder_whose_files_cannot_be_set_aside_keeps_them(whole, monkeypatch, caplog):
+    before = files(whole)
+
+    def refuse(path: Path, target: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    folder = job_folder(whole, {"other": 1})
+    folder.keep_baseline(BASELINE)
+    assert folder.found is None
+    assert files(whole) == before
+    assert "Its files stay as they are" in caplog.text
+
+
+def test_a_profile_of_no_use_is_forgotten_with_its_plan(whole):
+    """But not one that this start has measured."""
+    folder = job_folder(whole)
+    assert (folder.found_profile, folder.found_plan) == (True, True)
+    folder.forget_profile()
+    job = read_job(whole, FINGERPRINT)
+    assert job == StoredJob(FINGERPRINT, job.starts, baseline=BASELINE)
+    again = job_folder(whole)
+    again.keep_profile(profiled(watts=120.0))
+    again.forget_profile()
+    assert read_job(whole, FINGERPRINT).phases_done == ("warm-up", "profile")
+
+
+def test_a_plan_by_a_given_profile_is_found_again(tmp_path):
+    (tmp_path / "given").mkdir()
+    given = tmp_path / "given" / "mine.csv"
+    profiled().write(given)
+    job_folder(tmp_path, profile_file=given).keep_plan(planned(), 2, None)
+    again = job_folder(tmp_path, profile_file=given)
+    assert (again.found.phases_done, again.found.reconfigure_steps) == (("plan",), 2)
+    assert (again.found_profile, again.found_plan) == (False, True)
+    again.forget_profile()  # which is none of its own
+    assert read_job(tmp_path, FINGERPRINT, given).phases_done == ("plan",)
+
+
+@pytest.mark.parametrize("energy_j", [None, 0.0])
+def test_a_baseline_without_energies_is_measured_anew(tmp_path, energy_j):
+    """Kept, it would be taken for damage, and all the rest set aside with it."""
+    folder = job_folder(tmp_path)
+    unmetered = replace(STEP, energy_j=energy_j)
+    for mean, stage in ((STEP, unmetered), (unmetered, STEP)):
+        folder.keep_baseline(BaselineEnergy(mean, (STEP, stage)))
+    assert read_job(tmp_path, FINGERPRINT).baseline is None
+    folder.keep_baseline(BASELINE)
+    folder.keep_baseline(BaselineEnergy(replace(STEP, energy_j=1.0), ()))  # the first one stays
+    assert read_job(tmp_path, FINGERPRINT).baseline == BASELINE
+
+
+def test_a_plan_that_the_user_gave_is_copied_unless_it_is_there(tmp_path):
+    folder = job_folder(tmp_path)
+    for source in (tmp_path / "plan.json", tmp_path / "mine.json"):
+        assert not (tmp_path / "plan.json").exists()
+        folder.copy_plan(planned(), source)
+    assert (tmp_path / "plan.json").exists()
+    assert read_job(tmp_path, FINGERPRINT).plan == {}
+
+
+def test_nothing_is_kept_of_what_could_not_be_written(tmp_path, caplog):
+    for name in ("profile.csv", "plan.json"):
+        (tmp_path / name).mkdir()  # as little to be written as a file on a full disk
+    folder = job_folder(tmp_path)
+    folder.keep_profile(profiled())
+    folder.keep_plan(planned(), 0, Ended.ENVELOPE)
+    assert caplog.text.count("could not be written, training goes on") == 2
+    assert read_job(tmp_path, FINGERPRINT).phases_done == ()
+
+
+def test_a_job_file_that_cannot_be_written_ends_no_training(tmp_path, caplog):
+    gone = tmp_path / "gone"
+    folder = job_folder(gone)
+    folder.keep_baseline(BASELINE)
+    assert caplog.text.count("could not be written") == 1
+    assert not gone.exists()
+    job_folder(tmp_path, {**FINGERPRINT, "type": object()})  # of none of JSON's types
+    assert caplog.text.count("could not be written") == 2
+
+
+def test_other_ranks_write_no_results(tmp_path, monkeypatch):
+    monkeypatch.setattr(Alone, "is_planner", False)
+    folder = JobFolder(tmp_path, Alone())  # type: ignore[arg-type]
+    folder.keep_profile(profiled())
+    folder.keep_plan(planned(), 0, None)
+    assert files(tmp_path) == {}
+
+
+class Nodes:
+    """Collectives of ranks on these nodes, one stage each."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def from_planner(self, own: str) -> str:
+        assert own in self.names
+        self.own = own
+        return self.names[0]
+
+    def on_all(self, holds: bool) -> bool:
+        assert holds == (self.own == self.names[0])
+        return all(name == self.names[0] for name in self.names)
+
+
+def of_node(monkeypatch, folder: Path | None, node: str, *nodes: str) -> JobFolder:
+    monkeypatch.setattr(socket, "gethostname", lambda: node)
+    return JobFolder(folder, Nodes(*nodes))  # type: ignore[arg-type]
+
+
+def test_several_nodes_have_a_file_each_and_one_bill(monkeypatch, tmp_path):
+    for number, node in enumerate(("n1", "n2", "n1")):
+        of_node(monkeypatch, tmp_path, node, "n1", "n2", "n1").append(
+            "energy",
+            {"node": node, "rank": number, "phase": "steady", "energy_j": 5.0, "duration_s": 1.0},
+        )
+    logs = sorted(tmp_path.glob("energy*.jsonl"))
+    assert [path.name for path in logs] == ["energy-n1.jsonl", "energy-n2.jsonl"]
+    assert [len(path.read_text().splitlines()) for path in logs] == [2, 1]
+    assert bill_of(read_energy_logs(logs).lines).total().energy_j == 15.0
+    of_node(monkeypatch, tmp_path, "a/b", "a/b", "n2").append("clocks", {})
+    of_node(monkeypatch, tmp_path, "n1", "n1", "n1").append("clocks", {})
+    names = sorted(path.name for path in tmp_path.glob("clocks*"))
+    assert names == ["clocks-a_b.jsonl", "clocks.jsonl"]
+
+
+def test_lines_that_cannot_be_written_are_logged(monkeypatch, tmp_path, caplog):
+    folder = of_node(monkeypatch, tmp_path / "gone", "n1", "n1")
+    folder.append("clocks", {})
+    folder.add_grid("a grid")
+    assert "clocks.jsonl could not be written" in caplog.text
+    assert "reconfigure.txt could not be written" in caplog.text
+    of_node(monkeypatch, tmp_path, "n1", "n1").add_grid("a grid")
+    assert (tmp_path / "reconfigure.txt").read_text() == "a grid\n\n"
+    nowhere = of_node(monkeypatch, None, "n1", "n1")
+    nowhere.append("clocks", {})
+    nowhere.add_grid("a grid")
+    assert nowhere.appender("energy") is None

@@ -1,0 +1,79 @@
+"""A folder of a job that has come to its steady phase, for tests of what another start finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.policies.reconfigure import Ended
+from envpipe_megatron.runtime.energy.steps import BaselineEnergy, StepEnergy
+from envpipe_megatron.runtime.job import folder as job_folder_module
+from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.folder import JobFolder
+
+FINGERPRINT = {"hidden_size": 2048, "stages": [1, 2], "gpu": "NVIDIA H200", "recompute": None}
+STEP = StepEnergy(9, 0.6, 0.01, 210.5, 0.4)
+BASELINE = BaselineEnergy(STEP, (STEP, replace(STEP, energy_j=190.0)))
+
+
+class Alone:
+    """Collectives of one rank, which plans."""
+
+    is_planner = True
+
+    def on_all(self, holds: bool) -> bool:
+        return holds
+
+    def from_planner(self, own: Any) -> Any:
+        return own
+
+    def agreed(self, make: Any) -> Any:
+        return make()
+
+
+@cache
+def profiled(watts: float = 100.0) -> Profile:
+    rows = [
+        (stage, kind, ProfileRow(f, 1410 / f, watts * f / 1e3))
+        for stage in range(2)
+        for kind in Kind
+        for f in (1410, 1200, 990)
+    ]
+    return make_profile(rows, source="made for a test")
+
+
+@cache
+def planned() -> Plan:
+    return make_plan(profiled(), PlanRequest(4, "envpipe", "envelope")).plan
+
+
+def job_folder(
+    path: Path | None, fingerprint: dict[str, Any] = FINGERPRINT, **files: Path
+) -> JobFolder:
+    """The folder of a job that is started, as one rank alone sees it.
+
+    Args:
+        fingerprint: all of it, in place of what comes from the options.
+        files: that the user gave.
+    """
+    made: Any = JobFolder(path, Alone())  # type: ignore[arg-type]
+    config = SessionConfig(PlanRequest(4), fingerprint=fingerprint, **files)  # type: ignore[arg-type]
+    with patch.object(job_folder_module, "_fingerprint", lambda *arguments: fingerprint):
+        made.config = made.resume(config, 2, None, None)
+    return made  # type: ignore[no-any-return]
+
+
+def kept_job(path: Path) -> Path:
+    """Leave a whole job in a folder."""
+    folder = job_folder(path)
+    folder.keep_profile(profiled())
+    folder.keep_plan(planned(), 12, Ended.ENVELOPE)
+    folder.keep_baseline(replace(BASELINE, own=STEP))
+    return path
