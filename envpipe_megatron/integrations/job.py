@@ -219,7 +219,7 @@ class Job:
 
 
 def close_at_exit(close: Callable[[], None]) -> None:
-    """Have clocks given back on every way out that Python is told of, SIGTERM among them.
+    """Have clocks given back on every way out that Python sees, SIGTERM among them.
 
     A framework that handles SIGTERM itself is left alone.
     """

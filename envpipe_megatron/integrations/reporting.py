@@ -1,4 +1,4 @@
-"""What a job tells: a piece of Megatron's log line, scalars, and the bill at its end."""
+"""What a job reports: a piece of Megatron's log line, scalars, and the bill at its end."""
 
 from __future__ import annotations
 

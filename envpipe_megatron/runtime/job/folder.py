@@ -60,9 +60,9 @@ class JobFolder:
         alike = collectives.on_all(self.node == collectives.from_planner(self.node))
         # Ranks of one node may append to one file; nodes that do lose each other's lines on NFS.
         self._of_node = "" if alike else "-" + re.sub(r"[^\w.-]", "_", self.node)
-        #: What an earlier start left, the same on every rank; None where nothing is gone on with.
+        #: What an earlier start left, the same on every rank; None without a job to continue.
         self.found: StoredJob | None = None
-        #: When this start began; empty where no other will go on with it.
+        #: When this start began; empty where no later start can continue it.
         self.started = ""
         #: What `job.json` says; None where it is not kept, and on all ranks but the planning one.
         self._job: StoredJob | None = None
@@ -212,7 +212,7 @@ class JobFolder:
         self._job = replace(self._job, **changes)
         try:
             write_job(self._path, self._job)
-        except Exception as error:  # of a disk, or of facts that are none of JSON's
+        except Exception as error:  # of a disk, or of facts that JSON has no type for
             logger.error(
                 "%s could not be written, training goes on; started again, the job begins anew: %s",
                 self._path / JOB_FILE,

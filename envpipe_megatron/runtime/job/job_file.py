@@ -38,7 +38,7 @@ PLAN_FILE = "plan.json"
 
 
 class JobFileError(EnvPipeError):
-    """A stored job that another start cannot go on with."""
+    """A stored job that this start cannot continue."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def read_job(
     Raises:
         JobFileError: it is another job (naming what differs), damaged, or a file that it names is
             gone or not the one it was.
-        EnvPipeError: a file that it names cannot be read as what it was.
+        EnvPipeError: a profile or plan that it names cannot be read.
         OSError: it cannot be read.
     """
     path = folder / JOB_FILE

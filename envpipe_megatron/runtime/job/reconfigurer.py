@@ -55,7 +55,7 @@ def measured_threshold_s(
         collectives: to the other ranks.
 
     Raises:
-        GoesOnError: it cannot be told.
+        GoesOnError: it cannot be computed.
         CollectivesError: a rank is gone or silent.
     """
     own_waits_s = np.array([record.receive_wait_s for record in records])

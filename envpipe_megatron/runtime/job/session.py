@@ -204,7 +204,7 @@ class Session:
         return self._close(run, execute(schedule, self._stage, work, run))
 
     def open_iteration(self, kept_order: Schedule, specs: StageSpecs) -> StageRun:
-        """Begin an iteration whose units the framework runs, with messages of its own.
+        """Begin an iteration whose units the framework runs, which sends their messages itself.
 
         Args:
             kept_order: the framework's own order of units, the same in every iteration.
@@ -271,7 +271,7 @@ class Session:
         return self._rank_clock.summary()
 
     def summary(self) -> dict[str, Any]:
-        """What the job came to so far; complete once the session is closed.
+        """The job so far; complete once the session is closed.
 
         No other rank is asked: of the job, it knows what was gathered.
 

@@ -1,4 +1,4 @@
-"""The memory of one rank's device, as its allocator tells."""
+"""The memory of one rank's device, as its allocator counts it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Reading:
 
     Args:
         allocated_bytes: of live tensors.
-        unusable_bytes: neither live nor to be had: holes between live blocks, and freed blocks that
+        unusable_bytes: neither live nor available: holes between live blocks, and freed blocks that
             another stream still uses.
     """
 
@@ -41,7 +41,7 @@ class MemorySource(Protocol):
         """What this process could hold at most beside what others on the device hold now."""
 
     def reserve(self, count: int) -> bool:
-        """Have so many bytes ready, for live tensors and to come; whether they are to be had."""
+        """Have this many bytes ready, for live tensors and later ones; whether it could be done."""
 
 
 class CudaMemory:
@@ -94,7 +94,7 @@ class CudaMemory:
 
 
 def device_memory() -> MemorySource | None:
-    """The memory of this rank's device; None where no CUDA device is in use, or tells nothing."""
+    """The memory of this rank's device; None where no CUDA device is in use, or it counts nothing."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         return None
     memory = CudaMemory()

@@ -89,7 +89,7 @@ class StageMemory:
         return self.room_bytes + (self.baseline_in_flight - 1) * self.activation_bytes
 
     def predicted_peak_bytes(self, in_flight: int) -> float:
-        """The most that is allocated while units run, with so many microbatches in flight."""
+        """The most that is allocated while units run, with this many microbatches in flight."""
         more = in_flight - self.baseline_in_flight
         return self.baseline_peak_bytes + more * self.activation_bytes
 
@@ -119,7 +119,7 @@ class JobMemory:
         source: of this rank's device, or None where there is none to be watched.
         stage: this rank's stage.
         collectives: to all ranks.
-        say: told of what was found.
+        say: prints what was found.
     """
 
     def __init__(
@@ -205,8 +205,8 @@ class JobMemory:
         sender may be waiting for this stage. Both would hang where an error is due.
 
         Raises:
-            MemoryFullError: it is not to be had, on all ranks alike.
-            GoesOnError: it cannot be told, on all ranks alike; nothing is known from here on.
+            MemoryFullError: there is too little, on all ranks alike.
+            GoesOnError: the prediction failed, on all ranks alike; nothing is known from here on.
             CollectivesError: a rank is gone or silent.
         """
         source, stages = self._source, self.stages

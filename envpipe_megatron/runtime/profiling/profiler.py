@@ -137,7 +137,7 @@ class _Parts:
         power_w: of waiting, at each clock at which it was measured.
         tail_s: one number; none where no iteration followed another.
         late_s: how late changes of the clock are; the most of all.
-        told_apart: whether the sweeps told forwards from backwards; on all.
+        told_apart: whether the sweeps tell forwards from backwards, on all replicas.
     """
 
     rows: FloatArray
@@ -159,7 +159,7 @@ class OnlineProfiler:
         wait_power: of this rank's GPU while it waits in a receive.
         collectives: to the other ranks.
         settings: how long to measure.
-        progress: told of each clock, with the share of the sweep that is done at most.
+        progress: gets a line for each clock, with its number and the most there may be.
     """
 
     def __init__(
