@@ -94,7 +94,7 @@ class CudaMemory:
 
 
 def device_memory() -> MemorySource | None:
-    """The memory of this rank's device; None where no CUDA device is in use, or it counts nothing."""
+    """The memory of this rank's device; None without a CUDA device in use, or without counters."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         return None
     memory = CudaMemory()
