@@ -8,8 +8,8 @@ import math
 
 import pytest
 from networks import needs_namespaces, network, why_not
-from nodes import assert_equals_counters, full, new_job, summed
 from plain_job import PLANNED_MHZ
+from whole_nodes import assert_equals_counters, full, new_job, summed
 
 pytestmark = pytest.mark.xdist_group("launch")
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from networks import Host, needs_namespaces, network
-from nodes import Job, Node, assert_equals_counters, full, new_job, summed
 from plain_job import PLANNED_MHZ, WARMUP_ITERATIONS
+from whole_nodes import Job, Node, assert_equals_counters, full, new_job, summed
 
 pytestmark = pytest.mark.xdist_group("launch")
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+LAUNCH = Path(__file__).resolve().parents[3] / "launch"
 sys.path.insert(0, str(LAUNCH))
 
 import prepare_webtext  # noqa: E402

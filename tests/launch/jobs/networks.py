@@ -52,7 +52,7 @@ class Host:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Of a node that is here, as `nodes.Node` takes it."""
+        """Of a node that is here, as `whole_nodes.Node` takes it."""
         return {"address": self.address, "interface": INTERFACE, "inside": self.inside}
 
     def cut(self) -> None:

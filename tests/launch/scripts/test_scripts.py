@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launch_helpers import LONG_S, run_well
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = ROOT / "launch"
 SCRIPTS = [
     "single_node.sh",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from changed_preset import write_changed_preset
 from networks import INTERFACE, needs_namespaces, network
-from nodes import Job, assert_equals_counters, full, new_job, summed
+from whole_nodes import Job, assert_equals_counters, full, new_job, summed
 
 from envpipe_megatron.quickstart.ranks import EVENT_MARK
 from envpipe_megatron.quickstart.settings import RUNS, Settings

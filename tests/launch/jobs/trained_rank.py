@@ -15,7 +15,7 @@ import socket
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "helpers"))
 import plain_stages
 import torch.distributed as dist
 from plain_job import MICROBATCHES, PRESET, TIMES_S, WARMUP_ITERATIONS
