@@ -38,7 +38,7 @@ Extra = tuple[int, ...]
 #: Multiples of EnvPipe's counts that the search starts from.
 _START_MULTIPLES = (1.0, 1.5, 2.0)
 #: The same for even ramps: how many more than the next stage each stage has.
-_START_RAMPS = (1.0, 2.0)
+_START_RAMPS = (0.5, 1.0, 2.0, 3.0)
 #: Units of all orders that a search may solve for beyond those that it starts from: five of 8 x 96.
 _UNIT_BUDGET = 9_000
 _FEWEST_ORDERS = 5

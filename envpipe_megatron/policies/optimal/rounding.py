@@ -1,10 +1,11 @@
 """From durations between profiled times to frequencies that exist, and closer to the bound.
 
-Two ways to begin. Carried: in the order of time, each unit takes the next slower hull point as soon
-as what earlier units have left over allows it. Floored, where that is not good enough: each takes
-the next faster one, and all that is left over is spent afterwards, where a second saves most. What
-is late by the solver's tolerance is repaired by the cheapest steps. The better one is then improved
-by pairs of moves: one unit a step faster, the time it frees spent elsewhere, if that saves more.
+Three ways to begin. Carried: in the order of time, each unit takes the next slower hull point as
+soon as what earlier units have left over allows it. Carried back: the same from the last unit to
+the first. Floored: each takes the next faster one, and all that is left over is spent afterwards,
+where a second saves most; an over-run by the solver's tolerance is repaired by the cheapest steps.
+The best is then improved by pairs of moves: one unit a step faster, and the time it frees spent
+elsewhere, if that saves more.
 
 A change of one unit moves the ends of many; how many may move in all is limited, so that time grows
 with the number of units only.
@@ -27,6 +28,8 @@ from envpipe_megatron.policies.optimal.choices import Choices, node_keys
 
 #: Relaxed durations within this fraction of a unit below a profiled time count as that time.
 _SOLVER_TOLERANCE = 1e-6
+#: Up to this many units every way to begin is tried, however good the first.
+_SMALL_UNITS = 20_000
 #: Ends of units that may move for each unit, while slack that flooring has left is spent.
 _SPENDING_WORK = 30
 #: Ends of units that may move in all, while pairs of moves are tried: about a quarter of a second.
@@ -54,16 +57,21 @@ def round_durations(
         enough_j: a planning cost that needs no improvement.
     """
     floor = hull_floor(schedule, choices, duration_s)
-    rounding, floored = (
-        Rounding(schedule, choices, latency_s, tail_s, deadline_s, floor) for _ in range(2)
-    )
+
+    def begun() -> Rounding:
+        return Rounding(schedule, choices, latency_s, tail_s, deadline_s, floor)
+
+    rounding = begun()
     rounding.carry(duration_s)
     rounding.repair()
     rounding.spend_slack()
-    if rounding.cost_j > enough_j:
-        floored.repair()
-        floored.spend_slack(_SPENDING_WORK * schedule.num_units)
-        rounding = min(rounding, floored, key=lambda rounded: rounded.cost_j)
+    if rounding.cost_j > enough_j or schedule.num_units <= _SMALL_UNITS:
+        carried_back, floored = begun(), begun()
+        carried_back.carry_back(duration_s)
+        for other in (carried_back, floored):
+            other.repair()
+            other.spend_slack(_SPENDING_WORK * schedule.num_units)
+        rounding = min(rounding, carried_back, floored, key=lambda rounded: rounded.cost_j)
     rounding.move_pairs(enough_j, max_work=_PAIRS_WORK)
     return rounding.chosen
 
@@ -138,19 +146,41 @@ class Rounding:
         path.find_latest_ends(self._last_end_s)
         for node in path.order:
             start = path.start_s(node)
-            allowed_s = path.latest_end_s[node] - start + self._tolerance_s
-            times, hull = self._time[node], self._hull[node]
-            at = 0
-            while (
-                at + 1 < len(hull)
-                and times[hull[at + 1]] <= allowed_s
-                and times[hull[at]] < relaxed_s[node] * (1 - _SOLVER_TOLERANCE)
-            ):
-                at += 1
-            self.chosen[node] = hull[at]
-            path.duration_s[node] = times[hull[at]]
-            path.end_s[node] = start + times[hull[at]]
+            self._take_nearest(node, relaxed_s[node], path.latest_end_s[node] - start)
+            path.end_s[node] = start + path.duration_s[node]
         path.find_latest_ends(self._last_end_s)
+
+    def carry_back(self, duration_s: FloatArray) -> None:
+        """Choose anew as `carry` does, from the last unit to the first.
+
+        Each unit may start when it would if all units before it took their relaxed durations.
+
+        Args:
+            duration_s: [num_units], which meet the deadline.
+        """
+        relaxed_s: list[float] = duration_s.tolist()
+        path = self._path
+        path.duration_s = relaxed_s.copy()
+        path.find_ends()
+        start = [end - relaxed for end, relaxed in zip(path.end_s, relaxed_s, strict=True)]
+        for node in reversed(path.order):
+            end = path.find_latest_end(node)
+            self._take_nearest(node, relaxed_s[node], end - start[node])
+            path.latest_end_s[node] = end
+        path.find_ends()
+
+    def _take_nearest(self, node: int, relaxed_s: float, allowed_s: float) -> None:
+        """The first hull choice that is not faster than relaxed, or the slowest that is allowed."""
+        times, hull = self._time[node], self._hull[node]
+        at = 0
+        while (
+            at + 1 < len(hull)
+            and times[hull[at + 1]] <= allowed_s + self._tolerance_s
+            and times[hull[at]] < relaxed_s * (1 - _SOLVER_TOLERANCE)
+        ):
+            at += 1
+        self.chosen[node] = hull[at]
+        self._path.duration_s[node] = times[hull[at]]
 
     def repair(self) -> None:
         """Make units faster until the deadline holds, the cheapest step on a late path first.

@@ -1,8 +1,9 @@
-"""Rounding as a whole: carried or floored, whichever is better, with bounded work."""
+"""Rounding as a whole: carried, carried back or floored, whichever is best, with bounded work."""
 
 import random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_linear_program import INTERIOR_POINT, SOLVERS, Case
@@ -11,6 +12,7 @@ from envpipe_megatron.policies.optimal.choices import node_keys
 from envpipe_megatron.policies.optimal.rounding import Rounding, hull_floor, round_durations
 
 SEEDS = st.integers(0, 2**32)
+CARRIES = [Rounding.carry, Rounding.carry_back]
 
 
 def rounding_of(case, chosen):
@@ -61,21 +63,25 @@ def test_choices_are_in_time_and_no_worse_than_any_way_alone(max_simplex_units, 
     floored = rounding_of(case, hull_floor(case.schedule, case.choices, duration_s))
     floored.repair()
     floored.spend_slack()
-    carried = rounding_of(case, [0] * case.schedule.num_units)
-    carried.carry(duration_s)
-    carried.repair()
-    carried.spend_slack()
-    best_j = min(way.cost_j for way in (carried, floored))
+    ways = [floored]
+    for carry in CARRIES:
+        carried = rounding_of(case, [0] * case.schedule.num_units)
+        carry(carried, duration_s)
+        carried.repair()
+        carried.spend_slack()
+        ways.append(carried)
+    best_j = min(way.cost_j for way in ways)
     assert cost_j(case, chosen) <= best_j + 1e-9 * abs(best_j)
 
 
+@pytest.mark.parametrize("carry", CARRIES)
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=SEEDS)
-def test_carrying_takes_one_of_the_two_neighbours_or_a_faster_one_and_is_in_time(seed):
+def test_carrying_takes_one_of_the_two_neighbours_or_a_faster_one_and_is_in_time(carry, seed):
     case = Case(seed)
     relaxed = case.program(INTERIOR_POINT).solve(case.deadline_s)
     rounding = rounding_of(case, [0] * case.schedule.num_units)
-    rounding.carry(relaxed.duration_s)
+    carry(rounding, relaxed.duration_s)
     assert iteration_s(case, rounding.chosen) <= case.deadline_s * (1 + 1e-6)
     for unit, at, duration_s in zip(
         units_of(case), rounding.chosen, relaxed.duration_s, strict=True
@@ -86,9 +92,10 @@ def test_carrying_takes_one_of_the_two_neighbours_or_a_faster_one_and_is_in_time
             assert unit.time_s[at] <= slower[0]
 
 
+@pytest.mark.parametrize("carry", CARRIES)
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=SEEDS)
-def test_carrying_keeps_durations_that_exist(seed):
+def test_carrying_keeps_durations_that_exist(carry, seed):
     """Hull points within the deadline are taken as they are."""
     case = Case(seed)
     rng = random.Random(seed)
@@ -98,5 +105,5 @@ def test_carrying_keeps_durations_that_exist(seed):
     )
     case.deadline_s = iteration_s(case, wanted)
     rounding = rounding_of(case, [0] * len(wanted))
-    rounding.carry(duration_s)
+    carry(rounding, duration_s)
     assert rounding.chosen == wanted
