@@ -124,7 +124,7 @@ class Fields:
 
 
 def read_json(path: Path, what: str, error: type[EnvPipeError] = EnvPipeError) -> Fields:
-    """The fields of the JSON object in a file, which messages call `what`."""
+    """The fields of the JSON object in a file; `what` is its name in messages."""
     try:
         data = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as cause:
@@ -149,7 +149,7 @@ class Row:
     error: type[EnvPipeError]
 
     def read(self, column: str, number: Number, unit: str = "") -> Any:
-        """The number in a cell; a wrong one is told with its unit."""
+        """The number in a cell; the message about a wrong one names the unit."""
         try:
             return number.of_text(self.cells[column])
         except ValueError as cause:
@@ -170,9 +170,9 @@ def read_table(
 
     Args:
         path: of the file.
-        what: messages call the table.
-        columns: that it must have.
-        optional: that it may have.
+        what: the name of the table in messages.
+        columns: required ones.
+        optional: further ones.
         error: what to raise.
     """
     try:

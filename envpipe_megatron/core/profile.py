@@ -75,7 +75,7 @@ class ProfileRow:
             raise ProfileError("The uncertainty of a row's energy is at least 0", value=known)
 
     def per_chunk(self, num_chunks: int) -> ProfileRow:
-        """The row of one of so many equal parts of the unit."""
+        """The row of one of `num_chunks` equal parts of the unit."""
         known = self.energy_uncertainty_j
         return ProfileRow(
             self.frequency_mhz,
@@ -311,7 +311,7 @@ def make_profile(
 def read_profile(path: Path) -> Profile:
     """Read a profile CSV, and its sidecar if there is one.
 
-    Powers that no GPU has are told in a warning.
+    A warning names powers that no GPU has.
 
     Raises:
         EnvPipeError: naming file, line and value of what is wrong.

@@ -1,7 +1,7 @@
 """A lower bound on the energy of an iteration in whatever order its units run.
 
 A stage cannot start before one forward has passed all stages before it, and a backward must pass
-them after its last unit; in between it runs all of its own. A solver prices these chains; what any
+them after its last unit; in between it runs all its units. A solver prices these chains; what any
 prices prove is a matter of additions (weak duality).
 """
 

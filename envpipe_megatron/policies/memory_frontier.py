@@ -16,7 +16,7 @@ _LIMITS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """The best plan found with at most so many extra forwards on any stage."""
+    """The best plan found for a limit on the extra forwards of every stage."""
 
     max_extra_forwards: int
     plan: Plan

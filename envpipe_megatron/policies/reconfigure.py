@@ -1,8 +1,8 @@
 """EnvPipe's reconfiguring: raise frequencies on the critical path until it is the envelope.
 
 Choi et al., ATC'23, section 4.3, with the rules of the authors' code. One step takes the critical
-path of one iteration and gives new frequencies; where the path comes from, a computed timeline or
-measured receives, is the caller's affair.
+path of one iteration and gives new frequencies; the caller brings the path, from a computed
+timeline or from measured receives.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class InteriorPoint:
             SolverError: the method came to no end.
         """
         # A band is too narrow to share: with more than one thread LAPACK takes 10 times as long.
-        # Numbers that overflow end as a gap that is too large, which is an error of its own.
+        # Numbers that overflow end as a gap that is too large, which is reported below.
         with threadpool_limits(limits=1, user_api="blas"), np.errstate(all="ignore"):
             point = self._solve(deadline)
         return Solution(point.slack[BELOW], point.price[EDGE], point.price[LAST])
