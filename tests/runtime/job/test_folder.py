@@ -243,14 +243,6 @@ def test_a_job_file_that_cannot_be_written_ends_no_training(tmp_path, caplog):
     assert caplog.text.count("could not be written") == 2
 
 
-def test_other_ranks_write_no_results(tmp_path, monkeypatch):
-    monkeypatch.setattr(Alone, "is_planner", False)
-    folder = JobFolder(tmp_path, Alone())  # type: ignore[arg-type]
-    folder.keep_profile(profiled())
-    folder.keep_plan(planned(), 0, None)
-    assert files(tmp_path) == {}
-
-
 class Nodes:
     """Collectives of ranks on these nodes, one stage each."""
 

@@ -306,11 +306,6 @@ def test_the_plan_is_left_where_it_is_not_yet(
     assert (tmp_path / "plan.json").exists() is left
 
 
-def test_a_job_without_a_folder_leaves_nothing(saving):
-    order, _ = Rank(SessionConfig(ENVELOPE, warmup_iterations=1)).run(2)[-1]
-    assert order.schedule.name == "envpipe"
-
-
 @dataclass(frozen=True)
 class Known:
     """What a stage's memory was measured to be."""

@@ -271,12 +271,6 @@ def test_phases_get_the_parts_of_the_session(world, tmp_path):
     assert (session.pipeline_ranks, session.baseline) == ([4], None)
 
 
-def test_memory_is_that_of_the_device_in_use(world):
-    world.monkeypatch.setattr(runtime_session, "device_memory", lambda: "the device's")
-    world.session()
-    assert world.made["JobMemory"][0][0] == "the device's"
-
-
 def test_one_rank_alone_talks(world):
     world.pipeline.leads = False
     world.pipeline.broadcast = lambda own: True if own is None or own is False else own

@@ -154,18 +154,6 @@ def profile_by_hand(
     return hand.profile(), hand.said
 
 
-def test_a_pair_whose_kinds_are_told_apart_is_split():
-    forward_j = {1400: 20.0, 1200: 15.0, 1000: 11.0}
-    backward_j = {1400: 40.0, 1200: 33.0, 1000: 28.0}
-    profile, said = profile_by_hand(MeterByHand(), lambda f, b: forward_j[f] + backward_j[b])
-    for clock in CLOCKS_MHZ:
-        row = profile.row(0, Kind.FORWARD, clock)
-        assert row.energy_j == pytest.approx(forward_j[clock])
-        assert profile.row(0, Kind.BACKWARD, clock).energy_j == pytest.approx(backward_j[clock])
-        assert row.energy_uncertainty_j == 0.0
-    assert not any("shared by time" in text for text in said)
-
-
 def test_energies_that_cannot_be_told_apart_are_shared_by_time_and_said():
     def pair_j(forward_mhz: int, backward_mhz: int) -> float:
         return 5.0 if forward_mhz != backward_mhz else forward_mhz / 20
@@ -269,6 +257,7 @@ def test_the_energy_of_waits_is_none_of_a_unit():
         )
     pairs = 4 * 5
     assert profile.row(0, Kind.FORWARD, 1400).energy_uncertainty_j == pytest.approx(0.6 / pairs / 3)
+    assert not any("shared by time" in text for text in hand.said)
     begins_s = [start_s for start_s, _ in hand.meter.iterations_j]
     ends_s = [end_s for _, end_s in hand.meter.iterations_j]
     assert hand.meter.windows[0] == (begins_s[1], ends_s[5])
