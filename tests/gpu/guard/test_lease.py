@@ -201,16 +201,6 @@ def test_a_rank_that_nobody_can_see_is_not_waited_for(gpu):
     assert undo_stale(open_gpu) == [gpu.address]
 
 
-def test_live_leases_are_left_alone(gpu):
-    lease = take(gpu.address)
-    gpu.lock_frequency(1200)
-    (record,) = list_leases()
-    assert undo_stale(open_gpu) == []
-    assert not undo_lease(record, open_gpu)
-    assert gpu.requested_frequency_mhz == 1200
-    lease.release()
-
-
 def test_requests_of_the_dead_that_may_be_under_way_are_waited_for(gpu, monkeypatch):
     left_by_a_dead_guard(gpu.address, dead())
     fake, resets = FakeGpu(), []

@@ -12,7 +12,6 @@ from lease_helpers import (
     folder,
     gpu,
     left_by_a_dead_guard,
-    open_files,
     take,
     undo_stale,
 )
@@ -53,21 +52,6 @@ def test_what_is_no_folder_is_refused(folder, gpu, make):
     for attempt in (lambda: take(gpu.address), list_leases):
         with pytest.raises(LeaseFolderError, match="cannot be used: Not a directory"):
             attempt()
-
-
-@pytest.mark.parametrize(("make", "said"), [(os.mkfifo, "not a regular"), (None, "cannot be read")])
-def test_what_takes_a_leases_place_in_the_last_moment_is_not_opened(
-    folder, gpu, tmp_path, monkeypatch, make, said
-):
-    take(gpu.address).release()
-    plain = Path(__file__).stat()
-    make = make or (lambda path: path.symlink_to(__file__))
-    make(folder / lease_name(gpu.address))
-    monkeypatch.setattr(lease_file.os, "lstat", lambda *_, **__: plain)
-    before = open_files()
-    with pytest.raises(LeaseFolderError, match=said):
-        take(gpu.address)
-    assert open_files() <= before
 
 
 def test_a_folder_that_cannot_be_made_is_said(folder, gpu, monkeypatch):
@@ -197,18 +181,6 @@ def test_a_users_folders(defaults, monkeypatch):
     monkeypatch.setenv(LEASE_DIR_VARIABLE, str(own / "envpipe-leases-2001"))
     os.chown(theirs, 2000, 2000)
     assert folders() == [own / "envpipe-leases-2001"]
-
-
-@needs_root
-def test_root_finds_the_folders_of_all_users(defaults, monkeypatch):
-    shared, own = defaults
-    assert new_lease_folder() == shared
-    assert folders() == []
-    theirs = own / "envpipe-leases-2000"
-    theirs.mkdir()
-    os.chown(theirs, 2000, 2000)
-    shared.mkdir(parents=True)
-    assert folders() == [shared, theirs]
 
 
 @needs_root
