@@ -254,17 +254,11 @@ def _supported(catalog: Sequence[Patch]) -> str:
 
 def _unknown(root: Path, catalog: Sequence[Patch]) -> PatchError:
     seen = []
-    for file in dict.fromkeys(patch.recognition.file for patch in catalog):
-        names = [
-            name
-            for patch in catalog
-            if patch.recognition.file == file
-            for name in patch.recognition.constants
-        ]
-        if (root / file).is_file():
-            found = read_constants(root / file, names)
+    for known in {patch.recognition.file: patch.recognition for patch in catalog}.values():
+        if (root / known.file).is_file():
+            found = read_constants(root / known.file, known.constants)
             version = ", ".join(f"{name} = {value!r}" for name, value in found.items())
-            seen.append(f"its {file} says {version}" if version else f"its {file} is another")
+            seen.append(f"its {known.file} " + (f"says {version}" if version else "is another"))
     if not seen:
         return PatchError(
             "This is no checkout of a supported project",
