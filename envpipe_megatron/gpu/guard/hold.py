@@ -314,15 +314,10 @@ class Hold:
                 "on trying: see their logs. `envpipe clocks reset` tries again later",
             )
 
-    def _say(self, operation: str) -> bool:
-        """Send a message; return whether the guard can still be reached."""
-        try:
+    def _say(self, operation: str) -> None:
+        # A guard that is gone, or does not read, does not answer.
+        with suppress(OSError):
             send(self._connection, {"op": operation})
-        except BlockingIOError:
-            pass  # it does not read, and so does not answer
-        except OSError:
-            return False
-        return True
 
     # --- the watching thread --------------------------------------------------------------------
 
@@ -350,8 +345,7 @@ class Hold:
             if now_s >= next_beat_s:
                 next_beat_s = now_s + beat_every_s
                 unanswered_since_s = unanswered_since_s or now_s
-                if not self._say("beat"):
-                    return
+                self._say("beat")
 
     def _hear(self) -> bool:
         """Do what the guard says; return False where it is gone."""

@@ -75,10 +75,12 @@ def receive(connection: socket.socket) -> dict[str, Any] | None:
         BlockingIOError: there is none yet, on a socket that does not block.
         TimeoutError: none came in time.
     """
-    try:
-        data = connection.recv(_MAX_MESSAGE_BYTES)
-    except ConnectionError:
-        return None
+    data = b""
+    for _ in range(2):
+        # An error comes first where the other side had something unread; then what it said last.
+        with contextlib.suppress(ConnectionError):
+            data = connection.recv(_MAX_MESSAGE_BYTES)
+            break
     if not data:
         return None
     try:

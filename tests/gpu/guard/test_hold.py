@@ -270,7 +270,6 @@ def fail_with(error):
         pytest.param(lambda guard: lambda clock: None, 7, id="no answer for a heartbeat"),
         pytest.param(answer_two, 12 + 7, id="silence counts from the last answer"),
         pytest.param(lambda guard: fail_with(BlockingIOError()), 7, id="it does not even read"),
-        pytest.param(lambda guard: fail_with(BrokenPipeError()), 1, id="a broken connection"),
     ],
 )
 def test_when_a_guard_is_lost(guard, monkeypatch, hears, beats):
