@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+MOST_MODULES = 14  # about a dozen
 
 
 def test_contracts_of_import_linter():
@@ -52,3 +54,24 @@ def test_no_folder_on_a_path_passes_for_a_package_that_may_be_missing():
     for parent in ("benchmarks", "benchmarks/planner", "benchmarks/megatron_lm", "launch", "tests"):
         folders = {path.name for path in (REPOSITORY / parent).iterdir() if path.is_dir()}
         assert not folders & {"deepspeed", "megatron", "torch", "transformers", "lowtime", "apex"}
+
+
+def test_rooms_are_small_and_explained():
+    """None holds more than a dozen modules; the architecture has all, and names what is there."""
+    page = (REPOSITORY / "docs" / "architecture.md").read_text()
+    crowded, unexplained = {}, []
+    for top in ("envpipe_megatron", "benchmarks", "tests"):
+        for room in {path.parent for path in (REPOSITORY / top).rglob("*.py")}:
+            name = str(room.relative_to(REPOSITORY / top))
+            count = sum(path.name != "__init__.py" for path in room.glob("*.py"))
+            if count > MOST_MODULES:
+                crowded[f"{top}/{name}"] = count
+            if top == "envpipe_megatron" and name != "." and f"`{name}`" not in page:
+                unexplained.append(name)
+    assert not crowded
+    assert not unexplained
+    named = set(re.findall(r"`([a-z_]+/[a-z_/]+\.py)", page))
+    package = REPOSITORY / "envpipe_megatron"
+    assert len(named) > 20
+    places = (package, REPOSITORY)
+    assert not [name for name in named if not any((place / name).is_file() for place in places)]
