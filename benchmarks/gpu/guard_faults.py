@@ -27,10 +27,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-sys.path[:0] = [
-    str(Path(__file__).resolve().parents[2] / "tests" / "helpers" / folder)
-    for folder in (".", "guards")
-]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers" / "guards"))
 from fake_nvml.fake_nvml import build_library, compilers  # type: ignore[import-not-found]  # of tests/
 from guard_rounds import FAULTS, Node, Outcome, play  # type: ignore[import-not-found]  # of tests/
 
