@@ -163,10 +163,7 @@ def _draw(settings: Settings, output: Path, results: Results) -> None:
             x_max_s=longest,
             start_s=[stage["start_s"] for stage in stages],
             end_s=[stage["end_s"] for stage in stages],
-            frequency_range_mhz=(
-                float(plan.frequency_mhz.min()),
-                float(plan.frequency_mhz.max()),
-            ),
+            frequency_range_mhz=(plan.frequency_mhz.min(), plan.frequency_mhz.max()),
         )
     plot_energy_valley(
         profile, output / "energy_valley.png", title=f"Energy valley, emulated {name}"

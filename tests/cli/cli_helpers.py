@@ -62,6 +62,17 @@ def plan_for(profile, output, *options, microbatches=8, power=80):
     )  # fmt: skip
 
 
+def plan_badly(profile, folder, *options, microbatches=8):
+    """Run a plan that must be refused before its file is written; its message."""
+    output = folder / "refused.json"
+    message = run_badly(
+        "plan", "--profile", profile, "--num-microbatches", microbatches, "--output", output,
+        "--blocking-power", 80, *options,
+    )  # fmt: skip
+    assert not output.exists()
+    return message
+
+
 def simulate_json(profile, plan, *options):
     return json.loads(
         run_well("simulate", "--profile", profile, "--plan", plan, "--json", *options).stdout

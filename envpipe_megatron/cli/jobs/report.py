@@ -6,9 +6,8 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 
-from envpipe_megatron.cli.common import OUTPUT_FOLDER, say
+from envpipe_megatron.cli.common import OUTPUT_FOLDER, say, table_of
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -36,12 +35,7 @@ def report(folder: Path, output: Path | None) -> None:
     result, *_ = write_report(read, report_facts(read), written)
     console = Console()
     if result.rows:
-        table = Table(title=str(folder.resolve().name))
-        for name in result.header:
-            table.add_column(name, justify="right" if name else "left")
-        for row in result.rows:
-            table.add_row(*row)
-        console.print(table)
+        console.print(table_of(folder.resolve().name, result.header, result.rows))
     for line in (*result.lines, *(f"Missing: {lack}" for lack in read.missing)):
         say(console, line)
     say(console, f"The report is in {written}: {SUMMARY_FILE}, {PAGE_FILE}, {TRACE_FILE}")

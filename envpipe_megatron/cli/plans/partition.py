@@ -18,6 +18,7 @@ from envpipe_megatron.cli.common import (
     Finite,
     check_outputs,
     say,
+    table_of,
 )
 from envpipe_megatron.core.partition import (
     EMBEDDING,
@@ -211,18 +212,17 @@ def _figures(job: _Job, split: Split, cost: Cost | None) -> dict[str, tuple[floa
 
 
 def _comparison(job: _Job, found: Found, even: Split | None) -> Table:
-    shown = Table(title="1F1B at the highest clocks, and planned")
-    for column in ("", "this split", *(("even split", "change (%)") if even else ())):
-        shown.add_column(column, justify="right" if column else "left")
+    columns = ("", "this split", *(("even split", "change (%)") if even else ()))
+    rows = []
     cost = found.cost if isinstance(found, FoundEnergy) else job.cost(found.split)
     theirs = _figures(job, even, job.cost(even)) if even else {}
     for name, (value, digits) in _figures(job, found.split, cost).items():
-        cells = [f"{value:.{digits}f}"]
+        cells = [name, f"{value:.{digits}f}"]
         if name in theirs:
             other = theirs[name][0]
             cells += [f"{other:.{digits}f}", f"{100 * (value / other - 1):+.2f}"]
-        shown.add_row(name, *cells)
-    return shown
+        rows.append(cells)
+    return table_of("1F1B at the highest clocks, and planned", columns, rows)
 
 
 def _about_even_split(job: _Job, found: Found, even: Split | None, flags: tuple[str, ...]) -> str:

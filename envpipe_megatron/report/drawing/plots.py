@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -38,6 +39,9 @@ from envpipe_megatron.report.drawing.style import (
 #: Boxes of more units stand in an SVG as a picture, which viewers are quicker with.
 _MOST_VECTOR_UNITS = 2000
 _MOST_TICKS = 32
+_MARKER: dict[str, Any] = {
+    "markerfacecolor": "#f0c000", "markeredgecolor": INK, "markersize": 6.5,
+}  # fmt: skip
 _FORWARD_LINE, _BACKWARD_LINE, _SUM_LINE = "#0072b2", "#d55e00", INK
 
 
@@ -55,9 +59,10 @@ def plot_timeline(
     start_s: ArrayLike | None = None,
     end_s: ArrayLike | None = None,
     frequency_range_mhz: tuple[float, float] | None = None,
-    show_critical_path: bool = True,
 ) -> None:
     """Write one iteration of a plan as a picture; the suffix of `path` chooses the format.
+
+    The path that sets the iteration time is dotted, unless times were measured.
 
     Args:
         plan: what ran or would run.
@@ -69,54 +74,26 @@ def plot_timeline(
         end_s: measured ends, given together with `start_s`.
         frequency_range_mhz: ends of the colour scale. The default, from the profile's optimal to
             its highest frequency, is the same for all plans made from one profile.
-        show_critical_path: dot the path that sets the iteration time (not for measured times).
 
     Raises:
         PlotError: measured times that do not fit the schedule.
     """
     start, end = _times(plan, start_s, end_s)
     measured = start_s is not None
-    figure = timeline_figure(
-        plan,
+    dotted = not measured and not plan.schedule.forward_only
+    figure = order_figure(
+        plan.schedule,
+        plan.frequency_mhz,
         start,
         end,
         title=title,
         caption=_caption(plan, float(end.max()) if measured else None),
         note=note,
         x_max_s=x_max_s,
-        frequency_range_mhz=frequency_range_mhz,
-        critical_path=plan.timeline.critical_path()
-        if show_critical_path and not measured and not plan.schedule.forward_only
-        else (),
+        frequency_range_mhz=frequency_range_mhz or default_frequency_range_mhz(plan),
+        critical_path=plan.timeline.critical_path() if dotted else (),
     )
     save_picture(figure, path)
-
-
-def timeline_figure(
-    plan: Plan,
-    start_s: FloatArray,
-    end_s: FloatArray,
-    *,
-    title: str,
-    caption: str,
-    note: str | None = None,
-    x_max_s: float | None = None,
-    frequency_range_mhz: tuple[float, float] | None = None,
-    critical_path: Sequence[int] = (),
-) -> Figure:
-    """The figure that `plot_timeline` saves."""
-    return order_figure(
-        plan.schedule,
-        plan.frequency_mhz,
-        start_s,
-        end_s,
-        title=title,
-        caption=caption,
-        note=note,
-        x_max_s=x_max_s,
-        frequency_range_mhz=frequency_range_mhz or default_frequency_range_mhz(plan),
-        critical_path=critical_path,
-    )
 
 
 def order_figure(
@@ -216,10 +193,7 @@ def energy_valley_figure(
 
 
 def _marker(shape: str, label: str) -> Line2D:
-    return Line2D(
-        [], [], color="none", marker=shape, markerfacecolor="#f0c000", markeredgecolor=INK,
-        markersize=6.5, label=label,
-    )  # fmt: skip
+    return Line2D([], [], color="none", marker=shape, label=label, **_MARKER)
 
 
 def _draw_valley(axes: Axes, profile: Profile, stage: int) -> None:
@@ -243,10 +217,7 @@ def _draw_valley(axes: Axes, profile: Profile, stage: int) -> None:
         best, top = min(both, key=lambda f: (both[f], -f)), max(both)
         axes.axvline(best, color=MUTED, linewidth=0.8, linestyle=":", zorder=0)
         for frequency, shape in ((top, "^"), (best, "D")):
-            axes.plot(
-                frequency, both[frequency], shape, markerfacecolor="#f0c000",
-                markeredgecolor=INK, markersize=6.5, zorder=4, clip_on=False,
-            )  # fmt: skip
+            axes.plot(frequency, both[frequency], shape, zorder=4, clip_on=False, **_MARKER)
         saved = 100 * (1 - both[best] / both[top])
         heading += f": optimum {best} MHz saves {saved:.0f} %"
     axes.set_title(heading, fontsize=9, loc="left", color=INK)

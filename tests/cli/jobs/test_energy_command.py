@@ -67,15 +67,7 @@ def test_two_hand_started_nodes_add_up_to_the_joule(tmp_path):
     assert both["job"]["average_power_w"] == pytest.approx(math.fsum(all_j) / 4800)
 
 
-def test_lines_that_are_given_twice_are_told_of(tmp_path, caplog):
-    log = write(tmp_path / "whole.jsonl", window())
-    run_well("energy", "sum", log)
-    assert "given twice" not in caplog.text
-    run_well("energy", "sum", log, log)
-    assert "1 lines were given twice and counted once" in caplog.text
-
-
-def test_lines_that_are_given_twice_count_once(tmp_path):
+def test_lines_that_are_given_twice_count_once_and_are_told_of(tmp_path, caplog):
     entries = [window(iteration=i, energy_j=10 + i) for i in range(6)]
     whole = write(tmp_path / "whole.jsonl", *entries)
     early = write(tmp_path / "copied_early.jsonl", *entries[:4])
@@ -87,6 +79,9 @@ def test_lines_that_are_given_twice_count_once(tmp_path):
         facts = summed(*files)
         assert facts["job"] == once["job"]
         assert facts["repeated_lines"] == repeated
+    assert "given twice" not in caplog.text
+    run_well("energy", "sum", whole, whole)
+    assert "6 lines were given twice and counted once" in caplog.text
     # The same figures of another GPU, or at another time, are not the same line.
     other = write(tmp_path / "other.jsonl", window(gpu=1, energy_j=10), window(begin_s=900.0))
     assert summed(whole, other)["repeated_lines"] == 0
@@ -97,13 +92,8 @@ def test_torn_and_foreign_lines_are_counted_and_passed_over(tmp_path, caplog):
     spoilt = [
         b'{"format": "envpipe-energy/1", "rank": 1, "ener',
         b"\xff\xfe\x00",
-        b"[1, 2]",
         b'{"format": "envpipe-plan/1", "energy_j": 5, "duration_s": 1}',
         json.dumps(window(energy_j=-1.0)).encode(),
-        json.dumps(window(energy_j=float("nan"))).encode(),
-        json.dumps(window(energy_j="12")).encode(),
-        json.dumps(window(node=7)).encode(),
-        json.dumps(window(stage="x")).encode(),
         b"[" * 100_000,
     ]
     with path.open("ab") as file:
@@ -114,29 +104,26 @@ def test_torn_and_foreign_lines_are_counted_and_passed_over(tmp_path, caplog):
     facts = summed(path)
     assert facts["job"]["windows"] == 3
     assert facts["job"]["energy_j"] == 300
-    lines = [*range(3, 13), 15]
+    lines = [*range(3, 8), 10]
     assert facts["unreadable_lines"] == [f"{path}:{number}" for number in lines]
     shown = run_well("energy", "sum", path)
-    assert "11 torn or foreign lines" in caplog.text
+    assert "6 torn or foreign lines" in caplog.text
     assert "300.0" in shown.stdout
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n"])
-def test_an_empty_file_of_many_is_no_error(tmp_path, content):
+def test_an_empty_file_of_many_is_no_error(tmp_path):
     """A node that never got so far as to write."""
     good = write(tmp_path / "good.jsonl", window())
     path = tmp_path / "empty.jsonl"
-    path.write_bytes(content)
+    path.write_bytes(b"\n\n")
     assert summed(good, path)["job"]["windows"] == 1
-    assert summed(path, good)["job"]["windows"] == 1
     assert str(path) in run_badly("energy", "sum", path)
 
 
-@pytest.mark.parametrize("content", [b"stage,instruction\n", b'{"ener', b"\x89PNG\r\n"])
-def test_a_file_without_any_readable_line_is_refused_with_its_name(tmp_path, content):
+def test_a_file_without_any_readable_line_is_refused_with_its_name(tmp_path):
     good = write(tmp_path / "good.jsonl", window())
     path = tmp_path / "empty.jsonl"
-    path.write_bytes(content)
+    path.write_text("stage,instruction\n")
     message = run_badly("energy", "sum", good, path)
     assert str(path) in message
     assert "energy.jsonl" in message
@@ -144,27 +131,6 @@ def test_a_file_without_any_readable_line_is_refused_with_its_name(tmp_path, con
 
 def test_a_missing_file_is_refused(tmp_path):
     assert "gone.jsonl" in run_badly("energy", "sum", tmp_path / "gone.jsonl")
-
-
-def test_phases_and_runs_stay_apart(tmp_path):
-    path = write(
-        tmp_path / "log.jsonl",
-        window(phase="warm-up", energy_j=1.0, run="a"),
-        window(phase="profile", energy_j=2.0, run="a"),
-        window(phase="steady", energy_j=4.0, run="a"),
-        window(phase="steady", energy_j=8.0, run="b"),
-        window(phase="steady", energy_j=16.0, run="b", iteration=1),
-    )
-    facts = summed(path)
-    by_phase = {(p["run"], p["phase"]): p["energy_j"] for p in facts["phases"]}
-    assert by_phase == {
-        ("a", "warm-up"): 1, ("a", "profile"): 2, ("a", "steady"): 4, ("b", "steady"): 24
-    }  # fmt: skip
-    (gpu,) = facts["gpus"]
-    assert {phase: part["energy_j"] for phase, part in gpu["phases"].items()} == {
-        "warm-up": 1, "profile": 2, "steady": 28
-    }  # fmt: skip
-    assert facts["job"]["energy_j"] == 31
 
 
 def test_shares_power_and_uncertainty(tmp_path):
@@ -178,25 +144,6 @@ def test_shares_power_and_uncertainty(tmp_path):
         assert text in shown
 
 
-def test_lines_that_say_little_are_summed_by_rank(tmp_path):
-    """Only energy and duration are needed; what is not known is not made up."""
-    path = tmp_path / "log.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps({"rank": rank, "energy_j": 5, "duration_s": 1, "first_iteration": i}) + "\n"
-            for rank in range(2)
-            for i in range(3)
-        )
-    )
-    facts = summed(path)
-    assert facts["job"]["energy_j"] == 30
-    assert [gpu["energy_j"] for gpu in facts["gpus"]] == [15, 15]
-    assert facts["job"]["energy_uncertainty_j"] is None
-    assert facts["job"]["compute_s"] is None
-    write(path, window())  # beside one that says all
-    assert summed(path)["job"]["compute_s"] is None
-
-
 # Agents' logs --------------------------------------------------------------------------------
 
 
@@ -206,21 +153,6 @@ def note(name, node="n0", **fields):
 
 def job(**facts):
     return note("job", facts=facts)
-
-
-def test_stages_and_nodes_are_summed(tmp_path):
-    one = write(tmp_path / "0.jsonl", window("n0", 0, 0, 1.0), window("n0", 1, 0, 2.0))
-    other = write(tmp_path / "1.jsonl", window("n1", 0, 0, 4.0), window("n1", 1, 0, 8.0))
-    facts = summed(one, other)
-    assert [(entry["stage"], entry["energy_j"]) for entry in facts["stages"]] == [(0, 5), (1, 10)]
-    assert [(entry["node"], entry["energy_j"]) for entry in facts["nodes"]] == [
-        ("n0", 3),
-        ("n1", 12),
-    ]
-    assert [entry["num_gpus"] for entry in facts["stages"]] == [2, 2]
-    shown = run_well("energy", "sum", one, other).stdout
-    for text in ("By stage", "By node", "The job", "15.0 J on 4 GPUs"):
-        assert text in shown
 
 
 def test_cost_and_co2_are_told_where_a_kwh_has_a_price(tmp_path):
@@ -240,8 +172,7 @@ def test_cost_and_co2_are_told_where_a_kwh_has_a_price(tmp_path):
     assert "cost" not in summed(path)["job"]
 
 
-@pytest.mark.parametrize("option", ["--price", "--grid-intensity"])
-@pytest.mark.parametrize("value", ["-1", "nan", "inf", "much"])
+@pytest.mark.parametrize(("option", "value"), [("--price", "-1"), ("--grid-intensity", "nan")])
 def test_a_price_that_is_none_is_refused(tmp_path, option, value):
     path = write(tmp_path / "log.jsonl", window())
     assert option in run_badly("energy", "sum", path, option, value)
@@ -272,38 +203,13 @@ def test_a_whole_job_is_complete(tmp_path):
 
 def test_what_is_missing_is_told(tmp_path):
     whole = write(tmp_path / "0.jsonl", note("begun"), job(num_gpus=3), window(), note("ended"))
-    lost = write(tmp_path / "1.jsonl", note("begun", "n1"), window("n1"))
+    lost = write(tmp_path / "1.jsonl", note("begun", "n1"))  # before it had trained
     facts = summed(whole, lost)
     assert not facts["complete"]
     assert facts["missing"] == [
         "n1 was lost: its energy up to its last line is in the bill",
-        "1 of 3 GPUs sent nothing",
+        "2 of 3 GPUs sent nothing",
     ]
     shown = run_well("energy", "sum", whole, lost).stdout
     assert "INCOMPLETE: n1 was lost: its energy up to its last line is in the bill\n" in shown
-    assert "INCOMPLETE: 1 of 3 GPUs sent nothing\n" in shown
-
-
-def test_notes_alone_are_a_log(tmp_path):
-    """Of a node that was lost before it had trained."""
-    facts = summed(write(tmp_path / "log.jsonl", note("begun")))
-    assert facts["job"]["energy_j"] == 0
-    assert facts["missing"] == ["n0 was lost: its energy up to its last line is in the bill"]
-    run_well("energy", "sum", tmp_path / "log.jsonl")
-
-
-def test_the_saving_is_told_against_the_jobs_own_baseline(tmp_path):
-    baseline = {
-        "iterations": 9, "time_s": 2.0, "time_uncertainty_s": 0.01,
-        "energy_j": 125.0, "metering_uncertainty_j": 0.3,
-    }  # fmt: skip
-    steady = [window(iteration=i, duration_s=2.0 + 0.01 * (-1) ** i) for i in range(10)]
-    path = write(tmp_path / "log.jsonl", job(baseline=baseline), *steady)
-    comparison = summed(path)["comparison"]
-    assert comparison["saving_percent"] == pytest.approx(20)
-    assert comparison["slowdown_percent"] == pytest.approx(0, abs=1e-9)
-    assert 0 < comparison["saving_uncertainty_percent"] < 1
-    assert "saved 20.00 +- " in run_well("energy", "sum", path).stdout
-    without = write(tmp_path / "without.jsonl", *steady)
-    assert summed(without)["comparison"] is None
-    assert "baseline" not in run_well("energy", "sum", without).stdout
+    assert "INCOMPLETE: 2 of 3 GPUs sent nothing\n" in shown

@@ -1,6 +1,5 @@
 """`envpipe plan` and `envpipe simulate` on good input."""
 
-import itertools
 import json
 import os
 import subprocess
@@ -36,7 +35,7 @@ def options_of(policy, schedule):
 
 @pytest.mark.parametrize(
     ("policy", "schedule"),
-    list(itertools.product(POLICIES, SCHEDULES)),
+    [*((p, "envpipe") for p in POLICIES), *((("envelope", "balanced"), s) for s in SCHEDULES)],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_every_plan_has_the_promised_fields_and_simulates_to_its_own_figures(
@@ -98,30 +97,17 @@ def test_limits_reach_the_plan_and_a_shallow_channel_is_told(profile_path, tmp_p
     assert "Note: " in told.stdout
 
 
-def test_fewer_microbatches_than_stages_is_a_valid_job(profile_path, tmp_path):
-    options = options_of(("envelope", "balanced"), "envpipe")
-    plan_for(profile_path, tmp_path / "plan.json", *options, microbatches=2)
-    facts = simulate_json(profile_path, tmp_path / "plan.json")
-    assert facts["peak_in_flight"] == [2, 2, 2, 1]
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "envpipe"])
-@pytest.mark.parametrize("policy", POLICIES, ids="-".join)
 @pytest.mark.parametrize(
     "name",
     ["A100_gpt3-xl_dp1_pp4_tp1/profile.csv", "A40_gpt3-2.7b_dp1_pp8_tp1/profile.csv"],
 )
-def test_published_measurements(tmp_path, name, policy, schedule):
+def test_published_measurements(tmp_path, name):
     profile = measured_profile(name)
-    plan_for(profile, tmp_path / "plan.json", *options_of(policy, schedule), microbatches=16)
+    options = options_of(("envelope", "balanced"), "envpipe")
+    plan_for(profile, tmp_path / "plan.json", *options, microbatches=16)
     facts = simulate_json(profile, tmp_path / "plan.json")
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    assert facts["energy_j"] == plan["energy_j"]
-    if policy == ("baseline",) and schedule == "1f1b":
-        assert facts["saving_percent"] == facts["slowdown_percent"] == 0
-    if policy == ("envelope", "balanced") and schedule == "envpipe":
-        assert facts["saving_percent"] > 3
-        assert max(facts["extra_forwards"]) > 0
+    assert facts["saving_percent"] > 3
+    assert max(facts["extra_forwards"]) > 0
 
 
 @pytest.mark.parametrize("name", ["gpt3-175b_a100_sxm.csv", "gpt3-175b_a40.csv"])
