@@ -24,10 +24,6 @@ from envpipe_megatron.report.run_lines import RunLines, named_as_in, of_present_
 _NAMED_LINES = 3
 
 
-class RunFolderError(EnvPipeError):
-    """A folder in which no run has left anything."""
-
-
 @dataclass(frozen=True)
 class RunFolder:
     """A run's folder, as far as it can be read.
@@ -96,7 +92,7 @@ def read_run_folder(path: Path) -> RunFolder:
     """Read what a run left.
 
     Raises:
-        RunFolderError: there is nothing of a run, or no such folder.
+        EnvPipeError: there is nothing of a run, or no such folder.
         OSError: a file that cannot be read.
     """
     missing: list[str] = []
@@ -124,7 +120,7 @@ def read_run_folder(path: Path) -> RunFolder:
     )
     missing += _untold_stages(folder)
     if not lines.timelines.iterations and not folder.windows:
-        raise RunFolderError(
+        raise EnvPipeError(
             f"No run has left timeline*.jsonl or energy*.jsonl in {path}",
             remedy="Give the folder that --output, --envpipe-output or the quickstart wrote; "
             "envpipe simulate draws a profile and a plan alone.",

@@ -11,6 +11,7 @@ from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import ProfileRow, make_profile
 from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.frequencies import POLICIES
 from envpipe_megatron.report.drawing import gantt, plots
 
@@ -258,7 +259,7 @@ def test_measured_times_are_drawn_from_their_own_start(saved):
 def test_unusable_measured_times_are_refused(tmp_path, change):
     p = plan(builders.one_f_one_b(2, 3))
     start, end = change(p.timeline.start_s, p.timeline.end_s)
-    with pytest.raises(plots.PlotError):
+    with pytest.raises(EnvPipeError):
         plots.plot_timeline(p, tmp_path / "x.png", title="Run", start_s=start, end_s=end)
 
 

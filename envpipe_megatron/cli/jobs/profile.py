@@ -18,10 +18,6 @@ from envpipe_megatron.launch.torchrun.looking import look
 from envpipe_megatron.launch.torchrun.run import run_torchrun
 
 
-class ProfileRunError(EnvPipeError):
-    """A run that left no profile."""
-
-
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option("--output", type=OUTPUT_FILE, required=True, help="Profile CSV.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -47,7 +43,7 @@ def profile(output: Path, command: tuple[str, ...]) -> None:
         with Signals() as signals:
             code = run_torchrun([*command, *flags], {"PYTHONUNBUFFERED": "1"}, signals)
         if code:
-            raise ProfileRunError(
+            raise EnvPipeError(
                 "The training that was to be profiled failed",
                 value=code,
                 remedy="Its own message is above.",
@@ -55,7 +51,7 @@ def profile(output: Path, command: tuple[str, ...]) -> None:
         measured = Path(folder) / "profile.csv"
         if not measured.is_file():
             if not _of_several_nodes(command):
-                raise ProfileRunError(
+                raise EnvPipeError(
                     "The training ended and left no profile",
                     remedy="Its own messages are above; it must be the training script of a "
                     "patched checkout.",

@@ -1,8 +1,8 @@
-"""The answer to one of doctor's questions, and how a broken thing cannot stop the others."""
+"""The answers to doctor's questions, and how a broken thing cannot stop the others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from envpipe_megatron.errors import EnvPipeError
@@ -27,18 +27,22 @@ class Check:
     remedy: str = ""
 
 
-def looked(area: str, name: str, look: Callable[[], Check]) -> Check:
-    """Return what `look` finds; a look that fails in any way is a no with the reason."""
+#: `ok`, `evidence` and `remedy` of a check; the remedy counts only where it is a no.
+Answer = tuple[bool, str, str]
+
+
+def looked(area: str, looks: Mapping[str, Callable[[], Answer]]) -> list[Check]:
+    """What each look finds, by the name of its check; one that fails in any way is a no."""
+    return [_looked(area, name, look) for name, look in looks.items()]
+
+
+def _looked(area: str, name: str, look: Callable[[], Answer]) -> Check:
     try:
-        return look()
+        ok, evidence, remedy = look()
     except EnvPipeError as error:
-        what = str(error).removesuffix(f". {error.remedy}")
-        return Check(area, name, False, what, error.remedy or "Correct what is named there")
+        ok, evidence = False, str(error).removesuffix(f". {error.remedy}")
+        remedy = error.remedy or "Correct what is named there"
     except Exception as error:  # whatever is broken there, the other questions stay
-        return Check(
-            area,
-            name,
-            False,
-            f"could not be looked at: {type(error).__name__}: {error}",
-            "Repair or reinstall it",
-        )
+        ok, evidence = False, f"could not be looked at: {type(error).__name__}: {error}"
+        remedy = "Repair or reinstall it"
+    return Check(area, name, ok, evidence, "" if ok else remedy)

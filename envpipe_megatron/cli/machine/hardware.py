@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
 import pynvml
 
-from envpipe_megatron.cli.machine.checks import Check, looked
+from envpipe_megatron.cli.machine.checks import Answer, Check, looked
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
 from envpipe_megatron.gpu.backends.nvml_errors import MigModeError, VirtualGpuError
@@ -30,23 +30,12 @@ def driver_cuda() -> tuple[int, int] | None:
     return version // 1000, version % 1000 // 10
 
 
-def _looked_all(area: str, looks: dict[str, Callable[[str], Check]]) -> list[Check]:
-    def check(name: str, look: Callable[[str], Check]) -> Check:
-        return looked(area, name, partial(look, name))
-
-    return [check(name, look) for name, look in looks.items()]
-
-
-def _answer(area: str, name: str, ok: bool, evidence: str, remedy: str) -> Check:
-    return Check(area, name, ok, evidence, "" if ok else remedy)
-
-
 # --- GPUs ----------------------------------------------------------------------------------------
 
 
 def gpu_checks() -> list[Check]:
     """Look at NVML, the GPUs, and what makes one refuse whoever asks."""
-    return _looked_all(
+    return looked(
         "gpu",
         {
             "NVML": _nvml,
@@ -59,18 +48,18 @@ def gpu_checks() -> list[Check]:
     )
 
 
-def _nvml(name: str) -> Check:
+def _nvml() -> Answer:
     driver = call_library("read the driver's version", pynvml.nvmlSystemGetDriverVersion)
     cuda = driver_cuda()
     runs = f", runs CUDA {cuda[0]}.{cuda[1]}" if cuda else ""
-    return Check("gpu", name, True, f"driver {driver}{runs}")
+    return True, f"driver {driver}{runs}", ""
 
 
-def _gpus(name: str) -> Check:
+def _gpus() -> Answer:
     counted = Counter(device.name for device in list_nvml_gpus())
     evidence = ", ".join(f"{number} x {kind}" for kind, number in counted.items())
     remedy = "Give the container GPUs (docker run --gpus all); see nvidia-smi -L"
-    return _answer("gpu", name, bool(counted), evidence or "NVML sees none", remedy)
+    return bool(counted), evidence or "NVML sees none", remedy
 
 
 def _every_gpu() -> dict[int, NvmlGpu]:
@@ -85,20 +74,20 @@ def _every_gpu() -> dict[int, NvmlGpu]:
     return gpus
 
 
-def _obstacles(kind: type[GpuError], name: str) -> Check:
+def _obstacles(kind: type[GpuError]) -> Answer:
     found = {index: gpu.control_obstacle() for index, gpu in _every_gpu().items()}
     concerned = {index: error for index, error in found.items() if isinstance(error, kind)}
     if not concerned:
-        return Check("gpu", name, True, f"all {len(found)}")
+        return True, f"all {len(found)}", ""
     first = next(iter(concerned.values()))
-    return Check("gpu", name, False, f"not {_numbers(concerned)}: {first.what}", first.remedy)
+    return False, f"not {_numbers(concerned)}: {first.what}", first.remedy
 
 
 def _numbers(indices: Iterable[int]) -> str:
     return "GPU " + ", ".join(map(str, indices))
 
 
-def _supported_clocks(name: str) -> Check:
+def _supported_clocks() -> Answer:
     tables = Counter(
         (len(clocks), clocks[-1], clocks[0])
         for clocks in (gpu.supported_frequencies_mhz for gpu in _every_gpu().values())
@@ -107,10 +96,10 @@ def _supported_clocks(name: str) -> Check:
         f"{count} clocks, {low} to {high} MHz, on {number} GPUs"
         for (count, low, high), number in tables.items()
     )
-    return Check("gpu", name, True, evidence)
+    return True, evidence, ""
 
 
-def _energy_counter(name: str) -> Check:
+def _energy_counter() -> Answer:
     missing = []
     for index, gpu in _every_gpu().items():
         try:
@@ -119,9 +108,7 @@ def _energy_counter(name: str) -> Check:
         except GpuError:
             missing.append(index)
     remedy = "Energy counters need a GPU since Volta; savings cannot be measured without"
-    return _answer(
-        "gpu", name, not missing, f"none on {_numbers(missing)}" if missing else "on all", remedy
-    )
+    return not missing, f"none on {_numbers(missing)}" if missing else "on all", remedy
 
 
 # --- rights --------------------------------------------------------------------------------------
@@ -129,33 +116,29 @@ def _energy_counter(name: str) -> Check:
 
 def control_checks() -> list[Check]:
     """Look at the rights to control clocks, and at what dead jobs left."""
-    first = _looked_all(
-        "control", {"site configuration": _site, f"{FORBID_VARIABLE} unset": _forbid}
-    )
+    first = looked("control", {"site configuration": _site, f"{FORBID_VARIABLE} unset": _forbid})
     try:
         site = read_site()
     except GpuError:
         site = None  # the first line says what is wrong with it
     back_ends = [] if site is None else _back_ends(site)
-    return [*first, *back_ends, *_looked_all("control", {"no leases of dead jobs": _leases})]
+    return [*first, *back_ends, *looked("control", {"no leases of dead jobs": _leases})]
 
 
-def _site(name: str) -> Check:
+def _site() -> Answer:
     site = read_site()
     if site.path is None:
         where = f"none at {DEFAULT_SITE_PATH} and {SITE_VARIABLE} is not set: the defaults hold"
-        return Check("control", name, True, where)
+        return True, where, ""
     allowed = ", ".join(site.backends) or "no back end"
-    return Check("control", name, True, f"{site.path} allows {allowed}")
+    return True, f"{site.path} allows {allowed}", ""
 
 
-def _forbid(name: str) -> Check:
+def _forbid() -> Answer:
     if not clock_control_forbidden():
-        return Check("control", name, True, "real GPUs may be changed")
+        return True, "real GPUs may be changed", ""
     value = os.environ[FORBID_VARIABLE]
-    return Check(
-        "control",
-        name,
+    return (
         False,
         f"set to {value!r}: nothing changes a real GPU, whatever flags say",
         f"Leave it if these GPUs must not be changed; otherwise unset {FORBID_VARIABLE}",
@@ -177,7 +160,7 @@ def _back_ends(site: SiteConfig) -> list[Check]:
     return [*checks, auto]
 
 
-def _leases(name: str) -> Check:
+def _leases() -> Answer:
     records = list_leases()
     live = [record for record in records if record.live]
     left = [record for record in records if not record.live]
@@ -186,7 +169,7 @@ def _leases(name: str) -> Check:
     if left:
         by = ", ".join(f"{record.address.uid} by job {record.job}" for record in left)
         evidence = f"left on {by}" + (f"; {evidence}" if held else "")
-    return _answer("control", name, not left, evidence, "Run `envpipe clocks reset`")
+    return not left, evidence, "Run `envpipe clocks reset`"
 
 
 # --- environment ---------------------------------------------------------------------------------
@@ -194,7 +177,7 @@ def _leases(name: str) -> Check:
 
 def environment_checks() -> list[Check]:
     """Look at the variables that decide which GPU is which, and how many queues it has."""
-    return _looked_all(
+    return looked(
         "environment",
         {
             VISIBLE_VARIABLE: _visible,
@@ -204,35 +187,31 @@ def environment_checks() -> list[Check]:
     )
 
 
-def _visible(name: str) -> Check:
+def _visible() -> Answer:
     value = os.environ.get(VISIBLE_VARIABLE)
     shown = "not set" if value is None else repr(value)
     devices = visible_gpus().devices
     named = 0 if value is None else len([entry for entry in value.split(",") if entry.strip()])
     seen = ", ".join(f"{i}: {device.uid}" for i, device in enumerate(devices)) or "no GPU"
     ok = bool(devices) and len(devices) >= named
-    return _answer(
-        "environment",
-        name,
+    return (
         ok,
         f"{shown}; CUDA numbers {seen}",
         "An entry that names no GPU hides itself and all after it: correct or unset it",
     )
 
 
-def _order(name: str) -> Check:
+def _order() -> Answer:
     value = os.environ.get(ORDER_VARIABLE)
     assumption = visible_gpus().assumption
     evidence = f"{value or 'not set'}; {assumption or 'no number needs to be guessed'}"
-    return Check("environment", name, True, evidence)
+    return True, evidence, ""
 
 
-def _connections(name: str) -> Check:
+def _connections() -> Answer:
     value = os.environ.get(QUEUES_VARIABLE)
     few = hardware_capacity(os.environ) is not None
-    return _answer(
-        "environment",
-        name,
+    return (
         not few,
         f"{value}: counts as a single hardware queue, in which a transfer that waits holds up "
         "every kernel behind it"

@@ -13,7 +13,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from envpipe_megatron.cli.machine.checks import Check, looked
+from envpipe_megatron.cli.machine.checks import Answer, Check, looked
 from envpipe_megatron.integrations import versions
 from envpipe_megatron.patching.catalog import load_catalog
 
@@ -24,7 +24,7 @@ def software_checks(driver_cuda: tuple[int, int] | None) -> list[Check]:
     Args:
         driver_cuda: newest CUDA version (major, minor) that the driver runs, None if unknown.
     """
-    looks: dict[str, Callable[[], Check]] = {
+    looks: dict[str, Callable[[], Answer]] = {
         "torch": partial(_torch, driver_cuda),
         "megatron-core": _megatron_core,
         "nvidia-ml-py": _nvidia_ml_py,
@@ -33,11 +33,7 @@ def software_checks(driver_cuda: tuple[int, int] | None) -> list[Check]:
         "DeepSpeed": _deepspeed,
         "zeus": _zeus,
     }
-    return [looked("software", name, look) for name, look in looks.items()]
-
-
-def _check(name: str, ok: bool, evidence: str, remedy: str = "") -> Check:
-    return Check("software", name, ok, evidence, "" if ok else remedy)
+    return looked("software", looks)
 
 
 def version_of(*distributions: str) -> str | None:
@@ -73,15 +69,14 @@ def constants_of(path: Path) -> dict[str, object]:
     return found
 
 
-def _torch(driver_cuda: tuple[int, int] | None) -> Check:
+def _torch(driver_cuda: tuple[int, int] | None) -> Answer:
     folder = folder_of("torch")
     if folder is None:
-        return _check("torch", False, "not installed", "pip install 'torch>=2.11'")
+        return False, "not installed", "pip install 'torch>=2.11'"
     built = constants_of(folder / "version.py")
     version, cuda = built.get("__version__"), built.get("cuda")
     if not isinstance(cuda, str):
-        return _check(
-            "torch",
+        return (
             False,
             f"{version}, built without CUDA",
             "Good for the quickstart; for GPUs install a CUDA build (https://pytorch.org)",
@@ -91,37 +86,36 @@ def _torch(driver_cuda: tuple[int, int] | None) -> Check:
         evidence += f"; the driver runs CUDA {driver_cuda[0]}.{driver_cuda[1]}"
         if int(cuda.split(".")[0]) > driver_cuda[0]:
             remedy = f"Install a torch for CUDA {driver_cuda[0]}, or a newer driver"
-            return _check("torch", False, evidence, remedy)
-    return _check("torch", True, evidence)
+            return False, evidence, remedy
+    return True, evidence, ""
 
 
-def _megatron_core() -> Check:
-    name = "megatron-core"
+def _megatron_core() -> Answer:
     catalog = load_catalog()
     wanted = f"Supported: {', '.join(patch.name for patch in catalog)}"
     folder = folder_of("megatron")
     package_info = folder / "core" / "package_info.py" if folder else None
     if package_info is None or not package_info.is_file():
-        return _check(name, False, "not installed", wanted)
+        return False, "not installed", wanted
     said = constants_of(package_info)
     version = tuple(
         part for key in ("MAJOR", "MINOR", "PATCH") if type(part := said.get(key)) is int
     )
     evidence = f"{'.'.join(map(str, version))} at {package_info.parent}"
     supported = any(patch.recognition.fits(package_info.parents[2]) for patch in catalog)
-    return _check(name, supported, evidence, wanted)
+    return supported, evidence, wanted
 
 
-def _nvidia_ml_py() -> Check:
+def _nvidia_ml_py() -> Answer:
     version, shim = version_of("nvidia-ml-py"), version_of("pynvml")
     remedy = "pip install nvidia-ml-py"
     if version is None:
-        return _check("nvidia-ml-py", False, "not installed", remedy)
+        return False, "not installed", remedy
     if shim is not None and _major(shim) < 12:
         # Before 12 that package had a module of the same name; since then it only depends on ours.
         evidence = f"{version}, but the package pynvml {shim} has a module of the same name"
-        return _check("nvidia-ml-py", False, evidence, f"pip uninstall pynvml; {remedy}")
-    return _check("nvidia-ml-py", True, version)
+        return False, evidence, f"pip uninstall pynvml; {remedy}"
+    return True, version, ""
 
 
 def _major(version: str) -> int:
@@ -129,18 +123,16 @@ def _major(version: str) -> int:
     return int(match[0]) if match else 0
 
 
-def _apex() -> Check:
-    name = "NVIDIA Apex"
+def _apex() -> Answer:
     remedy = (
         "Not needed. Megatron uses it where Transformer Engine is missing; build it from "
         "https://github.com/NVIDIA/apex, never from PyPI, whose `apex` is something else"
     )
     folder = folder_of("apex")
     if folder is None:
-        return _check(name, False, "not installed", remedy)
+        return False, "not installed", remedy
     if not all((folder / part).is_dir() for part in ("multi_tensor_apply", "normalization")):
-        return _check(
-            name,
+        return (
             False,
             f"{folder} is another package of that name, as PyPI's `apex` is",
             f"pip uninstall apex: Megatron would import it. {remedy}",
@@ -149,7 +141,7 @@ def _apex() -> Check:
         "amp_C": "fused optimizers",
         "fused_weight_gradient_mlp_cuda": "fused gradient accumulation",
     }
-    return _check(name, True, f"{version_of('apex')} with {_extensions(built)}")
+    return True, f"{version_of('apex')} with {_extensions(built)}", ""
 
 
 def _extensions(built: Mapping[str, str]) -> str:
@@ -157,29 +149,28 @@ def _extensions(built: Mapping[str, str]) -> str:
     return " and ".join(there) or "no CUDA extension built"
 
 
-def _transformer_engine() -> Check:
-    name = "Transformer Engine"
+def _transformer_engine() -> Answer:
     version = version_of("transformer-engine")
     if version is None or folder_of("transformer_engine") is None:
         remedy = (
             "Not needed. Megatron's default layers use it: pip install transformer-engine[pytorch]"
         )
-        return _check(name, False, "not installed, or in parts", remedy)
-    return _check(name, True, version)
+        return False, "not installed, or in parts", remedy
+    return True, version, ""
 
 
-def _deepspeed() -> Check:
-    name, version = "DeepSpeed", version_of("deepspeed")
+def _deepspeed() -> Answer:
+    version = version_of("deepspeed")
     lowest, beyond = map(versions.as_text, versions.DEEPSPEED)
     wanted = f"DS_BUILD_OPS=0 pip install 'deepspeed>={lowest},<{beyond}'"
     if version is None:
-        return _check(name, False, "not installed", f"Not needed for Megatron-LM. {wanted}")
+        return False, "not installed", f"Not needed for Megatron-LM. {wanted}"
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
     supported = versions.DEEPSPEED[0] <= numbers < versions.DEEPSPEED[1]
-    return _check(name, supported, version, wanted)
+    return supported, version, wanted
 
 
-def _zeus() -> Check:
+def _zeus() -> Answer:
     version = version_of("zeus", "zeus-ml")
     remedy = "Not needed: EnvPipe speaks to zeusd itself. pip install zeus for Zeus's own meters"
-    return _check("zeus", version is not None, version or "not installed", remedy)
+    return version is not None, version or "not installed", remedy

@@ -45,10 +45,6 @@ _MARKER: dict[str, Any] = {
 _FORWARD_LINE, _BACKWARD_LINE, _SUM_LINE = "#0072b2", "#d55e00", INK
 
 
-class PlotError(EnvPipeError):
-    """Something that cannot be drawn."""
-
-
 def plot_timeline(
     plan: Plan,
     path: Path,
@@ -76,7 +72,7 @@ def plot_timeline(
             its highest frequency, is the same for all plans made from one profile.
 
     Raises:
-        PlotError: measured times that do not fit the schedule.
+        EnvPipeError: measured times that do not fit the schedule.
     """
     start, end = _times(plan, start_s, end_s)
     measured = start_s is not None
@@ -235,13 +231,13 @@ def _times(
     start, end = np.asarray(start_s, dtype=float), np.asarray(end_s, dtype=float)
     shape = plan.frequency_mhz.shape
     if start.shape != shape or end.shape != shape:
-        raise PlotError(
+        raise EnvPipeError(
             "Measured starts and ends must both be [num_stages, units_per_stage]",
             value=(start.shape, end.shape),
             remedy=f"The schedule is {shape[0]} x {shape[1]}.",
         )
     if not np.all(np.isfinite(start) & np.isfinite(end) & (end >= start)):
-        raise PlotError("A measured unit ends before it starts, or is not measured at all")
+        raise EnvPipeError("A measured unit ends before it starts, or is not measured at all")
     begin = start.min()
     return start - begin, end - begin
 

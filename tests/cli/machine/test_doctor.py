@@ -191,7 +191,7 @@ def test_any_failure_of_a_look_is_a_no():
         def look():
             raise error
 
-        return looked("area", "name", look)
+        return looked("area", {"name": look})[0]
 
     named = fails(EnvPipeError("broken", remedy="mend it"))
     assert named == Check("area", "name", False, "broken", "mend it")
