@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.options import Options, prepare_files, read_options
 
 NEEDED_BY_ITERATION = 3
+T = TypeVar("T")
 
 
 class HookError(EnvPipeError):
@@ -66,6 +67,35 @@ def options_of(args: argparse.Namespace) -> Options:
     )
     prepare_files(options, args.pipeline_model_parallel_size)
     return options
+
+
+def validated(options: Options | None, file: str) -> Options:
+    """The options that the hook in a file of the framework has read; a HookError without."""
+    if options is None:
+        raise HookError(
+            f"The arguments of this job came from elsewhere than the command line, or the hook in "
+            f"{file} is missing",
+            remedy="Give all options on the command line; `envpipe patch check` looks at hooks.",
+        )
+    return options
+
+
+def running(job: T | None) -> T:
+    """What trains at the moment; a HookError where nothing does."""
+    if job is None:
+        raise HookError(
+            "A hook was called outside training",
+            remedy="`envpipe patch check` says what is wrong with this checkout.",
+        )
+    return job
+
+
+def check_profiled(options: Options, has_profile: bool) -> None:
+    """End by a HookError a job that was started for its profile alone and has none."""
+    if options.profile_only and not has_profile:
+        raise HookError(
+            "Training ended before every stage was profiled", remedy="Raise --train-iters."
+        )
 
 
 def refuse(error: EnvPipeError) -> NoReturn:

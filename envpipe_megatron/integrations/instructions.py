@@ -310,7 +310,9 @@ class InstrumentedPipeline:
             stages.setdefault(ranks, {})[stage] = letters
         # Those of all pipelines, so that no rank goes on where another is refused.
         orders = {
-            ranks: recognized([by_stage[stage] for stage in sorted(by_stage)], self._microbatches)
+            ranks: recognized(
+                [letters for _, letters in sorted(by_stage.items())], placement.num_microbatches
+            )
             for ranks, by_stage in stages.items()
         }
         kept_order = orders[pipeline]
@@ -327,16 +329,12 @@ class InstrumentedPipeline:
             self._say(job.banner())
         return job, kept_order
 
-    @property
-    def _microbatches(self) -> int:
-        return self._placement.num_microbatches
-
     def _same_job(self) -> dict[str, object]:
         # A job that nothing is known of is no other start of one that was.
         own = {"start": time.time_ns()} if self._facts is None else self._facts
         return {
             **own,
-            "num_microbatches": self._microbatches,
+            "num_microbatches": self._placement.num_microbatches,
             "world_size": dist.get_world_size(),
         }
 

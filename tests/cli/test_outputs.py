@@ -56,12 +56,6 @@ def test_a_profile_is_written_again_with_its_sidecar(folder):
     assert read_profile(folder / "p.csv").num_stages == 2
 
 
-def test_the_library_refuses_the_sidecars_name_too(folder, profile_path):
-    with pytest.raises(Exception, match=r"x\.json"):
-        read_profile(profile_path).write(folder / "x.json")
-    assert not (folder / "x.json").exists()
-
-
 @pytest.mark.parametrize(
     ("option", "name", "beside"),
     [

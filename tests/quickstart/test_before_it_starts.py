@@ -46,9 +46,6 @@ class TestRefused:
         assert "3200 bytes" in message
         assert not (tmp_path / "out").exists()
 
-    def test_no_text_at_all(self, tmp_path):
-        assert "0 bytes" in refused(short_settings(tmp_path, text=str(tmp_path / "gone")))
-
     def test_an_unknown_preset(self, tmp_path):
         message = refused(short_settings(tmp_path, preset="abacus"))
         assert "abacus" in message
@@ -72,17 +69,13 @@ class TestRefused:
         assert "--output" in message
         assert contents(tmp_path / "out") == before
 
-    @pytest.mark.parametrize(
-        ("module", "package"),
-        [("torch", "torch"), ("megatron", "megatron-core")],
-    )
-    def test_a_package_that_is_missing(self, tmp_path, monkeypatch, module, package):
+    def test_a_package_that_is_missing(self, tmp_path, monkeypatch):
         found = importlib.util.find_spec
         monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name: None if name == module else found(name)
+            importlib.util, "find_spec", lambda name: None if name == "megatron" else found(name)
         )
         message = refused(short_settings(tmp_path))
-        assert f"needs {package}, which is not installed" in message
+        assert "needs megatron-core, which is not installed" in message
         assert "pip install" in message
         assert not (tmp_path / "out").exists()
 
@@ -94,7 +87,6 @@ class TestRefused:
             (["--text", str(tmp_path / "gone"), "--output", out], "does not exist"),
             (["--text", str(tmp_path / "short.txt"), "--output", out], "Too little text"),
             (["--text", file, "--output", out, "--gpu", "abacus"], "abacus"),
-            (["--text", file, "--output", str(tmp_path)], "short.txt"),
             (["--text", file, "--output", file], "is a file"),
             (["--text", file, "--output", file + "/out"], "Not a directory"),
         ):
@@ -223,12 +215,6 @@ class TestText:
         with pytest.raises(QuickstartError, match=r"a\.txt: Permission denied"):
             load_text(tmp_path / "a.txt", 1)
 
-    def test_too_little(self, tmp_path):
-        (tmp_path / "a.txt").write_text("12345")
-        assert load_text(tmp_path, 5) == b"12345"
-        with pytest.raises(QuickstartError, match="5 bytes"):
-            load_text(tmp_path, 6)
-
 
 def test_microbatches_depend_on_the_iteration_alone(tmp_path):
     torch = pytest.importorskip("torch")
@@ -258,10 +244,6 @@ def test_the_last_stage_is_slower_by_its_output_layer():
     # layer's 2 x 64 x 256 = 32,768 are a seventh of that.
     settings = Settings("out", "text")
     assert settings.forward_times_s == pytest.approx([0.03, 0.03, 0.03, 0.03 * 8 / 7])
-    wide = Settings("out", "text", num_layers=4, hidden_size=128, sequence_length=32, num_stages=2)
-    stage = 2 * (24 * 128**2 + 4 * 128 * 32)
-    last = 0.03 * (stage + 2 * 128 * 256) / stage
-    assert wide.forward_times_s == pytest.approx([0.03, last])
 
 
 def test_settings_survive_their_file(tmp_path):

@@ -20,10 +20,12 @@ from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
 from envpipe_megatron.integrations.deepspeed.initialize import begin
 from envpipe_megatron.integrations.hooking import (
     NEEDED_BY_ITERATION,
-    HookError,
+    check_profiled,
     check_reached,
     options_of,
     refuse,
+    running,
+    validated,
 )
 from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.megatron_deepspeed.refusals import (
@@ -108,18 +110,13 @@ def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
         EnvPipeError: no GPU, no control where it is required, or another rank raised one.
     """
     _state.reached["begin_training"] += 1
-    if _state.options is None:
-        raise HookError(
-            "The arguments of this job came from elsewhere than the command line, or the hook in "
-            "megatron/arguments.py is missing",
-            remedy="Give all options on the command line; `envpipe patch check` looks at hooks.",
-        )
+    options = validated(_state.options, "megatron/arguments.py")
     _state.log_interval = args.log_interval
     try:
         check_model(model)
         _state.engine = begin(
             model[0],
-            _state.options,
+            options,
             {
                 **deepspeed_config(args),
                 "megatron": {name: getattr(args, name, None) for name in _SAME_JOB},
@@ -144,7 +141,7 @@ def end_step() -> None:
         check_reached(_state.reached, _NEEDED)
     if steps > _state.log_interval:
         check_reached(_state.reached, ["log"], steps)
-    _running()
+    running(_state.engine)
 
 
 def log(iteration: int, writer: Any) -> str:
@@ -160,7 +157,7 @@ def log(iteration: int, writer: Any) -> str:
         what to add to the log line.
     """
     _state.reached["log"] += 1
-    report = _running().report_interval()
+    report = running(_state.engine).report_interval()
     if writer.is_enabled():
         for name, value in report.scalars().items():
             writer.add_scalar(name, value, iteration)
@@ -173,16 +170,12 @@ def end_training() -> None:
     Raises:
         HookError: only the profile was asked for, and training was too short for it.
     """
-    engine = _running()
+    engine = running(_state.engine)
     _state.engine = None
     engine.end_training()
     has_profile = engine.session.state.profile is not None
     engine.__class__ = PipelineEngine
-    assert _state.options is not None
-    if _state.options.profile_only and not has_profile:
-        raise HookError(
-            "Training ended before every stage was profiled", remedy="Raise --train-iters."
-        )
+    check_profiled(validated(_state.options, "megatron/arguments.py"), has_profile)
 
 
 def check_model(model: list[Any]) -> None:
@@ -200,12 +193,3 @@ def check_model(model: list[Any]) -> None:
             value=type(getattr(engine, "module", engine)).__name__,
             remedy="Train without --envpipe.",
         )
-
-
-def _running() -> EnvPipeEngine:
-    if _state.engine is None:
-        raise HookError(
-            "A hook was called outside training",
-            remedy="`envpipe patch check` says what is wrong with this checkout.",
-        )
-    return _state.engine

@@ -1,8 +1,6 @@
 """What the patch calls; imported by a patched checkout when --envpipe is among its arguments.
 
-A hook that is never reached would leave a job that trains without EnvPipe and says nothing of it.
-So each notes that it was reached, and the job ends with an error by its third iteration if one was
-not.
+`hooking` says what happens where a hook is never reached.
 """
 
 from __future__ import annotations
@@ -21,9 +19,12 @@ from envpipe_megatron.integrations import options as job_options
 from envpipe_megatron.integrations.hooking import (
     NEEDED_BY_ITERATION,
     HookError,
+    check_profiled,
     check_reached,
     options_of,
     refuse,
+    running,
+    validated,
 )
 from envpipe_megatron.integrations.job import Job, JobError, close_at_exit
 from envpipe_megatron.integrations.megatron_core import ForwardBackward
@@ -80,16 +81,11 @@ def begin_training(args: argparse.Namespace) -> None:
         EnvPipeError: no GPU, no control where it is required, or another rank raised one.
     """
     _state.reached["begin_training"] += 1
-    if _state.options is None:
-        raise HookError(
-            "The arguments of this job came from elsewhere than the command line, or the hook in "
-            "megatron/training/arguments.py is missing",
-            remedy="Give all options on the command line; `envpipe patch check` looks at hooks.",
-        )
+    options = validated(_state.options, "megatron/training/arguments.py")
     if not args.log_energy:
         _quiet_energy_monitor()
     try:
-        job = _state.job = make_job(args, _state.options, _say)
+        job = _state.job = make_job(args, options, _say)
     except JobError as error:
         refuse(error)
     close_at_exit(_close)
@@ -126,7 +122,7 @@ def begin_step(iteration: int) -> None:
         iteration: Megatron's number, from 0.
     """
     _state.reached["begin_step"] += 1
-    _running().session.begin_step(iteration)
+    running(_state.job).session.begin_step(iteration)
 
 
 def end_step(skipped: int) -> None:
@@ -140,7 +136,7 @@ def end_step(skipped: int) -> None:
         SystemExit: only the profile was asked for, and it is written.
     """
     _state.reached["end_step"] += 1
-    job = _running()
+    job = running(_state.job)
     job.session.end_step()
     if skipped and _state.forward_backward is not None:
         _state.forward_backward.stay_with_framework()
@@ -166,7 +162,7 @@ def log(iteration: int, writer: Any, wandb_writer: Any) -> str:
         what to add to the log line.
     """
     _state.reached["log"] += 1
-    job = _running()
+    job = running(_state.job)
     report = IntervalReport.gather(job.session)
     for name, value in report.scalars().items():
         if writer:
@@ -184,14 +180,11 @@ def pause() -> None:
 
 def end_training() -> None:
     """Give clocks back, and print the bill; Megatron gets its own function again."""
-    job = _running()
+    job = running(_state.job)
     _hooked_schedules().envpipe_hook = None
     job.end()
     _close()
-    if job.options.profile_only and job.session.state.profile is None:
-        raise HookError(
-            "Training ended before every stage was profiled", remedy="Raise --train-iters."
-        )
+    check_profiled(job.options, job.session.state.profile is not None)
 
 
 def _quiet_energy_monitor() -> None:
@@ -252,15 +245,6 @@ def _hooked_schedules() -> Any:
             "megatron-core; `envpipe patch check` looks at it.",
         )
     return schedules
-
-
-def _running() -> Job:
-    if _state.job is None:
-        raise HookError(
-            "A hook was called outside training",
-            remedy="`envpipe patch check` says what is wrong with this checkout.",
-        )
-    return _state.job
 
 
 def _close() -> None:

@@ -76,8 +76,3 @@ def test_inputs_are_not_overwritten(tmp_path, profile_path, command):
         )
         assert "overwrite" in run_badly(*options)
     assert before == {path: path.read_text() for path in before}
-
-
-@pytest.mark.parametrize("command", ["import-freqs", "export-freqs"])
-def test_help_has_an_example(command):
-    assert f"envpipe {command} --profile" in " ".join(run_well(command, "--help").stdout.split())
