@@ -5,11 +5,26 @@ from __future__ import annotations
 import numpy as np
 
 from envpipe_megatron.core import builders
+from envpipe_megatron.core.profile import ProfileRow, make_profile
+from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import EnergyWindow
 from envpipe_megatron.formats.timeline import GpuLabels, RankIteration
 
 FORWARD_S, BACKWARD_S = 0.010, 0.020
+
+
+def profile(num_stages, rows):
+    """Stages that are alike; of (MHz, s, J) of a forward, and a backward takes twice that."""
+    return make_profile(
+        [
+            (stage, kind, ProfileRow(mhz, weight * time_s, weight * energy_j))
+            for stage in range(num_stages)
+            for kind, weight in ((Kind.FORWARD, 1), (Kind.BACKWARD, 2))
+            for mhz, time_s, energy_j in rows
+        ],
+        source="made for a test",
+    )
 
 
 def labels(stage, node="n1", run=""):

@@ -2,21 +2,12 @@
 
 import numpy as np
 import pytest
+import run_made
 
-from envpipe_megatron.core.profile import ProfileRow, make_profile
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.policies.planner import PlanRequest, make_frontier, make_memory_frontier
 from envpipe_megatron.report.drawing import frontiers
 
-PROFILE = make_profile(
-    [
-        (stage, kind, ProfileRow(f, weight * time_s, weight * energy_j))
-        for stage in range(3)
-        for kind, weight in ((Kind.FORWARD, 1), (Kind.BACKWARD, 2))
-        for f, time_s, energy_j in ((1500, 1.0, 140.0), (1200, 1.2, 110.0), (900, 1.6, 100.0))
-    ],
-    source="made for a test",
-)
+PROFILE = run_made.profile(3, [(1500, 1.0, 140.0), (1200, 1.2, 110.0), (900, 1.6, 100.0)])
 REQUEST = PlanRequest(6, "auto", "optimal", blocking_power_w=30.0)
 
 

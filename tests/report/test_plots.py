@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import run_made
 from matplotlib.figure import Figure
 
 from envpipe_megatron.core import builders
@@ -15,25 +16,12 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.frequencies import POLICIES
 from envpipe_megatron.report.drawing import gantt, plots
 
-FREQUENCIES = (900, 1200, 1500)
-
-
-def profile(num_stages, frequencies=FREQUENCIES):
-    """A valley whose bottom is 1200 MHz; a backward takes twice a forward."""
-    shape = {900: (1.6, 11.0), 1200: (1.25, 10.0), 1500: (1.0, 14.0)}
-    return make_profile(
-        [
-            (stage, kind, ProfileRow(f, weight * shape[f][0], weight * shape[f][1]))
-            for stage in range(num_stages)
-            for kind, weight in ((Kind.FORWARD, 1), (Kind.BACKWARD, 2))
-            for f in frequencies
-        ],
-        source="made for a test",
-    )
+#: A valley whose bottom is 1200 MHz.
+VALLEY = [(1500, 1.0, 14.0), (1200, 1.25, 10.0), (900, 1.6, 11.0)]
 
 
 def plan(schedule, policy="envelope"):
-    prof = profile(schedule.num_stages).for_chunks(schedule.num_chunks)
+    prof = run_made.profile(schedule.num_stages, VALLEY).for_chunks(schedule.num_chunks)
     return Plan(
         policy,
         schedule,
@@ -175,7 +163,7 @@ def test_pictures_of_one_profile_share_the_frequency_scale_by_default():
 
 def test_a_single_frequency_still_has_a_scale():
     schedule = builders.one_f_one_b(2, 2)
-    prof = profile(2, frequencies=(1500,))
+    prof = run_made.profile(2, VALLEY[:1])
     p = Plan(
         "baseline", schedule, POLICIES["baseline"](schedule, prof), prof, Conditions((0.0, 0.0))
     )
@@ -264,7 +252,7 @@ def test_unusable_measured_times_are_refused(tmp_path, change):
 
 
 def test_valley_marks_optimum_and_highest_clock_of_each_stage(tmp_path):
-    figure = plots.energy_valley_figure(profile(5), title="Valley")
+    figure = plots.energy_valley_figure(run_made.profile(5, VALLEY), title="Valley")
     assert [axes.get_title(loc="left").split(":")[0] for axes in figure.axes] == [
         f"stage {stage}" for stage in range(5)
     ]
@@ -278,7 +266,7 @@ def test_valley_marks_optimum_and_highest_clock_of_each_stage(tmp_path):
     curves = {tuple(line.get_ydata()) for line in axes.lines if len(line.get_xdata()) == 3}
     assert curves == {(11.0, 10.0, 14.0), (22.0, 20.0, 28.0), (33.0, 30.0, 42.0)}
     path = tmp_path / "valley.png"
-    plots.plot_energy_valley(profile(5), path, title="Valley")
+    plots.plot_energy_valley(run_made.profile(5, VALLEY), path, title="Valley")
     assert path.stat().st_size > 0
 
 

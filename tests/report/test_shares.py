@@ -1,25 +1,17 @@
 """Shares of a GPU's time and energy add up to what was metered."""
 
 import pytest
+import run_made
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import ProfileRow, make_profile
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.policies.frequencies import POLICIES
 from envpipe_megatron.report.shares import gpu_shares
 
 
 def plan(conditions):
-    shape = {900: (1.6, 11.0), 1500: (1.0, 14.0)}
-    rows = [
-        (stage, kind, ProfileRow(f, weight * time_s, weight * energy_j))
-        for stage in range(3)
-        for kind, weight in ((Kind.FORWARD, 1), (Kind.BACKWARD, 2))
-        for f, (time_s, energy_j) in shape.items()
-    ]
-    profile = make_profile(rows, source="made for a test")
+    profile = run_made.profile(3, [(1500, 1.0, 14.0), (900, 1.6, 11.0)])
     schedule = builders.one_f_one_b(3, 4)
     frequency = POLICIES["envelope"](schedule, profile)
     return Plan("envelope", schedule, frequency, profile, conditions)

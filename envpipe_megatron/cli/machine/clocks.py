@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import click
 import pynvml
 from rich.console import Console
 from rich.table import Table
 
-from envpipe_megatron.cli.common import say
+from envpipe_megatron.cli.common import numbers, say
 from envpipe_megatron.cli.machine.latency import measure_latency
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
@@ -21,7 +21,7 @@ from envpipe_megatron.gpu.backends.nvml_library import call_gpu
 from envpipe_megatron.gpu.base import ClockState, Gpu, GpuAddress, GpuError
 from envpipe_megatron.gpu.emulated.emulated_gpu import list_emulated
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE, default_root
-from envpipe_megatron.gpu.guard.resetting import ResetOutcome, Resetter
+from envpipe_megatron.gpu.guard.resetting import Resetter
 from envpipe_megatron.gpu.opening import open_reader
 from envpipe_megatron.gpu.overrides import override_for, sweep_range
 from envpipe_megatron.gpu.site import read_site
@@ -129,10 +129,10 @@ def _table(listed: ListedGpu, all_clocks: bool) -> Table:
     table.add_row("address" if gpu.is_emulated else "UUID", gpu.address.uid)
     table.add_row("SM clocks", _range_text(supported))
     if all_clocks:
-        table.add_row("all SM clocks (MHz)", _listing(supported))
-    table.add_row("a profile sweeps (MHz)", _listing(swept))
+        table.add_row("all SM clocks (MHz)", numbers(supported))
+    table.add_row("a profile sweeps (MHz)", numbers(swept))
     if not gpu.is_emulated:
-        table.add_row("memory clocks (MHz)", _listing(_memory_clocks(gpu)))
+        table.add_row("memory clocks (MHz)", numbers(_memory_clocks(gpu)))
     table.add_row("SM clock now", _clock_text(state))
     limit = "" if state.power_limit_w is None else f" of at most {state.power_limit_w:.0f} W"
     table.add_row("power now", f"{gpu.power_w:.1f} W{limit}")
@@ -145,10 +145,6 @@ def _range_text(supported: Sequence[int]) -> str:
     steps = sorted({high - low for high, low in pairwise(supported)})
     stepped = f" in steps of {' and '.join(map(str, steps))} MHz" if 0 < len(steps) <= 2 else ""
     return f"{supported[-1]} to {supported[0]} MHz{stepped}, {len(supported)} clocks"
-
-
-def _listing(clocks_mhz: Sequence[int]) -> str:
-    return " ".join(map(str, clocks_mhz))
 
 
 def _clock_text(state: ClockState) -> str:
@@ -186,22 +182,16 @@ def reset(wanted: tuple[str, ...]) -> None:
     resetter = Resetter(site)
     addresses = [gpu.address for gpu in chosen]
     index_of = {gpu.address.uid: gpu.index for gpu in gpus}
-    console, all_done, num_gpus = Console(), True, 0
-
-    def report(outcome: ResetOutcome) -> None:
-        nonlocal all_done, num_gpus
+    console, done = Console(), []
+    outcomes = resetter.reset_all(addresses)
+    if not wanted:
+        outcomes = chain(outcomes, resetter.undo_others(address.uid for address in addresses))
+    for outcome in outcomes:
         index = index_of.get(outcome.uid)
         name = outcome.uid if index is None else f"GPU {index} ({outcome.uid})"
         say(console, f"{name}: {outcome.what}")
-        all_done &= outcome.done
-        num_gpus += 1
-
-    for outcome in resetter.reset_all(addresses):
-        report(outcome)
-    if not wanted:
-        for outcome in resetter.undo_others(address.uid for address in addresses):
-            report(outcome)
-    if not all_done:
+        done.append(outcome.done)
+    if not all(done):
         raise EnvPipeError("Some clocks were not reset", remedy="See the lines above.")
-    if num_gpus == 0:
+    if not done:
         say(console, "There is nothing to reset.")

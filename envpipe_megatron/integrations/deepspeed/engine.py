@@ -61,7 +61,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             EnvPipeError: a neighbour is gone, or the job changed its shape.
         """
         session = self._job.session
-        if self._runs_own_step:  # at the highest clock
+        if self._own_steps_left > 0:  # at the highest clock
             session.pause()
         session.begin_step(self.global_steps)
         try:
@@ -136,7 +136,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         if not isinstance(pipe_schedule, pipe.TrainSchedule):
             super()._exec_schedule(pipe_schedule)
             return
-        if self._runs_own_step:
+        if self._own_steps_left > 0:
             self._own_steps_left -= 1
             super()._exec_schedule(pipe_schedule)
             self._specs = self._learned_specs()
@@ -151,10 +151,6 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         )
         for instruction in (pipe.ReduceTiedGrads(), pipe.ReduceGrads(), pipe.OptimizerStep()):
             self.run_instruction(instruction)
-
-    @property
-    def _runs_own_step(self) -> bool:
-        return self._own_steps_left > 0
 
     def run_instruction(self, instruction: pipe.PipeInstruction) -> None:
         """Run one of DeepSpeed's instructions."""

@@ -79,30 +79,21 @@ def plot_memory_frontier(points: Sequence[MemoryPoint], path: Path, *, title: st
 
 def write_memory_frontier(points: Sequence[MemoryPoint], path: Path) -> None:
     """Write a memory frontier's CSV, a row a limit."""
+    rows = [
+        {
+            "max_extra_forwards": point.max_extra_forwards,
+            "peak_in_flight": point.peak_in_flight,
+            "iteration_time_s": point.plan.cost.iteration_time_s,
+            "energy_j": point.plan.cost.energy_j,
+            "energy_lower_bound_j": point.plan.energy_lower_bound_j,
+            "saving_percent": point.plan.cost.saving_percent(point.plan.baseline.cost),
+        }
+        for point in points
+    ]
     table = io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
-    writer.writerow(
-        (
-            "max_extra_forwards",
-            "peak_in_flight",
-            "iteration_time_s",
-            "energy_j",
-            "energy_lower_bound_j",
-            "saving_percent",
-        )
-    )
-    for point in points:
-        cost = point.plan.cost
-        writer.writerow(
-            (
-                point.max_extra_forwards,
-                point.peak_in_flight,
-                cost.iteration_time_s,
-                cost.energy_j,
-                point.plan.energy_lower_bound_j,
-                cost.saving_percent(point.plan.baseline.cost),
-            )
-        )
+    writer = csv.DictWriter(table, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     replace_files({path: [table.getvalue()]})
 
 
