@@ -164,14 +164,14 @@ class Collectives:
         return self.from_planner(max(self.to_planner(time_s, max), default=None))
 
     @contextmanager
-    def names_the_loss(self) -> Iterator[None]:
+    def names_the_loss(self, lost: str = "another rank of the job") -> Iterator[None]:
         """Turn what torch raises when a rank is gone into CollectivesError."""
         try:
             yield
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[:1]
             raise CollectivesError(
-                f"Stage {self.stage} lost another rank of the job: {' '.join(reason)}",
+                f"Stage {self.stage} lost {lost}: {' '.join(reason)}",
                 remedy="Look at the other ranks' logs for the first error; clocks are reset on the "
                 "way out.",
             ) from error

@@ -108,7 +108,7 @@ class EmulatedExecutor:
         self._ready_s = self._begin_s
         source = self._sources[position]
         if source >= 0:
-            with self._collectives.names_the_loss():
+            with self._collectives.names_the_loss(f"its neighbour, stage {source}"):
                 tag = _tag(self._units[position])
                 self._ready_s = self._collectives.pipeline.receive(source, tag)
         self._real_start_s = time.monotonic()
