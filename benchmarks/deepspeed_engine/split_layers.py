@@ -19,13 +19,13 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
 from benchmarks.outputs import make_console, make_table
-from envpipe_megatron.core.partition import read_layers
 from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
 from envpipe_megatron.integrations.deepspeed.layer_profile import CudaMeter, profile_layers
 from envpipe_megatron.integrations.deepspeed.models import PRESETS, language_model_loss
 from envpipe_megatron.integrations.deepspeed.partition import parts_by_time
+from envpipe_megatron.policies.partitions.layers import read_layers
 
 
 def num_parameters(layer: LayerSpec) -> int:

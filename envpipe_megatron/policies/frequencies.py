@@ -2,7 +2,7 @@
 
 A policy is a function of a schedule and a profile that returns a frequency in MHz for each unit,
 [num_stages, units_per_stage], each of them profiled. Another package adds its own by an entry point
-of the group `envpipe_megatron.policies`; see `core.registry`.
+of the group `envpipe_megatron.policies`; see `policies.registry`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 from envpipe_megatron.core.arrays import IntArray
 from envpipe_megatron.core.plan import max_frequencies
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.registry import Registry
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.policies.registry import Registry
 
 Frequencies = IntArray
 

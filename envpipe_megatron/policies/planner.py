@@ -1,7 +1,7 @@
 """From a profile and a request to a plan: the one entry of commands and of training.
 
 Another package adds an order of units by an entry point of the group `envpipe_megatron.schedules`
-(see `core.registry`): a function of a `Profile` and a `PlanRequest` that returns a `Schedule`.
+(see `policies.registry`): a function of a `Profile` and a `PlanRequest` that returns a `Schedule`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from envpipe_megatron.core.channel_model import fit_to_channel
 from envpipe_megatron.core.conditions import Conditions, make_conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.registry import Registry
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.frequencies import POLICIES as RULES
@@ -32,6 +31,7 @@ from envpipe_megatron.policies.memory_frontier import MemoryPoint, memory_fronti
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.order_search import OrderSearch
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Reconfigured, reconfigure
+from envpipe_megatron.policies.registry import Registry
 
 #: Orders whose extra forwards can be limited.
 LIMITED_SCHEDULES = ("envpipe", "auto")

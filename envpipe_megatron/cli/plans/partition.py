@@ -20,7 +20,12 @@ from envpipe_megatron.cli.common import (
     say,
     table_of,
 )
-from envpipe_megatron.core.partition import (
+from envpipe_megatron.core.plan import Cost
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
+from envpipe_megatron.errors import plain
+from envpipe_megatron.policies.partitions.energy import FoundEnergy, least_energy, plan_cost
+from envpipe_megatron.policies.partitions.layers import (
     EMBEDDING,
     LOSS,
     LayerTable,
@@ -32,11 +37,6 @@ from envpipe_megatron.core.partition import (
     stage_memory_bytes,
     stage_profile,
 )
-from envpipe_megatron.core.plan import Cost
-from envpipe_megatron.core.schedule import Kind
-from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
-from envpipe_megatron.errors import plain
-from envpipe_megatron.policies.partitions.energy import FoundEnergy, least_energy, plan_cost
 from envpipe_megatron.policies.partitions.search import Found, SplitSpace, least_bottleneck
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
-from envpipe_megatron.core.partition import LAYER_COLUMNS
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.policies.partitions.layers import LAYER_COLUMNS
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 
 #: A counter that refreshes ten times a second is right to a few percent over this.

@@ -9,8 +9,8 @@ from pathlib import Path
 import deepspeed.pipe
 import torch.distributed as dist
 
-from envpipe_megatron.core.partition import read_layers
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.partitions.layers import read_layers
 from envpipe_megatron.policies.partitions.search import SplitSpace, least_bottleneck
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ import numpy as np
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.arrays import BoolArray, FloatArray
 from envpipe_megatron.core.conditions import make_conditions
-from envpipe_megatron.core.partition import stage_profile
 from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
@@ -18,6 +17,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.limits import envpipe_counts, in_flight_by_memory, order_limits
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
+from envpipe_megatron.policies.partitions.layers import stage_profile
 from envpipe_megatron.policies.partitions.search import (
     Found,
     SplitSpace,

@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.longest_path import LongestPath
-from envpipe_megatron.core.partition import (
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.partitions.layers import (
     LayerTable,
     Split,
     in_flight_1f1b,
 )
-from envpipe_megatron.core.schedule import Kind
-from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
-from envpipe_megatron.errors import EnvPipeError
 
 #: Splits that one search times at most, and units it computes for that.
 _MAX_SPLITS = 20_000

@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envpipe_megatron.core import builders
-from envpipe_megatron.core.partition import (
+from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.partitions.energy import least_energy, plan_cost
+from envpipe_megatron.policies.partitions.layers import (
     LayerTable,
     first_last_flags,
     layout_flags,
@@ -18,11 +23,6 @@ from envpipe_megatron.core.partition import (
     stage_memory_bytes,
     stage_profile,
 )
-from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.core.schedule import Kind
-from envpipe_megatron.core.timeline import Timeline
-from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.partitions.energy import least_energy, plan_cost
 from envpipe_megatron.policies.partitions.search import (
     SplitSpace,
     cheapest_splits,
