@@ -62,7 +62,8 @@ main(["quickstart"])
 
 def test_ctrl_c_in_the_middle_of_training(tmp_path):
     output = tmp_path / "out"
-    short_settings(tmp_path).write(tmp_path / "settings.json")
+    # Two ranks: each takes seconds to start.
+    short_settings(tmp_path, num_stages=2, num_layers=2).write(tmp_path / "settings.json")
     command = [sys.executable, "-c", SHORT_QUICKSTART, str(tmp_path / "settings.json")]
     quickstart = subprocess.Popen(
         command,
@@ -78,7 +79,7 @@ def test_ctrl_c_in_the_middle_of_training(tmp_path):
             return is_training(output)
 
         wait_until(begun, START_S, "training with a locked clock")
-        assert set(processes_of(output).values()) == {None, 0, 1, 2, 3}
+        assert set(processes_of(output).values()) == {None, 0, 1}
         quickstart.send_signal(signal.SIGINT)
         told, _ = quickstart.communicate(timeout=30)
     finally:
@@ -87,7 +88,7 @@ def test_ctrl_c_in_the_middle_of_training(tmp_path):
     assert "Traceback" not in told
     assert "Interrupted: clocks are reset" in told
     assert str(output) in told
-    assert locks_mhz(output) == [None] * 4
+    assert locks_mhz(output) == [None] * 2
     assert not processes_of(output)
     assert_partial_results(output)
 
