@@ -42,12 +42,8 @@ class NodeSettings:
 
     Args:
         output_dir: for the node's energy log and, on the node of rank 0, the job's bill.
-        node_name: what the bill calls this node.
         bill_interval: iterations between live lines of the bill; 0 for none.
-        price_per_kwh: for a line of cost.
-        grid_g_per_kwh: g of CO2, for a line of CO2.
-        prometheus_port: where to serve live figures; None for not at all.
-        prometheus_address: of this machine, to serve them at.
+        grid_g_per_kwh: g of CO2.
         until_stdin_ends: end the job when standard input ends, as for a node started over ssh.
     """
 
@@ -62,14 +58,7 @@ class NodeSettings:
 
 
 def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
-    """Run torchrun to its end, and bill what it took.
-
-    Args:
-        torchrun_arguments: torchrun's options, the script and its arguments.
-        settings: of the node.
-
-    Returns:
-        torchrun's exit status, 128 and the signal where it was killed.
+    """Run torchrun to its end, and bill it; return its exit status, 128 and the signal if killed.
 
     Raises:
         EnvPipeError: another agent writes this node's energy log.

@@ -31,11 +31,8 @@ def handled(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
 class Signals:
     """Takes signals as long as it is entered, in the main thread.
 
-    They end the process as usual, by SystemExit, until `call` says what else they do.
-
-    Args:
-        until_stdin_ends: take the end of standard input for a SIGTERM, as that of a node started
-            over ssh.
+    They end the process as usual, by SystemExit, until `call` says what else they do. With
+    `until_stdin_ends`, the end of standard input counts as a SIGTERM.
     """
 
     def __init__(self, *, until_stdin_ends: bool = False) -> None:

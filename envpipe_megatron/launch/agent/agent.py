@@ -51,9 +51,7 @@ class NodeAgent:
         socket_path: where ranks find the agent, in a folder of this user's alone.
         on_lines: called with the job's bill after lines were added to it, on the agent of rank 0.
 
-    Raises:
-        EnvPipeError: another agent writes this node's log.
-        OSError: the log or the socket cannot be made.
+    Raises EnvPipeError if another agent writes this node's log, OSError if log or socket fail.
     """
 
     def __init__(
@@ -121,14 +119,8 @@ class NodeAgent:
     def finish(self, exit_code: int, wait_s: float) -> list[str]:
         """End the bill of this node, and on the agent of rank 0 that of the job.
 
-        The agent hangs up on ranks that are still connected, and takes no others.
-
-        Args:
-            exit_code: of what ran here.
-            wait_s: how long to wait for the collector to know all, and for other nodes to end.
-
-        Returns:
-            nodes that have not ended in time; always none on agents other than rank 0's.
+        Hangs up on ranks that are still connected. Waits up to `wait_s` for the collector to know
+        all, and again for other nodes to end; returns those late, on the agent of rank 0.
         """
         return self._call(self._finish(exit_code, wait_s))
 
@@ -274,10 +266,7 @@ class NodeAgent:
         return self._ledgers[uid]
 
     def _guarded(self, action: Callable[..., None], *arguments: Any, **named: Any) -> None:
-        """Whatever fails here ends neither the agent nor training; it is said once while it lasts.
-
-        Where the log cannot be written, the next line that can be has the energy.
-        """
+        """Log a failure once while it lasts; the next line that can be written has the energy."""
         try:
             action(*arguments, **named)
         except Exception as error:

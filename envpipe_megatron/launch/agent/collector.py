@@ -53,11 +53,9 @@ async def holds_within(
 
 
 class Collector:
-    """A server for the agents of one job.
+    """A server for the agents of one job, whose lines it adds to a bill.
 
-    Args:
-        bill: gets every line.
-        on_lines: called a second after lines were added, at most, and when all nodes have ended.
+    `on_lines` is called a second after lines were added, at most, and when all nodes have ended.
     """
 
     def __init__(self, bill: Bill, on_lines: Callable[[], None] = lambda: None) -> None:
@@ -75,13 +73,10 @@ class Collector:
         self._complete = asyncio.Event()
 
     async def start(self, host: str) -> dict[str, Any]:
-        """Listen, and return the endpoint for agents.
+        """Listen, and return the endpoint for agents, who know this node by `host`.
 
         All addresses are listened at, as the job's own transports do: a name that other nodes know
         this one under may be a loopback address here. The token keeps strangers out.
-
-        Args:
-            host: the name or address under which other nodes know this one.
         """
         if self._server is None:
             both = socket.has_dualstack_ipv6()

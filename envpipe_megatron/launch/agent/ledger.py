@@ -44,16 +44,13 @@ class GpuLedger:
     A rank meters its GPU and says where the counter stood at both ends of each window. What lies
     between two windows is billed as phase `between`, and so is what lies behind the last one, up to
     a reading of the counter here. So all lines of a GPU add up to the difference of two readings of
-    its counter: when its rank first said hello and when the last one ended. Nothing polls the
-    counter here. What a counter that went back had counted since the last line is lost.
+    its counter: when its rank first said hello and when the last one ended. What a counter that
+    went back had counted since the last line is lost.
 
     Args:
-        gpu: opened for reading alone.
+        gpu: opened for reading alone; GpuError if it does not tell the time.
         labels: what every line says of it.
         write: gets each line.
-
-    Raises:
-        GpuError: the GPU does not tell the time.
     """
 
     def __init__(
@@ -134,8 +131,7 @@ class GpuLedger:
     def bill_up_to(self, end: Reading | None) -> None:
         """Bill as `between` what no window had up to a reading, if there is one.
 
-        Raises:
-            OSError: it cannot be written; its energy will be in the next line.
+        Raises OSError where it cannot be written; its energy will be in the next line.
         """
         if end is None:
             return

@@ -20,19 +20,12 @@ from envpipe_megatron.formats.energy import BEGUN, ENDED, NOTE_FORMAT, append_li
 class NodeLog:
     """`energy-<node>.jsonl`, appended to; an earlier start's lines stay, and its bill goes on.
 
-    Args:
-        folder: made if need be.
-        node: the node's name.
-
     Attributes:
-        path: the file.
         grown: called after each line.
         goes_on: whether an earlier start has written it, too.
         identity: tells this file from another of a node of the same name; its first note keeps it.
 
-    Raises:
-        EnvPipeError: another agent writes it.
-        OSError: it cannot be written.
+    Raises EnvPipeError if another agent writes it, OSError if it cannot be written.
     """
 
     def __init__(self, folder: Path, node: str) -> None:
@@ -68,11 +61,7 @@ class NodeLog:
         return self.path.stat().st_size
 
     def append(self, line: dict[str, Any]) -> None:
-        """Append a line; the node's name is added.
-
-        Raises:
-            OSError: the disk is full, say.
-        """
+        """Append a line with the node's name, or raise OSError: the disk is full, say."""
         append_line(self.path, {**line, "node": self.node})
         self.grown()
 

@@ -20,11 +20,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
 
 class Uplink:
-    """One task that sends what the log has and the collector has not, until it is stopped.
-
-    Args:
-        log: this node's.
-    """
+    """One task that sends what the log has and the collector has not, until it is stopped."""
 
     def __init__(self, log: NodeLog) -> None:
         self._log = log

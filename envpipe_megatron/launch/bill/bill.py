@@ -42,10 +42,8 @@ class EnergyTotal:
     Args:
         windows: how many.
         num_gpus: how many different GPUs they are of.
-        energy_j: J.
-        energy_uncertainty_j: its standard uncertainty, as if the ends of all windows were read
-            independently: more than the truth where windows meet, whose common end cancels. None
-            if that of one window is not known.
+        energy_uncertainty_j: standard, as if the ends of all windows were read independently: more
+            than the truth where windows meet, whose common end cancels. None if one is not known.
         duration_s: GPU-seconds.
         shares_s: GPU-seconds of `SHARES`; None if those of one window are not known.
     """
@@ -92,9 +90,6 @@ class PhaseBill:
     Args:
         window: the last one, for the names in it.
         windows: how many.
-        energy_j: their sum.
-        variance_j2: of it.
-        duration_s: their sum.
         shares_s: seconds of `SHARES`.
         steps: how many steps they hold, those that were repeated after a restart as often as run.
         step_s: the windows' mean step times.
@@ -162,9 +157,8 @@ class NodeBill:
 
     Args:
         agent: whether an agent wrote of it.
-        running: whether its agent has begun and not ended: so far, or for ever.
-        exit_code: of its launcher, once it has ended.
-        lost: how many of its earlier starts have not ended, before another one began.
+        running: whether its agent has begun and not ended.
+        lost: how many of its earlier starts had not ended before another one began.
     """
 
     agent: bool = False
@@ -174,11 +168,10 @@ class NodeBill:
 
 
 class Bill:
-    """The sums of a job; see the module.
+    """The sums of a job.
 
     Attributes:
         phases: by GPU, run, phase and stage. A GPU may serve another stage after a restart.
-        nodes: by name.
         facts: what the job said of itself.
         iterations: of training; one that was repeated after a restart is there once.
         unreadable: lines that were torn or foreign.
@@ -230,10 +223,7 @@ class Bill:
         return total_of(self.phases.values())
 
     def total_by(self, key: Callable[[EnergyWindow], Key]) -> dict[Key, EnergyTotal]:
-        """Totals of what shares a key of node, GPU, stage, run and phase.
-
-        In the order of runs, ranks and phases, in whatever order their lines turned up.
-        """
+        """Totals of what shares a key, in the order of runs, ranks and phases."""
         groups: dict[Key, list[PhaseBill]] = {}
         for phase in sorted(self.phases.values(), key=lambda phase: _place(phase.window)):
             groups.setdefault(key(phase.window), []).append(phase)

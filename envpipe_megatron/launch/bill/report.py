@@ -25,10 +25,7 @@ logger = logging.getLogger(__name__)
 class BillReport:
     """The job's bill on the node of rank 0: `bill.jsonl` as it grows, `bill.json` and `bill.csv`.
 
-    Args:
-        folder: for the files.
-        tariff: for lines of cost and CO2.
-        interval: iterations between lines while the job trains; 0 for none.
+    `interval` iterations lie between lines while the job trains; with 0 there are none.
     """
 
     def __init__(self, folder: Path, tariff: Tariff, interval: int = 0) -> None:

@@ -30,12 +30,7 @@ CSV_COLUMNS = (
 
 @dataclass(frozen=True)
 class Tariff:
-    """What a kWh costs.
-
-    Args:
-        price_per_kwh: in whatever currency; None where it is not known.
-        grid_g_per_kwh: g of CO2; likewise.
-    """
+    """What a kWh costs, in any currency, and its g of CO2; None where it is not known."""
 
     price_per_kwh: float | None = None
     grid_g_per_kwh: float | None = None

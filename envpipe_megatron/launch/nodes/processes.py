@@ -31,12 +31,7 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True)
 class NodeProcess:
-    """What runs a node.
-
-    Attributes:
-        host: the name that its output is marked with.
-        command: a program, and its arguments, that ends the node when its standard input ends.
-    """
+    """What runs a node: a command that ends it when its standard input ends."""
 
     host: str
     command: tuple[str, ...]
@@ -48,15 +43,8 @@ def run_nodes(nodes: Sequence[NodeProcess], stop_grace_s: float = STOP_GRACE_S) 
     When a node fails, or SIGINT, SIGTERM or SIGHUP arrives, the standard input of all is closed.
     What has not ended after the grace is terminated, then killed; a second SIGINT kills at once.
 
-    Args:
-        nodes: at least one.
-        stop_grace_s: seconds that nodes have to end by themselves.
-
-    Returns:
-        0, or the exit status of the first node that failed, or 128 and the signal's number.
-
-    Raises:
-        EnvPipeError: there is no such program; nothing was started.
+    Returns 0, or the exit status of the first node that failed, or 128 and the signal's number.
+    Raises EnvPipeError where there is no such program; nothing was started.
     """
     for node in nodes:
         if shutil.which(node.command[0]) is None:

@@ -16,11 +16,7 @@ _BY_SRUN = "Start it with srun, one task a node: srun --ntasks-per-node=1 envpip
 
 
 class Slurm:
-    """A SLURM job as its environment shows it.
-
-    Args:
-        environ: the environment. Empty variables count as unset.
-    """
+    """A SLURM job as its environment shows it. Empty variables count as unset."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = {name: value for name, value in environ.items() if value}
@@ -32,9 +28,8 @@ class Slurm:
     def find(self, option: str) -> tuple[str, str] | None:
         """Return the value of one of torchrun's options as text, and the name of its variable.
 
-        Raises:
-            EnvPipeError: this is the batch script of several nodes, or one of several tasks of a
-                node; or the list of hosts is not in SLURM's form.
+        Raises EnvPipeError in the batch script of several nodes, in one of several tasks of a node,
+        and where the list of hosts is not in SLURM's form.
         """
         if "SLURM_JOB_ID" not in self._environ:
             return None

@@ -27,14 +27,9 @@ _SSH_OPTIONS = (
 
 
 def carried_environment(environ: Mapping[str, str], exported: Sequence[str]) -> dict[str, str]:
-    """Return the variables that a node gets from this environment.
+    """Return the variables that a node gets from this environment, `exported` ones among them.
 
-    Args:
-        environ: this environment.
-        exported: names that are carried whatever they are.
-
-    Raises:
-        EnvPipeError: a name to export is not set here.
+    Raises EnvPipeError where a name to export is not set here.
     """
     for name in exported:
         if name not in environ:
@@ -66,15 +61,11 @@ def ssh_command(
     """Return the words that start `envpipe launch` on a host.
 
     Args:
-        ssh: the client and options of it, as a shell would read them.
-        host: where.
+        ssh: the client and options of it, as a shell would read them; EnvPipeError if one cannot.
         arguments: those of `envpipe launch` there.
         python: the Python there.
         folder: the folder to run in there.
         environ: variables to set there.
-
-    Raises:
-        EnvPipeError: the client's quotes do not match, or there is nothing in it.
     """
     try:
         client = shlex.split(ssh)

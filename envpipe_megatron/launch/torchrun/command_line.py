@@ -35,11 +35,7 @@ class CommandLine:
 
 
 class TorchrunParser:
-    """torchrun's own parser.
-
-    Raises:
-        EnvPipeError: torch is missing, or a PET_ variable of a flag is no number.
-    """
+    """torchrun's own parser. EnvPipeError: torch is missing, or a flag's PET_ is no number."""
 
     def __init__(self) -> None:
         self._parser = _parser()
@@ -50,11 +46,7 @@ class TorchrunParser:
         self._parser.set_defaults(**dict.fromkeys(defaults))
 
     def takes_value(self, option: str) -> bool:
-        """Return whether the word after an option is its value.
-
-        Raises:
-            EnvPipeError: torchrun does not know the option.
-        """
+        """Return whether the word after an option is its value; refuse an unknown option."""
         try:
             _, unknown = self._parser.parse_known_args([option, _SCRIPT])
         except EnvPipeError:  # it took the script for its value, and none was left
@@ -70,8 +62,7 @@ class TorchrunParser:
     def given(self, options: Sequence[str]) -> dict[str, Any]:
         """Return options' values, under names like `nproc_per_node`; None if not given.
 
-        Raises:
-            EnvPipeError: torchrun would refuse them.
+        Raises EnvPipeError where torchrun would refuse them.
         """
         return vars(self._parser.parse_args([*options, _SCRIPT]))
 
@@ -79,8 +70,7 @@ class TorchrunParser:
 def read(arguments: Sequence[str]) -> argparse.Namespace:
     """Return all options as torchrun itself reads them, its variables and defaults among them.
 
-    Raises:
-        EnvPipeError: torchrun would refuse them.
+    Raises EnvPipeError where torchrun would refuse them.
     """
     return _parser().parse_args(arguments)
 
@@ -89,15 +79,10 @@ def split(words: Sequence[str], own: Mapping[str, bool]) -> CommandLine:
     """Split `[options] [--] SCRIPT ARGS`; the script is the first word that is no option.
 
     argparse alone cannot: it also looks among the script's arguments for options, and finds
-    abbreviated or ambiguous ones there.
+    abbreviated or ambiguous ones there. `own` has EnvPipe's options, and whether each takes a
+    value; they are never abbreviated, so torchrun's abbreviations stay what they were.
 
-    Args:
-        words: the command line.
-        own: EnvPipe's options, and whether each takes a value. They are never abbreviated, so
-            torchrun's abbreviations stay what they were.
-
-    Raises:
-        EnvPipeError: an option lacks its value, or is refused by torchrun.
+    Raises EnvPipeError where an option lacks its value, or is refused by torchrun.
     """
     rest = deque(words)
     own_words: list[str] = []

@@ -57,12 +57,7 @@ class Setting(NamedTuple):
 
 
 class TorchrunOptions(NamedTuple):
-    """What torchrun is started with on one node.
-
-    Attributes:
-        arguments: all words after `torchrun`.
-        settings: the options that concern nodes and processes, where they are known.
-    """
+    """All words after `torchrun` on one node; the settings of nodes and processes among them."""
 
     arguments: tuple[str, ...]
     settings: tuple[Setting, ...]
@@ -77,12 +72,7 @@ def options_here(
 
     Where the rendezvous is given (`--standalone`, or a `--rdzv-backend` other than static), node
     rank and master are left alone; with `--rdzv-endpoint` the master is. Without any number of
-    processes: as many as there are GPUs, or one.
-
-    Args:
-        line: the command line.
-        environ: the environment. Empty variables count as unset.
-        num_cuda_gpus: counts the GPUs; torch's own count where it is left out.
+    processes: as many as there are GPUs, or one. Empty variables count as unset.
 
     Raises:
         EnvPipeError: an option or variable has a bad value; several nodes, and nothing says which
@@ -187,23 +177,19 @@ class _Known:
         self.has_endpoint = self._as_torchrun("--rdzv-endpoint") is not None
 
     def given(self, option: str) -> str | None:
-        """Return the value on the command line."""
+        """The value on the command line."""
         value = self._given[_name(option)]
         return None if value is None else str(value)
 
     def variable(self, option: str) -> _Found | None:
-        """Return the value of torchrun's own variable, or else of EnvPipe's."""
+        """The value of torchrun's own variable, or else of EnvPipe's."""
         for name in (_pet(option), VARIABLES[option]):
             if value := self._environ.get(name):
                 return value, name
         return None
 
     def settle(self, option: str, *sources: _Source) -> None:
-        """Settle an option by the command line or else the first source that has it.
-
-        Raises:
-            EnvPipeError: the value is a bad one.
-        """
+        """Settle an option by the command line or the first source that has it; check it."""
         given = self.given(option)
         found = None if given is None else (given, COMMAND_LINE)
         for source in sources:

@@ -35,7 +35,7 @@ def run_torchrun(
     environment: Mapping[str, str],
     signals: Signals,
 ) -> int:
-    """Run torchrun to its end.
+    """Run torchrun to its end; return its exit status, 128 and the signal where it was killed.
 
     The first signal ends it, which ends its ranks; a second one, or 40 s, kills it. On Linux the
     death of this process ends it, too. Ranks that outlive a killed torchrun are ended here.
@@ -44,9 +44,6 @@ def run_torchrun(
         arguments: torchrun's options, the script and its arguments.
         environment: added to this process's.
         signals: to this process.
-
-    Returns:
-        its exit status, 128 and the signal where it was killed.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", *arguments]
     mark = uuid.uuid4().hex
