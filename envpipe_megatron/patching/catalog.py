@@ -64,16 +64,12 @@ class Patch:
     Attributes:
         project: folder of the project under patches/.
         title: the project's own name.
-        tag: the version that the patch is for.
         commit: commit id of the tag.
         sha256: of the patch's text.
-        recognition: how a checkout of this version is known.
-        files: what it changes, in its order.
         hashes: for each path, sha256 in the released checkout (empty for a new file), and of what
             the patch makes of that.
         hooks: what `check` asks.
         description: text of patch.toml.
-        text: the patch itself.
     """
 
     project: str
@@ -110,8 +106,7 @@ def patch_file(patch: Patch) -> Path | None:
 def load_catalog(folder: Path | None = None) -> tuple[Patch, ...]:
     """Return all patches of a folder, the package's own where none is given, by project and tag.
 
-    Raises:
-        PatchError: a patch is damaged, or doesn't belong to its description.
+    Raises PatchError where a patch is damaged, or doesn't belong to its description.
     """
     found = sorted((folder or patches_folder()).glob(f"*/*/{DESCRIPTION_NAME}"))
     return tuple(
@@ -121,11 +116,7 @@ def load_catalog(folder: Path | None = None) -> tuple[Patch, ...]:
 
 
 def read_patch(description: str, text: bytes) -> Patch:
-    """Build a patch from the texts of its two files.
-
-    Raises:
-        PatchError: they are damaged or don't belong to each other.
-    """
+    """Build a patch from the texts of its two files; PatchError if they are not of one patch."""
     try:
         document = tomllib.loads(description)
         if document["format"] != FORMAT:

@@ -42,7 +42,7 @@ def apply_patch(
 
     Args:
         directory: root of the checkout.
-        catalog: the patches to choose from; the package's own where left out.
+        catalog: the patches to choose from; the package's own by default.
         tag: take the patch of this tag, whatever the checkout says its version is.
 
     Raises:
@@ -76,10 +76,6 @@ def revert_patch(directory: Path, catalog: Sequence[Patch] | None = None) -> Out
 
     The patch is read from the record in the checkout where there is one, so that a checkout which
     another version of this package patched can be reverted too.
-
-    Args:
-        directory: root of the checkout.
-        catalog: the patches to choose from; the package's own where left out.
 
     Raises:
         PatchError: no patch is for this version; the patch's own lines were changed.

@@ -58,9 +58,7 @@ class TouchedFile:
     """A file of the checkout that the patch changes or makes.
 
     Attributes:
-        change: what the patch does to it.
         content: None where there is no file.
-        state: whether the patch can go in, is in, or neither.
         released: it is the released file, or that one patched; in a fork it need not be.
         problem: why the patch neither is in nor can go in; empty elsewhere.
     """
@@ -85,7 +83,6 @@ class Checkout:
     Attributes:
         root: its folder, without symbolic links.
         patch: the patch that is in it, or else the one for its version.
-        files: what the patch touches, in its order.
         recorded: the checkout has a record of a patch.
         superseded: the patch is not the one that this package has for the version.
     """
@@ -125,12 +122,7 @@ class Checkout:
 def look_at(
     directory: Path, catalog: Sequence[Patch] | None = None, tag: str | None = None
 ) -> Checkout:
-    """Read how a checkout stands.
-
-    Args:
-        directory: root of the checkout.
-        catalog: the patches to choose from; the package's own where left out.
-        tag: choose this tag's patch, whatever the checkout says its version is.
+    """Read how a checkout stands; the arguments are those of `change.apply_patch`.
 
     Raises:
         PatchError: no patch is for this version; the record is damaged; a file is reached through
@@ -162,11 +154,7 @@ def look_at(
 
 
 def read_record(file: Path) -> Patch | None:
-    """Return the patch that a record holds; None where there is no record.
-
-    Raises:
-        PatchError: the file is damaged.
-    """
+    """Return the patch that a record holds, None without a record; PatchError if damaged."""
     try:
         content = file.read_bytes()
     except FileNotFoundError:

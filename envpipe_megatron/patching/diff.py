@@ -42,13 +42,7 @@ class Hunk:
 
 @dataclass(frozen=True)
 class FilePatch:
-    """The change of one file.
-
-    Attributes:
-        path: relative to the root of the checkout, with forward slashes.
-        is_new: the file is made by the patch.
-        hunks: the changed places in ascending order.
-    """
+    """The change of one file; `path` is relative to the checkout, with forward slashes."""
 
     path: str
     is_new: bool
@@ -57,17 +51,12 @@ class FilePatch:
     def apply(self, before: bytes) -> bytes:
         """Return the changed content; a new file's `before` is empty.
 
-        Raises:
-            PatchError: a hunk's lines are missing, or stand in several places.
+        Raises PatchError where a hunk's lines are missing, or stand in several places.
         """
         return self._exchanged(before, [(hunk.line, hunk.old, hunk.new) for hunk in self.hunks])
 
     def revert(self, after: bytes) -> bytes:
-        """Return the content without the change, whatever else was edited.
-
-        Raises:
-            PatchError: a hunk's lines are missing, or stand in several places.
-        """
+        """Return the content without the change, whatever else was edited; raises as `apply`."""
         before = self._exchanged(after, [(hunk.line, hunk.new, hunk.old) for hunk in self.hunks])
         if self.is_new and before:
             raise PatchError("the patch makes this file, and it holds more")
@@ -96,9 +85,8 @@ def places(content: bytes, lines: bytes) -> list[int]:
 def parse_patch(text: bytes) -> tuple[FilePatch, ...]:
     """Read a patch.
 
-    Raises:
-        PatchError: it holds something other than text changes and new files, or a path leads out
-            of the checkout.
+    Raises PatchError where it holds something other than text changes and new files, or a path
+    leads out of the checkout.
     """
     before, *parts = _FILE.split(text)
     if before or not parts:
@@ -107,11 +95,7 @@ def parse_patch(text: bytes) -> tuple[FilePatch, ...]:
 
 
 def check_inside(path: str) -> str:
-    """Return a path of a patch or record when it stays inside the checkout.
-
-    Raises:
-        PatchError: it is absolute or leads upwards.
-    """
+    """Return a path of a patch or record; PatchError unless it stays inside the checkout."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\\" in path or ".git" in parts:
         raise PatchError("A path of a patch leads out of the checkout", value=path)

@@ -40,8 +40,6 @@ class Answer:
     """What a hook answered.
 
     Attributes:
-        hook: the hook.
-        outcome: whether it is live, or why that is not known.
         detail: the file that the module came from, the dependency, or the error.
         remedy: what to do about it; empty for a live hook.
     """
@@ -53,17 +51,9 @@ class Answer:
 
 
 def ask_hooks(root: Path, hooks: Sequence[Hook], name: str = "the checkout") -> tuple[Answer, ...]:
-    """Ask hooks in a fresh interpreter that has the checkout first on its path.
+    """Ask hooks in a fresh interpreter that has the checkout first on its path; answers in order.
 
-    Nothing is written to the checkout.
-
-    Args:
-        root: the checkout.
-        hooks: what to ask.
-        name: the checkout's, for messages.
-
-    Returns:
-        An answer for each hook, in order.
+    Nothing is written to the checkout, which messages call `name`.
     """
     with tempfile.TemporaryDirectory() as folder:
         request, answers = Path(folder, "request.json"), Path(folder, "answers.json")

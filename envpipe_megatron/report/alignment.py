@@ -15,13 +15,9 @@ def node_offsets_s(iterations: Iterable[RankIteration]) -> dict[StartAndNode, fl
     """What to take off each node's instants, so that they compare with those of all others.
 
     The stages of a pipeline begin an iteration together, so the median difference between the
-    begins of the iterations that two nodes recorded is taken to be 0. That is as exact as an
-    iteration's begin is common, and says nothing of single messages between nodes. Each start of a
-    job has its own, since a node that was booted between them has a clock that begins anew.
-
-    Returns:
-        for each start and node, s; 0 for the node of the lowest rank, and for nodes without a
-        common iteration.
+    begins of the iterations that two nodes recorded is taken to be 0. Each start of a job has its
+    own, since a node that was booted between them has a clock that begins anew. It is 0 for the
+    node of the lowest rank, and for nodes without a common iteration.
     """
     begins: dict[str, dict[str, dict[int, float]]] = {}
     first_rank: dict[str, int] = {}

@@ -15,8 +15,7 @@ class StepFacts:
         name: the run and phase, for people.
         iterations: how many steps were averaged.
         num_gpus: of the job.
-        time_s: of a step.
-        energy_j: of a step, on all GPUs; None where it is not known.
+        energy_j: on all GPUs; None where it is not known.
         energy_uncertainty_j: standard uncertainty; None where it is not known.
     """
 
@@ -41,8 +40,6 @@ class StageFacts:
 
     Args:
         name: of the steps, for people.
-        stage: of the pipeline.
-        num_gpus: of the stage.
         energy_j: of a step, on the mean of the stage's GPUs.
         shares: of a step on the mean GPU; None without a plan that prices units.
         shares_s: seconds of a step in units, in receives, in the rest; None where not known.
@@ -63,10 +60,8 @@ class ReportFacts:
     Args:
         phases: an average step of each run and phase.
         baseline: what is compared with; None where that is not known.
-        steady: what is compared.
         saved: the saving with its 95 % interval, for people.
         slower: the slowdown, likewise.
-        stages: of baseline and steady phase.
         notes: what a reader of the figures must know.
     """
 

@@ -35,13 +35,7 @@ _MOST_VALLEYS = 12
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture that can be drawn.
-
-    Args:
-        name: of its files.
-        caption: what it shows, in a sentence.
-        draw: makes the figure.
-    """
+    """A picture that can be drawn; its files have its name."""
 
     name: str
     caption: str

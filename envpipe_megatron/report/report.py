@@ -20,12 +20,7 @@ PAGE_FILE = "index.html"
 def write_report(folder: RunFolder, facts: ReportFacts, output: Path) -> list[Section]:
     """Write a report into a folder, which is made; files of an earlier one are replaced.
 
-    Returns:
-        what the summary says.
-
-    Raises:
-        EnvPipeError: the folder holds such files, and no report.
-        OSError: a file cannot be written.
+    Returns what the summary says. EnvPipeError: the folder holds such files, and no report.
     """
     pictures = list(pictures_of(folder, facts))
     files = [f"{picture.name}.{kind}" for picture in pictures for kind in ("png", "svg")]

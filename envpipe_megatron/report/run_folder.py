@@ -29,10 +29,8 @@ class RunFolder:
     """A run's folder, as far as it can be read.
 
     Args:
-        path: the folder.
         timelines: recorded iterations and observed clocks; empty where there are none.
         energy: None without an energy log.
-        profile: None without one.
         plan: None without one, or without the profile that prices it.
         clocks: how each rank's clock was controlled, as `clocks.jsonl` has it.
         summary: `summary.json` of a job or quickstart.
@@ -89,12 +87,7 @@ class RunFolder:
 
 
 def read_run_folder(path: Path) -> RunFolder:
-    """Read what a run left.
-
-    Raises:
-        EnvPipeError: there is nothing of a run, or no such folder.
-        OSError: a file that cannot be read.
-    """
+    """Read what a run left; EnvPipeError where there is nothing of a run, or no such folder."""
     missing: list[str] = []
     timelines = _timelines(path, missing)
     energy = _energy(path, missing)

@@ -12,13 +12,7 @@ from envpipe_megatron.formats.timeline import TimelineLogs
 
 @dataclass(frozen=True)
 class RunLines:
-    """What ranks appended to the files of a folder, each to its own.
-
-    Args:
-        timelines: recorded iterations and observed clocks.
-        energy: None without an energy log.
-        clocks: how each rank's clock was controlled.
-    """
+    """What ranks appended to the files of a folder, each to its own."""
 
     timelines: TimelineLogs
     energy: EnergyLogs | None

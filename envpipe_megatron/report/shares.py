@@ -29,13 +29,8 @@ def gpu_shares(plan: Plan, stage: int, metered: Mapping[str, float]) -> GpuShare
     """The shares of one GPU that ran a plan.
 
     Only the whole energy is measured: that of units is the plan's by its profile, and that of waits
-    the waiting power of the plan's clocks times the measured waits.
-
-    Args:
-        plan: what the GPU ran.
-        stage: of the GPU.
-        metered: `energy_j`, `duration_s`, `compute_s`, `blocking_s` and the number of `iterations`,
-            as a session's energy log counts them for a phase.
+    the waiting power of the plan's clocks times the measured waits. `metered` has `energy_j`,
+    `duration_s`, `compute_s`, `blocking_s` and the number of `iterations`.
     """
     compute_j = metered["iterations"] * float(plan.evaluation.unit_energy_j[stage].sum())
     blocking_j = metered["blocking_s"] * float(mean_waiting_power_w(plan)[stage])

@@ -18,15 +18,7 @@ from envpipe_megatron.report.trace import TraceFacts
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report.
-
-    Args:
-        title: its heading.
-        header: of its table; empty without one.
-        rows: of its table.
-        lines: sentences below.
-        pictures: drawn below these.
-    """
+    """A part of a report: a table, sentences below it, and pictures below these."""
 
     title: str
     header: tuple[str, ...] = ()
@@ -194,11 +186,7 @@ figure{margin:1.5em 0}figcaption{color:#5f6368}svg{width:100%;height:auto}"""
 
 
 def to_html(title: str, sections: Iterable[Section], folder: Path) -> str:
-    """One page that needs no other file: the SVGs of `folder` stand in it.
-
-    Raises:
-        OSError: an SVG cannot be read.
-    """
+    """One page that needs no other file: the SVGs of `folder` stand in it."""
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>",
         f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1>",

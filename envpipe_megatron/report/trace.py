@@ -44,7 +44,6 @@ class TraceFacts:
     """What stands in a trace.
 
     Args:
-        units: slices of GPUs.
         iterations: iterations of the job whose units are in the trace.
         recorded: iterations of the job that were recorded.
         overlapping: iterations of a rank that are left out since they overlap its others, as after
@@ -69,9 +68,6 @@ def write_trace(
 
     Where more than `max_units` units were recorded, those of every n-th iteration of each phase are
     written, the same ones of all GPUs. The clocks of a dry run, which sets none, are called so.
-
-    Raises:
-        OSError: it cannot be written.
     """
     kept = _kept_iterations(timelines.iterations, max_units)
     gpus = _gpus(timelines, windows)

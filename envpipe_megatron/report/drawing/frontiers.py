@@ -29,13 +29,7 @@ _PLAN, _BOUND, _BASELINE = BLUE, GREEN, VERMILION
 
 
 def plot_frontier(plans: Sequence[Plan], path: Path, *, title: str) -> None:
-    """Write energy over iteration time of a frontier's plans; the suffix chooses the format.
-
-    Args:
-        plans: of one job, the fastest first.
-        path: where the picture goes.
-        title: the headline.
-    """
+    """Write energy over time of a job's plans, the fastest first; the suffix sets the format."""
     figure, axes = _canvas(title, "iteration time (s)", "energy of an iteration (J)")
     times_s = [plan.cost.iteration_time_s for plan in plans]
     axes.plot(times_s, [plan.cost.energy_j for plan in plans], ".-", color=_PLAN, label="plans",
@@ -53,13 +47,7 @@ def plot_frontier(plans: Sequence[Plan], path: Path, *, title: str) -> None:
 
 
 def plot_memory_frontier(points: Sequence[MemoryPoint], path: Path, *, title: str) -> None:
-    """Write the saving over the most microbatches that a stage holds.
-
-    Args:
-        points: of one job, the tightest limit first.
-        path: where the picture goes; the suffix chooses the format.
-        title: the headline.
-    """
+    """Write the saving over the most microbatches that a stage holds, the tightest limit first."""
     figure, axes = _canvas(title, "most microbatches in flight on a stage", "energy saving (%)")
     peaks = [point.peak_in_flight for point in points]
     savings = [point.plan.cost.saving_percent(point.plan.baseline.cost) for point in points]

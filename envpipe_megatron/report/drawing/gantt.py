@@ -30,14 +30,9 @@ _NARROW_POINTS = 6.0  # boxes below this are outlined in runs: single outlines w
 
 @dataclass(frozen=True)
 class DrawnTimeline:
-    """What `draw_timeline` put on its axes.
+    """What `draw_timeline` put on its axes; runs of narrow boxes share an outline of the envelope.
 
-    Args:
-        forwards: one box for each forward.
-        backwards: one box for each backward.
-        waits: one box for each span in which a GPU waits.
-        envelope: outlines of the outer envelope; runs of narrow boxes share one.
-        labels: the names of the units whose boxes are wide enough to hold them.
+    Labels are the names of the units whose boxes are wide enough to hold them.
     """
 
     forwards: PatchCollection
@@ -59,14 +54,8 @@ def draw_timeline(
 ) -> DrawnTimeline:
     """Draw the units of one iteration on axes whose x limits (s) are set already.
 
-    Args:
-        axes: where to.
-        schedule: the order of units.
-        frequency_mhz: [num_stages, units_per_stage] what colours the boxes.
-        start_s: the same shape.
-        end_s: the same shape.
-        scale: frequency to colour.
-        critical_path: nodes of a path to dot, from its end.
+    The arrays are [num_stages, units_per_stage]. `scale` turns frequencies into colours, and the
+    nodes of `critical_path`, from its end, are dotted.
     """
     points_per_s = _points_per_second(axes)
     rgba = np.asarray(scale.to_rgba(frequency_mhz.astype(np.float64)))

@@ -18,16 +18,12 @@ from envpipe_megatron.report.drawing.plots import order_figure
 
 @dataclass(frozen=True)
 class MeasuredIteration:
-    """One iteration of one pipeline.
+    """One iteration of one pipeline; arrays are [num_stages, units_per_stage].
 
     Args:
         run: empty where the job has one.
-        phase: what the iteration was for.
-        iteration: its number in the job.
-        schedule: the order that was run.
-        start_s: [num_stages, units_per_stage] after the pipeline's first unit.
-        end_s: the same shape.
-        frequency_mhz: the same shape; None where clocks were not controlled.
+        start_s: after the pipeline's first unit.
+        frequency_mhz: None where clocks were not controlled.
     """
 
     run: str
@@ -49,10 +45,8 @@ def last_iteration(
 ) -> MeasuredIteration | None:
     """The last iteration of a phase that all stages of a pipeline of `num_stages` recorded.
 
-    Of replicas and tensor-parallel peers, the lowest rank of each stage is taken.
-
-    Returns:
-        None where there is none, or what was recorded is no order of a whole pipeline.
+    Of replicas and tensor-parallel peers, the lowest rank of each stage is taken. None where there
+    is none, or what was recorded is no order of a whole pipeline.
     """
     recorded = list(recorded)
     own = [read for read in recorded if (name_of_run(read.labels.run), read.phase) == (run, phase)]

@@ -49,7 +49,7 @@ class StepSeries:
 
     Args:
         run: empty where the job has one.
-        iteration: [n] numbers of the iterations that were metered.
+        iteration: [n] those that were metered.
         time_s: [n] of each, on an average GPU.
         energy_j: [n] of each, on all GPUs.
         phases: for each span of iterations of one phase, its name, first and last iteration.
@@ -167,7 +167,6 @@ class PowerSeries:
     """Mean power of GPUs over time.
 
     Args:
-        names: of the GPUs.
         edges_s: [bins + 1] after the first instant.
         power_w: [num_gpus, bins] NaN where a GPU was not metered.
     """

@@ -28,13 +28,7 @@ _GIB = 2**30
 def clocks_figure(
     frequency_mhz: NDArray[np.int64], unit_time_s: NDArray[np.float64], title: str
 ) -> Figure:
-    """How long the units of each stage run at each clock.
-
-    Args:
-        frequency_mhz: [num_stages, units_per_stage].
-        unit_time_s: the same shape.
-        title: the headline.
-    """
+    """How long the units run at each clock; both arrays are [num_stages, units_per_stage]."""
     stages = len(frequency_mhz)
     figure = new_figure(9.0, float(np.clip(0.3 * stages, 1.3, 12.0)) + 1.3)
     axes = figure.add_subplot()

@@ -65,14 +65,13 @@ def plot_timeline(
         path: where the picture goes.
         title: the headline.
         note: a further line under the caption.
-        x_max_s: end of the time axis, s, so that two pictures share it; what is beyond is cut.
+        x_max_s: end of the time axis, so that two pictures share it; what is beyond is cut.
         start_s: [num_stages, units_per_stage] measured starts; without them the plan's timeline.
         end_s: measured ends, given together with `start_s`.
         frequency_range_mhz: ends of the colour scale. The default, from the profile's optimal to
             its highest frequency, is the same for all plans made from one profile.
 
-    Raises:
-        EnvPipeError: measured times that do not fit the schedule.
+    Raises EnvPipeError where measured times do not fit the schedule.
     """
     start, end = _times(plan, start_s, end_s)
     measured = start_s is not None
@@ -105,10 +104,7 @@ def order_figure(
     x_max_s: float | None = None,
     critical_path: Sequence[int] = (),
 ) -> Figure:
-    """One iteration of any order, whoever planned it; `plot_timeline` tells of the arguments.
-
-    Without frequencies, or a range of them, all boxes have one colour.
-    """
+    """One iteration of any order; without frequencies, or a range of them, in one colour."""
     width_in = float(np.clip(0.4 * schedule.units_per_stage, 10.5, 18.0))
     height_in = float(np.clip(0.52 * schedule.num_stages, 1.4, 24.0)) + 1.75
     figure = Figure(figsize=(width_in, height_in), dpi=DPI, layout="constrained")

@@ -64,21 +64,13 @@ def clock_map() -> Colormap:
 
 
 def save_picture(figure: Figure, path: Path, dpi: float = DPI) -> None:
-    """Write a figure in the format of the file's name; a PNG is marked as ours.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a figure in the format of the file's name; a PNG is marked as ours."""
     mark = {"Software": PICTURE_MARK} if path.suffix == ".png" else None
     figure.savefig(path, dpi=dpi, metadata=mark)
 
 
 def save(figure: Figure, folder: Path, name: str) -> None:
-    """Write a figure as PNG and as SVG; the same figure gives the same bytes.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write a figure as PNG and as SVG; the same figure gives the same bytes."""
     dpi = min(DPI, _MOST_PIXELS / max(figure.get_size_inches()))
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # laid out once, and not again for each file
