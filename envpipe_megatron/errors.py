@@ -41,12 +41,10 @@ def _item(value: object) -> str:
 
 
 class EnvPipeError(Exception):
-    """Bad input or a failed precondition, told as what, which value, and what to do.
+    """Bad input or a failed precondition.
 
-    Args:
-        what: the thing that is wrong, with where it stands (file, line, option).
-        value: the offending value, shown by `plain`. Leave it out where there is none.
-        remedy: what the user can do about it, as a sentence.
+    What is wrong (with its file, line or option), the value as `plain` shows it, and as a sentence
+    what the user can do about it.
     """
 
     _NO_VALUE = object()

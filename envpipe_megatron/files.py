@@ -14,11 +14,7 @@ _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def decode(content: bytes) -> str:
-    """The text of a file's bytes, without a byte order mark.
-
-    Raises:
-        ValueError: they are not UTF-8; it says what to do.
-    """
+    """The text of a file's bytes, without a byte order mark; ValueError says what is not UTF-8."""
     if content.startswith(_UTF_16):
         raise ValueError("it is UTF-16; save it as UTF-8")
     try:
@@ -29,12 +25,7 @@ def decode(content: bytes) -> str:
 
 
 def read_text(path: Path) -> str:
-    """A file's text, without a byte order mark.
-
-    Raises:
-        ValueError: it is not UTF-8; it says what to do.
-        OSError: it cannot be read.
-    """
+    """A file's text as `decode` gives it; OSError where it cannot be read."""
     return decode(path.read_bytes())
 
 
@@ -42,10 +33,7 @@ def replace_files(contents: Mapping[Path, Iterable[str]]) -> None:
     """Write texts, each in parts; a failure or a kill leaves each file as it was, or new and whole.
 
     All are written beside their places before the first takes its own. What is no ordinary file (a
-    pipe, `/dev/null`) is written into.
-
-    Raises:
-        OSError: a folder or file that cannot be written, which it names.
+    pipe, `/dev/null`) is written into. OSError names the file or folder.
     """
     places: dict[Path, Path] = {}
     try:
@@ -81,11 +69,7 @@ def _write_beside(path: Path, parts: Iterable[str], places: dict[Path, Path]) ->
 
 
 def refuse_foreign(folder: Path, names: Sequence[str], mark: str) -> None:
-    """Refuse to write over files in a folder, unless an earlier run of the command left its `mark`.
-
-    Raises:
-        EnvPipeError: naming the files.
-    """
+    """Refuse to write over files in a folder, unless an earlier run left its file `mark` there."""
     found = [name for name in names if (folder / name).exists()]
     if found and not (folder / mark).exists():
         raise EnvPipeError(

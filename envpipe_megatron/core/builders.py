@@ -31,14 +31,8 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
 def envpipe(num_stages: int, num_microbatches: int, extra_forwards: Sequence[int]) -> Schedule:
     """1F1B with extra warm-up forwards on each stage (Choi et al., ATC'23, section 4.2).
 
-    Args:
-        num_stages: p.
-        num_microbatches: M.
-        extra_forwards: for each stage, the warm-up forwards beyond 1F1B's; the last stage's is 0 in
-            EnvPipe, since its units are all on the envelope.
-
-    Raises:
-        ScheduleError: not one count a stage, a negative one, or more forwards than microbatches.
+    The last stage has none in EnvPipe, since its units are all on the envelope. ScheduleError: not
+    one count a stage, a negative one, or more forwards than microbatches.
     """
     _check_job(num_stages, num_microbatches)
     if len(extra_forwards) != num_stages or min(extra_forwards) < 0:
@@ -64,10 +58,8 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
     """Megatron's virtual pipeline order (Narayanan et al., SC'21, section 2.2).
 
     Microbatches go through the chunks in groups of `num_stages`, as Megatron does by default.
-
-    Raises:
-        ScheduleError: a job that Megatron refuses too: one chunk, fewer microbatches than stages,
-            or a last group smaller than the pipeline.
+    ScheduleError for jobs that Megatron refuses too: one chunk, or a last group smaller than the
+    pipeline.
     """
     _check_job(num_stages, num_microbatches, num_chunks)
     if num_chunks < 2:
@@ -128,18 +120,12 @@ def envpipe_extra_forwards(
 
     Enough forwards at the optimal frequency to fill the wait for the first gradient, which is one
     backward at the maximum clock for each stage behind (Choi et al., ATC'23, section 4.2, and the
-    authors' code for the caps).
+    authors' code for the caps, as `extra_forward_caps` takes them).
 
     Args:
-        backward_time_s: for each stage, one backward at the maximum clock, s.
-        forward_time_s: for each stage, one forward at the optimal frequency, s.
-        num_microbatches: M.
-        max_extra_forwards: no stage gets more.
-        max_in_flight: for each stage, the most microbatches in flight.
+        backward_time_s: for each stage, one backward at the maximum clock.
+        forward_time_s: for each stage, one forward at the optimal frequency.
         max_warmup_step: how far neighbouring stages' extra forwards may differ.
-
-    Raises:
-        ScheduleError: a limit in flight that 1F1B itself does not keep.
     """
     num_stages = len(backward_time_s)
     caps = extra_forward_caps(
@@ -171,14 +157,7 @@ def extra_forward_caps(
 ) -> list[int]:
     """The most extra forwards that the batch, memory and the user leave to each stage.
 
-    Args:
-        num_stages: p.
-        num_microbatches: M.
-        max_extra_forwards: no stage gets more.
-        max_in_flight: for each stage, the most microbatches in flight.
-
-    Raises:
-        ScheduleError: a limit in flight that 1F1B itself does not keep.
+    `max_in_flight` lists microbatches for each stage; ScheduleError where 1F1B itself holds more.
     """
     caps = []
     for stage in range(num_stages):

@@ -1,38 +1,27 @@
 """Does an order finish on the channels between stages? Decided before training, without a GPU.
 
-**Stage.** A stage is one sequential process. For each unit of its order it (1) takes the unit's
-input from a channel, if another stage makes it, (2) computes, (3) sends the output, if another
-stage needs it. A hop from a stage to itself (one stage with chunks) uses no channel.
+**Stage.** One sequential process. For each unit of its order it (1) takes the unit's input from a
+channel, if another stage makes it, (2) computes, (3) sends the output, if another stage needs it.
 
-**Channel.** Messages of one kind from one stage to one other are a channel and arrive in the order
-they were sent. Kind and source name it: activations leave a stage for the next one only and
-gradients for the one before only, also where the hop wraps around between the last stage and the
-first. Two stages with chunks are each other's neighbour on both sides, which makes four channels
-(each kind each way), so whether a hop wraps need not be part of the name.
+**Channel.** Messages of one kind (activations, gradients) from one stage to one other, in the order
+they were sent. Two stages with chunks are each other's neighbour on both sides, which makes four
+channels (each kind each way), so whether a hop wraps need not be part of the name.
 
 **Taken, posted, matched.** A message is *taken* when the receiving stage stands at the unit that
-needs it and the message is there. A receive is *posted* when the communication library knows of
-it, and a send is *matched* when a posted receive exists for it. Transfers are rendezvous: an
-unmatched message has not left its sender.
+needs it and the message is there. A receive is *posted* when the communication library knows of it,
+and a send is *matched* when a posted receive exists for it. Transfers are rendezvous: an unmatched
+message has not left its sender.
 
 **Capacity.** A stage stops behind a send for as long as more than `capacity` messages of that
-channel are not taken:
+channel are not taken: `None` for asynchronous sends (several hardware queues), `0` where a send
+returns when the peer stands at the receive, `k` for up to `k` messages on their way. A channel that
+keeps one receive posted ahead has always one receive more posted than messages taken, so a single
+hardware queue, which stops at the first unmatched send, has capacity 1.
 
-* `None`: asynchronous sends, a stage never stops behind one (several hardware queues);
-* `0`: a send returns when the peer stands at the receive (blocking send and receive);
-* `k`: up to `k` messages may be on their way.
-
-A channel that keeps one receive posted ahead (the first when the step starts, the next whenever a
-message is taken) has always one receive more posted than messages taken. A stage that stops behind
-a send while more than `u` messages are unmatched therefore has capacity `u + 1`: the posted-ahead
-receive adds one. A single hardware queue stops at the first unmatched send (`u = 0`): capacity 1.
-
-**One simulation is enough.** Stages are deterministic and wait on channels only. What a stage waits
-for (a message, or that one was taken) can only be brought about by others and never undone by them,
-so a step that is possible stays possible until it is made, and two possible steps lead to the same
-state in either order. Hence all interleavings end in one and the same state (Kahn, 'The semantics
-of a simple language for parallel programming', IFIP 1974; a bounded channel is an unbounded one
-with credits flowing back). `stopping_points` searches all interleavings and so checks this claim.
+**One simulation is enough.** Stages are deterministic and wait on channels only. A step that is
+possible stays possible until it is made, and two possible steps lead to the same state in either
+order, so all interleavings end in one and the same state (Kahn, 'The semantics of a simple language
+for parallel programming', IFIP 1974). The tests check this by search.
 """
 
 from __future__ import annotations
@@ -104,8 +93,7 @@ class Stall:
 class ChannelFit:
     """Extra forwards, one count a stage, with which EnvPipe's order finishes on a channel.
 
-    `lowered` says whether a stage has fewer than was asked for, and `reason` tells the user which,
-    from what to what, and why.
+    `lowered` says whether a stage has fewer than was asked for, and `reason` which and why.
     """
 
     extra_forwards: tuple[int, ...]
@@ -114,12 +102,9 @@ class ChannelFit:
 
 
 def check_message_order(schedule: Schedule) -> None:
-    """Check that every channel's messages are taken in the order in which they are sent.
+    """Refuse a schedule where a channel's messages are taken in another order than they are sent.
 
-    A channel knows no names of messages: in another order units would get the wrong tensors.
-
-    Raises:
-        EnvPipeError: naming two messages that would be exchanged.
+    A channel knows no names of messages: units would get the wrong tensors.
     """
     if schedule.num_stages == 1:
         return
@@ -151,11 +136,7 @@ def completes(schedule: Schedule, capacity: int | None) -> bool:
 def find_stall(schedule: Schedule, capacity: int | None) -> Stall | None:
     """Run the order on channels of this capacity; the state it stops in, or None if it finishes.
 
-    One run decides for all interleavings (see the module). A message makes at most two stages
-    runnable, so the work is linear in the number of units.
-
-    Raises:
-        EnvPipeError: a negative capacity, or messages taken in another order than sent.
+    EnvPipeError: a negative capacity, or messages taken in another order than sent.
     """
     _check_capacity(capacity)
     check_message_order(schedule)
@@ -200,12 +181,12 @@ def find_stall(schedule: Schedule, capacity: int | None) -> Stall | None:
 def max_falling_step(capacity: int | None) -> int | None:
     """How far a stage's extra forwards may exceed its successor's on channels of this capacity.
 
-    `2 * capacity - 1`; with a capacity of one or more this is exact: EnvPipe's order finishes if
-    and only if no step is larger. Take a stage with `w` warm-up forwards before one with `v`. When
-    the first has just sent a forward and the second a backward, `w - v + 1` messages between them
-    are not taken, both directions together. They stop for each other when each direction holds
-    `capacity + 1`, which takes `w - v = 2 * capacity + 1`, and 1F1B's own `w - v` is 1. No rise
-    that the order allows at all stalls. Asynchronous sends set no limit: None.
+    `2 * capacity - 1`; with a capacity of one or more EnvPipe's order finishes if and only if no
+    step is larger. Take a stage with `w` warm-up forwards before one with `v`. When the first has
+    just sent a forward and the second a backward, `w - v + 1` messages between them are not taken,
+    both directions together. They stop for each other when each direction holds `capacity + 1`,
+    which takes `w - v = 2 * capacity + 1`, and 1F1B's own `w - v` is 1. No rise that the order
+    allows stalls.
     """
     return None if capacity is None else 2 * capacity - 1
 
@@ -217,21 +198,10 @@ def fit_to_channel(
 
     From the last stage to the first, a stage whose extra forwards exceed its successor's by more
     than `max_falling_step` is lowered to just that step. Two stages that block each other are
-    always such a pair, the front one in the send of an activation, so this is also where lowering
-    that stage by one, again and again, ends.
+    always such a pair, the front one in the send of an activation.
 
-    Args:
-        num_stages: p.
-        num_microbatches: M.
-        extra_forwards: for each stage, the warm-up forwards beyond 1F1B's that are wanted.
-        capacity: of each channel; None lowers nothing.
-
-    Raises:
-        EnvPipeError: not even 1F1B finishes: capacity 0 with two or more stages and
-            microbatches, where the last stage but one sends its second activation while the last
-            sends its first gradient. (Megatron runs 1F1B there with a send and a receive in one
-            call.)
-        ScheduleError: extra forwards that the job cannot have on any channel; see `envpipe`.
+    EnvPipeError: not even 1F1B finishes (capacity 0 with two or more stages and microbatches, where
+    Megatron sends and receives in one call). ScheduleError: counts that `envpipe` refuses.
     """
     wanted = tuple(int(extra) for extra in extra_forwards)
     step = max_falling_step(capacity)

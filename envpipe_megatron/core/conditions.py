@@ -1,9 +1,7 @@
 """Conditions: what surrounds the units of a job, for the evaluator and for planners alike.
 
-A profile prices units one by one. What lies between and after them stands here: the power of a GPU
-that waits, the latency of a hop, the tail of an iteration, how many GPUs follow one plan, and what
-a change of clock costs. Everything but the blocking power is off by default and then changes
-nothing.
+A profile prices units one by one; what lies between and after them stands here. Everything but the
+blocking power is off by default.
 """
 
 from __future__ import annotations
@@ -47,9 +45,8 @@ _WORDS = {
 class Conditions:
     """What surrounds the units of a job with `len(blocking_power_w)` stages.
 
-    Values are checked and brought to one form when made: what is off becomes None (a tail of zeros,
-    one GPU for each stage) and one latency for all hops a latency for each, so that equal
-    conditions compare equal.
+    Values are checked (EnvPipeError) and brought to one form, so that equal conditions compare
+    equal: what is off becomes None, and one latency for all hops a latency for each.
 
     Args:
         blocking_power_w: for each stage, the power of one GPU that waits in a receive.
@@ -57,18 +54,12 @@ class Conditions:
         tail_time_s: for each stage, the time after its last unit (gradient reduction, optimizer).
             The iteration lasts until the last tail has ended, and tails are billed as waiting.
         gpus_per_stage: for each stage, its tensor-parallel degree: that many GPUs follow the
-            stage's plan, so that its energies count as often.
-        wait_power_w: for each stage, the power of one waiting GPU by the clock that is set while it
-            waits, `{frequency_mhz: power_w}`: linear between the measured clocks, constant beyond
-            them. It replaces the blocking power. A unit's clock is requested when the stage's
-            previous unit has ended, so a wait runs at the clock of the unit that follows; after the
-            last unit that is the stage's first unit, of the next iteration.
-        change_time_s: from the request of a clock until it runs. A unit that starts earlier runs
-            its first part at the clock before; see `evaluation.evaluate`.
+            stage's plan, and its energies count as often.
+        wait_power_w: for each stage, the power of one waiting GPU by the clock set while it waits,
+            `{frequency_mhz: power_w}`: linear between the measured clocks, constant beyond them. It
+            replaces the blocking power. `evaluation.evaluate` says which clock that is.
+        change_time_s: from the request of a clock until it runs; see `evaluation.evaluate`.
         change_energy_j: energy of one change of clock on one GPU.
-
-    Raises:
-        EnvPipeError: naming the value that is wrong.
     """
 
     blocking_power_w: tuple[float, ...]
@@ -116,14 +107,7 @@ class Conditions:
         return np.array(self.gpus_per_stage or (1,) * self.num_stages)
 
     def waiting_power_w(self, frequency_mhz: IntArray) -> FloatArray:
-        """Power of one waiting GPU at the clocks set while it waits.
-
-        Args:
-            frequency_mhz: [num_stages, any].
-
-        Returns:
-            powers in W, the same shape.
-        """
+        """Power (W) of one waiting GPU at [num_stages, any] clocks, in the same shape."""
         if self.wait_power_w is None:
             by_stage = np.array(self.blocking_power_w)[:, None]
             return np.broadcast_to(by_stage, frequency_mhz.shape).copy()
@@ -149,21 +133,15 @@ def make_conditions(
 ) -> Conditions:
     """Conditions from a profile's sidecar, where asked for, and from values that override it.
 
-    Args:
-        profile: of the job.
-        blocking_power_w: one number, or one for each stage.
-        use: which of `SIDECAR_FIELDS` to take from the sidecar, each of which must be known.
-        latency_s: one number, or one for each boundary; by default the sidecar's where it is known.
-        tail_time_s: one number, or one for each stage.
-        gpus_per_stage: one number, or one for each stage.
-        wait_power_w: as `Conditions` takes it.
-        change_time_s: as `Conditions` takes it.
-        change_energy_j: as `Conditions` takes it; `use` of "change" takes it from the sidecar where
-            that has one.
+    Raises EnvPipeError for a wrong value, an unknown name in `use`, or a fact that the sidecar
+    lacks.
 
-    Raises:
-        EnvPipeError: a value that is wrong, an unknown name in `use`, or a fact that the sidecar
-            lacks.
+    Args:
+        use: which of `SIDECAR_FIELDS` to take from the sidecar; `change` brings the energy of a
+            change along, where known.
+        latency_s: by default the sidecar's where it is known.
+        tail_time_s: one number, or one for each stage; the other values as `Conditions` takes them,
+            or one for all stages.
     """
     sidecar = profile.sidecar
     given: dict[str, Any] = {
@@ -204,11 +182,7 @@ def make_conditions(
 
 
 def known_conditions(profile: Profile) -> Conditions:
-    """All that a profile's sidecar knows of its job; waiting costs nothing where it knows no power.
-
-    Raises:
-        EnvPipeError: a value that is wrong.
-    """
+    """All that a profile's sidecar knows of its job; without a power there, waiting is free."""
     sidecar = profile.sidecar
     return make_conditions(
         profile,

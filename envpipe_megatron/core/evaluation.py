@@ -1,8 +1,4 @@
-"""What one iteration takes: the one evaluator of time and energy, whoever made the plan.
-
-Iteration energy of a stage is the sum of its units' energies plus the energy of waiting through the
-rest of the iteration, for as many GPUs as the stage has.
-"""
+"""What one iteration takes: the one evaluator of time and energy, whoever made the plan."""
 
 from __future__ import annotations
 
@@ -29,8 +25,7 @@ class Evaluation:
     """One iteration of a plan.
 
     Args:
-        timeline: start and end of each unit, at the durations that late clocks leave them, and the
-            iteration time, tails included.
+        timeline: at the durations that late clocks leave the units; tails included.
         unit_energy_j: [num_stages, units_per_stage] energy of each unit on one GPU.
         energy_by_stage_j: [num_stages] energy of units, waiting and clock changes on all GPUs of
             each stage.
@@ -53,16 +48,19 @@ def evaluate(
 ) -> Evaluation:
     """Time and energy of one iteration in steady state, where each iteration is like the next.
 
+    A stage's energy is that of its units plus that of waiting through the rest of the iteration,
+    for as many GPUs as it has.
+
     *Late clocks.* A unit's clock is requested when the unit before it on its stage has ended, if it
     differs from the clock requested last, and runs `change_time_s` later. A unit that starts `d`
     before that, at a clock that gives it t_old and e_old instead of t_new and e_new, runs at the
-    old clock alone if d >= t_old, and otherwise takes `d + (1 - d/t_old) t_new` and
-    `d/t_old e_old + (1 - d/t_old) e_new`. The old clock is the last one whose change has arrived; a
-    request that has not arrived when the next one is made is dropped. Where the old clock was not
-    profiled for the unit, its time and energy are linear in the clock between those that were, and
-    constant beyond. The first unit's clock was requested at the end of the last iteration and is
-    never late. A late unit is thus always a convex mixture of profiled points of its stage and
-    kind, so a lower bound over their convex hull holds for it too.
+    old clock alone if d >= t_old, and otherwise takes `d + (1 - d/t_old) t_new` and `d/t_old e_old
+    + (1 - d/t_old) e_new`. The old clock is the last one whose change has arrived; a request that
+    has not arrived when the next one is made is dropped. Where the old clock was not profiled for
+    the unit, its time and energy are linear in the clock between those that were, and constant
+    beyond. The first unit's clock was requested at the end of the last iteration and is never late.
+    A late unit is thus always a convex mixture of profiled points of its stage and kind, so a lower
+    bound over their convex hull holds for it too.
 
     *Waiting* is billed at the clock that was requested for the unit that follows, from the moment
     of the request; the wait after the last unit, tail included, at the clock of the first unit.
@@ -77,10 +75,8 @@ def evaluate(
     parked ones among them.
 
     Args:
-        schedule: the order of units.
         frequency_mhz: [num_stages, units_per_stage].
-        profile: time and energy of units, for the schedule's number of chunks.
-        conditions: for as many stages.
+        profile: for the schedule's number of chunks.
         park_mhz: [num_stages, units_per_stage] the clock to park at in the wait before a unit, 0
             for none. Needs waiting power by clock.
 

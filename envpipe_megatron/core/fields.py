@@ -1,8 +1,7 @@
 """Checked reading of JSON objects and CSV tables: what is wrong is named, with where it stands.
 
-`Fields` reads a JSON object and `read_table` a CSV; profiles, sidecars, plans and layer tables are
-read with them. A *reader* is a function of a field's value that returns what the program uses, or
-raises a ValueError that says what the value must be.
+A *reader* is a function of a field's value that returns what the program uses, or raises a
+ValueError that says what the value must be.
 """
 
 from __future__ import annotations
@@ -90,13 +89,7 @@ def many(read: Reader[T], length: int | None = None) -> Reader[tuple[T, ...]]:
 
 
 class Fields:
-    """Checked access to the fields of a JSON object.
-
-    Args:
-        data: the object.
-        path: the file that it stands in, for messages.
-        error: what to raise.
-    """
+    """The fields of the JSON object in a file; `error` is raised where one is wrong."""
 
     def __init__(
         self, data: dict[str, Any], path: Path, error: type[EnvPipeError] = EnvPipeError
@@ -141,7 +134,6 @@ class Row:
     Args:
         where: file and line, for messages.
         cells: by the names of the columns, without blanks around them.
-        error: what to raise.
     """
 
     where: str
@@ -149,7 +141,7 @@ class Row:
     error: type[EnvPipeError]
 
     def read(self, column: str, number: Number, unit: str = "") -> Any:
-        """The number in a cell; the message about a wrong one names the unit."""
+        """The number in a cell; a message names the unit."""
         try:
             return number.of_text(self.cells[column])
         except ValueError as cause:
@@ -166,15 +158,7 @@ def read_table(
     optional: tuple[str, ...] = (),
     error: type[EnvPipeError] = EnvPipeError,
 ) -> tuple[bytes, list[Row]]:
-    """A CSV's bytes and its rows, with columns in any order; blank lines and others are left out.
-
-    Args:
-        path: of the file.
-        what: the name of the table in messages.
-        columns: required ones.
-        optional: further ones.
-        error: what to raise.
-    """
+    """A CSV's bytes and its rows, columns in any order; blank lines and others are left out."""
     try:
         content = path.read_bytes()
         lines = list(csv.reader(io.StringIO(decode(content), newline="")))

@@ -1,9 +1,8 @@
 """The longest path through a schedule: the one place that says how early and late units can end.
 
 A unit starts when its stage has ended the unit before it and its input has arrived from the
-neighbour stage. `Timeline` asks for one iteration, `policies.rounding` for thousands of changes,
-`policies.partition_search` for many durations at once; where a duration depends on the start, as
-with late clocks, callers go through `LongestPath.order` themselves.
+neighbour stage. Where a duration depends on the start, as with late clocks, callers go through
+`LongestPath.order` themselves.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ from envpipe_megatron.errors import EnvPipeError
 class LongestPath:
     """Ends of all units by their durations, in any unit of time.
 
-    Args:
-        schedule: the order of units.
-        duration_s: [num_units] of each node; it is changed, not copied.
-        latency_s: as `latency_by_node` takes it.
+    `duration_s`, [num_units], is changed and not copied; latencies are as `latency_by_node` takes
+    them.
     """
 
     def __init__(
@@ -60,8 +57,7 @@ class LongestPath:
     def find_ends(self, later: Callable[[Any, Any], Any] = max) -> None:
         """The earliest ends of all nodes.
 
-        Args:
-            later: numpy.maximum where durations are arrays, each one node's in many iterations.
+        `later` is numpy.maximum where durations are arrays, each one node's in many iterations.
         """
         # start_s written out: a call a unit would double the time for 10^5 units.
         end_s, duration_s, hop_s = self.end_s, self.duration_s, self.hop_s
@@ -94,8 +90,7 @@ class LongestPath:
     def change(self, node: int, duration_s: float) -> set[int]:
         """Change one duration, and move only what depends on it, once all ends have been found.
 
-        Returns:
-            the nodes whose earliest or latest end moved.
+        Returns the nodes whose earliest or latest end moved.
         """
         self.duration_s[node] = duration_s
         rank, width = self._schedule.topological_rank, self._width
@@ -135,14 +130,9 @@ class LongestPath:
 def latency_by_node(schedule: Schedule, latency_s: float | Sequence[float]) -> list[float]:
     """Latency of the hop that feeds each node; 0 where nothing does.
 
-    Args:
-        schedule: the order of units.
-        latency_s: p2p latency, one number for every hop or one for each boundary between
-            neighbouring stages. The hop from the last stage back to the first, which only chunks
-            use, takes the longest of them.
-
-    Raises:
-        EnvPipeError: neither one time nor one for each boundary, or below zero.
+    `latency_s` is one number for every hop, or one for each boundary between neighbouring stages
+    (else EnvPipeError). The hop from the last stage back to the first, which only chunks use, takes
+    the longest of them.
     """
     boundaries = schedule.num_stages - 1
     by_boundary = np.asarray(latency_s, dtype=np.float64)

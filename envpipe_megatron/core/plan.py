@@ -1,8 +1,7 @@
 """Plans: a frequency for each unit of a schedule, what that costs, and the file they stand in.
 
-Time and energy are never taken from a file: whoever reads a plan recomputes them from the profile,
-under the conditions that stand in the plan (`conditions.Conditions`; fields that are absent are
-off).
+Whoever reads a plan recomputes time and energy from the profile, under the conditions that stand in
+the plan.
 """
 
 from __future__ import annotations
@@ -72,21 +71,15 @@ class Cost:
 class Plan:
     """A schedule with a frequency for each unit, and the profile that prices it.
 
+    PlanError where shapes do not fit; once it is evaluated, errors as of `evaluation.evaluate`.
+
     Args:
         policy: how the plan was made.
-        schedule: the order of units.
         frequency_mhz: [num_stages, units_per_stage].
-        profile: time and energy of units, already for the schedule's number of chunks.
-        conditions: what surrounds the units.
-        park_mhz: [num_stages, units_per_stage] the clock to park at in the wait before a unit, 0
-            for none; see `evaluation.evaluate`.
+        profile: already for the schedule's number of chunks.
+        park_mhz: as `evaluation.evaluate` takes it.
         energy_lower_bound_j: certificate that no plan of this schedule, profile and conditions is
             as fast and takes less.
-
-    Raises:
-        PlanError: shapes that do not fit, or a bound that is not an energy; once it is evaluated,
-            also parking that is not possible.
-        ProfileError: a frequency that was not profiled.
     """
 
     policy: str
@@ -160,10 +153,7 @@ class Plan:
 
     @cached_property
     def baseline(self) -> Plan:
-        """All units at the maximum clock in the framework's own order, under the same conditions.
-
-        It does not park.
-        """
+        """All units at the maximum clock in the framework's own order, with the same conditions."""
         schedule = framework_schedule(self.schedule)
         frequency = max_frequencies(schedule, self.profile)
         return Plan("baseline", schedule, frequency, self.profile, self.conditions)
@@ -201,11 +191,7 @@ class Plan:
         return data
 
     def write(self, path: Path) -> None:
-        """Write the plan's JSON, one line a stage.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write the plan's JSON, one line a stage."""
         lines = []
         for name, value in self.to_json().items():
             text = json.dumps(value)
@@ -218,8 +204,8 @@ class Plan:
 def framework_schedule(schedule: Schedule) -> Schedule:
     """The order that Megatron itself would run for the same job.
 
-    Where Megatron runs no such job (chunks, and microbatches that do not fill the pipeline), the
-    schedule itself.
+    Where Megatron refuses it (chunks, and microbatches that do not fill the pipeline), the schedule
+    itself.
     """
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     if schedule.forward_only:
@@ -237,11 +223,7 @@ def max_frequencies(schedule: Schedule, profile: Profile) -> IntArray:
 
 
 def check_stages(profile: Profile, num_stages: int) -> None:
-    """Refuse a profile of another pipeline.
-
-    Raises:
-        PlanError: the profile has another number of stages.
-    """
+    """Refuse (PlanError) a profile of another number of stages."""
     if profile.num_stages != num_stages:
         raise PlanError(
             f"The plan has {num_stages} stages but profile {profile.source} has another number",
@@ -253,13 +235,9 @@ def check_stages(profile: Profile, num_stages: int) -> None:
 def read_plan(path: Path, profile: Profile) -> Plan:
     """Read a plan's JSON and price it with a profile.
 
-    A plan made from another profile is priced with the given one, with a warning. Clocks between
-    profiled ones are priced where the plan says `interpolated`.
-
-    Raises:
-        PlanError: naming the field that is wrong, or figures that the very profile it was made from
-            does not give.
-        ProfileError: a frequency that was not profiled.
+    A plan made from another profile is priced with the given one, with a warning. PlanError names
+    the field that is wrong, or figures that the very profile it was made from does not give;
+    ProfileError a frequency that was not profiled.
     """
     return plan_of_fields(read_json(path, "Plan", PlanError), profile)
 

@@ -1,11 +1,10 @@
 """Profiles: time and energy of each (stage, instruction, frequency), and their files.
 
 The CSV is Zeus's and lowtime's, `stage,instruction,frequency,time,energy` with MHz, s and J for one
-GPU and one microbatch. Like theirs it is read by the names of its columns, in any order. A column
-`energy_uncertainty_j` may follow, the standard uncertainty of the energy in J, empty where it is
-not known; other columns are kept out. Zeus writes a row for each `rank`: of the GPUs of a stage the
-slowest gives the time, for the others wait for it, and their mean the energy. What else is measured
-about the same job stands beside the table in a sidecar JSON of the same name.
+GPU and one microbatch, its columns in any order. A column `energy_uncertainty_j` may follow (the
+standard uncertainty, empty where not known); others are kept out. Zeus writes a row for each
+`rank`: of the GPUs of a stage the slowest gives the time, for the others wait for it, and their
+mean the energy. A sidecar JSON of the same name holds what else was measured about the job.
 """
 
 from __future__ import annotations
@@ -51,10 +50,7 @@ class ProfileError(EnvPipeError):
 
 @dataclass(frozen=True, slots=True)
 class ProfileRow:
-    """What one unit costs at one frequency: one GPU, one microbatch.
-
-    The uncertainty is the energy's standard one, None where it is not known.
-    """
+    """What one unit costs at one frequency, of one GPU and microbatch, with its uncertainty."""
 
     frequency_mhz: int
     time_s: float
@@ -93,7 +89,6 @@ class Profile:
         rows: for each stage and kind, the rows with the highest frequency first.
         sha256: of the file's bytes, or of the CSV that `write` would make.
         source: where it came from, for messages.
-        sidecar: the facts beside the table.
         interpolates: whether units may run between profiled clocks. Time and energy are then linear
             in the clock from one row to the next: a convex mixture of the two, so a lower bound
             over their convex hull holds for it too.
@@ -120,11 +115,7 @@ class Profile:
         }
 
     def row(self, stage: int, kind: Kind, frequency_mhz: int) -> ProfileRow:
-        """The row of a stage, kind and frequency.
-
-        Raises:
-            ProfileError: that frequency was not profiled there.
-        """
+        """The row of a stage, kind and frequency; ProfileError where that was not profiled."""
         found = self._by_frequency.get((stage, kind, frequency_mhz))
         if found is None:
             listed = ", ".join(str(row.frequency_mhz) for row in self.rows[stage][kind])
@@ -140,11 +131,8 @@ class Profile:
     def optimal_frequency_mhz(self) -> tuple[int, ...]:
         """For each stage, the frequency at the bottom of its energy valley.
 
-        The one with the least energy of one forward plus one backward (Choi et al., ATC'23,
-        section 3.2); of equal ones the highest.
-
-        Raises:
-            ProfileError: a stage whose forward and backward have no frequency in common.
+        The one with the least energy of one forward plus one backward (Choi et al., ATC'23, section
+        3.2); of equal ones the highest. ProfileError: forward and backward have none in common.
         """
         optimal = []
         for stage, kinds in enumerate(self.rows):
@@ -166,10 +154,8 @@ class Profile:
     def for_chunks(self, num_chunks: int) -> Profile:
         """The profile of one of `num_chunks` chunks of each stage.
 
-        A profile without chunks gives each of V chunks 1/V of its stage's time and energy.
-
-        Raises:
-            ProfileError: the profile was measured with another number of chunks.
+        A profile without chunks gives each of V chunks 1/V of its stage's time and energy; one
+        measured with another number is refused (ProfileError).
         """
         if num_chunks == self.sidecar.num_chunks:
             return self
@@ -188,18 +174,10 @@ class Profile:
     def lookup(
         self, frequency_mhz: IntArray, is_backward: BoolArray
     ) -> tuple[FloatArray, FloatArray]:
-        """Time and energy of each unit.
+        """Time (s) and energy (J) of each unit, [num_stages, units_per_stage] as the arguments.
 
-        Args:
-            frequency_mhz: [num_stages, units_per_stage].
-            is_backward: the same shape.
-
-        Returns:
-            times in s and energies in J, the same shape.
-
-        Raises:
-            ProfileError: a frequency that was not profiled for that stage and kind, or where the
-                profile interpolates, one above or below all that were.
+        ProfileError: a frequency that was not profiled for that stage and kind, or where the
+        profile interpolates, one above or below all that were.
         """
         time_s = np.empty(frequency_mhz.shape)
         energy_j = np.empty(frequency_mhz.shape)
@@ -222,10 +200,7 @@ class Profile:
         return time_s, energy_j
 
     def curve(self, stage: int, kind: Kind) -> FloatArray:
-        """[3, number of rows] frequencies in MHz, times in s and energies in J, lowest clock first.
-
-        The form that `numpy.interp` works on.
-        """
+        """[3, number of rows] frequencies (MHz), times (s) and energies (J), lowest clock first."""
         return self._curves[stage, kind]
 
     @cached_property
@@ -255,9 +230,7 @@ class Profile:
     def write(self, path: Path) -> None:
         """Write the CSV, and the sidecar beside it; both or none.
 
-        Raises:
-            ProfileError: the CSV has the sidecar's name.
-            OSError: a file cannot be written.
+        ProfileError where the CSV has the sidecar's name, OSError where a file cannot be written.
         """
         if sidecar_path(path) == path:
             raise ProfileError(
@@ -271,11 +244,7 @@ class Profile:
 def make_profile(
     rows: Iterable[tuple[int, Kind, ProfileRow]], *, source: str, sidecar: Sidecar | None = None
 ) -> Profile:
-    """A checked profile from rows in any order.
-
-    Raises:
-        ProfileError: no rows, or a stage or an instruction of a stage without any.
-    """
+    """A checked profile from rows in any order; ProfileError where a kind of a stage has none."""
     table: dict[int, dict[Kind, list[ProfileRow]]] = {}
     for stage, kind, row in rows:
         known = table.setdefault(stage, {}).setdefault(kind, [])
@@ -309,12 +278,9 @@ def make_profile(
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile CSV, and its sidecar if there is one.
+    """Read a profile CSV, and its sidecar if there is one; a warning names powers that no GPU has.
 
-    A warning names powers that no GPU has.
-
-    Raises:
-        EnvPipeError: naming file, line and value of what is wrong.
+    EnvPipeError names file, line and value of what is wrong.
     """
     content, lines = read_table(path, "profile", COLUMNS, (_RANK, _UNCERTAINTY), ProfileError)
     first_line: dict[tuple[int, Kind, int, str], str] = {}

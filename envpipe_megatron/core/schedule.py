@@ -1,8 +1,4 @@
-"""Units and schedules: the order in which each stage runs its forwards and backwards.
-
-A schedule is data. One interpreter executes it, one timeline predicts it, and a policy gives each
-of its units a frequency; none of them knows how the order was made.
-"""
+"""Units and schedules: the order in which each stage runs its forwards and backwards, as data."""
 
 from __future__ import annotations
 
@@ -70,11 +66,7 @@ def unit(kind: Kind, microbatch: int, chunk: int = 0) -> Unit:
 
 
 def parse_unit(text: str) -> Unit:
-    """Read `F3` or `F3.1`.
-
-    Raises:
-        ScheduleError: the text is not a unit.
-    """
+    """Read `F3` or `F3.1`; ScheduleError where the text is neither."""
     match = _UNIT_PATTERN.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise ScheduleError(
@@ -87,11 +79,7 @@ def parse_unit(text: str) -> Unit:
 
 
 def check_size(num_stages: int, num_microbatches: int, num_chunks: int) -> None:
-    """Refuse a pipeline of more units than can be planned.
-
-    Raises:
-        ScheduleError: saying what it would take.
-    """
+    """Refuse (ScheduleError) a pipeline of more units than can be planned."""
     units = 2 * num_stages * num_microbatches * num_chunks
     if units > MAX_UNITS:
         chunks = f" x {num_chunks} chunks" if num_chunks > 1 else ""
@@ -109,7 +97,8 @@ class Schedule:
 
     Every stage runs each forward once and either each backward once or none at all (forward-only).
     Units are also numbered through the whole pipeline: *node* `stage * units_per_stage + position`
-    is the unit at that position of that stage's order.
+    is the unit at that position of that stage's order. ScheduleError names the unit that is
+    missing, unknown, repeated, or can never run.
 
     Args:
         name: what the order is called, such as `1f1b`.
@@ -117,9 +106,6 @@ class Schedule:
         num_chunks: V, the virtual pipeline stages on each stage; chunk `c` of the last stage feeds
             chunk `c + 1` of the first (Narayanan et al., SC'21, section 2.2).
         stages: the order of each stage.
-
-    Raises:
-        ScheduleError: naming the unit that is missing, unknown, repeated, or can never run.
     """
 
     name: str
@@ -211,11 +197,7 @@ class Schedule:
 
     @cached_property
     def topological_order(self) -> list[int]:
-        """All nodes, each after the nodes it depends on.
-
-        Raises:
-            ScheduleError: the stages wait for each other in a circle.
-        """
+        """All nodes, each after those it depends on; ScheduleError where stages wait in circles."""
         width = self.units_per_stage
         cross = self.cross_dependency.tolist()
         successor = self.cross_successor.tolist()

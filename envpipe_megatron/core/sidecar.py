@@ -27,7 +27,7 @@ class Sidecar:
         free_bytes: for each stage, what is free beside one microbatch. Measured in an order that
             holds k of them, it is what is left at the peak plus k - 1 times the activations.
         frequency_change_s: from the request of a clock until it runs.
-        frequency_change_j: energy of one change of clock on one GPU.
+        frequency_change_j: of one change on one GPU.
     """
 
     gpu: str | None = None
@@ -63,14 +63,7 @@ def sidecar_path(profile_path: Path) -> Path:
 
 
 def read_wait_power(entries: Any) -> tuple[Mapping[int, float], ...]:
-    """A reader of `[{"stage": 0, "frequency_mhz": 1410, "power_w": 83.6}]`.
-
-    Returns:
-        for each stage `{frequency_mhz: power_w}`.
-
-    Raises:
-        ValueError: other JSON.
-    """
+    """A reader of `[{"stage": 0, "frequency_mhz": 1410, "power_w": 83.6}]`: curves by stage."""
     by_stage: dict[int, dict[int, float]] = {}
     try:
         for entry in entries:
@@ -112,12 +105,7 @@ _READERS: dict[str, Any] = {
 
 
 def read_sidecar(path: Path, num_stages: int | None = None) -> Sidecar:
-    """Read a sidecar JSON.
-
-    Raises:
-        EnvPipeError: naming the file and the field that is wrong, or is of another number of
-            stages than the given.
-    """
+    """Read a sidecar JSON; EnvPipeError names a field that is wrong or of other stages."""
     fields = read_json(path, "Sidecar")
     fields.check_format(SIDECAR_FORMAT)
     unknown = [name for name in fields.data if name not in (*_READERS, "format")]

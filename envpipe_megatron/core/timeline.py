@@ -20,14 +20,12 @@ RELATIVE_TOLERANCE = 1e-9
 class Timeline:
     """When each unit starts and ends, all as early as they can.
 
-    Args:
-        schedule: the order of units.
-        duration_s: [num_stages, units_per_stage] how long each unit takes.
-        latency_s: p2p latency, as `longest_path.latency_by_node` takes it.
-        tail_s: [num_stages] the time after each stage's last unit, or one for all.
+    EnvPipeError: a wrong shape, or a duration or latency below zero or not a number.
 
-    Raises:
-        EnvPipeError: a wrong shape, or a duration or latency below zero or not a number.
+    Args:
+        duration_s: [num_stages, units_per_stage].
+        latency_s: as `longest_path.latency_by_node` takes it.
+        tail_s: [num_stages] the time after each stage's last unit, or one for all.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class Timeline:
 def critical_path(
     schedule: Schedule, wait_s: Sequence[float], threshold_s: float, last_stage: int = 0
 ) -> list[int]:
-    """Walk the critical path back from the last unit of the stage that ends last.
+    """The critical path's nodes, from the last unit of the stage that ends last to the start.
 
     A unit that waited for its input longer than the threshold is on the path because of the
     neighbour that fed it; otherwise because of the unit before it on its own stage. The same rule
@@ -109,13 +107,8 @@ def critical_path(
     a receive without a bubble), as EnvPipe's code does it.
 
     Args:
-        schedule: the order of units.
         wait_s: [num_units] the wait of each node for its input.
-        threshold_s: waits up to this count as none.
         last_stage: the one that ends last: stage 0, where there are backwards and no tails.
-
-    Returns:
-        Nodes from the end of the path to its start.
     """
     width = schedule.units_per_stage
     cross = schedule.cross_dependency
@@ -132,5 +125,5 @@ def critical_path(
 
 
 def is_envelope(schedule: Schedule, path: Iterable[int]) -> bool:
-    """Whether every unit of a path lies on the outer envelope: reconfiguring is then done."""
+    """Whether every unit of a path lies on the outer envelope."""
     return schedule.outer_envelope.issuperset(path)

@@ -84,19 +84,14 @@ class EnergyFileError(EnvPipeError):
 
 @dataclass(frozen=True, slots=True)
 class EnergyWindow:
-    """One line of an energy log.
+    """One line of an energy log; None or an empty text where the line does not say.
 
     Args:
-        node: the node's name; empty where the line does not say.
-        gpu_uid: names the GPU; empty where the line does not say.
-        gpu: the product's name.
-        rank: of the job, None where the line does not say.
-        stage: of the pipeline, None where the line does not say.
+        gpu_uid: names the GPU; `gpu` is the product's name.
+        rank: of the job.
         run: the run of the job, empty where the job has one.
-        first_iteration: of the job, None where the line does not say; the others likewise.
-        energy_uncertainty_j: None where it is not known.
-        shares_s: seconds of `SHARES`, None where they are not known.
-        begin_s: on the time base of the GPU, None where the line does not say.
+        shares_s: seconds of `SHARES`.
+        begin_s: on the time base of the GPU.
     """
 
     node: str
@@ -122,13 +117,7 @@ class EnergyWindow:
 
 @dataclass(frozen=True, slots=True)
 class EnergyNote:
-    """What a node's agent noted.
-
-    Args:
-        node: the node's name.
-        note: `BEGUN`, `JOB` or `ENDED`.
-        fields: the whole object.
-    """
+    """What a node's agent noted: `BEGUN`, `JOB` or `ENDED`, with the whole object as `fields`."""
 
     node: str
     note: str
@@ -156,18 +145,15 @@ class EnergyLogs:
 
 
 def name_of_run(run: str) -> str:
-    """A run's own name, without the instant of the start, by which restarts are told apart."""
+    """A run's name without the instant of its start, which tells restarts apart."""
     return _START.sub("", run)
 
 
 def read_energy_logs(paths: Iterable[Path]) -> EnergyLogs:
     """Read energy logs; a line that is there twice, in one file or in two, counts once.
 
-    A file may be empty, as that of a node that never got so far.
-
-    Raises:
-        EnergyFileError: a file with lines, none of which can be read; or nothing in any file.
-        OSError: a file that cannot be read.
+    A file may be empty, as that of a node that never got so far. EnergyFileError: a file with
+    lines, none of which can be read; or nothing in any file.
     """
     kept: dict[bytes, EnergyWindow | EnergyNote] = {}
     unreadable: list[str] = []
@@ -204,11 +190,7 @@ def _no_energy_log(path: Path) -> EnergyFileError:
 
 
 def parse_line(line: bytes) -> EnergyWindow | EnergyNote:
-    """Read one line of an energy log.
-
-    Raises:
-        ValueError: it is torn, or none of an energy log.
-    """
+    """Read one line of an energy log; ValueError where it is torn or something else."""
     try:
         data = json.loads(line)
         if isinstance(data, dict) and data.get("format") == NOTE_FORMAT:
@@ -221,12 +203,9 @@ def parse_line(line: bytes) -> EnergyWindow | EnergyNote:
 def append_line(path: Path, entry: dict[str, Any]) -> None:
     """Append one object to JSON Lines; a single write, so that many ranks may share the file.
 
-    A writer that is killed while it writes, or finds the disk full, leaves the start of a line at
-    most, and the next writer ends that line: it spoils no other. One that began to write before
-    that could be seen finds its own line joined to the torn one, and writes it again.
-
-    Raises:
-        OSError: the disk is full, or the file cannot be written.
+    A writer that is killed while it writes, or finds the disk full (OSError), leaves the start of a
+    line at most, and the next writer ends that line: it spoils no other. One that began to write
+    before that could be seen finds its own line joined to the torn one, and writes it again.
     """
     line = (json.dumps(entry) + "\n").encode()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -247,16 +226,11 @@ def append_line(path: Path, entry: dict[str, Any]) -> None:
 
 
 def _ends_a_line(descriptor: int, place: int) -> bool:
-    """Whether a line can begin at a place of a file."""
     return place == 0 or os.pread(descriptor, 1, place - 1) == b"\n"
 
 
 def _parse(data: Any) -> EnergyWindow:
-    """A window from its JSON.
-
-    Raises:
-        ValueError, TypeError, KeyError: it is something else.
-    """
+    """A window from its JSON; ValueError, TypeError or KeyError where it is something else."""
     if not isinstance(data, dict) or data.get("format", ENERGY_FORMAT) != ENERGY_FORMAT:
         raise ValueError
     shares = [data.get(name) for name in SHARES]
@@ -280,22 +254,14 @@ def _parse(data: Any) -> EnergyWindow:
 
 
 def read_amount(value: Any) -> float:
-    """A number of a line, s or J: finite and not negative.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A number of a line, s or J: finite and not negative, else ValueError."""
     if type(value) not in (int, float) or not 0 <= value < math.inf:
         raise ValueError
     return float(value)
 
 
 def read_text(data: dict[str, Any], name: str) -> str:
-    """A text of a line; empty where the line does not say.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """A text of a line, empty where the line does not say; TypeError where it is none."""
     value = data.get(name, "")
     if not isinstance(value, str):
         raise TypeError

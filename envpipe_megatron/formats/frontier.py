@@ -1,12 +1,10 @@
 """Stored frontiers: plans at hand for whatever time an iteration may take.
 
 A replica that is slower than the others (a straggler) holds up the gradient reduction of all; until
-it recovers, the others lose nothing by being as slow (Chung et al., SOSP'24, section 3.3). The
-frontier that was planned before holds the plan for that.
+it recovers, the others lose nothing by being as slow (Chung et al., SOSP'24, section 3.3).
 
 The file is JSON Lines: first a header with the figures of all points, then one plan a line, the
-fastest first, so that finding and reading one of them takes milliseconds. The CSV beside it holds
-the same figures.
+fastest first, so that finding one takes milliseconds. The CSV beside it holds the same figures.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ class StoredFrontier:
     """A frontier's figures, and its plans as text until one is asked for.
 
     Args:
-        path: of the file.
         iteration_time_s: of each plan, rising.
         baseline_s: iteration time of the framework's own order at the highest clocks.
         lines: each plan's JSON.
@@ -54,10 +51,9 @@ class StoredFrontier:
     lines: tuple[str, ...]
 
     def plan_for(self, iteration_time_s: float, profile: Profile) -> Plan:
-        """The cheapest plan that takes no longer than a time, s; the fastest if none is so fast.
+        """The cheapest plan that takes no longer than a time; the fastest if none is so fast.
 
-        Raises:
-            PlanError: the plan does not fit the profile, or is not one.
+        PlanError: the plan does not fit the profile, or is not one.
         """
         allowed_s = iteration_time_s * (1 + RELATIVE_TOLERANCE)
         index = max(0, bisect_right(self.iteration_time_s, allowed_s) - 1)
@@ -73,12 +69,9 @@ class StoredFrontier:
 
 
 def write_frontier(plans: Sequence[Plan], csv_path: Path) -> Path:
-    """Write the CSV of a frontier, and its plans beside it; returns the path of those.
+    """Write the CSV of a frontier (plans, the fastest first), and its plans beside it as `.jsonl`.
 
-    Args:
-        plans: at least one, the fastest first.
-        csv_path: `iteration_time_s,energy_j,energy_lower_bound_j`; the plans get the same name with
-            the suffix `.jsonl`.
+    Returns the path of the plans.
     """
     figures = [
         (plan.cost.iteration_time_s, plan.cost.energy_j, plan.energy_lower_bound_j)
@@ -103,11 +96,7 @@ def write_frontier(plans: Sequence[Plan], csv_path: Path) -> Path:
 
 
 def read_frontier(path: Path) -> StoredFrontier:
-    """Read a stored frontier's header; its plans are read when they are asked for.
-
-    Raises:
-        PlanError: naming the file and the field that is wrong.
-    """
+    """Read a stored frontier's header; PlanError names the file and the field that is wrong."""
     try:
         header, *lines = read_text(path).splitlines()
         data = json.loads(header)

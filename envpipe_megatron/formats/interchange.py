@@ -3,9 +3,9 @@
 Perseus (Chung et al., SOSP'24) writes one such file for each plan of its frontier, NNNNN counting
 from the slowest plan on, and Zeus's pipeline frequency server hands the frequencies to the ranks
 (ml-energy/zeus, `examples/pipeline_frequency_optimizer/run_optimization.py` and
-`zeus/optimizer/pipeline_frequency/server/scheduler.py`). A file holds one Python expression, a list
-with one list for each stage, which names in the order of execution each instruction and its
-frequency in MHz; comments with the plan's time and energy follow:
+`zeus/optimizer/pipeline_frequency/server/scheduler.py`). A file holds one Python expression, for
+each stage a list of its instructions in the order of execution, with frequencies in MHz; comments
+follow:
 
     [
     [('forward', 1410), ('forward', 1260), ('backward', 1410), ('backward', 1260)],
@@ -13,9 +13,9 @@ frequency in MHz; comments with the plan's time and energy follow:
     ]
     # total cost with P2P: 567.8
 
-The artifact of the paper lists the frequencies alone; such a file is taken to be in 1F1B order.
-Microbatches are not named: the k-th forward of a stage is that of microbatch k, and so for
-backwards. Orders that go another way, chunks and parked clocks have no place in the format.
+The artifact of the paper lists the frequencies alone; such a file is taken to be in 1F1B order. The
+k-th forward of a stage is that of microbatch k, and so for backwards. Orders that go another way,
+chunks and parked clocks have no place in the format.
 
 Zeus evaluates the file as Python. Here it is parsed, and whatever is not such a list of literals is
 refused, so that a file from elsewhere cannot run code.
@@ -55,12 +55,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class FrequencyFile:
-    """What a plan file says.
-
-    Args:
-        stages: for each stage, its instructions in the order of execution.
-        source: where it came from, for messages.
-    """
+    """What a plan file says: for each stage, its instructions in the order of execution."""
 
     stages: tuple[tuple[Instruction, ...], ...]
     source: str
@@ -68,12 +63,8 @@ class FrequencyFile:
     def schedule(self, num_microbatches: int) -> Schedule:
         """The order of the file, its microbatches numbered by counting.
 
-        Args:
-            num_microbatches: M.
-
-        Raises:
-            InterchangeError: a stage with another number of forwards or backwards.
-            ScheduleError: an order that cannot run.
+        InterchangeError: a stage with another number of forwards or backwards. ScheduleError: an
+        order that cannot run.
         """
         if any(len(entries) != 2 * num_microbatches for entries in self.stages):
             raise InterchangeError(
@@ -111,9 +102,7 @@ class FrequencyFile:
     def frequency_mhz(self, schedule: Schedule) -> NDArray[np.int64]:
         """[num_stages, units_per_stage] the frequencies of a schedule in the same order.
 
-        Raises:
-            InterchangeError: another number of stages or units, or another order of forwards and
-                backwards.
+        InterchangeError: another number of stages or units, or another order.
         """
         if len(self.stages) != schedule.num_stages:
             raise InterchangeError(
@@ -142,8 +131,7 @@ class FrequencyFile:
 def read_freqs(path: Path) -> FrequencyFile:
     """Read a plan file of Zeus or lowtime without running it.
 
-    Raises:
-        InterchangeError: naming file and line of what is not a literal of the right form.
+    InterchangeError names file and line of what is not a literal of the right form.
     """
     try:
         text = read_text(path)
@@ -160,8 +148,6 @@ def read_freqs(path: Path) -> FrequencyFile:
 
 @dataclass(frozen=True)
 class _Parser:
-    """Takes a syntax tree apart, and knows where in the file it stands."""
-
     path: Path
     lines: list[str]
 
@@ -212,11 +198,8 @@ class _Parser:
 def write_freqs(plan: Plan, path: Path) -> None:
     """Write a plan as Zeus's server reads it, in the plan's own order.
 
-    The comments give the iteration time and the energy of one iteration. No text of the plan's own
-    goes into the file, for Zeus would run it.
-
-    Raises:
-        InterchangeError: a plan that the format has no words for, or a name that Zeus refuses.
+    No text of the plan's own goes into the file, for Zeus would run it. InterchangeError: a plan
+    that the format has no words for, or a name that Zeus refuses.
     """
     _check_writable(plan, path)
     lines = [

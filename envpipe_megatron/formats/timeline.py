@@ -58,11 +58,8 @@ class GpuLabels:
     """Whose line it is.
 
     Args:
-        node: the node's name.
         gpu: the product's name.
         gpu_uid: names the GPU.
-        rank: of the job.
-        stage: of the pipeline.
         run: the run of the job, empty where the job has one.
         clock_backend: what set the clocks, such as `nvml` or `dry_run`; empty where not known.
     """
@@ -81,13 +78,12 @@ class RankIteration:
     """One iteration of one rank.
 
     Args:
-        labels: whose.
         phase: what the iteration was for.
         iteration: its number in the job.
         begin_s: on the time base of the GPU's meter, which compares within a node alone.
         iteration_time_s: to the end of the iteration on this rank.
         order: the units' names, with spaces between them.
-        start_us: [num_units] after the begin, in microseconds.
+        start_us: [num_units] after the begin.
         end_us: [num_units] likewise.
         frequency_mhz: [num_units] the requested clocks; None where no clock was controlled.
     """
@@ -110,13 +106,9 @@ class RankIteration:
 
 @dataclass(frozen=True, slots=True)
 class ClockSamples:
-    """What the clock of one GPU was at some instants.
+    """What the clock of one GPU was at some instants, on the time base of its meter.
 
-    Args:
-        labels: whose.
-        time_s: [num_samples] on the time base of the GPU's meter.
-        requested_mhz: [num_samples] None where the clock was not locked.
-        observed_mhz: [num_samples].
+    `requested_mhz` is None where the clock was not locked.
     """
 
     labels: GpuLabels
@@ -127,13 +119,7 @@ class ClockSamples:
 
 @dataclass(frozen=True)
 class TimelineLogs:
-    """What was read from timeline files.
-
-    Args:
-        iterations: in the order of their lines.
-        clocks: likewise.
-        unreadable: lines that are torn or of something else, as `file:line`.
-    """
+    """What was read from timeline files, in the order of lines; unreadable ones as `file:line`."""
 
     iterations: tuple[RankIteration, ...] = ()
     clocks: tuple[ClockSamples, ...] = ()
@@ -142,20 +128,12 @@ class TimelineLogs:
 
 @lru_cache(maxsize=1024)
 def parse_order(order: str) -> tuple[Unit, ...]:
-    """Units from their names with spaces between them.
-
-    Raises:
-        ScheduleError: one of them is no unit.
-    """
+    """Units from their names with spaces between them; ScheduleError where one is no unit."""
     return tuple(parse_unit(text) for text in order.split())
 
 
 def read_timelines(paths: Iterable[Path]) -> TimelineLogs:
-    """Read timeline files; lines that cannot be read are passed over.
-
-    Raises:
-        OSError: a file that cannot be read.
-    """
+    """Read timeline files; lines that cannot be read are passed over."""
     iterations: list[RankIteration] = []
     clocks: list[ClockSamples] = []
     unreadable: list[str] = []
@@ -177,11 +155,7 @@ def read_timelines(paths: Iterable[Path]) -> TimelineLogs:
 
 
 def _parse_line(line: bytes) -> RankIteration | ClockSamples:
-    """Read one line.
-
-    Raises:
-        ValueError, TypeError, KeyError, OverflowError, ScheduleError: it is torn or something else.
-    """
+    """Read one line; one of the errors that `read_timelines` catches where it is something else."""
     data = json.loads(line)
     if not isinstance(data, dict):
         raise ValueError

@@ -28,9 +28,7 @@ def any_order_lower_bound_j(
 
     A linear program of a handful of variables: for each stage and kind one unit that stands at the
     ends of the longest chain, and the mean of the others. Unsolved, it leaves a lower bound.
-
-    Raises:
-        LinearProgramError: no order meets the deadline.
+    LinearProgramError: no order meets the deadline.
     """
     others = num_microbatches - 1
     hulls = [(u.time_s[u.hull], u.cost_j[u.hull]) for u in choices.units]

@@ -26,21 +26,13 @@ def baseline(schedule: Schedule, profile: Profile) -> Frequencies:
 
 
 def uniform(schedule: Schedule, profile: Profile) -> Frequencies:
-    """All units at their stage's optimal frequency.
-
-    Raises:
-        ProfileError: a stage whose forward and backward share no profiled frequency.
-    """
+    """All units at their stage's optimal frequency; ProfileError where a stage has none."""
     optimal = np.array(profile.optimal_frequency_mhz, dtype=np.int64)[:, None]
     return np.repeat(optimal, schedule.units_per_stage, axis=1)
 
 
 def envelope(schedule: Schedule, profile: Profile) -> Frequencies:
-    """Maximum frequency on the outer envelope, optimal frequency inside it.
-
-    Raises:
-        ProfileError: a stage whose forward and backward share no profiled frequency.
-    """
+    """Maximum frequency on the outer envelope, optimal frequency inside it; errors as `uniform`."""
     on_envelope = np.isin(np.arange(schedule.num_units), list(schedule.outer_envelope))
     return np.where(
         on_envelope.reshape(schedule.is_backward.shape),

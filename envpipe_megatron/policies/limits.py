@@ -54,17 +54,9 @@ def order_limits(
 ) -> OrderLimits:
     """The limits of a job; None sets none.
 
-    Args:
-        num_stages: p.
-        num_microbatches: M.
-        max_extra_forwards: no stage gets more.
-        max_in_flight: for each stage, the most microbatches in flight.
-        max_warmup_step: how far neighbouring stages' extra forwards may differ.
-        channel_capacity: messages that a bounded p2p channel holds; see `channel_model`.
-
-    Raises:
-        ScheduleError: fewer microbatches in flight than 1F1B itself holds.
-        EnvPipeError: a channel on which not even 1F1B finishes.
+    `max_in_flight` lists microbatches for each stage, `max_warmup_step` says how far neighbouring
+    stages' extra forwards may differ, `channel_capacity` is of `channel_model`. ScheduleError:
+    fewer in flight than 1F1B itself holds. EnvPipeError: a channel on which not even 1F1B finishes.
     """
     if channel_capacity is not None:
         fit_to_channel(num_stages, num_microbatches, (0,) * num_stages, channel_capacity)
@@ -88,8 +80,7 @@ def envpipe_counts(profile: Profile, num_microbatches: int) -> list[int]:
 def envpipe_times_s(profile: Profile) -> tuple[list[float], list[float]]:
     """What EnvPipe's rule for extra forwards compares, for each stage.
 
-    Returns:
-        backwards at the maximum clock and forwards at the optimal frequency, s.
+    Backwards at the maximum clock and forwards at the optimal frequency.
     """
     return (
         [kinds[Kind.BACKWARD][0].time_s for kinds in profile.rows],
@@ -103,10 +94,7 @@ def envpipe_times_s(profile: Profile) -> tuple[list[float], list[float]]:
 def in_flight_by_memory(profile: Profile, num_microbatches: int) -> tuple[int, ...]:
     """For each stage, the microbatches whose activations fit into its memory.
 
-    One is there already; the sidecar says what is free beside it.
-
-    Raises:
-        EnvPipeError: the profile's sidecar does not know activation and free bytes.
+    One is there already; the sidecar says what is free beside it. EnvPipeError: it does not.
     """
     sidecar = profile.sidecar
     if sidecar.activation_bytes is None or sidecar.free_bytes is None:

@@ -31,10 +31,7 @@ def memory_frontier(search: OrderSearch, limits: OrderLimits) -> list[MemoryPoin
     """Plans for rising limits, as far as more memory still saves energy.
 
     Every search starts from what tighter limits found, and a limit that buys next to nothing
-    (`WORTH`) is left out, so that every further point saves energy.
-
-    Raises:
-        LinearProgramError: not even 1F1B meets the deadline.
+    (`WORTH`) is left out. LinearProgramError: not even 1F1B meets the deadline.
     """
     points: list[MemoryPoint] = []
     best: Sequence[Extra] = ()

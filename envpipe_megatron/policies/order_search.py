@@ -1,11 +1,10 @@
 """Order and frequencies planned together: the extra forwards whose optimal plan is cheapest.
 
-Every order is judged by its own linear program, so it is never a rule that decides how many extra
-forwards a stage gets. The search starts at 1F1B, at multiples of EnvPipe's counts (Choi et al.,
-ATC'23, section 4.2) and at even ramps, lowered to the limits. From the best of them it takes away
-what its own durations do not need, which a longest path tells in a tenth of a linear program's
-time, and then moves single stages, front parts and rear parts of the pipeline by one, as long as
-that saves energy.
+Every order is judged by its own linear program. The search starts at 1F1B, at multiples of
+EnvPipe's counts (Choi et al., ATC'23, section 4.2) and at even ramps, lowered to the limits. From
+the best of them it takes away what its own durations do not need, which a longest path tells in a
+tenth of a linear program's time, and then moves single stages, front parts and rear parts of the
+pipeline by one, as long as that saves energy.
 """
 
 from __future__ import annotations
@@ -61,13 +60,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class _Solved:
-    """An order with its relaxed plan.
-
-    Args:
-        schedule: the order.
-        duration_s: [num_stages, units_per_stage].
-        energy_j: of the relaxed plan.
-    """
+    """An order with its relaxed plan: durations [num_stages, units_per_stage], and its energy."""
 
     schedule: Schedule
     duration_s: FloatArray
@@ -75,16 +68,7 @@ class _Solved:
 
 
 class OrderSearch:
-    """Searches the orders of one job at one deadline.
-
-    Args:
-        profile: of a pipeline without chunks.
-        num_microbatches: M.
-        conditions: what surrounds the units.
-        deadline_s: the iteration takes no longer.
-        parking: whether a stage may lower its clock in long waits; see `Optimizer`.
-        min_dwell_s: the least time between two requests for a clock on a stage; see `Optimizer`.
-    """
+    """Searches the orders of one job without chunks at one deadline; see `Optimizer`."""
 
     def __init__(
         self,
@@ -113,14 +97,9 @@ class OrderSearch:
     def search(self, limits: OrderLimits, starts: Iterable[Extra] = ()) -> list[Candidate]:
         """The orders within limits that meet the deadline, the best first.
 
-        1F1B is among them where it does; with p2p latency other orders can be faster.
-
-        Args:
-            limits: what each stage may have.
-            starts: further counts to start from, such as the best within tighter limits.
-
-        Raises:
-            LinearProgramError: none of the orders that the search starts from meets the deadline.
+        1F1B is among them where it does; with p2p latency other orders can be faster. `starts` are
+        further counts to start from. LinearProgramError: no order that the search starts from meets
+        the deadline.
         """
         first = (0,) * self._profile.num_stages
         try:
@@ -155,11 +134,8 @@ class OrderSearch:
     def plan(self, candidates: Sequence[Candidate]) -> Plan:
         """The best plan of the first few orders that a search found, and of 1F1B.
 
-        The best is the cheapest, but for savings that are not worth their memory. 1F1B's is made
-        only where it could be the best, so that no search ends above it.
-
-        Raises:
-            LinearProgramError: late clocks or the dwell time leave no plan to any of them.
+        The best is the cheapest, but for savings that are not worth their memory.
+        LinearProgramError: late clocks or the dwell time leave no plan to any of them.
         """
         best: Plan | None = None
         least_j = math.inf
@@ -198,7 +174,7 @@ class OrderSearch:
         )
 
     def optimizer(self, extra_forwards: Extra, good_gap: float = GOOD_GAP) -> Optimizer:
-        """The optimizer of an order; see `Optimizer` for the gap."""
+        """The optimizer of an order."""
         return Optimizer(
             self._schedule(extra_forwards),
             self._profile,

@@ -53,8 +53,8 @@ class PlanRequest:
 
     Args:
         num_microbatches: M.
-        schedule: one of `SCHEDULES`, or an alias.
-        policy: baseline, uniform, envelope or optimal; the schedule auto goes with optimal.
+        schedule: one of `SCHEDULES`, or an alias; auto goes with the optimal policy.
+        policy: baseline, uniform, envelope or optimal.
         reconfigure: default (none), greedy or balanced; the latter two go with envelope.
         blocking_power_w: one number, or one for each stage.
         num_chunks: chunks of each stage, for the interleaved schedule.
@@ -118,11 +118,9 @@ class Planned:
 def make_plan(profile: Profile, request: PlanRequest) -> Planned:
     """Plan order and frequencies as requested.
 
-    Raises:
-        PlannerError: parts of the request that contradict each other.
-        ScheduleError: a job that the schedule does not fit.
-        ProfileError: a profile that the policy cannot work with.
-        LinearProgramError: a deadline that no frequencies meet.
+    EnvPipeError: PlannerError for parts of the request that contradict each other, ScheduleError
+    for a job that the schedule does not fit, ProfileError for a profile that the policy cannot work
+    with, LinearProgramError for a deadline that no frequencies meet.
     """
     check_request(request)
     if request.schedule == "auto":
@@ -147,9 +145,6 @@ def make_frontier(profile: Profile, request: PlanRequest, num_points: int) -> li
     """The time-energy frontier of a request's job, the fastest plan first.
 
     Its deadline matters for the schedule auto alone, whose order is searched there.
-
-    Raises:
-        PlannerError: as `check_frontier`.
     """
     check_frontier(request)
     if request.schedule == "auto":
@@ -166,22 +161,14 @@ def make_frontier(profile: Profile, request: PlanRequest, num_points: int) -> li
 
 
 def make_memory_frontier(profile: Profile, request: PlanRequest) -> list[MemoryPoint]:
-    """The best plans of a request's job for rising limits of extra forwards.
-
-    Raises:
-        PlannerError: as `check_memory_frontier`.
-    """
+    """The best plans of a request's job for rising limits of extra forwards."""
     check_memory_frontier(request)
     search = _order_search(profile, request)
     return memory_frontier(search, request_limits(profile, request))
 
 
 def request_conditions(profile: Profile, request: PlanRequest) -> Conditions:
-    """What surrounds the units of a request.
-
-    Raises:
-        PlannerError: parking without waiting power by clock.
-    """
+    """What surrounds the units; PlannerError for parking without waiting power by clock."""
     conditions = request.conditions or make_conditions(
         profile, blocking_power_w=request.blocking_power_w
     )
@@ -220,12 +207,7 @@ def _order_search(profile: Profile, request: PlanRequest) -> OrderSearch:
 
 
 def request_limits(profile: Profile, request: PlanRequest) -> OrderLimits:
-    """The extra forwards that a request allows.
-
-    Raises:
-        ScheduleError: a limit in flight that 1F1B itself does not keep.
-        EnvPipeError: a limit by memory that is not known.
-    """
+    """The extra forwards that a request allows; EnvPipeError where those refuse 1F1B itself."""
     return order_limits(
         profile.num_stages,
         request.num_microbatches,
@@ -237,11 +219,7 @@ def request_limits(profile: Profile, request: PlanRequest) -> OrderLimits:
 
 
 def check_request(request: PlanRequest) -> None:
-    """Refuse what no job can have.
-
-    Raises:
-        PlannerError: an unknown name, or names that contradict each other.
-    """
+    """Refuse (PlannerError) unknown names and parts that contradict each other."""
     for what, name, known in (
         ("policy", request.policy, POLICIES),
         ("reconfigure policy", request.reconfigure, RECONFIGURE_NAMES),
@@ -290,11 +268,7 @@ def check_request(request: PlanRequest) -> None:
 
 
 def check_frontier(request: PlanRequest, what: str = "A frontier") -> None:
-    """Refuse a request that no frontier can be planned for.
-
-    Raises:
-        PlannerError: the policy is not optimal, or as `check_request`.
-    """
+    """Refuse (PlannerError) a request that no frontier can be planned for."""
     check_request(request)
     if request.policy != "optimal":
         raise PlannerError(
@@ -303,11 +277,7 @@ def check_frontier(request: PlanRequest, what: str = "A frontier") -> None:
 
 
 def check_memory_frontier(request: PlanRequest) -> None:
-    """Refuse a request without a memory frontier.
-
-    Raises:
-        PlannerError: the schedule is not auto, or as `check_frontier`.
-    """
+    """Refuse (PlannerError) a request without a memory frontier."""
     check_frontier(request, "A memory frontier")
     if request.schedule != "auto":
         raise PlannerError(

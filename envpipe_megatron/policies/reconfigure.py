@@ -1,8 +1,7 @@
 """EnvPipe's reconfiguring: raise frequencies on the critical path until it is the envelope.
 
-Choi et al., ATC'23, section 4.3, with the rules of the authors' code. One step takes the critical
-path of one iteration and gives new frequencies; the caller brings the path, from a computed
-timeline or from measured receives.
+Choi et al., ATC'23, section 4.3, with the rules of the authors' code. The path comes from a
+computed timeline or from measured receives.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ class ReconfigurePolicy:
     """Which units on the critical path one step raises.
 
     Args:
-        name: EnvPipe's name.
         granularity_mhz: a raised unit gets the lowest clock that is at least this much higher.
         max_steps: steps after which the loop gives up.
         select: from the path's nodes that can rise, in order from the end of the path, and their
@@ -91,10 +89,8 @@ class Reconfigured:
 class Ladders:
     """The frequencies that each unit of a schedule can be raised through.
 
-    Args:
-        schedule: the order of units.
-        profile: tells how far clocks go, and by default which there are.
-        clocks_mhz: for each stage, all that its GPUs have.
+    `clocks_mhz` lists for each stage all that its GPUs have; by default the profiled ones count,
+    and never any beyond those.
     """
 
     def __init__(
@@ -131,14 +127,9 @@ def step(
     policy: ReconfigurePolicy,
     ladders: Ladders,
 ) -> Step:
-    """One reconfigure step on the critical path of one iteration.
+    """One reconfigure step on a critical path (nodes, from its end).
 
-    Args:
-        schedule: the order of units.
-        frequency_mhz: [num_units] the current frequency of each node.
-        path: its nodes, from the end.
-        policy: greedy or balanced.
-        ladders: what frequencies there are.
+    `frequency_mhz`, [num_units], is the current frequency of each node.
     """
     if is_envelope(schedule, path):
         return Step(path, {}, Ended.ENVELOPE)

@@ -20,11 +20,9 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T]):
-    """Functions of one kind; those of other packages are imported when they are first asked for.
+    """Functions by name, of other packages (entry points of `group`) imported at need.
 
-    Args:
-        group: of the entry points.
-        own: ours, which no other package replaces.
+    No other package replaces one of our `own`.
     """
 
     def __init__(self, group: str, own: Mapping[str, T]) -> None:

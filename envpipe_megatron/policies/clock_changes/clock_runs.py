@@ -24,8 +24,7 @@ def shortest_dwell_s(plan: Plan) -> float:
     """The shortest time between two requests for a clock on one stage, around the iteration.
 
     A unit's clock is requested when the unit before it has ended, a parked unit's one change before
-    it starts. The last run of an iteration and the first of the next are one if their clocks are
-    the same. Infinite where no stage changes its clock.
+    it starts. Infinite where no stage changes its clock.
     """
     timeline, iteration_s = plan.timeline, plan.cost.iteration_time_s
     before_s = timeline.start_s - timeline.wait_s
@@ -85,11 +84,7 @@ def make_clock_table(
 ) -> ClockTable:
     """The table of a schedule, without clocks below all that are worth anything to their stage.
 
-    Args:
-        schedule: the order of units.
-        profile: for the schedule's number of chunks.
-        conditions: for their GPUs per stage.
-        waiting_power_w: [num_stages] by which waiting is priced.
+    `waiting_power_w`, [num_stages], is what waiting is priced by.
     """
     gpus = conditions.gpus_by_stage
     choices = make_choices(profile, waiting_power_w, gpus)
@@ -138,12 +133,8 @@ class RunFinder:
 
     Every run lasts at least the dwell time by its units alone, without waits; so do the first and
     the last run of an iteration, each for itself, though one continues the other where their clocks
-    are the same. A single run that is the whole iteration may be short.
-
-    Args:
-        table: what units take.
-        change_j: [num_stages] energy of one change on all GPUs of the stage.
-        min_dwell_s: the least time at one clock.
+    are the same. A single run that is the whole iteration may be short. `change_j`, [num_stages],
+    is the energy of one change on all GPUs of the stage.
     """
 
     def __init__(self, table: ClockTable, change_j: FloatArray, min_dwell_s: float) -> None:
@@ -165,15 +156,10 @@ class RunFinder:
     def find(
         self, cost_j: FloatArray, allowed: BoolArray, late: LateClocks | None = None
     ) -> IntArray | None:
-        """The runs of least cost.
+        """The runs of least cost, [num_stages, units_per_stage] indices of clocks.
 
-        Args:
-            cost_j: [units_per_stage, num_stages, clocks] of each unit at each clock.
-            allowed: the same shape, clocks that a unit may have.
-            late: None where a change takes no time.
-
-        Returns:
-            [num_stages, units_per_stage] indices of clocks, or None where a stage has none.
+        None where a stage has none. Costs and allowed clocks are [units_per_stage, num_stages,
+        clocks].
         """
         stages = np.arange(cost_j.shape[1])
         free = self._walk(cost_j, allowed, late, None)

@@ -19,19 +19,12 @@ from envpipe_megatron.policies.optimal.waiting import waiting_floor_w
 
 
 def park(plan: Plan, min_dwell_s: float = 0.0) -> Plan:
-    """Park in every wait in which that saves energy.
+    """Park in every wait in which that saves energy; the plan itself where none does.
 
     The clock to park at is that of the least waiting power on the stage's curve, or the clock of
-    the unit before, kept until the unit that follows needs its own.
-
-    Args:
-        plan: parked anew if it parks already.
-        min_dwell_s: the least time between two requests for a clock; see
-            `clock_runs.shortest_dwell_s`. The plan itself must keep it.
-
-    Returns:
-        The plan itself where parking saves nothing. A lower bound is kept where parking cannot go
-        below it.
+    the unit before, kept until the unit that follows needs its own. Parking keeps the dwell time
+    (see `clock_runs.shortest_dwell_s`) if the plan itself does. A lower bound is kept where parking
+    cannot go below it.
     """
     plain = replace(plan, park_mhz=None)
     conditions = plan.conditions

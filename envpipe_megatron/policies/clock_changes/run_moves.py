@@ -23,15 +23,10 @@ _SLOWER_CLOCKS = 4
 
 @dataclass(frozen=True)
 class Move:
-    """Another clock for some neighbouring units of a stage.
+    """Another clock for the units from `begin` to before `end` of a stage.
 
-    Args:
-        stage: of the units.
-        begin: the first position.
-        end: one behind the last.
-        clock: index of the clock.
-        saved_j: estimated saving.
-        extra_s: how much longer the units take together.
+    `clock` is an index, `saved_j` an estimate, and `extra_s` how much longer the units take
+    together.
     """
 
     stage: int
@@ -54,14 +49,8 @@ def saving_moves(
     """Moves worth evaluating, the best first.
 
     A run goes to a slower clock or to that of a neighbour, or gives the units at one of its ends to
-    that neighbour: as many as there is time for, halved until they fit.
-
-    Args:
-        plan: the plan to improve.
-        table: what its units take.
-        index: [num_stages, units_per_stage] its clocks, as indices.
-        change_j: [num_stages] energy of one change on all GPUs of the stage.
-        deadline_s: of the iteration.
+    that neighbour: as many as there is time for, halved until they fit. `index`, [num_stages,
+    units_per_stage], has the plan's clocks as indices of the table.
     """
     slack_s = plan.timeline.slack_s + (deadline_s - plan.cost.iteration_time_s)
     wait_s = plan.timeline.wait_s
@@ -130,16 +119,8 @@ def faster_path(
 ) -> IntArray | None:
     """Make up for an overrun on the path that sets the iteration time, at the least cost.
 
-    A unit goes to its next faster clock; or a clock that comes late is set a unit earlier.
-
-    Args:
-        plan: that takes longer than the deadline.
-        table: what its units take.
-        index: [num_stages, units_per_stage] its clocks, as indices.
-        deadline_s: of the iteration.
-
-    Returns:
-        The new indices, None if nothing on the path can be faster.
+    A unit goes to its next faster clock; or a clock that comes late is set a unit earlier. Returns
+    new indices of clocks, None if nothing on the path can be faster.
     """
     width = plan.schedule.units_per_stage
     planned_s, _ = plan.profile.lookup(plan.frequency_mhz, plan.schedule.is_backward)

@@ -57,17 +57,15 @@ def fewer_changes(
 ) -> Plan | None:
     """The cheapest plan found that meets a deadline and a dwell time, changes of clock included.
 
+    All units at their highest clocks and one clock a stage are among those that are tried; None if
+    no plan was found.
+
     Args:
         plan: of the order and conditions; it need meet neither.
         relaxed: the linear program's solution that it was rounded from.
         waiting_power_w: [num_stages] by which that program priced waiting.
         deadline_s: of the evaluated iteration, late clocks included.
-        min_dwell_s: the least time between two requests for a clock; see
-            `clock_runs.shortest_dwell_s`.
-
-    Returns:
-        None if none was found; all units at their highest clocks and one clock a stage for the
-        whole iteration are among those that are tried.
+        min_dwell_s: as `clock_runs.shortest_dwell_s` counts.
     """
     return _RunSearch(plan, relaxed, waiting_power_w, deadline_s, min_dwell_s).search()
 
@@ -98,7 +96,6 @@ class _RunSearch:
         )
 
     def search(self) -> Plan | None:
-        """The best plan found."""
         start = self._start
         found = (self._runs_in_time(1.0), *self._runs_near_relaxed())
         runs = [index for index in found if index is not None]

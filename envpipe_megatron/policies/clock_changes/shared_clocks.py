@@ -1,9 +1,7 @@
 """The best clocks for given runs: the linear program over durations, its units bound together.
 
 All units of a run have one clock, so a run has one mixture of clocks, and the durations of its
-forwards and backwards follow from it. That is the linear program of `linear_program` with fewer
-degrees of freedom: it says how time is best divided over runs, and what a second is worth to each
-unit if it is.
+forwards and backwards follow from it.
 """
 
 from __future__ import annotations
@@ -34,21 +32,14 @@ def solve_shared_clocks(
     Late clocks count where they cost time, which is where a run begins at a higher clock than the
     run before it; how much higher is taken from the given clocks. See `_dependencies`.
 
+    Returns the best durations, between profiled times, and what a second more of each unit costs,
+    J/s; both [num_stages, units_per_stage]. LinearProgramError: HiGHS gave up.
+
     Args:
-        schedule: the order of units.
-        table: what units take.
         index: [num_stages, units_per_stage] indices of clocks: where they change, a run begins.
-        conditions: latency, tails and the time of a change.
         waiting_power_w: of all GPUs of the pipeline.
         deadline_s: exceeded where the runs do not meet it with each at its fastest clock, and then
             by as much as that takes.
-
-    Returns:
-        the best durations, between profiled times, and what a second more of each unit costs, J/s;
-        both [num_stages, units_per_stage].
-
-    Raises:
-        LinearProgramError: HiGHS gave up.
     """
     num_stages, width = index.shape
     num_units = schedule.num_units

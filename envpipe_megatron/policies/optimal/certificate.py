@@ -53,13 +53,7 @@ def energy_lower_bound_j(
 ) -> float:
     """What no frequencies on this order can go below, J; time and memory are linear in its units.
 
-    Args:
-        schedule: the order of units.
-        choices: what each unit can run at.
-        latency_s: p2p latency, as `Timeline` takes it.
-        tail_s: [num_stages] the time after each stage's last unit.
-        deadline_s: the iteration takes no longer.
-        prices: they need not be exact.
+    `tail_s`, [num_stages], is the time after each stage's last unit. The prices need not be exact.
     """
     key = node_keys(schedule)
     latency = latency_by_node(schedule, latency_s)

@@ -60,10 +60,7 @@ def node_keys(schedule: Schedule) -> IntArray:
 def make_choices(profile: Profile, waiting_power_w: FloatArray, gpus_by_stage: IntArray) -> Choices:
     """The choices of each stage and kind.
 
-    Args:
-        profile: time and energy of units, for the schedule's number of chunks.
-        waiting_power_w: [num_stages] what one GPU uses while it waits.
-        gpus_by_stage: [num_stages] GPUs that follow one plan.
+    `waiting_power_w`, [num_stages], is of one GPU; `gpus_by_stage`, [num_stages], follow one plan.
     """
     units = tuple(
         _unit_choices(profile, stage, kind, float(waiting_power_w[stage]), int(gpus))

@@ -4,10 +4,10 @@ Mehrotra's predictor-corrector method (SIAM J. Optim. 2(4), 1992) on the structu
 the matrix of a step is a narrow band (`newton_step`), which LAPACK factors in a fraction of a
 second, where general solvers take minutes.
 
-Two details make it serve planners. The deadline may be overrun at a price that no solution would
-pay, so that an interior exists even at the fastest possible time. And slopes are disturbed by at
-most `_DISTURBANCE`, differently for each unit, so that of many equally good solutions one is met
-where few units lie between profiled times, which rounding needs.
+The deadline may be overrun at a price that no solution would pay, so that an interior exists even
+at the fastest possible time. And slopes are disturbed by at most `_DISTURBANCE`, differently for
+each unit, so that of many equally good solutions one is met where few units lie between profiled
+times, which rounding needs.
 """
 
 from __future__ import annotations
@@ -53,12 +53,7 @@ _FIRST_STRETCH, _FIRST_SLACK = 0.1, 0.05
 
 
 class InteriorPoint:
-    """One problem, ready to be solved for any number of deadlines.
-
-    Args:
-        problem: the program but for its deadline.
-        near: [num_nodes] a number for each node; nodes that depend on each other have near ones.
-    """
+    """One problem, ready to be solved for any number of deadlines; `near` is as of `BandMatrix`."""
 
     def __init__(self, problem: DurationProblem, near: IntArray) -> None:
         self._problem = problem
@@ -70,11 +65,7 @@ class InteriorPoint:
         self._overtime_cost = len(problem.tail) * float(1 + np.max(-self._slope, initial=0.0))
 
     def solve(self, deadline: float) -> Solution:
-        """Minimise for a deadline.
-
-        Raises:
-            SolverError: the method came to no end.
-        """
+        """Minimise for a deadline; SolverError where the method came to no end."""
         # A band is too narrow to share: with more than one thread LAPACK takes 10 times as long.
         # Numbers that overflow end as a gap that is too large, which is reported below.
         with threadpool_limits(limits=1, user_api="blas"), np.errstate(all="ignore"):

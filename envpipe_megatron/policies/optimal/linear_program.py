@@ -2,11 +2,10 @@
 
 With the convex hull of cost over time of each unit, the cheapest iteration that meets a deadline is
 a linear program: one end time a unit, one bounded variable a hull segment, one row a dependency
-(the project's facts on planning; the continuous relaxation of Perseus' problem, Chung et al.,
-SOSP'24, section 4). HiGHS' simplex solves it, for another deadline from where it stood, and an
-interior-point method of our own where the simplex would take minutes. No answer is taken unchecked:
-one longest path shows that its durations are in time, and a bound by additions that no others are
-cheaper.
+(the continuous relaxation of Perseus' problem, Chung et al., SOSP'24, section 4). HiGHS' simplex
+solves it, for another deadline from where it stood, and an interior-point method of our own where
+the simplex would take minutes. No answer is taken unchecked: one longest path shows that its
+durations are in time, and a bound by additions that no others are cheaper.
 """
 
 from __future__ import annotations
@@ -61,12 +60,8 @@ class Relaxed:
 class DurationProgram:
     """The linear program of one schedule, ready to be solved for any number of deadlines.
 
-    Args:
-        schedule: the order of units.
-        choices: what each unit can run at.
-        latency_s: p2p latency, as `Timeline` takes it.
-        tail_s: [num_stages] the time after each stage's last unit.
-        max_simplex_units: above this many units the interior-point method solves.
+    `tail_s`, [num_stages], is the time after each stage's last unit. Above `max_simplex_units` the
+    interior-point method solves.
     """
 
     def __init__(
@@ -99,8 +94,7 @@ class DurationProgram:
     def attainable(self, deadline_s: float) -> float:
         """The deadline, or the fastest iteration where that is later by rounding alone.
 
-        Raises:
-            LinearProgramError: no durations meet the deadline.
+        LinearProgramError: no durations meet the deadline.
         """
         fastest_s = self.fastest_iteration_s
         if deadline_s < fastest_s * (1 - RELATIVE_TOLERANCE):
@@ -115,11 +109,7 @@ class DurationProgram:
         return max(deadline_s, fastest_s)
 
     def solve(self, deadline_s: float) -> Relaxed:
-        """Minimise for a deadline.
-
-        Raises:
-            LinearProgramError: no durations meet the deadline, or every solver failed.
-        """
+        """Minimise for a deadline; LinearProgramError: none meets it, or every solver failed."""
         deadline_s = self.attainable(deadline_s)
         # What is badly conditioned ends late by a hair; the simplex takes longer and is exact.
         earlier_s = max(self.fastest_iteration_s, deadline_s * (1 - _EARLIER))
@@ -142,11 +132,7 @@ class DurationProgram:
         ) from failure
 
     def _solved(self, solver: Simplex | InteriorPoint, aim_s: float, deadline_s: float) -> Relaxed:
-        """A solver's answer for a deadline that it aims at, checked.
-
-        Raises:
-            SolverError: there is none, or it is late, or dearer than its own bound.
-        """
+        """A solver's answer for a deadline that it aims at, checked against its own bound."""
         problem = self._stated
         solution = solver.solve(aim_s / self._time_unit_s)
         segment = np.clip(solution.segment, 0.0, problem.width)

@@ -27,13 +27,10 @@ _SIGN = np.array([-1.0, 1.0])
 
 @dataclass(frozen=True)
 class Point:
-    """An iterate: pairs of a slack and its price, and the ends of nodes that the slacks belong to.
+    """An iterate: pairs of a slack and its price, one array for each of the pairs above.
 
-    Args:
-        slack: one array for each of the pairs above.
-        price: their duals.
-        end: [num_nodes] when each unit ends.
-        iteration: when the iteration ends.
+    `end`, [num_nodes], is when each unit ends, which the slacks belong to; `iteration`, when all
+    has.
     """
 
     slack: list[FloatArray]
@@ -92,11 +89,9 @@ class Residual:
 class BandMatrix:
     """Where the entries of a Newton step's band matrix stand, and its factors.
 
-    Args:
-        problem: the program but for its deadline.
-        near: [num_nodes] a number for each node; nodes that depend on each other have near ones.
-            Where the order that it makes is worse than the one by Cuthill and McKee, which finds
-            its way through chunks, the latter is taken.
+    `near`, [num_nodes], is a number for each node; nodes that depend on each other have near ones.
+    Where the order that it makes is worse than the one by Cuthill and McKee, which finds its way
+    through chunks, the latter is taken.
     """
 
     def __init__(self, problem: DurationProblem, near: IntArray) -> None:
@@ -126,15 +121,12 @@ class BandMatrix:
         self._diagonal = self.place * self._height
 
     def factor(self, along: FloatArray, across: FloatArray, to_end: FloatArray) -> FloatArray:
-        """Cholesky factor of the band.
+        """Cholesky factor of the band; LinAlgError where rounding errors made it indefinite.
 
         Args:
             along: [num_edges] conductance of each dependency.
             across: [pairs] between the two sources of a node.
             to_end: [num_stages] between each last node and the end of the iteration.
-
-        Raises:
-            LinAlgError: rounding errors made the matrix indefinite.
         """
         problem = self.problem
         band = np.bincount(
@@ -260,10 +252,8 @@ class NewtonStep:
     ) -> tuple[FloatArray, FloatArray]:
         """Steps of how early or late the iteration ends, and of their prices.
 
-        Args:
-            product: [2] changes that are told.
-            iteration: the step of the iteration time.
-            total: the step of what all ends of stages are priced at together.
+        `product`, [2], are the changes asked for; `total` is the step of what all ends of stages
+        are priced at together.
         """
         slack, price = self._point.slack[EARLY_LATE], self._point.price[EARLY_LATE]
         # What gives more is what is left over: its price may be too near to 0 to divide by.

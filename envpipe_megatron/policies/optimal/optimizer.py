@@ -56,21 +56,14 @@ class _Rounded:
 
 
 class Optimizer:
-    """Optimal plans of one order for any number of deadlines.
+    """Optimal plans of one order, with backwards, for any number of deadlines.
 
     What the linear program cannot hold is planned around it. Waiting power by clock: the bound
     prices waiting at the least power that a stage can wait at; plans are made at the blocking power
     and at the mean of what such a plan waits at, and the better one is kept. Changes of clock that
-    cost energy or come late, and clocks that must be kept for a while: `run_search`. Parking:
-    `parking`.
-
-    Args:
-        schedule: the order of units, with backwards.
-        profile: for the schedule's number of chunks.
-        conditions: what surrounds the units.
-        parking: whether a stage may lower its clock in long waits, where `conditions` have the
-            waiting power by clock.
-        good_gap: rounding stops to improve at this gap to the relaxed optimum.
+    cost energy or come late, and clocks that must be kept for a while: `run_search`. Parking, in
+    long waits, where `conditions` have the waiting power by clock: `parking`. Rounding stops to
+    improve at `good_gap` to the relaxed optimum.
     """
 
     def __init__(
@@ -105,9 +98,6 @@ class Optimizer:
         """The durations between the profiled ones that take the least energy.
 
         Changes of clock are free in it, and waiting takes the least power that it can.
-
-        Raises:
-            LinearProgramError: no frequencies meet the deadline.
         """
         return self._floor.program.solve(deadline_s)
 
@@ -116,16 +106,11 @@ class Optimizer:
         return self.relaxed(deadline_s).cost_j
 
     def plan(self, deadline_s: float, min_dwell_s: float = 0.0) -> Plan:
-        """The cheapest plan that is found, never slower than the deadline.
+        """The cheapest plan that is found, never slower than the deadline, late clocks included.
 
-        Args:
-            deadline_s: of the iteration as it is evaluated, late clocks included.
-            min_dwell_s: the least time between two requests for a clock on a stage; see
-                `clock_runs.shortest_dwell_s`.
-
-        Raises:
-            LinearProgramError: no frequencies meet the deadline, or none that were found do with
-                late clocks and the dwell time.
+        Each clock of a stage is kept for `min_dwell_s` (see `clock_runs.shortest_dwell_s`).
+        LinearProgramError: no frequencies meet the deadline, or none that were found do with late
+        clocks and the dwell time.
         """
         if not min_dwell_s >= 0:
             raise LinearProgramError("The dwell time (s) must be zero or more", value=min_dwell_s)

@@ -47,14 +47,8 @@ def round_durations(
 ) -> list[int]:
     """[num_units] a choice for each node, near to relaxed durations and within the deadline.
 
-    Args:
-        schedule: the order of units.
-        choices: what each unit can run at; the fastest meet the deadline.
-        latency_s: p2p latency, as `Timeline` takes it.
-        tail_s: [num_stages] the time after each stage's last unit.
-        deadline_s: the iteration takes no longer.
-        duration_s: [num_units] the relaxed durations.
-        enough_j: a planning cost that needs no improvement.
+    The fastest choices must meet it. `duration_s`, [num_units], are the relaxed durations,
+    `enough_j` a planning cost that needs no improvement.
     """
     floor = hull_floor(schedule, choices, duration_s)
 
@@ -92,13 +86,7 @@ def hull_floor(schedule: Schedule, choices: Choices, duration_s: FloatArray) -> 
 class Rounding:
     """A choice for each unit, with the earliest and the latest end that the deadline allows.
 
-    Args:
-        schedule: the order of units.
-        choices: what each unit can run at.
-        latency_s: p2p latency, as `Timeline` takes it.
-        tail_s: [num_stages] the time after each stage's last unit.
-        deadline_s: the iteration takes no longer.
-        chosen: [num_units] index of each node's choice.
+    `chosen`, [num_units], is the index of each node's choice.
     """
 
     def __init__(
@@ -135,10 +123,8 @@ class Rounding:
     def carry(self, duration_s: FloatArray) -> None:
         """Choose anew, following relaxed durations: who is early enough rounds up.
 
-        Each unit may end when it would if all units behind it took their relaxed durations.
-
-        Args:
-            duration_s: [num_units], which meet the deadline.
+        Each unit may end when it would if all units behind it took their relaxed durations
+        ([num_units], which meet the deadline).
         """
         relaxed_s: list[float] = duration_s.tolist()
         path = self._path
@@ -154,9 +140,6 @@ class Rounding:
         """Choose anew as `carry` does, from the last unit to the first.
 
         Each unit may start when it would if all units before it took their relaxed durations.
-
-        Args:
-            duration_s: [num_units], which meet the deadline.
         """
         relaxed_s: list[float] = duration_s.tolist()
         path = self._path
@@ -199,8 +182,7 @@ class Rounding:
     def spend_slack(self, max_work: float = math.inf) -> None:
         """Slow units down while any time is left, the largest saving a second first.
 
-        Args:
-            max_work: ends of units that may move before no more are slowed down.
+        At most `max_work` ends of units move before no more are slowed down.
         """
         self._spend(range(len(self.chosen)), self._work + max_work)
 
@@ -213,13 +195,8 @@ class Rounding:
     ) -> None:
         """Make units up to `max_steps` choices faster where the time it frees saves more elsewhere.
 
-        Units that lose least for a second come first.
-
-        Args:
-            enough_j: stop when the cost is at most this.
-            max_passes: passes over all units; one without success is the last.
-            max_steps: choices that a unit may become faster by at once.
-            max_work: ends of units that may move before no more moves are tried.
+        Units that lose least for a second come first. Ends when the cost is at most `enough_j`,
+        when `max_work` ends of units have moved, or after a pass over all units without success.
         """
         cost_j = self.cost_j
         most_work = self._work + max_work

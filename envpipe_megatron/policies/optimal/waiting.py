@@ -12,10 +12,7 @@ from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 
 
 def mean_waiting_power_w(plan: Plan) -> FloatArray:
-    """[num_stages] what one waiting GPU uses, over all waits of an iteration.
-
-    The blocking power where a stage hardly waits.
-    """
+    """[num_stages] mean power of one waiting GPU; the blocking power where a stage hardly waits."""
     conditions, result = plan.conditions, plan.evaluation
     by_gpu_j = result.energy_by_stage_j / conditions.gpus_by_stage
     changes_j = conditions.change_energy_j * result.clock_changes
@@ -28,10 +25,7 @@ def mean_waiting_power_w(plan: Plan) -> FloatArray:
 def waiting_floor_w(profile: Profile, conditions: Conditions, parking: bool = False) -> FloatArray:
     """[num_stages] the least power at which one GPU of a stage can wait.
 
-    Args:
-        profile: its clocks are those that units ask for.
-        conditions: with the power at each clock, where it is known.
-        parking: whether a waiting GPU may also be set to any other clock.
+    At a clock that the profile has, or with parking at any other.
     """
     if conditions.wait_power_w is None:
         return np.array(conditions.blocking_power_w)

@@ -33,12 +33,7 @@ _TIME_PRICES = np.concatenate([[0.0], np.geomspace(1e-3, 1e2, 48)])
 
 @dataclass(frozen=True)
 class FoundEnergy(Found):
-    """A split with the cost of its plan.
-
-    Args:
-        cost: of the planned pipeline.
-        num_planned: splits that were planned.
-    """
+    """A split with the cost of its plan."""
 
     cost: Cost
     num_planned: int
@@ -50,11 +45,8 @@ def plan_cost(
     """Time and energy of a stage profile once its order and frequencies are planned.
 
     The one place that says how a split is planned: optimal frequencies on 1F1B or on EnvPipe's
-    order, whichever is cheaper. Where the profile's sidecar has activation and free bytes, they
-    limit the microbatches in flight.
-
-    Raises:
-        EnvPipeError: a deadline that neither order meets.
+    order, whichever is cheaper. Activation and free bytes of the profile's sidecar limit the
+    microbatches in flight. EnvPipeError: neither order meets the deadline.
     """
     stages = profile.num_stages
     conditions = make_conditions(profile, blocking_power_w=blocking_power_w)
@@ -89,16 +81,13 @@ def least_energy(
 ) -> FoundEnergy:
     """The split with the least planned energy among those as fast as the fastest.
 
+    EnvPipeError: a table without energies.
+
     Args:
-        space: the splits.
-        blocking_power_w: power of a GPU that waits in a receive.
         time_tolerance: the 1F1B iteration time at the highest clocks may exceed the least one by
             this fraction.
         max_planned: splits to plan at most: those with the lowest estimate. The result is exact
             where they are all there are.
-
-    Raises:
-        EnvPipeError: a table without energies.
     """
     if not space.table.has_energy:
         raise EnvPipeError(

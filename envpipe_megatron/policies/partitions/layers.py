@@ -1,8 +1,7 @@
 """Layers over stages: a profile by layer, what a split of it costs, and Megatron's flags for it.
 
 A *split* is the number of transformer layers on each stage, as a tuple. The embedding, where it is
-profiled, always runs on the first stage, and the output layer with the loss on the last, as
-Megatron places them. Search for good splits is in `policies.partition_search`.
+profiled, runs on the first stage, and the output layer with the loss on the last.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ class LayerTable:
         memory_bytes: [num_layers] what a layer holds whatever the schedule (weights, gradients,
             optimizer), or None where it is not known.
         activation_bytes: [num_layers] what a layer holds for each microbatch in flight, or None.
-        source: where the table came from, for messages.
     """
 
     names: tuple[str, ...]
@@ -168,10 +166,8 @@ def megatron_even_split(num_layers: int, num_stages: int) -> tuple[Split, tuple[
     """The split that Megatron makes without a layout, and the flags it needs for that.
 
     Without flags the stages must divide the layers; `--account-for-embedding-in-pipeline-split` and
-    `--account-for-loss-in-pipeline-split` count the embedding and the loss as one layer each.
-
-    Returns:
-        None where Megatron refuses all of these.
+    `--account-for-loss-in-pipeline-split` count the embedding and the loss as one layer each. None
+    where Megatron refuses all of these.
     """
     for embedding, loss in ((0, 0), (1, 1), (1, 0)):  # the loss alone splits as the embedding
         share, left = divmod(num_layers + embedding + loss, num_stages)
@@ -193,11 +189,8 @@ def read_layers(path: Path) -> LayerTable:
     """Read a layer CSV: `layer,instruction,frequency,time,energy[,memory][,activation]`.
 
     MHz, s and J for one GPU and one microbatch; bytes. Layers are `0` to `L-1`, and perhaps
-    `embedding` and `loss`. Further columns are ignored.
-
-    Raises:
-        EnvPipeError: naming file, line and value of what is wrong, or a layer, instruction or
-            frequency that is missing.
+    `embedding` and `loss`. EnvPipeError names file, line and value of what is wrong, or a layer,
+    instruction or frequency that is missing.
     """
     _, lines = read_table(path, "layer table", LAYER_COLUMNS, _BYTE_COLUMNS)
     by_layer: dict[str, dict[Kind, dict[int, ProfileRow]]] = {}

@@ -38,13 +38,9 @@ _BATCH_UNITS = 8_000_000
 
 @dataclass(frozen=True)
 class Found:
-    """A split and how sure it is the best one.
+    """A split, its 1F1B iteration time at the highest clocks, and how sure it is the best one.
 
-    Args:
-        split: transformer layers on each stage.
-        iteration_time_s: of 1F1B at the highest clocks.
-        num_considered: splits whose iteration time was computed.
-        exact: no split that was left out can be better.
+    `num_considered` splits were timed; `exact`: no split that was left out can be better.
     """
 
     split: Split
@@ -58,15 +54,9 @@ class SplitSpace:
 
     Arrays over edges are [num_stages, L + 1, L + 1]: stage, its first transformer layer, and the
     first of the next stage. The embedding adds to the first stage, the loss to the last.
+    `memory_limit_bytes` is the most that a stage may hold at 1F1B's peak.
 
-    Args:
-        table: the layers.
-        num_stages: p, at least 2.
-        num_microbatches: M.
-        memory_limit_bytes: the most that a stage may hold at 1F1B's peak, or None for no limit.
-
-    Raises:
-        EnvPipeError: fewer layers than the stages need, or a limit that no split keeps.
+    EnvPipeError: fewer layers than the stages need, or a limit that no split keeps.
     """
 
     def __init__(
@@ -125,13 +115,8 @@ class SplitSpace:
         return float(self.stage_time_s[np.arange(self.num_stages), edges[:-1], edges[1:]].max())
 
     def iteration_times_s(self, splits: IntArray) -> FloatArray:
-        """The 1F1B iteration time of many splits at the highest clocks.
-
-        Args:
-            splits: [num_splits, num_stages] transformer layers on each stage.
-
-        Returns:
-            [num_splits].
+        """[num_splits] 1F1B iteration time at the highest clocks of [num_splits, num_stages]
+        layers.
         """
         schedule = self._schedule
         width = schedule.units_per_stage
@@ -214,9 +199,7 @@ class SplitSpace:
 def minimax(weight: FloatArray, allowed: BoolArray) -> tuple[float, Split]:
     """The split whose largest edge is smallest, and that edge; infinite where there is none.
 
-    Args:
-        weight: [num_stages, L + 1, L + 1] of each edge.
-        allowed: the same shape, the edges to use.
+    `weight` and `allowed` are [num_stages, L + 1, L + 1].
     """
     num_stages, nodes, _ = weight.shape
     best = np.where(np.arange(nodes) == nodes - 1, -np.inf, np.inf)
@@ -280,8 +263,7 @@ def list_splits(
 ) -> tuple[list[Split], FloatArray, bool]:
     """The cheapest splits over allowed edges, as many as one search times.
 
-    Returns:
-        the splits, cheapest first; their iteration times, s; whether these are all there are.
+    Returns the splits, cheapest first; their iteration times, s; whether these are all there are.
     """
     most = min(_MAX_SPLITS, max(100, _MAX_UNITS // (2 * space.num_stages * space.num_microbatches)))
     splits = list(islice(cheapest_splits(cost, allowed), most + 1))
