@@ -115,9 +115,7 @@ class SplitSpace:
         return float(self.stage_time_s[np.arange(self.num_stages), edges[:-1], edges[1:]].max())
 
     def iteration_times_s(self, splits: IntArray) -> FloatArray:
-        """[num_splits] 1F1B iteration time at the highest clocks of [num_splits, num_stages]
-        layers.
-        """
+        """[num_splits] 1F1B iteration times at the highest clocks of [num_splits, num_stages]."""
         schedule = self._schedule
         width = schedule.units_per_stage
         kinds = list(enumerate(schedule.is_backward.ravel().tolist()))
