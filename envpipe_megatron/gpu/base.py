@@ -1,7 +1,7 @@
 """What every GPU back end offers: clocks to set, meters to read, and the guard against setting.
 
-The guard stands here and not in the back ends: `lock_frequency` and `reset_frequency` are template
-methods that a subclass cannot replace, so a new back end cannot forget it.
+The guard stands here and not in the back ends: a subclass cannot replace `lock_frequency` and
+`reset_frequency`, so a new back end cannot forget it.
 """
 
 import os
@@ -31,11 +31,8 @@ class GpuPermissionError(GpuError):
 class GpuAddress:
     """Names a GPU for other processes of the node, and for the next job.
 
-    Attributes:
-        backend: the back end that changes its clock: `nvml`, `zeusd`, `command`, `dry_run` or
-            `emulated`.
-        uid: the UUID of a real GPU (`GPU-...`); of an emulated one its folder and index
-            (`/folder#0`). The same GPU has the same one in every process, whatever is visible.
+    `uid` is the UUID of a real GPU (`GPU-...`), of an emulated one its folder and index
+    (`/folder#0`): the same in every process, whatever is visible.
     """
 
     backend: str
@@ -46,12 +43,8 @@ class GpuAddress:
 class ClockState:
     """The request for a clock, the clock itself, and what limits it, read together.
 
-    Attributes:
-        requested_mhz: the last request of this process, None after a reset or before any.
-        observed_mhz: the SM clock that the GPU reports.
-        throttle_reasons: what keeps the clock from where it could be, in words, such as
-            `power cap`; none where the back end does not know.
-        power_limit_w: the enforced power limit, None where the back end does not know.
+    `requested_mhz` is the last request of this process, None after a reset or before any; reasons
+    are words such as `power cap`. What the back end does not know is () or None.
     """
 
     requested_mhz: int | None
@@ -62,14 +55,11 @@ class ClockState:
 
 @dataclass(frozen=True, slots=True)
 class EnergyReading:
-    """The energy counter at the last refresh, and when that refresh was.
+    """The energy counter at its last refresh, and when that was on the time base of `Gpu.time_s()`.
 
-    Attributes:
-        energy_j: the counter's value in J. Only differences of two readings mean anything.
-        time_s: the instant of the refresh in s, on the time base of the GPU's `time_s()`. Dividing
-            by the difference of these, and not of the instants of reading, gives exact mean power.
-        time_uncertainty_s: the refresh was no further than this from `time_s`, s. 0 where the GPU
-            gives the instant; NVML does not, so its back end finds it by watching the counter.
+    Only differences mean anything: of two readings, energy by time is the exact mean power. The
+    refresh was within `time_uncertainty_s` of `time_s`; 0 where the GPU gives the instant. NVML
+    does not, so its back end finds it by watching the counter.
     """
 
     energy_j: float
@@ -86,7 +76,7 @@ def clock_control_forbidden() -> bool:
 
 
 def nearest_frequencies(wanted_mhz: int, supported_mhz: Sequence[int]) -> tuple[int, ...]:
-    """Return the supported clocks (MHz) next to a wanted one, at most one a side, highest first."""
+    """Return the supported clocks next to a wanted one, at most one a side, highest first."""
     below = [f for f in supported_mhz if f <= wanted_mhz]
     above = [f for f in supported_mhz if f > wanted_mhz]
     return tuple(([min(above)] if above else []) + ([max(below)] if below else []))
@@ -96,14 +86,11 @@ class Gpu(ABC):
     """One GPU: SM clock in MHz, power in W, energy in J, time in s.
 
     Attributes:
-        drives_hardware: whether `_lock` and `_reset` change a real GPU. True unless a back end
-            says otherwise, so that forgetting to say it is safe.
+        drives_hardware: whether `_lock` and `_reset` change a real GPU. True unless a back end says
+            otherwise, so that forgetting to say it is safe.
         is_emulated: whether its time, power and clock follow a model.
-        read_only: whether it refuses every lock.
         late_request_s: how long a request of a process that was killed may still take effect: a
             guard resets once more after that time.
-        address: this GPU for other processes.
-        name: the product's name, for reports.
         supported_frequencies_mhz: every SM clock that can be locked, highest first.
     """
 
@@ -116,11 +103,7 @@ class Gpu(ABC):
     supported_frequencies_mhz: tuple[int, ...]
 
     def __init_subclass__(cls) -> None:
-        """Refuse a subclass (or a mixin of it) that replaces a guarded method.
-
-        Raises:
-            TypeError: when the class does so.
-        """
+        """Refuse, by a TypeError, a subclass (or a mixin of it) that replaces a guarded method."""
         for method in ("lock_frequency", "reset_frequency"):
             if getattr(cls, method) is not getattr(Gpu, method):
                 raise TypeError(
@@ -138,11 +121,9 @@ class Gpu(ABC):
         """Request that the SM clock be `frequency_mhz` from now on.
 
         Returning means that the request is installed: the clock settles later, and a power cap may
-        keep it lower (see `observed_frequency_mhz`).
-
-        Raises:
-            ClockControlForbiddenError: a real GPU while the environment forbids clock control.
-            GpuError: not one of `supported_frequencies_mhz`, or the back end failed.
+        keep it lower. Raises ClockControlForbiddenError for a real GPU while the environment
+        forbids clock control, GpuError for a clock that is not supported or where the back end
+        fails.
         """
         self._refuse_if_forbidden(f"lock the clock at {frequency_mhz} MHz")
         if frequency_mhz not in self.supported_frequencies_mhz:
@@ -156,12 +137,7 @@ class Gpu(ABC):
 
     @final
     def reset_frequency(self) -> None:
-        """Undo any lock: back to the driver's default.
-
-        Raises:
-            ClockControlForbiddenError: a real GPU while the environment forbids clock control.
-            GpuError: the back end failed.
-        """
+        """Undo any lock: back to the driver's default. Raises as `lock_frequency` does."""
         self._refuse_if_forbidden("reset the clock")
         self._reset()
 
@@ -185,7 +161,7 @@ class Gpu(ABC):
     @property
     @abstractmethod
     def requested_frequency_mhz(self) -> int | None:
-        """The clock in MHz that this library last requested, None after a reset or before any.
+        """The clock that this library last requested, None after a reset or before any.
 
         It is a memory of requests: NVML has no getter for a lock.
         """
@@ -193,7 +169,7 @@ class Gpu(ABC):
     @property
     @abstractmethod
     def observed_frequency_mhz(self) -> int:
-        """The SM clock in MHz that the GPU reports now."""
+        """The SM clock that the GPU reports now."""
 
     def clock_state(self) -> ClockState:
         """Return request, clock, throttle reasons and power limit. May take milliseconds."""
@@ -202,7 +178,7 @@ class Gpu(ABC):
     @property
     @abstractmethod
     def power_w(self) -> float:
-        """The power in W that the GPU reports now."""
+        """The power that the GPU reports now."""
 
     @abstractmethod
     def read_energy(self) -> EnergyReading:
@@ -210,4 +186,4 @@ class Gpu(ABC):
 
     @abstractmethod
     def time_s(self) -> float:
-        """Return the present instant in s on the time base of `EnergyReading.time_s`."""
+        """Return the present instant on the time base of `EnergyReading.time_s`."""

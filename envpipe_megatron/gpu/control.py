@@ -1,9 +1,8 @@
 """Which back end may change clocks on this machine, learned by reading alone.
 
-Nothing here tries a lock or a reset: rights are read from the process's capabilities, from sockets
-and from files. So the driver may still refuse a back end that is allowed here (a script's sudo
-rule, a virtual GPU); one that is not allowed has a reason and a remedy. Jobs enter by
-`choose_control` and `open_controlled`, `envpipe doctor` by `check_controls`.
+Rights are read from the process's capabilities, from sockets and from files; no lock is tried. So
+the driver may still refuse what is allowed here (a script's sudo rule, a virtual GPU). Jobs enter
+by `choose_control` and `open_controlled`, `envpipe doctor` by `check_controls`.
 """
 
 import logging
@@ -37,13 +36,9 @@ _ZEUSD_TIME_LIMIT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """Whether a back end may change clocks here.
+    """Whether a back end that drives hardware may change clocks here, as far as can be read.
 
-    Attributes:
-        backend: `nvml`, `zeusd` or `command`.
-        allowed: as far as can be read.
-        reason: the evidence, for yes or no.
-        remedy: what makes it allowed; empty where it is.
+    `reason` is the evidence for yes or no; `remedy` says what would allow it, empty where it is.
     """
 
     backend: str
@@ -56,11 +51,8 @@ class Control:
 class ChosenControl:
     """The back end that changes a job's clocks, and why this one.
 
-    Attributes:
-        wanted: one of `CHOICES`.
-        backend: the back end; None where clocks stay as they are and GPUs are only read.
-        why: one sentence.
-        remedies: what would allow control, one sentence a back end; empty with a back end.
+    `backend` is None where clocks stay as they are and GPUs are only read; then `remedies` says
+    what would allow control, one sentence a back end.
     """
 
     wanted: str
@@ -82,7 +74,7 @@ class ChosenControl:
 def check_controls(site: SiteConfig) -> tuple[Control, ...]:
     """Return for each back end that drives hardware whether it is allowed, in `auto`'s order.
 
-    Those that the site does not allow come last. Reads only: see the module.
+    Those that the site does not allow come last.
     """
     order = [*site.backends, *(name for name in HARDWARE_BACKENDS if name not in site.backends)]
     try:
@@ -97,11 +89,7 @@ def check_controls(site: SiteConfig) -> tuple[Control, ...]:
 
 
 def _controllable_gpus() -> list[str]:
-    """Return the PCI bus ids of this machine's GPUs whose clocks a user with rights can change.
-
-    Raises:
-        GpuError: there is none: NVML sees none, or each is unreadable or refuses every user.
-    """
+    """The PCI bus ids of this machine's GPUs whose clocks a user with rights can change."""
     found: list[str] = []
     obstacles: list[GpuError] = []
     for device in list_nvml_gpus():
@@ -217,18 +205,11 @@ _EVIDENCE: dict[str, Callable[[SiteConfig, Sequence[str]], str]] = {
 
 
 def choose_control(wanted: str, site: SiteConfig, *, require: bool = False) -> ChosenControl:
-    """Choose the back end that changes a job's clocks.
+    """Choose the back end that changes a job's clocks: for `auto` the first that is allowed.
 
-    `auto` takes the first that is allowed. A back end that is named is never replaced by another.
-
-    Args:
-        wanted: one of `CHOICES`.
-        site: this machine's site configuration.
-        require: whether a job without control is an error instead of a warning.
-
-    Raises:
-        GpuPermissionError: control is required and none is allowed, or what is wanted is none.
-        GpuError: `wanted` is not a choice.
+    A back end that is named is never replaced by another. Raises GpuPermissionError where control
+    is required and none is allowed or what is wanted is none, GpuError where `wanted` is not one of
+    `CHOICES`.
     """
     if wanted not in CHOICES:
         raise GpuError(
@@ -253,12 +234,7 @@ def choose_control(wanted: str, site: SiteConfig, *, require: bool = False) -> C
 
 
 def first_allowed(wanted: str, controls: Sequence[Control]) -> ChosenControl:
-    """Choose among the results of `check_controls`: `auto` takes the first that is allowed.
-
-    Args:
-        wanted: `auto` or the name of a back end that drives hardware.
-        controls: in `auto`'s order.
-    """
+    """Choose among the results of `check_controls`: `auto` takes the first that is allowed."""
     considered = [control for control in controls if wanted in ("auto", control.backend)]
     for control in considered:
         if control.allowed:
@@ -276,14 +252,5 @@ def first_allowed(wanted: str, controls: Sequence[Control]) -> ChosenControl:
 
 
 def open_controlled(uid: str, chosen: ChosenControl, site: SiteConfig) -> Gpu:
-    """Open a GPU under the back end that was chosen, for reading alone where there is none.
-
-    Args:
-        uid: the GPU's UUID, of an emulated one its folder and index.
-        chosen: from `choose_control`.
-        site: this machine's site configuration.
-
-    Raises:
-        GpuError: the back end cannot open this GPU.
-    """
+    """Open a GPU by its uid under the chosen back end, for reading alone where there is none."""
     return open_gpu(GpuAddress(chosen.backend or "none", uid), site)

@@ -10,17 +10,11 @@ BACKENDS = ("nvml", "zeusd", "command", "dry_run", "none", "emulated")
 
 
 def open_gpu(address: GpuAddress, site: SiteConfig | None = None) -> Gpu:
-    """Open a GPU by its address, in any process of the node.
+    """Open a GPU by its address, in any process of the node; `site` None means this machine's.
 
-    Back ends are imported when needed, since a guard should stay small.
-
-    Args:
-        address: back end and uid. The back end `none` opens a GPU for reading alone.
-        site: the site configuration, None for this machine's.
-
-    Raises:
-        GpuError: an unknown back end, one that cannot open this GPU, or a site configuration that
-            is wrong.
+    The back end `none` opens it for reading alone. Back ends are imported when needed, since a
+    guard should stay small. Raises GpuError for an unknown back end, one that cannot open this GPU,
+    or a wrong site configuration.
     """
     if address.backend == "emulated":
         from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
@@ -54,9 +48,5 @@ def open_gpu(address: GpuAddress, site: SiteConfig | None = None) -> Gpu:
 
 
 def open_reader(address: GpuAddress) -> Gpu:
-    """Open a GPU to read its meters, whatever back end changes its clock.
-
-    Raises:
-        GpuError: the GPU cannot be opened, or the site configuration is wrong.
-    """
+    """Open a GPU to read its meters, whatever back end changes its clock."""
     return open_gpu(address if address.backend == "emulated" else GpuAddress("none", address.uid))

@@ -1,7 +1,6 @@
 """Which clocks of a real GPU are worth profiling: derived from its own table, but for overrides.
 
-No table of GPUs is needed: the clocks come from the device. The `[control]` tables of the presets
-say where a kind of GPU needs something else.
+The `[control]` tables of the presets say where a kind of GPU needs something else.
 """
 
 from collections.abc import Sequence
@@ -14,11 +13,7 @@ _SWEEP_STEP = 0.04
 
 
 def override_for(nvml_name: str) -> ControlOverride | None:
-    """Return the override for a GPU by the name that NVML reports, None where there is none.
-
-    Raises:
-        GpuError: a preset's file is wrong.
-    """
+    """Return the override for a GPU by the name that NVML reports, None where there is none."""
     name = _without_vendor(nvml_name)
     for preset in list_presets():
         control = load_preset(preset).control
@@ -28,15 +23,11 @@ def override_for(nvml_name: str) -> ControlOverride | None:
 
 
 def sweep_range(supported_mhz: Sequence[int], override: ControlOverride | None) -> tuple[int, ...]:
-    """Return the clocks in MHz to profile, from the highest downwards.
+    """Return the clocks to profile, from the highest downwards; `supported_mhz` has at least one.
 
-    Steps are counted from the highest clock, so that it is always among them, and each is the
-    highest supported clock that is at least a step below the one before. A range that leaves fewer
-    than two of this GPU's clocks is for another variant of it, and is not followed.
-
-    Args:
-        supported_mhz: what the GPU supports, any order, at least one.
-        override: of its kind, from `override_for`.
+    Each is the highest supported clock at least a step below the one before. An override's range
+    that leaves fewer than two of this GPU's clocks is for another variant of it, and is not
+    followed.
     """
     clocks = sorted(set(supported_mhz), reverse=True)
     step_mhz = _SWEEP_STEP * clocks[0]

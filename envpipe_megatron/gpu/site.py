@@ -38,17 +38,10 @@ PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 @dataclass(frozen=True, slots=True)
 class SiteConfig:
-    """A site's rules for changing clocks.
+    """A site's rules for changing clocks, and the file that they come from.
 
-    Attributes:
-        path: the file they come from, None where there is none.
-        backends: back ends that are allowed here, in the order in which `auto` tries them.
-        zeusd_socket: the Unix socket of zeusd, None for Zeus's own default.
-        lock_command: argv with `{mhz}` and `{uuid}` or `{index}`; empty where the site has none.
-        reset_command: argv with `{uuid}` or `{index}`; empty where the site has none.
-        command_time_limit_s: how long one run of a command may take, s.
-        reset_range_mhz: lowest and highest SM clock in MHz that a reset leaves, None for the
-            driver's default. A site's `reset_command` has its own meaning.
+    `reset_range_mhz` is the lowest and highest clock that a reset leaves, None for the driver's
+    default; a site's `reset_command` has its own meaning. The module says the other fields.
     """
 
     path: Path | None = None
@@ -63,9 +56,8 @@ class SiteConfig:
 def read_site() -> SiteConfig:
     """Return this machine's site configuration, the defaults where there is no file.
 
-    Raises:
-        GpuError: the file is unsafe, unreadable or wrong, or `ENVPIPE_SITE_CONFIG` names one
-            that is missing.
+    Raises GpuError where the file is unsafe, unreadable or wrong, or `ENVPIPE_SITE_CONFIG` names
+    one that is missing.
     """
     given = os.environ.get(SITE_VARIABLE)
     if given:
@@ -80,11 +72,7 @@ def read_site() -> SiteConfig:
 
 
 def read_site_file(path: Path) -> SiteConfig:
-    """Return the site configuration in a file.
-
-    Raises:
-        GpuError: the file is unsafe, missing, unreadable or wrong.
-    """
+    """Return the site configuration in a file; GpuError where it is unsafe, unreadable or wrong."""
     try:
         with path.open("rb") as file:
             _refuse_unsafe(path, os.fstat(file.fileno()))

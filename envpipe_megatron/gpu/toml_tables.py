@@ -1,7 +1,6 @@
 """TOML tables as dataclasses: how GPU presets and the site configuration are read.
 
-`parse_toml` reads a file's content, `build` makes a dataclass of one of its tables. The types of
-the dataclass say what a value must be; an error names file and field.
+`parse_toml` reads a file's content, `build` makes a dataclass of one of its tables.
 """
 
 import math
@@ -19,15 +18,9 @@ Table = TypeVar("Table")
 
 
 def parse_toml(content: bytes, what: str, format_name: str) -> dict[str, Any]:
-    """Return the fields of a file without its `format`.
+    """Return the fields of a file without its `format`; `what` names the file in errors.
 
-    Args:
-        content: of the file.
-        what: the file, for errors.
-        format_name: what its `format` must be.
-
-    Raises:
-        GpuError: not TOML, or of another format.
+    Raises GpuError where it is not TOML, or of another format.
     """
     try:
         table = tomllib.loads(decode(content))
@@ -40,19 +33,15 @@ def parse_toml(content: bytes, what: str, format_name: str) -> dict[str, Any]:
 
 
 def build(kind: type[Table], table: object, where: str, **given: object) -> Table:
-    """Return a dataclass with the values of a table.
+    """Return a dataclass with the values of a table, whose types say what a value must be.
 
     Texts are not empty, whole numbers above 0, other numbers finite and not negative, paths
-    absolute. A field with a default may be left out.
+    absolute. A field with a default may be left out. Raises GpuError for a field that is unknown,
+    missing or wrong.
 
     Args:
-        kind: the dataclass.
-        table: the table.
         where: stands before a field's name in an error: file, and table where it is not the first.
         given: fields that do not come from the table.
-
-    Raises:
-        GpuError: a field is unknown, missing or wrong.
     """
     if not isinstance(table, dict):
         raise GpuError(f"{where.removesuffix('.')} must be a table", value=table)
@@ -71,7 +60,6 @@ def build(kind: type[Table], table: object, where: str, **given: object) -> Tabl
 
 
 def _read(hint: Any, value: Any, name: str) -> Any:
-    """Return a value as the type of its field has it."""
     if isinstance(hint, UnionType):  # a type or None: None stands for a field that is left out
         hint = get_args(hint)[0]
     if is_dataclass(hint):

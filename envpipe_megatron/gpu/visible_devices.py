@@ -1,10 +1,9 @@
 """From what CUDA sees to UUIDs.
 
 CUDA numbers the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; NVML numbers all GPUs of the
-node. Under a wrapper that shows each rank one GPU, device 0 is another GPU on every rank. So no
-number of CUDA's ever goes to NVML: a UUID or a PCI bus id does. A process that has CUDA asks it
-(`uid_of_cuda_device`); one that has not reads the variables as CUDA does (`visible_gpus`, rules of
-the CUDA C++ Programming Guide, section CUDA Environment Variables).
+node. So no number of CUDA's ever goes to NVML: a UUID or a PCI bus id does. A process that has CUDA
+asks it (`uid_of_cuda_device`); one that has not reads the variables as CUDA does (`visible_gpus`,
+rules of the CUDA C++ Programming Guide, section CUDA Environment Variables).
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ _PCI = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?", 
 class VisibleGpus:
     """The GPUs that CUDA shows to a process, in the order of its device numbers.
 
-    Attributes:
-        devices: device 0 first.
-        assumption: what had to be assumed for this order, empty where nothing had to be.
+    `assumption` says what had to be assumed for this order, empty where nothing had to be.
     """
 
     devices: tuple[NvmlDevice, ...]
@@ -41,14 +38,9 @@ class VisibleGpus:
 def uid_of_cuda_device(uuid_or_pci: str) -> str:
     """Return the UUID, as NVML writes it, of a GPU that CUDA knows.
 
-    Args:
-        uuid_or_pci: `torch.cuda.get_device_properties(i).uuid` as text, with or without `GPU-`, or
-            a PCI bus id with any number of digits of the domain.
-
-    Raises:
-        MigModeError: it is a MIG instance.
-        GpuNotFoundError: NVML sees no such GPU.
-        NvmlError: NVML is not there or does not work.
+    It is given as `str(torch.cuda.get_device_properties(i).uuid)`, with or without `GPU-`, or as a
+    PCI bus id. Raises MigModeError for a MIG instance, GpuNotFoundError where NVML sees no such
+    GPU.
     """
     given = uuid_or_pci.strip()
     if given.startswith("MIG-"):
@@ -75,18 +67,11 @@ def uid_of_cuda_device(uuid_or_pci: str) -> str:
 
 
 def visible_gpus(environment: Mapping[str, str] | None = None) -> VisibleGpus:
-    """Return the GPUs that CUDA would show to a process with this environment.
+    """Return the GPUs that CUDA would show to a process with this environment, by default our own.
 
     As in CUDA, an entry that names no GPU (`-1`, too high a number, an unknown UUID) hides itself
-    and all after it.
-
-    Args:
-        environment: with CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, by default this process's.
-
-    Raises:
-        GpuError: the GPUs are unlike and numbered by speed, or one is named twice.
-        MigModeError: a MIG instance is named.
-        NvmlError: NVML is not there or does not work.
+    and all after it. Raises GpuError where the GPUs are unlike and numbered by speed, or one is
+    named twice, MigModeError for a MIG instance.
     """
     variables = os.environ if environment is None else environment
     visible = variables.get(VISIBLE_VARIABLE)
@@ -146,8 +131,7 @@ def _named(entry: str, in_pci_order: Sequence[NvmlDevice]) -> NvmlDevice | None:
 def pci_address(text: str) -> tuple[int, int, int, int]:
     """Return domain, bus, device and function of a PCI bus id, however CUDA or NVML writes it.
 
-    Raises:
-        GpuNotFoundError: it is none.
+    Raises GpuNotFoundError where it is none.
     """
     match = _PCI.fullmatch(text)
     if match is None:

@@ -1,9 +1,8 @@
 """A GPU whose clock a site's own command changes: for sites that grant only a sudo script.
 
-The command is an argv of the site configuration (`gpu.site`), run without a shell, with nothing on
-its standard input, in an environment of its own. What is put into it cannot carry anything else:
-the UUID must match a strict pattern, index and clock are numbers, and the clock is one of those
-that the GPU supports. Everything is read through NVML, which needs no rights.
+The command is an argv of the site configuration (`gpu.site`), run without a shell, without standard
+input, in its own environment. What is put into it cannot carry anything else: the UUID must match a
+strict pattern, index and clock are numbers. Everything is read through NVML, which needs no rights.
 
 A command should end within the site's time limit by itself: this process stops one that runs on,
 but a program that sudo started belongs to root, and its caller may have no right to stop it.
@@ -30,15 +29,9 @@ _STOP_S = 1.0
 
 
 class CommandGpu(ReadThroughGpu):
-    """One GPU under a site's commands.
+    """One GPU under a site's commands; `index` is NVML's index of it on this machine.
 
-    Args:
-        reader: the GPU to read from; its uid is the `{uuid}` of the commands.
-        index: NVML's index of the GPU on this machine, the `{index}` of the commands.
-        site: the configuration that holds both commands.
-
-    Raises:
-        GpuError: the site has no commands, or the GPU's uid is not a UUID.
+    Raises GpuError where the site has no commands, or the GPU's uid is not a UUID.
     """
 
     backend = "command"

@@ -1,12 +1,12 @@
 """When an energy counter refreshed, found by watching it.
 
-NVML's counter is a staircase: it moves every 100 ms and one read takes 3.4 ms (measured on an
-H200), and it does not say when it moved. Dividing by the instants of reading would charge up to
-100 ms of energy to the wrong side of each end of a window. So the counter is read in short steps
-around the instant at which it is expected to move, two to four reads a refresh. It moved after the
-last read that showed the old value began, and before the first that shows the new one ended: the
-middle of the two is the refresh, and half their distance (4.4 ms on an H200) its uncertainty. A
-window of 1 s at constant power is then wrong by less than 1 %, and one of 10 s by less than 0.1 %.
+NVML's counter moves every 100 ms, one read takes 3.4 ms (measured on an H200), and it does not say
+when it moved. Dividing by the instants of reading would charge up to 100 ms of energy to the wrong
+side of each end of a window. So the counter is read in short steps around the instant at which it
+is expected to move, two to four reads a refresh. It moved after the last read that showed the old
+value began, and before the first that shows the new one ended: the middle of the two is the
+refresh, and half their distance (4.4 ms on an H200) its uncertainty. A window of 1 s at constant
+power is then wrong by less than 1 %, and one of 10 s by less than 0.1 %.
 
 The expected instant only decides when to look. A counter with another period is read more often;
 its readings are as exact.
@@ -33,14 +33,7 @@ STALL_S = 3.0
 
 
 class EnergyCounter:
-    """One GPU's energy counter with the instants of its refreshes. Threads may share it.
-
-    Args:
-        read_j: reads the counter, J.
-        name: of the GPU, for errors.
-        monotonic_s: the time base, s.
-        sleep: waits some s.
-    """
+    """One GPU's energy counter with the instants of its refreshes. Threads may share it."""
 
     def __init__(
         self,
@@ -60,11 +53,9 @@ class EnergyCounter:
         """Return the counter at its last refresh, the next one where that is due soon.
 
         A reading younger than 40 ms comes back at once; otherwise the call waits for the next
-        refresh, up to 0.1 s. A caller that polls every 50 ms sees each refresh.
-
-        Raises:
-            GpuError: the counter could not be read, went back, or has not moved for `STALL_S`. The
-                next call begins anew.
+        refresh, up to 0.1 s. A caller that polls every 50 ms sees each refresh. Raises GpuError
+        where the counter could not be read, went back, or has not moved for `STALL_S`; the next
+        call begins anew.
         """
         with self._lock:
             last = self._reading

@@ -49,11 +49,8 @@ _VIRTUAL_GPU = pynvml.NVML_GPU_VIRTUALIZATION_MODE_VGPU
 class NvmlDevice:
     """A GPU of this node.
 
-    Attributes:
-        index: NVML's, which is PCI bus order whatever CUDA_VISIBLE_DEVICES says.
-        uid: its UUID, `GPU-...`.
-        pci_bus_id: as NVML writes it, `00000000:1B:00.0`.
-        name: the product's name.
+    `index` is NVML's, which is PCI bus order whatever CUDA_VISIBLE_DEVICES says; `pci_bus_id` is as
+    NVML writes it, `00000000:1B:00.0`.
     """
 
     index: int
@@ -65,8 +62,7 @@ class NvmlDevice:
 def list_nvml_gpus() -> tuple[NvmlDevice, ...]:
     """Return the GPUs that NVML sees, in its order. A lost GPU is left out with a warning.
 
-    Raises:
-        NvmlError: NVML is not there or does not work.
+    Raises NvmlError where NVML is not there or does not work.
     """
     devices = []
     for index in range(call_library("count the GPUs", pynvml.nvmlDeviceGetCount)):
@@ -98,22 +94,15 @@ class NvmlGpu(Gpu):
     """One NVIDIA GPU. Any number of threads and processes may have one for the same GPU.
 
     A call is over when the driver has taken it, also for a process that is killed in it: nothing
-    takes effect late.
-
-    Attributes:
-        index: NVML's index, for people and for commands that know GPUs by index alone.
-        pci_bus_id: as NVML writes it, `00000000:1B:00.0`.
+    takes effect late. `index` is NVML's, for people and for commands that know GPUs by index alone.
+    Raises MigModeError for a MIG instance, GpuNotFoundError where NVML sees no such GPU, NvmlError
+    where it cannot be read.
 
     Args:
         uid: its UUID (`GPU-...`) or PCI bus id (`0000:1b:00.0`), never an index: torch's, CUDA's
             and NVML's differ.
-        reset_range_mhz: lowest and highest SM clock in MHz that a reset leaves, where the site
-            sets another one than the driver's default.
-
-    Raises:
-        MigModeError: the uid is that of a MIG instance.
-        GpuNotFoundError: NVML sees no such GPU.
-        NvmlError: the GPU cannot be read.
+        reset_range_mhz: lowest and highest clock that a reset leaves, where the site sets another
+            one than the driver's default.
     """
 
     def __init__(self, uid: str, *, reset_range_mhz: tuple[int, int] | None = None) -> None:
@@ -201,12 +190,12 @@ class NvmlGpu(Gpu):
 
     @property
     def requested_frequency_mhz(self) -> int | None:
-        """The clock in MHz last locked through this object, None after a reset or before any."""
+        """The clock last locked through this object, None after a reset or before any."""
         return self._requested_mhz
 
     @property
     def observed_frequency_mhz(self) -> int:
-        """The SM clock in MHz that the GPU reports now."""
+        """The SM clock that the GPU reports now."""
         clock = self._call("read the clock", pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM)
         return int(clock)
 
@@ -244,7 +233,7 @@ class NvmlGpu(Gpu):
 
     @property
     def power_w(self) -> float:
-        """The instantaneous power in W.
+        """The instantaneous power.
 
         Newer GPUs have a field for it; on those up to the A100 the plain power is instantaneous,
         and on any between it is the mean of the last second.
@@ -261,10 +250,7 @@ class NvmlGpu(Gpu):
         return float(self._call("read the power", pynvml.nvmlDeviceGetPowerUsage)) / 1000
 
     def read_energy(self) -> EnergyReading:
-        """Return the counter at its last refresh; may wait for the next one, up to 0.1 s.
-
-        See `energy_counter` for how the refresh is found and how well.
-        """
+        """Return the counter at its last refresh; may wait for the next one, up to 0.1 s."""
         return self._counter.read()
 
     def _read_counter_j(self) -> float:
@@ -272,7 +258,7 @@ class NvmlGpu(Gpu):
         return float(energy_mj) / 1000
 
     def time_s(self) -> float:
-        """Return the monotonic clock's instant, s."""
+        """Return the monotonic clock's instant."""
         return time.monotonic()
 
 

@@ -99,12 +99,7 @@ _NAMED: dict[int, tuple[type[NvmlError], str, str]] = {
 
 
 def named_error(error: pynvml.NVMLError, action: str) -> NvmlError:
-    """Return NVML's error as one of this module's.
-
-    Args:
-        error: what nvidia-ml-py raised.
-        action: what was tried, for example `lock the clock of GPU-1234`.
-    """
+    """Return NVML's error as one of this module's; `action` follows 'Cannot' in its message."""
     kind, cause, remedy = _NAMED.get(
         error.value,
         (

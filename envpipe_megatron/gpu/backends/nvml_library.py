@@ -47,32 +47,18 @@ os.register_at_fork(after_in_child=_LIBRARY.start_anew)
 
 
 def call_library(action: str, function: Callable[..., Any], *arguments: object) -> Any:
-    """Call a function of pynvml that takes no GPU.
+    """Call a function of pynvml that takes no GPU; `action` follows 'Cannot' in an error.
 
-    Args:
-        action: what it is for, to follow 'Cannot' in an error, for example `count the GPUs`.
-        function: the function.
-        arguments: its arguments.
-
-    Raises:
-        NvmlError: it failed, or NVML cannot be initialised.
+    Raises NvmlError where it failed, or NVML cannot be initialised.
     """
     return _call(action, lambda handles: function(*arguments))
 
 
 def call_gpu(uid: str, action: str, function: Callable[..., Any], *arguments: object) -> Any:
-    """Call a function of pynvml whose first argument is a GPU.
+    """Call a function of pynvml whose first argument is a GPU; `action` as in `call_library`.
 
-    Args:
-        uid: the GPU's UUID (`GPU-...`) or PCI bus id (`0000:1b:00.0`). Never an index: NVML's and
-            CUDA's differ.
-        action: what it is for, to follow 'Cannot' in an error, for example `read the power`.
-        function: the function.
-        arguments: those after the GPU.
-
-    Raises:
-        GpuNotFoundError: NVML sees no such GPU.
-        NvmlError: it failed, or NVML cannot be initialised.
+    The uid is its UUID (`GPU-...`) or PCI bus id, never an index: NVML's and CUDA's differ. Raises
+    GpuNotFoundError where NVML sees no such GPU, NvmlError as `call_library` does.
     """
 
     def work(handles: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """GPUs that are read through another one: changing a clock needs rights, reading it does not.
 
-`ReadThroughGpu` is the base of all of them. Here are the two that change no clock, `DryRunGpu` and
-`ReadOnlyGpu`; `command` and `zeusd` have the others. `gpu.opening` makes them.
+`ReadThroughGpu` is the base of all of them. Here are the two that change no clock; `command` and
+`zeusd` have the others. `gpu.opening` makes them.
 """
 
 import logging
@@ -22,13 +22,7 @@ _LOG = logging.getLogger(__name__)
 class ReadThroughGpu(Gpu):
     """Name, clock table and meters of another GPU object, whose own clock control is never used.
 
-    A subclass sets the clock its own way and keeps `_requested_mhz`.
-
-    Attributes:
-        backend: the back end of the address.
-
-    Args:
-        reader: the GPU to read from.
+    A subclass sets the clock its own way, names its `backend` and keeps `_requested_mhz`.
     """
 
     backend: ClassVar[str]
@@ -42,12 +36,12 @@ class ReadThroughGpu(Gpu):
 
     @property
     def requested_frequency_mhz(self) -> int | None:
-        """The clock in MHz that this object last requested, None after a reset or before any."""
+        """The clock that this object last requested, None after a reset or before any."""
         return self._requested_mhz
 
     @property
     def observed_frequency_mhz(self) -> int:
-        """The reader's clock in MHz."""
+        """The reader's clock."""
         return self._reader.observed_frequency_mhz
 
     def clock_state(self) -> ClockState:
@@ -56,7 +50,7 @@ class ReadThroughGpu(Gpu):
 
     @property
     def power_w(self) -> float:
-        """The reader's power in W."""
+        """The reader's power."""
         return self._reader.power_w
 
     def read_energy(self) -> EnergyReading:
@@ -64,7 +58,7 @@ class ReadThroughGpu(Gpu):
         return self._reader.read_energy()
 
     def time_s(self) -> float:
-        """Return the reader's instant in s."""
+        """Return the reader's instant."""
         return self._reader.time_s()
 
 
@@ -86,7 +80,7 @@ class DryRunGpu(ReadThroughGpu):
 class ReadOnlyGpu(ReadThroughGpu):
     """A GPU for a job that may not change clocks: meters work, a lock is always refused.
 
-    Resetting is allowed and does nothing, since nothing can have been locked here.
+    Resetting does nothing, since nothing can have been locked here.
     """
 
     backend = "none"

@@ -1,12 +1,11 @@
 """A GPU whose clock zeusd changes: the Zeus project's daemon, which has the rights for everybody.
 
 Requests go over its Unix socket, as its HTTP API (https://ml.energy/zeus/zeusd/api/) describes
-them. The package `zeus` has a client too, with many dependencies; the API is small and documented,
-so none is needed. All requests are blocking ones: they return with the driver's error, and the
-daemon works them off in order.
+them. All are blocking ones: they return with the driver's error, and the daemon works them off in
+order.
 
 A daemon numbers GPUs as its own NVML does, which another container need not share. So every change
-has a connection of its own, on which the daemon is first asked for its GPUs, and ours is found by
+has a connection to itself, on which the daemon is first asked for its GPUs, and ours is found by
 PCI address; where the daemon gives no addresses (before zeusd 0.5), none is guessed. Everything is
 read through NVML.
 """
@@ -46,10 +45,8 @@ Result = TypeVar("Result")
 class ZeusdOffer:
     """What a daemon says about itself.
 
-    Attributes:
-        gpu_ids: the daemon's number of each GPU, by PCI address.
-        groups: the API groups that it offers.
-        auth_required: whether it wants a token.
+    `gpu_ids` has the daemon's number of each GPU; `groups` are the API groups that it offers;
+    `auth_required` says whether it wants a token.
     """
 
     gpu_ids: dict[PciAddress, int]
@@ -81,12 +78,8 @@ class Zeusd:
     """The daemon behind a socket. Any thread may call, since each call makes its own connection.
 
     All methods raise GpuPermissionError where the daemon, its socket or the driver refuses it to
-    this user, and GpuError where there is no daemon, it gives no answer in time, is none that this
-    understands, or fails.
-
-    Args:
-        path: the daemon's Unix socket.
-        time_limit_s: how long the daemon may take for one answer, s.
+    this user, and GpuError where there is no daemon, it gives no answer within `time_limit_s`, is
+    none that this understands, or fails.
     """
 
     def __init__(self, path: Path, time_limit_s: float = REQUEST_TIME_LIMIT_S) -> None:
@@ -227,17 +220,9 @@ def _reason(body: bytes) -> str:
 class ZeusdGpu(ReadThroughGpu):
     """One GPU under zeusd. Opening it connects to nothing.
 
-    A process that was killed may have left a request with the daemon: see `late_request_s`.
-
-    Args:
-        reader: the GPU to read from.
-        pci_bus_id: the GPU's, as NVML writes it.
-        zeusd: the daemon.
-        reset_range_mhz: lowest and highest SM clock in MHz that a reset leaves, None for the
-            driver's default.
-
-    Raises:
-        GpuError: the PCI bus id is not one.
+    A process that was killed may have left a request with the daemon: see `late_request_s`. A reset
+    leaves `reset_range_mhz`, None for the driver's default. Raises GpuError where the PCI bus id is
+    not one.
     """
 
     backend = "zeusd"

@@ -2,8 +2,8 @@
 
 It has a virtual time that advances only by the work and waiting put on it (`run_unit`,
 `advance_to`), time and power by a preset's model, clock changes that take their time, and an energy
-counter that refreshes as a real one does. All of it is arithmetic on virtual time: the same calls
-give the same bits, however busy the host is. `state` says how one request replaces another.
+counter that refreshes as a real one does. The same calls give the same bits, however busy the host
+is. `state` says how one request replaces another.
 """
 
 import os
@@ -21,14 +21,9 @@ from envpipe_megatron.gpu.emulated.store import StateFile, default_root, stored_
 
 @dataclass(frozen=True, slots=True)
 class UnitRun:
-    """How a unit ran.
+    """How a unit ran: in virtual time, and without the energy of waiting before it.
 
-    Attributes:
-        start_s: virtual instant at which it began, s.
-        end_s: virtual instant at which it ended, s.
-        energy_j: its energy, without that of waiting before it, J.
-        frequency_mhz_start: requested clock in force when it began, MHz.
-        frequency_mhz_end: requested clock in force for its last part, MHz.
+    The frequencies are the requested clocks in force when it began and for its last part.
     """
 
     start_s: float
@@ -42,10 +37,8 @@ class EmulatedGpu(Gpu):
     """One emulated GPU. Make it with `create` or `open`; all state is in its file.
 
     Clocks here are requested clocks that have settled. A preset's power cap acts on time and power
-    and is not shown as a lower clock.
-
-    Every method that touches the state may raise GpuError: file missing, foreign, or the folder not
-    writable.
+    and is not shown as a lower clock. Every method that touches the state may raise GpuError: file
+    missing, foreign, or the folder not writable.
     """
 
     drives_hardware: ClassVar[bool] = False
@@ -71,16 +64,13 @@ class EmulatedGpu(Gpu):
         """Create a GPU at its maximum clock, or open it as it is where it exists already.
 
         Any number of processes may do so at once. Like a real GPU it keeps lock, time and energy
-        from one job to the next.
+        from one job to the next. Raises GpuError where there is no such preset, this GPU exists
+        with another preset, or the folder cannot be used.
 
         Args:
             preset: name of a preset, or path of a preset file.
             index: the GPU's index in the node, from 0.
             root: folder of the node; by default that of `default_root`.
-
-        Raises:
-            GpuError: no such preset, this GPU exists with another preset, or the folder cannot be
-                used.
         """
         model = load_preset(preset)
         # A path is kept absolute, since other processes may stand in other folders.
@@ -99,8 +89,7 @@ class EmulatedGpu(Gpu):
     def open(cls, root: str | os.PathLike[str] | None, index: int) -> Self:
         """Open a GPU that exists, whatever its preset.
 
-        Raises:
-            GpuError: there is none, its file is foreign, or its preset is gone.
+        Raises GpuError where there is none, its file is foreign, or its preset is gone.
         """
         file = StateFile(_folder(root), index)
         return cls(index, file, load_preset(file.read().preset))
@@ -110,14 +99,10 @@ class EmulatedGpu(Gpu):
     def run_unit(self, kind: Kind, time_at_max_s: float, ready_s: float) -> UnitRun:
         """Run a unit as soon as it is ready and the one before has ended.
 
-        The GPU waits (at waiting power) up to `ready_s`. A clock change that settles within the
-        unit splits it: the part of the work done by then ran at the old clock, the rest runs at
-        the new one.
-
-        Args:
-            kind: `forward` or `backward`.
-            time_at_max_s: how long the unit takes at the maximum clock, s.
-            ready_s: virtual instant at which its input is there, s.
+        The GPU waits (at waiting power) up to `ready_s`, a virtual instant. A clock change that
+        settles within the unit splits it: the part of the work done by then ran at the old clock,
+        the rest runs at the new one. `time_at_max_s` is how long the unit takes at the maximum
+        clock.
         """
         model = self.preset
 
@@ -142,16 +127,16 @@ class EmulatedGpu(Gpu):
         return self._file.change(run)
 
     def advance_to(self, time_s: float) -> None:
-        """Wait, at waiting power, up to a virtual instant in s; nothing if that has passed."""
+        """Wait, at waiting power, up to a virtual instant; nothing if that has passed."""
         model = self.preset
         self._file.change(lambda s: s.wait_until(time_s, model.wait_power_w, model.refresh_s))
 
     def committed_end_s(self) -> float:
-        """Return the virtual instant in s up to which work and waiting are committed."""
+        """Return the virtual instant up to which work and waiting are committed."""
         return self._file.read().end_s
 
     def committed_energy_j(self) -> float:
-        """Return the exact energy in J up to the committed end; a real counter does not show it."""
+        """Return the exact energy up to the committed end; a real counter does not show it."""
         return self._file.read().energy_j
 
     # --- clocks ---------------------------------------------------------------------------------
@@ -170,12 +155,12 @@ class EmulatedGpu(Gpu):
 
     @property
     def requested_frequency_mhz(self) -> int | None:
-        """The lock in MHz that any process set last, None for the driver's default (maximum)."""
+        """The lock that any process set last, None for the driver's default (maximum)."""
         return self._file.read().requested_mhz
 
     @property
     def observed_frequency_mhz(self) -> int:
-        """The clock in force now, MHz. During an anchored wait it settles as time goes by."""
+        """The clock in force now. During an anchored wait it settles as time goes by."""
         state = self._file.read()
         now_s = self._instant_s(state)
         if now_s >= state.end_s:
@@ -192,11 +177,8 @@ class EmulatedGpu(Gpu):
         A unit is committed when its computation is done, and the runtime then sleeps until its
         virtual end. With an anchor, "now" is `time.monotonic() - wall_minus_virtual_s`, but not
         beyond the committed end, so that a meter read during the sleep does not see the future.
-        The anchor means nothing after a reboot: set it at the start of each job.
-
-        Args:
-            wall_minus_virtual_s: monotonic clock minus virtual time, s; None removes the anchor,
-                and now is the committed end.
+        None removes it, and now is the committed end. It means nothing after a reboot: set it at
+        the start of each job.
         """
 
         def set_anchor(state: EmulatedState) -> None:
@@ -205,13 +187,13 @@ class EmulatedGpu(Gpu):
         self._file.change(set_anchor)
 
     def time_s(self) -> float:
-        """Return virtual now in s: never beyond the committed end."""
+        """Return virtual now: never beyond the committed end."""
         state = self._file.read()
         return min(self._instant_s(state), state.end_s)
 
     @property
     def power_w(self) -> float:
-        """The power in W now: waiting power in an anchored wait, else that of the committed work.
+        """The power now: waiting power in an anchored wait, else that of the committed work.
 
         Without an anchor it is the power just before the committed end.
         """
@@ -234,7 +216,7 @@ class EmulatedGpu(Gpu):
         return EnergyReading(energy_j=energy_j, time_s=number * refresh_s)
 
     def _instant_s(self, state: EmulatedState) -> float:
-        """Return the virtual instant of now, beyond the committed end where the wall clock is."""
+        """The virtual instant of now, beyond the committed end where the wall clock is."""
         if state.wall_minus_virtual_s is None:
             return state.end_s
         return max(0.0, self._monotonic_s() - state.wall_minus_virtual_s)
@@ -248,8 +230,7 @@ def list_emulated(root: str | os.PathLike[str] | None = None) -> tuple[int, ...]
 def reset_all(root: str | os.PathLike[str] | None = None) -> tuple[int, ...]:
     """Reset the lock of every emulated GPU of a node; return their indices.
 
-    Raises:
-        GpuError: some could not be reset; it is raised after all the others were.
+    Raises the first GpuError of those that could not be reset, after all the others were.
     """
     indices, failure = list_emulated(root), None
     for index in indices:

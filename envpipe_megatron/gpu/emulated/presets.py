@@ -31,9 +31,8 @@ FORMAT = "envpipe-gpu-preset/1"
 class KindModel:
     """What differs between forward and backward.
 
-    Attributes:
-        memory_fraction: part of the time at the maximum clock that no clock shortens, in [0, 1].
-        dynamic_power_w: power at the top clock above the static power, W.
+    `memory_fraction` is the part of the time at the maximum clock that no clock shortens, in [0,
+    1]; `dynamic_power_w` is the power at the top clock above the static power.
     """
 
     memory_fraction: float
@@ -57,11 +56,10 @@ class ControlOverride:
     Attributes:
         nvml_names: patterns (`NVIDIA A100-SXM4-*`) of the names that NVML reports for it; a leading
             `NVIDIA`, which old drivers leave out, does not count.
-        profile_max_mhz: no higher clock is profiled, None for the GPU's maximum.
-        profile_min_mhz: no lower clock is profiled, None where the sweep finds its end by itself.
+        profile_max_mhz: no higher clock is profiled; nor one below `profile_min_mhz`.
         profile_step_mhz: distance of two profiled clocks, None for the sweep's own.
-        memory_clock_mhz: the memory clock in MHz under which CUDA runs, None where it is the
-            highest. SM clocks are those that the GPU supports under it.
+        memory_clock_mhz: the memory clock under which CUDA runs, None where it is the highest. SM
+            clocks are those that the GPU supports under it.
     """
 
     nvml_names: tuple[str, ...]
@@ -73,28 +71,21 @@ class ControlOverride:
 
 @dataclass(frozen=True, slots=True)
 class GpuPreset:
-    """One kind of GPU.
+    """One kind of GPU, named by its file's stem.
 
     Attributes:
-        name: the file's stem, for example `a100-sxm`.
         gpu: the product's name.
         fitted: whether time and power are fitted to measurements; if not they are guesses.
-        source: where the numbers come from.
         max_frequency_mhz: highest lockable SM clock.
-        min_frequency_mhz: lowest lockable SM clock.
         frequency_step_mhz: distance of two clocks, counted down from the maximum; clocks are
             rounded down to whole MHz, as drivers do.
-        frequency_change_s: from the request for a clock to that clock, s.
-        wait_power_w: power while blocked in a receive. Measured at the maximum clock only, so it
-            is taken to be the same at every clock.
-        refresh_s: period of the energy counter, s.
+        frequency_change_s: from the request for a clock to that clock.
+        wait_power_w: power while blocked in a receive. Measured at the maximum clock only, so it is
+            taken to be the same at every clock.
+        refresh_s: period of the energy counter.
         static_power_w: power that no clock changes.
         voltage_floor: V at and below the knee, relative to V at the top clock, in (0, 1].
-        voltage_knee_mhz: clock up to which the voltage stays at its floor.
-        forward: model of forward units.
-        backward: model of backward units.
         power_cap_frequency_mhz: the highest clock that a full load reaches, None for the maximum.
-        fit_error_percent: None where not fitted.
         control: for real GPUs of this kind, None where the preset is for emulation alone.
     """
 
@@ -119,7 +110,7 @@ class GpuPreset:
 
     @property
     def supported_frequencies_mhz(self) -> tuple[int, ...]:
-        """Every lockable SM clock in MHz, highest first, counted down from the maximum."""
+        """Every lockable SM clock, highest first, counted down from the maximum."""
         span_mhz = self.max_frequency_mhz - self.min_frequency_mhz
         count = int(span_mhz / self.frequency_step_mhz) + 1
         return tuple(
@@ -128,11 +119,11 @@ class GpuPreset:
 
     @property
     def top_frequency_mhz(self) -> int:
-        """The clock in MHz that a full load reaches when the maximum is requested."""
+        """The clock that a full load reaches when the maximum is requested."""
         return min(self.max_frequency_mhz, self.power_cap_frequency_mhz or self.max_frequency_mhz)
 
     def unit_time_s(self, kind: Kind, frequency_mhz: float, time_at_max_s: float) -> float:
-        """Return the duration at a clock of a unit from that at the maximum, both in s."""
+        """Return the duration at a clock of a unit from that at the maximum."""
         memory_fraction = self._kind(kind).memory_fraction
         top_mhz = self.top_frequency_mhz
         return time_at_max_s * (
@@ -140,7 +131,7 @@ class GpuPreset:
         )
 
     def busy_power_w(self, kind: Kind, frequency_mhz: float) -> float:
-        """Return the power in W while a unit runs at a clock."""
+        """Return the power while a unit runs at a clock."""
         reached_mhz = min(frequency_mhz, self.top_frequency_mhz)
         dynamic_w = self._kind(kind).dynamic_power_w * (reached_mhz / self.top_frequency_mhz)
         return self.static_power_w + dynamic_w * self.relative_voltage(reached_mhz) ** 2
@@ -159,11 +150,7 @@ class GpuPreset:
 
 
 def preset_folder() -> Path:
-    """Return the folder of the preset files: in the installed package, or else in the checkout.
-
-    Raises:
-        GpuError: neither exists.
-    """
+    """Return the folder of the preset files: in the installed package, or else in the checkout."""
     package = Path(__file__).resolve().parents[2]
     for folder in (package / "configs" / "gpus", package.parent / "configs" / "gpus"):
         if folder.is_dir():
@@ -183,19 +170,13 @@ def list_presets() -> tuple[str, ...]:
 def load_preset(name_or_path: str) -> GpuPreset:
     """Load a preset by name (`a100-sxm`), or from a file of your own (a path ending in `.toml`).
 
-    Raises:
-        GpuError: no such preset (the error lists those there are), or a wrong field (the error
-            names file and field).
+    Raises GpuError where there is no such preset, or for a wrong field.
     """
     return _load(resolve_preset(name_or_path))
 
 
 def resolve_preset(name_or_path: str) -> Path:
-    """Return the absolute path of the file of a preset that is given by name or by path.
-
-    Raises:
-        GpuError: there is none.
-    """
+    """Return the absolute path of the file of a preset that is given by name or by path."""
     if name_or_path.endswith(".toml"):
         path = Path(name_or_path).expanduser().resolve()
         if path.is_file():

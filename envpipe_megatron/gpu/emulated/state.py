@@ -22,7 +22,7 @@ KEPT_SEGMENTS = 32
 
 
 class Segment(NamedTuple):
-    """A committed stretch of virtual time: s, s, W, MHz."""
+    """A committed stretch of virtual time."""
 
     start_s: float
     end_s: float
@@ -38,15 +38,12 @@ class EmulatedState:
     dropped after it is written.
 
     Attributes:
-        preset: name or path of the preset.
         clock_mhz: the clock in force at `end_s`.
         requested_mhz: the lock, None for the driver's default.
         pending: clock in MHz that is requested and the instant in s at which it comes into force.
-        end_s: the last committed end.
-        energy_j: exact cumulative energy at `end_s`.
+        end_s: the last committed end, at which `energy_j` is the exact cumulative energy.
         ticks: counter values (number of the refresh, J), of which those between two entries lie on
             a straight line.
-        segments: latest segments.
         wall_minus_virtual_s: the anchor, CLOCK_MONOTONIC minus virtual time; None without.
     """
 
@@ -132,11 +129,7 @@ def tick_number(time_s: float, refresh_s: float) -> int:
 
 
 def parse_state(text: bytes) -> EmulatedState:
-    """Return the state in a file's content.
-
-    Raises:
-        ValueError: it is not such a state; the message says what is wrong.
-    """
+    """Return the state in a file's content; ValueError where it is not one says what is wrong."""
     try:
         raw: Any = json.loads(text)
     except ValueError as error:

@@ -41,12 +41,7 @@ def stored_indices(root: Path) -> tuple[int, ...]:
 
 
 class StateFile:
-    """The state file of one emulated GPU.
-
-    Args:
-        root: folder of the node.
-        index: the GPU's index in it, from 0.
-    """
+    """The state file of one emulated GPU, in the folder of its node."""
 
     def __init__(self, root: Path, index: int) -> None:
         self.path = root / f"gpu{index}.json"
@@ -54,11 +49,7 @@ class StateFile:
         self._new_path = root / f"gpu{index}.json.new"
 
     def read(self) -> EmulatedState:
-        """Return the state.
-
-        Raises:
-            GpuError: there is none, or the file is not one.
-        """
+        """Return the state; GpuError where there is none, or the file is not one."""
         try:
             text = self.path.read_bytes()
         except FileNotFoundError as error:
@@ -79,8 +70,7 @@ class StateFile:
     def change(self, work: Callable[[EmulatedState], Result]) -> Result:
         """Have `work` change the state, alone, and write it when that ends without error.
 
-        Raises:
-            GpuError: the state is missing or wrong, or cannot be written.
+        Raises GpuError where the state is missing or wrong, or cannot be written.
         """
 
         def change_state() -> Result:
@@ -94,8 +84,7 @@ class StateFile:
     def create(self, fresh: EmulatedState) -> EmulatedState:
         """Write `fresh` where no state exists; return the state that is there then.
 
-        Raises:
-            GpuError: the folder cannot be used, or holds a foreign file there.
+        Raises GpuError where the folder cannot be used, or holds a foreign file there.
         """
         try:
             # Private to the user: other processes trust what is written here.

@@ -1,10 +1,8 @@
 """What a rank does to have its GPU guarded: `hold_gpu` before its first lock, `release` at the end.
 
 The order is: the rank's guard has a lease on disk, then the rank may lock. A thread of the rank
-sends heartbeats and hears what the guard says.
-
-When the guard dies, the rank stands in for it. That thread notices (its socket ends) and, in this
-order:
+sends heartbeats and hears what the guard says. When the guard dies, that thread notices (its socket
+ends) and stands in for it, in this order:
 
 1. It calls back with LOST. When the callback returns, the rank locks no clock any more.
 2. It resets its GPU and deletes its lease.
@@ -15,9 +13,8 @@ Which covers, race by race:
 
 - *A rank locks after its guard has died, because it has not noticed yet.* Its lease is still there
   (nobody deletes the lease of a rank that lives), so it undoes the lock itself in step 2.
-- *That rank is killed before step 2.* Its lease is still there and names it. The guard of any other
-  rank of the job finds it within a second, or a rank in step 3.
-- *Guard and rank are killed at once.* The same.
+- *That rank is killed before step 2, or together with its guard.* Its lease is still there and
+  names it. The guard of any other rank of the job finds it within a second, or a rank in step 3.
 - *Two undo one lease at once.* They exclude each other by its lock; the second finds none.
 - *All are killed.* The leases stay, unlocked. The next job that takes one of these GPUs, `envpipe
   clocks reset` and a batch system's epilogue that calls it reset the GPU and delete them.
@@ -97,8 +94,8 @@ class GuardEvent(enum.Enum):
     """What a rank hears of its guard.
 
     Attributes:
-        LOST: the guard is gone. The callback must end clock control: when it returns, this rank
-            locks no clock any more. The GPU is reset, and the lease deleted, for it.
+        LOST: the guard is gone. When the callback returns, this rank locks no clock any more; its
+            GPU is then reset, and the lease deleted, for it.
         STOP: the job is told to end. The callback, or what it wakes, ends clock control and calls
             `release`.
         WAS_RESET: the clock is at its default, whatever was requested: forget that, and go on.
@@ -112,8 +109,8 @@ class GuardEvent(enum.Enum):
 def job_key(environ: Mapping[str, str] | None = None) -> str:
     """Return the name of this process's job on this node, from what launchers set.
 
-    All ranks that one launcher started on a node get the same one. A process without any launcher
-    is a job of its own.
+    All ranks that one launcher started on a node get the same one; a process without any launcher
+    is a job by itself.
     """
     given = os.environ if environ is None else environ
     parts = []
@@ -147,19 +144,14 @@ def hold_gpu(
 ) -> "Hold":
     """Start a guard for a GPU: from when this returns the rank may lock its clock.
 
-    Args:
-        address: the GPU.
-        job: the job's name on this node, by default from the launcher's variables (`job_key`).
-        on_event: called on a thread of its own with what the guard says; see `GuardEvent`.
-        settings: how long the guard waits.
-        timeout_s: when to give up, s.
-        open_gpu: opens a GPU by its address, for when this rank stands in for the guard.
+    Raises ClockControlForbiddenError for a real GPU while the environment forbids clock control,
+    LeaseHeldError where another job or another rank holds the GPU, GuardError where no guard could
+    be started, or it refuses: it cannot open the GPU, or undo a lock that somebody left on it.
 
-    Raises:
-        LeaseHeldError: another job, or another rank of this one, holds the GPU.
-        ClockControlForbiddenError: a real GPU while the environment forbids clock control.
-        GuardError: no guard could be started, or it refuses: it cannot open the GPU, for example,
-            or undo a lock that somebody left on it.
+    Args:
+        job: the job's name on this node, by default `job_key()`.
+        on_event: called on its own thread with what the guard says.
+        open_gpu: for when this rank stands in for the guard.
     """
     if address.backend not in PATH_BACKENDS and clock_control_forbidden():
         raise ClockControlForbiddenError(
@@ -247,15 +239,7 @@ def _undo_unanswered(address: GpuAddress, open_gpu: OpenGpu) -> None:
 
 
 class Hold:
-    """A GPU that is guarded for this process. Made by `hold_gpu`.
-
-    A child that is forked has no part in it.
-
-    Attributes:
-        address: the GPU.
-        job: the job's name on this node, as its lease says it.
-        guard_pid: the guard's pid.
-    """
+    """A GPU guarded for this process; `hold_gpu` makes it. A forked child has no part in it."""
 
     def __init__(
         self,
@@ -289,13 +273,8 @@ class Hold:
 
         To be called when this process locks no clock any more and has no request under way. Any
         thread may call it; in the callback it does not wait. Nothing happens the second time, or in
-        a child.
-
-        Args:
-            timeout_s: how long to wait, s.
-
-        Raises:
-            GuardError: the guard, or this process in its place, was not done in time.
+        a child. Raises GuardError where the guard, or this process in its place, was not done in
+        time.
         """
         if os.getpid() != self._pid or self._settled:
             return

@@ -51,11 +51,7 @@ class LeaseHeldError(GpuError):
 
 
 class Lease:
-    """A lease that this process holds. Made by `take`.
-
-    Attributes:
-        path: its file.
-    """
+    """A lease that this process holds. Made by `take`."""
 
     def __init__(self, file: LeaseFile) -> None:
         self.path = file.path
@@ -73,19 +69,14 @@ class Lease:
     ) -> Self:
         """Take the lease of a GPU; undo a stale one first.
 
-        Args:
-            address: the GPU.
-            job: the name of the job, for those who find the GPU held.
-            rank: the process that will lock the clock.
-            open_gpu: opens a GPU by its address.
-            patience_s: how long to wait for a lease that its guard, or somebody else, is just
-                undoing, s.
+        Raises LeaseHeldError where a job that lives holds it or another user's stale lease is in
+        the way, LeaseFolderError where the folder is missing or unsafe, GpuError where what lies
+        there is no lease, or its GPU could not be reset; it is still there then.
 
-        Raises:
-            LeaseHeldError: a job that lives holds it, or another user's stale lease is in the way.
-            LeaseFolderError: the folder is missing or unsafe.
-            GpuError: what lies there is not a lease, or the GPU of a stale lease could not be
-                reset; the lease is still there.
+        Args:
+            rank: the process that will lock the clock.
+            patience_s: how long to wait for a lease that its guard, or somebody else, is just
+                undoing.
         """
         name = lease_name(address)
         home = new_lease_folder()
@@ -104,8 +95,7 @@ class Lease:
     def release(self) -> None:
         """Delete the lease. The GPU must be reset, and nobody left who could lock it.
 
-        Raises:
-            LeaseFolderError: the file could not be deleted.
+        Raises LeaseFolderError where the file could not be deleted.
         """
         with closing(self._file):
             self._file.unlink()
@@ -118,10 +108,7 @@ class Lease:
 def list_leases() -> list[LeaseRecord]:
     """Return all leases of this machine that concern this process, by name.
 
-    Files that are no leases are left out.
-
-    Raises:
-        LeaseFolderError: a folder is unsafe.
+    Files that are no leases are left out. Raises LeaseFolderError where a folder is unsafe.
     """
     found = []
     with opened_lease_folders() as folders:
@@ -138,21 +125,12 @@ def list_leases() -> list[LeaseRecord]:
 
 
 def undo_lease(record: LeaseRecord, open_gpu: OpenGpu, *, gave_up: bool = False) -> bool:
-    """Undo a stale lease: reset the GPU, then delete the file.
+    """Undo a stale lease: reset the GPU, then delete the file; return whether the lease is gone.
 
     It is reset twice, `late_request_s` apart, where the back end's requests outlive their process.
-    Where its rank lives the GPU is reset and the lease stays, for the rank may lock again.
-
-    Args:
-        record: the lease.
-        open_gpu: opens a GPU by its address.
-        gave_up: the rank will not lock any more, though it may live.
-
-    Returns:
-        Whether the lease is gone. False also where somebody else has it, or is just undoing it.
-
-    Raises:
-        GpuError: the GPU could not be reset, or the lease is another user's; it is still there.
+    Where its rank lives the GPU is reset and the lease stays, for the rank may lock again, unless
+    it `gave_up`. False also where somebody else has the lease, or is just undoing it. Raises
+    GpuError where the GPU could not be reset, or the lease is another user's; it is still there.
     """
     with opened_folder(record.path.parent) as folder:
         file = _open_and_lock(folder, record.path)
@@ -177,14 +155,8 @@ def undo_lease(record: LeaseRecord, open_gpu: OpenGpu, *, gave_up: bool = False)
 def undo_dead_ranks(job: str, open_gpu: OpenGpu) -> bool:
     """Undo what ranks of a job left that have died together with their guards.
 
-    What cannot be undone is logged, and stays.
-
-    Args:
-        job: its name; leases of this user alone are undone.
-        open_gpu: opens a GPU by its address.
-
-    Returns:
-        Whether this job had leases before.
+    Of this user's leases alone. What cannot be undone is logged, and stays. Returns whether this
+    job had leases before.
     """
     leases = [r for r in list_leases() if r.job == printable(job) and r.uid == os.geteuid()]
     for record in leases:

@@ -64,10 +64,8 @@ def opened_lease_folders() -> Iterator[list[tuple[Path, int]]]:
 
     Beside the folder for new leases: this user's own one, from before root made the shared one,
     and, for root, those of all users. Anybody may make something of such a name in `/tmp`, so one
-    of these that is unsafe is left out: what lies there is not its user's.
-
-    Raises:
-        LeaseFolderError: the one for new leases is unsafe.
+    of these that is unsafe is left out: what lies there is not its user's. Raises LeaseFolderError
+    where the one for new leases is unsafe.
     """
     first = new_lease_folder()
     others: list[Path] = []
@@ -88,14 +86,10 @@ def opened_lease_folders() -> Iterator[list[tuple[Path, int]]]:
 def opened_folder(path: Path, *, create: bool = False) -> Iterator[int]:
     """Give a descriptor of a folder of leases that nobody else can tamper with.
 
-    Args:
-        path: the folder.
-        create: make it where it is missing; its parent must exist, except that of
-            `SHARED_FOLDER`. It is open to all users and sticky, unless it is this user's own.
-
-    Raises:
-        LeaseFolderError: it is missing, no folder, or a link; it belongs to another user (unless
-            root looks at that user's own folder), or others may write to it and it is not sticky.
+    `create` makes it where it is missing, open to all users and sticky unless it is this user's
+    own; its parent must exist, except that of `SHARED_FOLDER`. Raises LeaseFolderError where it is
+    missing, no folder, or a link; where it belongs to another user (unless root looks at that
+    user's own folder), or others may write to it and it is not sticky.
     """
     if create:
         _make(path)
@@ -149,14 +143,9 @@ def _refuse_unsafe(path: Path, status: os.stat_result) -> None:
 
 
 class LeaseFile:
-    """An opened file of a folder of leases.
+    """An opened file of a folder of leases; keeps a copy of the folder's descriptor.
 
     Its `flock` belongs to this opened file: it ends with `close` or with the process.
-
-    Args:
-        folder: descriptor of the folder; a copy is kept.
-        path: of the file.
-        descriptor: of the file.
     """
 
     def __init__(self, folder: int, path: Path, descriptor: int) -> None:
@@ -168,8 +157,7 @@ class LeaseFile:
     def create(cls, folder: int, path: Path, content: bytes) -> "LeaseFile | None":
         """Create, lock and write a file; return None where another one was faster.
 
-        Raises:
-            LeaseFolderError: it cannot be written.
+        Raises LeaseFolderError where it cannot be written.
         """
         remedy = f"Make room there, or set {LEASE_DIR_VARIABLE} to another folder"
         with _reported("A lease cannot be written", path, remedy):
@@ -199,8 +187,7 @@ class LeaseFile:
     def open(cls, folder: int, path: Path) -> "LeaseFile | None":
         """Open a file for reading; return None where there is none.
 
-        Raises:
-            LeaseFolderError: it cannot be read, or is not a regular file.
+        Raises LeaseFolderError where it cannot be read, or is not a regular file.
         """
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         with _reported("A lease cannot be read", path, "Let its owner or root delete it"):
@@ -221,12 +208,9 @@ class LeaseFile:
     def try_lock(self, *, shared: bool = False) -> bool:
         """Take the lock; return False where another opened file has it.
 
-        Args:
-            shared: to see whether it is taken, and close the file; two that look at the same time
-                do not see each other.
-
-        Raises:
-            LeaseFolderError: there are no such locks here, as on NFS for a file opened for reading.
+        `shared` is to see whether it is taken: two that look at the same time do not see each
+        other. Raises LeaseFolderError where there are no such locks, as on NFS for a file opened
+        for reading.
         """
         remedy = f"Set {LEASE_DIR_VARIABLE} to a folder on a disk of this machine"
         with _reported("A lease cannot be locked", self.path, remedy):
@@ -246,11 +230,7 @@ class LeaseFile:
         return os.path.samestat(there, os.fstat(self._descriptor))
 
     def unlink(self) -> None:
-        """Delete it, where the name still means it in its folder.
-
-        Raises:
-            LeaseFolderError: it could not be deleted.
-        """
+        """Delete it, where the name still means it; LeaseFolderError where that fails."""
         if self.is_current():
             remedy = "Let its owner or root delete it"
             with _reported("A lease could not be deleted", self.path, remedy):
@@ -268,11 +248,7 @@ class LeaseFile:
     def read(self, *, live: bool = False) -> "LeaseRecord | None":
         """Return what the lease says; None where its writing was cut short.
 
-        Args:
-            live: whether its guard lives.
-
-        Raises:
-            GpuError: it is something else.
+        Raises GpuError where it is something else.
         """
         try:
             document = json.loads(os.pread(self._descriptor, _MAX_BYTES, 0))
@@ -325,9 +301,6 @@ class LeaseRecord:
     """What a lease says, and what is true of it.
 
     Attributes:
-        path: its file.
-        address: the GPU.
-        job: the job's name.
         uid: who made the file.
         guard: the process that looks, or looked, after it.
         rank: the process that may lock the clock; None for `envpipe clocks reset`.
@@ -354,8 +327,7 @@ class LeaseRecord:
 def lease_name(address: GpuAddress) -> str:
     """Return the name of a GPU's lease: the same for all back ends of a real GPU.
 
-    Raises:
-        GpuError: the uid is not one.
+    Raises GpuError where the uid is not one.
     """
     if address.backend in PATH_BACKENDS:
         digest = hashlib.sha256(address.uid.encode()).hexdigest()[:24]

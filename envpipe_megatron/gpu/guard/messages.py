@@ -42,12 +42,12 @@ class GuardSettings:
     """How long a guard waits.
 
     Attributes:
-        heartbeat_s: when a rank has been silent for this long its GPU is reset, s. Long, because a
+        heartbeat_s: when a rank has been silent for this long its GPU is reset. Long, because a
             rank may hold Python's interpreter lock for many seconds and be well.
-        give_up_s: how long resets of a GPU whose rank is gone may fail or hang, s. Then the guard
+        give_up_s: how long resets of a GPU whose rank is gone may fail or hang. Then the guard
             ends; the lease stays, and says what to undo.
-        stop_s: how long the rank may take to end clock control when the guard is told to end, s.
-            Less than batch systems wait between SIGTERM and SIGKILL.
+        stop_s: how long the rank may take to end clock control when the guard is told to end. Less
+            than batch systems wait between SIGTERM and SIGKILL.
     """
 
     heartbeat_s: float = 30.0
@@ -56,11 +56,7 @@ class GuardSettings:
 
 
 def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
-    """Send a message.
-
-    Raises:
-        OSError: it is longer than the receiver would read, or cannot be sent.
-    """
+    """Send a message; OSError where it is longer than a receiver reads, or cannot be sent."""
     data = json.dumps(message).encode()
     if len(data) > _MAX_MESSAGE_BYTES:
         raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
@@ -70,10 +66,8 @@ def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
 def receive(connection: socket.socket) -> dict[str, Any] | None:
     """Return the next message, None where the other side is gone.
 
-    Raises:
-        GuardError: it is not a message.
-        BlockingIOError: there is none yet, on a socket that does not block.
-        TimeoutError: none came in time.
+    Raises GuardError where it is not a message, BlockingIOError where a socket that does not block
+    has none yet, TimeoutError where none came in time.
     """
     data = b""
     for _ in range(2):
@@ -95,8 +89,7 @@ def receive(connection: socket.socket) -> dict[str, Any] | None:
 def runtime_folder() -> Path:
     """Return the folder of this user's sockets and guards' logs; make it where it is missing.
 
-    Raises:
-        GuardError: somebody else could enter it, or it cannot be made.
+    Raises GuardError where somebody else could enter it, or it cannot be made.
     """
     path = Path(f"/tmp/envpipe-{os.geteuid()}")
     given = os.environ.get("XDG_RUNTIME_DIR")
@@ -124,11 +117,7 @@ def runtime_folder() -> Path:
 
 
 def check_socket_path(path: Path) -> Path:
-    """Return the path of a socket to be.
-
-    Raises:
-        GuardError: it is too long for a socket.
-    """
+    """Return the path of a socket to be; GuardError where it is too long for one."""
     if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
         raise GuardError(
             "The path is too long for a socket",

@@ -101,15 +101,9 @@ def _time_limit(limit_s: float) -> Iterator[None]:
 
 
 class Guard:
-    """The guard of one rank.
+    """The guard of one rank, the process that may lock the clock.
 
-    Args:
-        address: the GPU.
-        job: the job's name, for the lease.
-        rank: the process that may lock the clock.
-        settings: how long to wait for what.
-        connection: to the rank.
-        signals: from which signals are read.
+    `signals` is the descriptor from which signals are read.
     """
 
     def __init__(

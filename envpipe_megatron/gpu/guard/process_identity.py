@@ -14,10 +14,8 @@ from typing import Self
 class ProcessIdentity:
     """A process of this machine, for as long as the machine runs.
 
-    Attributes:
-        pid: its number in `pid_namespace`.
-        start_ticks: when it started, in clock ticks since boot.
-        pid_namespace: inode of the PID namespace in which it was looked at.
+    `start_ticks` counts clock ticks since boot; `pid_namespace` is the inode of the PID namespace
+    in which the process was looked at, and has this pid.
     """
 
     pid: int
@@ -86,7 +84,7 @@ def peer_uid_and_pid(connection: socket.socket) -> tuple[int, int]:
 
 
 def wait_readable(descriptors: Sequence[int], timeout_s: float) -> bool:
-    """Wait until a descriptor can be read, at most `timeout_s` seconds; return whether one can.
+    """Wait until a descriptor can be read, or the time is over; return whether one can.
 
     Unlike `select.select` also for the high numbers of a process with many files.
     """

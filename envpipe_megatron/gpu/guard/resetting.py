@@ -17,13 +17,7 @@ JOB = "envpipe clocks reset"
 
 
 class ResetOutcome(NamedTuple):
-    """What became of one GPU.
-
-    Attributes:
-        uid: the GPU's, as in its address.
-        done: whether its clock was reset.
-        what: what was done, or why not and what to do.
-    """
+    """What became of one GPU: `what` was done, or why not and what to do."""
 
     uid: str
     done: bool
@@ -31,11 +25,7 @@ class ResetOutcome(NamedTuple):
 
 
 class Resetter:
-    """Resets clocks by any back end that is allowed here.
-
-    Args:
-        site: this machine's site configuration.
-    """
+    """Resets clocks by any back end that is allowed here."""
 
     def __init__(self, site: SiteConfig) -> None:
         self._site = site
@@ -47,13 +37,9 @@ class Resetter:
     def reset_all(self, addresses: Iterable[GpuAddress]) -> Iterator[ResetOutcome]:
         """Reset GPUs one by one, each under a lease, so that no job takes it at that moment.
 
-        A lease that a dead job left on one of them is undone on the way. A GPU that a live job
-        holds is left alone. Where no lease can be written the clock is reset all the same, unless a
-        job holds it.
-
-        Args:
-            addresses: of the GPUs; real ones are reset by the chosen back end if theirs is not
-                allowed.
+        A real GPU whose back end is not allowed is reset by the chosen one. A lease that a dead job
+        left on one of them is undone on the way; a GPU that a live job holds is left alone. Where
+        no lease can be written the clock is reset all the same, unless a job holds it.
         """
         for address in addresses:
             yield _outcome(address.uid, partial(self._reset, address))
@@ -61,8 +47,7 @@ class Resetter:
     def undo_others(self, uids: Iterable[str]) -> Iterator[ResetOutcome]:
         """Undo what dead jobs left on other GPUs than these; those of live jobs are left alone.
 
-        Raises:
-            LeaseFolderError: a folder of leases is unsafe.
+        Raises LeaseFolderError where a folder of leases is unsafe.
         """
         left_out = set(uids)
         for record in list_leases():

@@ -46,17 +46,14 @@ class ClockController:
 
     If the thread falls behind, only the latest request that is due is applied. The training thread
     never waits for the GPU's driver. A failing driver stops the control, not the training; the
-    error is kept and the clock is reset.
-
-    Queues are `SimpleQueue`, whose calls a signal handler may interrupt and make again.
+    error is kept and the clock is reset. Queues are `SimpleQueue`, whose calls a signal handler may
+    interrupt and make again.
 
     Args:
-        gpu: whose clock is set.
         min_dwell_s: least time between two changes, on the GPU's time base; a request that comes
             earlier is applied when the time is over, unless a later one has replaced it.
-        relock: apply requests for the clock that is set already, too. It changes nothing but
-            calls the driver as often as a plan with many clocks does: a control that shows what
-            the calls alone cost.
+        relock: apply requests for the clock that is set already, too: a control that shows what the
+            calls alone cost.
         on_start: called once on the controller's thread, before it looks at any completion.
     """
 
@@ -124,7 +121,7 @@ class ClockController:
     def stop(self, error: Exception) -> None:
         """Give up control for this reason: keep the error, reset the clock, lock nothing more.
 
-        May be called from any thread. The first error is kept and logged; later ones are dropped.
+        Any thread may call it. Errors after the first are dropped.
         """
         if self.error is not None:
             return
@@ -170,11 +167,9 @@ class ClockController:
     def summary(self) -> dict[str, Any]:
         """What the control did and how fast, for the job's summary.
 
-        Returns:
-            `changes` and `coalesced`, counts; `error`, a text or None; `wake_to_lock_s` (from the
-            thread's knowing of a unit's end to its entering the back end) and `lock_call_s` (from
-            there to the back end's return), each with `median`, `p99`, `max` and `count`, of the
-            latest requests, those held back by the dwell time left out.
+        `wake_to_lock_s` is from the thread's knowing of a unit's end to its entering the back end,
+        `lock_call_s` from there to the back end's return: a `spread` each, of the latest requests,
+        those held back by the dwell time left out.
         """
         latencies_s = list(self._latencies_s)
         return {

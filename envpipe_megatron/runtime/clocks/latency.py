@@ -2,8 +2,7 @@
 
 No trustworthy table of these times exists; they differ by GPU, by clock and by direction. So short
 kernels run back to back while the clock is changed under them: the instant from which on they take
-as long as they do in the end is when the new clock runs. When the driver says that it does is
-measured beside it.
+as long as they do in the end is when the new clock runs.
 
 `envpipe clocks measure-latency` calls `measure_latency` with a timer of a real or an emulated GPU.
 """
@@ -55,13 +54,10 @@ class ClockLatencyError(EnvPipeError):
 
 @dataclass(frozen=True)
 class Trace:
-    """Kernels run back to back around a call; all instants in s on one time base.
+    """Kernels run back to back around a call; all instants on one time base.
 
-    Args:
-        called_s: when the call began.
-        returned_s: when it returned.
-        kernels_s: start and end of each kernel.
-        looks: after the call, when the driver had said which clock runs, and that clock in MHz.
+    `kernels_s` has start and end of each; `looks` is when, after the call, the driver had said
+    which clock runs, and that clock in MHz.
     """
 
     called_s: float
@@ -84,27 +80,21 @@ def measure_latency(
     repeats: int,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Change the clock between every two of some clocks, down and up.
+    """Change the clock between every two of some clocks, down and up, for a profile's sidecar.
 
-    A guard holds the GPU meanwhile, so the clock is reset at the end in any case.
+    A guard holds the GPU meanwhile, so the clock is reset at the end in any case. Raises GpuError
+    where the back end fails or refuses, a job holds the GPU, or there can be no guard;
+    ClockLatencyError for fewer than two clocks, one that is not supported, or a guard that ended in
+    the middle.
 
     Args:
-        gpu: whose clock is changed.
-        timer: runs kernels on that GPU.
-        clocks_mhz: at least two supported clocks.
         repeats: changes for each ordered pair.
         say: gets a line of progress for each pair.
 
     Returns:
-        what a file of format `envpipe-clock-latency/1` holds: `gpu`, the product's name; `changes`,
-        for each pair `from_mhz`, `to_mhz` and the `spread` of each value of `analyse`; and
-        `frequency_change_s`, for the sidecar of a profile: the median settling of the slowest pair,
-        None where no change was seen.
-
-    Raises:
-        GpuError: the back end failed or refused, a job holds the GPU, or there can be no guard.
-        ClockLatencyError: fewer than two different clocks, one that the GPU does not support, or
-            the guard ended in the middle.
+        what a file of format `envpipe-clock-latency/1` holds: `changes` has for each pair the
+            `spread` of each value of `analyse`, `frequency_change_s` the median settling of the
+            slowest pair, None where no change was seen.
     """
     clocks = _checked(gpu, clocks_mhz)
     guard_ended = threading.Event()
@@ -175,16 +165,12 @@ def _checked(gpu: Gpu, clocks_mhz: Sequence[int]) -> list[int]:
 def analyse(traces: Sequence[Trace], to_mhz: int) -> dict[str, float | None]:
     """What traces say of a change: the call is the first one's, the last shows the new clock.
 
-    Args:
-        traces: around the change, and what ran after it, in order.
-        to_mhz: the new clock.
-
     Returns:
         `call_s`, how long the call took; `settling_s`, from the call until kernels took the new
-        time, at most one kernel too long, None where it was not seen; `shown_s`, from the call
-        until the driver said that the new clock runs, None where it did not;
-        `first_kernel_ratio`, the time of the first kernel that began after the call had returned,
-        over the time that kernels take at the new clock.
+            time, at most one kernel too long, None where it was not seen; `shown_s`, from the call
+            until the driver said that the new clock runs, None where it did not;
+            `first_kernel_ratio`, the time of the first kernel that began after the call had
+            returned, over the time that kernels take at the new clock.
     """
     called_s, returned_s = traces[0].called_s, traces[0].returned_s
     starts_s, ends_s = np.array([kernel for trace in traces for kernel in trace.kernels_s]).T
@@ -236,12 +222,7 @@ def summarise(
 
 
 class EmulatedKernelTimer:
-    """Short units of an emulated GPU, in its virtual time; calls take none of that.
-
-    Args:
-        gpu: the GPU; it does nothing else meanwhile.
-        kernel_s: how long a kernel takes at the maximum clock.
-    """
+    """Short units of an emulated GPU, in its virtual time; calls take none of that."""
 
     def __init__(self, gpu: EmulatedGpu, kernel_s: float = 2e-4) -> None:
         self._gpu = gpu

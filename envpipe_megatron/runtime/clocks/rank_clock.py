@@ -21,17 +21,10 @@ logger = logging.getLogger(__name__)
 class RankClock:
     """The clock of a rank's GPU, which is reset whatever ends the rank.
 
-    A real GPU gets a guard before its first lock, and its clock is looked at twice a second.
-
-    Args:
-        gpu: whose clock it is; one that is opened for reading alone is only watched.
-        min_dwell_s, relock: see `ClockController`.
-        guarded: whether a guard holds the GPU; by default where it is real, and where it is
-            emulated if the node has an agent.
-        on_sample: see `ClockWatch`.
-
-    Raises:
-        GpuError: another job holds the GPU, or no guard could be had.
+    A real GPU gets a guard before its first lock, and its clock is looked at twice a second; one
+    that is opened for reading alone is only watched. `guarded` is by default true where the GPU is
+    real, and where it is emulated on a node with an agent. Raises GpuError where another job holds
+    the GPU, or no guard could be had.
     """
 
     def __init__(
@@ -73,11 +66,7 @@ class RankClock:
             self._watch.close()
 
     def summary(self) -> dict[str, Any]:
-        """How the clock was controlled, what the controller did, and whether the clock followed.
-
-        Returns:
-            `backend`; the controller's `summary`; `followed`, the watch's, None without one.
-        """
+        """What the controller's and the watch's `summary` say, the latter as `followed`."""
         return {
             "backend": self._gpu.address.backend,
             **self.controller.summary(),
@@ -115,9 +104,7 @@ class RankClock:
 def make_everywhere(collectives: Collectives, make: Callable[[], RankClock]) -> RankClock:
     """A clock on every rank, or on none: nobody trains beside a rank that was refused.
 
-    Raises:
-        GpuError: as `RankClock` does.
-        CollectivesError: another rank raised it.
+    Raises GpuError as `RankClock` does, CollectivesError where another rank raised it.
     """
     made: list[RankClock] = []
     try:

@@ -1,8 +1,7 @@
 """Whether the clock was what was requested.
 
 A lock that the driver accepts is only a request: power and heat come before it, and another program
-may have undone it. So a thread looks at the clock now and then, and counts what was requested, what
-was seen, what held the clock back, and the power limit.
+may have undone it. So a thread looks at the clock now and then.
 """
 
 from __future__ import annotations
@@ -33,14 +32,10 @@ _JOIN_S = 1.0
 
 
 class ClockWatch:
-    """Looks at one GPU's clock from the moment it is made until `close`.
-
-    Not for a dry run, which sets no lock.
+    """Looks at one GPU's clock from the moment it is made until `close`. Not for a dry run.
 
     Args:
-        gpu: whose clock is looked at.
-        last_change_s: returns when the clock was last changed, on the monotonic clock: the
-            controller's `last_change_s`; called on another thread.
+        last_change_s: returns the controller's `last_change_s`; called on another thread.
         settling_s: how long after a change the clock is not judged. Where units are shorter than
             that, and each changes the clock, nothing is left to judge: give the GPU's own
             `frequency_change_s` where it is known.
@@ -98,12 +93,11 @@ class ClockWatch:
 
         Returns:
             `judged`, samples of a locked clock that had settled on a busy GPU, and of them the
-            shares `above_share` (the lock was not followed) and `below_share` (something held the
-            clock back); `not_judged`, samples by why not; `throttle_reasons` and
-            `throttle_reasons_below`, samples of a busy GPU, and those below, by reason;
-            `clocks_mhz`, for each request the mean, least and most of what was seen;
-            `power_limit_w`, least and most, None where unknown; `error`, a text or None; `warning`,
-            one line where clocks did not follow, else None.
+                shares `above_share` (the lock was not followed) and `below_share` (something held
+                the clock back); `not_judged`, samples by why not; `throttle_reasons` and
+                `throttle_reasons_below`, samples of a busy GPU, and those below, by reason;
+                `clocks_mhz`, for each request what was seen; `power_limit_w`, least and most, None
+                where unknown; `warning`, one line where clocks did not follow, else None.
         """
         with self._lock:
             sides: Counter[int] = Counter()

@@ -39,11 +39,7 @@ _ANSWER_S = 30.0
 
 
 class AgentLink:
-    """A connection to the node's agent. Made by `connect_to_agent`.
-
-    Args:
-        connection: to the agent.
-    """
+    """A connection to the node's agent. Made by `connect_to_agent`."""
 
     def __init__(self, connection: socket.socket) -> None:
         #: As the agent calls this node.
@@ -66,11 +62,7 @@ class AgentLink:
             self._connection.close()
 
     def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a message, and wait for the answer.
-
-        Raises:
-            OSError: the agent is gone or silent.
-        """
+        """Send a message, and wait for the answer; OSError where the agent is gone or silent."""
         send(self._connection, message)
         answer = receive(self._connection)
         if answer is None:
@@ -94,13 +86,8 @@ def connect_to_agent(
 ) -> AgentLink | None:
     """Have this rank's GPU billed by its node's agent; every rank of the job calls it.
 
-    Args:
-        gpu: this rank's.
-        labels: what lines of the energy log say of it.
-        collectives: to all ranks, by which they learn where their agents send what they meter.
-
-    Returns:
-        None on a node without an agent, or with one that does not answer, which is logged.
+    `labels` are what lines of the energy log say of the GPU. None on a node without an agent, or
+    with one that does not answer, which is logged.
     """
     path = os.environ.get(AGENT_VARIABLE)
     link = _connected(path, gpu, labels) if path else None

@@ -20,14 +20,9 @@ _MOST_WAITING = 64
 
 @dataclass
 class Window:
-    """One step, or several of one phase that follow each other.
+    """One step, or several of one phase that follow each other, on the meter's time base.
 
     Args:
-        phase: of its iterations.
-        first_iteration: its number in the job.
-        last_iteration: the same.
-        begin_s: on the meter's time base.
-        end_s: the same.
         iterations: how many; 0 of what lies between steps.
         compute_s: in units.
         blocking_s: in receives from other stages.
@@ -62,7 +57,7 @@ class Window:
 
 @dataclass
 class PhaseTotals:
-    """What the metered windows of one phase add up to: J, s and iterations."""
+    """What the metered windows of one phase add up to."""
 
     energy_j: float = 0.0
     uncertainty_j: float = 0.0
@@ -91,7 +86,6 @@ class EnergyLog:
     that cannot be written (disk full) ends the log, not the training.
 
     Args:
-        meter: of this rank's GPU.
         append: takes each line: into the JSON Lines file that all ranks of a node may share, or to
             the node's agent. It may raise OSError. None counts alone.
         labels: what every line says of this GPU; see `envpipe_megatron.formats.energy`.

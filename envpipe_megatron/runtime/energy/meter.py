@@ -39,7 +39,7 @@ class MeterError(EnvPipeError):
 
 
 class CounterAt(NamedTuple):
-    """The energy counter at an instant, and its standard uncertainty, J."""
+    """The energy counter at an instant, and its standard uncertainty."""
 
     energy_j: float
     uncertainty_j: float
@@ -54,7 +54,7 @@ class WindowEnergy:
 
     @property
     def energy_j(self) -> float:
-        """J between them."""
+        """Between them."""
         return max(self.end.energy_j - self.begin.energy_j, 0.0)
 
     @property
@@ -68,12 +68,7 @@ class EnergyMeter:
 
     A counter that cannot be read, stands still or goes back spoils the windows it touches and no
     others: the counter is cumulative, so a window whose ends were both seen is right whatever
-    happened to the readings between them.
-
-    Args:
-        gpu: whose counter is read.
-        poll_s: how often to look for a refresh.
-        horizon_s: how far back windows may start.
+    happened to the readings between them. Windows may start `horizon_s` back.
     """
 
     def __init__(self, gpu: Gpu, poll_s: float = 0.05, horizon_s: float = 12 * 3600.0) -> None:
@@ -102,13 +97,13 @@ class EnergyMeter:
 
     @property
     def refresh_s(self) -> float:
-        """The counter's refresh period as seen lately, s."""
+        """The counter's refresh period as seen lately."""
         with self._changed:
             return self._refresh_s()
 
     @property
     def min_window_s(self) -> float:
-        """How long a window should last at least, s: ten refreshes."""
+        """How long a window should last at least: ten refreshes."""
         return MIN_REFRESHES * self.refresh_s
 
     def catch_up(self) -> None:
@@ -124,7 +119,7 @@ class EnergyMeter:
         self._await_look(wanted)
 
     def energy_j(self, start_s: float, end_s: float) -> float:
-        """The energy of `window` without its uncertainty, J."""
+        """The energy of `window` without its uncertainty."""
         return self.window(start_s, end_s).energy_j
 
     def window(self, start_s: float, end_s: float) -> WindowEnergy:
@@ -135,13 +130,12 @@ class EnergyMeter:
 
         The uncertainty is that of the interpolation at both ends (how much the power varies from
         refresh to refresh there, times the refresh period, or times the time to the last refresh
-        where that is longer), of the instant of the refresh where the GPU does not tell it, and
-        the counter's resolution. Work that alternates faster than the counter refreshes shows in it
+        where that is longer), of the instant of the refresh where the GPU does not tell it, and the
+        counter's resolution. Work that alternates faster than the counter refreshes shows in it
         too: the refreshes cut the alternation at different places.
 
-        Raises:
-            MeterError: the window starts before the meter does or ends when the counter could not
-                be read or stood still; or the counter went back within it.
+        Raises MeterError where the window starts before the meter does, ends when the counter could
+        not be read or stood still, or holds a moment at which it went back.
         """
         with self._changed:
             times = self._times_s

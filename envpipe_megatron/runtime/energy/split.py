@@ -15,13 +15,9 @@ from envpipe_megatron.core.schedule import Kind
 
 @dataclass(frozen=True)
 class Measured:
-    """One stage at one setting of clocks.
+    """One stage at one setting of clocks: means of one forward and one backward.
 
-    Args:
-        forward_s: mean time of one forward.
-        backward_s: mean time of one backward.
-        pair_j: energy of one forward plus one backward, without waiting.
-        pair_uncertainty_j: its standard uncertainty.
+    `pair_j` is the energy of both without waiting, with its standard uncertainty.
     """
 
     forward_s: float
@@ -42,14 +38,9 @@ def error_of_sum(
 ) -> float:
     """Standard error of the sum of iterations' energies, J, from how blocks of them scatter.
 
-    Args:
-        energies_j: of iterations that followed each other.
-        durations_s: how long each took.
-        block_s: iterations are taken together until they last so long, as what a meter says of
-            less is not independent.
-
-    Returns:
-        0 where they make less than two blocks, which tell nothing.
+    Iterations that followed each other are taken together until they last `block_s`, as what a
+    meter says of less is not independent. 0 where they make less than two blocks, which tell
+    nothing.
     """
     blocks: list[list[float]] = [[]]
     filled_s = 0.0
@@ -94,8 +85,8 @@ def split_energies(
     With the pair energy S(f) of a clock, and S'(f) where backwards stay at the maximum, the
     forward's change is F(f) - F(max) = S'(f) - S(max), if units ran wholly at their clocks. In the
     second sweep a change settles late: a share `a` of each forward's work still ran at the maximum,
-    and a share `b` of each backward's at f. Then
-    S'(f) - S(max) = (1 - a) (F(f) - F(max)) + b (B(f) - B(max)), and F + B = S gives F.
+    and a share `b` of each backward's at f. Then S'(f) - S(max) = (1 - a) (F(f) - F(max)) + b (B(f)
+    - B(max)), and F + B = S gives F.
 
     The rows' uncertainties are those of S(max), S(f) and S'(f), taken as independent, through the
     same equations. The level at the maximum is split by convention, so they hold for F and B as
@@ -105,7 +96,7 @@ def split_energies(
     its uncertainty, the sweeps do not tell the kinds apart.
 
     Args:
-        clocks_mhz: the clocks, the maximum first.
+        clocks_mhz: the maximum first.
         together: forwards and backwards at each of these clocks.
         apart: forwards at each but the first, backwards at the maximum.
     """

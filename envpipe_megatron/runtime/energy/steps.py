@@ -18,14 +18,14 @@ NORMAL_95 = 1.96
 
 @dataclass(frozen=True)
 class StepEnergy:
-    """What a training step takes on average.
+    """What a training step takes on average, on one GPU.
 
-    Args:
+    Attributes:
         iterations: how many were averaged.
         time_s: from the end of a step to the end of the next.
         time_uncertainty_s: standard uncertainty of `time_s` as the mean of such steps, by how they
             scatter; None for a single one.
-        energy_j: of one GPU; None where the counter was not seen.
+        energy_j: None where the counter was not seen.
         metering_uncertainty_j: standard uncertainty of `energy_j` as read from the counter.
     """
 
@@ -59,10 +59,8 @@ class StepEnergy:
 class IntervalEnergy:
     """What training took between two laps, on one GPU or on an average one of the job.
 
-    Args:
-        phases: number of iterations of each phase, in the order in which they came; 0 of `plan`,
-            whose time lies between iterations.
-        step: an average step, which has its share of `plan`; None where no step ended.
+    `phases` counts iterations of each phase, in the order in which they came; 0 of `plan`, whose
+    time lies between iterations and is shared by the steps. `step` is None where no step ended.
     """
 
     phases: Mapping[str, int]
@@ -73,10 +71,8 @@ class IntervalEnergy:
 class BaselineEnergy:
     """What a step takes in the framework's own order at the highest clock.
 
-    Args:
-        mean: on an average GPU of the job.
-        by_stage: for each stage, on an average of its GPUs.
-        own: on this GPU; None where an earlier start of the job measured it.
+    On an average GPU of the job, on an average one of each stage, and on this GPU: `own` is None
+    where an earlier start of the job measured it.
     """
 
     mean: StepEnergy
@@ -86,13 +82,10 @@ class BaselineEnergy:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Steps against those of a baseline; uncertainties are standard ones, None if not known.
+    """Steps against those of a baseline, in percent; slowdown is of time.
 
-    Args:
-        saving_percent: less energy a step; None where an energy is not known.
-        saving_uncertainty_percent: in percentage points, as the others.
-        slowdown_percent: longer steps.
-        slowdown_uncertainty_percent: of it.
+    Uncertainties are standard ones, in percentage points, None if not known; so is the saving where
+    an energy is not known.
     """
 
     saving_percent: float | None
@@ -145,8 +138,7 @@ class RunningMean:
     def uncertainty(self) -> float | None:
         """Standard uncertainty of the mean; None of fewer than two values.
 
-        It is widened by Student's t, so that twice the figure is the 95 % interval of few values
-        too.
+        Student's t widens it, so that twice the figure is the 95 % interval of few values too.
         """
         n = self.count
         if n < 2:
@@ -192,14 +184,8 @@ class PhaseMean:
 class StepSums(NamedTuple):
     """Average steps of several GPUs, added up: a job's ranks exchange these few numbers.
 
-    Args:
-        gpus: how many.
-        iterations: of their steps.
-        time_s: of them; not a number where a GPU has no step.
-        time_uncertainty_s: of them; not a number where that of one is not known.
-        metered: GPUs whose energy is known.
-        energy_j: of these.
-        metering_variance_j2: of these.
+    Times are not a number where that of one GPU is not known. The energy and its variance are of
+    the `metered` GPUs, whose energy is known.
     """
 
     gpus: float

@@ -34,11 +34,9 @@ _SAMPLES_A_LINE = 120
 class TimelineLog:
     """Appends the recorded iterations of one rank to a file, on a thread of its own.
 
-    Training never waits for it: a disk that hangs costs lines, a full one ends the log.
-
-    Args:
-        append: takes each line, and may raise OSError; None where nothing is recorded.
-        labels: what every line says of this rank's GPU.
+    Training never waits for it: a disk that hangs costs lines, a full one ends the log. `append`
+    takes each line, and may raise OSError; None where nothing is recorded. Every line has `labels`,
+    of this rank's GPU.
     """
 
     def __init__(
@@ -135,13 +133,8 @@ def timeline_line(
 ) -> dict[str, Any]:
     """One iteration of one rank, in the format of `formats.timeline`.
 
-    Args:
-        labels: what every line says of this rank's GPU.
-        phase: of the iteration.
-        iteration: its number in the job.
-        record: what this stage measured.
-        executed: the units as plans write them, in the order in which they ran.
-        frequencies_mhz: what was requested for each; None where no clock is controlled.
+    `executed` are the units as plans write them, in the order in which they ran; `frequencies_mhz`
+    what was requested for each, None where no clock is controlled.
     """
     start_us, end_us = (
         np.rint(1e6 * times_s).astype(np.int64).tolist()

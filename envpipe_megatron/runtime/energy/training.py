@@ -59,12 +59,7 @@ class Interval:
             self.spans.append((step.begin_s, step.end_s))
 
     def measure(self, meter: EnergyMeter, corrected_j: float = 0.0) -> IntervalEnergy:
-        """What the steps took; neither reads nor waits.
-
-        Args:
-            meter: of the GPU.
-            corrected_j: J to add.
-        """
+        """What the steps took, with J to add; neither reads nor waits."""
         count = self._steps_s.count
         if not count:
             return IntervalEnergy(self._phases, None)
@@ -81,8 +76,7 @@ class Interval:
 def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | None:
     """An average step of a warm-up, without the first and others at the start that last longer.
 
-    Returns:
-        None where they are too few, or together shorter than ten refreshes of the counter.
+    None where they are too few, or together shorter than ten refreshes of the counter.
     """
     steps = warmup[1:]
     usual_s = statistics.median([step.duration_s for step in steps] or [0.0])
@@ -100,16 +94,13 @@ def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | N
 class TrainingEnergy:
     """Takes what happens on one rank, and says what it took.
 
-    A framework that says where its steps begin and end (`begin_step`, `end_step`) has all of a
-    step billed with it. One that does not is billed from the first unit of a phase to its last.
-    Steps follow each other without a gap in the bill: what runs between two of them is billed with
-    the later one, but for pauses.
+    A framework that says where its steps begin and end (`begin_step`, `end_step`) has all of a step
+    billed with it. One that does not is billed from the first unit of a phase to its last. Steps
+    follow each other without a gap in the bill: what runs between two of them is billed with the
+    later one, but for pauses.
 
     Args:
-        meter: of this rank's GPU.
-        log: gets every step.
         now_s: the present instant on the meter's time base.
-        collectives: to all ranks.
         baseline: what an earlier start of the job measured; this one measures none then.
         describe: called with the baseline's mean step as soon as it is known.
     """
@@ -158,12 +149,8 @@ class TrainingEnergy:
     ) -> None:
         """An iteration has run: all units of its step. Neither reads nor waits.
 
-        Args:
-            phase: windows of different phases are kept apart.
-            iteration: its number in the job.
-            record: what this stage measured in it.
-            receives: [units_per_stage] whether a unit's input comes from another stage: the wait
-                before it is blocking, the wait before another is idle.
+        `receives` is [units_per_stage], whether a unit's input comes from another stage: the wait
+        before it is blocking, the wait before another is idle.
         """
         begin_s = record.begin_s if self._begun_s is None else min(self._begun_s, record.begin_s)
         self._begun_s = None
@@ -242,9 +229,7 @@ class TrainingEnergy:
         """The interval on an average GPU of the job; on all ranks together.
 
         GPUs of a stage stand in for its unmetered ones. Without a metered one, there is no energy.
-
-        Returns:
-            None where a rank has no step in its interval.
+        None where a rank has no step in its interval.
         """
         mean, _ = self._over_gpus(interval.step)
         if mean is None:
@@ -258,11 +243,10 @@ class TrainingEnergy:
         """What was metered so far, of this GPU and as far as it was gathered of the job.
 
         Returns:
-            `gpu` and `job`, each with `phases` (for each, `iterations`, `time_s`, `energy_j` and
-            `power_w` of a step, with uncertainties) and `comparison` of the steady phase with the
-            baseline, None if not known. `gpu` and each of its phases have `total_energy_j` and
-            `total_duration_s` too; its phase `plan` has no step.
-            `baseline`, the mean step of all GPUs, or None.
+            `gpu` and `job`, each with `phases` (for each, `_step_facts` of an average step) and
+                `comparison` of the steady phase with the baseline, None if not known; `gpu` and
+                each of its phases have `total_energy_j` and `total_duration_s` too, and its phase
+                `plan` no step. `baseline`, the mean step of all GPUs, or None.
         """
         totals = self.log.totals
         own: dict[str, StepEnergy | None] = {

@@ -36,10 +36,8 @@ _FIRST_TAG = 100
 class Fidelity:
     """Whether the host kept up with the emulation.
 
-    Args:
-        units: units run.
-        overruns: units whose real computation took more than half of their modelled time.
-        real_shares: real over modelled time of the latest units.
+    Units overrun whose real computation took more than half of their modelled time; `real_shares`
+    has real over modelled time of the latest units.
     """
 
     units: int = 0
@@ -55,13 +53,11 @@ class Fidelity:
 class EmulatedExecutor:
     """Times units by an emulated GPU.
 
-    The stages send each other when their units end, in emulated time, over the host group of
-    their pipeline: neither the channel nor a framework's own messages carry any of it.
+    The stages send each other when their units end, in emulated time, over the host group of their
+    pipeline: neither the channel nor a framework's own messages carry any of it.
 
     Args:
-        gpu: this rank's emulated GPU.
         time_at_max_s: time of one forward and one backward of this stage at the maximum clock.
-        collectives: to all ranks, whose emulated GPUs begin each iteration at one instant.
         settle_clock: returns when every clock request that is due has reached the GPU. A real GPU
             gets them in its own time; here they must be in before the unit's time is modelled, or
             emulated time would depend on the host's thread scheduling.
@@ -101,8 +97,7 @@ class EmulatedExecutor:
     def begin_unit(self) -> None:
         """The input is there; the real computation starts.
 
-        Raises:
-            CollectivesError: the stage that sends the input is gone or silent.
+        Raises CollectivesError where the stage that sends the input is gone or silent.
         """
         position = len(self._ends)
         self._ready_s = self._begin_s

@@ -29,13 +29,12 @@ BLOCKING_EVENTS = True
 
 @dataclass(frozen=True)
 class StageRecord:
-    """What one stage measured in one iteration.
+    """What one stage measured in one iteration; arrays are [units_per_stage].
 
-    Args:
-        start_s: [units_per_stage] start of each unit after the start of the iteration.
-        end_s: [units_per_stage] end of each unit.
-        receive_wait_s: [units_per_stage] from the end of the previous unit (or the start of the
-            iteration) until the input was there.
+    Attributes:
+        start_s: of each unit, after the start of the iteration, as `end_s`.
+        receive_wait_s: from the end of the previous unit (or the start of the iteration) until the
+            input was there.
         begin_s: start of the iteration on the time base of the GPU's meter.
         iteration_time_s: from there to the end of this stage, on emulated GPUs of the slowest one.
         wall_time_s: the iteration's on the host's clock.

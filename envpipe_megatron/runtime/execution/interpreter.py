@@ -27,14 +27,7 @@ class StageWork(Protocol):
 def execute(schedule: Schedule, stage: int, work: StageWork, run: StageRun) -> StageRecord:
     """Execute one stage's order of a schedule once, and return the times measured.
 
-    Args:
-        schedule: the whole pipeline's.
-        stage: this rank's stage.
-        work: what a unit does.
-        run: of this stage and schedule.
-
-    Raises:
-        ChannelError: a neighbour is gone or silent.
+    Raises ChannelError where a neighbour is gone or silent.
     """
     run.begin()
     for unit in schedule.stages[stage]:

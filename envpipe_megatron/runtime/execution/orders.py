@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class IterationOrder:
-    """One iteration: the schedule, and the frequency of each unit of each stage in MHz."""
+    """One iteration: the schedule, and the frequency of each unit of each stage."""
 
     phase: Phase
     schedule: Schedule

@@ -17,12 +17,10 @@ from envpipe_megatron.runtime.execution.orders import IterationOrder
 class StageRun:
     """Times each unit, carries its messages, and requests the next one's clock for when it ends.
 
-    The calls are `begin`, for each unit `begin_unit` and `end_unit`, and `end`.
+    The calls are `begin`, for each unit `begin_unit` and `end_unit`, and `end`; they raise
+    ChannelError where a neighbour is gone or silent, or the channel cannot carry the messages.
 
     Args:
-        order: what the iteration runs.
-        stage: this rank's stage.
-        executor: times the units.
         request: requests a clock in MHz for when something is complete.
         channel: to the neighbours; None where the framework carries the messages.
         specs: what the channel's messages carry.
@@ -58,24 +56,15 @@ class StageRun:
         return self.units[position] if position < len(self.units) else None
 
     def begin(self) -> None:
-        """The iteration begins; all stages of the pipeline do so together.
-
-        Raises:
-            ChannelError: the channel cannot carry the messages.
-        """
+        """The iteration begins; all stages of the pipeline do so together."""
         if self._channel is not None:
             self._channel.begin_step(self.order.schedule, self._specs)
         self._executor.begin_iteration(self.order.schedule, self._stage)
 
     def begin_unit(self) -> list[torch.Tensor] | None:
-        """The next unit begins, once its input is there.
+        """The next unit begins, once its input is there; returns what the channel carries of it.
 
-        Returns:
-            its input; None if it gets none from the channel.
-
-        Raises:
-            ChannelError: the neighbour is gone or silent.
-            CollectivesError: the same, where the channel carries nothing and time is emulated.
+        Raises CollectivesError too, where the channel carries nothing and time is emulated.
         """
         position = len(self.executed)
         inputs = None
@@ -85,11 +74,7 @@ class StageRun:
         return inputs
 
     def end_unit(self, outputs: Sequence[torch.Tensor] = ()) -> None:
-        """The unit's work has been handed over: send what it made to where it is needed.
-
-        Raises:
-            ChannelError: the neighbour is gone.
-        """
+        """The unit's work has been handed over: send what it made to where it is needed."""
         position = len(self.executed)
         unit = self.units[position]
         completion = self._executor.end_unit()
@@ -102,11 +87,7 @@ class StageRun:
             self._channel.send(unit, outputs)
 
     def end(self) -> StageRecord:
-        """All units have been handed over: wait for the last, and read the times.
-
-        Raises:
-            ChannelError: a neighbour is gone, or messages were left over.
-        """
+        """All units have been handed over: wait for the last, and read the times."""
         record = self._executor.end_iteration()
         if self._channel is not None:
             self._channel.end_step()

@@ -13,12 +13,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Reading:
-    """One look at an allocator.
+    """One look at an allocator: what live tensors take, and what is neither live nor available.
 
-    Args:
-        allocated_bytes: of live tensors.
-        unusable_bytes: neither live nor available: holes between live blocks, and freed blocks that
-            another stream still uses.
+    The latter are holes between live blocks, and freed blocks that another stream still uses.
     """
 
     allocated_bytes: int

@@ -22,16 +22,9 @@ from envpipe_megatron.runtime.memory.peak import MemoryUnknownError, StageMemory
 def check_memory_is_known(
     request: PlanRequest, profile_file: Path | None, memory: MemorySource | None
 ) -> None:
-    """Refuse, before training, a limit by memory that nobody knows.
+    """Refuse, before training, a limit by memory that nobody knows, with a MemoryUnknownError.
 
-    Args:
-        request: what the job wants.
-        profile_file: a profile that is given, on a rank that reads it.
-        memory: what this rank can measure.
-
-    Raises:
-        MemoryUnknownError: no file says what is free, and it cannot be measured.
-        EnvPipeError: what is beside the profile file is not readable.
+    `profile_file` is a given profile, on a rank that reads it; `memory` what this rank can measure.
     """
     if request.max_in_flight != BY_MEMORY or memory is not None:
         return
@@ -68,17 +61,10 @@ def in_flight_limit(
 ) -> tuple[int, ...] | None:
     """For each stage, the most microbatches in flight that memory allows a request's plan.
 
-    Nothing is planned beyond what was measured, whatever a file says. The framework's own order is
-    allowed in any case: it runs.
-
-    Args:
-        request: its number of microbatches is the job's.
-        profile: its sidecar counts where a limit by memory is asked for.
-        stages: what was measured, if anything was; it counts unless the user gives a number.
-
-    Returns:
-        None where memory sets no limit: for an order that has none, by the user's word, or because
-        nothing is known of it.
+    Nothing is planned beyond what was measured, whatever a file says; the profile's sidecar counts
+    where a limit by memory is asked for. The framework's own order is allowed in any case: it runs.
+    None where memory sets no limit: for an order that has none, where the user gives a number, or
+    because nothing is known of it.
     """
     name = SCHEDULE_ALIASES.get(request.schedule, request.schedule)
     if name not in LIMITED_SCHEDULES or request.max_in_flight not in (None, BY_MEMORY):

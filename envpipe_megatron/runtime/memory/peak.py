@@ -61,15 +61,14 @@ class Watch(Enum):
 class StageMemory:
     """What is known of a stage's memory; of replicas, the one with the least room.
 
-    Args:
+    Attributes:
         activation_bytes: what one more microbatch in flight holds.
         baseline_in_flight: microbatches in flight at the peak of the framework's own order.
         baseline_peak_bytes: the most that is allocated while that order's units run.
         room_bytes: what the device could give beyond that peak, less `SAFETY_MARGIN`; 0 if nothing.
         step_peak_bytes: the most that was allocated from one iteration's begin to the next one's,
             the optimizer's step included; 0 if no whole iteration was seen.
-        in_flight: at the peak of the order that is run.
-        measured_peak_bytes: the most that is allocated while that order's units run.
+        in_flight: at the peak of the order that is run, whose peak is `measured_peak_bytes`.
     """
 
     activation_bytes: float
@@ -95,15 +94,11 @@ class StageMemory:
 
 
 def activation_bytes(kinds: Sequence[Kind], allocated_bytes: Sequence[int]) -> float:
-    """What one microbatch in flight holds, from what is allocated behind each unit.
+    """What one microbatch in flight holds, from the bytes before the first unit and behind each.
 
     A forward adds it and a backward takes it away. The median passes over what happens once: the
     first gradients, a workspace. Of the two medians the larger is taken: outputs that wait for
     their transfer make forwards seem to hold more than backwards give back, and they too must fit.
-
-    Args:
-        kinds: of each unit, in order.
-        allocated_bytes: before the first unit, and behind each.
     """
     changes = np.diff(allocated_bytes)
     forward = np.array([kind is Kind.FORWARD for kind in kinds])
@@ -113,13 +108,8 @@ def activation_bytes(kinds: Sequence[Kind], allocated_bytes: Sequence[int]) -> f
 class JobMemory:
     """Watches one rank's memory, and knows that of all stages once it was measured.
 
-    All ranks of the job call `learn`, `predict` and `compare` at the same iterations.
-
-    Args:
-        source: of this rank's device, or None where there is none to be watched.
-        stage: this rank's stage.
-        collectives: to all ranks.
-        say: prints what was found.
+    All ranks of the job call `learn`, `predict` and `compare` at the same iterations. `source` is
+    None where there is no device's memory to be watched; `say` prints what was found.
     """
 
     def __init__(
@@ -175,10 +165,8 @@ class JobMemory:
     def learn(self, schedule: Schedule, specs: StageSpecs) -> None:
         """Take in the iteration that has just ended, and one before whose units were watched.
 
-        Args:
-            schedule: of both: the framework's own.
-            specs: what messages carry. A stage keeps its input or what it made of it, so no
-                microbatch holds less than a message.
+        Both ran the framework's own schedule. A stage keeps its input or what it made of it, so no
+        microbatch holds less than a message of `specs`.
         """
         own = None
         try:
@@ -204,10 +192,8 @@ class JobMemory:
         back what it caches, which waits for all that the device does, and so for a receive whose
         sender may be waiting for this stage. Both would hang where an error is due.
 
-        Raises:
-            MemoryFullError: there is too little, on all ranks alike.
-            GoesOnError: the prediction failed, on all ranks alike; nothing is known from here on.
-            CollectivesError: a rank is gone or silent.
+        Raises MemoryFullError where there is too little, GoesOnError where the prediction failed
+        (nothing is known from here on), both on all ranks alike.
         """
         source, stages = self._source, self.stages
         if stages is None or source is None:  # on every rank alike
