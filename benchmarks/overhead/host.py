@@ -24,7 +24,7 @@ from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.clocks.controller import ClockController
-from envpipe_megatron.runtime.energy.steps import StepEnergy, StepSums
+from envpipe_megatron.runtime.energy.steps import StepEnergy, step_sums
 from envpipe_megatron.runtime.execution.completion import Completion, Done
 from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
 from envpipe_megatron.runtime.execution.orders import IterationOrder
@@ -184,7 +184,7 @@ def log_line_s(rank: int, stages: int, rounds: int, *, of_all: bool) -> list[tup
         if of_all:
             dist.all_gather_object([None] * world, (rank % stages, step))
         else:
-            ranks.by_stage(np.array(StepSums.of(step)), SUM)
+            ranks.by_stage(step_sums(step), SUM)
         found.append((time.perf_counter() - begin_s, time.process_time() - cpu_s))
     dist.barrier()  # before connections are closed
     return found[WARM_UP:]

@@ -20,7 +20,6 @@ from envpipe_megatron.gpu.base import GpuError
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
 
-_UUID = re.compile(r"(?:GPU-)?([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})", re.IGNORECASE)
 _PCI = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?", re.IGNORECASE)
 
 
@@ -35,35 +34,21 @@ class VisibleGpus:
     assumption: str = ""
 
 
-def uid_of_cuda_device(uuid_or_pci: str) -> str:
-    """Return the UUID, as NVML writes it, of a GPU that CUDA knows.
+def uid_of_cuda_device(uuid: str) -> str:
+    """Return the UUID, as NVML writes it, of `str(torch.cuda.get_device_properties(i).uuid)`.
 
-    It is given as `str(torch.cuda.get_device_properties(i).uuid)`, with or without `GPU-`, or as a
-    PCI bus id. Raises MigModeError for a MIG instance, GpuNotFoundError where NVML sees no such
-    GPU.
+    Raises GpuNotFoundError where NVML sees no such GPU.
     """
-    given = uuid_or_pci.strip()
-    if given.startswith("MIG-"):
-        raise _mig_instance(given)
     devices = list_nvml_gpus()
-    if uuid := _UUID.fullmatch(given):
-        found = [d for d in devices if d.uid.lower() == f"gpu-{uuid[1].lower()}"]
-    elif _PCI.fullmatch(given):
-        found = [d for d in devices if pci_address(d.pci_bus_id) == pci_address(given)]
-    else:
-        raise GpuNotFoundError(
-            "Neither the UUID nor the PCI bus id of a GPU",
-            value=uuid_or_pci,
-            remedy="Pass str(torch.cuda.get_device_properties(device).uuid), never a number",
-        )
-    if not found:
-        raise GpuNotFoundError(
-            "CUDA uses a GPU that NVML does not see",
-            value=uuid_or_pci,
-            remedy=f"NVML sees {', '.join(d.uid for d in devices) or 'none'}. Give the container "
-            "the same GPUs for 'compute' and 'utility'; instances of MIG cannot be controlled",
-        )
-    return found[0].uid
+    for device in devices:
+        if device.uid.lower() == f"gpu-{uuid.lower().removeprefix('gpu-')}":
+            return device.uid
+    raise GpuNotFoundError(
+        "CUDA uses a GPU that NVML does not see",
+        value=uuid,
+        remedy=f"NVML sees {', '.join(d.uid for d in devices) or 'none'}. Give the container "
+        "the same GPUs for 'compute' and 'utility'; instances of MIG cannot be controlled",
+    )
 
 
 def visible_gpus(environment: Mapping[str, str] | None = None) -> VisibleGpus:

@@ -110,10 +110,9 @@ def test_uids_that_torch_gives(node):
     assert uid_of_cuda_device(uuid.removeprefix("GPU-")) == uuid
     assert uid_of_cuda_device(uuid.removeprefix("GPU-").upper()) == uuid
     assert uid_of_cuda_device(uuid) == uuid
-    bus_id = node.pci_bus_ids[2]
-    for written in (bus_id, bus_id.lower(), bus_id[4:], bus_id[4:].lower().removesuffix(".0")):
-        assert uid_of_cuda_device(written) == uuid
-        assert uid_of_cuda_device(f" {written}\n") == uuid
+    for unknown in ("0", "cuda:0", "GPU-1", "00000000-0000-0000-0000-000000000000", "MIG-1234"):
+        with pytest.raises(GpuNotFoundError, match=f"that NVML does not see.*{node.uuids[3]}"):
+            uid_of_cuda_device(unknown)
 
 
 @pytest.mark.parametrize(
@@ -132,21 +131,3 @@ def test_pci_bus_ids(text, address):
     else:
         with pytest.raises(GpuNotFoundError, match="Not a PCI bus id"):
             pci_address(text)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        *((given, "Neither the UUID nor the PCI") for given in ("0", "cuda:0", "GPU-1", "0" * 8)),
-        ("00000000:FF:00.0", "that NVML does not see"),
-        ("00000000:1B:00.1", "that NVML does not see"),
-        ("00000001:1B:00.0", "that NVML does not see"),
-    ],
-)
-def test_what_names_no_gpu(node, given, said):
-    with pytest.raises(GpuNotFoundError, match=said):
-        uid_of_cuda_device(given)
-    with pytest.raises(GpuNotFoundError, match=node.uuids[3]):
-        uid_of_cuda_device("00000000-0000-0000-0000-000000000000")
-    with pytest.raises(MigModeError):
-        uid_of_cuda_device("MIG-1234")

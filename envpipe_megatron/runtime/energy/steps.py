@@ -6,11 +6,14 @@ Arithmetic alone: `TrainingEnergy` measures steps, and bills and reports compare
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import ArrayLike
 from scipy.special import stdtrit
+
+from envpipe_megatron.core.arrays import FloatArray
 
 #: Half of the 95 % interval of a normal distribution, in standard deviations.
 NORMAL_95 = 1.96
@@ -181,59 +184,37 @@ class PhaseMean:
         )
 
 
-class StepSums(NamedTuple):
-    """Average steps of several GPUs, added up: a job's ranks exchange these few numbers.
+def step_sums(step: StepEnergy | None) -> FloatArray:
+    """[7] What a job's ranks add up: GPUs, iterations, s, its uncertainty, metered GPUs, J, J^2.
 
-    Times are not a number where that of one GPU is not known. The energy and its variance are of
-    the `metered` GPUs, whose energy is known.
+    Times are not a number where they are not known. J, and J^2 of its metering, are of the metered.
     """
-
-    gpus: float
-    iterations: float
-    time_s: float
-    time_uncertainty_s: float
-    metered: float
-    energy_j: float
-    metering_variance_j2: float
-
-    @classmethod
-    def of(cls, step: StepEnergy | None) -> StepSums:
-        """Of one GPU."""
-        if step is None:
-            return cls(1, 0, math.nan, math.nan, 0, 0, 0)
-        scatter_s = math.nan if step.time_uncertainty_s is None else step.time_uncertainty_s
-        if step.energy_j is None:
-            return cls(1, step.iterations, step.time_s, scatter_s, 0, 0, 0)
-        variance_j2 = (step.metering_uncertainty_j or 0.0) ** 2
-        return cls(1, step.iterations, step.time_s, scatter_s, 1, step.energy_j, variance_j2)
+    if step is None:
+        return np.array([1, 0, math.nan, math.nan, 0, 0, 0])
+    scatter_s = math.nan if step.time_uncertainty_s is None else step.time_uncertainty_s
+    metered = (0.0, 0.0, 0.0)
+    if step.energy_j is not None:
+        metered = (1.0, step.energy_j, (step.metering_uncertainty_j or 0.0) ** 2)
+    return np.array([1, step.iterations, step.time_s, scatter_s, *metered])
 
 
-def mean_over_gpus(by_stage: Sequence[StepSums]) -> StepEnergy | None:
-    """An average step on an average GPU; None where one has no step.
+def mean_over_gpus(sums: ArrayLike) -> StepEnergy | None:
+    """An average step on an average GPU, from [stages, 7] sums; None where one has no step.
 
     A GPU without an energy is taken to be like the others of its stage, which do the same work.
     """
-    gpus = sum(stage.gpus for stage in by_stage)
-    time_s = sum(stage.time_s for stage in by_stage) / gpus
+    by_stage = np.asarray(sums, dtype=np.float64)
+    count, iterations, time_s, scatter_s = (by_stage.sum(axis=0)[:4]).tolist()
     if math.isnan(time_s):
         return None
-    # All GPUs step together, so that a mean over them scatters no less.
-    scatter_s = sum(stage.time_uncertainty_s for stage in by_stage) / gpus
+    gpus, _, _, _, metered, energies_j, variances_j2 = by_stage.T
     energy_j = metering_j = None
-    if all(stage.metered for stage in by_stage):
-        energy_j = variance_j2 = 0.0
-        for stage in by_stage:
-            share = stage.gpus / stage.metered / gpus
-            energy_j += share * stage.energy_j
-            variance_j2 += share**2 * stage.metering_variance_j2
-        metering_j = math.sqrt(variance_j2)
-    return StepEnergy(
-        round(sum(stage.iterations for stage in by_stage) / gpus),
-        time_s,
-        None if math.isnan(scatter_s) else scatter_s,
-        energy_j,
-        metering_j,
-    )
+    if metered.all():
+        shares = gpus / metered / count
+        energy_j, metering_j = float(shares @ energies_j), math.sqrt(shares**2 @ variances_j2)
+    # All GPUs step together, so that a mean over them scatters no less.
+    scattered_s = None if math.isnan(scatter_s) else scatter_s / count
+    return StepEnergy(round(iterations / count), time_s / count, scattered_s, energy_j, metering_j)
 
 
 def percent(value: float | None, standard_uncertainty: float | None) -> str:

@@ -27,9 +27,9 @@ from envpipe_megatron.runtime.energy.steps import (
     PhaseMean,
     RunningMean,
     StepEnergy,
-    StepSums,
     compare,
     mean_over_gpus,
+    step_sums,
 )
 from envpipe_megatron.runtime.execution.executor import StageRecord
 
@@ -309,8 +309,7 @@ class TrainingEnergy:
         self, step: StepEnergy | None
     ) -> tuple[StepEnergy | None, tuple[StepEnergy, ...]]:
         """An average step on all GPUs, and on those of each stage; none where one has no step."""
-        by_stage = self._collectives.by_stage(np.array(StepSums.of(step), dtype=np.float64), SUM)
-        sums = [StepSums(*stage.tolist()) for stage in by_stage]
+        sums = self._collectives.by_stage(step_sums(step), SUM)
         means = [mean_over_gpus([stage]) for stage in sums]
         return mean_over_gpus(sums), tuple(mean for mean in means if mean is not None)
 

@@ -30,7 +30,7 @@ from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
 from envpipe_megatron.runtime.job.folder import JobFolder
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
 from envpipe_megatron.runtime.job.phases import run_phases
-from envpipe_megatron.runtime.memory.device import MemorySource, device_memory
+from envpipe_megatron.runtime.memory.device import CudaMemory, device_memory
 from envpipe_megatron.runtime.memory.limit import check_memory_is_known
 from envpipe_megatron.runtime.memory.peak import JobMemory, StageMemory
 
@@ -82,7 +82,7 @@ class Session:
         *,
         say: Callable[[str], None] = _silent,
         print_grid: Callable[[str], None] = _silent,
-        memory: MemorySource | None = None,
+        memory: CudaMemory | None = None,
     ) -> None:
         self._gpu = gpu
         self._channel = channel
@@ -429,7 +429,7 @@ class Session:
             self.clock.request(frequency_mhz, after)
 
 
-def _prepare(config: SessionConfig, memory: MemorySource | None, *, reads_files: bool) -> None:
+def _prepare(config: SessionConfig, memory: CudaMemory | None, *, reads_files: bool) -> None:
     """Make the output folder, and refuse a limit by memory that nobody knows."""
     if config.plan_file is None and (reads_files or config.profile_file is None):
         check_memory_is_known(config.request, config.profile_file, memory)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -22,25 +21,6 @@ class Reading:
     unusable_bytes: int = 0
 
 
-class MemorySource(Protocol):
-    """The memory of one rank's device."""
-
-    def read(self) -> Reading:
-        """What is held now, in the order in which the host allocates and frees."""
-
-    def peak_bytes(self) -> int:
-        """The most that was allocated since `reset_peak`."""
-
-    def reset_peak(self) -> None:
-        """Forget the peak."""
-
-    def capacity_bytes(self) -> int:
-        """What this process could hold at most beside what others on the device hold now."""
-
-    def reserve(self, count: int) -> bool:
-        """Have this many bytes ready, for live tensors and later ones; whether it could be done."""
-
-
 class CudaMemory:
     """torch's caching allocator on the current device.
 
@@ -52,7 +32,7 @@ class CudaMemory:
         self._device = torch.cuda.current_device()
 
     def read(self) -> Reading:
-        """One call into the allocator; the flat `memory_stats` would take several times as long."""
+        """One call into the allocator; the flat `memory_stats` takes several times as long."""
         stats = torch.cuda.memory.memory_stats_as_nested_dict(self._device)
         allocated = stats["allocated_bytes"]["all"]["current"]
         awaiting_streams = stats["active_bytes"]["all"]["current"] - allocated
@@ -90,7 +70,7 @@ class CudaMemory:
         return True
 
 
-def device_memory() -> MemorySource | None:
+def device_memory() -> CudaMemory | None:
     """The memory of this rank's device; None without a CUDA device in use, or without counters."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         return None

@@ -15,12 +15,12 @@ from envpipe_megatron.policies.planner import (
     SCHEDULE_ALIASES,
     PlanRequest,
 )
-from envpipe_megatron.runtime.memory.device import MemorySource
+from envpipe_megatron.runtime.memory.device import CudaMemory
 from envpipe_megatron.runtime.memory.peak import MemoryUnknownError, StageMemory
 
 
 def check_memory_is_known(
-    request: PlanRequest, profile_file: Path | None, memory: MemorySource | None
+    request: PlanRequest, profile_file: Path | None, memory: CudaMemory | None
 ) -> None:
     """Refuse, before training, a limit by memory that nobody knows, with a MemoryUnknownError.
 

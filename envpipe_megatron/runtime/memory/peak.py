@@ -27,7 +27,7 @@ from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.messages import StageSpecs
 from envpipe_megatron.runtime.execution.interpreter import StageWork
 from envpipe_megatron.runtime.going_on import in_words, on_every_rank
-from envpipe_megatron.runtime.memory.device import MemorySource, Reading
+from envpipe_megatron.runtime.memory.device import CudaMemory, Reading
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class JobMemory:
 
     def __init__(
         self,
-        source: MemorySource | None,
+        source: CudaMemory | None,
         stage: int,
         collectives: Collectives,
         say: Callable[[str], None],
@@ -274,7 +274,7 @@ class JobMemory:
             self._step_peak_bytes,
         )
 
-    def _peak_bytes(self, source: MemorySource) -> int:
+    def _peak_bytes(self, source: CudaMemory) -> int:
         """Of the last iteration's units, whether its step has ended or not."""
         return source.peak_bytes() if self._units_peak_bytes is None else self._units_peak_bytes
 

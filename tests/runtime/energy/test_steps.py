@@ -13,10 +13,10 @@ from envpipe_megatron.runtime.energy.steps import (
     PhaseMean,
     RunningMean,
     StepEnergy,
-    StepSums,
     compare,
     mean_over_gpus,
     percent,
+    step_sums,
 )
 
 
@@ -108,20 +108,20 @@ def test_gpus_of_a_stage_stand_in_for_each_other():
         return StepEnergy(4, 1.0, 0.1, energy_j, None if energy_j is None else 3.0)
 
     def stage(*energies_j):
-        return StepSums(*np.sum([StepSums.of(step(energy_j)) for energy_j in energies_j], axis=0))
+        return sum(step_sums(step(energy_j)) for energy_j in energies_j)
 
     mean = mean_over_gpus([stage(100.0, None), stage(300.0, 320.0)])
     assert mean.energy_j == pytest.approx((100 + 100 + 300 + 320) / 4)
     assert mean.metering_uncertainty_j == pytest.approx(math.hypot(6, 3, 3) / 4)
     unmetered = mean_over_gpus([stage(None), stage(300.0)])
     assert unmetered == StepEnergy(4, 1.0, 0.1, None, None)
-    assert mean_over_gpus([stage(100.0), StepSums.of(None)]) is None
+    assert mean_over_gpus([stage(100.0), step_sums(None)]) is None
     unlike = [StepEnergy(4, 1.0, 0.1, 100.0, 3.0), StepEnergy(2, 2.0, 0.3, 300.0, 4.0)]
-    assert mean_over_gpus([StepSums.of(step) for step in unlike]) == StepEnergy(
+    assert mean_over_gpus([step_sums(step) for step in unlike]) == StepEnergy(
         3, 1.5, 0.2, 200.0, 2.5
     )
     unlike[1] = replace(unlike[1], time_uncertainty_s=None)
-    assert mean_over_gpus([StepSums.of(step) for step in unlike]).time_uncertainty_s is None
+    assert mean_over_gpus([step_sums(step) for step in unlike]).time_uncertainty_s is None
 
 
 def test_a_job_of_single_steps_a_lap_has_a_mean_with_an_error():
