@@ -10,15 +10,11 @@ from pathlib import Path
 
 import click
 
-from benchmarks.megatron_lm.jobs import CPU_RUN
+from benchmarks.megatron_lm.models import CPU_RUN
 
 
 def prepare(checkout: Path) -> None:
-    """Compile a checkout's dataset helpers and its modules; nothing that Git follows is changed.
-
-    Raises:
-        click.ClickException: no checkout, or the helpers cannot be compiled.
-    """
+    """Compile a checkout's dataset helpers and its modules; nothing that Git follows is changed."""
     if not (checkout / "pretrain_gpt.py").is_file():
         raise click.ClickException(f"{checkout} holds no pretrain_gpt.py")
     datasets = checkout / "megatron" / "core" / "datasets"

@@ -2,11 +2,9 @@
 
     torchrun ... entry.py JOB.json MEGATRON-ARGUMENTS...
 
-No file of the checkout is touched: `train_step` is wrapped in memory. Around it a rank takes turns
-with the ranks of other jobs (`Turns`), so that jobs which share GPUs are started once and never
-compute at the same time, and records losses and gradient norms to the last bit. envpipe_megatron is
-imported here only where --envpipe is among the arguments, so that what a checkout imports by itself
-can be seen.
+No file of the checkout is touched: `train_step` is wrapped in memory, to take turns with the ranks
+of other jobs and to record losses and gradient norms. envpipe_megatron is imported only where
+--envpipe is among the arguments, so that what a checkout imports by itself can be seen.
 """
 
 from __future__ import annotations
@@ -30,18 +28,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Turns:
-    """This rank's side of taking turns; the other is `turns.Referee`.
+    """This rank's side of taking turns, so that jobs which share GPUs never compute together.
 
-    Turn k begins when the referee says so and ends at the beginning of the iteration after its
-    last, when the device has done all of it: it holds whole iterations with their logging. While a
-    job waits, its ranks sleep in a read of a socket and nothing of theirs is on the GPU. The first
-    turn begins before the first iteration: jobs whose transfers wait on the same GPUs take two
-    minutes for what one alone does in three seconds.
-
-    Args:
-        path: the referee's Unix socket.
-        lengths: iterations of each turn, after which training ends; without, a turn lasts until
-            it ends by itself.
+    Turn k begins when `turns.Referee` says so and ends at the beginning of the iteration after its
+    last, when the device has done all of it. While a job waits, its ranks sleep in a read of a
+    socket. The first turn begins before the first iteration: jobs whose transfers wait on the same
+    GPUs take two minutes for what one alone does in three seconds. Without `lengths`, the
+    iterations of each turn, one turn lasts until training ends.
     """
 
     def __init__(
@@ -282,10 +275,7 @@ class _Hidden:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the one that started it dies.
-
-    torchrun starts each worker in another session: killing its group leaves them.
-    """
+    """Die when the parent dies: torchrun starts workers in sessions that no group kill reaches."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

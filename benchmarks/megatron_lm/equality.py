@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.megatron_lm.jobs import Job, Site, State, joined
+from benchmarks.megatron_lm.jobs import Job, Site, State
 from benchmarks.megatron_lm.models import (
     ARMS,
     ENVPIPE,
@@ -23,8 +23,11 @@ from benchmarks.megatron_lm.models import (
     TINY_ON_CPU,
     Mapping,
     Planned,
-    base_arguments,
+    Size,
     corpus_data,
+    job_arguments,
+    joined,
+    planned,
     training,
 )
 from benchmarks.megatron_lm.pool import NOT_A_RESULT
@@ -40,12 +43,7 @@ _FP16 = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One job that all arms train.
-
-    Args:
-        features: Megatron's flags that make it another than the plain GPT in bf16.
-        checkpoints: the format in which it saves, ends, and loads half-way; None if it does not.
-    """
+    """One job that all arms train; `checkpoints` is a format to save, end and load half-way."""
 
     name: str
     mapping: Mapping
@@ -55,7 +53,12 @@ class Setting:
     corpus: bool = False
 
 
-def settings(num_gpus: int, llama: str) -> list[Setting]:
+def size_of(cpu: bool) -> Size:
+    """The model."""
+    return TINY_ON_CPU if cpu else TINY
+
+
+def settings(num_gpus: int, cpu: bool) -> list[Setting]:
     """All settings that fit, the most important first."""
     made = []
     for mapping in MAPPINGS:
@@ -63,7 +66,7 @@ def settings(num_gpus: int, llama: str) -> list[Setting]:
         made.append(Setting(gpt, mapping, arms=ARMS))
         flags = (_BF16, mapping.distributed_optimizer())
         made.append(Setting(f"{gpt}-distopt", mapping, flags))
-    untied = "--untie-embeddings-and-output-weights"
+    llama, untied = size_of(cpu).llama, "--untie-embeddings-and-output-weights"
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     overlapped = PP2DP2.distributed_optimizer()
     made += [
@@ -85,10 +88,9 @@ def settings(num_gpus: int, llama: str) -> list[Setting]:
 
 def jobs(site: Site, iterations: int) -> list[Job]:
     """All jobs of all settings."""
-    size = TINY_ON_CPU if site.cpu else TINY
     made = [
         job
-        for setting in settings(site.num_gpus, size.llama)
+        for setting in settings(site.num_gpus, site.cpu)
         if site.corpus or not setting.corpus
         for arm in setting.arms
         for job in _jobs_of(setting, arm, site, iterations)
@@ -96,68 +98,54 @@ def jobs(site: Site, iterations: int) -> list[Job]:
     return sorted(made, key=lambda job: job.name.endswith(f"/{OFF}"))
 
 
-def plans(site: Site) -> list[Planned]:
-    """The orders that the jobs run."""
-    size = TINY_ON_CPU if site.cpu else TINY
-    mappings = {setting.mapping for setting in settings(site.num_gpus, size.llama)}
-    return [
-        Planned(mapping, size.microbatches, arm)
-        for mapping in mappings
-        for arm in (ONE_F_ONE_B, ENVPIPE)
-    ]
-
-
 def _jobs_of(setting: Setting, arm: str, site: Site, iterations: int) -> list[Job]:
-    size = TINY_ON_CPU if site.cpu else TINY
-    parts = [
-        size.arguments(setting.mapping),
-        setting.mapping.arguments,
-        *setting.features,
-        corpus_data() if setting.corpus else size.mock_data,
-        training(iterations),
-    ]
-    if arm in (ONE_F_ONE_B, ENVPIPE):
-        parts.append(Planned(setting.mapping, size.microbatches, arm).arguments(_WARMUP))
+    size = size_of(site.cpu)
+    plan = planned(setting.mapping, size, arm)
     job = Job(
         name=f"{PART}/{setting.name}/{arm}",
-        arguments=(*base_arguments(site.cpu), *joined([*parts])),
+        arguments=job_arguments(
+            site.cpu,
+            size,
+            setting.mapping,
+            *setting.features,
+            corpus_data() if setting.corpus else size.mock_data,
+            training(iterations),
+            plan.arguments(_WARMUP) if plan else "",
+        ),
         num_ranks=setting.mapping.num_ranks,
         iterations=iterations,
-        patched=arm in (OFF, ONE_F_ONE_B, ENVPIPE),
+        patched=arm != STOCK,
         environment=setting.mapping.environment,
+        plan=plan,
         mark_norms="--sequence-parallel" in setting.features,
     )
     if setting.checkpoints is None:
-        return [replace(job, arguments=(*job.arguments, *joined([NO_EVALUATION])))]
+        return [_with(job, NO_EVALUATION)]
     half = iterations // 2
     # 0.16.1 ends in a checkpoint where --log-energy is off.
     energy = "" if site.cpu else "--log-energy"
     evaluating = f"--eval-interval {max(1, half // 2)} --eval-iters 2 {energy}"
-    saving = f"--ckpt-format {setting.checkpoints} --save {{folder}}/checkpoints"
-    ending = f"--save-interval {half} --exit-interval {half}"
-    first = replace(
-        job,
-        name=f"{job.name}/first-half",
-        iterations=half,
-        arguments=(*job.arguments, *joined([evaluating, saving, ending])),
-    )
+    job = _with(job, evaluating, f"--ckpt-format {setting.checkpoints}")
+    ending = f"--save {{folder}}/checkpoints --save-interval {half} --exit-interval {half}"
+    first = replace(_with(job, ending), name=f"{job.name}/first-half", iterations=half)
     # Where the first half left its checkpoint, and what EnvPipe goes on with.
     left = f"{{scratch}}/{first.folder_name}"
-    loading = f"--ckpt-format {setting.checkpoints} --load {left}/checkpoints"
-    if any("--use-distributed-optimizer" in feature for feature in setting.features):
-        # Without Apex and Transformer Engine, Megatron cannot load its state.
-        loading += " --no-load-optim"
+    going_on = (a.replace("{folder}/envpipe", f"{left}/envpipe") for a in job.arguments)
     second = replace(
         job,
         name=f"{job.name}/second-half",
         iterations=iterations - half,
-        arguments=(
-            *(a.replace("{folder}/envpipe", f"{left}/envpipe") for a in job.arguments),
-            *joined([evaluating, loading]),
-        ),
+        arguments=(*going_on, "--load", f"{left}/checkpoints"),
         after=first.name,
     )
+    if any("--use-distributed-optimizer" in feature for feature in setting.features):
+        # Without Apex and Transformer Engine, Megatron cannot load its state.
+        second = _with(second, "--no-load-optim")
     return [first, second]
+
+
+def _with(job: Job, *parts: str) -> Job:
+    return replace(job, arguments=(*job.arguments, *joined(parts)))
 
 
 def rows(state: State, site_is_cpu: bool) -> list[dict[str, Any]]:
@@ -167,8 +155,7 @@ def rows(state: State, site_is_cpu: bool) -> list[dict[str, Any]]:
     to the last bit; `executed`, whether the last iteration ran the planned order on every rank
     (None where the framework's own function ran it); `imported`, whether EnvPipe was.
     """
-    size = TINY_ON_CPU if site_is_cpu else TINY
-    mappings = {s.name: s.mapping for s in settings(10**6, size.llama)}
+    mappings = {s.name: s.mapping for s in settings(10**6, site_is_cpu)}
     found = []
     for name, run in state.runs.items():
         if not name.startswith(f"{PART}/"):
@@ -177,19 +164,13 @@ def rows(state: State, site_is_cpu: bool) -> list[dict[str, Any]]:
         stock = state.runs.get("/".join([PART, setting, STOCK, *half]), {})
         if arm == STOCK or run["status"] != "ok" or stock.get("status") != "ok":
             continue
-        planned = (
-            Planned(mappings[setting], size.microbatches, arm)
-            if arm in (ONE_F_ONE_B, ENVPIPE)
-            else None
-        )
-        found.append({"setting": "/".join([setting, *half]), "arm": arm})
-        found[-1] |= _compared(run, stock, planned)
+        plan = planned(mappings[setting], size_of(site_is_cpu), arm)
+        name = "/".join([setting, *half])
+        found.append({"setting": name, "arm": arm, **_compared(run, stock, plan)})
     return found
 
 
-def _compared(
-    run: dict[str, Any], stock: dict[str, Any], planned: Planned | None
-) -> dict[str, Any]:
+def _compared(run: dict[str, Any], stock: dict[str, Any], plan: Planned | None) -> dict[str, Any]:
     mine, theirs = results_alone(run["printed"]), results_alone(stock["printed"])
     different = [
         f"{a.get('iteration', a.get('evaluated'))}: "
@@ -200,7 +181,7 @@ def _compared(
     if len(mine) != len(theirs):
         different.append(f"{len(theirs)} -> {len(mine)} lines")
     printed = bool(mine) and not different
-    executed = None if planned is None else _executed(run, planned)
+    executed = None if plan is None else _executed(run, plan)
     imported = any(rank["imported_envpipe"] for rank in run["ranks"])
     return {
         "printed": printed,
@@ -210,7 +191,7 @@ def _compared(
         "skipped": max((rank["skipped"] for rank in run["ranks"]), default=0),
         "differs_at": different[0] if different else "",
         "imported": imported,
-        "good": printed and executed is not False and imported == (planned is not None),
+        "good": printed and executed is not False and imported == (plan is not None),
     }
 
 
@@ -226,11 +207,11 @@ def _exact(run: dict[str, Any]) -> list[Any]:
     return [(rank["rank"], rank["losses"], rank["grad_norms"]) for rank in run["ranks"]]
 
 
-def _executed(run: dict[str, Any], planned: Planned) -> bool:
+def _executed(run: dict[str, Any], plan: Planned) -> bool:
     """Whether each rank's last iteration ran its stage's units in the planned order."""
     ranks: Sequence[Any] = run["ranks"]
-    per_stage = len(ranks) // planned.mapping.pipeline  # Megatron's stages are outermost
-    stages = planned.schedule.stages
+    per_stage = len(ranks) // plan.mapping.pipeline  # Megatron's stages are outermost
+    stages = plan.schedule.stages
     return bool(ranks) and all(
         rank["executed"] == [str(unit) for unit in stages[rank["rank"] // per_stage]]
         for rank in ranks
@@ -247,44 +228,31 @@ _RAMP_UP = "--train-samples 60 --lr 1e-3 --rampup-batch-size 2 2 10"
 _REFUSED = (
     ("virtual-pipeline", "--num-layers-per-virtual-pipeline-stage 1", "virtual pipeline", _FIVE),
     ("moe", "--num-experts 2", "mixture of experts", _FIVE),
-    (
-        "mtp",
-        "--mtp-num-layers 1 --position-embedding-type rope",
-        "multi-token prediction",
-        _FIVE,
-    ),
+    ("mtp", "--mtp-num-layers 1 --position-embedding-type rope", "multi-token prediction", _FIVE),
     ("ramp-up", "", "ramp-up", _RAMP_UP),
     ("plan-alone", "--envpipe-plan {folder}/job.json", "--envpipe-plan needs the profile", _FIVE),
     ("no-pipeline", "--pipeline-model-parallel-size 1", "--envpipe needs a pipeline", _FIVE),
+    ("not-installed", "", "needs the package envpipe-megatron", _FIVE),
 )
 
 
 def fault_jobs(site: Site) -> list[Job]:
     """One job for each fault; none of them trains."""
-    size = TINY_ON_CPU if site.cpu else TINY
-    good = [
-        size.arguments(PP2),
-        PP2.arguments,
-        size.mock_data,
-        NO_EVALUATION,
-        "--bf16 --envpipe --envpipe-gpu-control {control}",
-    ]
-
-    def job(name: str, flags: str, refused: str, length: str, *, hide_package: bool = False) -> Job:
-        return Job(
+    size = size_of(site.cpu)
+    good = f"{size.mock_data} {NO_EVALUATION} --bf16 --envpipe --envpipe-gpu-control {{control}}"
+    return [
+        Job(
             name=f"{FAULTS}/{name}",
-            arguments=(*base_arguments(site.cpu), *joined([*good, length, flags])),
+            arguments=job_arguments(site.cpu, size, PP2, good, length, flags),
             num_ranks=PP2.num_ranks,
             iterations=5,
             patched=True,
-            hide_package=hide_package,
+            hide_package=name == "not-installed",
             refused=refused,
             limit_s=120.0,
         )
-
-    made = [job(*fault) for fault in _REFUSED]
-    missing = "needs the package envpipe-megatron"
-    return [*made, job("not-installed", "", missing, _FIVE, hide_package=True)]
+        for name, flags, refused, length in _REFUSED
+    ]
 
 
 def fault_rows(state: State) -> list[dict[str, Any]]:

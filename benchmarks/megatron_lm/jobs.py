@@ -9,17 +9,15 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.megatron_lm.models import CPU_RUN, ROOT, Planned
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-CPU_RUN = ROOT / "tests" / "megatron_lm" / "cpu_run.py"
 #: Back ends that change no clock of a GPU.
 HARMLESS = ("dry_run", "emulated")
 
@@ -37,7 +35,7 @@ class Site:
         patched: the same one with the patch.
         scratch: folder for logs and checkpoints; the socket's path, so a short one.
         cpu: on gloo and emulated GPUs, through tests/megatron_lm/cpu_run.py.
-        corpus: folder with a real corpus of tests/megatron_lm/make_corpus.py; None without.
+        corpus: folder of a corpus by tests/megatron_lm/make_corpus.py.
     """
 
     stock: Path
@@ -61,17 +59,16 @@ class Job:
         name: part/setting/arm.
         arguments: Megatron's; `{folder}` is the job's own folder; `{scratch}`, `{corpus}` and
             `{control}` are the site's.
-        num_ranks: one a GPU.
         iterations: how often the train step is called.
         turns: iterations of each turn, where an order of turns is kept.
         environment: beyond what every job gets; None unsets a variable.
         after: the job that must have gone well before.
+        plan: whose files it needs in its folder.
         stress: settings of `stress`.
         mark_norms: let Megatron take torch's norms for sequence parallelism, as the tests on the
             CPU do; without Apex and Transformer Engine it has no others.
         hide_package: let EnvPipe not be installed.
         refused: what the log must say of a job that must not start; else it must end well.
-        limit_s: the time after which it is killed.
     """
 
     name: str
@@ -82,6 +79,7 @@ class Job:
     turns: tuple[int, ...] = ()
     environment: Mapping[str, str | None] = field(default_factory=dict)
     after: str | None = None
+    plan: Planned | None = None
     stress: Mapping[str, Any] | None = None
     mark_norms: bool = False
     hide_package: bool = False
@@ -91,10 +89,7 @@ class Job:
     @property
     def identity(self) -> str:
         """Another for a job that does anything else; the same wherever it runs."""
-        described = asdict(self)
-        if not self.mark_norms:  # as before there was the field
-            del described["mark_norms"]
-        text = json.dumps(described, sort_keys=True, default=str)
+        text = json.dumps(asdict(self), sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -108,31 +103,20 @@ class Job:
 
 
 class State:
-    """Results of runs and blocks, written at every change."""
+    """What was found so far, written at every change.
+
+    Attributes:
+        runs: for each job's name how it ended, its command, and what its ranks reported.
+        rounds: each a set of blocks that are compared with each other, an arm each.
+        machine: what the runs were made on.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._data: dict[str, Any] = {"runs": {}, "rounds": [], "machine": {}}
-        if path.exists():
-            self._data |= json.loads(path.read_text())
-
-    @property
-    def runs(self) -> dict[str, dict[str, Any]]:
-        """For each job's name how it ended, its command, and what its ranks reported."""
-        runs: dict[str, dict[str, Any]] = self._data["runs"]
-        return runs
-
-    @property
-    def rounds(self) -> list[dict[str, Any]]:
-        """Each a set of blocks that are compared with each other, an arm each."""
-        rounds: list[dict[str, Any]] = self._data["rounds"]
-        return rounds
-
-    @property
-    def machine(self) -> dict[str, Any]:
-        """What the runs were made on."""
-        machine: dict[str, Any] = self._data["machine"]
-        return machine
+        known = json.loads(path.read_text()) if path.exists() else {}
+        self.runs: dict[str, dict[str, Any]] = known.get("runs", {})
+        self.rounds: list[dict[str, Any]] = known.get("rounds", [])
+        self.machine: dict[str, Any] = known.get("machine", {})
 
     def done(self, job: Job) -> bool:
         """Whether this very job ended as it should."""
@@ -148,7 +132,8 @@ class State:
         """Replace the file in one step."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_suffix(".draft")
-        draft.write_text(json.dumps(self._data, indent=None, separators=(",", ":")))
+        data = {"runs": self.runs, "rounds": self.rounds, "machine": self.machine}
+        draft.write_text(json.dumps(data, separators=(",", ":")))
         draft.replace(self.path)
 
 
@@ -169,11 +154,7 @@ class Launch:
 
 
 def make_launch(job: Job, site: Site, socket_path: Path) -> Launch:
-    """Write the job's file into its folder, and say how to start it.
-
-    Raises:
-        HarmfulError: the job might change a clock.
-    """
+    """Write a job's files into its folder; raise HarmfulError if it might change a clock."""
     folder = job.folder(site)
     checkout = (site.patched if job.patched else site.stock).resolve()
     description = {
@@ -189,6 +170,8 @@ def make_launch(job: Job, site: Site, socket_path: Path) -> Launch:
         "mark_norms": str(CPU_RUN) if job.mark_norms and not site.cpu else None,
     }
     (folder / "job.json").write_text(json.dumps(description))
+    if job.plan is not None:
+        job.plan.write(folder)
     arguments = [
         argument.format(
             folder=folder, scratch=site.scratch, corpus=site.corpus, control=site.control
@@ -200,31 +183,24 @@ def make_launch(job: Job, site: Site, socket_path: Path) -> Launch:
     command += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
     # Together, the ranks would write into each other's lines.
     command += ["--redirects", "3", "--log-dir", str(folder / "ranks")]
-    command += [str(HERE / "entry.py"), str(folder / "job.json"), *arguments]
+    command += [str(Path(__file__).with_name("entry.py")), str(folder / "job.json"), *arguments]
     launch = Launch(tuple(command), _environment(job, site))
     check_harmless(launch)
     return launch
 
 
 def check_harmless(launch: Launch) -> None:
-    """Refuse what might change a clock.
-
-    Raises:
-        HarmfulError: naming what is missing.
-    """
+    """Raise HarmfulError for what might change a clock."""
     if launch.environment.get(FORBID_VARIABLE) != "1":
         raise HarmfulError(f"{FORBID_VARIABLE} is not 1")
     flags = [part for part in launch.command if re.match(r"--envpipe($|[-=])", part)]
-    if not flags:
-        return
-    values = [
-        value
-        for flag, value in zip(launch.command, [*launch.command[1:], ""], strict=True)
-        if flag == "--envpipe-gpu-control"
+    controls = [
+        (flag, value)
+        for flag, value in itertools.pairwise([*launch.command, ""])
+        if flag.partition("=")[0] == "--envpipe-gpu-control"
     ]
-    others = [flag for flag in flags if flag.startswith("--envpipe-gpu-control=")]
-    if len(values) != 1 or values[0] not in HARMLESS or others:
-        raise HarmfulError(f"--envpipe-gpu-control is {values or others}, not one of {HARMLESS}")
+    if flags and controls not in [[("--envpipe-gpu-control", name)] for name in HARMLESS]:
+        raise HarmfulError(f"The clock control is {controls}, not one of {HARMLESS}")
 
 
 def _environment(job: Job, site: Site) -> dict[str, str]:
@@ -263,8 +239,3 @@ def _free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise AssertionError("a cycle does not end")
-
-
-def joined(parts: Sequence[str]) -> tuple[str, ...]:
-    """Arguments from pieces of a command line; no piece holds a path with blanks."""
-    return tuple(argument for part in parts for argument in part.split())

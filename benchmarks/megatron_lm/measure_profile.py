@@ -25,23 +25,26 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
 from benchmarks.megatron_lm import checkouts
-from benchmarks.megatron_lm.jobs import CPU_RUN, ROOT, Launch, check_harmless, joined
+from benchmarks.megatron_lm.jobs import Launch, check_harmless
 from benchmarks.megatron_lm.measured_jobs import as_lines, at_its_clock, runs_of
 from benchmarks.megatron_lm.models import (
+    CPU_RUN,
     GPT_1_3B,
     NO_EVALUATION,
+    ROOT,
     TINY_ON_CPU,
     Size,
     base_arguments,
+    joined,
     training,
 )
-from envpipe_megatron.core import builders
+from benchmarks.unmeasured import stepped_order
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.profile import Profile, read_profile
-from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, clock_control_forbidden
 from envpipe_megatron.patching.checkout import look_at
 
@@ -56,13 +59,7 @@ _ASKED_MHZ = 190
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained.
-
-    Args:
-        size: of the whole model on two stages.
-        features: Megatron's further arguments.
-        microbatches: of the jobs; the first one is profiled.
-    """
+    """A model on two stages; the first number of microbatches is that of the profile."""
 
     size: Size
     features: str
@@ -116,11 +113,7 @@ _ON_CPU = {"tiny": Model(TINY_ON_CPU, "", (6, 4), "a try on the CPU")}
 
 @dataclass(frozen=True)
 class Site:
-    """Where it runs.
-
-    Args:
-        patched: checkout of Megatron-LM.
-    """
+    """Where it runs; `patched` is a checkout of Megatron-LM."""
 
     patched: Path
     num_stages: int
@@ -128,11 +121,7 @@ class Site:
     scratch: Path
 
     def train(self, name: str, arguments: Sequence[str]) -> Path:
-        """Run one job to its end; the folder that EnvPipe left.
-
-        Raises:
-            click.ClickException: it failed; its log is named.
-        """
+        """Run one job to its end; the folder that EnvPipe left."""
         folder = self.scratch / name
         folder.mkdir(parents=True)
         launch = Launch(tuple(self._command(folder, arguments)), self._environment(folder))
@@ -201,7 +190,7 @@ def main(
         raise click.ClickException(f"No model {sorted(unknown)}; there are: {', '.join(models)}.")
     checkouts.prepare(patched)
     scratch = scratch or Path(tempfile.mkdtemp(prefix="envpipe-measured-"))
-    stages = gpus or (4 if cpu else _num_gpus())
+    stages = gpus or (4 if cpu else torch.cuda.device_count())
     for name in names or models:
         site = Site(patched, stages, cpu, scratch / name)
         measured = measure(site, models[name])
@@ -244,7 +233,7 @@ def _plan_files(site: Site, profile: Profile, num_microbatches: int) -> tuple[st
     """EnvPipe's order at the clock there is, as the arguments that hand it over."""
     folder = site.scratch / "plans"
     folder.mkdir(parents=True, exist_ok=True)
-    schedule = envpipe_order(profile, num_microbatches)
+    schedule = stepped_order(profile.num_stages, num_microbatches, capacity=None)
     plan = Plan(
         "baseline",
         schedule,
@@ -256,13 +245,6 @@ def _plan_files(site: Site, profile: Profile, num_microbatches: int) -> tuple[st
     profile.write(files[0])
     plan.write(files[1])
     return ("--envpipe-profile", str(files[0]), "--envpipe-plan", str(files[1]))
-
-
-def envpipe_order(profile: Profile, num_microbatches: int) -> Schedule:
-    """EnvPipe's order, with one extra forward more than the next stage's."""
-    stages = profile.num_stages
-    extra = [min(stages - 1 - s, num_microbatches - stages + s) for s in range(stages)]
-    return builders.envpipe(stages, num_microbatches, extra)
 
 
 def _few_clocks(scratch: Path) -> Path:
@@ -277,15 +259,7 @@ def _few_clocks(scratch: Path) -> Path:
     return preset
 
 
-def _num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def _machine(site: Site) -> dict[str, Any]:
-    import torch
-
     return {
         "gpus": f"{site.num_stages} emulated H200" if site.cpu else torch.cuda.get_device_name(0),
         "num_gpus": site.num_stages,

@@ -18,15 +18,11 @@ from envpipe_megatron.formats.timeline import RankIteration, read_timelines
 
 
 def at_its_clock(profile: Profile, *, every_row: bool) -> Profile:
-    """The profile at its highest clock alone.
+    """The profile at its highest clock alone; with `every_row`, made of all rows.
 
     A dry run asks for clocks and changes none, so each row is one more measurement at the clock
     there is: times and the energy of a pair are their means, and the pair's energy is split as if
     both kinds drew the same power.
-
-    Args:
-        profile: of a sweep.
-        every_row: whether the clock was the same in all of it.
     """
     rows = []
     for stage, kinds in enumerate(profile.rows):
@@ -57,8 +53,7 @@ def _scatter(values: Sequence[float]) -> float:
 def runs_of(folder: Path, num_microbatches: int) -> list[dict[str, Any]]:
     """What a job took: its warm-up in Megatron's order, and its steady phase in EnvPipe's.
 
-    Both orders are executed by EnvPipe's interpreter. Times and energies are medians over
-    iterations: some are held up by what happens once, such as the search for free memory.
+    Times and energies are medians over iterations: some are held up by what happens once.
     """
     summary = json.loads((folder / "summary.json").read_text())
     windows = read_energy_logs(sorted(folder.glob("energy*.jsonl"))).windows
@@ -105,7 +100,7 @@ def _median_energy_j(windows: Sequence[EnergyWindow]) -> float:
 
 
 def _median_timeline(iterations: Sequence[RankIteration]) -> list[dict[str, Any]]:
-    """For each stage, its units with their median starts and ends after the iteration's first unit.
+    """For each stage, its units with median starts and ends after the iteration's first unit.
 
     The first iteration of a phase is left out: what is used for the first time takes longer.
     """

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.megatron_lm.jobs import CPU_RUN, Site, joined
-from benchmarks.planner.workloads import preset_profile
+from benchmarks.unmeasured import stepped_order, write_unmeasured_plan
 from envpipe_megatron.core import builders
-from envpipe_megatron.core.channel_model import fit_to_channel
-from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.core.schedule import Kind, Schedule
-from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.policies.frequencies import envelope
+from envpipe_megatron.core.schedule import Schedule
 
+ROOT = Path(__file__).resolve().parents[2]
+CPU_RUN = ROOT / "tests" / "megatron_lm" / "cpu_run.py"
 #: Without Transformer Engine and Apex, which the machine may lack.
 GPU_BASE = (
     "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
@@ -69,12 +65,7 @@ MAPPINGS = (PP4, PP2TP2, PP2DP2, PP2, PP8, PP4TP2, PP2TP2DP2)
 
 @dataclass(frozen=True)
 class Size:
-    """How large a model is, and how long it is trained.
-
-    Args:
-        hidden: heads have 64, or 8 in a model of less than 128.
-        microbatches: of each pipeline, an iteration.
-    """
+    """How large a model and its batch are; heads are 64 wide, or 8 in a model of less than 128."""
 
     layers: int
     hidden: int
@@ -128,8 +119,12 @@ def training(iterations: int, *, log_interval: int = 1) -> str:
     )
 
 
-#: No evaluation.
 NO_EVALUATION = "--eval-interval 100000 --eval-iters 0"
+
+
+def joined(parts: Iterable[str]) -> tuple[str, ...]:
+    """Arguments from pieces of a command line; no piece holds a path with blanks."""
+    return tuple(argument for part in parts for argument in part.split())
 
 
 def base_arguments(cpu: bool) -> tuple[str, ...]:
@@ -142,8 +137,10 @@ def base_arguments(cpu: bool) -> tuple[str, ...]:
     return joined([CPU_ARGS])
 
 
-#: A placeholder for the folder, which is known when a job starts.
-_SOME_FOLDER = Path("/folder-of-the-corpus")
+def job_arguments(cpu: bool, size: Size, mapping: Mapping, *parts: str) -> tuple[str, ...]:
+    """What every run gets, a model spread over GPUs, and pieces of a command line."""
+    model = size.arguments(mapping), mapping.arguments
+    return (*base_arguments(cpu), *joined([*model, *parts]))
 
 
 def corpus_data() -> str:
@@ -151,71 +148,47 @@ def corpus_data() -> str:
     sys.path.append(str(CPU_RUN.parent))
     from make_corpus import corpus_args  # type: ignore[import-not-found]  # likewise
 
-    arguments: str = corpus_args(_SOME_FOLDER).replace(str(_SOME_FOLDER), "{corpus}")
+    folder = Path("/folder-of-the-corpus")  # known when a job starts
+    arguments: str = corpus_args(folder).replace(str(folder), "{corpus}")
     return f"{arguments} --data-cache-path {{folder}}/cache"
 
 
 #: The arms of a comparison: unmodified Megatron-LM, and the patched one in its ways.
 STOCK, OFF, ONE_F_ONE_B, ENVPIPE = "stock", "off", "1f1b", "envpipe"
 ARMS = (STOCK, OFF, ONE_F_ONE_B, ENVPIPE)
-_PRESET = "h200"
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The order that an arm runs by file, with clocks that go with it."""
+    """The order that an arm runs by file."""
 
     mapping: Mapping
     num_microbatches: int
     arm: str
 
     @property
-    def extra_forwards(self) -> tuple[int, ...]:
-        """One more than the next stage's, as far as batch and channel allow; none for 1F1B."""
-        p, m = self.mapping.pipeline, self.num_microbatches
-        if self.arm == ONE_F_ONE_B:
-            return (0,) * p
-        wanted = [min(p - 1 - stage, m - p + stage) for stage in range(p)]
-        capacity = 1 if self.mapping.environment else None
-        return fit_to_channel(p, m, wanted, capacity).extra_forwards
-
-    @property
     def schedule(self) -> Schedule:
-        """The order."""
+        """1F1B, or EnvPipe's with one extra forward more than the next stage's."""
         p, m = self.mapping.pipeline, self.num_microbatches
         if self.arm == ONE_F_ONE_B:
             return builders.one_f_one_b(p, m)
-        return builders.envpipe(p, m, self.extra_forwards)
-
-    @property
-    def name(self) -> str:
-        """Of its plan file, without suffix."""
-        return (
-            f"{self.arm}-pp{self.mapping.pipeline}-tp{self.mapping.tensor}-m{self.num_microbatches}"
-        )
+        return stepped_order(p, m, capacity=1 if self.mapping.environment else None)
 
     def arguments(self, warmup_iterations: int) -> str:
-        """EnvPipe's flags; the folder is filled in when the job starts."""
+        """EnvPipe's flags; `{folder}` and `{control}` are filled in when the job starts."""
         scheduling = "1f1b" if self.arm == ONE_F_ONE_B else "ours"
         return (
             f"--envpipe --envpipe-type envelope --envpipe-scheduling {scheduling} "
             f"--envpipe-reconfigure default --envpipe-baseline-steps {warmup_iterations} "
-            f"--envpipe-profile {{scratch}}/plans/pp{self.mapping.pipeline}.csv "
-            f"--envpipe-plan {{scratch}}/plans/{self.name}.json "
+            "--envpipe-profile {folder}/profile.csv --envpipe-plan {folder}/plan.json "
             "--envpipe-gpu-control {control} --envpipe-output {folder}/envpipe"
         )
 
-    def write(self, site: Site) -> None:
-        """Write profile and plan where `arguments` says."""
-        folder = site.scratch / "plans"
-        folder.mkdir(parents=True, exist_ok=True)
-        profile_file = folder / f"pp{self.mapping.pipeline}.csv"
-        # Clocks to ask for; no run is made at them, so times and energies have no meaning.
-        clocks_mhz = load_preset(_PRESET).supported_frequencies_mhz[:60:6]
-        times_s = dict.fromkeys(Kind, 0.01)
-        preset_profile(_PRESET, self.mapping.pipeline, times_s, clocks_mhz).write(profile_file)
-        profile = read_profile(profile_file)
-        conditions = Conditions((0.0,) * self.mapping.pipeline)
-        clocks = envelope(self.schedule, profile)
-        plan = Plan("envelope", self.schedule, clocks, profile, conditions)
-        plan.write(folder / f"{self.name}.json")
+    def write(self, folder: Path) -> None:
+        """Write the files that `arguments` names."""
+        write_unmeasured_plan(self.schedule, folder)
+
+
+def planned(mapping: Mapping, size: Size, arm: str) -> Planned | None:
+    """The order of an arm; None where the framework's own function runs."""
+    return Planned(mapping, size.microbatches, arm) if arm in (ONE_F_ONE_B, ENVPIPE) else None

@@ -9,23 +9,17 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
 from benchmarks.megatron_lm.entry import die_with_parent
-from benchmarks.megatron_lm.jobs import (
-    Job,
-    Launch,
-    Site,
-    State,
-    make_launch,
-)
-from benchmarks.megatron_lm.turns import Block, Referee
+from benchmarks.megatron_lm.jobs import Job, Launch, Site, State, make_launch
+from benchmarks.megatron_lm.turns import Referee
 
 #: The thread that trains is the last in a dump.
 _KEPT_OF_A_LOG, _KEPT_OF_STACKS = 1500, 6000
@@ -38,11 +32,10 @@ class Limits:
     """When to end what.
 
     Args:
-        deadline_s: on the monotonic clock; nothing runs after it.
+        deadline_s: on the monotonic clock.
         start_s: until a job's first turn.
         hang_s: without a word of a job that has its turn.
         most_failures: after this many no job is started, since all would fail alike.
-        concurrency: jobs at the same time.
         least_s: with less than this left no job is started.
     """
 
@@ -55,7 +48,7 @@ class Limits:
 
     @property
     def left_s(self) -> float:
-        """Time that is left, s."""
+        """Time until the deadline."""
         return self.deadline_s - time.monotonic()
 
 
@@ -154,18 +147,19 @@ class Pool:
         (folder / "log.txt").write_text(log)
         code = running.process.returncode
         status = why or _judge(job, code, log)
+        summary = _read_json(folder / "envpipe" / "summary.json")
+        if summary:
+            del summary["ranks"]
+        ranks_json = (_read_json(folder / f"rank-{rank}.json") for rank in range(job.num_ranks))
         found: dict[str, Any] = {
             "status": status,
             "wall_s": round(running.age_s, 1),
             "command": running.launch.shown(),
             "printed": printed_results(log),
             "energies": printed_energies(log),
-            "summary": _summary(folder),
-            "ranks": _rank_results(folder, job.num_ranks),
-            "blocks": [
-                {"turn": b.turn, "time_s": b.time_s, "memory": b.memory}
-                for b in self._referee.blocks(job.name)
-            ],
+            "summary": summary,
+            "ranks": [found for found in ranks_json if found],
+            "blocks": [asdict(block) for block in self._referee.blocks(job.name)],
         }
         if status != "ok":
             self._failures += 1
@@ -229,40 +223,19 @@ def _ends(logs: Mapping[str, str]) -> str:
     return "\n".join(f"--- {name}\n{text[-_KEPT_OF_A_LOG:]}" for name, text in logs.items() if text)
 
 
-def _rank_results(folder: Path, num_ranks: int) -> list[Any]:
-    results = []
-    for rank in range(num_ranks):
-        path = folder / f"rank-{rank}.json"
-        with suppress(OSError, ValueError):
-            results.append(json.loads(path.read_text()))
-    return results
-
-
-def _summary(folder: Path) -> dict[str, Any] | None:
-    """EnvPipe's own, without what it says of each rank."""
+def _read_json(path: Path) -> Any:
+    """None where it is not there, or not whole."""
     with suppress(OSError, ValueError):
-        summary: dict[str, Any] = json.loads((folder / "envpipe" / "summary.json").read_text())
-        del summary["ranks"]
-        return summary
+        return json.loads(path.read_text())
     return None
 
 
-def run_jobs(
-    site: Site,
-    state: State,
-    jobs: Sequence[Job],
-    limits: Limits,
-    *,
-    order: Sequence[str] = (),
-    slots: int = 1,
-    goes_on: Callable[[int], bool] = lambda left: True,
-    on_block: Callable[[str, Block], None] = lambda run, block: None,
-) -> None:
-    """Run jobs; see `Pool` and `Referee`."""
+def run_jobs(site: Site, state: State, jobs: Sequence[Job], limits: Limits, **turns: Any) -> None:
+    """Run jobs; `turns` are options of `Referee`."""
     site.scratch.mkdir(parents=True, exist_ok=True)
     path = site.scratch / "turns"
     path.unlink(missing_ok=True)
-    referee = Referee(path, order, slots=slots, goes_on=goes_on, on_block=on_block)
+    referee = Referee(path, **turns)
     try:
         Pool(site, state, referee, limits).run(jobs)
     finally:
@@ -270,11 +243,7 @@ def run_jobs(
 
 
 def printed_results(log: str) -> list[dict[str, str]]:
-    """What Megatron prints of iterations and evaluations, without time, energy and EnvPipe's part.
-
-    Returns:
-        a dictionary a line, from what a number is called to its digits.
-    """
+    """Names and digits that Megatron prints of iterations and evaluations, but time and energy."""
     lines = []
     for line in log.splitlines():
         iteration = re.search(r"\] iteration +(\d+)/ *\d+ \|(.*)", line)
@@ -305,12 +274,8 @@ def printed_energies(log: str) -> list[dict[str, Any]]:
         envpipe = re.search(r"envpipe energy per GPU \(J/iter/GPU\): ([\d.]+)", text)
         elapsed = re.search(r"elapsed time per iteration \(ms\): ([\d.]+)", text)
         if megatron and elapsed:
-            lines.append(
-                {
-                    "iteration": int(number),
-                    "megatron_j": float(megatron[1]),
-                    "envpipe_j": float(envpipe[1]) if envpipe else None,
-                    "iteration_ms": float(elapsed[1]),
-                }
-            )
+            envpipe_j = float(envpipe[1]) if envpipe else None
+            found = int(number), float(megatron[1]), envpipe_j, float(elapsed[1])
+            names = "iteration", "megatron_j", "envpipe_j", "iteration_ms"
+            lines.append(dict(zip(names, found, strict=True)))
     return lines

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
 from benchmarks.megatron_lm import checkouts, equality, ratio, stress
 from benchmarks.megatron_lm.jobs import Job, Site, State
@@ -75,7 +76,7 @@ def main(**options: Any) -> None:
     cpu, output = options["cpu"], options["output"]
     tag = options["tag"]
     scratch = options["scratch"] or Path(tempfile.gettempdir()) / f"envpipe-proof-{tag}"
-    gpus = options["gpus"] or (4 if cpu else _num_gpus())
+    gpus = options["gpus"] or (4 if cpu else torch.cuda.device_count())
     corpus = (options["corpus"] or scratch / "corpus").resolve()
     site = Site(options["stock"], options["patched"], scratch.resolve(), cpu, gpus, corpus)
     output.mkdir(parents=True, exist_ok=True)
@@ -118,8 +119,6 @@ class _Proof:
 
     def run(self) -> None:
         """Every part, one after the other."""
-        for plan in (*equality.plans(self._site), *ratio.plans(self._site)):
-            plan.write(self._site)
         shared = self._jobs("faults", "equality")
         slots = self._options["slots"]
         run_jobs(self._site, self._state, shared, self._limits(), slots=slots)
@@ -191,15 +190,7 @@ class _Proof:
         ]
 
 
-def _num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def _machine(site: Site, tag: str, cpu: bool) -> dict[str, Any]:
-    import torch
-
     found = {
         "tag": tag,
         "torch": torch.__version__,

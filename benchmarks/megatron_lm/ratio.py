@@ -16,7 +16,7 @@ from typing import Any
 import click
 from scipy import stats
 
-from benchmarks.megatron_lm.jobs import Job, Site, State, joined
+from benchmarks.megatron_lm.jobs import Job, Site, State
 from benchmarks.megatron_lm.models import (
     ENVPIPE,
     GPT_1_3B,
@@ -27,10 +27,9 @@ from benchmarks.megatron_lm.models import (
     PP8,
     STOCK,
     TINY_ON_CPU,
-    Mapping,
-    Planned,
     Size,
-    base_arguments,
+    job_arguments,
+    planned,
     training,
 )
 from benchmarks.megatron_lm.turns import Block
@@ -41,17 +40,14 @@ ARMS = (STOCK, ONE_F_ONE_B, ENVPIPE)
 _WARMUP = 3
 TARGET = 1.005
 LEAST_ITERATION_S = 0.5
+_LOG_INTERVAL = 10
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """How much is measured.
+    """How much is measured: rounds in all, turns of each arm in a round, iterations of a turn.
 
-    Args:
-        count: rounds that are wanted in all.
-        turns: of each arm in a round.
-        iterations: of a turn.
-        warmup: of each arm's first turn, which is not counted.
+    The warm-up iterations are each arm's first turn, which is not counted.
     """
 
     count: int
@@ -60,38 +56,35 @@ class Rounds:
     warmup: int
 
 
-def mapping(num_gpus: int) -> Mapping:
-    """A pipeline over all GPUs."""
-    return {2: PP2, 4: PP4, 8: PP8}[num_gpus]
-
-
 def size(site: Site) -> Size:
     """The model."""
     return TINY_ON_CPU if site.cpu else GPT_1_3B
 
 
-def plans(site: Site) -> list[Planned]:
-    """The orders that the jobs run."""
-    return [
-        Planned(mapping(site.num_gpus), size(site).microbatches, arm)
-        for arm in (ONE_F_ONE_B, ENVPIPE)
-    ]
-
-
-def arguments(site: Site, arm: str, train_iterations: int, log_interval: int) -> tuple[str, ...]:
-    """Megatron's arguments of the model that is timed."""
-    parts = [
-        size(site).arguments(mapping(site.num_gpus)),
-        mapping(site.num_gpus).arguments,
-        size(site).mock_data,
-        training(train_iterations, log_interval=log_interval),
-        NO_EVALUATION,
-        "--bf16",
-    ]
-    if arm != STOCK:
-        planned = Planned(mapping(site.num_gpus), size(site).microbatches, arm)
-        parts.append(planned.arguments(_WARMUP))
-    return (*base_arguments(site.cpu), *joined(parts))
+def _job(
+    site: Site, name: str, arm: str, iterations: int, turns: tuple[int, ...], energy: str = ""
+) -> Job:
+    mapping = {2: PP2, 4: PP4, 8: PP8}[site.num_gpus]
+    plan = planned(mapping, size(site), arm)
+    return Job(
+        name=name,
+        arguments=job_arguments(
+            site.cpu,
+            size(site),
+            mapping,
+            size(site).mock_data,
+            training(iterations, log_interval=_LOG_INTERVAL),
+            f"{NO_EVALUATION} --bf16",
+            plan.arguments(_WARMUP) if plan else "",
+            energy,
+        ),
+        num_ranks=site.num_gpus,
+        iterations=iterations,
+        patched=arm != STOCK,
+        turns=turns,
+        plan=plan,
+        limit_s=3600.0,
+    )
 
 
 def jobs(site: Site, state: State, rounds: Rounds) -> list[Job]:
@@ -103,18 +96,7 @@ def jobs(site: Site, state: State, rounds: Rounds) -> list[Job]:
     turns = (rounds.warmup, *[rounds.iterations] * (rounds.turns * missing))
     # One more: a turn ends where the next iteration would begin.
     iterations = sum(turns) + 1
-    return [
-        Job(
-            name=f"{PART}/start {number}/{arm}",
-            arguments=arguments(site, arm, iterations, log_interval=10),
-            num_ranks=site.num_gpus,
-            iterations=iterations,
-            patched=arm != STOCK,
-            turns=turns,
-            limit_s=3600.0,
-        )
-        for arm in ARMS
-    ]
+    return [_job(site, f"{PART}/start {number}/{arm}", arm, iterations, turns) for arm in ARMS]
 
 
 def order(jobs_made: Sequence[Job]) -> list[str]:
@@ -182,19 +164,16 @@ def ratio_rows(state: State, model: str) -> list[dict[str, Any]]:
 def _ratio_row(times: Sequence[dict[str, float]], arm: str) -> dict[str, Any]:
     ratios = [t[arm] / t[STOCK] for t in times]
     logarithms = [math.log(value) for value in ratios]
-    mean, error, freedom = statistics.fmean(logarithms), math.inf, len(ratios) - 1
-    if freedom:
-        error = statistics.stdev(logarithms) / math.sqrt(len(ratios))
+    mean, count = statistics.fmean(logarithms), len(ratios)
+    error = statistics.stdev(logarithms) / math.sqrt(count) if count > 1 else math.inf
 
     def bound(quantile: float) -> float:
-        if not freedom:
-            return math.inf if quantile > 0.5 else 0.0
-        return math.exp(mean + float(stats.t.ppf(quantile, freedom)) * error)
+        return math.exp(stats.t.ppf(quantile, max(1, count - 1), mean, error))
 
     stock_s = statistics.median(t[STOCK] for t in times)
     return {
         "arm": arm,
-        "rounds": len(ratios),
+        "rounds": count,
         "ratio": math.exp(mean),
         "of the rounds": ", ".join(f"{value:.4f}" for value in ratios),
         "low": bound(0.025),
@@ -241,22 +220,12 @@ def _memory_row(
 
 ENERGY = "energy/envpipe"
 ENERGY_TARGET_PERCENT = 1.0
-_LOG_INTERVAL = 10
 
 
 def energy_jobs(site: Site, iterations: int) -> list[Job]:
     """One job in EnvPipe's order."""
-    energy = () if site.cpu else ("--log-energy",)  # it asks NVML
-    return [
-        Job(
-            name=ENERGY,
-            arguments=(*arguments(site, ENVPIPE, iterations, _LOG_INTERVAL), *energy),
-            num_ranks=site.num_gpus,
-            iterations=iterations,
-            patched=True,
-            limit_s=3600.0,
-        )
-    ]
+    energy = "" if site.cpu else "--log-energy"  # it asks NVML
+    return [_job(site, ENERGY, ENVPIPE, iterations, (), energy)]
 
 
 def energy_rows(state: State) -> list[dict[str, Any]]:

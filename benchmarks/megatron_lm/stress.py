@@ -1,9 +1,6 @@
 """Random orders under random delays, through Megatron's own training: does anything hang?
 
 `jobs` says what is run, and `install` makes a rank of such a job one of random orders.
-
-Everything around them is the job's own: Megatron's steps, reducers and tensor-parallel peers, our
-interpreter and channel.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.megatron_lm.jobs import Job, Site, State, joined
+from benchmarks.megatron_lm.jobs import Job, Site, State
 from benchmarks.megatron_lm.models import (
     LEAST,
     LEAST_ON_CPU,
@@ -26,7 +23,7 @@ from benchmarks.megatron_lm.models import (
     PP2TP2,
     PP4,
     Mapping,
-    base_arguments,
+    job_arguments,
     training,
 )
 from envpipe_megatron.core import builders
@@ -45,8 +42,8 @@ PART = "stress"
 class Setting:
     """A mapping with its number of hardware queues; None leaves the driver's own.
 
-    With `loads_all`, CUDA loads all kernels when it starts, so that one may be used for the first
-    time beside a posted receive.
+    With `loads_all`, CUDA loads all kernels at its start, so that one may be first used beside a
+    posted receive.
     """
 
     name: str
@@ -68,34 +65,29 @@ SETTINGS = (
 def jobs(site: Site, iterations: int, delay_s: float) -> list[Job]:
     """One job a setting; each is one turn."""
     size = LEAST_ON_CPU if site.cpu else LEAST
-    made = []
-    for setting in SETTINGS:
-        parts = [
-            size.arguments(setting.mapping),
-            setting.mapping.arguments,
-            size.mock_data,
-            training(iterations, log_interval=100),
-            NO_EVALUATION,
-            "--bf16",
-            setting.features,
-            "--envpipe --envpipe-type baseline --envpipe-gpu-control {control}",
-        ]
-        made.append(
-            Job(
-                name=f"{PART}/{setting.name}",
-                arguments=(*base_arguments(site.cpu), *joined(parts)),
-                num_ranks=setting.mapping.num_ranks,
-                iterations=iterations,
-                patched=True,
-                environment={
-                    "CUDA_DEVICE_MAX_CONNECTIONS": setting.connections,
-                    "CUDA_MODULE_LOADING": "EAGER" if setting.loads_all else None,
-                },
-                stress={"seed": 20, "delay_s": delay_s, "load_first": not setting.loads_all},
-                limit_s=3600.0,
-            )
+    parts = (
+        size.mock_data,
+        training(iterations, log_interval=100),
+        f"{NO_EVALUATION} --bf16",
+        "--envpipe --envpipe-type baseline --envpipe-gpu-control {control}",
+    )
+    return [
+        Job(
+            name=f"{PART}/{setting.name}",
+            arguments=job_arguments(site.cpu, size, setting.mapping, *parts, setting.features),
+            num_ranks=setting.mapping.num_ranks,
+            iterations=iterations,
+            patched=True,
+            environment={
+                "CUDA_DEVICE_MAX_CONNECTIONS": setting.connections,
+                "CUDA_MODULE_LOADING": "EAGER" if setting.loads_all else None,
+            },
+            stress={"seed": 20, "delay_s": delay_s, "load_first": not setting.loads_all},
+            limit_s=3600.0,
         )
-    return [job for job in made if job.num_ranks <= site.num_gpus]
+        for setting in SETTINGS
+        if setting.mapping.num_ranks <= site.num_gpus
+    ]
 
 
 def rows(state: State) -> list[dict[str, Any]]:
@@ -147,9 +139,8 @@ def random_orders(
 ) -> Callable[[PhaseParts], Any]:
     """Make what replaces a session's phases: a new order each iteration, on all ranks.
 
-    Args:
-        load_first: whether the kernel that delays is loaded before the first receive is posted.
-            Where kernels are loaded at first use, its loading beside a posted receive would hang.
+    With `load_first`, the kernel that delays is loaded before the first receive is posted: where
+    kernels are loaded at first use, its loading beside a posted receive would hang.
     """
 
     def run_phases(job: PhaseParts) -> PhaseRun[None]:
@@ -171,11 +162,7 @@ def random_orders(
 
 
 class DelayedWork:
-    """A stage's units with random delays of host and device around them.
-
-    Args:
-        delay_s: a usual delay at most; a rare one is five times as long.
-    """
+    """A stage's units with random delays of host and device around them, some far longer."""
 
     def __init__(
         self, work: Any, source: random.Random, delay_s: float, starts: Callable[[Unit], None]
@@ -226,11 +213,7 @@ def install(
     at: Callable[[int, str], None],
     iteration: Callable[[], int],
 ) -> None:
-    """Let sessions of this process run random orders with delays.
-
-    Args:
-        settings: `seed`, `delay_s` and `load_first`.
-    """
+    """Let sessions of this process run random orders with delays, by `Job.stress`."""
     inner = interpreter.execute
     source = random.Random(f"{settings['seed']}, rank {rank}")
     order = ""

@@ -1,7 +1,6 @@
 """Who may use the GPUs: jobs that were started together take turns.
 
-Each rank of each job talks to the referee over a Unix socket (`entry.Turns`), a JSON object a
-line. A rank sleeps in a read until its job's turn has come; the referee sleeps in a `select`.
+Each rank of each job talks to the referee over a Unix socket (`entry.Turns`), a JSON object a line.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Block:
-    """One turn of one job.
-
-    Args:
-        time_s: from the first rank's begin to the last rank's end, both with an idle device.
-        memory: for each rank, what `entry.memory` saw.
-    """
+    """One turn of one job; its time is from the first rank's begin to the last one's end."""
 
     turn: int
     time_s: float
@@ -68,8 +63,8 @@ class Referee:
         order: which job has each turn; turns begin when all these jobs are ready. Without, who is
             ready first is first, and one turn lasts until its job's last iteration.
         slots: jobs that may have a turn at the same time, without an order.
-        goes_on: asked before each turn of an order, with the turns that are left, whether there
-            is time for it; once there is not, no job gets another.
+        goes_on: asked before each turn of an order, with the turns that are left; if it denies
+            once, no job gets another.
     """
 
     def __init__(
@@ -143,10 +138,9 @@ class Referee:
         self.path.unlink(missing_ok=True)
 
     def _hear(self, connection: socket.socket, peer: _Peer) -> None:
-        try:
+        data = b""
+        with suppress(OSError):
             data = connection.recv(1 << 16)
-        except OSError:
-            data = b""
         if not data:
             self._selector.unregister(connection)
             connection.close()
@@ -198,7 +192,8 @@ class Referee:
 
     def _grant_in_order(self) -> None:
         """The next turn, once all jobs have come; after the last turn all jobs end."""
-        if not all(n in self._runs and self._settled(self._runs[n]) for n in self._expected):
+        runs = [self._runs.get(name) for name in self._expected]
+        if not all(run and (run.started or run.over) for run in runs):
             return
         while self._order and self._runs[self._order[0]].over:
             self._order.popleft()
@@ -215,10 +210,6 @@ class Referee:
             name = self._order.popleft()
             self._go(name, self._runs[name])
 
-    @staticmethod
-    def _settled(run: _Run) -> bool:
-        return run.started or run.over
-
     def _go(self, name: str, run: _Run) -> None:
         self._holders.append(name)
         run.turn += 1
@@ -230,10 +221,8 @@ class Referee:
         for rank in run.ranks.values():
             rank.waits = False
         for rank in run.ranks.values():
-            try:
+            with suppress(OSError):  # it died; its job's end is seen elsewhere
                 rank.connection.sendall(json.dumps({word: True}).encode() + b"\n")
-            except OSError:
-                continue  # it died; its job's end is seen elsewhere
 
 
 @dataclass

@@ -20,7 +20,6 @@ from envpipe_megatron.core.channel_model import completes
 
 pytest.importorskip("torch")
 from benchmarks.megatron_lm import equality, prove, ratio, stress
-from benchmarks.megatron_lm.checkouts import modified
 from benchmarks.megatron_lm.jobs import (
     HarmfulError,
     Job,
@@ -30,7 +29,16 @@ from benchmarks.megatron_lm.jobs import (
     check_harmless,
     make_launch,
 )
-from benchmarks.megatron_lm.models import ENVPIPE, ONE_F_ONE_B, PP2, PP2TP2, PP4, STOCK, Planned
+from benchmarks.megatron_lm.models import (
+    ENVPIPE,
+    ONE_F_ONE_B,
+    PP2,
+    PP2TP2,
+    PP4,
+    PP8,
+    STOCK,
+    Planned,
+)
 from benchmarks.megatron_lm.pool import Limits, printed_energies, printed_results, run_jobs
 from benchmarks.megatron_lm.stress import random_extra_forwards
 from benchmarks.megatron_lm.turns import Block
@@ -428,22 +436,16 @@ def test_random_orders_finish_and_go_from_none_to_all_that_is_allowed(capacity):
 
 
 def test_orders_of_the_arms(site):
-    assert Planned(PP4, 22, ENVPIPE).extra_forwards == (3, 2, 1, 0)
-    assert Planned(PP2TP2, 8, ENVPIPE).extra_forwards == (1, 0)
+    extra = {
+        (mapping.name, m): Planned(mapping, m, ENVPIPE).schedule.extra_forwards
+        for mapping, m in ((PP4, 22), (PP2TP2, 8), (PP8, 6))
+    }
+    assert extra["pp4", 22] == (3, 2, 1, 0)
+    assert extra["pp2tp2", 8] == (1, 0)
+    assert extra["pp8", 6] == (0, 0, 0, 1, 2, 2, 1, 0)  # fewer microbatches than stages
     assert Planned(PP2, 8, ONE_F_ONE_B).schedule.stages == builders.one_f_one_b(2, 8).stages
-    Planned(PP4, 22, ENVPIPE).write(site)
-    plan = json.loads((site.scratch / "plans" / "envpipe-pp4-tp1-m22.json").read_text())
-    assert plan["peak_in_flight"] == [7, 5, 3, 1]
-
-
-def test_files_that_a_patch_changes_are_found(tmp_path):
-    for name in ("stock", "patched"):
-        (tmp_path / name / "megatron" / "core").mkdir(parents=True)
-        (tmp_path / name / "megatron" / "core" / "same.py").write_text("1")
-        (tmp_path / name / "megatron" / "core" / "other.py").write_text(name)
-    (tmp_path / "patched" / "megatron" / "new.py").write_text("")
-    found = modified(tmp_path / "stock", tmp_path / "patched")
-    assert found == ["megatron/core/other.py", "megatron/new.py"]
+    Planned(PP4, 22, ENVPIPE).write(site.scratch)
+    assert json.loads((site.scratch / "plan.json").read_text())["peak_in_flight"] == [7, 5, 3, 1]
 
 
 def test_a_report_can_be_made_at_any_time(site, state, tmp_path):

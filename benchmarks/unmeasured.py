@@ -1,0 +1,40 @@
+"""Orders by file for runs whose clocks stay as they are, with a profile that nobody measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.planner.workloads import preset_profile
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.channel_model import fit_to_channel
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.policies.frequencies import envelope
+
+PRESET = "h200"
+
+
+def stepped_order(
+    num_stages: int, num_microbatches: int, capacity: int | None, *, step: int = 1
+) -> Schedule:
+    """EnvPipe's order, each stage `step` extra forwards above the next where that is possible."""
+    wanted = builders.envpipe_extra_forwards(
+        [float(step)] * num_stages, [1.0] * num_stages, num_microbatches
+    )
+    fit = fit_to_channel(num_stages, num_microbatches, wanted, capacity)
+    return builders.envpipe(num_stages, num_microbatches, fit.extra_forwards)
+
+
+def write_unmeasured_plan(schedule: Schedule, folder: Path) -> tuple[Path, Path]:
+    """Write profile.csv and plan.json of an order, with clocks to ask for on its inner units."""
+    profile_file, plan_file = folder / "profile.csv", folder / "plan.json"
+    clocks_mhz = load_preset(PRESET).supported_frequencies_mhz[:60:6]
+    times_s = dict.fromkeys(Kind, 0.01)
+    preset_profile(PRESET, schedule.num_stages, times_s, clocks_mhz).write(profile_file)
+    profile = read_profile(profile_file)
+    conditions = Conditions((0.0,) * schedule.num_stages)
+    Plan("envelope", schedule, envelope(schedule, profile), profile, conditions).write(plan_file)
+    return profile_file, plan_file
