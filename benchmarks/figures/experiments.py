@@ -25,17 +25,14 @@ class Precision(StrEnum):
 
 @dataclass(frozen=True)
 class Model:
-    """A model at its full size, or at a reduced one.
+    """A model at its full size, or at a reduced one, by the name that EnvPipe's scripts give it.
 
     Args:
-        name: as EnvPipe's scripts call it.
         layers: transformer layers, or for a ResNet the blocks of its four groups.
         width: of a token, or channels of a ResNet's first group.
-        heads: of attention; 1 for a ResNet.
         length: tokens of a sequence, or pixels of an image's side.
         outputs: vocabulary of the head, or classes of a ResNet; 0 where there is neither.
-        split: layers (stem, embedding and head counted) of each of four stages where EnvPipe gives
-            them; else None.
+        split: layers (stem, embedding and head counted) of each of four stages, as EnvPipe's.
     """
 
     name: str
@@ -90,10 +87,7 @@ MODELS = {
 
 
 def reduced(model: Model, stages: int) -> Model:
-    """A model of the same kind that a CPU trains in a millisecond a unit.
-
-    One transformer layer or block a stage; narrow, on short sequences or small images.
-    """
+    """A model of one narrow layer or block a stage, which a CPU trains in a millisecond a unit."""
     if model.family is Family.RESNET:
         return replace(model, layers=(1, stages - 2, 0, 1), width=4, length=4, split=None)
     return replace(
@@ -119,12 +113,7 @@ BALANCED = Setting("envelope", "ours", "balanced")
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained on what.
-
-    Args:
-        model: a key of `MODELS`.
-        microbatch_size: samples of a microbatch.
-    """
+    """What is trained on what; sizes in samples."""
 
     model: str
     gpu: str
@@ -135,19 +124,13 @@ class Job:
 
     @property
     def num_microbatches(self) -> int:
-        """Of one pipeline in one iteration."""
+        """Microbatches of one pipeline in one iteration."""
         return self.minibatch_size // (self.microbatch_size * self.replicas)
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One figure.
-
-    Args:
-        name: of the figure, as EnvPipe's scripts call it.
-        jobs: in the order of EnvPipe's script.
-        settings: each job is trained with each of them; the first is the baseline.
-    """
+    """One figure, by the name of EnvPipe's script; each job is trained in each setting."""
 
     name: str
     title: str

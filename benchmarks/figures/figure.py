@@ -127,11 +127,7 @@ def _narrowed(experiment: Experiment, models: Sequence[str], stages: int | None)
 
 
 def make_rows(experiment: Experiment, place: Place, folder: Path, console: Console) -> list[Row]:
-    """Train what a figure needs and is not there yet; its rows, in the order of its runs.
-
-    Raises:
-        EnvPipeError: too few GPUs, or a rank failed.
-    """
+    """Train what a figure needs and is not there yet; its rows, in the order of its runs."""
     place.check(experiment)
     if place.emulated:
         console.print(
@@ -153,9 +149,8 @@ def make_rows(experiment: Experiment, place: Place, folder: Path, console: Conso
         # Without clock control there is no profile: nothing is profiled or planned.
         profiled = folder / request.profiling().key / PROFILE_FILE
         profile = profiled if request.needs_profile and profiled.is_file() else None
-        replicas = request.job.replicas
-        measured = hardware, factor, request.steps, replicas, result, baseline, profile
-        rows.append(Row(job, setting, *measured))
+        measured = request.steps, request.job.replicas, result, baseline, profile
+        rows.append(Row(job, setting, hardware, factor, *measured))
     return rows
 
 

@@ -1,7 +1,6 @@
-"""What each figure shows, in sentences with its numbers, beside what the paper says.
+"""What each figure shows, in sentences with its numbers, beside what the paper's abstract says.
 
-The paper's figures are known from its abstract alone. What else is `expected` follows from its
-method.
+What else is `expected` follows from the paper's method.
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ _TWO_NODES = "up to 28.4 % on two nodes, 16 GPUs"
 def _said(
     sentence: str, paper: str, rows: Sequence[Row], agrees: bool | None, why: str = ""
 ) -> Claim:
-    """A claim whose figure and command `claims_of` fills in.
-
-    Args:
-        agrees: None where the two cannot be compared.
-    """
+    """A claim whose figure and command `claims_of` fills in."""
     return Claim("", "", sentence, basis_of(rows), paper, agrees, why)
 
 

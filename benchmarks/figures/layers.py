@@ -156,10 +156,9 @@ def _classifier(width: int, classes: int) -> nn.Module:
 
 
 def split(model: Model, stages: int) -> list[range]:
-    """The layers of each stage, as EnvPipe cuts the model.
+    """The layers of each stage: by EnvPipe's own numbers of layers where it gives them.
 
-    Where it gives numbers of layers, by these; else the same number of transformer layers or blocks
-    for each stage, the rest of the division for the last, and what surrounds them outside.
+    Else each stage gets the same number of transformer layers or blocks, the last one the rest.
     """
     if model.split and len(model.split) == stages:
         ends = [0, *accumulate(model.split)]
@@ -181,9 +180,9 @@ _SURROUNDINGS = {
 
 
 class Stage(nn.Module):
-    """The layers of one stage, those with weights to be recomputed in the backward.
+    """The layers of one stage; the backward recomputes those with weights, as DeepSpeed does.
 
-    DeepSpeed recomputes every layer that has weights; of Megatron's, transformer layers alone.
+    Of Megatron's, it recomputes transformer layers alone.
     """
 
     def __init__(self, layers: Sequence[nn.Module], *, megatron: bool) -> None:
@@ -197,7 +196,7 @@ class Stage(nn.Module):
         ]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What the stage before hands over, to what the next gets."""
+        """Pass a microbatch through all layers."""
         with set_checkpoint_early_stop(False):  # DeepSpeed's recomputes a layer to its end
             for layer, recomputed in zip(self.layers, self._recomputed, strict=True):
                 x = _checkpointed(layer, x) if recomputed else layer(x)

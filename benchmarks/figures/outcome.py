@@ -20,21 +20,6 @@ EMULATED = "emulated"
 
 
 @dataclass(frozen=True)
-class RankOutcome:
-    """What one rank measured.
-
-    Args:
-        units: that it ran in all phases, on an emulated GPU.
-        overruns: of these, those for which the host was too slow.
-    """
-
-    metered: PhaseTotals
-    units: int
-    overruns: int
-    clock_error: str
-
-
-@dataclass(frozen=True)
 class PlanFacts:
     """What the plan says that was trained with."""
 
@@ -45,7 +30,7 @@ class PlanFacts:
 
     @classmethod
     def of(cls, plan: Plan) -> PlanFacts:
-        """Those of a plan."""
+        """Take them from a plan."""
         cost, baseline = plan.cost, plan.baseline.cost
         return cls(
             list(plan.schedule.extra_forwards),
@@ -60,7 +45,7 @@ class Outcome:
     """The outcome of a run; emulated times include the factor.
 
     Args:
-        losses: for each of them, of each microbatch.
+        losses: [iterations][microbatches].
         iteration_time_s: mean over the measured steps, of the slowest GPU.
         energy_j: of all GPUs, mean over the measured steps.
         trusted: whether the host kept up with the emulation.
@@ -85,15 +70,15 @@ class Outcome:
     @classmethod
     def of_ranks(
         cls,
-        ranks: Sequence[RankOutcome],
+        ranks: Sequence[tuple[PhaseTotals, Fidelity, str]],
         losses: list[list[float]],
         state: SessionState,
         gpu: str,
         control: str,
     ) -> Outcome:
-        """Put together what all ranks measured, and what the session did."""
-        metered = [rank.metered for rank in ranks]
-        host = Fidelity(sum(rank.units for rank in ranks), sum(rank.overruns for rank in ranks))
+        """Put together what ranks metered, their emulation's fidelity and any error of clocks."""
+        metered, hosts, clock_errors = zip(*ranks, strict=True)
+        host = Fidelity(sum(one.units for one in hosts), sum(one.overruns for one in hosts))
         ended = state.reconfigure_ended
         return cls(
             gpu=gpu,
@@ -107,7 +92,7 @@ class Outcome:
             overrun_percent=100 * host.overruns / max(1, host.units),
             reconfigure_steps=state.reconfigure_steps,
             reconfigure_ended=ended.value if ended else "",
-            notes=[*state.notes, *(rank.clock_error for rank in ranks if rank.clock_error)],
+            notes=[*state.notes, *filter(None, clock_errors)],
             plan=None if state.plan is None else PlanFacts.of(state.plan),
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.figures.experiments import BASELINE, ENVELOPE, Experiment, Job, Setting
 from benchmarks.figures.outcome import DRY_RUN, NO_CONTROL, Outcome
-from benchmarks.figures.unit_times import time_factor, unit_times
+from benchmarks.figures.unit_times import EmulatedTime, emulated_time
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.presets import load_preset
 
@@ -25,28 +25,10 @@ PROFILE_FILE = "profile.csv"
 
 
 @dataclass(frozen=True)
-class EmulatedTime:
-    """How emulated GPUs pass time.
-
-    Args:
-        factor: emulated time over that of the real size.
-        forward_s: of each stage at the maximum clock, with the factor.
-        backward_s: likewise.
-    """
-
-    factor: float
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class RunRequest:
-    """One run: a job trained in one setting.
+    """One run: a job trained in one setting, until `steps` iterations are measured.
 
-    Args:
-        steps: measured iterations, behind all other phases.
-        emulated: None on real GPUs, where the model has its full size.
-        backend: of the clocks of real GPUs.
+    On real GPUs `emulated` is None, and the model has its full size.
     """
 
     job: Job
@@ -73,18 +55,14 @@ class RunRequest:
         return "-".join(words)
 
     def profiling(self) -> RunRequest:
-        """The run whose profile this one plans from: one for all its numbers of microbatches.
-
-        A profile says what one forward and one backward cost, so it is made with the fewest
-        microbatches, as many as stages.
-        """
+        """The run whose profile this one plans from, with as many microbatches as stages."""
         job = self.job
         minibatch = job.stages * job.microbatch_size * job.replicas
         return replace(self, job=replace(job, minibatch_size=minibatch), setting=ENVELOPE, steps=1)
 
     @classmethod
     def of_json(cls, data: dict[str, Any]) -> RunRequest:
-        """The request of which `asdict` made this."""
+        """Undo `asdict`."""
         fields = {**data, "job": Job(**data["job"]), "setting": Setting(**data["setting"])}
         if emulated := data["emulated"]:
             times = tuple(emulated["forward_s"]), tuple(emulated["backward_s"])
@@ -94,18 +72,16 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class Batch:
-    """Runs of equal numbers of stages and replicas, which the same ranks do one after another.
+    """Runs of equal numbers of stages and replicas, for the same ranks, one after another.
 
-    Args:
-        requests: what to run, in this order; a profile before those who plan from it.
-        folder: each run's files go to its own folder there, called by its key.
+    A profile comes before those who plan from it. Each run has the folder of its key in `folder`.
     """
 
     requests: tuple[RunRequest, ...]
     folder: Path
 
     def write(self, path: Path) -> None:
-        """Write the JSON file that ranks read."""
+        """Write the JSON file for the ranks."""
         path.write_text(json.dumps(asdict(self), indent=1, default=str) + "\n")
 
     @classmethod
@@ -129,7 +105,7 @@ class Place:
 
     Args:
         size: one of `SIZES`; reduced trains one of several replicas for all, in fewer steps.
-        gpus: of this machine; None emulates.
+        gpus: this machine has; None emulates.
         forward_ms: wall time of a pipeline's longest forward on emulated GPUs.
     """
 
@@ -153,11 +129,7 @@ class Place:
         return RunRequest(job, setting, steps, emulated, self.backend)
 
     def check(self, experiment: Experiment) -> None:
-        """Raise where a figure cannot be made here.
-
-        Raises:
-            EnvPipeError: fewer GPUs than ranks.
-        """
+        """Raise EnvPipeError where there are fewer GPUs than ranks."""
         jobs = [self.request(job, setting).job for job, setting in experiment.runs()]
         needed = max(job.stages * job.replicas for job in jobs)
         if self.gpus is not None and needed > self.gpus:
@@ -177,11 +149,3 @@ def hardware_of(request: RunRequest, outcome: Outcome) -> str:
     if outcome.control in (DRY_RUN, NO_CONTROL):
         return f"{outcome.gpu} (clocks left alone, so savings mean nothing)"
     return f"{outcome.gpu} (clocks by {outcome.control})"
-
-
-def emulated_time(job: Job, forward_ms: int) -> EmulatedTime:
-    """Time of a job on its emulated GPU, whose longest forward has this wall time."""
-    times = unit_times(job)
-    factor = time_factor(times, forward_ms / 1e3)
-    scaled = times.scaled(factor)
-    return EmulatedTime(factor, scaled.forward_s, scaled.backward_s)

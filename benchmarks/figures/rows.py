@@ -18,7 +18,7 @@ class Row:
         job: as the paper has it, with all its replicas.
         factor: emulated over real time; 1 on real GPUs.
         replicas_run: replicas that were trained; energy and throughput are for all of the job's.
-        profile: the file that its plan was made from; None where none was.
+        profile: the file that its plan was made from, if any.
     """
 
     job: Job
@@ -33,7 +33,7 @@ class Row:
 
     @property
     def emulated(self) -> bool:
-        """Whether its time and energy are those of emulated GPUs."""
+        """Whether it ran on emulated GPUs."""
         return self.result.control == EMULATED
 
     @property
@@ -87,7 +87,7 @@ class Row:
         return self.result.plan.peak_in_flight if self.result.plan else of_1f1b
 
     def columns(self) -> dict[str, object]:
-        """As the CSV has it."""
+        """The CSV's cells."""
         job, setting, result, plan = self.job, self.setting, self.result, self.result.plan
         several = {"DP": job.replicas, "PP": job.stages} if job.replicas > 1 else {}
         return {

@@ -25,7 +25,6 @@ class TrainingWork:
         self,
         model: Model,
         stage: Stage,
-        *,
         samples: Sequence[torch.Tensor] | None,
         targets: Sequence[torch.Tensor] | None,
         num_microbatches: int,
@@ -34,7 +33,7 @@ class TrainingWork:
         self._samples, self._targets = samples, targets
         self._num_microbatches = num_microbatches
         self._device = next(stage.parameters()).device
-        #: Of the microbatches in flight: input and output, which the backward needs.
+        #: Input and output of the microbatches in flight.
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         #: Of each microbatch, on the last stage.
         self.losses: dict[int, torch.Tensor] = {}

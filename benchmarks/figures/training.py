@@ -30,9 +30,7 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 def train(requests: Iterable[RunRequest], folder: Path, console: Console) -> None:
     """Do those of the runs that have no result in a folder yet, and the profiles they need.
 
-    Raises:
-        EnvPipeError: a rank failed; runs that ended before keep their results.
-        KeyboardInterrupt: on Ctrl-C and SIGTERM, after the ranks have ended.
+    Raises EnvPipeError where a rank failed; runs that ended before keep their results.
     """
     wanted = list(requests)
     missing = [request for request in wanted if read_result(folder, request) is None]
@@ -90,11 +88,7 @@ def _train_batch(batch: Batch, console: Console) -> None:
                     pids.append(event["pid"])
                 case "begun":
                     done += 1
-                    console.print(
-                        f"{done} of {len(batch.requests)}: {event['key']}",
-                        highlight=False,
-                        soft_wrap=True,
-                    )
+                    _say(console, f"{done} of {len(batch.requests)}: {event['key']}")
                 case "say":
                     _say(console, f"  {event['text']}", "dim")
         code = ranks.wait()

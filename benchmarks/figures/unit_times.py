@@ -1,14 +1,14 @@
 """How long the units of each stage take, from the operations of the real model's layers.
 
-Operations are counted by torch over the modules themselves, on its meta device, which computes
-nothing. A stage's forward takes its layers' matrix products and convolutions over an assumed rate
-of the GPU. What is bound by memory (norms, softmax, element-wise) is left out, and so are messages:
-of savings in percent, the ratios between stages decide, and those of clock changes to units.
+Torch counts matrix products and convolutions on its meta device; an assumed rate of the GPU makes
+times of them. What is bound by memory (norms, softmax, element-wise) is left out, and so are
+messages: of savings in percent, the ratios between stages decide.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -62,48 +62,38 @@ def stage_operations(model: Model, stages: int, microbatch_size: int) -> tuple[O
 
 
 @dataclass(frozen=True)
-class UnitTimes:
-    """Of each stage at the maximum clock, s."""
+class EmulatedTime:
+    """Times of each stage's units at the maximum clock, by a factor those of the real size."""
 
+    factor: float
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
 
-    def scaled(self, factor: float) -> UnitTimes:
-        """The same in another unit of time."""
-        return UnitTimes(
-            tuple(time_s * factor for time_s in self.forward_s),
-            tuple(time_s * factor for time_s in self.backward_s),
-        )
 
-
-def unit_times(job: Job) -> UnitTimes:
-    """What the units of a job take on its GPU by the assumed rate."""
-    model = MODELS[job.model]
-    peak, share = ASSUMED_RATES[job.gpu, model.precision]
-    counted = stage_operations(model, job.stages, job.microbatch_size)
-    return UnitTimes(
-        tuple(operations.forward / (peak * share) for operations in counted),
-        tuple(operations.backward / (peak * share) for operations in counted),
-    )
-
-
-#: The shortest forward of a pipeline is not made shorter than this share of what the longest is
-#: asked to be, or the host would compute longer than the unit.
+#: The shortest forward is at least this share of the longest time asked for, or the host would
+#: compute longer than the unit.
 _SHORTEST_SHARE = 0.75
 #: What of a preset is time.
 _TIMES = ("frequency_change_s", "refresh_s")
 
 
-def time_factor(times: UnitTimes, forward_s: float) -> float:
-    """What emulated time is multiplied by for these units.
+def emulated_time(job: Job, forward_ms: int) -> EmulatedTime:
+    """Time of a job on its emulated GPU, whose longest forward has this wall time."""
+    model = MODELS[job.model]
+    peak, share = ASSUMED_RATES[job.gpu, model.precision]
+    counted = stage_operations(model, job.stages, job.microbatch_size)
+    forward_s = [operations.forward / (peak * share) for operations in counted]
+    factor = time_factor(forward_s, forward_ms / 1e3)
+    return EmulatedTime(
+        factor,
+        tuple(factor * time_s for time_s in forward_s),
+        tuple(factor * (operations.backward / (peak * share)) for operations in counted),
+    )
 
-    Args:
-        times: of the real size.
-        forward_s: of the longest forward of the pipeline in wall time; longer where the shortest
-            would else be too short for a host.
-    """
-    shortest_s = _SHORTEST_SHARE * forward_s
-    return max(forward_s / max(times.forward_s), shortest_s / min(times.forward_s))
+
+def time_factor(real_s: Sequence[float], longest_s: float) -> float:
+    """What brings the forwards of all stages to some longest time, or longer for short ones."""
+    return max(longest_s / max(real_s), _SHORTEST_SHARE * longest_s / min(real_s))
 
 
 def write_scaled_preset(name: str, factor: float, folder: Path) -> Path:

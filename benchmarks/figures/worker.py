@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.figures.experiments import MODELS, reduced
 from benchmarks.figures.layers import activation_shapes, build_stage, inputs_of, targets_of
-from benchmarks.figures.outcome import EMULATED, NO_CONTROL, Outcome, RankOutcome
+from benchmarks.figures.outcome import EMULATED, NO_CONTROL, Outcome
 from benchmarks.figures.requests import (
     PROFILE_FILE,
     RESULT_FILE,
@@ -49,7 +49,7 @@ _PROFILE_WINDOW_S = 0.5
 
 
 def emit(event: str, **fields: Any) -> None:
-    """Tell the command something."""
+    """Report an event to the command."""
     ranks.emit(Path(sys.argv[1]), event, **fields)
 
 
@@ -68,20 +68,11 @@ class Rank:
         pipelines = [range(r * stages, (r + 1) * stages) for r in range(replicas)]
         pipeline = [_group(members) for members in pipelines][self.replica]
         peers = [_group(range(s, replicas * stages, stages)) for s in range(stages)]
-        #: The replicas of this stage.
         self.peers = peers[self.stage]
         self.collectives = make_collectives(pipelines, _TIMEOUT)
         self.channel = make_channel(pipeline, timeout=_TIMEOUT)
 
-    @property
-    def first(self) -> bool:
-        """Whether it takes samples."""
-        return self.stage == 0
-
-    @property
-    def last(self) -> bool:
-        """Whether it makes losses."""
-        return self.stage == self.stages - 1
+        self.first, self.last = self.stage == 0, self.stage == stages - 1
 
 
 def _group(members: range) -> dist.ProcessGroup:
@@ -91,11 +82,7 @@ def _group(members: range) -> dist.ProcessGroup:
 
 
 class Run:
-    """One run on this rank.
-
-    Args:
-        number: of the run in the batch: its emulated GPUs are its own.
-    """
+    """One run on this rank; `number` in the batch tells its emulated GPUs from other runs'."""
 
     def __init__(self, rank: Rank, request: RunRequest, folder: Path, number: int) -> None:
         self.rank, self.request, self.number = rank, request, number
@@ -146,13 +133,7 @@ class Run:
             samples = [inputs_of(model, job.microbatch_size, seed, device) for seed in seeds]
         if rank.last:
             targets = [targets_of(model, self._shapes[-1], seed, device) for seed in seeds]
-        return TrainingWork(
-            model,
-            self.layers,
-            samples=samples,
-            targets=targets,
-            num_microbatches=job.num_microbatches,
-        )
+        return TrainingWork(model, self.layers, samples, targets, job.num_microbatches)
 
     def _average_gradients(self) -> None:
         replicas = dist.get_world_size(self.rank.peers)
@@ -244,16 +225,12 @@ class Run:
         """The run's outcome, on the first rank."""
         emulated = self._executor if isinstance(self._executor, EmulatedExecutor) else None
         fidelity = emulated.fidelity if emulated else Fidelity()
-        mine = RankOutcome(
-            session.energy_log.totals[Phase.STEADY.value],
-            fidelity.units,
-            fidelity.overruns,
-            str(session.clock.error or ""),
-        )
+        totals = session.energy_log.totals[Phase.STEADY.value]
+        mine = totals, fidelity, str(session.clock.error or "")
         gathered = self.rank.collectives.all_to_planner((mine, self.losses))
         if not gathered:
             return None
-        everyone = [entry for stage in gathered for entry, _ in stage]
+        everyone = [found for stage in gathered for found, _ in stage]
         return Outcome.of_ranks(everyone, gathered[-1][0][1], session.state, gpu, control)
 
 

@@ -32,8 +32,9 @@ from benchmarks.figures.experiments import (
 )
 from benchmarks.figures.findings import basis_of, claims_of, overrun_warning, why_few_save_less
 from benchmarks.figures.outcome import Outcome, PlanFacts
-from benchmarks.figures.requests import PROFILE_FILE, EmulatedTime, Place
+from benchmarks.figures.requests import PROFILE_FILE, Place
 from benchmarks.figures.rows import saving_difference
+from benchmarks.figures.unit_times import EmulatedTime
 
 REDUCED = Place("reduced")
 
@@ -41,7 +42,7 @@ REDUCED = Place("reduced")
 SOME_TIME = EmulatedTime(0.25, (0.01,) * 4, (0.03,) * 4)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def some_time(monkeypatch):
     monkeypatch.setattr(
         "benchmarks.figures.requests.emulated_time", lambda job, forward_ms: SOME_TIME
@@ -93,7 +94,6 @@ def test_gpus_are_emulated_unless_real_ones_are_asked_for(options, place, asked)
     )
 
 
-@pytest.mark.usefixtures("some_time")
 def test_the_reduced_size_trains_one_replica_with_as_many_microbatches():
     job = EXPERIMENTS["fig12"].jobs[0]
     asked = REDUCED.request(job, BASELINE)
@@ -126,16 +126,13 @@ def ended(energy_j=200.0, iteration_time_s=2.0, losses=((1.5,), (1.25,)), **chan
     return Outcome(**{**fields, **changes})
 
 
-def leave_results(place, experiment, folder, outcome_of):
-    for job, setting in experiment.runs():
-        asked = place.request(job, setting)
-        run = folder / asked.key
+def rows_of(name, tmp_path, outcomes):
+    """The rows of a figure whose runs ended so: by setting, or by job and setting."""
+    for job, setting in EXPERIMENTS[name].runs():
+        run = tmp_path / REDUCED.request(job, setting).key
         run.mkdir(parents=True, exist_ok=True)
-        outcome_of(job, setting).write(run / training.RESULT_FILE)
-
-
-def rows_of(name, tmp_path, outcome_of):
-    leave_results(REDUCED, EXPERIMENTS[name], tmp_path, outcome_of)
+        outcome = outcomes(job, setting) if callable(outcomes) else outcomes[setting]
+        outcome.write(run / training.RESULT_FILE)
     return command.make_rows(EXPERIMENTS[name], REDUCED, tmp_path, Console(quiet=True))
 
 
@@ -145,10 +142,9 @@ def saving(percent, slowdown_percent=0.0):
     return ended(200.0 * (1 - percent / 100), time_s, plan=plan)
 
 
-@pytest.mark.usefixtures("some_time")
 def test_what_was_run_before_is_not_run_again(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "_train_batch", lambda *_: pytest.fail("trained again"))
-    rows = rows_of("fig9_a", tmp_path, lambda job, s: ended() if s == BASELINE else saving(20))
+    rows = rows_of("fig9_a", tmp_path, {BASELINE: ended(), BALANCED: saving(20)})
     assert [round(row.saving_percent, 6) for row in rows] == [0, 20] * 4
     # All of these runs but greedy's are fig9_a's.
     fig11 = [REDUCED.request(*run) for run in EXPERIMENTS["fig11"].runs()]
@@ -156,9 +152,8 @@ def test_what_was_run_before_is_not_run_again(tmp_path, monkeypatch):
     assert {asked.setting for asked in missing} == {GREEDY}
 
 
-@pytest.mark.usefixtures("some_time")
 def test_columns_are_envpipes_then_ours_at_the_real_size(tmp_path):
-    rows = rows_of("fig12", tmp_path, lambda job, s: ended() if s == BASELINE else saving(10, 0.5))
+    rows = rows_of("fig12", tmp_path, {BASELINE: ended(), BALANCED: saving(10, 0.5)})
     columns = rows[1].columns()
     assert list(columns)[:10] == [
         "DP", "PP", "Model", "Microbatch size", "Minibatch size", "Type", "Scheduling",
@@ -177,28 +172,22 @@ def test_columns_are_envpipes_then_ours_at_the_real_size(tmp_path):
     assert rows[0].columns()["Peak in flight"] == "8 7 6 5 4 3 2 1"
 
 
-@pytest.mark.usefixtures("some_time")
 def test_a_loss_that_differs_in_its_last_bit_is_found(tmp_path):
     other = ended(losses=((1.5,), (1.25 + 2**-50,)))
-    rows = rows_of("fig9_a", tmp_path, lambda job, s: ended() if s == BASELINE else other)
+    rows = rows_of("fig9_a", tmp_path, {BASELINE: ended(), BALANCED: other})
     assert rows[1].columns()["Losses equal baseline's"] == "no"
     last = claims_of(EXPERIMENTS["fig9_a"], rows, "command")[-1]
     assert not last.agrees
     assert "0 of 4" in last.claim
 
 
-def claims(name, tmp_path, outcome_of):
-    return claims_of(EXPERIMENTS[name], rows_of(name, tmp_path, outcome_of), "command")
-
-
-def verdicts(name, tmp_path, outcome_of):
-    return [claim.agrees for claim in claims(name, tmp_path, outcome_of)]
+def claims(name, tmp_path, outcomes):
+    return claims_of(EXPERIMENTS[name], rows_of(name, tmp_path, outcomes), "command")
 
 
 PARTS = {BASELINE: ended(), UNIFORM: saving(20, 25), ENVELOPE: saving(15, 6), BALANCED: saving(12)}
 
 
-@pytest.mark.usefixtures("some_time")
 @pytest.mark.parametrize(
     ("name", "outcomes", "agrees"),
     [
@@ -214,24 +203,19 @@ PARTS = {BASELINE: ended(), UNIFORM: saving(20, 25), ENVELOPE: saving(15, 6), BA
     ],
 )
 def test_a_claim_agrees_only_where_the_numbers_do(name, outcomes, agrees, tmp_path):
-    first, *_ = verdicts(name, tmp_path, lambda job, setting: outcomes[setting])
-    assert first is agrees
+    assert claims(name, tmp_path, outcomes)[0].agrees is agrees
 
 
-@pytest.mark.usefixtures("some_time")
 @pytest.mark.parametrize(("percent", "agrees"), [(15, None), (30, None), (-1, False)])
 def test_how_much_is_saved_agrees_with_nothing_on_emulated_gpus(percent, agrees, tmp_path):
-    _, saved, _ = claims(
-        "fig12", tmp_path, lambda job, s: ended() if s == BASELINE else saving(percent)
-    )
+    _, saved, _ = claims("fig12", tmp_path, {BASELINE: ended(), BALANCED: saving(percent)})
     assert saved.agrees is agrees
     assert "28.4 %" in saved.paper
     assert "guesses" in saved.why
 
 
-@pytest.mark.usefixtures("some_time")
 def test_savings_are_claimed_with_their_interval_of_95_percent(tmp_path):
-    rows = rows_of("fig9_a", tmp_path, lambda job, s: ended() if s == BASELINE else saving(40))
+    rows = rows_of("fig9_a", tmp_path, {BASELINE: ended(), BALANCED: saving(40)})
     # Two meters of 1 J each: of 200 J, and of 120 J beside 200 J.
     standard = 100 * (1 + 0.6**2) ** 0.5 / 200
     assert rows[0].saving_uncertainty_percent == 0
@@ -239,10 +223,9 @@ def test_savings_are_claimed_with_their_interval_of_95_percent(tmp_path):
     assert "40.0 ± 1.1 % (BERT-336M)" in claims_of(EXPERIMENTS["fig9_a"], rows, "c")[1].claim
 
 
-@pytest.mark.usefixtures("some_time")
 def test_the_error_of_a_common_baseline_moves_both_savings(tmp_path):
     outcomes = {BASELINE: ended(), GREEDY: saving(20), BALANCED: saving(20)}
-    rows = rows_of("fig11", tmp_path, lambda job, setting: outcomes[setting])
+    rows = rows_of("fig11", tmp_path, outcomes)
     balanced, greedy = rows[2], rows[1]
     assert saving_difference(balanced, greedy) == (0, pytest.approx(100 * 2**0.5 / 200))
     other = replace(greedy, baseline=ended(energy_j=250.0))
@@ -250,7 +233,6 @@ def test_the_error_of_a_common_baseline_moves_both_savings(tmp_path):
     assert saving_difference(balanced, other)[1] == pytest.approx(separate)
 
 
-@pytest.mark.usefixtures("some_time")
 def test_balanced_and_greedy_without_a_step_are_named(tmp_path):
     def outcome_of(job, setting):
         outcome = ended() if setting == BASELINE else saving(20)
@@ -262,11 +244,10 @@ def test_balanced_and_greedy_without_a_step_are_named(tmp_path):
     assert all("neither needed a step" in other for other in others)
 
 
-@pytest.mark.usefixtures("some_time")
 def test_a_claim_says_what_was_reduced_and_how_many_of_its_runs_overran(tmp_path):
     slow = {"trusted": False, "overrun_percent": 16.4}
     outcomes = {BASELINE: ended(**slow), BALANCED: saving(15)}
-    rows = rows_of("fig12", tmp_path, lambda job, setting: outcomes[setting])
+    rows = rows_of("fig12", tmp_path, outcomes)
     assert {claim.basis for claim in claims_of(EXPERIMENTS["fig12"], rows, "command")} == {
         "emulated NVIDIA V100 SXM2 (not fitted), reduced model, unit times from operation counts, "
         "no network time, 10 measured steps, one of 2 or 4 replicas, "
@@ -277,14 +258,11 @@ def test_a_claim_says_what_was_reduced_and_how_many_of_its_runs_overran(tmp_path
     assert overrun_warning(rows[1:2]) == ""
 
 
-@pytest.mark.usefixtures("some_time")
 def test_clocks_that_were_left_alone_prove_nothing(tmp_path):
-    *savings, losses = verdicts("fig13", tmp_path, lambda job, s: ended(control="dry_run"))
-    assert savings == [None] * 4
-    assert losses
+    found = claims("fig13", tmp_path, lambda job, s: ended(control="dry_run"))
+    assert [claim.agrees for claim in found] == [None] * 4 + [True]
 
 
-@pytest.mark.usefixtures("some_time")
 @pytest.mark.parametrize(
     ("points", "agrees", "profiled", "why"),
     [
@@ -315,7 +293,6 @@ def test_savings_must_fall_with_the_microbatches(
     assert savings[0].why.endswith("So.") == (points > 0 and profiled)
 
 
-@pytest.mark.usefixtures("some_time")
 def test_numbers_of_microbatches_that_differ_by_the_meters_are_named(tmp_path):
     saved = {4: 20, 8: 21.3, 16: 18.7}  # uncertain by 0.64 points each
 
@@ -340,7 +317,6 @@ def test_why_few_microbatches_save_less(tmp_path):
 
 
 @on_request("FIGURES")
-@pytest.mark.usefixtures("some_time")
 def test_a_figure_from_end_to_end(tmp_path, monkeypatch):
     job = Job("gpt_125M", "v100", 2, 8, stages=2)
     tiny = Experiment("fig9_a", "tiny", (job,), (BASELINE, BALANCED))
