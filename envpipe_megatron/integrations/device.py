@@ -37,12 +37,9 @@ class DeviceError(EnvPipeError):
 
 @dataclass(frozen=True)
 class Device:
-    """A rank's GPU and how time passes on it.
+    """A rank's GPU, what changes its clock, and how time passes on it.
 
-    Args:
-        gpu: opened by the back end that was chosen.
-        control: what changes its clock, and why.
-        make_executor: makes the executor, given what lets it wait for the clock controller.
+    `make_executor` takes what waits for the clock controller.
     """
 
     gpu: Gpu
@@ -68,9 +65,8 @@ def open_device(
         require: whether a job without control of its clocks is an error.
 
     Raises:
-        DeviceError: no GPU, and no emulation asked for, or one that cannot be.
-        GpuError: a GPU that cannot be opened, or no control where it is required.
-        CollectivesError: another rank raised one of these.
+        EnvPipeError: no GPU and no emulation, a GPU that cannot be opened, or no control where it
+            is required; on every rank.
     """
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())

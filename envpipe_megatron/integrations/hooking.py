@@ -30,16 +30,7 @@ class HookError(EnvPipeError):
 def check_reached(
     reached: Counter[str], needed: Iterable[str], iteration: int = NEEDED_BY_ITERATION
 ) -> None:
-    """End a job whose hooks are not all there.
-
-    Args:
-        reached: how often each was.
-        needed: those without which there is no EnvPipe, or nothing is said of it.
-        iteration: the one by which they must have been.
-
-    Raises:
-        HookError: naming those that were not.
-    """
+    """Raise a HookError that names the needed hooks which no call has reached by an iteration."""
     missing = [name for name in needed if not reached[name]]
     if missing:
         raise HookError(
@@ -51,14 +42,7 @@ def check_reached(
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    """EnvPipe's options among a framework's arguments, checked before anything is built.
-
-    Args:
-        args: Megatron's.
-
-    Raises:
-        EnvPipeError: an option or a file that is wrong.
-    """
+    """EnvPipe's options among Megatron's arguments, checked before anything is built."""
     options = read_options(
         args,
         num_stages=args.pipeline_model_parallel_size,
@@ -81,7 +65,7 @@ def validated(options: Options | None, file: str) -> Options:
 
 
 def running(job: T | None) -> T:
-    """What trains at the moment; a HookError where nothing does."""
+    """The job that is given; a HookError where there is none."""
     if job is None:
         raise HookError(
             "A hook was called outside training",
@@ -99,7 +83,7 @@ def check_profiled(options: Options, has_profile: bool) -> None:
 
 
 def refuse(error: EnvPipeError) -> NoReturn:
-    """End as argparse does, which tells what is wrong and no stack; once on each node."""
+    """End as argparse does, by a message without a stack; printed once on each node."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
     raise SystemExit(2) from None

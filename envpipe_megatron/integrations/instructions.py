@@ -49,12 +49,14 @@ class InstrumentedPipeline:
     On a GPU, the stream that is current in `on_step_begin` is the one that units run on, and waits
     for a unit's input before its `on_instruction_begin`: a wait behind it counts as the unit's own.
 
+    Raises EnvPipeError where an option or a file is wrong, or would change the order.
+
     Args:
         pipeline_group: the ranks of this rank's pipeline, in order of their stages; of gloo or
             NCCL. The i-th forward and the i-th backward are those of microbatch i.
         num_microbatches: M, of each pipeline and step.
-        message: shape and type of what a stage sends to the next, by default one element. The
-            latency between stages is measured with it.
+        message: shape and type of what a stage sends to the next. The latency between stages is
+            measured with it.
         facts: what tells this job from others, of JSON's types: `model`, `microbatch_size`,
             `samples_per_iteration`, `tokens_per_iteration` or anything else. The energy bill shows
             it, and a job that is started again with the same facts and `output` goes on with its
@@ -64,10 +66,6 @@ class InstrumentedPipeline:
         settings: EnvPipe's options, as in docs/megatron_lm.md, without `--envpipe-` and with
             underscores: `type`, `reconfigure`, `baseline_steps`, `profile_steps`, `profile`,
             `plan`, `output`, `gpu_control`, `require_control`, `min_dwell_ms`, `gpu`.
-
-    Raises:
-        InstructionError: one stage, no microbatch, or an option that would change the order.
-        EnvPipeError: another wrong option, or a file that cannot be used.
     """
 
     def __init__(
@@ -140,9 +138,8 @@ class InstrumentedPipeline:
     def on_step_begin(self) -> None:
         """A training step begins on all ranks; between two phases, this takes a while.
 
-        Raises:
-            InstructionError: the step before has not ended, or the job has.
-            EnvPipeError: a rank is gone or silent, or a given plan has another order.
+        Raises EnvPipeError where the step before has not ended, the job has, or a given plan has
+        another order.
         """
         if self._in_step or self._closed:
             raise InstructionError(
@@ -159,16 +156,10 @@ class InstrumentedPipeline:
         self._in_step, self._paused = True, False
 
     def on_instruction_begin(self, name: str) -> None:
-        """A unit begins: its input is there, or the stream waits for it.
+        """A `forward` or `backward` begins: its input is there, or the stream waits for it.
 
-        In a pause, nothing happens.
-
-        Args:
-            name: `forward` or `backward`.
-
-        Raises:
-            InstructionError: an unknown name, outside a step, within another unit, or not the unit
-                that comes next in the order of the first step.
+        In a pause, nothing happens. Raises InstructionError for an unknown name, outside a step,
+        within another unit, and for another unit than comes next in the order of the first step.
         """
         kind = _kind(name)
         if self._paused:
@@ -198,13 +189,7 @@ class InstrumentedPipeline:
     def on_instruction_end(self, name: str) -> None:
         """A unit's work has been handed to the device, or is done; its output is not sent yet.
 
-        In a pause, nothing happens.
-
-        Args:
-            name: `forward` or `backward`.
-
-        Raises:
-            InstructionError: an unknown name, or no such unit has begun.
+        In a pause, nothing happens. Raises InstructionError where no such unit has begun.
         """
         kind = _kind(name)
         if self._paused:
@@ -228,8 +213,8 @@ class InstrumentedPipeline:
 
         Raises:
             InstructionError: not in a step, within a unit, or too few units.
-            OrderError: the first step's order is neither 1F1B nor GPipe; on all ranks.
-            EnvPipeError: no GPU, no control where it is required, or a rank is gone or silent.
+            EnvPipeError: the first step's order is neither 1F1B nor GPipe, or there is no GPU or no
+                control where it is required; on all ranks.
         """
         if not self._in_step or self._running is not None:
             raise InstructionError(
@@ -258,10 +243,7 @@ class InstrumentedPipeline:
         """Something that is not training follows: an evaluation, or a checkpoint.
 
         It runs at the highest clock, is not billed, and may tell of units as training does.
-        Training goes on with the next step.
-
-        Raises:
-            InstructionError: within a step.
+        Training goes on with the next step. Within a step, this is an InstructionError.
         """
         if self._in_step:
             raise InstructionError("A pause within a step", remedy="Call it between two steps.")
@@ -270,14 +252,9 @@ class InstrumentedPipeline:
             self._job.session.pause()
 
     def report(self) -> str:
-        """Energy since the last report; every rank calls it after the same step.
+        """Energy since the last report, for a log line; every rank calls it after the same step.
 
-        Returns:
-            for a log line: J per step and GPU, W, saving and slowdown; empty where no whole step
-            was metered.
-
-        Raises:
-            CollectivesError: a rank is gone or silent.
+        J per step and GPU, W, saving and slowdown; empty where no whole step was metered.
         """
         return "" if self._job is None else IntervalReport.gather(self._job.session).line()
 

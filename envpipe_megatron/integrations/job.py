@@ -43,12 +43,9 @@ class JobError(EnvPipeError):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a rank stands.
+    """Where a rank stands: its pipeline's ranks in order of their stages, and M of each pipeline.
 
-    Args:
-        pipeline_group: the ranks of its pipeline, in order of their stages.
-        num_microbatches: M, of each pipeline and iteration.
-        timeout: after which a silent rank is an error.
+    A rank that is silent for the time-out is an error.
     """
 
     pipeline_group: dist.ProcessGroup
@@ -71,10 +68,9 @@ class JobFacts:
     """What the framework knows of its job.
 
     Args:
-        sidecar: for the sidecar of the online profile.
-        bill: for the energy bill; see `Session.describe_job`.
-        same_job: what a stored profile and plan were made for: where one of these has another
-            value, they are of no use.
+        sidecar: for the online profile.
+        bill: see `Session.describe_job`.
+        same_job: a stored profile and plan are of no use where one of these has another value.
     """
 
     sidecar: Sidecar
@@ -86,13 +82,7 @@ class Job:
     """What a rank keeps from the first iteration to the last.
 
     Every rank of the job makes one, at the same point of the program. Nothing of it outlives
-    `close`, which gives the clock back.
-
-    Args:
-        options: EnvPipe's.
-        placement: of this rank.
-        facts: of the job.
-        say: prints a line; called on the planning rank alone.
+    `close`, which gives the clock back. `say` prints a line, on the planning rank alone.
 
     Raises:
         JobError: ranks that were started differently, or too few microbatches in flight.
@@ -189,11 +179,7 @@ class Job:
         return "; ".join(lines)
 
     def has_its_profile(self) -> bool:
-        """Whether a job that only profiles has its profile, and so may end.
-
-        Raises:
-            JobError: it will never have one.
-        """
+        """Whether a job that only profiles may end; a JobError where it can have no profile."""
         state = self.session.state
         if not self.options.profile_only or state.phase is Phase.WARMUP:
             return False
@@ -206,11 +192,7 @@ class Job:
         self.session.close()
 
     def end(self) -> None:
-        """Give the clock back, then print the energy bill; every rank calls it.
-
-        Raises:
-            CollectivesError: a rank is gone or silent; this rank's clock is back all the same.
-        """
+        """Give the clock back, then print the energy bill; every rank calls it."""
         lap = self.session.lap()  # what no log line has said yet
         self.close()
         self.session.gather(lap)
@@ -234,11 +216,7 @@ def _leave(signum: int, frame: FrameType | None) -> None:
 
 
 def check_same_everywhere(collectives: Collectives, facts: Mapping[str, object]) -> None:
-    """Refuse ranks that would go different ways, and wait for each other for ever.
-
-    Raises:
-        JobError: on every rank, with what differs.
-    """
+    """Refuse ranks that would wait for each other for ever: a JobError on all, naming options."""
     planners = collectives.from_planner(facts)
     different = {
         name: {str(value), str(planners[name])}
@@ -274,11 +252,7 @@ def _of_all_ranks(options: Options, num_microbatches: int) -> dict[str, object]:
 def check_in_flight(
     limit: int | tuple[int, ...] | str | None, num_stages: int, num_microbatches: int
 ) -> None:
-    """Refuse a number of microbatches in flight with which not even 1F1B runs.
-
-    Raises:
-        JobError: naming what each stage needs.
-    """
+    """Refuse by a JobError a number of microbatches in flight with which not even 1F1B runs."""
     if limit is None or isinstance(limit, str):
         return
     limits = limit if isinstance(limit, tuple) else (limit,) * num_stages

@@ -89,13 +89,9 @@ class ForwardBackward:
     ) -> list[Any]:
         """Run all forwards and backwards of one iteration.
 
-        The arguments are those of `megatron.core.pipeline_parallel.get_forward_backward_func`.
-
-        Returns:
-            on the last stage what the loss function reduced, one entry a microbatch; else nothing.
-
-        Raises:
-            UnsupportedModelError: a feature that is not run under EnvPipe.
+        Arguments and result are those of megatron-core's function: on the last stage what the loss
+        function reduced, one entry a microbatch. Raises UnsupportedModelError for a feature that is
+        not run under EnvPipe.
         """
         chunks = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
@@ -331,11 +327,7 @@ class _MegatronWork:
 
 
 def check_supported(config: Any, num_chunks: int, num_stages: int) -> None:
-    """Refuse by name what EnvPipe's interpreter does not do.
-
-    Raises:
-        UnsupportedModelError: naming the feature and what to change.
-    """
+    """Refuse by an UnsupportedModelError what EnvPipe's interpreter does not do."""
     group = config.microbatch_group_size_per_vp_stage
     refused = {
         "variable_seq_lengths": config.variable_seq_lengths,

@@ -13,11 +13,7 @@ from envpipe_megatron.errors import EnvPipeError
 
 
 def use_cpu() -> None:
-    """Let megatron-core build and run on the CPU in this process, from now on.
-
-    Raises:
-        EnvPipeError: the machine has GPUs.
-    """
+    """Let megatron-core build and run on the CPU in this process, from now on."""
     if torch.cuda.is_available():
         raise EnvPipeError(
             "Emulated GPUs are for machines without GPUs",

@@ -187,15 +187,14 @@ def read_options(
 ) -> Options:
     """Check the options against each other, and fill in what was not given.
 
+    Raises OptionError for one that is wrong, or does not go with another.
+
     Args:
         args: has what `add_arguments` added, parsed.
         environment: by default this process's.
         num_stages: p.
         save_folder: where the job keeps its checkpoints, if it does.
-        on_gpu: whether the job runs on GPUs, whose memory can be measured.
-
-    Raises:
-        OptionError: an option that is wrong, or does not go with another.
+        on_gpu: whether memory can be measured.
     """
     variables = os.environ if environment is None else environment
     policy = _chosen(args.envpipe_type, variables, "ENVPIPE_TYPE", TYPES) or "envelope"
@@ -254,10 +253,8 @@ def read_options(
 def prepare_files(options: Options, num_stages: int) -> None:
     """Make the output folder, and read what files are given, before anything is built.
 
-    Rank 0 alone reads: files may lie on its node alone.
-
-    Raises:
-        EnvPipeError: there can be no folder; a file is damaged, or of another number of stages.
+    Rank 0 alone reads: files may lie on its node alone. Raises EnvPipeError where there can be no
+    folder, or a file is damaged or of another number of stages.
     """
     if options.output_dir is not None:
         try:
@@ -358,7 +355,7 @@ def _chosen(
 
 
 def _preset(given: str) -> str | None:
-    """The preset, in whatever case EnvPipe's users wrote it; a path stays as it is."""
+    """The preset, whose name users write in any case; a path stays as it is."""
     if given == "auto":
         return None
     name = given if given.endswith(".toml") else given.lower()

@@ -14,15 +14,9 @@ class OrderError(EnvPipeError):
 
 
 def recognized(letters: Sequence[str], num_microbatches: int) -> Schedule:
-    """The schedule that a recorded step was run by.
+    """The schedule that a recorded step was run by, from a stage's letters, such as `FFBFBB`.
 
-    Args:
-        letters: for each stage, F for a forward and B for a backward, in the order they were run.
-        num_microbatches: M.
-
-    Raises:
-        OrderError: another number of units than microbatches, or an order that is neither
-            1F1B nor GPipe, with what was seen.
+    Raises OrderError for another number of units, and for orders other than 1F1B and GPipe.
     """
     for stage, seen in enumerate(letters):
         counts = {kind.value: seen.count(kind.letter) for kind in Kind}

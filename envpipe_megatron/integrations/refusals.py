@@ -49,12 +49,7 @@ FREES_WHILE_TRAINING = "garbage_collection_threshold in PYTORCH_CUDA_ALLOC_CONF"
 def check_refused(args: argparse.Namespace, refused: Mapping[str, Asks]) -> None:
     """Refuse a job without a pipeline, or with what is not proven to give the same result.
 
-    Args:
-        args: Megatron's.
-        refused: features, and whether the arguments ask for them.
-
-    Raises:
-        RefusedError: naming each feature.
+    Raises a RefusedError that names each of the features that Megatron's arguments ask for.
     """
     if args.pipeline_model_parallel_size < 2:
         raise RefusedError(

@@ -24,9 +24,7 @@ SUMMARY_FORMAT = "envpipe-summary/1"
 class IntervalReport:
     """Training since the last log line, on an average GPU of the job.
 
-    Args:
-        energy: an average step; None where no whole step was seen.
-        comparison: with the baseline; None before that is measured.
+    Without a whole step there is no energy, and before the baseline's end no comparison.
     """
 
     energy: IntervalEnergy | None
@@ -77,15 +75,9 @@ def comparison_parts(comparison: Comparison) -> list[str]:
 
 
 def end_of_job(session: Session, collectives: Collectives, output_dir: Path | None) -> list[str]:
-    """The bill of a closed session: lines for the log; written to `summary.json` as well.
+    """The bill of a closed session: lines for the log, on the planning rank alone.
 
-    Every rank calls it. A file that cannot be written is an error in the log and no more.
-
-    Returns:
-        lines, on the planning rank; none on others.
-
-    Raises:
-        CollectivesError: a rank is gone or silent.
+    Every rank calls it. It is written to `summary.json` too; where that fails, an error is logged.
     """
     own = session.summary()
     by_stage = collectives.all_to_planner(own)

@@ -28,11 +28,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def plain_names(settings: Mapping[str, object]) -> dict[str, object]:
-    """The same settings by the one name that each has here.
-
-    Raises:
-        OptionError: two names of one option.
-    """
+    """The same settings by the one name that each has here; two names are an OptionError."""
     named: dict[str, object] = {}
     for given, value in settings.items():
         name = str(given).replace("-", "_")
@@ -47,9 +43,6 @@ def merged(block: Mapping[str, object], call: Mapping[str, object]) -> dict[str,
     """Settings of a file, and those of a call, which go before them.
 
     A type in the call drops the file's order and reconfiguring, which may not go with it.
-
-    Raises:
-        OptionError: two names of one option in one of them.
     """
     below, above = plain_names(block), plain_names(call)
     if above.get("type") is not None:
@@ -60,16 +53,14 @@ def merged(block: Mapping[str, object], call: Mapping[str, object]) -> dict[str,
 def read_settings(settings: Mapping[str, object], *, num_stages: int, on_gpu: bool) -> Options:
     """Make of settings what the same flags would be: {"type": "uniform"} is --envpipe-type uniform.
 
+    Raises OptionError, with the settings' names, as `read_options` does.
+
     Args:
         settings: option names without `--envpipe-`, with underscores or dashes; `reconfig` stands
             for `reconfigure`. Values are words, numbers, paths, truth values for flags without a
             value, lists for one number a stage; None is as if the name were not there.
         num_stages: p.
-        on_gpu: whether the job runs on GPUs, whose memory can be measured.
-
-    Raises:
-        OptionError: a name that is unknown or given twice, a value of the wrong kind, or options
-            that do not go together, by their names here.
+        on_gpu: whether memory can be measured.
     """
     parser = _Parser(prog="envpipe", allow_abbrev=False, add_help=False)
     add_arguments(parser.add_argument_group())

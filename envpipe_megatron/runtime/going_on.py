@@ -49,12 +49,7 @@ def _tried(make: Callable[[], T]) -> tuple[list[T], str | None]:
 
 
 def by_planner(collectives: Collectives, make: Callable[[], T]) -> T:
-    """What the planner makes, on every rank.
-
-    Raises:
-        GoesOnError: it could not be made, for whatever reason.
-        CollectivesError: a rank is gone or silent.
-    """
+    """What the planner makes, on every rank; GoesOnError where it fails, for whatever reason."""
     made, failure = collectives.from_planner(_tried(make) if collectives.is_planner else None)
     if failure is not None:
         raise GoesOnError(failure)
@@ -66,15 +61,8 @@ def by_planner_in_time(
 ) -> T:
     """As `by_planner`, for what may take longer than a collective waits, or for ever.
 
-    Args:
-        collectives: to all ranks.
-        make: called on a thread, which is left behind where it takes too long.
-        longest_s: how long it may take.
-        look_s: how often the others hear of it.
-
-    Raises:
-        GoesOnError: it could not be made, or not in time.
-        CollectivesError: a rank is gone or silent.
+    `make` runs on a thread, which is left behind after `longest_s`; every `look_s`, the planner
+    lets the other ranks know that it is still busy.
     """
     ended: list[tuple[list[T], str | None]] = []
     thread = threading.Thread(
@@ -99,12 +87,7 @@ def by_planner_in_time(
 
 
 def on_every_rank(collectives: Collectives, make: Callable[[], T]) -> T:
-    """What this rank makes, once every rank has made its own.
-
-    Raises:
-        GoesOnError: a rank could not, for whatever reason.
-        CollectivesError: a rank is gone or silent.
-    """
+    """What this rank makes, once every rank has; GoesOnError on all where one fails."""
     made, failure = _tried(make)
     first = collectives.first(failure)
     if first is not None:

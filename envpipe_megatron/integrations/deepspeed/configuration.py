@@ -27,11 +27,7 @@ class VersionError(EnvPipeError):
 
 
 def check_version() -> None:
-    """Refuse versions of DeepSpeed that EnvPipe was not tried with.
-
-    Raises:
-        VersionError: naming those that it was.
-    """
+    """Refuse by a VersionError those that EnvPipe was not tried with."""
     oldest, beyond = map(versions.as_text, versions.DEEPSPEED)
     if not Version(oldest) <= Version(deepspeed.__version__) < Version(beyond):
         raise VersionError(
@@ -52,12 +48,8 @@ def take_block(
             the block, False to train without EnvPipe, None to leave it to the block.
 
     Returns:
-        the arguments for DeepSpeed, which has no part in the block; the settings, or None to train
-        without EnvPipe.
-
-    Raises:
-        BlockError: the block is no table.
-        OptionError: two names of one option.
+        the arguments for DeepSpeed, without the block; the settings, or None to train without
+        EnvPipe.
     """
     config = parsed_config(given)
     block = config.get(BLOCK)

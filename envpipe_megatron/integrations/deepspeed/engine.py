@@ -34,11 +34,7 @@ class UnsupportedEngineError(EnvPipeError):
 
 
 class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no types
-    """A PipelineEngine that `adopt` has given a job.
-
-    Attributes:
-        last_record: what the last step measured that the session executed; None before.
-    """
+    """A PipelineEngine that `adopt` has given a job."""
 
     _job: Job
     _own_steps: int
@@ -46,6 +42,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
     _takes_tuple: bool
     _tells: bool
     _specs: StageSpecs
+    #: Of the last step that the session executed.
     last_record: StageRecord | None
 
     @property
@@ -56,9 +53,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """As DeepSpeed's, in the order of the session's present phase.
 
-        Raises:
-            SystemExit: only the profile was asked for, and it is written.
-            EnvPipeError: a neighbour is gone, or the job changed its shape.
+        Raises SystemExit where only the profile was asked for, and it is written.
         """
         session = self._job.session
         if self._own_steps_left > 0:  # at the highest clock
@@ -98,11 +93,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         return super().load_checkpoint(*arguments, **named)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """As DeepSpeed's, before training alone: an order is planned for a number of microbatches.
-
-        Raises:
-            UnsupportedEngineError: another size than before, in training.
-        """
+        """As DeepSpeed's, but an UnsupportedEngineError in training: the plan is for one size."""
         if self.last_record is not None and train_batch_size != self.train_batch_size():
             raise UnsupportedEngineError(
                 "EnvPipe keeps the batch size that training began with",
@@ -115,9 +106,6 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         """Give the clock back, and print the energy bill; every rank calls it.
 
         Training that ends without it gives clocks back as well, and has no bill.
-
-        Raises:
-            CollectivesError: a rank is gone or silent.
         """
         self._job.end()
 
@@ -189,13 +177,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         return StageSpecs(receives, here, vary=self.dynamic_shape)
 
     def report_interval(self) -> IntervalReport:
-        """Training since the last report; every rank calls it after the same step.
-
-        For frameworks around DeepSpeed that have a log of their own.
-
-        Raises:
-            CollectivesError: a rank is gone or silent.
-        """
+        """Training since the last report, for a framework's log; all ranks call it together."""
         return IntervalReport.gather(self._job.session)
 
     def _tell(self) -> None:
@@ -225,8 +207,7 @@ def adopt(
         own_steps: training steps that DeepSpeed makes first by its own schedule. One at least,
             from which the shapes of messages are learned; on GPUs two, since a kernel that is
             loaded while a receive spins can hang both.
-        tells: whether the engine prints energy where DeepSpeed prints its steps; otherwise
-            `report_interval` is for the caller.
+        tells: whether the engine prints energy where DeepSpeed prints its steps.
     """
     if own_steps is None:
         own_steps = 2 if engine.device.type == "cuda" else 1
@@ -303,11 +284,7 @@ class _Units:
 
 
 def check_engine(engine: PipelineEngine) -> None:
-    """Refuse what EnvPipe does not run under DeepSpeed, by name.
-
-    Raises:
-        UnsupportedEngineError: naming it.
-    """
+    """Refuse by an UnsupportedEngineError what EnvPipe does not run under DeepSpeed."""
     not_run = {
         f"an engine of another class ({type(engine).__name__})": (
             type(engine) is not PipelineEngine
@@ -330,9 +307,6 @@ def check_units(engine: PipelineEngine) -> None:
 
     And what has room for as many microbatches as 1F1B holds. Both may be set after the engine was
     made, so that it is looked at again before the first unit.
-
-    Raises:
-        UnsupportedEngineError: naming it.
     """
     checkpoints = engine._config.activation_checkpointing_config
     _refuse(

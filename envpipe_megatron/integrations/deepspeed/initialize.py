@@ -45,9 +45,6 @@ def initialize(
             False to train without EnvPipe whatever the block says.
         named: those of `deepspeed.initialize`.
 
-    Returns:
-        what `deepspeed.initialize` returns: engine, optimizer, data loader, scheduler.
-
     Raises:
         EnvPipeError: a version of DeepSpeed, a feature of the engine or an option that does not
             go with EnvPipe, no GPU, or another rank raised one.
@@ -75,9 +72,6 @@ def end_training(engine: Any) -> None:
     """Give clocks back and print the energy bill; nothing where the engine is DeepSpeed's own.
 
     Every rank calls it, behind its last step.
-
-    Raises:
-        CollectivesError: a rank is gone or silent.
     """
     if isinstance(engine, EnvPipeEngine):
         engine.end_training()
@@ -91,17 +85,14 @@ def begin(
     sequence_length: int | None = None,
     tells: bool = True,
 ) -> EnvPipeEngine:
-    """Make the job of an engine that DeepSpeed has made; every rank does.
+    """Make the job of an engine that DeepSpeed has made; every rank does. Raises as `initialize`.
 
     Args:
         engine: a PipelineEngine.
         options: EnvPipe's.
         config: DeepSpeed's configuration, and whatever else tells jobs apart.
-        sequence_length: of a sample, in tokens; None where the caller does not know it.
-        tells: whether the engine prints energy where DeepSpeed prints its steps.
-
-    Raises:
-        EnvPipeError: as `initialize` raises.
+        sequence_length: of a sample, in tokens.
+        tells: as in `adopt`.
     """
     check_engine(engine)
     job = Job(options, _placement(engine), _facts(engine, config, sequence_length), _say)

@@ -33,9 +33,7 @@ class Meter(Protocol):
 class CudaMeter:
     """Repeats work for a while and reads the GPU's energy counter; clocks stay as they are.
 
-    Args:
-        gpu: the one that the work runs on; opened for reading alone will do.
-        window_s: how long to repeat.
+    The GPU may be opened for reading alone.
     """
 
     def __init__(self, gpu: Gpu, window_s: float = WINDOW_S) -> None:
@@ -43,11 +41,7 @@ class CudaMeter:
         self._window_s = window_s
 
     def measure(self, run: Callable[[], object]) -> tuple[float, float]:
-        """Time in s and energy in J of one run, behind one that warms up.
-
-        Raises:
-            MeterError: the counter failed.
-        """
+        """Time in s and energy in J of one run, behind one that warms up; or a MeterError."""
         run()
         torch.cuda.synchronize()
         begin_s, count = time.monotonic(), 0
@@ -86,13 +80,9 @@ def profile_layers(
         loss_fn: of the last layer's outputs and the labels; None where that returns a loss.
         frequency_mhz: the clock that the GPU runs at, for the file: only times at one clock are
             compared.
-        meter: measures.
+        meter: raises a MeterError where the energy counter fails.
         device: where layers run.
-        path: the CSV.
-
-    Raises:
-        MeterError: the energy counter failed.
-        OSError: the file cannot be written.
+        path: of the CSV.
     """
     inputs, labels = batch
     with path.open("w", newline="") as file:

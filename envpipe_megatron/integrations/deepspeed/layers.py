@@ -26,20 +26,9 @@ class ShapeError(EnvPipeError):
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """The sizes of a Transformer.
+    """The sizes of a Transformer; a ShapeError where they do not go together.
 
-    Args:
-        num_layers: blocks of attention and feed-forward network.
-        hidden_size: width of a token between them.
-        num_heads: of queries.
-        num_kv_heads: of keys and values; fewer than `num_heads` is grouped-query attention.
-        ffn_hidden_size: width inside the feed-forward network.
-        vocabulary_size: different tokens.
-        max_length: most tokens in a sequence.
-        dropout: probability that a value is left out in training.
-
-    Raises:
-        ShapeError: sizes that do not go together.
+    Fewer `num_kv_heads` than `num_heads` is grouped-query attention.
     """
 
     num_layers: int
@@ -192,7 +181,7 @@ class BertTransform(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of many heads, keys and values shared by groups of them where there are fewer."""
+    """Attention of many heads, groups of which may share keys and values."""
 
     def __init__(
         self,
@@ -255,7 +244,7 @@ def _gelu_ffn(shape: TransformerShape, generator: torch.Generator) -> nn.Sequent
 
 
 def _residual_scale(shape: TransformerShape) -> float:
-    """What keeps the sum of all residual branches as wide as one: as GPT-2 starts."""
+    """Keeps the sum of all residual branches as wide as one, as GPT-2 does."""
     return float((2 * shape.num_layers) ** -0.5)
 
 

@@ -32,12 +32,7 @@ IGNORED_LABEL = -100
 def gpt2_layers(shape: TransformerShape, seed: int = 1234) -> list[LayerSpec]:
     """GPT-2: learned positions, LayerNorm first, GELU, embedding and head tied.
 
-    Args:
-        shape: its sizes.
-        seed: of its weights.
-
-    Returns:
-        layers from token numbers, [samples, length], to logits of the next token at each position.
+    From token numbers, [samples, length], to logits of the next token at each position.
     """
     return [
         TiedLayerSpec("embedding", TokenEmbedding, shape, seed),
@@ -51,12 +46,7 @@ def gpt2_layers(shape: TransformerShape, seed: int = 1234) -> list[LayerSpec]:
 def llama_layers(shape: TransformerShape, seed: int = 1234) -> list[LayerSpec]:
     """Llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention, an untied head.
 
-    Args:
-        shape: its sizes.
-        seed: of its weights.
-
-    Returns:
-        layers from token numbers, [samples, length], to logits of the next token at each position.
+    From token numbers, [samples, length], to logits of the next token at each position.
     """
     return [
         LayerSpec(TokenEmbedding, shape, seed),
@@ -69,15 +59,10 @@ def llama_layers(shape: TransformerShape, seed: int = 1234) -> list[LayerSpec]:
 def bert_layers(shape: TransformerShape, seed: int = 1234) -> list[LayerSpec]:
     """BERT: segments, LayerNorm last, attention to both sides, embedding and head tied.
 
-    Args:
-        shape: its sizes.
-        seed: of its weights.
-
-    Returns:
-        layers from a tuple (token numbers, segment numbers, truth values of where a token stands),
-        each [samples, length], to logits of the token at each position. The truth values travel
-        with the hidden states, so an engine needs `set_has_attention_mask(True)`. Each sample has
-        a token at least.
+    From a tuple (token numbers, segment numbers, truth values of where a token stands), each
+    [samples, length], to logits of the token at each position. The truth values travel with the
+    hidden states, so an engine needs `set_has_attention_mask(True)`. Each sample has a token at
+    least.
     """
     return [
         TiedLayerSpec("embedding", TokenEmbedding, shape, seed, forward_fn=_bert_tokens),
@@ -91,12 +76,8 @@ def bert_layers(shape: TransformerShape, seed: int = 1234) -> list[LayerSpec]:
 def language_model_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross entropy of the labels that are not `IGNORED_LABEL`; 0 where all are.
 
-    Args:
-        logits: [samples, length, vocabulary].
-        labels: [samples, length]; the next tokens, or for BERT those that were masked.
-
-    Returns:
-        a number in fp32, whatever the logits' data type.
+    Logits are [samples, length, vocabulary], labels [samples, length]: the next tokens, or for BERT
+    those that were masked. The loss is in fp32, whatever the logits' data type.
     """
     total = F.cross_entropy(
         logits.flatten(0, 1).float(),

@@ -24,17 +24,14 @@ _MICROBATCHES_PER_STAGE = 4
 def parts_by_time(path: Path, num_layers: int, num_stages: int) -> list[int]:
     """Split a pipeline's layers so that the slowest stage is as fast as can be.
 
+    Returns DeepSpeed's `parts`: the first layer of each stage, and the number of layers. Raises
+    EnvPipeError for a file that is wrong or of another model, and for fewer layers than stages.
+
     Args:
         path: a layer CSV (`layer,instruction,frequency,time,energy`) whose layers are `0` to `L-1`
             as they stand in the PipelineModule; `profile_layers` writes one.
         num_layers: L.
         num_stages: p.
-
-    Returns:
-        [p + 1] the first layer of each stage, and L: DeepSpeed's `parts`.
-
-    Raises:
-        EnvPipeError: a file that is wrong or of another model, or fewer layers than stages.
     """
     table = read_layers(path)
     if table.names != tuple(str(layer) for layer in range(num_layers)):
@@ -48,11 +45,7 @@ def parts_by_time(path: Path, num_layers: int, num_stages: int) -> list[int]:
 
 
 class PipelineModule(deepspeed.pipe.PipelineModule):  # type: ignore[misc]  # DeepSpeed has no types
-    """DeepSpeed's, with one more `partition_method`: `time:FILE`, as `parts_by_time` splits.
-
-    Raises:
-        EnvPipeError: as `parts_by_time` does.
-    """
+    """DeepSpeed's, with one more `partition_method`: `time:FILE`, as `parts_by_time` splits."""
 
     def _partition_layers(self, method: str = "uniform") -> None:
         if not method.startswith(_METHOD):

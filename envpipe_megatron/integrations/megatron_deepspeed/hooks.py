@@ -81,11 +81,9 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def validate(args: argparse.Namespace) -> None:
-    """Refuse what EnvPipe does not run, before anything is built.
+    """End as argparse does where EnvPipe does not run the job, before anything is built.
 
-    Raises:
-        SystemExit: an unsupported feature, a version of DeepSpeed that was not tried, a wrong
-            option or file; told as argparse tells what is wrong, and once on each node.
+    For an unsupported feature, a version of DeepSpeed that was not tried, a wrong option or file.
     """
     _state.reached["validate"] += 1
     try:
@@ -97,11 +95,7 @@ def validate(args: argparse.Namespace) -> None:
 
 
 def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
-    """Have the engine execute EnvPipe's schedules.
-
-    Args:
-        args: Megatron's.
-        model: the engine that `deepspeed.initialize` made, alone in a list.
+    """Have the engine, which is alone in the list, execute EnvPipe's schedules.
 
     Raises:
         HookError: the arguments were not validated.
@@ -129,12 +123,7 @@ def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
 
 
 def end_step() -> None:
-    """An iteration has ended.
-
-    Raises:
-        HookError: a hook was not reached by the third iteration, or that of the log line by the
-            first that is logged.
-    """
+    """An iteration has ended; a HookError where a hook was not reached that should have been."""
     _state.reached["end_step"] += 1
     steps = _state.reached["end_step"]
     if steps >= NEEDED_BY_ITERATION:
@@ -145,16 +134,9 @@ def end_step() -> None:
 
 
 def log(iteration: int, writer: Any) -> str:
-    """Energy since the last call, for Megatron's log line, TensorBoard and W&B.
+    """Energy since the last call, to add to Megatron's log line, for TensorBoard and W&B.
 
-    Every rank calls it at the same iteration.
-
-    Args:
-        iteration: Megatron's number.
-        writer: Megatron's, for both; enabled on one rank alone.
-
-    Returns:
-        what to add to the log line.
+    Every rank calls it at the same iteration; the writer, for both, is enabled on one.
     """
     _state.reached["log"] += 1
     report = running(_state.engine).report_interval()
@@ -165,11 +147,7 @@ def log(iteration: int, writer: Any) -> str:
 
 
 def end_training() -> None:
-    """Give clocks back, and print the bill; the engine is DeepSpeed's own again.
-
-    Raises:
-        HookError: only the profile was asked for, and training was too short for it.
-    """
+    """Give clocks back, and print the bill; the engine is DeepSpeed's own again."""
     engine = running(_state.engine)
     _state.engine = None
     engine.end_training()
@@ -179,11 +157,7 @@ def end_training() -> None:
 
 
 def check_model(model: list[Any]) -> None:
-    """Refuse models that flags do not tell, such as those of other entry scripts.
-
-    Raises:
-        RefusedError: it is not Megatron's GPT in DeepSpeed's pipeline.
-    """
+    """Refuse by a RefusedError models that flags do not tell, such as other entry scripts'."""
     from megatron.model import GPTModelPipe
 
     engine = model[0]

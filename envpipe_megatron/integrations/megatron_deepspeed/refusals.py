@@ -98,11 +98,7 @@ REFUSED: Mapping[str, Asks] = {
 
 
 def check_supported(args: argparse.Namespace) -> None:
-    """Refuse what is not proven to give the same result under EnvPipe.
-
-    Raises:
-        RefusedError: naming each feature.
-    """
+    """Refuse by a RefusedError what is not proven to give the same result under EnvPipe."""
     script = Path(sys.argv[0]).name
     if script in _WITHOUT_PIPELINE:
         raise RefusedError(
@@ -115,11 +111,7 @@ def check_supported(args: argparse.Namespace) -> None:
 
 
 def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
-    """DeepSpeed's configuration, wherever Megatron keeps it at the moment.
-
-    Raises:
-        RefusedError: its file cannot be read.
-    """
+    """DeepSpeed's configuration, wherever Megatron keeps it at the moment."""
     given = getattr(args, "deepspeed_config_dict", None) or getattr(args, "deepspeed_config", None)
     if given is None or isinstance(given, Mapping):
         return dict(given or {})

@@ -57,11 +57,9 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def validate(args: argparse.Namespace) -> None:
-    """Refuse what EnvPipe does not run, before anything is built.
+    """End as argparse does where EnvPipe does not run the job, before anything is built.
 
-    Raises:
-        SystemExit: an unsupported feature, a wrong option or file, or a checkout that is half
-            patched; told as argparse tells what is wrong, and once on each node.
+    For an unsupported feature, a wrong option or file, or a checkout that is half patched.
     """
     _state.reached["validate"] += 1
     try:
@@ -75,10 +73,8 @@ def validate(args: argparse.Namespace) -> None:
 def begin_training(args: argparse.Namespace) -> None:
     """Make the job; from here on Megatron gets EnvPipe's forward-backward function.
 
-    Raises:
-        HookError: the arguments were not validated, or Megatron does not get that function.
-        SystemExit: ranks that were started differently, or a limit that cannot be kept.
-        EnvPipeError: no GPU, no control where it is required, or another rank raised one.
+    Raises HookError where Megatron does not get that function, and SystemExit and EnvPipeError as
+    `Job` raises JobError and EnvPipeError.
     """
     _state.reached["begin_training"] += 1
     options = validated(_state.options, "megatron/training/arguments.py")
@@ -116,20 +112,13 @@ def begin_training(args: argparse.Namespace) -> None:
 
 
 def begin_step(iteration: int) -> None:
-    """The training step of this iteration begins.
-
-    Args:
-        iteration: Megatron's number, from 0.
-    """
+    """The training step of this iteration begins; the first is 0."""
     _state.reached["begin_step"] += 1
     running(_state.job).session.begin_step(iteration)
 
 
 def end_step(skipped: int) -> None:
-    """The optimizer has stepped: the iteration ends here.
-
-    Args:
-        skipped: 1 where it did not step, since gradients overflowed.
+    """The iteration ends behind the optimizer, which may have skipped: gradients overflowed.
 
     Raises:
         HookError: a hook was not reached by the third iteration.
@@ -149,17 +138,9 @@ def end_step(skipped: int) -> None:
 
 
 def log(iteration: int, writer: Any, wandb_writer: Any) -> str:
-    """Energy since the last call, for Megatron's log line, TensorBoard and W&B.
+    """Energy since the last call, to add to Megatron's log line, for TensorBoard and W&B.
 
-    Every rank calls it at the same iteration.
-
-    Args:
-        iteration: Megatron's number.
-        writer: TensorBoard's, None on all ranks but one.
-        wandb_writer: likewise.
-
-    Returns:
-        what to add to the log line.
+    Every rank calls it at the same iteration; all but one without writers.
     """
     _state.reached["log"] += 1
     job = running(_state.job)
@@ -188,10 +169,9 @@ def end_training() -> None:
 
 
 def _quiet_energy_monitor() -> None:
-    """Keep Megatron's monitor from asking NVML of no device at each checkpoint.
+    """Keep Megatron's monitor from asking NVML at each checkpoint of a device that it has not.
 
-    Without --log-energy it has none, which does no harm until somebody loads NVML, as EnvPipe does:
-    then 0.16.1 passes a null handle to the driver (0.19 looks before it does).
+    Without --log-energy, 0.16.1 passes a null handle to the driver where NVML is loaded.
     """
     from megatron.training.global_vars import get_energy_monitor
 
@@ -215,11 +195,7 @@ def _reaching(stand_in: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_model(model: Any) -> None:
-    """Refuse models that flags do not tell, such as those of other entry scripts.
-
-    Raises:
-        RefusedError: it is none of GPT's kind.
-    """
+    """Refuse by a RefusedError models that flags do not tell, such as other entry scripts'."""
     from megatron.core.models.gpt import GPTModel
 
     inner = model[0] if isinstance(model, list) else model

@@ -60,16 +60,7 @@ _SAME_JOB = (
 
 
 def make_job(args: argparse.Namespace, options: Options, say: Callable[[str], None]) -> Job:
-    """Make the job of this rank; every rank does, at the same point of the program.
-
-    Args:
-        args: Megatron's.
-        options: EnvPipe's.
-        say: told of progress, on the planning rank alone.
-
-    Raises:
-        EnvPipeError: as `Job` raises.
-    """
+    """Make the job of this rank, as `Job` says, from Megatron's arguments."""
     placement = Placement(
         parallel_state.get_pipeline_model_parallel_group(),
         get_num_microbatches(),

@@ -101,9 +101,5 @@ REFUSED: Mapping[str, Asks] = {
 
 
 def check_supported(args: argparse.Namespace) -> None:
-    """Refuse what is not proven to give the same result under EnvPipe.
-
-    Raises:
-        RefusedError: naming each feature.
-    """
+    """Refuse by a RefusedError what is not proven to give the same result under EnvPipe."""
     check_refused(args, REFUSED)

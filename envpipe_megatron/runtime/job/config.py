@@ -19,30 +19,21 @@ class SessionError(EnvPipeError):
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """What a job asks of EnvPipe.
+    """What a job asks of EnvPipe; raises EnvPipeError where that contradicts itself.
 
     Args:
-        request: type, order and reconfiguring; its number of microbatches and blocking power are
-            replaced by the job's own.
+        request: its number of microbatches and blocking power are replaced by the job's own.
         warmup_iterations: of the framework's order at maximum clock; the first is not looked at.
-        profiler: how long to profile.
-        profile_file: a profile to use in place of the online one.
         plan_file: a plan to run as it stands; needs the profile file that prices it.
-        output_dir: where profile, plan, grids and energy log are left.
-        min_dwell_s: least time between two changes of a clock.
         relock: call the driver at every request, also where the clock stays. Beside a job without,
             it shows what the calls alone cost: some drivers hold up NCCL at each of them.
         gpu_preset: the kind of GPU whose range of clocks is profiled; by default this GPU's.
         guarded: whether the node's guard holds the GPU; by default where it is real.
-        labels: what each line of the energy log says beside the rank's own labels.
-        facts: what the framework knows of the job, for the sidecar of the online profile.
-        fingerprint: what the framework knows that must be the same (model, parallel sizes, batch,
-            GPU) for profile, plan and baseline of an earlier start to hold; of JSON's types. With
-            it, they are kept in the output folder for the next start.
-
-    Raises:
-        PlannerError: a request that contradicts itself.
-        SessionError: a plan without its profile, or too short a warm-up.
+        labels: for each line of the energy log, beside the rank's own.
+        facts: for the sidecar of the online profile.
+        fingerprint: what must be the same (model, parallel sizes, batch, GPU) for profile, plan
+            and baseline of an earlier start to hold; of JSON's types. With it, they are kept in
+            the output folder for the next start.
     """
 
     request: PlanRequest
@@ -88,5 +79,5 @@ class SessionConfig:
 
 
 def least_warmup(request: PlanRequest) -> int:
-    """How many iterations the warm-up needs: what a wait without a bubble takes is seen in it."""
+    """Iterations that the warm-up needs: reconfiguring measures its waits."""
     return 1 if request.reconfigure == "default" else 2

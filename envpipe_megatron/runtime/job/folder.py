@@ -46,12 +46,7 @@ _NOT_COMPARED = ("num_microbatches", "blocking_power_w", "conditions", "channel_
 
 
 class JobFolder:
-    """The files of a job, and what an earlier start left among them.
-
-    Args:
-        path: None for a job that leaves nothing.
-        collectives: to all ranks.
-    """
+    """The files of a job, and what an earlier start left among them; no path, no files."""
 
     def __init__(self, path: Path | None, collectives: Collectives) -> None:
         self._path = path
@@ -80,16 +75,10 @@ class JobFolder:
     def resume(
         self, config: SessionConfig, num_stages: int, channel: P2PChannel, gpu: Gpu
     ) -> SessionConfig:
-        """Look for what an earlier start of this job left; every rank of the job calls it.
+        """The options, with the profile and plan of an earlier start; every rank calls it.
 
         Where the stored job is another one or damaged, the job starts over, with a warning, and the
         stored one is kept under other names.
-
-        Returns:
-            the options, with the profile and plan that need not be made again.
-
-        Raises:
-            CollectivesError: a rank is gone or silent.
         """
         path = self._path
         if path is None or config.fingerprint is None:
@@ -117,10 +106,7 @@ class JobFolder:
         return {**labels, "run": f"{labels.get('run', '')} {self.started}".strip()}
 
     def appender(self, name: str) -> Callable[[dict[str, Any]], None] | None:
-        """What appends an object to the node's file of this name; None where there is no folder.
-
-        The file is `energy.jsonl`, say, or `energy-<node>.jsonl` of several nodes.
-        """
+        """What appends to `<name>.jsonl`, or to `<name>-<node>.jsonl` where there are several."""
         if self._path is None:
             return None
         return partial(append_line, self._path / f"{name}{self._of_node}.jsonl")
@@ -147,17 +133,13 @@ class JobFolder:
             logger.error("%s could not be written: %s", path, error)
 
     def keep_profile(self, profile: Profile) -> None:
-        """Write the profile that was measured, for a person and for another start.
-
-        It is kept even if no plan can be made from it: the next start may have more memory or a
-        newer package.
-        """
+        """Write the profile that was measured, also where no plan can be made from it."""
         digests = self._written(PROFILE_FILE, profile)
         if digests:
             self._store(profile=digests)
 
     def keep_plan(self, plan: Plan, steps: int, ended: Ended | None) -> None:
-        """Write the plan that was made, which nothing changes any more."""
+        """Write the plan once nothing changes it any more."""
         digests = self._written(PLAN_FILE, plan)
         if digests:
             self._store(plan=digests, reconfigure_steps=steps, reconfigure_ended=ended)
@@ -194,7 +176,7 @@ class JobFolder:
         return found, started
 
     def _written(self, name: str, result: Profile | Plan) -> dict[str, str]:
-        """Write a result on the planning rank: the digest of each file; none where it failed."""
+        """Write a result on the planning rank; the digests of its files, none where it failed."""
         if self._path is None or not self._collectives.is_planner:
             return {}
         path = self._path / name
@@ -243,7 +225,7 @@ def _fingerprint(
 
 
 def _set_aside(folder: Path, config: SessionConfig, reason: Exception) -> bool:
-    """Rename a job's files, so that another job may have their names; whether it could be done."""
+    """Rename a job's files, so that another job may have their names; False where it failed."""
     profile = folder / PROFILE_FILE
     # The job file comes last: as long as it is there, the others do not pass for a new job's.
     files = [profile, sidecar_path(profile), folder / PLAN_FILE, folder / JOB_FILE]

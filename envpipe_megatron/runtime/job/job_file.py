@@ -47,12 +47,11 @@ class StoredJob:
 
     Args:
         fingerprint: what must be the same for all of it to hold, of JSON's types.
-        starts: when the job was started, each in UTC by ISO 8601.
+        starts: each in UTC by ISO 8601.
         profile: SHA-256 of each of the profile's files, by name in the folder; empty without one.
         plan: the same of the plan, once reconfiguring has ended.
         baseline: without this GPU's own.
-        reconfigure_steps: how many steps raised a clock.
-        reconfigure_ended: why reconfiguring ended; None where it did not.
+        reconfigure_steps: those that raised a clock.
     """
 
     fingerprint: Mapping[str, Any]
@@ -100,12 +99,11 @@ def read_job(
     Args:
         folder: of the job.
         fingerprint: what it must have been.
-        profile_file: the profile, where the job has one that it did not make.
+        profile_file: where the job has one that it did not make.
 
     Raises:
-        JobFileError: it is another job (naming what differs), damaged, or a file that it names is
-            gone or not the one it was.
-        EnvPipeError: a profile or plan that it names cannot be read.
+        EnvPipeError: it is another job (naming what differs), damaged, or a file that it names is
+            gone, changed or cannot be read.
         OSError: it cannot be read.
     """
     path = folder / JOB_FILE
@@ -136,11 +134,7 @@ def read_job(
 
 
 def write_job(folder: Path, job: StoredJob) -> None:
-    """Replace the folder's job; a kill at any point leaves the old one or the new one.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written.
-    """
+    """Replace the folder's job; a kill at any point leaves the old one or the new one."""
     replace_files({folder / JOB_FILE: [json.dumps(job.to_json(), indent=1), "\n"]})
 
 
@@ -153,7 +147,7 @@ def digest(path: Path) -> str:
 
 
 def _parse(data: Any) -> StoredJob:
-    """A job from its JSON; raises one of Python's own errors where it is something else."""
+    """A job from its JSON; one of Python's own errors where it is something else."""
     if data["format"] != JOB_FORMAT:
         raise ValueError(f"its format is {data['format']!r}, not {JOB_FORMAT!r}")
     baseline = data["baseline"]

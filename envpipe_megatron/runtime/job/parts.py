@@ -49,7 +49,6 @@ class PhaseParts:
 
     Args:
         config: whose profile and plan files may be an earlier start's, see `folder`.
-        say: hears of progress; on the planning rank alone, as `print_grid`.
         kept_order: of a framework that runs its units itself; None where ours are executed.
     """
 

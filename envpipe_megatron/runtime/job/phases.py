@@ -33,9 +33,7 @@ _COMPARED_ITERATIONS = 3
 def run_phases(job: PhaseParts) -> PhaseRun[None]:
     """Yield what each iteration runs, for ever; the same on every rank.
 
-    Raises:
-        EnvPipeError: a profile or plan by file that does not fit the job, on all ranks alike; or
-            a rank is gone or silent.
+    Raises EnvPipeError on all ranks where a given profile or plan does not fit the job.
     """
     config, state = job.config, job.state
     schedule = _framework_schedule(job)
@@ -71,10 +69,6 @@ def _save_energy(
         job: of this rank.
         schedule: the framework's.
         records: of the warm-up, but for its first iteration.
-
-    Raises:
-        GoesOnError: it cannot be done; training goes on.
-        EnvPipeError: as `run_phases`.
     """
     config, state = job.config, job.state
     profile = state.profile = yield from _profile(job, schedule)
@@ -117,7 +111,7 @@ def _steady(job: PhaseParts, order: IterationOrder) -> PhaseRun[None]:
 
 
 def _keep_own_order(job: PhaseParts, schedule: Schedule) -> None:
-    """The framework's own order goes on, which ran: for it, there need not be more memory."""
+    """The framework's order goes on: it ran, so that too little memory for it is only said."""
     if job.memory.stages is None:
         job.memory.learn(schedule, job.specs)
     try:
@@ -189,11 +183,7 @@ def _profile(job: PhaseParts, schedule: Schedule) -> PhaseRun[Profile]:
 
 
 def _swept_clocks(job: PhaseParts) -> tuple[int, ...]:
-    """The clocks to profile.
-
-    Raises:
-        ProfilerError: GPUs with different clocks, or a single one; on all ranks.
-    """
+    """The clocks to profile; ProfilerError on all ranks where GPUs differ or have one clock."""
     preset = job.config.gpu_preset
 
     def own() -> tuple[int, ...]:

@@ -25,13 +25,7 @@ _LONGEST_S = 900.0
 
 @dataclass(frozen=True)
 class Adopted:
-    """The plan that a job starts from.
-
-    Args:
-        plan: whose memory is ready.
-        notes: what the user should know about it.
-        made_now: no file's, so that it is to be reconfigured and kept.
-    """
+    """The plan that a job starts from; one that no file gave is to be reconfigured and kept."""
 
     plan: Plan
     notes: tuple[str, ...]
@@ -39,19 +33,18 @@ class Adopted:
 
 
 def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Adopted:
-    """The plan to start from; every rank calls it.
+    """The plan to start from, whose memory is ready; every rank calls it.
 
     An earlier start's plan that does not run any more is replaced.
 
     Args:
         job: of this rank.
         profile: of its stages.
-        clocks_mhz: for each stage, those of all its GPUs.
+        clocks_mhz: for each stage, those that all its GPUs have.
 
     Raises:
         GoesOnError: no plan can be made, or there is no memory for it.
         EnvPipeError: a profile or plan that the user gave does not fit the job.
-        CollectivesError: a rank is gone or silent.
     """
 
     def by_file(path: Path) -> Plan:

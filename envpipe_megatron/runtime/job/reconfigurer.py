@@ -47,17 +47,7 @@ def no_bubble_threshold_s(
 def measured_threshold_s(
     schedule: Schedule, records: Sequence[StageRecord], collectives: Collectives
 ) -> float:
-    """`no_bubble_threshold_s` of a pipeline's iterations at full clock; every rank calls it.
-
-    Args:
-        schedule: that they ran.
-        records: of this rank, one for each iteration.
-        collectives: to the other ranks.
-
-    Raises:
-        GoesOnError: it cannot be computed.
-        CollectivesError: a rank is gone or silent.
-    """
+    """`no_bubble_threshold_s` of a pipeline's iterations at full clock; every rank calls it."""
     own_waits_s = np.array([record.receive_wait_s for record in records])
     shortest_s = min(float(record.unit_time_s.min()) for record in records)
     by_stage = collectives.medians(own_waits_s)
@@ -83,20 +73,16 @@ def reconfigure_online(
     """Run a policy's steps on measured waits until one of its ends.
 
     Args:
-        plan: the plan to start from; every rank has the same.
+        plan: to start from; every rank has the same.
         policy: greedy or balanced.
         threshold_s: from `no_bubble_threshold_s`.
         clocks_mhz: for each stage, those of all its GPUs: units rise through clocks that were not
             profiled too, of which waits tell enough.
         collectives: to the other ranks.
-        print_grid: gets every look on the planner, as text.
+        print_grid: called on the planner for each iteration.
 
     Returns:
-        the reconfigured plan, the steps that raised something, and why the loop ended.
-
-    Raises:
-        GoesOnError: a step failed.
-        CollectivesError: a rank is gone or silent.
+        the reconfigured plan, the number of steps that raised a clock, and why the loop ended.
     """
     schedule, shape = plan.schedule, plan.frequency_mhz.shape
     frequency = plan.frequency_mhz.ravel().copy()

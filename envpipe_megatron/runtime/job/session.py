@@ -56,20 +56,18 @@ class Session:
 
     Args:
         config: what the job asks for.
-        gpu: this rank's GPU, as `rank_gpu.open_rank_gpu` opens it.
-        make_executor: makes the executor, given what lets it wait for the clock controller.
-        channel: to the neighbour stages; it knows the ranks of this pipeline.
-        collectives: to all ranks; they know this rank's stage.
-        say: hears of progress, on the planning rank alone.
-        print_grid: hears of reconfigure grids, on the planning rank alone; the output folder has
-            them too.
+        gpu: as `rank_gpu.open_rank_gpu` opens it.
+        make_executor: takes what waits for the clock controller.
+        channel: to the neighbour stages.
+        collectives: to all ranks.
+        say: prints progress, on the planning rank alone.
+        print_grid: prints reconfigure grids there; the output folder has them too.
         memory: of this rank's device; by default of the CUDA device in use, if there is one.
 
     Raises:
-        MemoryUnknownError: a limit by memory that nobody knows.
-        GpuError: another job holds the GPU, or no guard could be had.
+        EnvPipeError: a limit by memory that nobody knows, another job that holds the GPU, or no
+            guard; on every rank of the job.
         OSError: there can be no output folder.
-        CollectivesError: another rank of the job raised one of these.
     """
 
     def __init__(
@@ -178,9 +176,7 @@ class Session:
     def begin_step(self, iteration: int | None = None) -> None:
         """A training step begins: what runs from here on belongs to it.
 
-        Args:
-            iteration: the framework's own number for it, which may go back after a restart; by
-                default, one more than before.
+        Its number is the framework's own, which may go back after a restart, or one more.
         """
         self.state.iteration = self.state.iteration + 1 if iteration is None else iteration
         self._step_begun = True
@@ -194,8 +190,8 @@ class Session:
         What lies between two phases (measurements, planning) comes first, where a phase has ended.
 
         Raises:
-            SessionError: another number of microbatches than before, or an earlier iteration
-                failed.
+            SessionError: another number of microbatches than before, a plan of another order, or
+                an earlier iteration failed.
             ChannelError: a neighbour is gone or silent.
         """
         run = self._open(num_microbatches, specs, None, self._channel)
@@ -206,14 +202,11 @@ class Session:
     def open_iteration(self, kept_order: Schedule, specs: StageSpecs) -> StageRun:
         """Begin an iteration whose units the framework runs, which sends their messages itself.
 
+        Raises as `run_iteration` does.
+
         Args:
             kept_order: the framework's own order of units, the same in every iteration.
-            specs: what messages carry that are sent between two phases, to measure.
-
-        Raises:
-            SessionError: another number of microbatches than before, a plan of another order, or
-                an earlier iteration failed.
-            ChannelError: a neighbour is gone or silent.
+            specs: of the messages that are sent between two phases, to measure.
         """
         run = self._open(kept_order.num_microbatches, specs, kept_order, None)
         run.begin()
@@ -224,12 +217,10 @@ class Session:
         return self._close(run, run.end())
 
     def describe_job(self, facts: Mapping[str, Any]) -> None:
-        """Tell the bill of the node's agent what the job is; without an agent nothing happens.
+        """Add to the bill of the node's agent, if there is one, what is known of the job.
 
-        Args:
-            facts: of JSON's types: `tokens_per_iteration`, `samples_per_iteration`, `model`,
-                `microbatch_size`, `type`, `scheduling`, `reconfigure`, `notes`; those that are
-                known.
+        Facts are `tokens_per_iteration`, `samples_per_iteration`, `model`, `microbatch_size`,
+        `type`, `scheduling`, `reconfigure` and `notes`, of JSON's types.
         """
         if self._agent is not None and self._collectives.is_planner:
             self._agent.job(facts)
@@ -244,25 +235,18 @@ class Session:
         self._step_begun = False
 
     def pause(self) -> None:
-        """Something that is not training follows, at the highest clock.
-
-        An evaluation or a checkpoint: nothing is billed up to the next step's begin.
-        """
+        """An evaluation or a checkpoint follows: at the highest clock, and not billed."""
         self._energy.pause()
         self._request(max(self._gpu.supported_frequencies_mhz), Done())
 
     def lap(self) -> IntervalEnergy:
-        """What training took on this GPU since the last lap; costs no time worth mentioning."""
+        """What training took on this GPU since the last lap."""
         return self._energy.lap()
 
     def gather(self, interval: IntervalEnergy) -> IntervalEnergy | None:
         """An interval over all GPUs of the job; every rank calls it after the same iteration.
 
-        Returns:
-            None where a rank has no step in its interval.
-
-        Raises:
-            CollectivesError: a rank is gone or silent.
+        None where a rank has no step in its interval.
         """
         return self._energy.gather(interval)
 
@@ -271,14 +255,7 @@ class Session:
         return self._rank_clock.summary()
 
     def summary(self) -> dict[str, Any]:
-        """The job so far; complete once the session is closed.
-
-        No other rank is asked: of the job, it knows what was gathered.
-
-        Returns:
-            what `TrainingEnergy.summary` returns; `stage`, `rank`; `phase`, `iteration` and
-            `notes` of `state`; `reconfigure` (`steps`, `ended`); `clocks`, see `clock_summary`.
-        """
+        """The job so far, as this rank knows it; complete once the session is closed."""
         state = self.state
         ended = state.reconfigure_ended
         return {

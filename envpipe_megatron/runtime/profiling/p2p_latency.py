@@ -30,9 +30,7 @@ def measure_p2p_latency_s(
     receive posted and sends only what the other has posted a receive for: with any channel that
     training runs on, no order of arrival can stop it.
 
-    Returns:
-        0 on the last stage, which has no next one, and on emulated GPUs, whose messages take no
-        time.
+    It is 0 on the last stage, which has no next one, and on emulated GPUs.
     """
     rounds = _WARMUPS + _ROUND_TRIPS
     executor.meet()

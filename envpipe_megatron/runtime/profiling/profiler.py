@@ -57,14 +57,12 @@ class ProfilerSettings:
     """How long to stay at each clock.
 
     Args:
-        settle_iterations: run and not measured after each change of the sweep's clock.
+        settle_iterations: run and not measured after each change of the sweep's clock; one at
+            least, in which the window before is closed too, or a ProfilerError is raised.
         measured_iterations: averaged at each clock, at least.
         measured_split_iterations: the same in the second sweep.
         min_window_s: iterations are added until they last so long: ten refreshes of a counter that
             refreshes every 100 ms.
-
-    Raises:
-        ProfilerError: not one iteration to settle, in which the window before is closed too.
     """
 
     settle_iterations: int = 1
@@ -90,7 +88,7 @@ class _Point:
     records: list[StageRecord] = field(default_factory=list)
 
     def read(self, meter: EnergyMeter, wait_power: WaitPower) -> Measured:
-        """Unit times, and the energy of a pair; not a number if the meter failed."""
+        """Unit times, and the energy of a pair: NaN if the meter failed."""
         backward = self.order.schedule.is_backward[self.stage]
         times = np.array([record.unit_time_s for record in self.records])
         pairs = int((~backward).sum()) * len(self.records)
@@ -136,7 +134,7 @@ class _Parts:
         rows: for each kind and clock, time in s, energy in J and its variance in J^2.
         power_w: of waiting, at each clock at which it was measured.
         tail_s: one number; none where no iteration followed another.
-        late_s: how late changes of the clock are; the most of all.
+        late_s: how late changes of the clock are, at most.
         told_apart: whether the sweeps tell forwards from backwards, on all replicas.
     """
 
@@ -152,14 +150,14 @@ class OnlineProfiler:
 
     Args:
         schedule: that order.
-        clocks_mhz: the clocks to sweep, highest first, at least two; the same on every rank.
-        stage: this rank's stage.
-        clock: controls this rank's GPU.
-        meter: of this rank's GPU.
-        wait_power: of this rank's GPU while it waits in a receive.
-        collectives: to the other ranks.
+        clocks_mhz: to sweep, highest first, at least two; the same on every rank.
+        stage: of this rank, as are clock, meter and waiting power.
+        clock: of this rank.
+        meter: of this rank.
+        wait_power: of this rank.
+        collectives: to all ranks.
         settings: how long to measure.
-        progress: gets a line for each clock, with its number and the most there may be.
+        progress: called with a line for each clock.
     """
 
     def __init__(
@@ -188,10 +186,9 @@ class OnlineProfiler:
         self._tails: list[tuple[FloatArray, FloatArray]] = []
 
     def run(self, sidecar: Sidecar) -> PhaseRun[Profile]:
-        """Sweep, and give the profile of the whole pipeline to every rank.
+        """Sweep; the profile of the whole pipeline, on every rank.
 
-        Raises:
-            GoesOnError: a meter, the control of a clock or what reads them failed; on all ranks.
+        Raises GoesOnError on all ranks where a meter or the control of a clock failed on one.
         """
         clocks = self._clocks
         together = yield from self._sweep(
@@ -246,7 +243,7 @@ class OnlineProfiler:
         return points
 
     def _iterations(self, measured: int, settled: StageRecord) -> int:
-        """How many iterations fill the least window; the same on every rank."""
+        """Iterations that fill the least window, on every rank the same."""
         if self._shortest_s is None:
             self._shortest_s = min(self._collectives.by_stage(settled.iteration_time_s, min))
         return max(measured, math.ceil(self._settings.min_window_s / self._shortest_s))

@@ -15,9 +15,8 @@ from envpipe_megatron.runtime.execution.executor import StageRecord
 def ends_and_gaps_s(records: Sequence[StageRecord]) -> tuple[FloatArray, FloatArray]:
     """What one stage knows of its tails, from iterations that followed each other.
 
-    Returns:
-        for each iteration but the last, the end of its last unit after its own begin, s; and the
-        time from there to the begin of the next iteration on the GPU's time base, s.
+    For each iteration but the last: the end of its last unit after its own begin, in s, and the
+    time from there to the begin of the next iteration, in s.
     """
     ends_s = [float(record.end_s[-1]) for record in records[:-1]]
     gaps_s = [
@@ -41,12 +40,7 @@ def tail_times_s(ends_s: ArrayLike, gaps_s: ArrayLike) -> FloatArray:
     iteration. Ends are compared after each stage's own begin: nodes share no clock, and where
     stages synchronise they begin together.
 
-    Args:
-        ends_s: [num_stages, iterations] from `ends_and_gaps_s`.
-        gaps_s: the same shape.
-
-    Returns:
-        [num_stages], zero or more.
+    Both arguments are [num_stages, iterations], from `ends_and_gaps_s`; the result [num_stages].
     """
     end, gap = np.asarray(ends_s), np.asarray(gaps_s)
     slack = end.max(axis=0) - end

@@ -33,12 +33,7 @@ def wait_clocks(sweep_mhz: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class WaitPower:
-    """Waiting power over the clock that is set while waiting.
-
-    Args:
-        power_w: at the measured clocks, `{frequency_mhz: power_w}`; not a number where the meter
-            failed.
-    """
+    """Waiting power by the clock in MHz that is set while waiting; NaN where the meter failed."""
 
     power_w: Mapping[int, float]
 
@@ -61,10 +56,7 @@ def measure_wait_power(
     """Hold the pipeline once, between two iterations, and give this GPU's power in W.
 
     Every stage posts a receive from a neighbour that sends only after a while; on a GPU the receive
-    spins meanwhile, as it does in a bubble.
-
-    Returns:
-        not a number if the meter failed, so that all ranks can settle together what to do.
+    spins meanwhile, as it does in a bubble. NaN if the meter failed: all ranks decide together.
     """
     receives, sends = (Kind.FORWARD, []) if stage else (Kind.BACKWARD, [])
     if stage + 1 < num_stages:
