@@ -56,9 +56,6 @@ def test_all_fields(tmp_path):
 def test_every_field_is_optional(tmp_path):
     path = site_of(tmp_path, "", header='format = "envpipe-site/1"\n')
     assert read_site_file(path) == SiteConfig(path)
-
-
-def test_the_narrowest_range_and_the_defaults(tmp_path):
     site = read_site_file(site_of(tmp_path, "reset_range_mhz = [1, 1]"))
     assert site.reset_range_mhz == (1, 1)
     assert site == SiteConfig(

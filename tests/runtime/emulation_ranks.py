@@ -30,6 +30,7 @@ def run_plan(
         warmup_iterations=1,
         profile_file=root / "profile.csv",
         plan_file=root / "plan.json",
+        output_dir=root / "output",
     )
     session, _ = plain_stages.session(
         rank, config, root, preset=preset, time_at_max_s=dict(zip(Kind, times_s[rank], strict=True))

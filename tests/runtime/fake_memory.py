@@ -1,13 +1,22 @@
-"""A device's memory that a test allocates and frees by hand, and stages that do so unit by unit."""
+"""A device's memory that tests allocate by hand, stages that do so unit by unit, jobs of them."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from threading import Barrier
+from types import SimpleNamespace
 
+import torch
+
+from envpipe_megatron.core import builders
 from envpipe_megatron.core.schedule import Kind, Unit
+from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.memory.device import Reading
+from envpipe_megatron.runtime.memory.peak import JobMemory, Watch
 
 
 class FakeMemory:
@@ -148,3 +157,89 @@ def run_units(work: object, units: tuple[Unit, ...]) -> None:
         run = work.forward if unit.kind is Kind.FORWARD else work.backward  # type: ignore[attr-defined]
         run(unit, None)
         work.sent(unit)  # type: ignore[attr-defined]
+
+
+SPECS = StageSpecs.alike(TensorSpec.of_one_type(((5,),), torch.float16, torch.device("cpu")))
+PLENTY = 10**9
+
+
+class Meeting:
+    """A host group whose ranks are threads; the first leads."""
+
+    def __init__(self, size):
+        self.values = [None] * size
+        self.barrier = Barrier(size, timeout=20)
+
+    def of(self, index):
+        def exchange(value):
+            self.values[index] = value
+            self.barrier.wait()
+            everyone = list(self.values)
+            self.barrier.wait()
+            return everyone
+
+        return SimpleNamespace(
+            leads=index == 0,
+            gather=lambda value: exchange(value) if index == 0 else exchange(value)[:0],
+            broadcast=lambda value: exchange(value)[0],
+        )
+
+
+class FakeJob:
+    """A job whose ranks are threads of this process."""
+
+    def __init__(self, stages, microbatches, sizes, *, seed=0, replicas=1, capacity=PLENTY):
+        self.own = builders.one_f_one_b(stages, microbatches)
+        pipelines = [Meeting(stages) for _ in range(replicas)]
+        trees = [Meeting(replicas) for _ in range(stages)]
+        self.said = []
+        self.devices, self.ranks = [], []
+        for rank in range(stages * replicas):
+            device = FakeMemory(capacity)
+            stage = FakeStage(device, sizes(rank), random.Random(100 * seed + rank))
+            replica, own = divmod(rank, stages)
+            ranks = Collectives(own, pipelines[replica].of(own), [trees[own].of(replica)], replicas)
+            memory = JobMemory(device, own, ranks, self._say(rank))
+            self.devices.append(device)
+            self.ranks.append((rank % stages, stage, memory))
+
+    def _say(self, rank):
+        return self.said.append if rank == 0 else lambda text: None
+
+    def everywhere(self, call):
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            return list(pool.map(lambda rank: call(*rank), self.ranks))
+
+    def iterate(self, schedule, watch, iterations=1):
+        """The peak of each rank's units in the last of them."""
+
+        def run(stage, work, memory):
+            for _ in range(iterations):
+                memory.watch = watch
+                run_units(memory.watched(lambda schedule: work)(schedule), schedule.stages[stage])
+                memory.units_ended()
+                peak = memory._source.peak
+                work.end_iteration()
+                work.step()
+            return peak
+
+        return self.everywhere(run)
+
+    def learn(self, profiled=3, specs=SPECS):
+        """Warm up, and profile; the last iteration counts."""
+        self.iterate(self.own, Watch.PEAK)
+        self.iterate(self.own, Watch.UNITS)
+
+        def run(stage, work, memory):
+            for left in reversed(range(profiled)):
+                memory.watch = Watch.PEAK
+                run_units(memory.watched(lambda schedule: work)(self.own), self.own.stages[stage])
+                if not left:
+                    memory.learn(self.own, specs)
+                work.end_iteration()
+                work.step()
+            return memory.stages
+
+        found = self.everywhere(run)
+        assert all(stages == found[0] for stages in found)
+        return found[0]

@@ -1,16 +1,14 @@
 """GPU presets: how time and power of a kind of GPU follow its SM clock, loaded from TOML.
 
-The model, with `g = min(f, cap)` the clock that the GPU really reaches when `f` is requested and
-`top` the clock it reaches when its maximum is requested:
+With `g = min(f, cap)` the clock that the GPU really reaches when `f` is requested and `top` the
+clock it reaches when its maximum is requested:
 
     time(f)  = time(max) * (m + (1 - m) * top / g)
     power(f) = static + dynamic * (g / top) * V(g)^2
 
 `m` is the part of the time that waits for memory, whatever the clock. The voltage V, relative to
-that at `top`, lies at a floor up to a knee and rises linearly to 1 from there.
-
-The cap is a clock because that is what a power limit looks like from outside: above it, more
-requested clock changes neither time nor power.
+that at `top`, lies at a floor up to a knee and rises linearly to 1 from there. The cap is a clock
+because that is what a power limit looks like from outside.
 """
 
 import math

@@ -4,9 +4,9 @@ Everything is done relative to an opened folder, and no link is ever followed: i
 users share, a name may mean something else than a moment before.
 
 `ENVPIPE_LEASE_DIR` names the folder. Without it, it is `/run/envpipe/leases` where root has made
-that (a job of root makes it; an administrator may have systemd-tmpfiles do so), because a job then
-sees the leases of every user, and otherwise a folder of the user's own in `/tmp`. Not in TMPDIR:
-batch systems give each job another one, and a lease must be found by the next job.
+that (a job of root, or systemd-tmpfiles), because a job then sees the leases of every user, and
+otherwise a folder of the user's own in `/tmp`. Not in TMPDIR: batch systems give each job another
+one, and a lease must be found by the next job.
 """
 
 import errno

@@ -2,12 +2,11 @@
 
 The clock of a unit is requested when the GPU has finished the stage's previous unit, not when
 Python enqueues anything: a change that takes milliseconds then falls into the wait before the unit,
-where there is one, and the wait runs at the clock of the unit that follows.
+where there is one.
 
-The thread competes for Python's global interpreter lock with the training thread, which launches
-kernels all the time. Woken by the GPU, it gets that lock one *switch interval* later, 5 ms by
-default: the interval is shorter while a controller lives, and the way from a unit's end to the
-driver takes the lock once.
+Woken by the GPU, the thread gets Python's global interpreter lock, which the training thread holds
+all the time, one *switch interval* later, 5 ms by default: the interval is shorter while a
+controller lives.
 """
 
 from __future__ import annotations
@@ -226,7 +225,6 @@ class ClockController:
         return isinstance(self._next, tuple) and self._next[0].query()
 
     def _may_change(self, frequency_mhz: int) -> bool:
-        """Whether this is another clock, and the last change is long enough ago."""
         if self._applied == (self._epoch, frequency_mhz) and not self._relock:
             self._due_mhz = None
             return False

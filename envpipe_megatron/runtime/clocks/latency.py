@@ -143,7 +143,6 @@ def measure_latency(
 
 
 def _checked(gpu: Gpu, clocks_mhz: Sequence[int]) -> list[int]:
-    """The clocks, highest first, each once."""
     clocks = sorted(set(clocks_mhz), reverse=True)
     if len(clocks) < 2:
         raise ClockLatencyError(

@@ -96,15 +96,6 @@ class Comparison:
     slowdown_percent: float
     slowdown_uncertainty_percent: float | None
 
-    @property
-    def saves_for_sure(self) -> bool:
-        """Whether there is a saving at 95 % confidence: one that may be claimed."""
-        return (
-            self.saving_percent is not None
-            and self.saving_uncertainty_percent is not None
-            and self.saving_percent > NORMAL_95 * self.saving_uncertainty_percent
-        )
-
 
 def compare(step: StepEnergy, baseline: StepEnergy) -> Comparison:
     """How much energy a step saves against the baseline's, and how much longer it takes."""

@@ -1,9 +1,9 @@
 """Units on an emulated GPU: the real computation runs, and the remainder of its time is waited.
 
-Two clocks run side by side. The *emulated* clock is exact: a unit starts at the later of its
-stage's last end and the emulated instant at which its input was sent, and takes what the GPU's
-model says, so an iteration equals the longest path whatever the host does. The *wall* clock follows
-by sleeping until each unit's emulated end; it is late by what the host is too slow for.
+The *emulated* clock is exact: a unit starts at the later of its stage's last end and the emulated
+instant at which its input was sent, and takes what the GPU's model says, so an iteration equals the
+longest path whatever the host does. The *wall* clock follows by sleeping until each unit's emulated
+end; it is late by what the host is too slow for.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def test_state_is_whole_after_a_kill_at_any_point(tmp_path, round_preset):
     gpu = EmulatedGpu.create(round_preset, 0, tmp_path)
     delays = random.Random(20240924)
     last_end_s = 0.0
-    for _ in range(6):
+    for _ in range(4):
         process = start(UNITS, tmp_path, -1)
         try:
             assert process.stdout.readline() == "ready\n"
@@ -93,7 +93,7 @@ def test_whatever_a_signal_handler_raises_no_lock_is_kept(tmp_path):
     randomness = random.Random(20)
     before = signal.signal(signal.SIGALRM, lambda *_: sys.exit(1))
     try:
-        for _ in range(2000):
+        for _ in range(500):
             try:
                 signal.setitimer(signal.ITIMER_REAL, randomness.uniform(1e-6, 3e-4))
                 while True:

@@ -5,14 +5,13 @@ import queue
 import re
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
-from guard_rounds import DEADLINE_S, Node, Round
+from guard_rounds import DEADLINE_S, Node, Round, until
 
 from envpipe_megatron.gpu.guard.hold import GuardEvent, guard_log, hold_gpu
-from envpipe_megatron.gpu.guard.lease import LeaseHeldError, list_leases
+from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.messages import GuardError, GuardSettings
 from envpipe_megatron.gpu.opening import open_gpu
 
@@ -55,13 +54,6 @@ def held(round_):
     return hold
 
 
-def until(condition):
-    end_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
-
-
 def leased():
     return {record.address for record in list_leases()}
 
@@ -95,50 +87,12 @@ def assert_detached(hold):
     assert re.match(r"\d{4}-\d\d-\d\d [\d:,]+ INFO GPU-.*: held for Process", log.read_text())
 
 
-def test_one_rank_holds_a_gpu(round_, held):
-    hold = held()
-    with pytest.raises(LeaseHeldError, match=r"holds the GPU GPU-.*need a GPU each"):
-        hold_gpu(hold.address, round_.job, on_event=print)
-    hold.release()
-
-
-def test_a_restarted_rank_waits_until_its_predecessors_clock_is_back(round_):
-    first, other = round_.start(2, steady=True)
-    round_.node.nvml.set_fault(first.address.uid, "timeout")
-    first.kill(signal.SIGKILL)
-    first.wait()
-    held = []
-    waiting = threading.Thread(
-        target=lambda: held.append(hold_gpu(first.address, round_.job, on_event=print))
-    )
-    waiting.start()
-    until(lambda: "reset failed" in guard_log(first.address).read_text())
-    assert held == []
-    round_.node.nvml.clear_faults()
-    waiting.join(DEADLINE_S)
-    assert round_.node.locked_mhz(first.address) is None
-    held[0].release()
-    round_.finish([other])
-    round_.end()
-
-
-def test_the_reset_of_a_rank_that_ignores_the_stop_is_its_own(round_, held):
-    hold = held(stop_s=0.2)
-    os.kill(hold.guard_pid, signal.SIGTERM)
-    said = [hold.events.get(timeout=DEADLINE_S)]
-    while said[-1] is not GuardEvent.LOST:
-        said.append(hold.events.get(timeout=DEADLINE_S))
-    assert said[0] is GuardEvent.STOP
-    round_.await_back([hold.address])
-    hold.release()
-
-
 @pytest.mark.parametrize("wakes", [True, False])
 def test_a_guard_that_hangs_is_a_lost_one(round_, held, wakes):
     hold = held(heartbeat_s=1.0)
     os.kill(hold.guard_pid, signal.SIGSTOP)
     assert hold.events.get(timeout=DEADLINE_S) is GuardEvent.LOST
-    until(lambda: round_.node.locked_mhz(hold.address) is None)
+    until(lambda: round_.node.locked_mhz(hold.address) is None, "the reset")
     with pytest.raises(GuardError, match="not confirmed to be back"):
         hold.release(timeout_s=0.01)
     assert hold.address in leased()

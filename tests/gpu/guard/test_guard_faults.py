@@ -8,8 +8,6 @@ import os
 import pytest
 from guard_rounds import FAULTS, Node, play
 
-ROUNDS = 2
-
 
 @pytest.fixture(scope="module")
 def node(fake_nvml_library, tmp_path_factory):
@@ -21,6 +19,5 @@ def node(fake_nvml_library, tmp_path_factory):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_no_clock_stays_locked_after(node, fault):
     seed = int.from_bytes(os.urandom(4), "big")
-    for number in range(seed % 4, seed % 4 + ROUNDS):  # back ends take turns
-        print(f"seed {seed}, round {number}")
-        play(node, fault, number, seed)
+    print(f"seed {seed}")
+    play(node, fault, seed % 4, seed)  # on a back end by chance

@@ -83,6 +83,14 @@ class Node:
         return self._folder / "emulated" / f"gpu{address.uid.rpartition('#')[2]}.lock"
 
 
+def until(condition: Callable[[], object], what: str, every_s: float = 0.002) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"in vain: {what}; leases {list_leases()}")
+        time.sleep(every_s)
+
+
 @dataclass
 class Outcome:
     """What a round found: clocks locked and leases left at its end, and how long resets took."""
@@ -149,14 +157,15 @@ class Round:
         """Wait until the clocks of GPUs are unlocked and their leases gone; note how long."""
         start_s = time.monotonic()
         waiting = set(addresses)
-        while waiting:
+
+        def back() -> bool:
             leased = {record.address for record in list_leases()}
             for address in sorted(waiting - leased, key=str):
                 assert self.node.locked_mhz(address) is None, f"{address} lost its lease locked"
                 waiting.remove(address)
-            if time.monotonic() > start_s + DEADLINE_S:
-                raise TimeoutError(f"not back: {waiting}; leases {list_leases()}")
-            time.sleep(0.0005)
+            return not waiting
+
+        until(back, f"clocks of {addresses} back", 0.0005)
         self.outcome.reset_s.append(time.monotonic() - start_s)
 
     def finish(self, ranks: list[Rank]) -> None:
@@ -167,10 +176,7 @@ class Round:
 
     def await_guards(self) -> None:
         """Wait until the guards have ended."""
-        end_s = time.monotonic() + DEADLINE_S
-        while guards := self.guards():
-            assert time.monotonic() < end_s, f"guards {guards} have not ended"
-            time.sleep(0.002)
+        until(lambda: not self.guards(), "the end of guards")
 
     def end(self) -> None:
         """Wait until the guards have ended, and look at everything."""
@@ -272,21 +278,20 @@ def sigkill_of_everything(round_: Round) -> None:
     round_.await_back([rank.address for rank in ranks])
 
 
-def await_lease(address: GpuAddress) -> None:
-    """Wait until there is the file of a lease, written or not."""
-    end_s = time.monotonic() + DEADLINE_S
-    while not (new_lease_folder() / lease_name(address)).exists():
-        assert time.monotonic() < end_s, "no guard takes the lease"
-
-
-def sigkill_of_a_guard_that_starts(round_: Round) -> None:
-    """Before it has the lease, or between that and its answer; or just after that."""
+def begin_and_pause(round_: Round) -> Rank:
+    """A rank whose guard has no lease yet, or one whose file is there, written or not."""
     rank = round_.begin(round_.addresses[0])
     if round_.random.random() < 0.5:
         round_.pause(0.2)
     else:
-        await_lease(rank.address)
+        until((new_lease_folder() / lease_name(rank.address)).exists, "a lease", 0.0)
         round_.pause(0.002)
+    return rank
+
+
+def sigkill_of_a_guard_that_starts(round_: Round) -> None:
+    """Before it has the lease, or between that and its answer; or just after that."""
+    rank = begin_and_pause(round_)
     for pid in round_.guards():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -297,12 +302,7 @@ def sigkill_of_a_guard_that_starts(round_: Round) -> None:
 
 
 def sigkill_of_a_rank_whose_guard_starts(round_: Round) -> None:
-    rank = round_.begin(round_.addresses[0])
-    if round_.random.random() < 0.5:
-        round_.pause(0.2)
-    else:
-        await_lease(rank.address)
-        round_.pause(0.002)
+    rank = begin_and_pause(round_)
     rank.kill(signal.SIGKILL)
     rank.wait()
     round_.await_guards()
@@ -356,9 +356,7 @@ def sigstop_of_a_rank(round_: Round) -> None:
     victim = ranks[0]
     _stop_outside_the_driver(round_, victim)
     start_s = time.monotonic()
-    while round_.node.locked_mhz(victim.address) is not None:
-        assert time.monotonic() < start_s + DEADLINE_S, "a silent rank's clock stays locked"
-        time.sleep(0.0005)
+    until(lambda: round_.node.locked_mhz(victim.address) is None, "a silent rank's reset", 0.0005)
     round_.outcome.reset_s.append(time.monotonic() - start_s)
     leased = victim.address in {record.address for record in list_leases()}
     victim.kill(signal.SIGCONT)
@@ -421,10 +419,8 @@ def driver_that_fails(round_: Round) -> None:
     round_.node.nvml.set_fault(victim.address.uid, fault)
     try:
         victim.kill(signal.SIGKILL)
-        wanted, end_s = round_.random.randint(1, 3), time.monotonic() + DEADLINE_S
-        while log.read_text().count(f"{victim.address.uid}: reset failed") < wanted:
-            assert time.monotonic() < end_s, "the guard gave up"
-            time.sleep(0.002)
+        wanted, failed = round_.random.randint(1, 3), f"{victim.address.uid}: reset failed"
+        until(lambda: log.read_text().count(failed) >= wanted, "resets that fail")
         assert victim.address in {record.address for record in list_leases()}
     finally:
         round_.node.nvml.clear_faults()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import json
 import threading
 from functools import partial
 
 import pytest
-import session_ranks
 from fake_gpu import FakeGpu
 
 from envpipe_megatron.formats.energy import Phase, append_line
@@ -164,27 +162,3 @@ def test_without_a_folder_nothing_is_kept():
     log.add_clock(0.5, ClockState(1200, 1185))
     assert set(threading.enumerate()) <= before
     log.close()
-
-
-@pytest.mark.xdist_group("pipeline")
-def test_a_session_leaves_the_timelines_of_all_its_ranks(three_ranks, tmp_path):
-    three_ranks.run(session_ranks.train_without_control, tmp_path, -1, 0)
-    read = read_timelines([tmp_path / "timeline.jsonl"])
-    assert not read.unreadable
-    by_iteration = {}
-    for one in read.iterations:
-        by_iteration.setdefault(one.iteration, []).append(one)
-    assert sorted(by_iteration) == list(range(len(by_iteration)))
-    for ranks in by_iteration.values():
-        assert sorted(one.labels.rank for one in ranks) == [0, 1, 2]
-        assert len({one.phase for one in ranks}) == 1
-        # Emulated GPUs of a pipeline share one time base, and begin together.
-        assert len({one.begin_s for one in ranks}) == 1
-    last = by_iteration[max(by_iteration)]
-    assert last[0].phase == "steady"
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    for one in last:
-        assert one.order.split() == plan["schedule"][one.labels.stage]
-        assert one.frequency_mhz.tolist() == plan["frequency_mhz"][one.labels.stage]
-    warmup = by_iteration[0]
-    assert {mhz for one in warmup for mhz in one.frequency_mhz.tolist()} == {1410}

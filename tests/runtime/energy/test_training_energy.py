@@ -58,14 +58,14 @@ def look(meter: EnergyMeter, gpu: FakeGpu, until_s: float) -> None:
 
 def test_laps_and_log_are_what_the_counter_says(three_ranks, tmp_path):
     """Whatever lies between steps: they begin and end at refreshes, where nothing is guessed."""
-    told = three_ranks.run(step_ranks.bill_random_steps, tmp_path, 0, True)
+    told = three_ranks.run(step_ranks.bill_random_steps, tmp_path)
     for laps, billed, truth, summary in told:
         assert len(laps) > 4
         for lap, _, (energy_j, duration_s) in laps:
             assert whole(lap) == pytest.approx((energy_j, duration_s), rel=1e-5, abs=1e-6)
         assert billed == pytest.approx(truth, rel=1e-5)
-        assert sum(lap.step.iterations for lap, *_ in laps if lap.step) == 40
-        assert sum(p["iterations"] for p in summary["gpu"]["phases"].values()) == 40
+        assert sum(lap.step.iterations for lap, *_ in laps if lap.step) == 24
+        assert sum(p["iterations"] for p in summary["gpu"]["phases"].values()) == 24
         assert summary["gpu"]["total_energy_j"] == billed[0]
         phases = summary["gpu"]["phases"].values()
         assert sum(phase["total_energy_j"] for phase in phases) == pytest.approx(billed[0])
@@ -275,21 +275,6 @@ def test_where_the_warm_up_is_no_baseline_that_is_said_once(rank, caplog, planne
     assert summary["job"] == {"phases": {}, "comparison": None}
 
 
-def test_laps_between_refreshes_are_as_uncertain_as_they_say(three_ranks, tmp_path):
-    errors, uncertainties, misses = [], [], []
-    told = three_ranks.run(step_ranks.bill_random_steps, tmp_path, 2, False)
-    for laps, billed, truth, _ in told:
-        for lap, _, (energy_j, duration_s) in laps:
-            if lap.step:
-                assert whole(lap)[1] == pytest.approx(duration_s, abs=1e-6)
-                errors.append(abs(whole(lap)[0] - energy_j))
-                uncertainties.append(lap.step.iterations * lap.step.metering_uncertainty_j)
-        misses.append(billed[0] / truth[0] - 1)
-    within = np.array(errors) <= 2 * np.array(uncertainties)
-    assert within.mean() >= 0.9
-    assert max(abs(miss) for miss in misses) < 0.01
-
-
 @pytest.mark.parametrize("follows", ["evaluation", "phase", "end"])
 def test_the_optimizer_is_billed_with_its_iteration(three_ranks, tmp_path, follows):
     """Of the first step alone: the others' are in other windows, or in another phase."""
@@ -343,20 +328,8 @@ def test_the_baseline_is_the_warm_up_without_its_slow_steps(three_ranks, tmp_pat
         # The same order at the same clock saves nothing.
         assert comparison.saving_percent == pytest.approx(0, abs=0.1)
         assert comparison.slowdown_percent == pytest.approx(0, abs=0.1)
-        assert not comparison.saves_for_sure
         for scope in ("gpu", "job"):
             assert summary[scope]["comparison"]["saving_percent"] == pytest.approx(0, abs=0.1)
-
-
-def test_a_short_warm_up_is_no_baseline(three_ranks, tmp_path):
-    for _, baseline, _, comparison, summary in three_ranks.run(
-        step_ranks.measure_a_baseline, tmp_path, 2, 1, 3
-    ):
-        assert baseline is None
-        assert comparison is None
-        assert summary["baseline"] is None
-        assert summary["job"]["comparison"] is None
-        assert summary["job"]["phases"]["steady"]["energy_j"] > 0
 
 
 @pytest.mark.parametrize(
@@ -510,11 +483,11 @@ def test_closing_after_an_error_bills_what_had_ended(tmp_path):
 
 
 def test_closing_beside_a_dead_rank_does_not_hang(tmp_path):
-    with RankPool(3, timeout_s=8) as pool:
+    with RankPool(3, timeout_s=4) as pool:
         pool.start(step_ranks.outlive_a_dead_rank, tmp_path)
         outcomes = pool.outcomes(ranks=[0, 1])
     for worked, told in outcomes.values():
         assert worked, told
         closing_s, truth, summary = told
-        assert closing_s < 5  # of 8 that a collective would wait
+        assert closing_s < 3  # of 4 that a collective would wait
         assert summary["gpu"]["total_energy_j"] == pytest.approx(truth[0], rel=1e-5)

@@ -15,6 +15,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import ProfileRow, make_profile
 from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.formats.timeline import read_timelines
 from envpipe_megatron.gpu.emulated.presets import load_preset, preset_folder
 from envpipe_megatron.runtime.execution.emulated_executor import Fidelity
 
@@ -98,7 +99,7 @@ def test_iteration_is_the_longest_path(three_ranks, tmp_path, instant_preset, na
 def test_iteration_is_the_longest_path_of_its_units(three_ranks, tmp_path):
     """Also where a clock settles within a unit: the path of the times that the units then took."""
     schedule = SCHEDULES["envpipe"]
-    _, times_s = write_plan(tmp_path, schedule, "a100-sxm", 7)
+    frequency, times_s = write_plan(tmp_path, schedule, "a100-sxm", 7)
     runs = three_ranks.run(emulation_ranks.run_plan, tmp_path, "a100-sxm", 6, 1, times_s, 3)
     again = three_ranks.run(
         emulation_ranks.run_plan, _fresh(tmp_path), "a100-sxm", 6, 1, times_s, 3
@@ -111,6 +112,24 @@ def test_iteration_is_the_longest_path_of_its_units(three_ranks, tmp_path):
         longest_s = Timeline(schedule, taken_s).iteration_time_s
         for run in runs:
             assert run[iteration]["iteration_time_s"] == pytest.approx(longest_s, abs=1e-9)
+    assert_recorded(tmp_path / "output" / "timeline.jsonl", schedule, frequency)
+
+
+def assert_recorded(path: Path, schedule: Schedule, frequency: np.ndarray) -> None:
+    """A session leaves the timelines of all its ranks."""
+    read = read_timelines([path])
+    assert not read.unreadable
+    ran = sorted((one.iteration, one.labels.rank, one.phase) for one in read.iterations)
+    phases = ["warm-up", "steady", "steady"]
+    assert ran == [(i, rank, phases[i]) for i in range(3) for rank in range(STAGES)]
+    # Emulated GPUs of a pipeline share one time base, and begin together.
+    assert len({(one.iteration, one.begin_s) for one in read.iterations}) == 3
+    for one in read.iterations:
+        stage, top = one.labels.stage, frequency.max()
+        clocks = frequency[stage] if one.iteration else np.full_like(frequency[stage], top)
+        assert one.frequency_mhz.tolist() == clocks.tolist()
+        if one.iteration:
+            assert one.order.split() == [str(unit) for unit in schedule.stages[stage]]
 
 
 def _fresh(folder: Path) -> Path:
