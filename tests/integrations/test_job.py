@@ -10,11 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("megatron.core")
-
 import torch
-from megatron.core.models.gpt import GPTModel
 
 from envpipe_megatron.integrations.job import (
     JobError,
@@ -22,8 +18,6 @@ from envpipe_megatron.integrations.job import (
     check_in_flight,
     check_same_everywhere,
 )
-from envpipe_megatron.integrations.megatron_lm.hooks import check_model
-from envpipe_megatron.integrations.refusals import RefusedError
 
 
 def told_to(*facts: dict[str, object]) -> list[str]:
@@ -85,13 +79,3 @@ def test_what_tells_jobs_apart_is_json_and_the_same_each_time() -> None:
     assert json.loads(json.dumps(first)) == again
     other = {**job, "attention_backend": kinds.auto}
     assert _fingerprint(other, options, "H200") != first  # type: ignore[arg-type]
-
-
-def test_models_of_another_kind_are_named() -> None:
-    gpt = object.__new__(GPTModel)
-    wrapped = SimpleNamespace(module=SimpleNamespace(module=gpt))
-    check_model([wrapped])
-    check_model(gpt)
-    for model in (torch.nn.Linear(1, 1), [SimpleNamespace(module=torch.nn.Linear(1, 1))]):
-        with pytest.raises(RefusedError, match="Linear"):
-            check_model(model)

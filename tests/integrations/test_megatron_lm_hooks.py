@@ -1,4 +1,7 @@
-"""Hooks that are not reached end the job; those of a closed job do no harm."""
+"""What megatron-core's hooks refuse: calls that are not reached, other models, other features.
+
+megatron-core is imported when a test needs it: it takes seconds, in every worker of pytest.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("megatron.core")
-
-from megatron.core.models.gpt import GPTModel
+import torch
 
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.hooking import HookError
 from envpipe_megatron.integrations.job import Job, JobError
-from envpipe_megatron.integrations.megatron_lm import hooks
+from envpipe_megatron.integrations.refusals import RefusedError
+
+pytestmark = pytest.mark.xdist_group("megatron")
 
 
 class FakeSession:
@@ -32,7 +34,15 @@ class FakeSession:
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Any:
+def hooks() -> Any:
+    pytest.importorskip("megatron.core")
+    from envpipe_megatron.integrations.megatron_lm import hooks
+
+    return hooks
+
+
+@pytest.fixture
+def job(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A job that has begun: arguments validated, training begun."""
     session = FakeSession()
     made = SimpleNamespace(
@@ -53,14 +63,20 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def steps(count: int, *, without: str = "") -> None:
+def gpt() -> Any:
+    from megatron.core.models.gpt import GPTModel
+
+    return object.__new__(GPTModel)
+
+
+def steps(hooks: Any, count: int, *, without: str = "") -> None:
     """As Megatron's loop calls the hooks, but for one of them."""
     forward_backward = hooks._reaching(lambda **arguments: arguments)
     for iteration in range(count):
         if without != "begin_step":
             hooks.begin_step(iteration)
         if without != "forward_backward":
-            arguments = {"model": [object.__new__(GPTModel)], "forward_only": False}
+            arguments = {"model": [gpt()], "forward_only": False}
             assert forward_backward(**arguments) == arguments
         if without != "end_step":
             hooks.end_step(0)
@@ -68,19 +84,19 @@ def steps(count: int, *, without: str = "") -> None:
             hooks.log(iteration, None, None)
 
 
-def test_all_hooks_reached(job: Any) -> None:
-    steps(5)
+def test_all_hooks_reached(hooks: Any, job: Any) -> None:
+    steps(hooks, 5)
     assert job.session.told == [text for n in range(5) for text in (f"begin_step {n}", "end_step")]
 
 
 @pytest.mark.parametrize("hook", ["begin_step", "forward_backward", "end_step", "log"])
-def test_one_that_is_never_reached_ends_the_job(job: Any, hook: str) -> None:
-    steps(2, without=hook)
+def test_one_that_is_never_reached_ends_the_job(hooks: Any, job: Any, hook: str) -> None:
+    steps(hooks, 2, without=hook)
     with pytest.raises(HookError, match=rf"not reached by iteration 3 .*{hook}"):
-        steps(2, without=hook)
+        steps(hooks, 2, without=hook)
 
 
-def test_scalars_go_to_both_writers(job: Any) -> None:
+def test_scalars_go_to_both_writers(hooks: Any, job: Any) -> None:
     written: list[Any] = []
     tensorboard = SimpleNamespace(add_scalar=lambda *scalar: written.append(scalar))
     wandb = SimpleNamespace(log=lambda *scalar: written.append(scalar))
@@ -88,7 +104,7 @@ def test_scalars_go_to_both_writers(job: Any) -> None:
     assert written == [("envpipe-power/gpu", 300.0, 7), ({"envpipe-power/gpu": 300.0}, 7)]
 
 
-def test_a_checkpoint_pauses_and_one_after_training_does_not(job: Any) -> None:
+def test_a_checkpoint_pauses_and_one_after_training_does_not(hooks: Any, job: Any) -> None:
     hooks.pause()
     hooks._close()
     hooks.pause()
@@ -97,13 +113,13 @@ def test_a_checkpoint_pauses_and_one_after_training_does_not(job: Any) -> None:
         hooks.end_step(0)
 
 
-def test_arguments_that_were_not_validated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_that_were_not_validated(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "_state", hooks._State())
     with pytest.raises(HookError, match="came from elsewhere"):
-        hooks.begin_training(SimpleNamespace())  # type: ignore[arg-type]
+        hooks.begin_training(SimpleNamespace())
 
 
-def test_an_unpatched_megatron_core_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unpatched_megatron_core_is_named(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.pipeline_parallel import schedules
 
     monkeypatch.delattr(schedules, "envpipe_hook", raising=False)
@@ -111,15 +127,15 @@ def test_an_unpatched_megatron_core_is_named(monkeypatch: pytest.MonkeyPatch) ->
         hooks._hooked_schedules()
 
 
-def test_a_job_for_the_profile_alone_that_gets_none(job: Any) -> None:
+def test_a_job_for_the_profile_alone_that_gets_none(hooks: Any, job: Any) -> None:
     job.options.profile_only = True
     job.session.state.phase = Phase.STEADY
     with pytest.raises(JobError, match="no profile to write: no meter"):
-        steps(1)
+        steps(hooks, 1)
 
 
 def test_what_is_wrong_is_told_once_a_node_and_without_a_stack(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hooks: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hooks, "_state", hooks._State())
     monkeypatch.setattr("sys.argv", ["/somewhere/pretrain_gpt.py"])
@@ -129,12 +145,13 @@ def test_what_is_wrong_is_told_once_a_node_and_without_a_stack(
     ):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         with pytest.raises(SystemExit) as ended:
-            hooks.validate(SimpleNamespace(pipeline_model_parallel_size=1))  # type: ignore[arg-type]
+            hooks.validate(SimpleNamespace(pipeline_model_parallel_size=1))
         assert ended.value.code == 2
         assert capsys.readouterr().err[: len(told) or None] == told
 
 
 def test_megatrons_energy_monitor_asks_for_no_device_that_it_lacks(
+    hooks: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def ask() -> None:
@@ -147,3 +164,43 @@ def test_megatrons_energy_monitor_asks_for_no_device_that_it_lacks(
     hooks._quiet_energy_monitor()
     monitor.pause()
     monitor.resume()
+
+
+def test_models_of_another_kind_are_named(hooks: Any) -> None:
+    wrapped = SimpleNamespace(module=SimpleNamespace(module=gpt()))
+    hooks.check_model([wrapped])
+    hooks.check_model(gpt())
+    for model in (torch.nn.Linear(1, 1), [SimpleNamespace(module=torch.nn.Linear(1, 1))]):
+        with pytest.raises(RefusedError, match="Linear"):
+            hooks.check_model(model)
+
+
+@pytest.mark.parametrize(
+    "feature", ["variable_seq_lengths", "num_microbatches_with_partial_activation_checkpoints"]
+)
+def test_a_configuration_is_refused_before_the_first_iteration(feature: str) -> None:
+    """Also where megatron-core's own function would run that one."""
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer import TransformerConfig
+
+    from envpipe_megatron.integrations.megatron_core import ForwardBackward, UnsupportedModelError
+
+    def train(**_: Any) -> Any:
+        raise AssertionError("it trained")
+
+    config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+    setattr(config, feature, 1)
+    session: Any = SimpleNamespace()
+    groups: Any = SimpleNamespace(pp=SimpleNamespace(size=lambda: 2))
+    model: Any = SimpleNamespace(config=config)
+    with pytest.raises(UnsupportedModelError, match=feature):
+        ForwardBackward(session, 2, train)(
+            forward_step_func=train,
+            data_iterator=iter(()),
+            model=model,
+            num_microbatches=4,
+            seq_length=8,
+            micro_batch_size=1,
+            p2p_communicator=object(),
+            pg_collection=groups,
+        )

@@ -12,13 +12,14 @@ import pytest
 from envpipe_megatron.core.profile import ProfileRow, make_profile
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.megatron_lm.refusals import REFUSED, check_supported
+from envpipe_megatron.integrations.megatron_lm.refusals import REFUSED
 from envpipe_megatron.integrations.options import (
     Options,
     add_arguments,
     prepare_files,
     read_options,
 )
+from envpipe_megatron.integrations.refusals import check_refused
 
 PLANNED = ("--envpipe-profile", __file__, "--envpipe-plan", __file__)
 
@@ -175,9 +176,9 @@ def plain(**asked: Any) -> argparse.Namespace:
 
 
 def test_a_pipeline_is_needed() -> None:
-    check_supported(plain())
+    check_refused(plain(), REFUSED)
     with pytest.raises(EnvPipeError, match="needs a pipeline"):
-        check_supported(argparse.Namespace(pipeline_model_parallel_size=1))
+        check_refused(argparse.Namespace(pipeline_model_parallel_size=1), REFUSED)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +208,7 @@ def test_a_pipeline_is_needed() -> None:
 )
 def test_what_is_not_proven_is_refused_by_name(asked: dict[str, Any], feature: str) -> None:
     with pytest.raises(EnvPipeError, match=feature):
-        check_supported(plain(**asked))
+        check_refused(plain(**asked), REFUSED)
 
 
 def test_defaults_of_megatron_are_not_refused() -> None:
@@ -233,10 +234,10 @@ def test_an_allocator_that_frees_while_training_is_refused(
     monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     monkeypatch.setenv(variable, "expandable_segments:True, garbage_collection_threshold:0.0")
-    check_supported(plain())
+    check_refused(plain(), REFUSED)
     monkeypatch.setenv(variable, "expandable_segments:True, garbage_collection_threshold:0.8")
     with pytest.raises(EnvPipeError, match="garbage_collection_threshold"):
-        check_supported(plain())
+        check_refused(plain(), REFUSED)
 
 
 def test_the_user_guide_lists_what_is_refused() -> None:

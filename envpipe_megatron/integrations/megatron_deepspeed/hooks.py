@@ -14,7 +14,6 @@ from typing import Any
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations import options as job_options
 from envpipe_megatron.integrations.deepspeed.configuration import check_version
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
 from envpipe_megatron.integrations.deepspeed.initialize import begin
@@ -33,6 +32,7 @@ from envpipe_megatron.integrations.megatron_deepspeed.refusals import (
     deepspeed_config,
 )
 from envpipe_megatron.integrations.options import Options
+from envpipe_megatron.integrations.options import add_arguments as add_arguments  # for the patch
 from envpipe_megatron.integrations.refusals import RefusedError
 
 _NEEDED = ("validate", "begin_training", "end_step")
@@ -73,11 +73,6 @@ class _State:
 
 
 _state = _State()
-
-
-def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the options that go with --envpipe."""
-    job_options.add_arguments(group)
 
 
 def validate(args: argparse.Namespace) -> None:

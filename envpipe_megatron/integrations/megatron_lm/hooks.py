@@ -15,7 +15,6 @@ from typing import Any
 import torch.distributed as dist
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations import options as job_options
 from envpipe_megatron.integrations.hooking import (
     NEEDED_BY_ITERATION,
     HookError,
@@ -29,9 +28,10 @@ from envpipe_megatron.integrations.hooking import (
 from envpipe_megatron.integrations.job import Job, JobError, close_at_exit
 from envpipe_megatron.integrations.megatron_core import ForwardBackward
 from envpipe_megatron.integrations.megatron_lm.job import make_job
-from envpipe_megatron.integrations.megatron_lm.refusals import check_supported
+from envpipe_megatron.integrations.megatron_lm.refusals import REFUSED
 from envpipe_megatron.integrations.options import Options
-from envpipe_megatron.integrations.refusals import RefusedError
+from envpipe_megatron.integrations.options import add_arguments as add_arguments  # for the patch
+from envpipe_megatron.integrations.refusals import RefusedError, check_refused
 from envpipe_megatron.integrations.reporting import IntervalReport
 
 _NEEDED = ("validate", "begin_training", "begin_step", "forward_backward", "end_step", "log")
@@ -51,11 +51,6 @@ class _State:
 _state = _State()
 
 
-def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the options that go with --envpipe."""
-    job_options.add_arguments(group)
-
-
 def validate(args: argparse.Namespace) -> None:
     """End as argparse does where EnvPipe does not run the job, before anything is built.
 
@@ -63,7 +58,7 @@ def validate(args: argparse.Namespace) -> None:
     """
     _state.reached["validate"] += 1
     try:
-        check_supported(args)
+        check_refused(args, REFUSED)
         _state.options = options_of(args)
         _hooked_schedules()
     except EnvPipeError as error:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 
-from envpipe_megatron.integrations.refusals import Asks, above_one, check_refused, on
+from envpipe_megatron.integrations.refusals import Asks, above_one, on
 
 #: Feature, and whether the arguments ask for it.
 REFUSED: Mapping[str, Asks] = {
@@ -98,8 +97,3 @@ REFUSED: Mapping[str, Asks] = {
     "--fake-process-group": on("fake_process_group"),
     "--yaml-cfg": on("yaml_cfg"),
 }
-
-
-def check_supported(args: argparse.Namespace) -> None:
-    """Refuse by a RefusedError what is not proven to give the same result under EnvPipe."""
-    check_refused(args, REFUSED)

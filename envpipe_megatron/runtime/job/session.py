@@ -39,8 +39,7 @@ logger = logging.getLogger(__name__)
 __all__ = ["Session", "SessionConfig", "SessionError", "SessionState"]
 
 
-def _silent(text: str) -> None:
-    """Say nothing, on ranks that do not talk."""
+def _silent(text: str) -> None: ...
 
 
 class Session:
@@ -55,11 +54,8 @@ class Session:
     itself, in its own order, calls `open_iteration` and `close_iteration` in place of it.
 
     Args:
-        config: what the job asks for.
         gpu: as `rank_gpu.open_rank_gpu` opens it.
         make_executor: takes what waits for the clock controller.
-        channel: to the neighbour stages.
-        collectives: to all ranks.
         say: prints progress, on the planning rank alone.
         print_grid: prints reconfigure grids there; the output folder has them too.
         memory: of this rank's device; by default of the CUDA device in use, if there is one.
@@ -97,13 +93,19 @@ class Session:
         self._controlled = collectives.on_all(not gpu.read_only)
         if self._controlled:
             self._config = self._folder.resume(config, num_stages, channel, gpu)
-            self._take_up_what_was_found()
+            found = self._folder.found
+            if found is not None and found.phases_done:
+                self.state.reconfigure_steps = found.reconfigure_steps
+                self.state.reconfigure_ended = found.reconfigure_ended
+                done = ", ".join(found.phases_done)
+                self._say(f"resumed: {done} of the job started {found.starts[0]} are done")
         else:
             self._config = config.without_control()
             self.state.notes = (
                 "A GPU is opened for reading alone: the framework's order at baseline clocks",
             )
-        own_labels: dict[str, object] = {
+        self._labels: dict[str, object] = {
+            **self._folder.run_label(config.labels),
             "node": self._folder.node,
             "gpu": gpu.name,
             "gpu_uid": gpu.address.uid,
@@ -111,7 +113,6 @@ class Session:
             "rank": channel.ranks[self._stage],
             "stage": self._stage,
         }
-        self._labels = {**self._folder.run_label(config.labels), **own_labels}
         self._agent = connect_to_agent(gpu, self._labels, collectives)
         if self._agent is not None:
             self._labels["node"] = self._agent.node  # as the lines are called that it writes
@@ -139,13 +140,12 @@ class Session:
         self.energy_log = EnergyLog(
             self.meter, append, self._labels, with_counter=self._agent is not None
         )
-        found = self._folder.found
         self._energy = TrainingEnergy(
             self.meter,
             self.energy_log,
             self.executor.now_s,
             collectives,
-            found.baseline if found else None,
+            self._folder.found.baseline if self._folder.found else None,
             self.describe_job,
         )
         self._phases: PhaseRun[None] | None = None
@@ -174,10 +174,7 @@ class Session:
         return self._memory.stages
 
     def begin_step(self, iteration: int | None = None) -> None:
-        """A training step begins: what runs from here on belongs to it.
-
-        Its number is the framework's own, which may go back after a restart, or one more.
-        """
+        """A training step begins, whose number may go back after a restart; or it is one more."""
         self.state.iteration = self.state.iteration + 1 if iteration is None else iteration
         self._step_begun = True
         self._energy.begin_step()
@@ -200,9 +197,7 @@ class Session:
         return self._close(run, execute(schedule, self._stage, work, run))
 
     def open_iteration(self, kept_order: Schedule, specs: StageSpecs) -> StageRun:
-        """Begin an iteration whose units the framework runs, which sends their messages itself.
-
-        Raises as `run_iteration` does.
+        """Begin an iteration whose units and messages the framework runs; as `run_iteration`.
 
         Args:
             kept_order: the framework's own order of units, the same in every iteration.
@@ -275,8 +270,7 @@ class Session:
     def close(self) -> None:
         """Give the clock back, then finish the energy log; safe to call twice.
 
-        The output folder gets a line a rank in the node's `clocks.jsonl`: `clock_summary`. In a
-        forked child, which leaves the same way, nothing happens.
+        `clocks.jsonl` gets the rank's `clock_summary`. In a forked child, nothing happens.
         """
         if os.getpid() != self._pid:
             return
@@ -336,7 +330,11 @@ class Session:
         self, num_microbatches: int, specs: StageSpecs, kept_order: Schedule | None
     ) -> IterationOrder:
         """What the next iteration runs, once the phases know of the last one."""
-        self._check_unbroken()
+        if self._broken:
+            raise SessionError(
+                "An earlier iteration failed, so messages and phases do not match any more",
+                remedy="Close this session and make a new one on every rank.",
+            )
         if self._phases is None:
             self._microbatches = num_microbatches
             self._phases = run_phases(
@@ -380,21 +378,6 @@ class Session:
             if self._order.phase is not ended:
                 self._energy.add_between_phases(self.state.iteration, begin_s)
         return self._order
-
-    def _check_unbroken(self) -> None:
-        if self._broken:
-            raise SessionError(
-                "An earlier iteration failed, so messages and phases do not match any more",
-                remedy="Close this session and make a new one on every rank.",
-            )
-
-    def _take_up_what_was_found(self) -> None:
-        found = self._folder.found
-        if found is not None and found.phases_done:
-            self.state.reconfigure_steps = found.reconfigure_steps
-            self.state.reconfigure_ended = found.reconfigure_ended
-            done = ", ".join(found.phases_done)
-            self._say(f"resumed: {done} of the job started {found.starts[0]} are done")
 
     def _show_grid(self, text: str) -> None:
         """Called on the planning rank alone."""

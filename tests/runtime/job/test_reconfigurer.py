@@ -169,23 +169,6 @@ def test_reconfiguring_ends_by_its_limit_of_steps(monkeypatch):
     assert frequencies == [[1410, 1200, 1200, 1200], [1200] * 4]
 
 
-def test_threshold_lies_above_overhead_and_below_bubbles():
-    rng = np.random.default_rng(1)
-    waits_s = [
-        np.concatenate([0.0005 + rng.normal(0, 5e-5, 12), 0.02 + rng.normal(0, 1e-3, 6)])
-        for _ in range(10)
-    ]
-    threshold_s = no_bubble_threshold_s(waits_s, shortest_unit_s=0.001)
-    # At most a handful of overheads, of 120, may look like bubbles.
-    overheads = np.array(waits_s)[:, :12]
-    assert (overheads > threshold_s).mean() < 0.05
-    assert threshold_s < 0.002
-
-
-def test_threshold_without_any_wait_is_a_share_of_a_unit():
-    assert no_bubble_threshold_s([np.zeros(4)] * 3, shortest_unit_s=0.05) == pytest.approx(0.0005)
-
-
 @pytest.mark.parametrize("part", ["step", "grid", "critical_path", "replace"])
 def test_reconfiguring_may_fail_anywhere(monkeypatch, part):
     def fails(*arguments: Any, **named: Any) -> Any:

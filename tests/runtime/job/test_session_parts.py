@@ -15,7 +15,6 @@ from plain_stages import SPECS
 from envpipe_megatron.core import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.completion import Done
 from envpipe_megatron.runtime.execution.executor import make_record
@@ -23,7 +22,6 @@ from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.job import session as runtime_session
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
 from envpipe_megatron.runtime.job.folder import JobFolder
-from envpipe_megatron.runtime.job.job_file import StoredJob
 from envpipe_megatron.runtime.job.session import Session, _prepare
 from envpipe_megatron.runtime.memory.peak import MemoryUnknownError
 
@@ -248,29 +246,6 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
     ]
 
 
-def test_phases_get_the_parts_of_the_session(world, tmp_path):
-    world.orders = [order(Phase.WARMUP, 1410)]
-    config = SessionConfig(PlanRequest(2), warmup_iterations=2, output_dir=tmp_path)
-    grids: list[str] = []
-    session = world.session(config, print_grid=grids.append)
-    run(session)
-    job = world.job
-    assert (job.config, job.state, job.stage, job.num_stages) == (config, session.state, 0, 1)
-    assert (job.num_microbatches, job.specs, job.gpu) == (2, SPECS, world.gpu)
-    assert (job.channel, job.executor, job.clock) == (world.channel, world.executor, world.clock)
-    assert (job.meter, job.collectives, job.memory) == (
-        world.meter,
-        world.collectives,
-        world.memory,
-    )
-    assert (job.kept_order, job.folder.found) == (None, None)
-    job.say("a word")
-    job.print_grid("a grid")
-    assert (world.said, grids) == (["a word"], ["a grid"])
-    assert (tmp_path / "reconfigure.txt").read_text() == "a grid\n\n"
-    assert (session.pipeline_ranks, session.baseline) == ([4], None)
-
-
 def test_one_rank_alone_talks(world):
     world.pipeline.leads = False
     world.pipeline.broadcast = lambda own: True if own is None or own is False else own
@@ -395,13 +370,10 @@ def test_every_line_says_whose_it_is(world, tmp_path, with_agent):
         world.agent.node, world.agent.window = "agent's", "window"
     config = SessionConfig(
         PlanRequest(2),
-        min_dwell_s=0.5,
-        relock=True,
         output_dir=tmp_path,
-        guarded=True,
         labels={"run": "first", "rank": 9},
     )
-    world.session(config, memory="memory")
+    world.session(config)
     labels = {"run": "first", **LABELS}
     assert world.made["agent"][:2] == (world.gpu, labels)
     if with_agent:
@@ -412,59 +384,6 @@ def test_every_line_says_whose_it_is(world, tmp_path, with_agent):
     (meter, append, told), _ = world.made["EnergyLog"]
     assert (meter, told) == (world.meter, labels)
     assert append == "window" if with_agent else append.args == (tmp_path / "energy.jsonl",)
-    arguments, named = world.made["RankClock"]
-    assert arguments == (world.gpu, 0.5)
-    assert named == {"relock": True, "guarded": True, "on_sample": named["on_sample"]}
-    named["on_sample"](1.0, "state")
-    assert world.calls[-1] == ("timeline.add_clock", 1.0, "state")
-    assert world.made["EnergyMeter"] == ((world.gpu,), {})
-    (memory, stage, collectives, _), _ = world.made["JobMemory"]
-    assert (memory, stage, collectives) == ("memory", 0, world.collectives)
-    (meter, log, now_s, collectives, baseline, _), _ = world.made["TrainingEnergy"]
-    assert (meter, log, now_s()) == (world.meter, world.log, 77.0)
-    assert (collectives, baseline) == (world.collectives, None)
-
-
-def test_a_job_that_starts_again_goes_on_with_what_it_left(world, tmp_path):
-    config = SessionConfig(PlanRequest(2), output_dir=tmp_path, fingerprint={"hidden": 64})
-    found = StoredJob({}, ("Monday",), {"a": "1"}, {}, "kept", 4, Ended.ENVELOPE)  # type: ignore[arg-type]
-    goes_on = replace(config, profile_file=tmp_path / "profile.csv")
-
-    def resume(self: Any, *asked: Any) -> SessionConfig:
-        assert asked == (config, 1, world.channel, world.gpu)
-        self.found, self.started = found, "Tuesday"
-        return goes_on
-
-    world.monkeypatch.setattr(JobFolder, "resume", resume)
-    world.orders = [order(Phase.WARMUP, 1410)]
-    session = world.session(config)
-    assert world.said == [
-        "resumed: warm-up, profile, reconfigure of the job started Monday are done"
-    ]
-    assert world.made["TrainingEnergy"][0][4] == "kept"
-    assert world.made["EnergyLog"][0][2]["run"] == "Tuesday"
-    run(session)
-    assert (world.job.config, world.job.folder.found) == (goes_on, found)
-    summary = session.summary()
-    assert summary["reconfigure"] == {"steps": 4, "ended": Ended.ENVELOPE.value}
-
-
-def test_a_summary_says_what_the_job_came_to(world):
-    world.orders = [order(Phase.STEADY, 1410)]
-    session = world.session()
-    session.state.notes = ("A note.",)
-    session.begin_step(12)
-    run(session)
-    assert session.summary() == {
-        "rank": 4,
-        "stage": 0,
-        "phase": "steady",
-        "iteration": 12,
-        "notes": ["A note."],
-        "j": 1,
-        "reconfigure": {"steps": 0, "ended": None},
-        "clocks": world.summary,
-    }
 
 
 CLOSING = [
