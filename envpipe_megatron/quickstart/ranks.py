@@ -31,6 +31,8 @@ def rank_environment(emulated: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # Nothing is compiled: importing the compiler takes each rank three seconds.
+        "TORCHDYNAMO_DISABLE": "1",
     }
     # Peers are on this machine; gloo would look up its name otherwise, which may not resolve.
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}  # Linux, macOS
