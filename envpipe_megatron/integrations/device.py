@@ -57,16 +57,15 @@ def open_device(
 ) -> Device:
     """Open this rank's GPU; every rank of the job calls it.
 
+    Raises EnvPipeError on every rank where there is no GPU and no emulation, a GPU cannot be
+    opened, or control is required and not to be had.
+
     Args:
         collectives: to all ranks.
         num_stages: p.
         wanted: one of `gpu.control.CHOICES`.
         preset: of the GPU to emulate where there is none; by default what the variable says.
         require: whether a job without control of its clocks is an error.
-
-    Raises:
-        EnvPipeError: no GPU and no emulation, a GPU that cannot be opened, or no control where it
-            is required; on every rank.
     """
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())

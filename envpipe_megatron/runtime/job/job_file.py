@@ -96,10 +96,7 @@ def read_job(
 ) -> StoredJob | None:
     """Read the job that a folder holds; None where there is none.
 
-    Args:
-        folder: of the job.
-        fingerprint: what it must have been.
-        profile_file: where the job has one that it did not make.
+    A job that did not make its own profile has it in `profile_file`.
 
     Raises:
         EnvPipeError: it is another job (naming what differs), damaged, or a file that it names is

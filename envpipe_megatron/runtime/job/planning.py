@@ -35,12 +35,8 @@ class Adopted:
 def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Adopted:
     """The plan to start from, whose memory is ready; every rank calls it.
 
-    An earlier start's plan that does not run any more is replaced.
-
-    Args:
-        job: of this rank.
-        profile: of its stages.
-        clocks_mhz: for each stage, those that all its GPUs have.
+    An earlier start's plan that does not run any more is replaced. Clocks are, for each stage,
+    those that all its GPUs have.
 
     Raises:
         GoesOnError: no plan can be made, or there is no memory for it.

@@ -31,11 +31,8 @@ def no_bubble_threshold_s(
     """The longest receive wait that still counts as none, from measured iterations.
 
     Somewhere in a pipeline at full clock an input is always there before it is asked for; that
-    receive's wait is pure overhead. The threshold is its median plus what it varies by.
-
-    Args:
-        waits_s: for each iteration, the waits of all units that receive.
-        shortest_unit_s: the shortest unit of the pipeline.
+    receive's wait is pure overhead. The threshold is its median plus what it varies by. Waits are
+    those of all units that receive, for each iteration.
     """
     waits = np.array(waits_s)
     median = np.median(waits, axis=0)
@@ -72,14 +69,8 @@ def reconfigure_online(
 ) -> PhaseRun[tuple[Plan, int, Ended]]:
     """Run a policy's steps on measured waits until one of its ends.
 
-    Args:
-        plan: to start from; every rank has the same.
-        policy: greedy or balanced.
-        threshold_s: from `no_bubble_threshold_s`.
-        clocks_mhz: for each stage, those of all its GPUs: units rise through clocks that were not
-            profiled too, of which waits tell enough.
-        collectives: to the other ranks.
-        print_grid: called on the planner for each iteration.
+    Units rise through all clocks that the GPUs of their stage have, also through those that were
+    not profiled: waits tell enough of them. `print_grid` is called on the planner for each step.
 
     Returns:
         the reconfigured plan, the number of steps that raised a clock, and why the loop ended.

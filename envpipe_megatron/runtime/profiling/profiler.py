@@ -146,18 +146,10 @@ class _Parts:
 
 
 class OnlineProfiler:
-    """Profiles a pipeline that trains by the framework's own order.
+    """Profiles a pipeline that trains by the framework's own order, which is the schedule.
 
-    Args:
-        schedule: that order.
-        clocks_mhz: to sweep, highest first, at least two; the same on every rank.
-        stage: of this rank, as are clock, meter and waiting power.
-        clock: of this rank.
-        meter: of this rank.
-        wait_power: of this rank.
-        collectives: to all ranks.
-        settings: how long to measure.
-        progress: called with a line for each clock.
+    Clocks to sweep, at least two, come highest first and are the same on every rank. `progress` is
+    called with a line for each.
     """
 
     def __init__(
