@@ -70,7 +70,7 @@ class EnergyReading:
 def clock_control_forbidden() -> bool:
     """Whether the environment forbids changing the clocks of real GPUs.
 
-    Every value but an empty one and `0` forbids: a typo (`true`, `yes`) must not unlock hardware.
+    Every value but an empty one and `0` forbids: a typo must not unlock hardware.
     """
     return os.environ.get(FORBID_VARIABLE, "").strip() not in ("", "0")
 

@@ -59,32 +59,6 @@ def run_plan(
     return records
 
 
-def overruns(rank: int, root: Path, late_every: int) -> tuple[int, int, bool]:
-    """Units of 20 and 40 ms, of which some compute for 15 ms."""
-    session, _ = plain_stages.session(
-        rank,
-        SessionConfig(PlanRequest(10)),
-        root,
-        time_at_max_s={Kind.FORWARD: 0.02, Kind.BACKWARD: 0.04},
-    )
-
-    def before_unit(unit: Any) -> None:
-        if late_every and rank == 1 and unit.kind is Kind.FORWARD:
-            time.sleep(0.015 if unit.microbatch % late_every == 0 else 0)
-
-    try:
-        for _ in range(2):
-            session.run_iteration(
-                10,
-                plain_stages.SPECS,
-                lambda schedule: plain_stages.PlainWork(schedule, rank, before_unit),
-            )
-    finally:
-        session.close()
-    fidelity = session.executor.fidelity
-    return fidelity.units, fidelity.overruns, fidelity.trusted
-
-
 def profile(rank: int, root: Path, preset: str, times_s: tuple[float, float]) -> Any:
     """The profile that a session measures, and the phases it went through."""
     config = SessionConfig(

@@ -173,51 +173,6 @@ def bill_random_steps(rank: int, root: Path) -> Any:
     return laps, billed, (expected_j + rest[0], expected_s + rest[1]), session.summary()
 
 
-def bill_the_optimizer(rank: int, root: Path, follows: str) -> Any:
-    """Train one step, after which something else follows; the log's totals of it."""
-    made = framework(rank, config(root, warmup=1 if follows == "phase" else 3), root)
-    try:
-        made.step(optimizer_s=0.5)
-        truth = made.lapped()
-        if follows == "evaluation":
-            made.evaluate()
-        elif follows == "checkpoint":
-            made.pause()
-            made.idle(1.0)
-        elif follows == "phase":
-            made.step()
-        if follows != "end":
-            made.step()
-    finally:
-        made.session.close()
-    totals = made.session.energy_log.totals
-    lines = (root / "energy.jsonl").read_text()
-    return truth, {phase: (t.energy_j, t.iterations) for phase, t in totals.items()}, lines
-
-
-def run_framework_steps(rank: int, root: Path) -> Any:
-    """The framework runs the first two steps by itself; the second is followed by a pause."""
-    made = framework(rank, config(root, warmup=1, schedule="1f1b", policy="baseline"), root)
-    session = made.session
-    truths = []
-    try:
-        for iteration in range(2):
-            made.begin(iteration)
-            made.idle(3.0)
-            made.end(0.2)
-        made.pause()
-        truths.append(made.lapped())
-        made.idle(2.0)
-        lap = session.lap()
-        made.step(2)
-        made.step(3)
-        truths.append(made.lapped())
-    finally:
-        session.close()
-    totals = session.energy_log.totals
-    return lap, truths, {phase: (t.energy_j, t.iterations) for phase, t in totals.items()}
-
-
 def measure_a_baseline(rank: int, root: Path, warmup: int, slow_first: int, own_steps: int) -> Any:
     """Warm up, with some first steps that take long; the baseline, and what it should be."""
     made = framework(rank, config(root, warmup, schedule="1f1b", policy="baseline"), root)
@@ -240,33 +195,6 @@ def measure_a_baseline(rank: int, root: Path, warmup: int, slow_first: int, own_
     finally:
         session.close()
     return before_settled, session.baseline, truth, comparison, session.summary()
-
-
-def meter_nothing(rank: int, root: Path, victim: int) -> Any:
-    """The counter of one rank fails while a lap is taken, and comes back."""
-    made = framework(rank, config(root, schedule="1f1b", policy="baseline"), root)
-    session, gpu = made.session, made.gpu
-    read_energy = gpu.read_energy
-
-    def failing() -> Any:
-        raise OSError("the counter of a test")
-
-    laps = []
-    try:
-        for fails in (False, True, False):
-            if fails and rank == victim:
-                gpu.read_energy = failing  # type: ignore[method-assign]
-                session.meter.catch_up()
-            for _ in range(3):
-                made.step()
-            lap = session.lap()
-            laps.append((lap, session.gather(lap)))
-            gpu.read_energy = read_energy  # type: ignore[method-assign]
-            session.meter.catch_up()
-            made.idle(2 * REFRESH_S)
-    finally:
-        session.close()
-    return laps
 
 
 def fail_and_close(rank: int, root: Path, victim: int) -> Any:

@@ -93,16 +93,12 @@ def _text(text: bytes | str) -> str:
 class NvmlGpu(Gpu):
     """One NVIDIA GPU. Any number of threads and processes may have one for the same GPU.
 
-    A call is over when the driver has taken it, also for a process that is killed in it: nothing
-    takes effect late. `index` is NVML's, for people and for commands that know GPUs by index alone.
-    Raises MigModeError for a MIG instance, GpuNotFoundError where NVML sees no such GPU, NvmlError
-    where it cannot be read.
-
-    Args:
-        uid: its UUID (`GPU-...`) or PCI bus id (`0000:1b:00.0`), never an index: torch's, CUDA's
-            and NVML's differ.
-        reset_range_mhz: lowest and highest clock that a reset leaves, where the site sets another
-            one than the driver's default.
+    It is named by its UUID (`GPU-...`) or PCI bus id (`0000:1b:00.0`), never by an index: torch's,
+    CUDA's and NVML's differ; `index` is NVML's, for people and for commands that know no other
+    name. A reset leaves `reset_range_mhz`, None for the driver's default. A call is over when the
+    driver has taken it, also for a process that is killed in it: nothing takes effect late. Raises
+    MigModeError for a MIG instance, GpuNotFoundError where NVML sees no such GPU, NvmlError where
+    it cannot be read.
     """
 
     def __init__(self, uid: str, *, reset_range_mhz: tuple[int, int] | None = None) -> None:

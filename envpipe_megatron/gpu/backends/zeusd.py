@@ -43,11 +43,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class ZeusdOffer:
-    """What a daemon says about itself.
-
-    `gpu_ids` has the daemon's number of each GPU; `groups` are the API groups that it offers;
-    `auth_required` says whether it wants a token.
-    """
+    """What a daemon says: its numbers of GPUs, its API groups, and whether it wants a token."""
 
     gpu_ids: dict[PciAddress, int]
     groups: frozenset[str]

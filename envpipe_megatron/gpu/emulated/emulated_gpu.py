@@ -63,14 +63,10 @@ class EmulatedGpu(Gpu):
     def create(cls, preset: str, index: int, root: str | os.PathLike[str] | None = None) -> Self:
         """Create a GPU at its maximum clock, or open it as it is where it exists already.
 
-        Any number of processes may do so at once. Like a real GPU it keeps lock, time and energy
-        from one job to the next. Raises GpuError where there is no such preset, this GPU exists
-        with another preset, or the folder cannot be used.
-
-        Args:
-            preset: name of a preset, or path of a preset file.
-            index: the GPU's index in the node, from 0.
-            root: folder of the node; by default that of `default_root`.
+        `preset` is a name or the path of a file, `root` the folder of the node, by default
+        `default_root`'s. Any number of processes may do so at once. Like a real GPU it keeps lock,
+        time and energy from one job to the next. Raises GpuError where there is no such preset,
+        this GPU exists with another preset, or the folder cannot be used.
         """
         model = load_preset(preset)
         # A path is kept absolute, since other processes may stand in other folders.
@@ -193,10 +189,7 @@ class EmulatedGpu(Gpu):
 
     @property
     def power_w(self) -> float:
-        """The power now: waiting power in an anchored wait, else that of the committed work.
-
-        Without an anchor it is the power just before the committed end.
-        """
+        """The power now: waiting power in an anchored wait, else that of the last work."""
         state = self._file.read()
         now_s = self._instant_s(state)
         segment = state.segment_at(now_s)
@@ -206,8 +199,7 @@ class EmulatedGpu(Gpu):
     def read_energy(self) -> EnergyReading:
         """Return the counter at its last refresh: at a multiple of `refresh_s` of virtual time.
 
-        A reading further back than the kept history (at least 64 refreshes before the committed
-        end) is the oldest kept.
+        A reading further back than the kept history (at least 64 refreshes) is the oldest kept.
         """
         state = self._file.read()
         refresh_s = self.preset.refresh_s

@@ -51,7 +51,7 @@ class LeaseHeldError(GpuError):
 
 
 class Lease:
-    """A lease that this process holds. Made by `take`."""
+    """A lease that this process holds; `take` makes it."""
 
     def __init__(self, file: LeaseFile) -> None:
         self.path = file.path
@@ -69,14 +69,10 @@ class Lease:
     ) -> Self:
         """Take the lease of a GPU; undo a stale one first.
 
-        Raises LeaseHeldError where a job that lives holds it or another user's stale lease is in
-        the way, LeaseFolderError where the folder is missing or unsafe, GpuError where what lies
-        there is no lease, or its GPU could not be reset; it is still there then.
-
-        Args:
-            rank: the process that will lock the clock.
-            patience_s: how long to wait for a lease that its guard, or somebody else, is just
-                undoing.
+        Waits `patience_s` for one that its guard, or somebody else, is just undoing. Raises
+        LeaseHeldError where a job that lives holds it or another user's stale lease is in the way,
+        LeaseFolderError where the folder is missing or unsafe, GpuError where what lies there is no
+        lease, or its GPU could not be reset; it is still there then.
         """
         name = lease_name(address)
         home = new_lease_folder()

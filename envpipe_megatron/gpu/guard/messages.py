@@ -45,7 +45,7 @@ class GuardSettings:
         heartbeat_s: when a rank has been silent for this long its GPU is reset. Long, because a
             rank may hold Python's interpreter lock for many seconds and be well.
         give_up_s: how long resets of a GPU whose rank is gone may fail or hang. Then the guard
-            ends; the lease stays, and says what to undo.
+            ends, and the lease says what to undo.
         stop_s: how long the rank may take to end clock control when the guard is told to end. Less
             than batch systems wait between SIGTERM and SIGKILL.
     """

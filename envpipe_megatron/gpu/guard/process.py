@@ -49,10 +49,10 @@ _RESERVE_BYTES = 1 << 20
 
 
 def main() -> NoReturn:
-    """Run a guard: `python -m envpipe_megatron.gpu.guard.process ORDER`.
+    """Run a guard: `python -m envpipe_megatron.gpu.guard.process ORDER`, a JSON object.
 
-    ORDER is a JSON object: `address`, `job`, `rank` and `settings` as in `Guard`, and `socket`, the
-    descriptor of the socket to the rank.
+    It has `address`, `job`, `rank` and `settings` as in `Guard`, and `socket`, the descriptor of
+    the socket to the rank.
     """
     order = json.loads(sys.argv[1])
     # What batch systems send to all of a job's processes to have its ranks write a checkpoint.

@@ -29,14 +29,11 @@ logger = logging.getLogger(__name__)
 
 #: Python's switch interval while a controller lives, s.
 SWITCH_INTERVAL_S = 1e-4
-
 #: How long to wait for the thread or a call of the driver: GPU and driver may hang.
 _JOIN_S = 2.0
-
 #: How often one who waits for a thread looks whether it is still there.
 _LOOK_S = 0.05
 
-#: Requests whose latency is kept.
 _KEPT_LATENCIES = 4096
 
 

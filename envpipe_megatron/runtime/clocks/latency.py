@@ -29,21 +29,16 @@ from envpipe_megatron.runtime.clocks.controller import spread
 #: Kernels of one trace, and of them those that run before the change.
 KERNELS = 100
 LEAD = 10
-
 #: How long a clock may take to settle, s.
 LONGEST_S = 2.0
-
 #: As many kernels in a row take the new time before the clock counts as settled.
 _STEADY_KERNELS = 5
-
 #: A kernel takes the new time when it is this close to it, as a share of the whole difference, or
 #: of the time where the difference is small.
 _CLOSE_OF_DIFFERENCE = 0.25
 _CLOSE_OF_TIME = 0.01
-
 #: Kernel times of two clocks that differ by less than this share cannot be told apart.
 _VISIBLE = 0.03
-
 #: The driver may show a clock one step of its table off.
 _STEP_MHZ = 15
 

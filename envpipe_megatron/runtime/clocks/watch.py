@@ -18,15 +18,12 @@ from envpipe_megatron.gpu.base import ClockState, Gpu
 
 #: Steps of NVIDIA's clock tables are 15 MHz at most; the clock seen may be one off.
 TOLERANCE_MHZ = 15
-
 #: Throttle reason of a GPU that does nothing, whose clock says nothing.
 IDLE = "idle"
-
 #: The least share of samples, and the least number, with which clocks are said not to have
 #: followed.
 WARN_SHARE = 0.05
 WARN_SAMPLES = 10
-
 #: How long to wait for a look that is under way: a driver may hang.
 _JOIN_S = 1.0
 

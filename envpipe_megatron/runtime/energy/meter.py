@@ -97,9 +97,12 @@ class EnergyMeter:
 
     @property
     def refresh_s(self) -> float:
-        """The counter's refresh period as seen lately."""
+        """The counter's refresh period: the median of the latest, as polls miss some refreshes."""
         with self._changed:
-            return self._refresh_s()
+            latest = self._times_s[-2 * MIN_REFRESHES :]
+        if len(latest) < 2:
+            return _TYPICAL_REFRESH_S
+        return statistics.median(b - a for a, b in pairwise(latest))
 
     @property
     def min_window_s(self) -> float:
@@ -164,12 +167,12 @@ class EnergyMeter:
         self._thread.join(_LOOK_TIMEOUT_S)
 
     def _check_seen(self, end_s: float) -> None:
-        last_s = self._times_s[-1] if self._times_s else -math.inf
+        last_s = self.last_refresh_s
         if end_s <= last_s:
             return
         if self.error is not None:
             raise MeterError(f"The energy counter of {self._gpu.name} failed: {self.error}")
-        silent_s = MAX_SILENT_REFRESHES * self._refresh_s()
+        silent_s = MAX_SILENT_REFRESHES * self.refresh_s
         if len(self._times_s) < 2 or end_s > last_s + silent_s:
             raise MeterError(
                 f"The energy counter of {self._gpu.name} has not refreshed since {last_s} s, and a "
@@ -177,13 +180,6 @@ class EnergyMeter:
                 value=end_s,
                 remedy="Look at the driver's log if this lasts; training goes on without it.",
             )
-
-    def _refresh_s(self) -> float:
-        """The median of the latest periods: polls miss some refreshes."""
-        latest = self._times_s[-2 * MIN_REFRESHES :]
-        if len(latest) < 2:
-            return _TYPICAL_REFRESH_S
-        return statistics.median(b - a for a, b in pairwise(latest))
 
     def _at(self, time_s: float) -> CounterAt:
         times, energies = self._times_s, self._energies_j

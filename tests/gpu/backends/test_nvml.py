@@ -91,14 +91,6 @@ def test_lock_and_reset(node):
     ]
 
 
-def test_a_site_has_its_own_meaning_of_a_reset(node):
-    gpu = NvmlGpu(node.uuids[0], reset_range_mhz=(300, 1305))
-    gpu.lock_frequency(1200)
-    gpu.reset_frequency()
-    assert node.locked_mhz(node.uuids[0]) == (300, 1305)
-    assert RESET not in [call.function for call in node.changes()]
-
-
 def test_request_clock_reasons_and_limit_are_told_apart(node):
     gpu = NvmlGpu(node.uuids[0])
     assert gpu.clock_state() == ClockState(None, 1410, (), 400.0)

@@ -55,17 +55,6 @@ def test_faults_of_a_gpu(node, change, fault, value, error, remedy):
     assert len(node.changes()) == 2
 
 
-@pytest.mark.parametrize("fault", ["mig", "vgpu"])
-def test_an_obstacle_is_found_by_reading(node, fault):
-    gpu = NvmlGpu(node.uuids[0])
-    assert gpu.control_obstacle() is None
-    node.set_fault(node.uuids[0], fault)
-    obstacle = gpu.control_obstacle()
-    assert isinstance(obstacle, MigModeError if fault == "mig" else VirtualGpuError)
-    assert f" (got '{node.uuids[0]}'). " in str(obstacle)
-    assert node.changes() == []
-
-
 def test_a_lost_gpu_cannot_be_opened_or_read(node):
     gpu = NvmlGpu(node.uuids[0])
     node.set_fault(node.uuids[0], "lost")

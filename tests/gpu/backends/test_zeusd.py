@@ -30,9 +30,9 @@ def daemon(tmp_path):
         daemon.stop()
 
 
-def gpu_of(daemon, pci_address="00000000:41:00.0", reset_range_mhz=None, time_limit_s=30.0):
+def gpu_of(daemon, pci_address="00000000:41:00.0", time_limit_s=30.0):
     zeusd = Zeusd(daemon.path, time_limit_s)
-    return ZeusdGpu(PlainReader(), pci_address, zeusd, reset_range_mhz)
+    return ZeusdGpu(PlainReader(), pci_address, zeusd)
 
 
 def locked(mhz, gpu_id=1):
@@ -53,14 +53,6 @@ def test_lock_and_reset(daemon):
     assert_reads_through(gpu)
     assert daemon.changes == [locked(1380), locked(1200), RESET]
     assert (gpu.address.backend, gpu.address.uid) == ("zeusd", UUID)
-
-
-def test_a_site_may_give_reset_another_meaning(daemon):
-    gpu = gpu_of(daemon, reset_range_mhz=(210, 1380))
-    gpu.reset_frequency()
-    assert gpu.requested_frequency_mhz is None
-    values = {"gpu_ids": "1", "min_clock_mhz": "210", "max_clock_mhz": "1380"}
-    assert daemon.changes == [("/gpu/set_gpu_locked_clocks", values)]
 
 
 def test_the_gpu_is_found_by_its_pci_address_and_not_by_a_number(daemon):
@@ -204,12 +196,6 @@ def test_the_drivers_reason_comes_back(daemon, status, answer, kind, said):
     daemon.fault = None
     gpu.reset_frequency()
     assert daemon.changes == [locked(1380), RESET]
-
-
-def test_a_daemon_without_the_group_of_clock_control(daemon):
-    daemon.groups = ("gpu-read",)
-    with pytest.raises(GpuPermissionError, match="--enable gpu-control"):
-        gpu_of(daemon).lock_frequency(1380)
 
 
 def test_tokens(daemon, monkeypatch):

@@ -275,43 +275,6 @@ def test_where_the_warm_up_is_no_baseline_that_is_said_once(rank, caplog, planne
     assert summary["job"] == {"phases": {}, "comparison": None}
 
 
-@pytest.mark.parametrize("follows", ["evaluation", "phase", "end"])
-def test_the_optimizer_is_billed_with_its_iteration(three_ranks, tmp_path, follows):
-    """Of the first step alone: the others' are in other windows, or in another phase."""
-    for rank, (truth, totals, lines) in enumerate(
-        three_ranks.run(step_ranks.bill_the_optimizer, tmp_path, follows)
-    ):
-        windows = [json.loads(line) for line in lines.splitlines()]
-        first = next(w for w in windows if w["rank"] == rank)
-        assert (first["phase"], first["first_iteration"]) == ("warm-up", 0)
-        assert (first["energy_j"], first["duration_s"]) == pytest.approx(truth, rel=1e-5)
-        assert first["last_iteration"] == 0
-        if follows == "phase":
-            assert totals["warm-up"] == pytest.approx((truth[0], 1))
-            # Measuring the power of waits belongs to no step.
-            assert totals["plan"][0] > 100
-            assert totals["plan"][1] == 0
-
-
-def test_steps_of_the_framework_are_in_the_bill(three_ranks, tmp_path):
-    for lap, truths, totals in three_ranks.run(step_ranks.run_framework_steps, tmp_path):
-        assert lap.phases == {"framework": 2}
-        assert whole(lap) == pytest.approx(truths[0], rel=1e-5)
-        assert totals["framework"] == pytest.approx((truths[0][0], 2), rel=1e-5)
-        assert totals["warm-up"][0] + totals["steady"][0] == pytest.approx(truths[1][0], rel=1e-5)
-
-
-def test_what_was_not_metered_is_unknown(three_ranks, tmp_path):
-    """Of one rank in one lap; nobody else's figures suffer, and none is wrong."""
-    told = three_ranks.run(step_ranks.meter_nothing, tmp_path, 1)
-    for rank, laps in enumerate(told):
-        known = [lap.step.energy_j is not None for lap, _ in laps]
-        assert known == [True, rank != 1, True]
-        jobs = [job for _, job in laps]
-        assert [job.step.energy_j is None for job in jobs] == [False, True, False]
-        assert jobs[1].step.time_s > 0
-
-
 # Baseline -------------------------------------------------------------------------------------
 
 

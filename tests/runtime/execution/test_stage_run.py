@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,6 @@ from envpipe_megatron.runtime.execution.executor import make_record
 from envpipe_megatron.runtime.execution.interpreter import execute
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.execution.stage_run import StageRun
-from envpipe_megatron.runtime.profiling.p2p_latency import measure_p2p_latency_s
 
 
 class Parts:
@@ -236,66 +234,6 @@ def test_outside_iterations_idling_alone_takes_emulated_time(world):
     assert (timed.now_s(), world.calls) == (50.0, [])
     timed.idle(0.25)
     assert world.calls == ["settle", ("advance", 50.25), ("anchor", 1000.0 - 50.25)]
-
-
-class Neighbour:
-    """Channel and executor beside which a stage sits that answers each message after a while."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-        self.time_s, self.received = 7.0, 0
-
-    def meet(self) -> float:
-        return self.time_s
-
-    def now_s(self) -> float:
-        return self.time_s
-
-    def wait_for_messages(self) -> None:
-        self.calls.append("waited")
-        self.time_s += 0.5  # on the device
-
-    def expect(self, messages: Any, specs: Any) -> None:
-        self.calls.append(("expect", messages, specs))
-
-    def receive(self, unit: Any) -> list[torch.Tensor]:
-        self.time_s += 100.0 if self.received < 3 else [1.0, 9.0, 2.0, 1.0][self.received % 4]
-        self.received += 1
-        self.calls.append(("receive", str(unit)))
-        return []
-
-    def send(self, unit: Any, tensors: list[torch.Tensor]) -> None:
-        self.calls.append(("send", str(unit), [tuple(tensor.shape) for tensor in tensors]))
-
-    def end_step(self) -> None:
-        self.calls.append("end step")
-
-
-def test_a_stage_serves_the_boundary_before_it_then_measures_the_one_behind():
-    beside: Any = Neighbour()
-    # Half the median of eleven trips of 9, 2, 1 and 1 s, each with the device's wait.
-    assert measure_p2p_latency_s(1, 3, beside, SPECS, beside) == 1.25
-    number = beside.received // 2
-    served = [[("receive", f"F{n}"), ("send", f"B{n}", [(2, 3)]), "waited"] for n in range(number)]
-    measured = [
-        [("send", f"F{n}", [(2, 3)]), ("receive", f"B{n}"), "waited"] for n in range(number)
-    ]
-    assert beside.calls == [
-        ("expect", {Kind.FORWARD: number}, SPECS),
-        *chain(*served),
-        "end step",
-        ("expect", {Kind.BACKWARD: number}, SPECS),
-        *chain(*measured),
-        "end step",
-    ]
-
-
-def test_the_last_stage_measures_nothing_and_the_first_serves_nobody():
-    last: Any = Neighbour()
-    assert measure_p2p_latency_s(2, 3, last, SPECS, last) == 0.0
-    first: Any = Neighbour()
-    assert measure_p2p_latency_s(0, 3, first, SPECS, first) == 0.75
-    assert [sum(call == "end step" for call in beside.calls) for beside in (first, last)] == [1, 1]
 
 
 def test_a_record_tells_waits_units_and_its_end():
