@@ -6,13 +6,13 @@ from pathlib import Path
 
 from benchmarks.planner.workloads import preset_profile
 from envpipe_megatron.core import builders
-from envpipe_megatron.core.channel_model import fit_to_channel
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.frequencies import envelope
+from envpipe_megatron.policies.limits import order_limits
 
 PRESET = "h200"
 
@@ -21,11 +21,10 @@ def stepped_order(
     num_stages: int, num_microbatches: int, capacity: int | None, *, step: int = 1
 ) -> Schedule:
     """EnvPipe's order, each stage `step` extra forwards above the next where that is possible."""
-    wanted = builders.envpipe_extra_forwards(
-        [float(step)] * num_stages, [1.0] * num_stages, num_microbatches
-    )
-    fit = fit_to_channel(num_stages, num_microbatches, wanted, capacity)
-    return builders.envpipe(num_stages, num_microbatches, fit.extra_forwards)
+    limits = order_limits(num_stages, num_microbatches, channel_capacity=capacity)
+    times_s = [float(step)] * num_stages, [1.0] * num_stages
+    wanted = builders.envpipe_extra_forwards(*times_s, limits.most)
+    return builders.envpipe(num_stages, num_microbatches, limits.fit(wanted))
 
 
 def write_unmeasured_plan(schedule: Schedule, folder: Path) -> tuple[Path, Path]:

@@ -32,7 +32,6 @@ from megatron.core.transformer import TransformerConfig
 from benchmarks.gpu.null_gpu import NullGpu
 from benchmarks.planner.workloads import preset_profile
 from envpipe_megatron.core import builders
-from envpipe_megatron.core.channel_model import fit_to_channel
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import read_profile
@@ -41,6 +40,7 @@ from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.integrations.megatron_core import ForwardBackward
 from envpipe_megatron.policies.frequencies import envelope
+from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import all_pipelines, make_collectives
 from envpipe_megatron.runtime.channel.links import MAX_CTAS, make_channel
@@ -131,7 +131,8 @@ class Bench:
         schedules = {"interpreter 1f1b": builders.one_f_one_b(p, m)}
         for step in (1, 3):
             wanted = [min(step * (p - 1 - stage), m - p + stage) for stage in range(p)]
-            extra = list(fit_to_channel(p, m, wanted, self.channel.capacity).extra_forwards)
+            limits = order_limits(p, m, channel_capacity=self.channel.capacity)
+            extra = list(limits.fit(wanted))
             schedules[f"interpreter envpipe {extra}"] = builders.envpipe(p, m, extra)
         return schedules
 

@@ -27,9 +27,9 @@ from benchmarks.megatron_lm.models import (
     training,
 )
 from envpipe_megatron.core import builders
-from envpipe_megatron.core.channel_model import fit_to_channel
-from envpipe_megatron.core.schedule import Schedule, ScheduleError, Unit
+from envpipe_megatron.core.schedule import Schedule, Unit
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.runtime.execution import interpreter
 from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
 from envpipe_megatron.runtime.job import session
@@ -115,23 +115,19 @@ def random_extra_forwards(
     source: random.Random, num_stages: int, num_microbatches: int, capacity: int | None
 ) -> tuple[int, ...]:
     """Extra forwards from none to all that batch and channel allow, rising or falling."""
-    caps = builders.extra_forward_caps(num_stages, num_microbatches)
-    while True:
-        kind = source.random()
-        if kind < 0.1:
-            wanted = [0] * num_stages
-        elif kind < 0.3:
-            wanted = list(caps)
-        elif kind < 0.6:
-            wanted = [source.randint(0, cap) for cap in caps]
-        else:  # each stage has no more than the one before
-            wanted = []
-            for cap in caps:
-                wanted.append(source.randint(0, min([cap, *wanted[-1:]])))
-        try:
-            return fit_to_channel(num_stages, num_microbatches, wanted, capacity).extra_forwards
-        except ScheduleError:  # a stage would warm up with more than it is sent
-            continue
+    limits = order_limits(num_stages, num_microbatches, channel_capacity=capacity)
+    kind = source.random()
+    if kind < 0.1:
+        wanted = [0] * num_stages
+    elif kind < 0.3:
+        wanted = list(limits.most)
+    elif kind < 0.6:
+        wanted = [source.randint(0, most) for most in limits.most]
+    else:  # each stage has no more than the one before
+        wanted = []
+        for most in limits.most:
+            wanted.append(source.randint(0, min([most, *wanted[-1:]])))
+    return limits.fit(wanted)
 
 
 def random_orders(

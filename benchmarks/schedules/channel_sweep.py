@@ -2,11 +2,11 @@
 
 Runs EnvPipe's order for all non-increasing extra forwards (the last stage has none) of p = 2..8
 stages and M = p..24 microbatches: 1,271,601 vectors. Prints how many finish as they are, how many
-`fit_to_channel` must lower, and checks that all finish after it. Run from the checkout:
+`OrderLimits.fit` must lower, and checks that all finish after it. Run from the checkout:
 `python benchmarks/schedules/channel_sweep.py`.
 
 The simulation is the one of `channel_model`, for many vectors at once; it and the lowering are
-compared with `find_stall` and `fit_to_channel` on a random sample of every batch.
+compared with `find_stall` and `OrderLimits.fit` on a random sample of every batch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from rich.progress import track
 
 from benchmarks.outputs import make_table
 from envpipe_megatron.core.builders import envpipe
-from envpipe_megatron.core.channel_model import completes, fit_to_channel, max_falling_step
+from envpipe_megatron.core.channel_model import completes, max_falling_step
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.limits import order_limits
 
 Vectors = NDArray[np.int8]
 
@@ -98,7 +99,7 @@ def finishes(extra: Vectors, num_microbatches: int, capacity: int | None) -> NDA
 
 
 def lower(extra: Vectors, capacity: int) -> Vectors:
-    """`fit_to_channel` for many vectors that all need it."""
+    """`OrderLimits.fit` for many vectors that all need it."""
     step = max_falling_step(capacity)
     assert step is not None
     fitted = extra.copy()
@@ -134,7 +135,7 @@ def run_batch(batch: Batch) -> Counter[tuple[int | None, str]]:
         counts[capacity, "finish after"] += int(after.sum())
         for row in chosen:
             single = completes(envpipe(p, m, rows[row]), capacity)
-            fit = fit_to_channel(p, m, rows[row], capacity).extra_forwards
+            fit = order_limits(p, m, channel_capacity=capacity).fit(rows[row])
             if single != ok[row] or fit != tuple(fitted[row].tolist()):
                 raise EnvPipeError(
                     f"The batch and channel_model disagree on p={p} M={m}, capacity {capacity}",

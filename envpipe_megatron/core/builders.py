@@ -108,43 +108,23 @@ def one_f_one_b_warmups(num_stages: int) -> list[int]:
 
 
 def envpipe_extra_forwards(
-    backward_time_s: Sequence[float],
-    forward_time_s: Sequence[float],
-    num_microbatches: int,
-    *,
-    max_extra_forwards: int | None = None,
-    max_in_flight: Sequence[int] | None = None,
-    max_warmup_step: int | None = None,
+    backward_time_s: Sequence[float], forward_time_s: Sequence[float], caps: Sequence[int]
 ) -> list[int]:
-    """EnvPipe's number of extra forwards for each stage.
+    """EnvPipe's number of extra forwards for each stage, from times and caps of each.
 
     Enough forwards at the optimal frequency to fill the wait for the first gradient, which is one
     backward at the maximum clock for each stage behind (Choi et al., ATC'23, section 4.2, and the
-    authors' code for the caps, as `extra_forward_caps` takes them).
-
-    Args:
-        backward_time_s: for each stage, one backward at the maximum clock.
-        forward_time_s: for each stage, one forward at the optimal frequency.
-        max_warmup_step: how far neighbouring stages' extra forwards may differ.
+    authors' code for the caps).
     """
-    num_stages = len(backward_time_s)
-    caps = extra_forward_caps(
-        num_stages,
-        num_microbatches,
-        max_extra_forwards=max_extra_forwards,
-        max_in_flight=max_in_flight,
-    )
     extra: list[int] = []
-    ahead = num_microbatches
+    ahead = caps[0]
     for stage, cap in enumerate(caps):
-        behind = num_stages - stage - 1
+        behind = len(caps) - stage - 1
         wanted = math.floor(backward_time_s[stage] * behind / forward_time_s[stage] + 1e-9)
         extra.append(min(wanted, cap, ahead))
         # This stage must keep ahead of the next, unless memory or the batch alone holds it back;
         # and even then that one cannot warm up with more forwards than this one has sent.
         ahead = extra[-1] + (extra[-1] == cap)
-    if max_warmup_step is not None:
-        extra = limit_step(extra, max_warmup_step)
     return extra
 
 
@@ -175,16 +155,6 @@ def extra_forward_caps(
             cap = min(cap, max_in_flight[stage] - needed)
         caps.append(cap)
     return caps
-
-
-def limit_step(extra_forwards: Sequence[int], max_step: int) -> list[int]:
-    """The largest counts, none above the given, whose neighbours differ by at most `max_step`."""
-    limited = list(extra_forwards)
-    pairs = [(s, s + 1) for s in range(len(limited) - 1)]
-    # Downwards first: the last stage has none, so the limit spreads from there to the front.
-    for stage, neighbour in chain(reversed(pairs), ((b, a) for a, b in pairs)):
-        limited[stage] = min(limited[stage], limited[neighbour] + max_step)
-    return limited
 
 
 def _check_job(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:

@@ -26,20 +26,19 @@ for parallel programming', IFIP 1974). The tests check this by search.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 
-from envpipe_megatron.core.builders import envpipe, one_f_one_b
-from envpipe_megatron.core.schedule import Schedule, Unit
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 
 #: Says how many hardware queues a process has on a GPU.
 QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 _USUAL_QUEUES = 8
-_REMEDY = (
+#: For orders that do not finish on a channel.
+CHANNEL_REMEDY = (
     f"Set {QUEUES_VARIABLE}={_USUAL_QUEUES}, with which sends are asynchronous (capacity None), or "
     "allow a larger capacity."
 )
@@ -55,54 +54,22 @@ def hardware_capacity(environment: Mapping[str, str]) -> int | None:
     return 1 if queues.isdigit() and int(queues) < _USUAL_QUEUES else None
 
 
-class Action(StrEnum):
-    """The call in which a stage waits."""
-
-    SEND = "send"
-    RECEIVE = "receive"
-
-
 @dataclass(frozen=True)
 class StuckStage:
-    """A stage that waits for ever to send its `unit`'s output to `peer` or to receive its input."""
+    """A stage that waits for ever to send a unit's output to `peer`, or to receive its input."""
 
     stage: int
-    unit: Unit
-    action: Action
+    unit: str
+    sends: bool
     peer: int
 
-
-@dataclass(frozen=True)
-class Stall:
-    """The state in which an order stops for ever; `stuck` are the unfinished stages in order."""
-
-    schedule: Schedule
-    capacity: int | None
-    stuck: tuple[StuckStage, ...]
-
     def __str__(self) -> str:
-        chunks = self.schedule.num_chunks
-        words = {Action.SEND: "sends the output of {} to", Action.RECEIVE: "awaits {}'s input from"}
-        return "; ".join(
-            f"stage {at.stage} {words[at.action].format(at.unit.label(chunks))} stage {at.peer}"
-            for at in self.stuck
-        )
-
-
-@dataclass(frozen=True)
-class ChannelFit:
-    """Extra forwards, one count a stage, with which EnvPipe's order finishes on a channel.
-
-    `lowered` says whether a stage has fewer than was asked for, and `reason` which and why.
-    """
-
-    extra_forwards: tuple[int, ...]
-    lowered: bool
-    reason: str
+        sends, awaits = f"sends the output of {self.unit} to", f"awaits {self.unit}'s input from"
+        return f"stage {self.stage} {sends if self.sends else awaits} stage {self.peer}"
 
 
 def check_message_order(schedule: Schedule) -> None:
-    """Refuse a schedule where a channel's messages are taken in another order than they are sent.
+    """Refuse a schedule where messages are taken in another order than they are sent.
 
     A channel knows no names of messages: units would get the wrong tensors.
     """
@@ -130,15 +97,20 @@ def check_message_order(schedule: Schedule) -> None:
 
 def completes(schedule: Schedule, capacity: int | None) -> bool:
     """Whether every stage reaches the end of its order on such channels; raises as `find_stall`."""
-    return find_stall(schedule, capacity) is None
+    return not find_stall(schedule, capacity)
 
 
-def find_stall(schedule: Schedule, capacity: int | None) -> Stall | None:
-    """Run the order on channels of this capacity; the state it stops in, or None if it finishes.
+def find_stall(schedule: Schedule, capacity: int | None) -> list[StuckStage]:
+    """Run the order on channels of this capacity; the stages that never reach its end.
 
     EnvPipeError: a negative capacity, or messages taken in another order than sent.
     """
-    _check_capacity(capacity)
+    if capacity is not None and capacity < 0:
+        raise EnvPipeError(
+            "The capacity of a channel is a number of messages",
+            value=capacity,
+            remedy="Give zero or more, or None for asynchronous sends.",
+        )
     check_message_order(schedule)
     num_stages, width = schedule.num_stages, schedule.units_per_stage
     limit = schedule.num_units if capacity is None else capacity
@@ -170,12 +142,14 @@ def find_stall(schedule: Schedule, capacity: int | None) -> Stall | None:
     stuck = []
     for stage, (node, behind) in enumerate(zip(position, behind_send, strict=True)):
         if behind >= 0:
-            peer = schedule.stage_of(int(schedule.cross_successor[node - 1]))
-            stuck.append(StuckStage(stage, schedule.unit_at(node - 1), Action.SEND, peer))
+            node, neighbours = node - 1, schedule.cross_successor
         elif node < (stage + 1) * width:
-            peer = schedule.stage_of(int(schedule.cross_dependency[node]))
-            stuck.append(StuckStage(stage, schedule.unit_at(node), Action.RECEIVE, peer))
-    return Stall(schedule, capacity, tuple(stuck)) if stuck else None
+            neighbours = schedule.cross_dependency
+        else:
+            continue
+        unit, peer = schedule.unit_at(node).label(schedule.num_chunks), int(neighbours[node])
+        stuck.append(StuckStage(stage, unit, behind >= 0, schedule.stage_of(peer)))
+    return stuck
 
 
 def max_falling_step(capacity: int | None) -> int | None:
@@ -191,44 +165,6 @@ def max_falling_step(capacity: int | None) -> int | None:
     return None if capacity is None else 2 * capacity - 1
 
 
-def fit_to_channel(
-    num_stages: int, num_microbatches: int, extra_forwards: Sequence[int], capacity: int | None
-) -> ChannelFit:
-    """The most extra forwards, none above the given, with which EnvPipe's order finishes.
-
-    From the last stage to the first, a stage whose extra forwards exceed its successor's by more
-    than `max_falling_step` is lowered to just that step. Two stages that block each other are
-    always such a pair, the front one in the send of an activation.
-
-    EnvPipeError: not even 1F1B finishes (capacity 0 with two or more stages and microbatches, where
-    Megatron sends and receives in one call). ScheduleError: counts that `envpipe` refuses.
-    """
-    wanted = tuple(int(extra) for extra in extra_forwards)
-    step = max_falling_step(capacity)
-    if completes(envpipe(num_stages, num_microbatches, wanted), capacity) or step is None:
-        return ChannelFit(wanted, False, "The channel carries the order as it is.")
-    stall = find_stall(one_f_one_b(num_stages, num_microbatches), capacity)
-    if stall is not None:
-        raise EnvPipeError(
-            f"Not even 1F1B finishes on a channel of this capacity: {stall}",
-            value=capacity,
-            remedy=_REMEDY,
-        )
-    fitted = list(wanted)
-    for stage in range(num_stages - 2, -1, -1):
-        fitted[stage] = min(fitted[stage], fitted[stage + 1] + step)
-    changes = ", ".join(
-        f"stage {stage} from {before} to {after}"
-        for stage, (before, after) in enumerate(zip(wanted, fitted, strict=True))
-        if after < before
-    )
-    reason = (
-        f"Extra forwards lowered on {changes}: on a channel of capacity {capacity} they may fall "
-        f"by at most {step} from a stage to the next. {_REMEDY}"
-    )
-    return ChannelFit(tuple(fitted), True, reason)
-
-
 def _channels(schedule: Schedule) -> tuple[list[int], list[int]]:
     """For each node the channel it takes from and the one it sends to, or -1.
 
@@ -242,12 +178,3 @@ def _channels(schedule: Schedule) -> tuple[list[int], list[int]]:
     source = np.where(dependency >= 0, first + dependency // width, -1)
     target = np.where(schedule.cross_successor >= 0, first + stages, -1)
     return source.tolist(), target.tolist()
-
-
-def _check_capacity(capacity: int | None) -> None:
-    if capacity is not None and capacity < 0:
-        raise EnvPipeError(
-            "The capacity of a channel is a number of messages",
-            value=capacity,
-            remedy="Give zero or more, or None for asynchronous sends.",
-        )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from envpipe_megatron.core import builders
-from envpipe_megatron.core.channel_model import fit_to_channel, max_falling_step
+from envpipe_megatron.core.channel_model import CHANNEL_REMEDY, find_stall, max_falling_step
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
@@ -59,7 +59,14 @@ def order_limits(
     fewer in flight than 1F1B itself holds. EnvPipeError: a channel on which not even 1F1B finishes.
     """
     if channel_capacity is not None:
-        fit_to_channel(num_stages, num_microbatches, (0,) * num_stages, channel_capacity)
+        own = builders.one_f_one_b(num_stages, num_microbatches)
+        if stuck := find_stall(own, channel_capacity):
+            raise EnvPipeError(
+                "Not even 1F1B finishes on a channel of this capacity: "
+                + "; ".join(map(str, stuck)),
+                value=channel_capacity,
+                remedy=CHANNEL_REMEDY,
+            )
     most = builders.extra_forward_caps(
         num_stages,
         num_microbatches,
@@ -72,22 +79,17 @@ def order_limits(
     return OrderLimits(tuple(most), max(0, min(falls)) if falls else None, rise)
 
 
-def envpipe_counts(profile: Profile, num_microbatches: int) -> list[int]:
-    """EnvPipe's extra forwards where nothing but the batch limits them."""
-    return builders.envpipe_extra_forwards(*envpipe_times_s(profile), num_microbatches)
-
-
-def envpipe_times_s(profile: Profile) -> tuple[list[float], list[float]]:
-    """What EnvPipe's rule for extra forwards compares, for each stage.
-
-    Backwards at the maximum clock and forwards at the optimal frequency.
-    """
-    return (
+def envpipe_counts(
+    profile: Profile, num_microbatches: int, caps: Sequence[int] | None = None
+) -> list[int]:
+    """EnvPipe's extra forwards; by default nothing but the batch limits them."""
+    return builders.envpipe_extra_forwards(
         [kinds[Kind.BACKWARD][0].time_s for kinds in profile.rows],
         [
             profile.row(stage, Kind.FORWARD, frequency).time_s
             for stage, frequency in enumerate(profile.optimal_frequency_mhz)
         ],
+        caps or builders.extra_forward_caps(profile.num_stages, num_microbatches),
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from envpipe_megatron.core import builders
-from envpipe_megatron.core.channel_model import fit_to_channel
+from envpipe_megatron.core.channel_model import CHANNEL_REMEDY
 from envpipe_megatron.core.conditions import Conditions, make_conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
@@ -23,7 +23,7 @@ from envpipe_megatron.policies.frequencies import POLICIES as RULES
 from envpipe_megatron.policies.frontier import FRONTIER_GAP, competing_orders, plan_frontier
 from envpipe_megatron.policies.limits import (
     OrderLimits,
-    envpipe_times_s,
+    envpipe_counts,
     in_flight_by_memory,
     order_limits,
 )
@@ -306,16 +306,20 @@ def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tu
                 remedy=f"The job has {job}: mend the function that builds it.",
             )
         return schedule, ()
-    extra = builders.envpipe_extra_forwards(
-        *envpipe_times_s(profile),
-        microbatches,
-        max_extra_forwards=request.max_extra_forwards,
-        max_in_flight=_in_flight(profile, request),
-        max_warmup_step=request.max_warmup_step,
+    limits = request_limits(profile, request)
+    unbounded = request_limits(profile, replace(request, channel_capacity=None))
+    wanted = unbounded.fit(envpipe_counts(profile, microbatches, limits.most))
+    extra = limits.fit(wanted)
+    lowered = ", ".join(
+        f"stage {stage} from {before} to {after}"
+        for stage, (before, after) in enumerate(zip(wanted, extra, strict=True))
+        if after < before
     )
-    fit = fit_to_channel(stages, microbatches, extra, request.channel_capacity)
-    notes = (fit.reason,) if fit.lowered else ()
-    return builders.envpipe(stages, microbatches, fit.extra_forwards), notes
+    note = (
+        f"Extra forwards lowered on {lowered}: on a channel of capacity {request.channel_capacity} "
+        f"they may fall by at most {limits.max_fall} from a stage to the next. {CHANNEL_REMEDY}"
+    )
+    return builders.envpipe(stages, microbatches, extra), (note,) if lowered else ()
 
 
 def _check_chunks(request: PlanRequest) -> None:

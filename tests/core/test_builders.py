@@ -4,8 +4,6 @@ import itertools
 
 import pytest
 from core_cases import parse_stages
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.schedule import Kind, ScheduleError
@@ -114,17 +112,16 @@ def test_impossible_jobs_are_refused_with_the_value(build, value):
         build()
 
 
-def extra(backward, forward, microbatches, **caps):
-    return builders.envpipe_extra_forwards(backward, forward, microbatches, **caps)
+def extra(backward, forward, microbatches, **limits):
+    caps = builders.extra_forward_caps(len(backward), microbatches, **limits)
+    return builders.envpipe_extra_forwards(backward, forward, caps)
 
 
 class TestExtraForwards:
     """floor(backward at maximum x stages behind / forward at the optimum), then the caps."""
 
-    backward, forward = (
-        [2.0] * 4,
-        [1.25] * 4,
-    )  # wanted: floor(6 / 1.25, 4 / 1.25, 2 / 1.25) = 4 3 1 0
+    #: Wanted: floor(6 / 1.25, 4 / 1.25, 2 / 1.25) = 4 3 1 0.
+    backward, forward = [2.0] * 4, [1.25] * 4
 
     def test_formula(self):
         assert extra(self.backward, self.forward, 96) == [4, 3, 1, 0]
@@ -154,22 +151,3 @@ class TestExtraForwards:
     def test_above_the_previous_stage_by_one_where_that_is_at_its_cap(self):
         slow = [1.0, 4.0, 1.0, 1.0]
         assert extra(slow, [1.0] * 4, 96, max_in_flight=[5, 99, 99, 99]) == [1, 2, 1, 0]
-
-    def test_max_warmup_step(self):
-        assert extra([2.0] * 4, [0.5] * 4, 96) == [12, 8, 4, 0]
-        assert extra([2.0] * 4, [0.5] * 4, 96, max_warmup_step=1) == [3, 2, 1, 0]
-        assert extra([2.0] * 4, [0.5] * 4, 96, max_warmup_step=3) == [9, 6, 3, 0]
-        assert extra([2.0] * 4, [0.5] * 4, 96, max_warmup_step=0) == [0, 0, 0, 0]
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(0, 3))
-def test_limit_step_gives_the_largest_counts_there_are(counts, step):
-    allowed = [
-        candidate
-        for candidate in itertools.product(*(range(c + 1) for c in counts))
-        if all(abs(a - b) <= step for a, b in itertools.pairwise(candidate))
-    ]
-    best = [max(column) for column in zip(*allowed, strict=True)]
-    assert builders.limit_step(counts, step) == best
-    assert tuple(best) in allowed

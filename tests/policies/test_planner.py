@@ -61,13 +61,23 @@ def test_limits_reach_the_order(limits, extra):
 
 
 def test_a_channel_that_holds_little_lowers_the_extra_forwards_and_says_so():
-    profile = uniform_profile(4, CURVE, backward=12.0)
-    free, no_notes = build_schedule(profile, PlanRequest(48, "envpipe"))
-    tight, notes = build_schedule(profile, PlanRequest(48, "envpipe", channel_capacity=1))
-    assert no_notes == ()
-    assert sum(tight.extra_forwards) < sum(free.extra_forwards)
-    assert len(notes) == 1
-    assert notes[0]
+    profile = uniform_profile(4, {1200: (1.0, 10.0)}, backward=4.0)
+
+    def built(**options):
+        schedule, notes = build_schedule(profile, PlanRequest(48, "envpipe", **options))
+        return schedule.extra_forwards, notes
+
+    assert built() == built(channel_capacity=3) == ((12, 8, 4, 0), ())
+    assert built(channel_capacity=2)[0] == (9, 6, 3, 0)
+    counts, (note,) = built(channel_capacity=1)
+    assert counts == (3, 2, 1, 0)
+    assert note.startswith(
+        "Extra forwards lowered on stage 0 from 12 to 3, stage 1 from 8 to 2, stage 2 from 4 to "
+        "1: on a channel of capacity 1 they may fall by at most 1 from a stage to the next."
+    )
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=8" in note
+    # What was asked for anyway is no reason for a note.
+    assert built(channel_capacity=1, max_warmup_step=1) == (counts, ())
 
 
 @pytest.mark.parametrize("policy", ["baseline", "uniform", "envelope"])

@@ -207,9 +207,9 @@ def test_never_longer_than_everything_at_the_highest_clock(seed, policy):
     """Also with unbalanced stages, latency, and a highest clock that is not the fastest."""
     rng = random.Random(seed)
     p, m = rng.randint(1, 5), rng.randint(1, 9)
-    extra = builders.envpipe_extra_forwards(
-        [rng.uniform(0.5, 3) for _ in range(p)], [1.0] * p, m, max_extra_forwards=rng.randint(0, 5)
-    )
+    caps = builders.extra_forward_caps(p, m, max_extra_forwards=rng.randint(0, 5))
+    backward_s = [rng.uniform(0.5, 3) for _ in range(p)]
+    extra = builders.envpipe_extra_forwards(backward_s, [1.0] * p, caps)
     schedule = builders.envpipe(p, m, extra)
     curve = {
         f: (1 + (1200 - f) / 300 + rng.uniform(0, 0.1), rng.uniform(5, 10) + f / 200)

@@ -109,8 +109,8 @@ def _read(job: PhaseParts, path: Path, profile: Profile) -> Plan:
             value=plan.schedule.num_microbatches,
             remedy=f"This job has {job.num_microbatches}.",
         )
-    stall = find_stall(plan.schedule, job.channel.capacity)
-    if stall is not None:
+    if stuck := find_stall(plan.schedule, job.channel.capacity):
+        stall = "; ".join(map(str, stuck))
         raise SessionError(
             f"The order of plan {path} needs a deeper channel than this job has: {stall}",
             remedy="Plan with --channel-capacity 1, or set CUDA_DEVICE_MAX_CONNECTIONS=8.",
