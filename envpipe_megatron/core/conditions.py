@@ -20,24 +20,13 @@ from envpipe_megatron.errors import EnvPipeError
 
 WaitCurves: TypeAlias = tuple[Mapping[int, float], ...]
 
-#: What `make_conditions` can take from a profile's sidecar, and the field it stands in.
+#: What `make_conditions` can take from a profile's sidecar: the field here, and the one there.
 SIDECAR_FIELDS = {
-    "latency": "p2p_latency_s",
-    "tail": "tail_time_s",
-    "tensor-parallel": "tensor_parallel",
-    "wait-power": "wait_power_w",
-    "change": "frequency_change_s",
-}
-
-#: Fields in words, for messages.
-_WORDS = {
-    "blocking_power_w": "Blocking power",
-    "latency_s": "The p2p latency",
-    "tail_time_s": "The tail after the last unit",
-    "gpus_per_stage": "The number of GPUs of a stage",
-    "wait_power_w": "Waiting power by clock",
-    "change_time_s": "The time of a clock change",
-    "change_energy_j": "The energy of a clock change",
+    "latency": ("latency_s", "p2p_latency_s"),
+    "tail": ("tail_time_s", "tail_time_s"),
+    "tensor-parallel": ("gpus_per_stage", "tensor_parallel"),
+    "wait-power": ("wait_power_w", "wait_power_w"),
+    "change": ("change_time_s", "frequency_change_s"),
 }
 
 
@@ -124,61 +113,37 @@ def make_conditions(
     *,
     blocking_power_w: float | Sequence[float],
     use: Collection[str] = (),
-    latency_s: float | Sequence[float] | None = None,
-    tail_time_s: float | Sequence[float] | None = None,
-    gpus_per_stage: int | Sequence[int] | None = None,
-    wait_power_w: WaitCurves | None = None,
-    change_time_s: float | None = None,
-    change_energy_j: float | None = None,
+    **given: Any,
 ) -> Conditions:
     """Conditions from a profile's sidecar, where asked for, and from values that override it.
 
-    Raises EnvPipeError for a wrong value, an unknown name in `use`, or a fact that the sidecar
-    lacks.
+    EnvPipeError: a wrong value, an unknown name in `use`, or a fact that the sidecar lacks.
 
     Args:
-        use: which of `SIDECAR_FIELDS` to take from the sidecar; `change` brings the energy of a
-            change along, where known.
-        latency_s: by default the sidecar's where it is known.
-        tail_time_s: one number, or one for each stage; the other values as `Conditions` takes them,
-            or one for all stages.
+        blocking_power_w: one number, or one for each stage.
+        use: which of `SIDECAR_FIELDS` to take from the sidecar; its latency is always taken where
+            known, and `change` takes the energy of a change along.
+        given: other fields of `Conditions`, one number for all stages or one each; None for none.
     """
     sidecar = profile.sidecar
-    given: dict[str, Any] = {
-        "latency": sidecar.p2p_latency_s if latency_s is None else latency_s,
-        "tail": tail_time_s,
-        "tensor-parallel": gpus_per_stage,
-        "wait-power": wait_power_w,
-        "change": change_time_s,
-    }
+    known = {name: value for name, value in given.items() if value is not None}
+    if sidecar.p2p_latency_s is not None:
+        known.setdefault("latency_s", sidecar.p2p_latency_s)
     for name in use:
         if name not in SIDECAR_FIELDS:
             raise EnvPipeError(
                 "Unknown condition", value=name, remedy=f"Known: {', '.join(SIDECAR_FIELDS)}."
             )
-        if given[name] is None:
-            given[name] = getattr(sidecar, SIDECAR_FIELDS[name])
-        if given[name] is None:
+        field, fact = SIDECAR_FIELDS[name]
+        if known.setdefault(field, getattr(sidecar, fact)) is None:
             raise EnvPipeError(
-                f"The sidecar of {profile.source} lacks '{SIDECAR_FIELDS[name]}', which "
-                f"'{name}' needs",
+                f"The sidecar of {profile.source} lacks '{fact}', which '{name}' needs",
                 remedy="Measure it, give the value itself, or leave the condition out.",
             )
-    if change_energy_j is None and "change" in use:
-        change_energy_j = sidecar.frequency_change_j
-
-    def by_stage(value: Any) -> Any:
-        return (value,) * profile.num_stages if np.ndim(value) == 0 else tuple(value)
-
-    return Conditions(
-        _amounts("blocking_power_w", blocking_power_w, profile.num_stages, "W"),
-        0.0 if given["latency"] is None else given["latency"],
-        None if given["tail"] is None else by_stage(given["tail"]),
-        None if given["tensor-parallel"] is None else by_stage(given["tensor-parallel"]),
-        given["wait-power"],
-        given["change"] or 0.0,
-        change_energy_j or 0.0,
-    )
+    if "change" in use:
+        known.setdefault("change_energy_j", sidecar.frequency_change_j or 0.0)
+    power_w = _amounts("blocking_power_w", blocking_power_w, profile.num_stages, "W")
+    return Conditions(power_w, **known)
 
 
 def known_conditions(profile: Profile) -> Conditions:
@@ -187,7 +152,9 @@ def known_conditions(profile: Profile) -> Conditions:
     return make_conditions(
         profile,
         blocking_power_w=sidecar.blocking_power_w or 0.0,
-        use=[use for use, name in SIDECAR_FIELDS.items() if getattr(sidecar, name) is not None],
+        use=[
+            use for use, (_, fact) in SIDECAR_FIELDS.items() if getattr(sidecar, fact) is not None
+        ],
     )
 
 
@@ -204,7 +171,7 @@ def _amounts(name: str, given: Any, count: int, unit: str) -> tuple[float, ...]:
 
 
 def _counts(given: Any, stages: int) -> tuple[int, ...]:
-    counts = tuple(given)
+    counts = (given,) * stages if np.ndim(given) == 0 else tuple(given)
     if len(counts) != stages or not all(isinstance(n, int | np.integer) and n >= 1 for n in counts):
         raise _wrong("gpus_per_stage", given, f"{stages} positive whole number(s)")
     return tuple(map(int, counts))
@@ -226,6 +193,4 @@ def _curves(given: WaitCurves, stages: int) -> WaitCurves:
 
 
 def _wrong(name: str, given: Any, needed: str) -> EnvPipeError:
-    return EnvPipeError(
-        f"{_WORDS[name]} ({name}) is wrong", value=given, remedy=f"It takes {needed}."
-    )
+    return EnvPipeError(f"'{name}' is wrong", value=given, remedy=f"It takes {needed}.")
