@@ -20,10 +20,8 @@ _MOST_MICROBATCHES = 96
 def comparison_claims(
     comparisons: Sequence[Comparison], published: Sequence[Published], options: str = ""
 ) -> list[Claim]:
-    """The claims of some comparisons, and of what was published for the same workloads.
-
-    Args:
-        options: with which the command makes these very comparisons.
+    """The claims of some comparisons, made with the command's `options`, and of what was
+    published.
     """
     claims = [
         *_saving_claims(comparisons),

@@ -65,11 +65,10 @@ def main(output: Path) -> None:
 def predict(folder: Path) -> list[dict[str, Any]]:
     """Predict each run of a model's folder.
 
-    Returns:
-        rows: `profiled_job` says whether the unit times are this very job's; errors are percent
-        above what was measured, from the profile and (`by_order`) from unit times that the profiled
-        job had in the same order; `timeline_error` is how far the end of a unit is off at most, in
-        percent of the iteration.
+    In rows, `profiled_job` says whether the unit times are this very job's; errors are percent
+    above what was measured, from the profile and (`by_order`) from unit times that the profiled job
+    had in the same order; `timeline_error` is how far the end of a unit is off at most, in percent
+    of the iteration.
     """
     profile = read_profile(folder / "profile.csv")
     runs = json.loads((folder / "measured.json").read_text())["runs"]
@@ -130,11 +129,7 @@ def peaks(folder: Path) -> list[MemoryPrediction]:
 
 
 def _schedule(run: dict[str, Any]) -> Schedule:
-    """The order that a run had.
-
-    Raises:
-        click.ClickException: the units that were recorded are in another order.
-    """
+    """The order that a run had, which its recorded units confirm."""
     stages, count = len(run["timeline"]), run["num_microbatches"]
     plain = builders.one_f_one_b(stages, count)
     extra = np.subtract(run["in_flight"], plain.peak_in_flight).tolist()

@@ -57,9 +57,9 @@ class LowtimeRun:
 
     Args:
         plans: for each plan, the iteration time that lowtime states (sums of durations that it
-            rounded down, so the plan takes a little longer) in s, and
-            [num_stages, units_per_stage] MHz in the order of `builders.one_f_one_b`.
-        stated_energy_j: [num_plans] the energy that lowtime states, from its fitted curves.
+            rounded down, so the plan takes a little longer) in s, and [num_stages, units_per_stage]
+            MHz in 1F1B's order.
+        stated_energy_j: [num_plans] from lowtime's fitted curves.
         available_after_s: [num_plans] CPU time until lowtime had the plan.
         finished: whether lowtime ended by itself; if not, the fastest plans are missing.
     """
@@ -123,17 +123,14 @@ def run_lowtime(
 ) -> LowtimeRun:
     """Plan 1F1B with lowtime, or read the run where it is stored.
 
+    EnvPipeError: lowtime failed, or ended before its first plan, or no run is stored and there is
+    no time for one.
+
     Args:
-        blocking_power_w: of a GPU that waits in a receive, one number for all stages.
         unit_time_s: the step of time that lowtime counts in; 1 ms is both recipes' default.
-        recipe: which of the authors' two, see above.
         time_limit_s: CPU time after which the run is ended. A stored run that ended at a lower
             limit is repeated; 0 takes what is stored.
         output_dir: holds one folder for each question.
-
-    Raises:
-        EnvPipeError: lowtime failed, or ended before its first plan, or no run is stored and there
-            is no time for one.
     """
     request = _Request(profile, num_microbatches, blocking_power_w, unit_time_s, recipe)
     folder = output_dir / request.key

@@ -15,12 +15,10 @@ runs that the run is not in:
 - p2p *latency* of a boundary between stages, only where the runs demand it, see `_MIN_IMPROVEMENT`;
 - *blocking power*, the same on all stages.
 
-There is no scale of time or energy, and nothing for a single run.
-
-The profile is itself estimated from runs of the folder. In the published ones the column `samples`
-counts exactly the units of the runs of one system, perseus: their times are means over those runs,
-which flatters the prediction of unit times there. It flatters neither the order, the waits and the
-tail, which no row of a profile holds, nor the runs of the other system, envpipe.
+The profile is itself estimated from runs of the folder. In the published ones the times are means
+over the runs of one system, perseus (the column `samples` counts exactly their units), which
+flatters the prediction of unit times there, but neither order, waits and tail, which no row of a
+profile holds, nor the runs of the other system, envpipe.
 """
 
 from __future__ import annotations
@@ -50,12 +48,9 @@ FILES = ("meta.json", "plans.json", "runs.csv", "profile.csv")
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One plan that ran, and the means over its iterations.
+    """One plan that ran, `<system>-<plan>`, and the means over its iterations.
 
-    Args:
-        name: `<system>-<plan>`.
-        frequency_mhz: [num_stages, units_per_stage].
-        energy_by_stage_j: [num_stages] the same by stage.
+    Clocks are [num_stages, units_per_stage], energies by stage [num_stages].
     """
 
     name: str
@@ -90,9 +85,7 @@ class Workload:
 def read_workload(folder: Path) -> Workload:
     """Read a workload folder, and give its profile a row for every clock of every run.
 
-    Raises:
-        EnvPipeError: naming the file and the value that is wrong.
-        ProfileError: a profile that is not readable.
+    EnvPipeError names the file and the value that is wrong.
     """
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
@@ -206,8 +199,7 @@ class Prediction:
 
     Args:
         unfitted: from profile and known blocking power alone.
-        held_out: with the conditions fitted on the other half.
-        held_out_by_stage_j: [num_stages] energy of `held_out` by stage.
+        held_out: with the conditions fitted on the other half; [num_stages] energies below.
     """
 
     run: MeasuredRun
@@ -294,10 +286,6 @@ def validate(folder: Path) -> Validation:
 
     Runs take turns in the two halves, in the order of `runs.csv`. Each half is predicted with the
     conditions that were fitted on the other, so no run has a part in its own prediction.
-
-    Raises:
-        EnvPipeError: naming the file and the value that is wrong.
-        ProfileError: a profile that is not readable.
     """
     workload = read_workload(folder)
     halves = [workload.runs[half::2] for half in (0, 1)]

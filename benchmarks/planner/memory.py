@@ -1,8 +1,7 @@
 """Peak memory as predicted from 1F1B alone, beside what was measured in another order.
 
-`MemoryPrediction` is the result of a measurement of memory, on any device; `cpu_memory`
-makes one here: a small GPT of megatron-core on four CPU ranks, first in 1F1B, from which the peaks
-of EnvPipe's order are predicted (`envpipe_megatron.runtime.memory.peak`), then in that order.
+`cpu_memory` measures a small GPT of megatron-core on four CPU ranks, first in 1F1B, from which the
+peaks of EnvPipe's order are predicted (`envpipe_megatron.runtime.memory.peak`), then in that order.
 Counted are the bytes of live tensors, as a GPU's allocator would count them.
 """
 
@@ -29,12 +28,9 @@ _WARMUP, _STEPS = 3, 7
 
 @dataclass(frozen=True)
 class MemoryPrediction:
-    """The peak memory of one stage.
+    """The peak memory of one stage, on the device and model that `where` names.
 
-    Args:
-        where: device and model, in words.
-        baseline_bytes: the peak of 1F1B, which the prediction starts from.
-        predicted_bytes: of the order that was run.
+    The prediction starts from 1F1B's peak, `baseline_bytes`.
     """
 
     where: str

@@ -49,7 +49,6 @@ class Row:
     """One plan of one workload.
 
     Args:
-        kind: how it was made.
         plan: priced by the workload's conditions; its bound is that of its order and time.
         planning_time_s: wall time of one planning; None for lowtime, whose run may be an old one.
         planning_cpu_s: CPU time of the same, for lowtime of its whole run: its plan comes last.
@@ -110,10 +109,7 @@ class Row:
 class AtRivalTime:
     """Our cheapest plan for the very iteration time that a rival's plan takes.
 
-    Args:
-        rival: the rival's plan.
-        ours: on 1F1B against lowtime, joint without limit against EnvPipe in full.
-        order: what our plan was free to choose.
+    Ours is on 1F1B against lowtime, joint without limit against EnvPipe in full.
     """
 
     rival: Row
@@ -138,11 +134,9 @@ class AtRivalTime:
 
 @dataclass(frozen=True)
 class Frontier:
-    """Our frontier of one workload.
+    """Our frontier of one workload, on 1f1b or auto for the joint one.
 
-    Args:
-        order: 1f1b, or auto for the joint frontier.
-        num_plans: of the `FRONTIER_POINTS` asked for, those that no other beats.
+    `num_plans` counts those of the `FRONTIER_POINTS` asked for that no other beats.
     """
 
     order: str
@@ -192,9 +186,7 @@ def warm_up(workload: Workload) -> None:
 def compare(workload: Workload, lowtime: Callable[..., LowtimeRun] | None) -> Comparison:
     """Make, time and price every plan of a workload.
 
-    Args:
-        workload: what to plan.
-        lowtime: `run_lowtime` with its limit and folder; None leaves lowtime out.
+    `lowtime` is `run_lowtime` with its limit and folder; None leaves lowtime out.
     """
     rows = list(_rule_rows(workload))
     skipped: list[str] = []

@@ -1,10 +1,9 @@
 """How the optimal policy grows: planning time, peak memory and gap from 4 x 16 to 64 x 1024.
 
 Every size is planned on 1F1B and on EnvPipe's order, at the all-maximum time of 1F1B, in a fresh
-process. The linear program alone is also given to HiGHS' simplex and interior point at
-every size, with a time limit, to show where the interior-point method of our own takes over and
-why. Stages are copies of the profile's first, with its last at the end. Times are the processor's,
-which a busy machine lengthens least.
+process. The linear program alone is also given to HiGHS' simplex and interior point, to show where
+the interior-point method of our own takes over and why. Stages are copies of the profile's first,
+with its last at the end. Times are the processor's, which a busy machine lengthens least.
 
     python benchmarks/planner/scale.py --output runs/planner_scale
     python benchmarks/planner/scale.py --size 8x96 --size 16x512 --highs-limit 0

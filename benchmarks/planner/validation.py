@@ -1,9 +1,8 @@
 """The simulator against measured training runs: clocks in, iteration time and energy out.
 
-Every run of every workload folder is predicted by `measured_runs.validate`, without any fit and
-with conditions fitted on the half of the runs that it is not in. Peak memory is predicted from 1F1B
-alone and measured in EnvPipe's order, where there are ranks to train (`memory`). Run
-from the checkout:
+Every run of every workload folder is predicted by `measured_runs.validate`. Peak memory is
+predicted from 1F1B alone and measured in EnvPipe's order, where there are ranks to train
+(`memory`). Run from the checkout:
 
     python benchmarks/planner/validation.py
 """

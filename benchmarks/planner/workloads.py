@@ -69,11 +69,7 @@ class Workload:
 
 
 def read_workloads(data_dir: Path) -> list[Workload]:
-    """The workloads of a folder of the form of ../shared/data/perseus_sosp24.
-
-    Raises:
-        ProfileError: a profile that is wrong.
-    """
+    """The workloads of a folder of the form of ../shared/data/perseus_sosp24."""
     workloads: list[Workload] = []
     for gpu, name, power_w in _EMULATED:
         profile = read_profile(data_dir / "emulation" / "stage_profile" / f"gpt3-175b_{name}.csv")
@@ -129,11 +125,7 @@ def preset_profile(
 ) -> Profile:
     """A profile of even stages, as an emulated GPU's preset would make it without noise.
 
-    Args:
-        name: of the preset.
-        num_stages: p.
-        time_at_max_s: of a unit of each kind at the highest clock.
-        clocks_mhz: those that are profiled.
+    `time_at_max_s` is of a unit of each kind at the highest clock.
     """
     preset = load_preset(name)
     clocks_mhz = list(clocks_mhz)
@@ -225,13 +217,7 @@ class Published:
 
 
 def read_published(workload: Workload, baseline: Cost, data_dir: Path) -> Published:
-    """What was published for a workload.
-
-    Args:
-        workload: of `read_workloads`.
-        baseline: its all-maximum plan by our evaluator, in the profile's scale.
-        data_dir: of the form of ../shared/data/perseus_sosp24.
-    """
+    """What was published for a workload; `baseline` is its all-maximum plan by our evaluator."""
     perseus, envpipe = _PRINTED.get(workload.key, (None, None))
     perseus_file = envpipe_file = None
     if workload.emulated:
