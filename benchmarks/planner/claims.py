@@ -20,9 +20,7 @@ _MOST_MICROBATCHES = 96
 def comparison_claims(
     comparisons: Sequence[Comparison], published: Sequence[Published], options: str = ""
 ) -> list[Claim]:
-    """The claims of some comparisons, made with the command's `options`, and of what was
-    published.
-    """
+    """The claims of comparisons that `options` of the command make, and of what was published."""
     claims = [
         *_saving_claims(comparisons),
         *_lowtime_claims(comparisons),

@@ -194,8 +194,8 @@ def _at_any_clock(
     profile: Profile, stage: int, backward: bool, frequency_mhz: int
 ) -> tuple[float, float]:
     """Time and energy of a stage's forward or backward at a clock that need not be profiled."""
-    curve = profile.curve(stage, Kind.BACKWARD if backward else Kind.FORWARD)
-    clocks, times_s, energies_j = curve
+    kind = Kind.BACKWARD if backward else Kind.FORWARD
+    clocks, times_s, energies_j = profile.curves[stage, kind]
     return (
         float(np.interp(frequency_mhz, clocks, times_s)),
         float(np.interp(frequency_mhz, clocks, energies_j)),

@@ -119,8 +119,19 @@ class Fields:
 def read_json(path: Path, what: str, error: type[EnvPipeError] = EnvPipeError) -> Fields:
     """The fields of the JSON object in a file; `what` is its name in messages."""
     try:
-        data = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as cause:
+        text = read_text(path)
+    except (OSError, ValueError) as cause:
+        raise error(f"{what} {path} is not readable JSON: {cause}") from cause
+    return parse_json(text, path, what, error)
+
+
+def parse_json(
+    text: str, path: Path, what: str, error: type[EnvPipeError] = EnvPipeError
+) -> Fields:
+    """The fields of a JSON object, which stands in a file."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as cause:
         raise error(f"{what} {path} is not readable JSON: {cause}") from cause
     if not isinstance(data, dict):
         raise error(f"{what} {path} is not a JSON object", value=type(data).__name__)

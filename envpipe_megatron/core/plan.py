@@ -101,18 +101,13 @@ class Plan:
                 remedy="Divide the profile with for_chunks first.",
             )
         shape = (self.schedule.num_stages, self.schedule.units_per_stage)
-        if self.frequency_mhz.shape != shape:
-            raise PlanError(
-                "A plan needs one frequency for each unit of each stage",
-                value=self.frequency_mhz.shape,
-                remedy=f"The schedule is {shape[0]} x {shape[1]}.",
-            )
-        if self.park_mhz is not None and (self.park_mhz.shape != shape or self.park_mhz.min() < 0):
-            raise PlanError(
-                "'park_mhz' needs one clock, or 0, for each unit of each stage",
-                value=self.park_mhz.shape,
-                remedy=f"The schedule is {shape[0]} x {shape[1]}.",
-            )
+        for name, clocks in (("frequency_mhz", self.frequency_mhz), ("park_mhz", self.park_mhz)):
+            if clocks is not None and (clocks.shape != shape or clocks.min() < 0):
+                raise PlanError(
+                    f"'{name}' needs one clock, of 0 or more, for each unit of each stage",
+                    value=clocks.shape,
+                    remedy=f"The schedule is {shape[0]} x {shape[1]}.",
+                )
         if self.conditions.num_stages != shape[0]:
             raise PlanError(
                 f"The plan has {shape[0]} stages but its conditions another number",
@@ -240,11 +235,6 @@ def read_plan(path: Path, profile: Profile) -> Plan:
     ProfileError a frequency that was not profiled.
     """
     return plan_of_fields(read_json(path, "Plan", PlanError), profile)
-
-
-def plan_from_json(data: dict[str, Any], path: Path, profile: Profile) -> Plan:
-    """`read_plan` of a JSON object that stands in a file."""
-    return plan_of_fields(Fields(data, path, PlanError), profile)
 
 
 def plan_of_fields(fields: Fields, profile: Profile) -> Plan:

@@ -187,7 +187,7 @@ class Profile:
                 (Kind.BACKWARD, is_backward[stage]),
             ):
                 wanted = frequency_mhz[stage][mask]
-                clocks, times_s, energies_j = self.curve(stage, kind)
+                clocks, times_s, energies_j = self.curves[stage, kind]
                 at = np.searchsorted(clocks, wanted, side="right") - 1
                 if self.interpolates:
                     known = (at >= 0) & (wanted <= clocks[-1])
@@ -199,12 +199,9 @@ class Profile:
                 energy_j[stage][mask] = np.interp(wanted, clocks, energies_j)
         return time_s, energy_j
 
-    def curve(self, stage: int, kind: Kind) -> FloatArray:
-        """[3, number of rows] frequencies (MHz), times (s) and energies (J), lowest clock first."""
-        return self._curves[stage, kind]
-
     @cached_property
-    def _curves(self) -> dict[tuple[int, Kind], FloatArray]:
+    def curves(self) -> dict[tuple[int, Kind], FloatArray]:
+        """By stage and kind: rows of frequencies (MHz), times (s), energies (J), lowest first."""
         return {
             (stage, kind): np.array(
                 [(row.frequency_mhz, row.time_s, row.energy_j) for row in reversed(rows)]

@@ -20,8 +20,8 @@ from itertools import chain
 from pathlib import Path
 
 from envpipe_megatron.core.evaluation import PlanError
-from envpipe_megatron.core.fields import AMOUNT, Fields, many
-from envpipe_megatron.core.plan import Plan, plan_from_json
+from envpipe_megatron.core.fields import AMOUNT, many, parse_json
+from envpipe_megatron.core.plan import Plan, plan_of_fields
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.files import read_text, replace_files
@@ -29,10 +29,6 @@ from envpipe_megatron.files import read_text, replace_files
 FRONTIER_FORMAT = "envpipe-frontier/1"
 _REMEDY = "Give the .jsonl file that envpipe plan --frontier writes beside its CSV."
 CSV_COLUMNS = ("iteration_time_s", "energy_j", "energy_lower_bound_j")
-
-
-class FrontierError(PlanError):
-    """A stored frontier that is not readable."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +53,8 @@ class StoredFrontier:
         """
         allowed_s = iteration_time_s * (1 + RELATIVE_TOLERANCE)
         index = max(0, bisect_right(self.iteration_time_s, allowed_s) - 1)
-        try:
-            data = json.loads(self.lines[index])
-        except ValueError as error:
-            raise FrontierError(
-                f"{self.path}, line {index + 2}: not readable JSON: {error}"
-            ) from error
-        if not isinstance(data, dict):
-            raise FrontierError(f"{self.path}, line {index + 2}: not a plan")
-        return plan_from_json(data, Path(f"{self.path}, line {index + 2}"), profile)
+        where = Path(f"{self.path}, line {index + 2}")
+        return plan_of_fields(parse_json(self.lines[index], where, "Plan", PlanError), profile)
 
 
 def write_frontier(plans: Sequence[Plan], csv_path: Path) -> Path:
@@ -98,19 +87,18 @@ def write_frontier(plans: Sequence[Plan], csv_path: Path) -> Path:
 def read_frontier(path: Path) -> StoredFrontier:
     """Read a stored frontier's header; PlanError names the file and the field that is wrong."""
     try:
-        header, *lines = read_text(path).splitlines()
-        data = json.loads(header)
+        header, *lines = read_text(path).splitlines() or [""]
     except (OSError, ValueError) as error:
-        raise FrontierError(f"Frontier {path} is not readable: {error}", remedy=_REMEDY) from error
-    if not isinstance(data, dict) or data.get("format") != FRONTIER_FORMAT:
-        raise FrontierError(f"{path} is not a stored frontier", remedy=_REMEDY)
-    fields = Fields(data, path, PlanError)
+        raise PlanError(f"Frontier {path} is not readable: {error}", remedy=_REMEDY) from error
+    fields = parse_json(header, path, "Frontier", PlanError)
+    if fields.data.get("format") != FRONTIER_FORMAT:
+        raise PlanError(f"{path} is not a stored frontier", remedy=_REMEDY)
     if not lines:
-        raise FrontierError(f"{path} holds no plans", remedy="Plan the frontier again.")
+        raise PlanError(f"{path} holds no plans", remedy="Plan the frontier again.")
     times_s = fields.read("iteration_time_s", many(AMOUNT, len(lines)))
     if list(times_s) != sorted(times_s):
         raise fields.wrong("iteration_time_s", "Times must rise.")
-    baseline = data.get("baseline")
+    baseline = fields.data.get("baseline")
     baseline_s = baseline.get("iteration_time_s") if isinstance(baseline, dict) else None
     if not isinstance(baseline_s, int | float) or not 0 < baseline_s < math.inf:
         raise fields.wrong("baseline", "It must hold an iteration_time_s.")

@@ -204,11 +204,7 @@ def _labels(data: dict[str, Any]) -> GpuLabels:
     )
 
 
-@lru_cache(maxsize=4096)
-def _shared_labels(
-    node: str, gpu: str, gpu_uid: str, rank: int, stage: int, run: str, clock_backend: str
-) -> GpuLabels:
-    return GpuLabels(node, gpu, gpu_uid, rank, stage, run, clock_backend)
+_shared_labels = lru_cache(maxsize=4096)(GpuLabels)
 
 
 def _integers(values: Any) -> NDArray[np.int64]:

@@ -77,7 +77,7 @@ def _relaxed_energies(optimizers: Sequence[Optimizer], deadlines: FloatArray) ->
             continue
         meets = deadlines >= optimizer.fastest_s * (1 - RELATIVE_TOLERANCE)
         at = np.union1d(probed[meets[probed]], np.flatnonzero(meets)[:1])
-        known = [optimizer.relaxed_energy_j(float(deadlines[i])) for i in at]
+        known = [optimizer.relaxed(float(deadlines[i])).cost_j for i in at]
         energy[order, meets] = np.interp(deadlines[meets], deadlines[at], known)
     return energy
 

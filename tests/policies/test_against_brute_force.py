@@ -141,5 +141,5 @@ def test_the_bound_of_all_orders_is_reached_where_the_pipeline_is_one_chain():
         optimizer = Optimizer(schedule, profile, conditions)
         deadline_s = optimizer.fastest_s * rng.choice([1.0, 1.1, 5.0])
         bound_j = OrderSearch(profile, 1, conditions, deadline_s).any_order_bound_j()
-        relaxed_j = optimizer.relaxed_energy_j(deadline_s)
+        relaxed_j = optimizer.relaxed(deadline_s).cost_j
         assert bound_j == pytest.approx(relaxed_j, rel=1e-6)

@@ -13,7 +13,6 @@ from envpipe_megatron.core.profile import ProfileRow, make_profile
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.formats.frontier import (
     CSV_COLUMNS,
-    FrontierError,
     read_frontier,
     write_frontier,
 )
@@ -178,7 +177,7 @@ def test_a_broken_header_is_named(stored_path, change, said):
 def test_a_frontier_without_plans_is_refused(stored_path):
     header = json.loads(stored_path.read_text().splitlines()[0]) | {"iteration_time_s": []}
     stored_path.write_text(json.dumps(header) + "\n")
-    with pytest.raises(FrontierError, match="holds no plans"):
+    with pytest.raises(PlanError, match="holds no plans"):
         read_frontier(stored_path)
 
 
@@ -186,7 +185,7 @@ def test_a_frontier_without_plans_is_refused(stored_path):
 def test_what_is_no_frontier_is_refused(tmp_path, text):
     path = tmp_path / "frontier.jsonl"
     path.write_text(text)
-    with pytest.raises(FrontierError, match=r"frontier\.jsonl"):
+    with pytest.raises(PlanError, match=r"frontier\.jsonl"):
         read_frontier(path)
 
 

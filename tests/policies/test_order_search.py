@@ -63,7 +63,7 @@ def test_candidates_are_within_the_limits_in_time_and_sorted(seed):
         schedule = builders.envpipe(stages, microbatches, extra)
         assert schedule.extra_forwards == extra
         assert completes(schedule, capacity)
-        relaxed_j = Optimizer(schedule, job.profile, job.conditions).relaxed_energy_j(deadline_s)
+        relaxed_j = Optimizer(schedule, job.profile, job.conditions).relaxed(deadline_s).cost_j
         assert candidate.relaxed_energy_j == pytest.approx(relaxed_j, rel=1e-6)
     # Extra forwards that save next to nothing are not worth their memory: 0.002 % each.
     worth = [
@@ -144,7 +144,7 @@ def test_on_small_jobs_the_search_nearly_always_finds_the_best_of_all_extra_forw
             if limits.allow(extra)
         ]
         least_j = min(
-            optimizer.relaxed_energy_j(deadline_s)
+            optimizer.relaxed(deadline_s).cost_j
             for optimizer in every
             if optimizer.fastest_s <= deadline_s * (1 + 1e-9)
         )
@@ -198,7 +198,7 @@ def test_one_microbatch_more_in_flight_is_used_well(slow_stage):
     deadline_s = all_maximum_s(builders.one_f_one_b(8, 48), profile, conditions)
     front_parts = [tuple(int(s < count) for s in range(8)) for count in range(8)]
     least_j = min(
-        Optimizer(builders.envpipe(8, 48, extra), profile, conditions).relaxed_energy_j(deadline_s)
+        Optimizer(builders.envpipe(8, 48, extra), profile, conditions).relaxed(deadline_s).cost_j
         for extra in front_parts
     )
     search = OrderSearch(profile, 48, conditions, deadline_s)

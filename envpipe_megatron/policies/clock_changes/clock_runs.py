@@ -100,7 +100,7 @@ def make_clock_table(
     time_s, energy_j, profiled = np.empty(shape), np.empty(shape), np.empty(shape, dtype=bool)
     for stage in range(schedule.num_stages):
         for row, kind in enumerate(Kind):
-            known_mhz, times, energies = profile.curve(stage, kind)
+            known_mhz, times, energies = profile.curves[stage, kind]
             time_s[stage, row] = np.interp(frequency[stage], known_mhz, times)
             energy_j[stage, row] = np.interp(frequency[stage], known_mhz, energies)
             profiled[stage, row] = np.isin(frequency[stage], known_mhz)

@@ -101,10 +101,6 @@ class Optimizer:
         """
         return self._floor.program.solve(deadline_s)
 
-    def relaxed_energy_j(self, deadline_s: float) -> float:
-        """The energy of `relaxed`, J."""
-        return self.relaxed(deadline_s).cost_j
-
     def plan(self, deadline_s: float, min_dwell_s: float = 0.0) -> Plan:
         """The cheapest plan that is found, never slower than the deadline, late clocks included.
 

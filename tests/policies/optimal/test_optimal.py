@@ -56,7 +56,7 @@ def test_plans_of_any_order_are_in_time_and_not_below_their_bound(seed):
     schedule, profile, conditions = optimizer.schedule, optimizer.profile, optimizer.conditions
     deadline_s = rng.choice(FACTORS) * all_maximum_s(schedule, profile, conditions)
     if deadline_s < optimizer.fastest_s * (1 - 1e-9):
-        for refuse in (optimizer.plan, optimizer.relaxed_energy_j):
+        for refuse in (optimizer.plan, optimizer.relaxed):
             with pytest.raises(LinearProgramError, match=f"deadline.*{deadline_s}"):
                 refuse(deadline_s)
         deadline_s = optimizer.fastest_s
@@ -65,7 +65,7 @@ def test_plans_of_any_order_are_in_time_and_not_below_their_bound(seed):
     assert plan.cost.iteration_time_s <= deadline_s * (1 + 1e-9)
     assert plan.energy_lower_bound_j <= plan.cost.energy_j * (1 + 1e-9)
     # The certificate loses nothing of the solver's optimum, and never stands above it.
-    relaxed_j = optimizer.relaxed_energy_j(deadline_s)
+    relaxed_j = optimizer.relaxed(deadline_s).cost_j
     assert plan.energy_lower_bound_j == pytest.approx(relaxed_j, rel=1e-6)
 
 
@@ -103,7 +103,7 @@ def test_by_hand_bound_and_plan_of_one_forward_and_one_backward():
     optimizer = Optimizer(builders.one_f_one_b(1, 1), profile, Conditions((0.0,)))
     plan = optimizer.plan(3.0)
     assert plan.energy_lower_bound_j == pytest.approx(12.5)
-    assert optimizer.relaxed_energy_j(3.0) == pytest.approx(12.5)
+    assert optimizer.relaxed(3.0).cost_j == pytest.approx(12.5)
     assert plan.frequency_mhz.tolist() == [[1200, 900]]
     assert (plan.cost.iteration_time_s, plan.cost.energy_j) == (3.0, 13.0)
     assert plan.gap_percent == pytest.approx(4.0)
@@ -124,7 +124,7 @@ def test_a_later_deadline_never_costs_energy(seed):
     for factor in (1.0, 1.01, 1.05, 1.2, 1.5, 3.0, 100.0):
         deadline_s = factor * optimizer.fastest_s
         plan = optimizer.plan(deadline_s)
-        relaxed_j.append(optimizer.relaxed_energy_j(deadline_s))
+        relaxed_j.append(optimizer.relaxed(deadline_s).cost_j)
         bound_j.append(plan.energy_lower_bound_j)
         plan_j.append(plan.cost.energy_j)
     for energies_j, tolerance in ((relaxed_j, 1e-9), (bound_j, 1e-9), (plan_j, 0.1)):
