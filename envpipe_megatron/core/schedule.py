@@ -243,22 +243,18 @@ class Schedule:
         held = np.cumsum(np.where(self.is_backward, -1, 1), axis=1)
         return tuple(int(peak) for peak in held.max(axis=1))
 
-    @cached_property
-    def warmup_forwards(self) -> tuple[int, ...]:
-        """For each stage, the forwards before its first backward, less the one 1F1B pairs with it.
-
-        Comparable with 1F1B's `p - s - 1` (Narayanan et al., SC'21, section 2.2).
-        """
-        if self.forward_only:
-            return (self.units_per_stage,) * self.num_stages
-        return tuple(int(first) - 1 for first in self.is_backward.argmax(axis=1))
-
     @property
     def extra_forwards(self) -> tuple[int, ...]:
-        """For each stage, the warm-up forwards beyond those of 1F1B; below zero never."""
+        """For each stage, the forwards before its first backward beyond those of 1F1B.
+
+        1F1B has `p - s - 1`, and the one that it pairs (Narayanan et al., SC'21, section 2.2).
+        """
+        before = self.is_backward.argmax(axis=1).tolist()
+        if self.forward_only:
+            before = [self.units_per_stage + 1] * self.num_stages
         return tuple(
-            max(0, warmup - min(self.num_stages - stage - 1, self.num_microbatches - 1))
-            for stage, warmup in enumerate(self.warmup_forwards)
+            max(0, forwards - min(self.num_stages - stage, self.num_microbatches))
+            for stage, forwards in enumerate(before)
         )
 
     @cached_property

@@ -20,11 +20,6 @@ from envpipe_megatron.policies.registry import Registry
 Frequencies = IntArray
 
 
-def baseline(schedule: Schedule, profile: Profile) -> Frequencies:
-    """All units at the highest profiled frequency."""
-    return max_frequencies(schedule, profile)
-
-
 def uniform(schedule: Schedule, profile: Profile) -> Frequencies:
     """All units at their stage's optimal frequency; ProfileError where a stage has none."""
     optimal = np.array(profile.optimal_frequency_mhz, dtype=np.int64)[:, None]
@@ -36,11 +31,12 @@ def envelope(schedule: Schedule, profile: Profile) -> Frequencies:
     on_envelope = np.isin(np.arange(schedule.num_units), list(schedule.outer_envelope))
     return np.where(
         on_envelope.reshape(schedule.is_backward.shape),
-        baseline(schedule, profile),
+        max_frequencies(schedule, profile),
         uniform(schedule, profile),
     )
 
 
 POLICIES: Registry[Callable[[Schedule, Profile], Frequencies]] = Registry(
-    "envpipe_megatron.policies", {"baseline": baseline, "uniform": uniform, "envelope": envelope}
+    "envpipe_megatron.policies",
+    {"baseline": max_frequencies, "uniform": uniform, "envelope": envelope},
 )

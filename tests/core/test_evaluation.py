@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_cases import B, F, needs, profile_of, random_schedule
+from core_cases import PROFILE, WAIT_CURVES, B, F, needs, profile_of, random_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,14 +14,6 @@ from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.evaluation import PlanError, evaluate
 from envpipe_megatron.core.longest_path import latency_by_node
 
-PROFILE = profile_of(
-    {
-        (0, F): {1200: (1.0, 10.0), 900: (1.5, 7.0)},
-        (0, B): {1200: (2.0, 24.0), 900: (3.0, 15.0)},
-        (1, F): {1200: (1.0, 11.0), 900: (1.6, 7.5)},
-        (1, B): {1200: (2.0, 25.0), 900: (3.1, 15.5)},
-    }
-)
 SCHEDULE = builders.one_f_one_b(2, 2)
 #: Stage 0: F0 0-1, F1 1-2.5, B0 4-7, B1 7-9.  Stage 1: F0 1-2, B0 2-4, F1 4-5, B1 5-7.
 FREQUENCY = np.array([[1200, 900, 900, 1200], [1200, 1200, 1200, 1200]])
@@ -29,7 +21,6 @@ FREQUENCY = np.array([[1200, 900, 900, 1200], [1200, 1200, 1200, 1200]])
 MAXIMUM = np.full((2, 4), 1200)
 PLAIN = Conditions((40.0, 50.0))
 UNITS_J = np.array([10 + 7 + 15 + 24.0, 11 + 25 + 11 + 25])
-CURVES = ({1200: 60.0, 900: 30.0, 300: 10.0}, {1200: 50.0, 600: 20.0})
 
 
 def evaluated(frequency=FREQUENCY, park=None, profile=PROFILE, **conditions):
@@ -71,7 +62,7 @@ def test_energies_count_for_each_gpu_of_a_stage():
 class TestWaitingPowerByClock:
     def test_a_wait_runs_at_the_clock_of_the_unit_after_it(self):
         # Stage 0 waits 1.5 s before B0 at 900 MHz; stage 1 a second before F0 and two at the end.
-        result = evaluated(wait_power_w=CURVES)
+        result = evaluated(wait_power_w=WAIT_CURVES)
         assert result.energy_by_stage_j.tolist() == [UNITS_J[0] + 30 * 1.5, UNITS_J[1] + 50 * 3]
 
 
@@ -149,8 +140,8 @@ class TestLateClock:
 class TestParking:
     def test_saves_the_difference_in_waiting_power(self):
         # 1.5 s before B0 at 10 W instead of 30; F1 and B0 now each stand beside the parked clock.
-        plain = evaluated(wait_power_w=CURVES, change_energy_j=0.25)
-        parked = evaluated(park=parking(s0u2=300), wait_power_w=CURVES, change_energy_j=0.25)
+        plain = evaluated(wait_power_w=WAIT_CURVES, change_energy_j=0.25)
+        parked = evaluated(park=parking(s0u2=300), wait_power_w=WAIT_CURVES, change_energy_j=0.25)
         saved = plain.energy_by_stage_j - parked.energy_by_stage_j
         assert saved == pytest.approx([20 * 1.5 - 2 * 0.25, 0])
         assert parked.clock_changes.tolist() == [4, 0]
@@ -159,7 +150,7 @@ class TestParking:
     def test_both_changes_are_billed_at_the_clock_of_the_unit(self):
         # B0 waits 2 s and B1 one; two changes of 0.25 s are left out of each.
         park = parking(s0u2=300, s0u3=300)
-        options = {"wait_power_w": CURVES, "change_time_s": 0.25}
+        options = {"wait_power_w": WAIT_CURVES, "change_time_s": 0.25}
         saved = evaluated(MAXIMUM, **options).energy_by_stage_j - (
             evaluated(MAXIMUM, park, **options).energy_by_stage_j
         )
@@ -167,7 +158,7 @@ class TestParking:
 
     def test_at_the_first_unit_takes_the_end_of_the_iteration_too(self):
         # Stage 1 waits one second before F0 and two after B1.
-        options = {"wait_power_w": CURVES, "change_time_s": 0.25}
+        options = {"wait_power_w": WAIT_CURVES, "change_time_s": 0.25}
         parked = evaluated(MAXIMUM, parking(s1u0=600), **options)
         saved = evaluated(MAXIMUM, **options).energy_by_stage_j - parked.energy_by_stage_j
         assert saved == pytest.approx([0, (50 - 20) * 2.5])
@@ -185,14 +176,14 @@ class TestParking:
     def test_changes_go_through_the_parked_clock(self, clocks, park_mhz, changes):
         frequency = MAXIMUM.copy()
         frequency[0] = clocks
-        result = evaluated(frequency, parking(s0u2=park_mhz), wait_power_w=CURVES)
+        result = evaluated(frequency, parking(s0u2=park_mhz), wait_power_w=WAIT_CURVES)
         assert result.clock_changes[0] == changes
 
     def test_a_parked_unit_is_never_late(self):
         # B0 waits 2 s, and B1 follows it at the same clock without a wait.
         frequency = MAXIMUM.copy()
         frequency[0] = [1200, 1200, 900, 900]
-        options = {"wait_power_w": CURVES, "change_time_s": 0.9}
+        options = {"wait_power_w": WAIT_CURVES, "change_time_s": 0.9}
         result = evaluated(frequency, parking(s0u2=300), **options)
         assert result.unit_energy_j[0].tolist() == [10, 10, 15, 15]
         assert result.timeline.end_s[0].tolist() == [1, 2, 7, 10]
@@ -204,7 +195,7 @@ class TestParking:
         park = parking(**{place: 300})
         unit = {"s0u1": "F1 on stage 0", "s0u3": "B1 on stage 0", "s1u0": "F0 on stage 1"}[place]
         with pytest.raises(PlanError, match=f"park_mhz.*{unit}"):
-            evaluated(MAXIMUM, park, wait_power_w=CURVES, change_time_s=change_s)
+            evaluated(MAXIMUM, park, wait_power_w=WAIT_CURVES, change_time_s=change_s)
 
     def test_needs_waiting_power_by_clock(self):
         with pytest.raises(PlanError, match="wait_power_w"):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_cases import B, F, profile_of, random_schedule, uniform_profile
+from core_cases import PROFILE, B, random_schedule, uniform_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,15 +24,6 @@ from envpipe_megatron.core.plan import (
 from envpipe_megatron.core.profile import ProfileError, make_profile
 from envpipe_megatron.core.schedule import Schedule, unit
 
-#: Time in s and energy in J; a forward at 1200 MHz on stage 1 takes 1 s and 11 J.
-PROFILE = profile_of(
-    {
-        (0, F): {1200: (1.0, 10.0), 900: (1.5, 7.0)},
-        (0, B): {1200: (2.0, 24.0), 900: (3.0, 15.0)},
-        (1, F): {1200: (1.0, 11.0), 900: (1.6, 7.5)},
-        (1, B): {1200: (2.0, 25.0), 900: (3.1, 15.5)},
-    }
-)
 CONDITIONS = Conditions((40.0, 50.0))
 FREQUENCY = np.array([[1200, 900, 900, 1200], [1200, 1200, 1200, 1200]])
 
@@ -106,6 +97,7 @@ def test_the_baseline_order_is_the_frameworks(schedule, expected):
         {"energy_lower_bound_j": float("nan")},
         {"energy_lower_bound_j": float("inf")},
         {"profile": uniform_profile(3, {1200: (1, 1)})},
+        {"profile": PROFILE.for_chunks(2)},
     ],
 )
 def test_plans_that_do_not_fit_are_refused(changes):
@@ -282,14 +274,16 @@ ROW = [1200] * 4
     [
         ("format", ("envpipe-plan/2", None, ...)),
         ("num_stages", (0, 2.0, "2", True, ...)),
-        ("num_microbatches", (-1, None, [2], ...)),
+        *[(name, (5, [1])) for name in ("policy", "schedule_name")],
+        ("num_microbatches", (-1, None, [2], 10**9, ...)),
         ("num_chunks", (0, "1", None)),
         ("schedule", (..., "F0", [], [GOOD], [GOOD, "F0"], [GOOD, []], [GOOD, GOOD[:3]])),
-        ("schedule", ([GOOD, ["F0", "B0", "F1", bad]] for bad in ("B2", "X1", 1, "F0"))),
+        ("schedule", ([GOOD, ["F0", "B0", "F1", bad]] for bad in ("B2", 1, "F0", "F" + 99 * "9"))),
         ("schedule", ([["F0", "B0", "F1", "B1"], ["F1", "B1", "F0", "B0"]],)),  # deadlock
         ("frequency_mhz", (..., None, 1200, [ROW], [ROW, ROW[:3]], [ROW, 1200])),
-        ("frequency_mhz", ([ROW, [*ROW[:3], bad]] for bad in (1200.0, "1200", 0, 1_000_000, True))),
-        ("blocking_power_w", (..., 40.0, [40.0], [40.0, "50"], [40.0, -1], [40.0, float("nan")])),
+        ("frequency_mhz", ([ROW, [*ROW[:3], bad]] for bad in (9.0, "9", 0, 10**6, 10**30, True))),
+        ("blocking_power_w", (..., 40.0, [40.0])),
+        ("blocking_power_w", ([40.0, bad] for bad in ("50", -1, float("nan"), 10**400))),
         ("p2p_latency_s", (None, 0.1, [0.1, 0.1], [-0.1])),
         ("tail_time_s", (None, [0.1], [0.1, True])),
         ("gpus_per_stage", (None, [8], [8, 0], [8, 2.0], [8, 1_000_000])),
@@ -357,7 +351,7 @@ def test_another_profile_prices_the_plan_anew_with_a_warning(tmp_path, caplog):
     assert "iteration_time_s" not in caplog.text  # that is the same
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"null", b"\xff\x00", b"F0,B0\n"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff\x00", b"F0,B0\n", b"[" * 10**5])
 def test_files_that_are_no_plan_are_refused_with_their_name(tmp_path, content):
     path = tmp_path / "plan.json"
     path.write_bytes(content)

@@ -238,6 +238,21 @@ def test_no_common_frequency_means_no_valley():
         _ = profile.optimal_frequency_mhz
 
 
+def test_what_is_made_in_memory_is_checked():
+    row = ProfileRow(1400, 1, 1)
+    below_0 = [(stage, kind, row) for kind in (F, B) for stage in (-1, 0)]
+    for rows in ([(0, F, row), (0, B, row), (0, F, row)], below_0):
+        with pytest.raises(ProfileError):
+            make_profile(rows, source="made for a test")
+    wrong = [(clock, 1, 1) for clock in (0, 1_000_000)]
+    wrong += [(1400, time_s, 1) for time_s in (0, float("nan"), float("inf"))]
+    wrong += [(1400, 1, energy_j) for energy_j in (-0.5, float("inf"))]
+    wrong += [(1400, 1, 1, uncertainty_j) for uncertainty_j in (-0.5, float("inf"))]
+    for values in wrong:
+        with pytest.raises(ProfileError, match="row"):
+            ProfileRow(*values)
+
+
 def test_chunks_share_time_and_energy_evenly():
     profile = uniform_profile(2, {1200: (1.0, 10.0), 900: (1.5, 8.0)})
     half = profile.for_chunks(2)

@@ -115,6 +115,9 @@ def test_reconfigured_plans_are_named_and_keep_the_baselines_time(name):
         (PlanRequest(8, "envpipe", num_chunks=2), "2"),
         (PlanRequest(8, "auto", "optimal", num_chunks=2), "2"),
         (PlanRequest(8, "envpipe", max_in_flight=(5, 5)), r"\(got 5, 5\)"),
+        (PlanRequest(8, "zero-bubble"), "Unknown schedule.*zero-bubble"),
+        (PlanRequest(8, policy="cheapest"), "Unknown policy.*cheapest"),
+        (PlanRequest(8, policy="envelope", reconfigure="fast"), "Unknown reconfigure.*fast"),
     ],
 )
 def test_wishes_that_contradict_each_other_are_refused(request_, value):

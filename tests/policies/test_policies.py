@@ -4,15 +4,16 @@ import pytest
 from core_cases import B, F, profile_of, uniform_profile
 
 from envpipe_megatron.core import builders
+from envpipe_megatron.core.plan import max_frequencies
 from envpipe_megatron.core.profile import ProfileError
-from envpipe_megatron.policies.frequencies import baseline, envelope, uniform
+from envpipe_megatron.policies.frequencies import envelope, uniform
 
 #: 1500 MHz is the highest and 1400 the fastest; the valley's bottom is 1000.
 CURVE = {1500: (1.02, 20.0), 1400: (1.0, 18.0), 1000: (1.4, 10.0), 900: (2.0, 12.0)}
 
 
 def test_baseline_is_the_highest_listed_even_where_it_is_not_the_fastest():
-    frequency = baseline(builders.one_f_one_b(3, 4), uniform_profile(3, CURVE))
+    frequency = max_frequencies(builders.one_f_one_b(3, 4), uniform_profile(3, CURVE))
     assert set(frequency.ravel()) == {1500}
 
 
@@ -26,7 +27,7 @@ def test_each_stage_and_kind_has_its_own_highest_and_optimum():
         }
     )
     schedule = builders.one_f_one_b(2, 2)
-    assert baseline(schedule, profile).tolist() == [[1500, 1500, 1400, 1400], [1300] * 4]
+    assert max_frequencies(schedule, profile).tolist() == [[1500, 1500, 1400, 1400], [1300] * 4]
     assert uniform(schedule, profile).tolist() == [[1000] * 4, [800] * 4]
     # (1 V) stage 1: 9 + 9 at 1300 MHz, 5 + 9 at 800.
     assert envelope(schedule, profile).tolist() == [[1500, 1000, 1000, 1400], [1300] * 4]

@@ -19,7 +19,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, Timeline
 from envpipe_megatron.policies.clock_changes.parking import park
 from envpipe_megatron.policies.clock_changes.run_search import fewer_changes
-from envpipe_megatron.policies.frequencies import baseline, uniform
+from envpipe_megatron.policies.frequencies import uniform
 from envpipe_megatron.policies.optimal.choices import Choices, make_choices, node_keys
 from envpipe_megatron.policies.optimal.linear_program import (
     DurationProgram,
@@ -140,7 +140,7 @@ class Optimizer:
 
         On profiles of a few odd clocks rounding can lose more than it gains on a rule.
         """
-        for rule in (baseline, uniform):
+        for rule in (max_frequencies, uniform):
             with contextlib.suppress(ProfileError):  # no clock that a stage's units share
                 frequency = rule(self.schedule, self.profile)
                 ruled = replace(plan, frequency_mhz=frequency, park_mhz=None)

@@ -148,3 +148,16 @@ def uniform_profile(num_stages, curve, *, backward=2.0, slowness=None, **options
         },
         **options,
     )
+
+
+#: Two stages: a forward at 1200 MHz on stage 1 takes 1 s and 11 J.
+PROFILE = profile_of(
+    {
+        (0, F): {1200: (1.0, 10.0), 900: (1.5, 7.0)},
+        (0, B): {1200: (2.0, 24.0), 900: (3.0, 15.0)},
+        (1, F): {1200: (1.0, 11.0), 900: (1.6, 7.5)},
+        (1, B): {1200: (2.0, 25.0), 900: (3.1, 15.5)},
+    }
+)
+#: Waiting power (W) of its stages by clock.
+WAIT_CURVES = ({1200: 60.0, 900: 30.0, 300: 10.0}, {1200: 50.0, 600: 20.0})

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from core_cases import B, F, profile_of, random_orders, uniform_profile
+from core_cases import PROFILE, WAIT_CURVES, B, F, profile_of, random_orders, uniform_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import random_profile
@@ -22,16 +22,7 @@ from envpipe_megatron.policies.clock_changes.clock_runs import (
     shortest_dwell_s,
 )
 
-PROFILE = profile_of(
-    {
-        (0, F): {1200: (1.0, 10.0), 900: (1.5, 7.0)},
-        (0, B): {1200: (2.0, 24.0), 900: (3.0, 15.0)},
-        (1, F): {1200: (1.0, 11.0), 900: (1.6, 7.5)},
-        (1, B): {1200: (2.0, 25.0), 900: (3.1, 15.5)},
-    }
-)
 SCHEDULE = builders.one_f_one_b(2, 2)
-CURVES = ({1200: 60.0, 900: 30.0, 300: 10.0}, {1200: 50.0, 600: 20.0})
 
 
 class TestShortestDwell:
@@ -43,7 +34,7 @@ class TestShortestDwell:
             SCHEDULE,
             np.array([first, second]),
             PROFILE,
-            Conditions((40.0, 50.0), wait_power_w=CURVES, **conditions),
+            Conditions((40.0, 50.0), wait_power_w=WAIT_CURVES, **conditions),
             park_mhz=park,
         )
         return shortest_dwell_s(plan)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_cases import B, F, profile_of, random_orders
+from core_cases import PROFILE, WAIT_CURVES, B, F, profile_of, random_orders
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import random_job
@@ -18,21 +18,12 @@ from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.clock_changes.parking import park
 from envpipe_megatron.policies.optimal.waiting import mean_waiting_power_w, waiting_floor_w
 
-PROFILE = profile_of(
-    {
-        (0, F): {1200: (1.0, 10.0), 900: (1.5, 7.0)},
-        (0, B): {1200: (2.0, 24.0), 900: (3.0, 15.0)},
-        (1, F): {1200: (1.0, 11.0), 900: (1.6, 7.5)},
-        (1, B): {1200: (2.0, 25.0), 900: (3.1, 15.5)},
-    }
-)
-CURVES = ({1200: 60.0, 900: 30.0, 300: 10.0}, {1200: 50.0, 600: 20.0})
 #: At 1200 MHz stage 0 runs F0 0-1, F1 1-2, B0 4-6, B1 7-9, stage 1 F0 1-2 B0 -4 F1 -5 B1 -7.
 SCHEDULE = builders.one_f_one_b(2, 2)
 
 
 def plan_of(clocks=(1200, 1200, 1200, 1200), profile=PROFILE, **conditions):
-    conditions.setdefault("wait_power_w", CURVES)
+    conditions.setdefault("wait_power_w", WAIT_CURVES)
     return Plan(
         "mine",
         SCHEDULE,

@@ -1,5 +1,6 @@
 """Splits of layers over stages, held against all splits there are and against Megatron's reader."""
 
+import re
 from itertools import pairwise, product
 
 import numpy as np
@@ -414,15 +415,10 @@ def test_the_stage_profile_sums_layers_and_is_a_profile(tmp_path):
         ("embedding,forward,1200", "head,forward,1200", ["line 2", "'head'", "embedding"]),
         ("0,forward,1200", "\u00b2,forward,1200", ["line 6", "'\u00b2'"]),
         ("0,forward,1200", "0,sideways,1200", ["line 6", "'sideways'"]),
-        ("0,forward,1200", "0,forward,1200.5", ["line 6", "frequency", "'1200.5'"]),
         ("0,forward,1200", "0,forward,900", ["line 7", "second row", "900"]),
-        ("0,forward,1200,0.1", "0,forward,1200,soon", ["line 6", "time", "'soon'"]),
         ("0,forward,1200,0.1", "0,forward,1200,0", ["line 6", "time (s) must be a number above 0"]),
-        ("0,forward,1200,0.1", "0,forward,1200,-1", ["line 6", "time", "'-1'"]),
-        ("0,forward,1200,0.1,1", "0,forward,1200,0.1,nan", ["line 6", "energy", "'nan'"]),
         ("0,forward,1200,0.1,1,8", "0,forward,1200,0.1,1", ["line 6", "memory (bytes)"]),
         ("0,forward,1200,0.1,1,8", "0,forward,1200,0.1,1,9", ["line 7", "memory", "layer 0", "9"]),
-        ("0,forward,1200,0.1,1,8", "0,forward,1200,0.1,1,x", ["line 6", "memory", "'x'"]),
         ("0,forward,1200,0.1,1,8", "0,forward,1200,0.1,1,inf", ["line 6", "memory", "'inf'"]),
         ("0,forward,1200", "0,forward,1100", ["layer 0 forward", "1100", "[1200, 900]"]),
     ],
@@ -440,25 +436,18 @@ def test_a_broken_table_is_named_with_line_and_value(tmp_path, old, new, said):
 
 def test_tables_that_miss_something(tmp_path):
     path = tmp_path / "layers.csv"
-    with pytest.raises(EnvPipeError, match="no layer 1"):
-        read_layers(write_layers(path, ("0", "2")))
-    with pytest.raises(EnvPipeError, match="no layer 0"):
-        read_layers(write_layers(path, ("embedding", "loss")))
-    with pytest.raises(EnvPipeError, match="no layer 0"):
-        read_layers(write_layers(path, ("2", "3")))
-    write_layers(path).write_text(
-        path.read_text().replace("1,backward,1200,0.1,1", "1,backward,1200,0.1")
-    )
-    with pytest.raises(EnvPipeError, match=r"line 12: too few columns"):
-        read_layers(path)
-    kept = write_layers(path).read_text().splitlines()
-    path.write_text("\n".join(line for line in kept if "backward" not in line))
-    with pytest.raises(EnvPipeError, match=r"layer embedding backward .* or none"):
-        read_layers(path)
-    kept = write_layers(path).read_text().splitlines()
-    path.write_text("\n".join(line for line in kept if not line.startswith("1,backward")))
-    with pytest.raises(EnvPipeError, match=r"layer 1 backward .* or none"):
-        read_layers(path)
+    for layers, missing in ((("0", "2"), 1), (("embedding", "loss"), 0), (("2", "3"), 0)):
+        with pytest.raises(EnvPipeError, match=f"no layer {missing}"):
+            read_layers(write_layers(path, layers))
+    whole = write_layers(path).read_text()
+    for text, said in (
+        (whole.replace("1,backward,1200,0.1,1", "1,backward,1200,0.1"), "line 12: too few columns"),
+        (re.sub(".*backward.*\n", "", whole), "layer embedding backward .* or none"),
+        (re.sub("1,backward.*\n", "", whole), "layer 1 backward .* or none"),
+    ):
+        path.write_text(text)
+        with pytest.raises(EnvPipeError, match=said):
+            read_layers(path)
     for content, said in (
         (b"", "line 1: not the header"),
         (b"\x89PNG\xff\xfe", "is not readable"),
