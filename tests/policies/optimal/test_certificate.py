@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import random_conditions, random_profile, try_everything
+from program_cases import CLOSE, INTERIOR_POINT, SIMPLEX, SOLVERS, Case
 from scipy.optimize import OptimizeResult
-from test_linear_program import CLOSE, INTERIOR_POINT, SIMPLEX, SOLVERS, Case
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.policies import any_order

@@ -5,8 +5,9 @@ import random
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from planning_cases import random_profile
-from test_linear_program import CLOSE, INTERIOR_POINT, SEEDS, SIMPLEX, Case
+from program_cases import CLOSE, INTERIOR_POINT, SIMPLEX, Case
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.policies.optimal import interior_point
@@ -16,6 +17,8 @@ from envpipe_megatron.policies.optimal.interior_point import InteriorPoint
 from envpipe_megatron.policies.optimal.linear_program import DurationProgram
 from envpipe_megatron.policies.optimal.newton_step import BandMatrix, NewtonStep, Point
 from envpipe_megatron.policies.optimal.simplex import Simplex
+
+SEEDS = st.integers(0, 2**32)
 
 
 def problem_of(case):

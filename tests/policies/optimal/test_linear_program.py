@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_cases import B, F, needs, profile_of, random_orders
+from core_cases import B, F, needs, profile_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_cases import Job, random_job, random_profile
+from planning_cases import Job, random_profile
+from program_cases import CLOSE, INTERIOR_POINT, SIMPLEX, SOLVERS, Case
 from scipy.optimize import linprog
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.policies.optimal.choices import make_choices, node_keys
 from envpipe_megatron.policies.optimal.interior_point import InteriorPoint
@@ -25,69 +25,6 @@ from envpipe_megatron.policies.optimal.linear_program import (
 from envpipe_megatron.policies.optimal.simplex import Simplex
 
 SEEDS = st.integers(0, 2**32)
-SIMPLEX, INTERIOR_POINT = 10**9, 0
-SOLVERS = pytest.mark.parametrize("max_simplex_units", [SIMPLEX, INTERIOR_POINT])
-#: The interior-point method disturbs slopes by up to 0.05 %, of costs that differ far less.
-CLOSE = {SIMPLEX: 1e-7, INTERIOR_POINT: 2e-5}
-
-
-def any_schedule(rng, stages, microbatches):
-    """One of the builders' orders, or one that can run and that nobody would build."""
-    caps = builders.extra_forward_caps(stages, microbatches)
-    extra = [min(rng.randint(0, microbatches), caps[0])]
-    for cap in caps[1:]:
-        extra.append(min(rng.randint(0, microbatches), cap, extra[-1] + 1))
-    schedules = [
-        builders.one_f_one_b(stages, microbatches),
-        builders.gpipe(stages, microbatches),
-        builders.envpipe(stages, microbatches, extra),
-        Schedule("random", microbatches, 1, random_orders(rng, stages, microbatches)),
-    ]
-    if microbatches % stages == 0 and stages > 1:
-        schedules.append(builders.interleaved(stages, microbatches, rng.choice([2, 3])))
-    return rng.choice(schedules)
-
-
-class Case:
-    """A random order of a random job, with a deadline between the fastest iteration and never."""
-
-    def __init__(
-        self, seed, max_microbatches=6, factors=(1.0, 1.0, 1.02, 1.2, 2.0, 1000.0), job=None
-    ):
-        self.rng = random.Random(seed)
-        job = (job or self._job)(self.rng, max_microbatches)
-        self.schedule = any_schedule(self.rng, job.num_stages, job.num_microbatches)
-        self.conditions = job.conditions
-        self.tail_s = job.conditions.tail_by_stage_s
-        self.profile = job.profile.for_chunks(self.schedule.num_chunks)
-        self.powers_w = np.array(job.conditions.blocking_power_w)
-        self.choices = make_choices(self.profile, self.powers_w, job.conditions.gpus_by_stage)
-        units = [self.choices.units[key] for key in node_keys(self.schedule)]
-        self.hulls = [(unit.time_s[unit.hull], unit.cost_j[unit.hull]) for unit in units]
-        self.fastest_s = self.iteration_s([times[0] for times, _ in self.hulls])
-        self.deadline_s = self.rng.choice(factors) * self.fastest_s
-
-    @staticmethod
-    def _job(rng, max_microbatches):
-        return random_job(rng, (1, 2, 3, 4), max_microbatches, rng.choice([2, 4, 10]))
-
-    def program(self, max_simplex_units):
-        return DurationProgram(
-            self.schedule, self.choices, self.conditions.latency_s, self.tail_s, max_simplex_units
-        )
-
-    def iteration_s(self, duration_s):
-        by_stage = np.reshape(duration_s, self.schedule.is_backward.shape)
-        ends = Timeline(self.schedule, by_stage, self.conditions.latency_s).end_s[:, -1]
-        return float(np.max(ends + self.tail_s))
-
-    def cost_j(self, duration_s):
-        """Of durations between hull points, with waiting until the last unit has ended."""
-        units_j = sum(
-            float(np.interp(duration, *hull))
-            for duration, hull in zip(duration_s, self.hulls, strict=True)
-        )
-        return units_j + self.choices.waiting_power_w * self.iteration_s(duration_s)
 
 
 def slow_optimum_j(case):

@@ -1,75 +1,22 @@
 """From relaxed durations to choices: each move keeps the deadline, and none is left undone."""
 
-import random
-
 import numpy as np
 import pytest
-from core_cases import B, F, profile_of, random_orders
+from core_cases import B, F, profile_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_cases import random_job
+from program_cases import INTERIOR_POINT, SOLVERS, Case
 
 from envpipe_megatron.core import builders
-from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.timeline import Timeline
-from envpipe_megatron.policies.optimal.choices import make_choices, node_keys
-from envpipe_megatron.policies.optimal.rounding import Rounding, hull_floor
+from envpipe_megatron.policies.optimal.choices import make_choices
+from envpipe_megatron.policies.optimal.rounding import Rounding, hull_floor, round_durations
 
 SEEDS = st.integers(0, 2**32)
+CARRIES = [Rounding.carry, Rounding.carry_back]
 
 
-class Case:
-    """A random order of a random job, and a deadline between its fastest and slowest iteration."""
-
-    def __init__(self, seed):
-        self.rng = random.Random(seed)
-        job = random_job(self.rng, stages=(1, 2, 3), max_frequencies=5)
-        stages, microbatches = job.num_stages, job.num_microbatches
-        orders = random_orders(self.rng, stages, microbatches)
-        self.schedule = self.rng.choice(
-            [
-                Schedule("random", microbatches, 1, orders),
-                builders.one_f_one_b(stages, microbatches),
-            ]
-        )
-        self.conditions = job.conditions
-        self.choices = make_choices(
-            job.profile, np.array(job.conditions.blocking_power_w), job.conditions.gpus_by_stage
-        )
-        self.units = [self.choices.units[key] for key in node_keys(self.schedule)]
-        self.fastest = [0] * len(self.units)
-        self.slowest = [len(unit.time_s) - 1 for unit in self.units]
-        early, late = self.iteration_s(self.fastest), self.iteration_s(self.slowest)
-        self.deadline_s = early + self.rng.choice([0.0, self.rng.random(), 1.0]) * (late - early)
-
-    def any_choices(self):
-        return [self.rng.randint(0, slowest) for slowest in self.slowest]
-
-    def rounding(self, chosen):
-        return Rounding(
-            self.schedule,
-            self.choices,
-            self.conditions.latency_s,
-            self.conditions.tail_by_stage_s,
-            self.deadline_s,
-            chosen,
-        )
-
-    def timeline(self, chosen):
-        duration_s = [unit.time_s[at] for unit, at in zip(self.units, chosen, strict=True)]
-        shape = self.schedule.is_backward.shape
-        return Timeline(
-            self.schedule, np.array(duration_s).reshape(shape), self.conditions.latency_s
-        )
-
-    def iteration_s(self, chosen):
-        return float(np.max(self.timeline(chosen).end_s[:, -1] + self.conditions.tail_by_stage_s))
-
-    def cost_j(self, chosen):
-        return sum(unit.cost_j[at] for unit, at in zip(self.units, chosen, strict=True))
-
-    def assert_in_time(self, chosen):
-        assert self.iteration_s(chosen) <= self.deadline_s * (1 + 1e-9)
+def assert_in_time(case, chosen):
+    assert case.chosen_s(chosen) <= case.deadline_s * (1 + 1e-9)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -100,9 +47,9 @@ def test_repair_brings_choices_that_are_too_slow_within_the_deadline(seed):
     case = Case(seed)
     for start in (case.slowest, case.any_choices()):
         rounding = case.rounding(start)
-        late = case.iteration_s(start) > case.deadline_s * (1 + 1e-9)
+        late = case.chosen_s(start) > case.deadline_s * (1 + 1e-9)
         rounding.repair()
-        case.assert_in_time(rounding.chosen)
+        assert_in_time(case, rounding.chosen)
         assert all(after <= before for after, before in zip(rounding.chosen, start, strict=True))
         assert late == (rounding.chosen != start)  # who is in time is left alone
 
@@ -130,12 +77,12 @@ def test_spending_slack_leaves_no_unit_that_could_be_slower(seed):
     case = Case(seed)
     rounding = case.rounding(case.fastest)
     rounding.spend_slack()
-    case.assert_in_time(rounding.chosen)
+    assert_in_time(case, rounding.chosen)
     for node, (unit, at) in enumerate(zip(case.units, rounding.chosen, strict=True)):
         if at + 1 < len(unit.time_s):
             slower = [*rounding.chosen]
             slower[node] = at + 1
-            assert case.iteration_s(slower) > case.deadline_s * (1 + 1e-13)
+            assert case.chosen_s(slower) > case.deadline_s * (1 + 1e-13)
 
 
 def test_slack_goes_where_a_second_saves_most():
@@ -172,9 +119,62 @@ def test_pairs_of_moves_never_cost_nor_break_the_deadline(seed):
     for spend_first in (False, True):
         if spend_first:
             rounding.spend_slack()
-        before_j = case.cost_j(rounding.chosen)
+        before_j = case.chosen_j(rounding.chosen)
         rounding.move_pairs(enough_j=-np.inf, max_passes=case.rng.randint(1, 3))
-        after_j = case.cost_j(rounding.chosen)
+        after_j = case.chosen_j(rounding.chosen)
         assert after_j <= before_j + 1e-12 * abs(before_j)
         assert rounding.cost_j == pytest.approx(after_j, rel=1e-12)
-        case.assert_in_time(rounding.chosen)
+        assert_in_time(case, rounding.chosen)
+
+
+@SOLVERS
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_choices_are_in_time_and_no_worse_than_any_way_alone(max_simplex_units, seed):
+    case = Case(seed)
+    duration_s = case.program(max_simplex_units).solve(case.deadline_s).duration_s
+    where = case.schedule, case.choices, case.conditions.latency_s, case.tail_s
+    chosen = round_durations(*where, case.deadline_s, duration_s, -np.inf)
+    assert_in_time(case, chosen)
+    floored = case.rounding(hull_floor(case.schedule, case.choices, duration_s))
+    floored.repair()
+    floored.spend_slack()
+    ways = [floored]
+    for carry in CARRIES:
+        carried = case.rounding(case.fastest)
+        carry(carried, duration_s)
+        carried.repair()
+        carried.spend_slack()
+        ways.append(carried)
+    best_j = min(way.cost_j for way in ways)
+    assert case.chosen_j(chosen) <= best_j + 1e-9 * abs(best_j)
+
+
+@pytest.mark.parametrize("carry", CARRIES)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_carrying_takes_one_of_the_two_neighbours_or_a_faster_one_and_is_in_time(carry, seed):
+    case = Case(seed)
+    relaxed = case.program(INTERIOR_POINT).solve(case.deadline_s)
+    rounding = case.rounding(case.fastest)
+    carry(rounding, relaxed.duration_s)
+    assert case.chosen_s(rounding.chosen) <= case.deadline_s * (1 + 1e-6)
+    for unit, at, duration_s in zip(case.units, rounding.chosen, relaxed.duration_s, strict=True):
+        assert at in unit.hull
+        slower = unit.time_s[unit.hull][unit.time_s[unit.hull] >= duration_s * (1 - 1e-6)]
+        if slower.size:
+            assert unit.time_s[at] <= slower[0]
+
+
+@pytest.mark.parametrize("carry", CARRIES)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_carrying_keeps_durations_that_exist(carry, seed):
+    """Hull points within the deadline are taken as they are."""
+    case = Case(seed)
+    wanted = [int(case.rng.choice(unit.hull)) for unit in case.units]
+    duration_s = np.array([unit.time_s[at] for unit, at in zip(case.units, wanted, strict=True)])
+    case.deadline_s = case.chosen_s(wanted)
+    rounding = case.rounding(case.fastest)
+    carry(rounding, duration_s)
+    assert rounding.chosen == wanted
