@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_cases import B, F, profile_of
+from core_cases import B, F, profile_of, random_orders
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import random_job
-from program_cases import any_schedule
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 
@@ -20,9 +20,25 @@ SEEDS = st.integers(0, 2**32)
 FACTORS = (1.0, 1.0, 1.02, 1.2, 2.0)
 
 
-def optimizer_of(rng):
+def any_schedule(rng, job):
+    """One of the builders' orders, or one that can run and that nobody would build."""
+    stages, microbatches = job.num_stages, job.num_microbatches
+    schedules = [
+        builders.one_f_one_b(stages, microbatches),
+        builders.gpipe(stages, microbatches),
+        Schedule("random", microbatches, 1, random_orders(rng, stages, microbatches)),
+    ]
+    wanted = [rng.randint(0, microbatches)] * stages
+    caps = builders.extra_forward_caps(stages, microbatches)
+    schedules.append(builders.envpipe(stages, microbatches, list(map(min, wanted, caps))))
+    if microbatches % stages == 0:
+        schedules.append(builders.interleaved(stages, microbatches, rng.choice([2, 3])))
+    return rng.choice(schedules)
+
+
+def optimizer_of(rng, schedule=None):
     job = random_job(rng)
-    schedule = any_schedule(rng, job.num_stages, job.num_microbatches)
+    schedule = schedule or any_schedule(rng, job)
     return Optimizer(schedule, job.profile.for_chunks(schedule.num_chunks), job.conditions)
 
 
