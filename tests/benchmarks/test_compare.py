@@ -18,6 +18,7 @@ from envpipe_megatron.errors import EnvPipeError
 pytest.importorskip("matplotlib")
 from benchmarks import outputs
 from benchmarks.planner import compare as command
+from benchmarks.planner import plans as made
 from benchmarks.planner.claims import comparison_claims
 from benchmarks.planner.lowtime_rival import LowtimeRun, run_lowtime
 from benchmarks.planner.plans import (
@@ -61,8 +62,15 @@ def lowtime_run(plans, finished=True):
     return LowtimeRun(plans, np.zeros(count), times, 77.0, 99.0, finished)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_points():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(made, "FRONTIER_POINTS", 6)
+        yield
+
+
 @pytest.fixture(scope="module")
-def comparison():
+def comparison(few_points):
     return compare(WORKLOAD, lowtime=None)
 
 
@@ -121,7 +129,8 @@ def test_a_run_that_never_came_near_the_all_maximum_time_shows_its_last_plan():
     assert row.cost == priced(slow)
 
 
-def test_without_time_for_lowtime_only_stored_runs_are_read(tmp_path):
+def test_without_time_for_lowtime_only_stored_runs_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(made, "EXTRA_FORWARDS", (0,))
     with pytest.raises(EnvPipeError, match="no run is stored"):
         run_lowtime(PROFILE, 6, POWER_W, recipe="zeus", time_limit_s=0, output_dir=tmp_path)
     found = lowtime_run([(BASELINE.iteration_time_s, MAXIMUM)])

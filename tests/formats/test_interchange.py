@@ -120,14 +120,6 @@ def test_what_is_written_is_what_zeus_evaluates(tmp_path):
     assert f"# total cost with P2P: {plan.cost.energy_j}\n" in text
 
 
-def test_a_plan_that_parks_nowhere_is_written(tmp_path):
-    schedule = builders.one_f_one_b(2, 3)
-    parked = plan_on(schedule, park_mhz=np.zeros((2, 6), dtype=np.int64))
-    for name, plan in (("parked.py", parked), ("plain.py", plan_on(schedule))):
-        write_freqs(plan, tmp_path / name)
-    assert (tmp_path / "parked.py").read_bytes() == (tmp_path / "plain.py").read_bytes()
-
-
 def test_no_text_of_the_plan_reaches_a_file_that_zeus_evaluates(tmp_path):
     order = builders.one_f_one_b(2, 2)
     named = Schedule("x\n+ print()", 2, 1, order.stages)
