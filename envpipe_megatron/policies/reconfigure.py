@@ -39,6 +39,7 @@ class ReconfigurePolicy:
             frequencies, the nodes to raise together.
     """
 
+    name: str
     granularity_mhz: int
     max_steps: int
     select: Callable[[Sequence[int], Mapping[int, int]], Sequence[int]]
@@ -56,8 +57,8 @@ def _lowest_on_path(path: Sequence[int], frequency_mhz: Mapping[int, int]) -> Se
 #: Greedy raises one unit by 90 MHz, balanced all units with the lowest frequency by 30 MHz (V100
 #: and RTX 3090). Greedy needs a step for each of thousands of units, so it has its own limit.
 RECONFIGURE_POLICIES = {
-    "greedy": ReconfigurePolicy(90, 50_000, _last_on_path),
-    "balanced": ReconfigurePolicy(30, 5_000, _lowest_on_path),
+    "greedy": ReconfigurePolicy("greedy", 90, 50_000, _last_on_path),
+    "balanced": ReconfigurePolicy("balanced", 30, 5_000, _lowest_on_path),
 }
 
 
