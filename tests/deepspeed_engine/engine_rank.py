@@ -1,6 +1,6 @@
-"""A rank that trains small pipelines by DeepSpeed's own engine, and again by EnvPipe's orders.
+"""Ranks that train small pipelines by DeepSpeed's own engine, and again by EnvPipe's orders.
 
-Started by torchrun with DS_ACCELERATOR=cpu. Args: a folder, a number of steps, and names of `CASES`
+Started with DS_ACCELERATOR=cpu. Args: a folder, numbers of ranks and of steps, and names of `CASES`
 or `loop of` a model. Each rank leaves `rank-<n>.json`: by case and run the losses, a digest of the
 weights, and what EnvPipe did.
 """
@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 import deepspeed
 import plain_stages
 import torch
+import torch._dynamo  # an optimizer does, in each rank: it takes seconds
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from forked_ranks import run_forked
 from preset_profile import preset_profile
 
 from envpipe_megatron.core.schedule import Kind
@@ -103,7 +106,7 @@ class Case:
 
     model: str
     runs: tuple[str, ...]
-    num_stages: int = field(default_factory=lambda: int(os.environ["WORLD_SIZE"]))
+    num_stages: int = int(sys.argv[2])
     tensor_parallel: int = 1
     vary: bool = False
     partition: str = "uniform"
@@ -260,27 +263,26 @@ def train_in_full(jobs: FastJobs, folder: Path, model: str) -> dict[str, Any]:
     return session.summary()
 
 
-def main() -> None:
-    folder, steps, *names = sys.argv[1:]
+def main(folder: Path, num_steps: int, names: Sequence[str], rank: int) -> None:
     os.chdir(folder)
     deepspeed.ops.__compatible_ops__.clear()  # else each machine compiles some first
     deepspeed.init_distributed("gloo")
-    jobs = FastJobs(Path(folder))
-    if os.environ["RANK"] == "0":
+    jobs = FastJobs(folder)
+    if rank == 0:
         for num_stages in sorted({2, dist.get_world_size()}):
             profile = preset_profile("a100-sxm", num_stages, TIMES_S, (1305, 1110))
-            profile.write(Path(folder, f"profile-{num_stages}.csv"))
-        write_layers(Path(folder, "layers.csv"), [1.0] * 6 + [4.0])
+            profile.write(folder / f"profile-{num_stages}.csv")
+        write_layers(folder / "layers.csv", [1.0] * 6 + [4.0])
         request = PlanRequest(MICROBATCHES, schedule="gpipe", policy="uniform")
-        make_plan(profile, request).plan.write(Path(folder, "gpipe.json"))
+        make_plan(profile, request).plan.write(folder / "gpipe.json")
     dist.barrier()
     results: dict[str, Any] = {}
     for name in names:
         if name.startswith("loop of "):
-            results[name] = train_in_full(jobs, Path(folder), name.removeprefix("loop of "))
+            results[name] = train_in_full(jobs, folder, name.removeprefix("loop of "))
             continue
         case = CASES[name]
-        results[name] = {"own": train(jobs, case, None, int(steps))}
+        results[name] = {"own": train(jobs, case, None, num_steps)}
         for run in case.runs:
             settings = {
                 **RUNS[run],
@@ -291,9 +293,11 @@ def main() -> None:
                 settings["plan"] = f"{folder}/{settings['plan']}"
             if settings.get("type") == "baseline":
                 del settings["profile"]
-            results[name][run] = train(jobs, case, settings, int(steps))
-    Path(folder, f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
-    dist.barrier()
+            results[name][run] = train(jobs, case, settings, num_steps)
+    (folder / f"rank-{rank}.json").write_text(json.dumps(results))
 
 
-main()
+if __name__ == "__main__":
+    target, num_ranks, steps, *cases = sys.argv[1:]
+    train_all = partial(main, Path(target), int(steps), cases)
+    sys.exit(run_forked(int(num_ranks), train_all, Path(target)))
