@@ -8,6 +8,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import plain_stages
 import torch.distributed as dist
@@ -145,6 +146,35 @@ def fail_in_the_executor(rank: int, root: Path, victim: int) -> tuple[str, bool]
     finally:
         plain_stages.EmulatedExecutor = emulated_executor  # type: ignore[misc]
     return "nothing failed", False
+
+
+def train_on_a_node_alone(rank: int, root: Path) -> dict[str, Any]:
+    """Train as the only rank of a node; its guard, its energy and its lock behind the session."""
+    use_guards_of(root, "by hand")
+    node = root / f"node-{rank}"
+    node.mkdir()
+    config = SessionConfig(
+        PlanRequest(MICROBATCHES), warmup_iterations=1, output_dir=root / "output", guarded=True
+    )
+    # All are on this machine, whose name they would write.
+    with (
+        patch.dict(os.environ, GROUP_RANK=str(rank)),
+        patch("socket.gethostname", lambda: node.name),
+    ):
+        session, gpu = plain_stages.session(rank, config, node)
+        begin_j = gpu.committed_energy_j()
+        try:
+            _iterate(session, rank, 12)
+        finally:
+            session.close()
+    hold = session._rank_clock._hold
+    assert hold is not None
+    return {
+        "counter_j": gpu.committed_energy_j() - begin_j,
+        "logged_j": sum(total.energy_j for total in session.energy_log.totals.values()),
+        "guard": (hold.guard_pid, hold.job),
+        "locked": gpu.requested_frequency_mhz,
+    }
 
 
 def train_until_killed(rank: int, root: Path) -> None:

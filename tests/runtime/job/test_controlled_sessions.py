@@ -10,9 +10,11 @@ import controlled_ranks
 import pytest
 from rank_pool import RankPool
 
+from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.hold import hold_gpu
 from envpipe_megatron.gpu.guard.lease import list_leases
+from envpipe_megatron.launch.bill.bill import bill_of
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -104,6 +106,20 @@ def test_a_session_that_cannot_be_made_holds_no_gpu(three_ranks, guards):
     told = three_ranks.run(controlled_ranks.fail_in_the_executor, guards, 1)
     assert told[1] == ("the executor of a test", False)
     assert told[0] == told[2] == ("nothing failed", False)
+
+
+def test_nodes_that_are_started_by_hand_add_up(three_ranks, guards):
+    """Each has a guard and a log of its own, and they are one bill."""
+    nodes = three_ranks.run(controlled_ranks.train_on_a_node_alone, guards)
+    pids, jobs = zip(*(node["guard"] for node in nodes), strict=True)
+    assert len(set(pids)) == len(set(jobs)) == 3
+    assert [node["locked"] for node in nodes] == [None] * 3
+    assert not list_leases()
+    logs = [guards / "output" / f"energy-node-{number}.jsonl" for number in range(3)]
+    total_j = bill_of(read_energy_logs(logs).lines).total().energy_j
+    assert total_j == pytest.approx(sum(node["logged_j"] for node in nodes), rel=1e-14)
+    # The log misses no more than what ran before the first iteration and after the last.
+    assert total_j == pytest.approx(sum(node["counter_j"] for node in nodes), rel=0.25)
 
 
 def test_the_clock_of_a_killed_rank_comes_back(guards):
