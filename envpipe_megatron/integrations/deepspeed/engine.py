@@ -6,8 +6,9 @@ backward, to reduce gradients and to step. Which comes when, and how messages tr
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -31,6 +32,17 @@ from envpipe_megatron.runtime.job.session import Session
 
 class UnsupportedEngineError(EnvPipeError):
     """A feature of DeepSpeed's pipelines that EnvPipe does not run."""
+
+
+def _paused(method: Callable[..., Any]) -> Callable[..., Any]:
+    """DeepSpeed's method, at the highest clock and not billed as training."""
+
+    @functools.wraps(method)
+    def run(engine: EnvPipeEngine, *arguments: Any, **named: Any) -> Any:
+        engine.session.pause()
+        return method(engine, *arguments, **named)
+
+    return run
 
 
 class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no types
@@ -77,20 +89,9 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             raise SystemExit(0)
         return loss
 
-    def eval_batch(self, *arguments: Any, **named: Any) -> Any:
-        """As DeepSpeed's, by its own schedule at the highest clock; not billed as training."""
-        self._job.session.pause()
-        return super().eval_batch(*arguments, **named)
-
-    def save_checkpoint(self, *arguments: Any, **named: Any) -> Any:
-        """As DeepSpeed's, at the highest clock; not billed as training."""
-        self._job.session.pause()
-        return super().save_checkpoint(*arguments, **named)
-
-    def load_checkpoint(self, *arguments: Any, **named: Any) -> Any:
-        """As DeepSpeed's, at the highest clock; not billed as training."""
-        self._job.session.pause()
-        return super().load_checkpoint(*arguments, **named)
+    eval_batch = _paused(PipelineEngine.eval_batch)
+    save_checkpoint = _paused(PipelineEngine.save_checkpoint)
+    load_checkpoint = _paused(PipelineEngine.load_checkpoint)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As DeepSpeed's, but an UnsupportedEngineError in training: the plan is for one size."""
