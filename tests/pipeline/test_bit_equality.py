@@ -141,15 +141,15 @@ def orders(stages: int, microbatches: int) -> dict[str, Schedule]:
     }
 
 
+#: The head is tied to the embedding in every other one.
 SCHEDULES = [
-    pytest.param(stages, microbatches, name, id=f"p{stages}-M{microbatches}-{name}")
-    for stages, microbatches in EXTRA_FORWARDS
-    for name in orders(stages, microbatches)
+    pytest.param(*size, name, bool(number % 2), id=f"p{size[0]}-M{size[1]}-{name}")
+    for size in EXTRA_FORWARDS
+    for number, name in enumerate(orders(*size))
 ]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("stages", "microbatches", "name"), SCHEDULES)
+@pytest.mark.parametrize(("stages", "microbatches", "name", "tied"), SCHEDULES)
 def test_every_schedule(stock, ours, tmp_path, stages, microbatches, name, tied):
     schedule = orders(stages, microbatches)[name]
     # Deallocation is on for half of the numbers of microbatches where tied, the others where not.
@@ -157,14 +157,6 @@ def test_every_schedule(stock, ours, tmp_path, stages, microbatches, name, tied)
     results = ours(job, by_plan(tmp_path, schedule))
     assert_executed(job, results, schedule)
     assert_same_bits(results, stock(job))
-
-
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "envpipe[2, 2, 1, 0]"])
-def test_deallocation_changes_nothing(stock, ours, tmp_path, name):
-    schedule = orders(4, 6)[name]
-    for deallocate in (True, False):
-        job = Job(4, 6, deallocate=deallocate)
-        assert_same_bits(ours(job, by_plan(tmp_path, schedule)), stock(replace(job, steps=3)))
 
 
 INTERLEAVED = [(2, 2), (2, 6), (4, 4), (4, 8)]
@@ -225,10 +217,9 @@ def test_policies_planned_by_the_session(stock, ours, tmp_path, schedule, policy
 
 
 @pytest.mark.parametrize("reconfigure", ["greedy", "balanced"])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "envpipe"])
-def test_reconfigured_plans(stock, ours, tmp_path, schedule, reconfigure):
+def test_reconfigured_plans(stock, ours, tmp_path, reconfigure):
     job = Job(4, 6, tied=True)
-    request = PlanRequest(6, schedule, "envelope", reconfigure, blocking_power_w=80.0)
+    request = PlanRequest(6, "envpipe", "envelope", reconfigure, blocking_power_w=80.0)
     plan = make_plan(synthetic_profile(4), request).plan
     assert len(np.unique(plan.frequency_mhz)) > 1
     results = ours(job, by_plan(tmp_path, plan.schedule, plan.frequency_mhz))
@@ -237,13 +228,12 @@ def test_reconfigured_plans(stock, ours, tmp_path, schedule, reconfigure):
     assert_same_bits(results, stock(job))
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_random_frequencies(stock, ours, tmp_path, seed, chunks):
+def test_random_frequencies(stock, ours, tmp_path, chunks):
     job = Job(2, 6, chunks=chunks)
     schedule = builders.interleaved(2, 6, 2) if chunks == 2 else builders.envpipe(2, 6, [3, 0])
     shape = schedule.is_backward.shape
-    frequency = np.random.default_rng(seed).choice(CLOCKS_MHZ, shape)
+    frequency = np.random.default_rng(chunks).choice(CLOCKS_MHZ, shape)
     results = ours(job, by_plan(tmp_path, schedule, frequency))
     assert_executed(job, results, schedule)
     assert_locked(results, frequency)
