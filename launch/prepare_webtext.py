@@ -65,11 +65,7 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps that are done, in a file.
-
-    Attributes:
-        path: by name of step, what it was made from, the files that it made, and its result.
-    """
+    """The steps that are done, in a file: what each was made from and made, and its result."""
 
     path: Path
 
@@ -78,8 +74,7 @@ class Steps:
     ) -> Any:
         """Do a step, unless it was done from the same and its files are as it left them.
 
-        Returns:
-            what `work` returned, this time or then, as JSON keeps it.
+        Returns what `work` returned, this time or then, as JSON keeps it.
         """
         done = json.loads(self.path.read_text()) if self.path.exists() else {}
         made_from = json.loads(json.dumps(made_from))
@@ -113,11 +108,7 @@ class Job:
     """What was asked for; all paths are absolute.
 
     Attributes:
-        inputs: files and folders of text.
         megatron: the checkout that trains.
-        vocab: GPT-2's vocabulary.
-        merges: its merges.
-        output: the folder for all that is made.
         clean_up: the checkout that cleans up, if any.
         workers: processes that tokenize.
     """
@@ -132,13 +123,9 @@ class Job:
 
 
 def prepare(job: Job) -> list[str]:
-    """Check everything, then merge, clean up and tokenize.
+    """Check everything, then merge, clean up and tokenize; return the arguments to train with.
 
-    Returns:
-        the arguments to train with.
-
-    Raises:
-        DataError: something cannot be used, or a tool failed.
+    Raises DataError where something cannot be used, or a tool failed.
     """
     for given in job.inputs:
         if job.output.is_relative_to(given):

@@ -62,13 +62,9 @@ def bytes_of_alphabet() -> dict[str, int]:
 
 
 def check_vocabulary(vocab: Path, merges: Path) -> dict[str, int]:
-    """Read GPT-2's vocabulary, and check that the merges are those of it.
+    """Read the number of each of GPT-2's tokens, and check that the merges belong to them.
 
-    Returns:
-        the number of each token.
-
-    Raises:
-        DataError: a file is of another format, or they do not belong together.
+    Raises DataError where a file is of another format, or they do not belong together.
     """
 
     def refuse(what: str) -> DataError:
@@ -101,13 +97,7 @@ def check_vocabulary(vocab: Path, merges: Path) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Document:
-    """A text that was found.
-
-    Attributes:
-        place: file and line.
-        text: empty where it cannot be used.
-        problem: why it cannot be used, or empty.
-    """
+    """A text that was found at a place, file and line, or the problem why it cannot be used."""
 
     place: str
     text: str
@@ -117,12 +107,9 @@ class Document:
 def find_files(inputs: Sequence[Path]) -> tuple[list[Path], Counter[str]]:
     """Find the files of text in files and folders.
 
-    Returns:
-        the files, each once, in the order of the inputs and by name in a folder; and how many files
-        of which endings were passed by in the folders.
-
-    Raises:
-        DataError: there are none, or a file that was named has another ending.
+    Returns the files, each once, in the order of the inputs and by name in a folder; and how many
+    files of which endings were passed by. Raises DataError where there are none, or a file that was
+    named has another ending.
     """
     remedy = (
         f"Text is in files that end in {', '.join((*_LINES, _TEXT))}, packed or not "
@@ -154,11 +141,7 @@ def _kind(path: Path) -> str:
 
 
 def check_files(files: Sequence[Path]) -> None:
-    """Check that each file of JSON begins as loose JSON with texts does.
-
-    Raises:
-        DataError: none of the first documents of a file can be used.
-    """
+    """Refuse a file of JSON none of whose first documents can be used."""
     for path in (path for path in files if _kind(path) in _LINES):
         first = list(itertools.islice(read_documents(path), _LOOKED_AT))
         if first and all(document.problem for document in first):
@@ -171,8 +154,7 @@ def check_files(files: Sequence[Path]) -> None:
 def read_documents(path: Path) -> Iterator[Document]:
     """Read a file's documents, also those that cannot be used; empty lines are none.
 
-    Raises:
-        DataError: it cannot be read to its end.
+    Raises DataError where it cannot be read to its end.
     """
     open_file: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     try:
@@ -215,16 +197,9 @@ def merge(files: Sequence[Path], merged: Path, unusable: Path) -> dict[str, int]
     A line is `{"text": ..., "url": ...}`, as Megatron's tools want it; `url` is file and line: they
     ask for another one in each line.
 
-    Args:
-        files: in this order.
-        merged: the file to write; it is there when all is in it.
-        unusable: the file that gets place and problem of each document that cannot be used.
-
-    Returns:
-        the numbers of `documents`, of exact `duplicates`, and of those that are `unusable`.
-
-    Raises:
-        DataError: a file cannot be read to its end, or there is no document at all.
+    `unusable` gets place and problem of each document that cannot be used. Returns the numbers of
+    `documents`, of exact `duplicates`, and of those `unusable`; raises DataError where a file
+    cannot be read to its end, or there is no document at all.
     """
     seen: set[bytes] = set()
     found: Counter[str] = Counter(documents=0, duplicates=0, unusable=0)
@@ -265,11 +240,9 @@ class Index:
 
     Attributes:
         content: of the file; the arrays are views of it.
-        token_type: type of the tokens.
         lengths: tokens of each sequence, shape (sequences,).
         starts: the first byte of each sequence, shape (sequences,).
-        documents: the first sequence of each document, and one behind the last, shape
-            (documents + 1,).
+        documents: the first sequence of each document, and one behind the last.
     """
 
     content: bytearray
@@ -285,11 +258,7 @@ class Index:
 
 
 def read_index(path: Path) -> Index:
-    """Read an index.
-
-    Raises:
-        DataError: it is not one, or not whole.
-    """
+    """Read an index; DataError if it is not one, or not whole."""
     content = bytearray(path.read_bytes())
     size = _HEADER.itemsize
     header = np.frombuffer(content[:size].ljust(size, b"\0"), _HEADER)[0]
@@ -316,11 +285,8 @@ def check_tokens(prefix: Path, num_documents: int, end_of_document: int) -> int:
     Megatron-DeepSpeed (4efb479) appends the end to each document's tokens and does not count it in
     the document's length: the n-th document would begin n tokens too early.
 
-    Returns:
-        how many tokens there are.
-
-    Raises:
-        DataError: documents are missing, or do not end where the index says so.
+    Returns how many tokens there are. Raises DataError where documents are missing, or do not end
+    where the index says so.
     """
     idx, bin_ = (prefix.with_name(f"{prefix.name}.{ending}") for ending in ("idx", "bin"))
     for path in (idx, bin_):

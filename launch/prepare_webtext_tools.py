@@ -30,16 +30,10 @@ _LSH = (
 
 
 def run_tool(command: Sequence[object], modules: Path, log: Path) -> None:
-    """Run a tool; its progress is shown, and all that it says is kept.
+    """Run a tool; its progress is shown, and all that it says is appended to a log.
 
-    Args:
-        command: script and arguments.
-        modules: a folder whose modules go before those that are installed, as the checkout's
-            Megatron has to before megatron-core.
-        log: what the tool says is appended to this file.
-
-    Raises:
-        DataError: it failed.
+    The folder `modules` goes before installed modules, as the checkout's Megatron has to before
+    megatron-core. Raises DataError where the tool failed.
     """
     # A seed of hashes, since the tools write sets in their order.
     path = os.pathsep.join([str(modules), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -102,17 +96,7 @@ def tokenizer_args(
     `GPT2BPETokenizer` reads vocabulary and merges where the checkout has a tokenizer for that. In
     core_v0.16.1 it does so by --legacy-tokenizer alone: else it asks huggingface.co, and leaves out
     the merges. Newer ones have no such tokenizer; there a folder in Hugging Face's format, which is
-    read without a network, stands for the two files.
-
-    Args:
-        checkout: what trains.
-        options: what its tools/preprocess_data.py says of its options.
-        vocab: GPT-2's vocabulary.
-        merges: its merges.
-        output: where the folder goes.
-
-    Raises:
-        DataError: the folder needs the package transformers, and it is not there.
+    read without a network, stands for the two files, and needs the package transformers.
     """
     if gpt2_tokenizer(checkout):
         files = ["--vocab-file", str(vocab), "--merge-file", str(merges)]
@@ -133,11 +117,7 @@ def tokenizer_args(
 
 
 def options_of(checkout: Path, log: Path) -> str:
-    """What a checkout's preprocessing says of its options, which shows that it can be run.
-
-    Raises:
-        DataError: there is none, or it fails.
-    """
+    """What a checkout's preprocessing says of its options, which shows that it can be run."""
     script = checkout / "tools" / "preprocess_data.py"
     if not script.is_file():
         raise DataError(
@@ -151,11 +131,7 @@ def options_of(checkout: Path, log: Path) -> str:
 
 
 def check_clean_up(checkout: Path) -> None:
-    """Check that a checkout can clean up.
-
-    Raises:
-        DataError: it has no tools for that, or packages are missing.
-    """
+    """Refuse a checkout that cannot clean up: it has no tools for that, or packages are missing."""
     if not (checkout / "tools" / "openwebtext").is_dir() or not gpt2_tokenizer(checkout):
         raise DataError(
             "--clean-up: there is no tools/openwebtext",

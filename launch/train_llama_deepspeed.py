@@ -96,11 +96,7 @@ def parse() -> argparse.Namespace:
 
 
 def read_texts(path: Path) -> list[str]:
-    """Read a file of text, or of texts.
-
-    Raises:
-        DataError: there is no such file, or it holds none.
-    """
+    """Read a file of text, or of texts."""
     try:
         content = path.read_text()
         if path.suffix not in (".json", ".jsonl"):
@@ -121,14 +117,7 @@ def _text(item: object) -> str:
 
 
 def make_tokens(args: argparse.Namespace, vocabulary_size: int) -> tuple[torch.Tensor, int]:
-    """Make the tokens to train with, one after the other.
-
-    Returns:
-        their numbers, and the vocabulary size that they need.
-
-    Raises:
-        DataError: no data, too few of it, or a tokenizer that cannot be had.
-    """
+    """Make the tokens to train with; return their numbers and the vocabulary size they need."""
     if args.data is None:
         generator = torch.Generator().manual_seed(args.seed)
         size = SYNTHETIC_SEQUENCES * args.sequence_length + 1
@@ -149,14 +138,7 @@ def make_tokens(args: argparse.Namespace, vocabulary_size: int) -> tuple[torch.T
 
 
 def tokenize(texts: list[str], folder: str) -> tuple[list[int], int]:
-    """Make numbers of texts by a Hugging Face tokenizer.
-
-    Returns:
-        the numbers, and how many different ones there can be.
-
-    Raises:
-        DataError: the tokenizer, or the package that reads it, is not there.
-    """
+    """Make numbers of texts by a Hugging Face tokenizer; return how many there can be, too."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -194,11 +176,7 @@ def batches(
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train.
-
-    Raises:
-        EnvPipeError: data, options or a machine that cannot be trained with.
-    """
+    """Train; EnvPipeError where data, options or the machine cannot be trained with."""
     shape = SHAPES[args.model]
     tokens, needed = make_tokens(args, shape.vocabulary_size)
     # A tokenizer may know more tokens than the model; with fewer, the model keeps its size.

@@ -58,13 +58,7 @@ class ErrorsAsMessages(click.Group):
 
 
 class _Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in click's stubs alone
-    """One number, or several with commas between them.
-
-    Args:
-        number: int or float.
-        lowest: no number may be below.
-        words: texts that are taken as they are.
-    """
+    """One number, or several with commas between them; `words` are taken as they are."""
 
     def __init__(self, number: Callable[[str], float], lowest: int, words: tuple[str, ...]) -> None:
         self.name = "|".join(("N[,N...]", *words))
@@ -105,9 +99,6 @@ def check_outputs(
         read: the inputs.
         beside: files that are written too and were not named, and the text that marks such a file:
             one without it is somebody else's.
-
-    Raises:
-        EnvPipeError: naming the paths.
     """
     beside = beside or {}
     targets = [path.resolve() for path in (*written, *beside)]

@@ -89,13 +89,7 @@ def events_of(ranks: subprocess.Popen[str], log: IO[str]) -> Iterator[dict[str, 
 
 
 def emit(turn: Path, event: str, **fields: Any) -> None:
-    """Tell the command something, from a rank.
-
-    Args:
-        turn: a file that all ranks can open, for their turns to speak.
-        event: its kind.
-        fields: of JSON's types.
-    """
+    """Tell the command something, from a rank; all can open `turn`, for their turns to speak."""
     line = EVENT_MARK + json.dumps({"event": event, **fields}) + "\n"
     # One rank at a time: what is longer than a pipe takes at once would mix with others' lines.
     with turn.open() as file:

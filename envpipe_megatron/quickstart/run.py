@@ -56,12 +56,9 @@ class Progressed:
 def run_quickstart(settings: Settings, console: Console) -> None:
     """Train both runs and write the report to the settings' output folder.
 
-    Raises:
-        QuickstartError: too little text, a package missing, a folder with other files, a rank
-            that failed, or runs that trained differently; what was measured until then is kept in
-            the output folder.
-        KeyboardInterrupt: on Ctrl-C, SIGTERM or a closed terminal, after clocks are reset and
-            partial results are kept.
+    Raises QuickstartError for too little text, a package missing, a folder with other files, a rank
+    that failed, or runs that trained differently; KeyboardInterrupt on Ctrl-C, SIGTERM or a closed
+    terminal. Clocks are reset, and what was measured until then is kept in the output folder.
     """
     output, text = Path(settings.output_dir), Path(settings.text)
     load_preset(settings.preset)

@@ -18,7 +18,6 @@ class Settings:
     """The job. Handed from the command to its ranks as a JSON file.
 
     Args:
-        output_dir: the run's folder.
         text: a file or folder to train on.
         preset: of the emulated GPUs.
         forward_time_s: emulated time at the maximum clock of a forward of the first stage.
@@ -104,8 +103,7 @@ RUNS = (
 def load_text(path: Path, least_bytes: int) -> bytes:
     """The bytes of a file, or of all readable text files below a folder, in order of their names.
 
-    Raises:
-        QuickstartError: nothing there, or too little to train on.
+    Raises QuickstartError where there is too little to train on.
     """
     if path.is_dir():
         files = sorted(

@@ -30,8 +30,7 @@ def report_facts(folder: RunFolder) -> ReportFacts:
 
     A job is compared with its own baseline: the steps of the warm-up that it measured, or all of
     them where it was killed before it could tell. Of several runs in a folder, the last is compared
-    with the one called `baseline`, or else with the first. One called `baseline` that is alone is
-    compared with nothing.
+    with the one called `baseline`, or else with the first.
     """
     if folder.energy is None:
         return ReportFacts()

@@ -13,9 +13,7 @@ class Check:
     """One line of `envpipe doctor`.
 
     Attributes:
-        area: what it is about: `gpu`, `control`, `environment` or `software`.
-        name: the thing asked for.
-        ok: yes or no.
+        area: `gpu`, `control`, `environment` or `software`.
         evidence: what was seen.
         remedy: what makes a no a yes; says so where nothing needs to be done.
     """

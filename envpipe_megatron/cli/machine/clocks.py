@@ -30,13 +30,7 @@ from envpipe_megatron.gpu.visible_devices import visible_gpus
 
 @dataclass(frozen=True)
 class ListedGpu:
-    """A GPU of this node as the commands name it.
-
-    Attributes:
-        index: NVML's, or that of an emulated GPU.
-        address: of the GPU.
-        is_emulated: whether it is none of NVML's.
-    """
+    """A GPU of this node; the index is NVML's, or that of an emulated GPU."""
 
     index: int
     address: GpuAddress
@@ -46,8 +40,7 @@ class ListedGpu:
 def listed_gpus() -> list[ListedGpu]:
     """Return all GPUs of this node: real ones, or where there is no NVML the emulated ones.
 
-    Raises:
-        GpuError: NVML does not work, or it is missing and no folder of emulated GPUs is named.
+    Raises GpuError where NVML does not work, or is missing and no emulated GPUs are named.
     """
     try:
         devices = list_nvml_gpus()

@@ -63,11 +63,7 @@ def _gpus() -> Answer:
 
 
 def _every_gpu() -> dict[int, NvmlGpu]:
-    """All GPUs by index.
-
-    Raises:
-        GpuError: there is none, or one cannot be read.
-    """
+    """All GPUs by index; GpuError where there is none, or one cannot be read."""
     gpus = {device.index: NvmlGpu(device.uid) for device in list_nvml_gpus()}
     if not gpus:
         raise GpuError("There is no GPU to look at", remedy="See the line on GPUs")

@@ -19,11 +19,7 @@ from envpipe_megatron.patching.catalog import load_catalog
 
 
 def software_checks(driver_cuda: tuple[int, int] | None) -> list[Check]:
-    """Look at each package that a job may use.
-
-    Args:
-        driver_cuda: newest CUDA version (major, minor) that the driver runs, None if unknown.
-    """
+    """Look at each package a job may use; `driver_cuda` is the newest (major, minor) that runs."""
     looks: dict[str, Callable[[], Answer]] = {
         "torch": partial(_torch, driver_cuda),
         "megatron-core": _megatron_core,
