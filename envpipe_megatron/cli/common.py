@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from envpipe_megatron.console import table_of
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import sidecar_path
@@ -129,21 +129,6 @@ def counts(*words: str) -> click.ParamType:  # type: ignore[type-arg]
 def amounts() -> click.ParamType:  # type: ignore[type-arg]
     """The type of an option that takes `X` or `X,X,...`, from 0."""
     return _Numbers(float, 0, ())
-
-
-def say(console: Console, text: str) -> None:
-    """Print text that holds paths: they are neither broken over lines nor read as markup."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def table_of(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """A table whose columns are aligned to the right, but for one without a heading."""
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def known_blocking_power(

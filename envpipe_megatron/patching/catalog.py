@@ -32,7 +32,14 @@ class Recognition:
             return False
         if self.sha256:
             return sha256(path.read_bytes()) == self.sha256
-        return read_constants(path, self.constants) == self.constants
+        return self.constants_in(path) == self.constants
+
+    def constants_in(self, path: Path) -> dict[str, object]:
+        """Which of the constants a file has, if it is Python at all."""
+        try:
+            return read_constants(path, self.constants)
+        except (SyntaxError, ValueError):
+            return {}
 
 
 @dataclass(frozen=True)
@@ -165,15 +172,11 @@ def read_constants(file: Path, names: Iterable[str]) -> dict[str, object]:
     """Return those of `names` that a Python file assigns a literal to, without running it."""
     wanted = set(names)
     found: dict[str, object] = {}
-    try:
-        statements = ast.parse(file.read_bytes()).body
-    except (SyntaxError, ValueError):
-        return found
-    for statement in statements:
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
-            for target in statement.targets:
+    for node in ast.parse(file.read_bytes()).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 if isinstance(target, ast.Name) and target.id in wanted:
-                    found[target.id] = statement.value.value
+                    found[target.id] = node.value.value
     return found
 
 

@@ -14,13 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from envpipe_megatron import __version__
-from envpipe_megatron.patching.catalog import (
-    Patch,
-    load_catalog,
-    read_constants,
-    read_patch,
-    sha256,
-)
+from envpipe_megatron.patching.catalog import Patch, load_catalog, read_patch, sha256
 from envpipe_megatron.patching.diff import FilePatch, PatchError
 
 RECORD_NAME = ".envpipe-patch.json"
@@ -244,7 +238,7 @@ def _unknown(root: Path, catalog: Sequence[Patch]) -> PatchError:
     seen = []
     for known in {patch.recognition.file: patch.recognition for patch in catalog}.values():
         if (root / known.file).is_file():
-            found = read_constants(root / known.file, known.constants)
+            found = known.constants_in(root / known.file)
             version = ", ".join(f"{name} = {value!r}" for name, value in found.items())
             seen.append(f"its {known.file} " + (f"says {version}" if version else "is another"))
     if not seen:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from envpipe_megatron.console import say, table_of
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset
@@ -56,7 +56,7 @@ def write_results(
     if summary["complete"]:
         _show(settings, summary, console)
         _draw(settings, output, results)
-        console.print(f"Everything is in {output}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"Everything is in {output}")
     return summary
 
 
@@ -173,39 +173,35 @@ def _draw(settings: Settings, output: Path, results: Results) -> None:
 def _show(settings: Settings, summary: dict[str, Any], console: Console) -> None:
     preset = load_preset(settings.preset)
     baseline, envpipe = (summary["runs"][run] for run, *_ in RUNS)
-    table = Table(title=f"{settings.model_name}: {baseline['steady_iterations']} iterations each")
-    for column in ("", "baseline", "EnvPipe", "change (%)"):
-        table.add_column(column, justify="left" if not column else "right")
 
-    def compare(name: str, values: tuple[float, float], digits: int) -> None:
-        change = f"{100 * (values[1] / values[0] - 1):+.2f}"
-        table.add_row(name, *(f"{value:.{digits}f}" for value in values), change)
+    def row(name: str, ours: float, theirs: float, digits: int) -> tuple[str, ...]:
+        change = f"{100 * (ours / theirs - 1):+.2f}"
+        return name, f"{theirs:.{digits}f}", f"{ours:.{digits}f}", change
 
-    def row(name: str, key: str, digits: int) -> None:
-        compare(name, (baseline[key], envpipe[key]), digits)
+    def rows_of(*figures: tuple[str, str, int]) -> list[tuple[str, ...]]:
+        return [row(name, envpipe[key], baseline[key], digits) for name, key, digits in figures]
 
     compared = summary["steps_compared"]
     losses = [summary["losses"][run] for run, *_ in RUNS]
-    table.add_row("loss of step 1", *(f"{loss[0]:.4f}" for loss in losses), "")
-    table.add_row(f"loss of step {compared}", *(f"{loss[compared - 1]:.4f}" for loss in losses), "")
-    table.add_row(
-        "loss of the last step",
-        *(f"{loss[-1]:.4f} (step {len(loss)})" for loss in losses),
-        "",
-    )
-    row("throughput (samples/s)", "throughput_samples_per_s", 3)
-    row("iteration time (s)", "iteration_time_s", 4)
-    row("wall time per iteration (s)", "wall_time_per_iteration_s", 4)
-    for stage in range(settings.num_stages):
-        values = baseline["energy_by_gpu_j"][stage], envpipe["energy_by_gpu_j"][stage]
-        compare(f"energy of GPU {stage} (J)", values, 0)
-    row("energy of all (J)", "energy_j", 0)
-    row("average power (W)", "average_power_w", 1)
+    by_gpu = zip(envpipe["energy_by_gpu_j"], baseline["energy_by_gpu_j"], strict=True)
+    rows = [
+        ("loss of step 1", *(f"{loss[0]:.4f}" for loss in losses)),
+        (f"loss of step {compared}", *(f"{loss[compared - 1]:.4f}" for loss in losses)),
+        ("loss of the last step", *(f"{loss[-1]:.4f} (step {len(loss)})" for loss in losses)),
+        *rows_of(
+            ("throughput (samples/s)", "throughput_samples_per_s", 3),
+            ("iteration time (s)", "iteration_time_s", 4),
+            ("wall time per iteration (s)", "wall_time_per_iteration_s", 4),
+        ),
+        *(row(f"energy of GPU {gpu} (J)", *joules, 0) for gpu, joules in enumerate(by_gpu)),
+        *rows_of(("energy of all (J)", "energy_j", 0), ("average power (W)", "average_power_w", 1)),
+    ]
     for part, name in (("compute", "units"), ("blocking", "receives"), ("idle", "the rest")):
         for unit, quantity in (("s", "time"), ("j", "energy")):
             percents = (_share_percent(run, part, unit) for run in (baseline, envpipe))
-            table.add_row(f"{quantity} in {name} (%)", *(f"{p:.1f}" for p in percents), "")
-    console.print(table)
+            rows.append((f"{quantity} in {name} (%)", *(f"{p:.1f}" for p in percents)))
+    title = f"{settings.model_name}: {baseline['steady_iterations']} iterations each"
+    console.print(table_of(title, ("", "baseline", "EnvPipe", "change (%)"), rows))
     equal = "equal to the last bit" if summary["losses_bit_equal"] else "NOT equal"
     console.print(
         f"[bold]Saving {summary['saving_percent']:.2f} %, slowdown "

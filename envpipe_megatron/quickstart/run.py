@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from envpipe_megatron.console import say
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.quickstart.ranks import (
     ended_like_ctrl_c,
@@ -68,7 +69,7 @@ def run_quickstart(settings: Settings, console: Console) -> None:
     settings.write(output / "settings.json")
     # One copy for all ranks: the source may change meanwhile, as when it holds this very folder.
     settings.text_copy.write_bytes(content)
-    _say(
+    say(
         console,
         f"Training a {settings.model_name} on {text}\n"
         f"{settings.num_stages} pipeline ranks on this machine's CPU, "
@@ -81,7 +82,7 @@ def run_quickstart(settings: Settings, console: Console) -> None:
     except BaseException as error:
         write_results(settings, output, progressed.iterations, progressed.results, console)
         if isinstance(error, KeyboardInterrupt):
-            _say(console, f"Interrupted: clocks are reset, partial results are in {output}.")
+            say(console, f"Interrupted: clocks are reset, partial results are in {output}.")
         raise
     finally:
         settings.text_copy.unlink(missing_ok=True)
@@ -96,11 +97,6 @@ def run_quickstart(settings: Settings, console: Console) -> None:
             "EnvPipe changed the result of training, which it must never do",
             remedy=f"Please report this with the files in {output}.",
         )
-
-
-def _say(console: Console, text: str) -> None:
-    """Print text that holds paths: they are neither broken over lines nor read as markup."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _check_installed() -> None:

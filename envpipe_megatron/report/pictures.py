@@ -133,7 +133,6 @@ def _timelines(folder: RunFolder, mark: str) -> Iterator[Picture]:
             lambda one=one, which=which: measured_figure(  # type: ignore[misc]  # its own
                 one,
                 title=f"Measured: {which}, iteration {one.iteration}{mark}",
-                note="one GPU of each stage",
                 x_max_s=longest_s,
                 frequency_range_mhz=clocks,
             ),

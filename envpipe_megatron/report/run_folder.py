@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
@@ -14,11 +14,14 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import (
     EnergyFileError,
     EnergyLogs,
+    EnergyNote,
     EnergyWindow,
+    name_of_run,
     read_energy_logs,
 )
 from envpipe_megatron.formats.timeline import TimelineLogs, read_timelines
-from envpipe_megatron.report.run_lines import RunLines, named_as_in, of_present_job
+
+T = TypeVar("T")
 
 #: Torn lines that are named; the others are counted.
 _NAMED_LINES = 3
@@ -91,28 +94,29 @@ def read_run_folder(path: Path) -> RunFolder:
     missing: list[str] = []
     timelines = _timelines(path, missing)
     energy = _energy(path, missing)
-    profile = _profile(path, missing)
+    profile = _read(
+        path / "profile.csv", "no energy valley, and no plan is priced", read_profile, missing
+    )
     plan = _plan(path, profile, missing)
     summary = _object(path / "summary.json", "the job did not end in order", missing)
     job = _object(path / "job.json", "", missing)
-    read = RunLines(timelines, energy, _clocks(path, missing))
-    lines = of_present_job(read, job or {})
-    if others := len(read) - len(lines):
-        missing.append(f"{others} lines of other jobs, which wrote to the same folder")
-    folder = RunFolder(
+    whole = RunFolder(
         path,
-        lines.timelines,
-        lines.energy and named_as_in(lines.timelines, lines.energy),
+        timelines,
+        energy,
         profile,
         plan,
-        lines.clocks,
+        _clocks(path, missing),
         summary and _with_step(summary, "baseline", "summary.json", missing),
         job and _with_measured_baseline(job, missing),
         _object(path / "bill.json", "", missing),
         (),
     )
+    folder = _of_present_job(whole)
+    if others := _num_lines(whole) - _num_lines(folder):
+        missing.append(f"{others} lines of other jobs, which wrote to the same folder")
     missing += _untold_stages(folder)
-    if not lines.timelines.iterations and not folder.windows:
+    if not folder.timelines.iterations and not folder.windows:
         raise EnvPipeError(
             f"No run has left timeline*.jsonl or energy*.jsonl in {path}",
             remedy="Give the folder that --output, --envpipe-output or the quickstart wrote; "
@@ -162,31 +166,27 @@ def _torn(lines: Sequence[str]) -> list[str]:
     return [f"{len(lines)} torn or foreign lines were passed over: {named}"]
 
 
-def _profile(path: Path, missing: list[str]) -> Profile | None:
-    file = path / "profile.csv"
+def _read(file: Path, lacking: str, read: Callable[[Path], T], missing: list[str]) -> T | None:
+    """What a file holds; without it, the report misses `lacking`."""
     if not file.exists():
-        missing.append("profile.csv: no energy valley, and no plan is priced")
+        missing.append(f"{file.name}: {lacking}")
         return None
     try:
-        return read_profile(file)
+        return read(file)
     except EnvPipeError as error:
-        missing.append(f"profile.csv cannot be used: {error}")
+        missing.append(f"{file.name} cannot be used: {error}")
         return None
 
 
 def _plan(path: Path, profile: Profile | None, missing: list[str]) -> Plan | None:
-    file = path / "plan.json"
-    if not file.exists():
-        missing.append("plan.json: no planned clocks, and energy is not split into shares")
-        return None
-    if profile is None:
-        missing.append("plan.json cannot be used without its profile")
-        return None
-    try:
+    def read(file: Path) -> Plan | None:
+        if profile is None:
+            missing.append("plan.json cannot be used without its profile")
+            return None
         return read_plan(file, profile)
-    except EnvPipeError as error:
-        missing.append(f"plan.json cannot be used: {error}")
-        return None
+
+    lacking = "no planned clocks, and energy is not split into shares"
+    return _read(path / "plan.json", lacking, read, missing)
 
 
 def _clocks(path: Path, missing: list[str]) -> tuple[dict[str, Any], ...]:
@@ -237,6 +237,57 @@ def _with_measured_baseline(job: dict[str, Any], missing: list[str]) -> dict[str
     baseline = job.get("baseline")
     told = baseline if isinstance(baseline, dict) else {"mean": baseline}
     return {**job, "baseline": _with_step(told, "mean", "job.json", missing)}
+
+
+def _num_lines(folder: RunFolder) -> int:
+    """How many lines ranks appended to the folder's files, without agents' notes."""
+    timelines = folder.timelines
+    lines = (timelines.iterations, timelines.clocks, folder.windows, folder.clocks)
+    return sum(map(len, lines))
+
+
+def _of_present_job(folder: RunFolder) -> RunFolder:
+    """Without the lines of earlier jobs: `job.json` has the present one's starts.
+
+    Lines whose run names no start are kept; all are kept where the job names no starts. A node is
+    called as the timelines call it, where a GPU's name tells: an agent may call it otherwise.
+    """
+    told = (folder.job or {}).get("starts")
+    starts = tuple(str(start) for start in told) if isinstance(told, list) else ()
+
+    def own(run: str) -> bool:
+        return not starts or run.endswith(starts) or name_of_run(run) == run
+
+    timelines = replace(
+        folder.timelines,
+        iterations=tuple(read for read in folder.timelines.iterations if own(read.labels.run)),
+        clocks=tuple(read for read in folder.timelines.clocks if own(read.labels.run)),
+    )
+    energy = folder.energy
+    if energy is not None:
+        lines = [line for line in energy.lines if isinstance(line, EnergyNote) or own(line.run)]
+        energy = replace(energy, lines=tuple(lines))
+        labels = {read.labels for read in timelines.iterations}
+        named = _node_by_gpu((own.gpu_uid, own.node) for own in labels)
+        metered = _node_by_gpu((window.gpu_uid, window.node) for window in energy.windows)
+        other = {uid: named[uid] for uid, node in metered.items() if named.get(uid, node) != node}
+        renamed = (
+            replace(line, node=other[line.gpu_uid])
+            if isinstance(line, EnergyWindow) and line.gpu_uid in other
+            else line
+            for line in lines
+        )
+        energy = replace(energy, lines=tuple(renamed))
+    clocks = tuple(entry for entry in folder.clocks if own(str(entry.get("run", ""))))
+    return replace(folder, timelines=timelines, energy=energy, clocks=clocks)
+
+
+def _node_by_gpu(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The node of each GPU that is named, and on one node alone."""
+    nodes: dict[str, set[str]] = {}
+    for gpu_uid, node in pairs:
+        nodes.setdefault(gpu_uid, set()).add(node)
+    return {uid: next(iter(found)) for uid, found in nodes.items() if uid and len(found) == 1}
 
 
 def _untold_stages(folder: RunFolder) -> list[str]:

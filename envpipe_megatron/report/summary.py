@@ -54,7 +54,7 @@ def comparison_section(facts: ReportFacts) -> Section:
     rows = [
         ("iteration time (s)", *(f"{step.time_s:.4f}" for step in columns)),
         ("energy of an iteration, all GPUs (J)", *(_energy(step) for step in columns)),
-        ("power of a GPU (W)", *(_number(step.power_w, ".1f") for step in columns)),
+        ("power of a GPU (W)", *(_power(step) for step in columns)),
         ("iterations", *(str(step.iterations) for step in columns)),
     ]
     line = f"Saved {facts.saved} of the energy, {facts.slower} slower (95 % intervals where known)."
@@ -66,7 +66,7 @@ def _phases(facts: ReportFacts) -> Section:
     rows = (
         (
             step.name, str(step.num_gpus), str(step.iterations), f"{step.time_s:.4f}",
-            _energy(step), _number(step.power_w, ".1f"),
+            _energy(step), _power(step),
         )
         for step in facts.phases
     )  # fmt: skip
@@ -157,8 +157,8 @@ def _energy(step: StepFacts) -> str:
     return f"{step.energy_j:.1f} +- {1.96 * step.energy_uncertainty_j:.1f}"
 
 
-def _number(value: float | None, digits: str) -> str:
-    return "not known" if value is None else format(value, digits)
+def _power(step: StepFacts) -> str:
+    return "not known" if step.power_w is None else f"{step.power_w:.1f}"
 
 
 def to_markdown(title: str, sections: Iterable[Section]) -> str:

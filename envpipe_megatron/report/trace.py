@@ -75,7 +75,7 @@ def write_trace(
     units = 0
     with gzip.open(path, "wt", compresslevel=_FASTEST_COMPRESSION, encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        file.write(json.dumps(_metadata(_JOB, 0, "process_name", name="job")))
+        file.write(_named(_JOB, 0, "process_name", name="job").removeprefix(_NEXT))
         file.writelines(_job_events(gpus, axis))
         for pid, gpu in enumerate(gpus, start=1):
             file.writelines(_gpu_names(pid, gpu))
@@ -182,12 +182,9 @@ def _one_after_another(own: list[RankIteration]) -> list[RankIteration]:
     return kept
 
 
-def _metadata(pid: int, tid: int, kind: str, **arguments: Any) -> dict[str, Any]:
-    return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": arguments}
-
-
 def _named(pid: int, tid: int, kind: str, **arguments: Any) -> str:
-    return _NEXT + json.dumps(_metadata(pid, tid, kind, **arguments))
+    event = {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": arguments}
+    return _NEXT + json.dumps(event)
 
 
 def _job_events(gpus: Sequence[_Gpu], axis: _Axis) -> Iterator[str]:

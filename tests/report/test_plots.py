@@ -1,6 +1,7 @@
 """Pictures are checked by what stands on the axes, not by pixels."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -50,13 +51,17 @@ def draw(a_plan, *, width_in=12.0):
     timeline = a_plan.timeline
     axes.set_xlim(0, timeline.iteration_time_s)
     scale = plots.ScalarMappable(plots.Normalize(900, 1500), "viridis")
-    return gantt.draw_timeline(
+    gantt.draw_timeline(
         axes,
         a_plan.schedule,
         a_plan.frequency_mhz,
         timeline.start_s,
         timeline.end_s,
         scale=scale,
+    )
+    names = ("waits", "forwards", "backwards", "envelope")
+    return SimpleNamespace(
+        **dict(zip(names, axes.collections, strict=True)), labels=tuple(axes.texts)
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from envpipe_megatron.cli.common import say
+from envpipe_megatron.console import say
 from envpipe_megatron.patching.catalog import patch_file
 from envpipe_megatron.patching.change import apply_patch, revert_patch, was_stopped
 from envpipe_megatron.patching.checkout import Checkout, TreeState, look_at

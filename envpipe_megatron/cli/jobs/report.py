@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from envpipe_megatron.cli.common import OUTPUT_FOLDER, say, table_of
+from envpipe_megatron.cli.common import OUTPUT_FOLDER
+from envpipe_megatron.console import say, table_of
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 

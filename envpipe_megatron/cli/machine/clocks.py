@@ -12,8 +12,9 @@ import pynvml
 from rich.console import Console
 from rich.table import Table
 
-from envpipe_megatron.cli.common import numbers, say
+from envpipe_megatron.cli.common import numbers
 from envpipe_megatron.cli.machine.latency import measure_latency
+from envpipe_megatron.console import say
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
 from envpipe_megatron.gpu.backends.nvml_errors import NoNvmlError

@@ -13,7 +13,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs, counts, say
+from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs, counts
+from envpipe_megatron.console import say, table_of
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.gpu.base import (
@@ -133,19 +134,21 @@ def _measure(
 
 
 def _table(result: dict[str, Any]) -> Table:
-    table = Table(
-        title=f"Changes of clock on {result['gpu']}, median (99th percentile)",
-        caption="settled: kernels take the new time; shown: the driver says so; "
-        "first kernel: the first after the call, over the steady ones",
-    )
-    for column in ("MHz", "call (ms)", "settled (ms)", "shown (ms)", "first kernel"):
-        table.add_column(column, justify="right")
-    for row in result["changes"]:
-        table.add_row(
+    columns = ("MHz", "call (ms)", "settled (ms)", "shown (ms)", "first kernel")
+    rows = (
+        (
             f"{row['from_mhz']} -> {row['to_mhz']}",
             *(_spread(row[name], 1e3) for name in ("call_s", "settling_s", "shown_s")),
             _spread(row["first_kernel_ratio"], 1.0),
         )
+        for row in result["changes"]
+    )
+    title = f"Changes of clock on {result['gpu']}, median (99th percentile)"
+    table = table_of(title, columns, rows)
+    table.caption = (
+        "settled: kernels take the new time; shown: the driver says so; "
+        "first kernel: the first after the call, over the steady ones"
+    )
     return table
 
 

@@ -5,7 +5,6 @@ None is imported: torch takes seconds, and a package built for another CUDA can 
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from envpipe_megatron.cli.machine.checks import Answer, Check, looked
 from envpipe_megatron.integrations import versions
-from envpipe_megatron.patching.catalog import load_catalog
+from envpipe_megatron.patching.catalog import load_catalog, read_constants
 
 
 def software_checks(driver_cuda: tuple[int, int] | None) -> list[Check]:
@@ -50,26 +49,11 @@ def folder_of(module: str) -> Path | None:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def constants_of(path: Path) -> dict[str, object]:
-    """Return the names that a Python file sets to plain values, read and not run."""
-    found: dict[str, object] = {}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.AnnAssign):
-            target: ast.expr = node.target
-        elif isinstance(node, ast.Assign) and len(node.targets) == 1:
-            target = node.targets[0]
-        else:
-            continue
-        if isinstance(target, ast.Name) and isinstance(node.value, ast.Constant):
-            found[target.id] = node.value.value
-    return found
-
-
 def _torch(driver_cuda: tuple[int, int] | None) -> Answer:
     folder = folder_of("torch")
     if folder is None:
         return False, "not installed", "pip install 'torch>=2.11'"
-    built = constants_of(folder / "version.py")
+    built = read_constants(folder / "version.py", ("__version__", "cuda"))
     version, cuda = built.get("__version__"), built.get("cuda")
     if not isinstance(cuda, str):
         return (
@@ -93,10 +77,8 @@ def _megatron_core() -> Answer:
     package_info = folder / "core" / "package_info.py" if folder else None
     if package_info is None or not package_info.is_file():
         return False, "not installed", wanted
-    said = constants_of(package_info)
-    version = tuple(
-        part for key in ("MAJOR", "MINOR", "PATCH") if type(part := said.get(key)) is int
-    )
+    said = read_constants(package_info, ("MAJOR", "MINOR", "PATCH"))
+    version = (said[key] for key in ("MAJOR", "MINOR", "PATCH") if key in said)
     evidence = f"{'.'.join(map(str, version))} at {package_info.parent}"
     supported = any(patch.recognition.fits(package_info.parents[2]) for patch in catalog)
     return supported, evidence, wanted

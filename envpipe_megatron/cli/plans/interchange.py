@@ -17,9 +17,9 @@ from envpipe_megatron.cli.common import (
     Finite,
     check_outputs,
     known_blocking_power,
-    say,
     summary_table,
 )
+from envpipe_megatron.console import say
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile

@@ -17,9 +17,8 @@ from envpipe_megatron.cli.common import (
     OUTPUT_FILE,
     Finite,
     check_outputs,
-    say,
-    table_of,
 )
+from envpipe_megatron.console import say, table_of
 from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
@@ -164,27 +163,28 @@ class _Job:
 
 
 def _stage_table(table: LayerTable, split: Split, num_microbatches: int) -> Table:
-    shown = Table(title="Stages, at the highest clocks")
     memory = stage_memory_bytes(table, split, num_microbatches)
     columns = ["stage", "layers", "forward (ms)", "backward (ms)", "share of bottleneck (%)"]
     if memory.any():
         columns.append("1F1B memory (GiB)")
-    for column in columns:
-        shown.add_column(column, justify="left" if column == "layers" else "right")
     slices = table.stage_slices(split)
     forward_s, backward_s = (
         np.array([table.time_s[kind][own, 0].sum() for own in slices]) for kind in Kind
     )
     share = 100 * (forward_s + backward_s) / (forward_s + backward_s).max()
-    for stage, own in enumerate(slices):
-        cells = [
+    rows = (
+        (
             str(stage),
             _layer_range(table.names[own]),
             f"{1e3 * forward_s[stage]:.3f}",
             f"{1e3 * backward_s[stage]:.3f}",
             f"{share[stage]:.1f}",
-        ]
-        shown.add_row(*cells, *([f"{memory[stage] / 2**30:.2f}"] if memory.any() else []))
+            *([f"{memory[stage] / 2**30:.2f}"] if memory.any() else []),
+        )
+        for stage, own in enumerate(slices)
+    )
+    shown = table_of("Stages, at the highest clocks", columns, rows)
+    shown.columns[1].justify = "left"
     return shown
 
 

@@ -18,15 +18,14 @@ from envpipe_megatron.cli.common import (
     check_outputs,
     counts,
     numbers,
-    say,
     summary_table,
-    table_of,
 )
 from envpipe_megatron.cli.plans.conditions import (
     CONDITION_NAMES,
     conditions_options,
     read_conditions,
 )
+from envpipe_megatron.console import say, table_of
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.sidecar import sidecar_path

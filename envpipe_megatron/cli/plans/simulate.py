@@ -14,10 +14,9 @@ from envpipe_megatron.cli.common import (
     OUTPUT_FOLDER,
     PLAN_OPTION,
     PROFILE_OPTION,
-    say,
     summary_table,
-    table_of,
 )
+from envpipe_megatron.console import say, table_of
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.files import refuse_foreign

@@ -13,9 +13,9 @@ from envpipe_megatron.cli.common import (
     PROFILE_OPTION,
     Finite,
     check_outputs,
-    say,
     summary_table,
 )
+from envpipe_megatron.console import say
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE

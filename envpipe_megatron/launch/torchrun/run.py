@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 #: torchrun gives its ranks 30 s. While it waits at the end for nodes that were lost, it handles no
 #: signal for minutes.
 _PATIENCE_S = 40.0
+#: A signal that another thread gets, or that comes just before the wait, does not end the wait.
+_LOOK_S = 0.2
 #: How long ranks may take to end after torchrun was killed, before they are killed too.
 _RANKS_END_S = 15.0
 #: Meanwhile they may have started others.
@@ -61,7 +63,10 @@ def run_torchrun(
         say("ending the ranks (once more: kill them)")
 
     signals.call(end, process.kill)
-    code = process.wait()
+    code = None
+    while code is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(_LOOK_S)
     patience.cancel()
     if code < 0:
         _end_marked(mark)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -13,12 +12,11 @@ from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.text import Text
 from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.report.drawing.style import INK
+from envpipe_megatron.report.drawing.style import INK, letters_on
 
 _PATH = "#d1116b"
 _WAIT: dict[str, Any] = {"facecolor": "#f1f1f1", "edgecolor": "#cfcfcf", "hatch": "////"}
@@ -26,20 +24,6 @@ _BACKWARD_HEIGHT = 0.82  # of a row; forwards are lower, which no colour vision 
 _FORWARD_HEIGHT = 0.54
 _LABEL_POINTS = 7.5
 _NARROW_POINTS = 6.0  # boxes below this are outlined in runs: single outlines would fill them
-
-
-@dataclass(frozen=True)
-class DrawnTimeline:
-    """What `draw_timeline` put on its axes; runs of narrow boxes share an outline of the envelope.
-
-    Labels are the names of the units whose boxes are wide enough to hold them.
-    """
-
-    forwards: PatchCollection
-    backwards: PatchCollection
-    waits: PatchCollection
-    envelope: PatchCollection
-    labels: tuple[Text, ...]
 
 
 def draw_timeline(
@@ -51,7 +35,7 @@ def draw_timeline(
     *,
     scale: ScalarMappable,
     critical_path: Sequence[int] = (),
-) -> DrawnTimeline:
+) -> None:
     """Draw the units of one iteration on axes whose x limits (s) are set already.
 
     The arrays are [num_stages, units_per_stage]. `scale` turns frequencies into colours, and the
@@ -61,7 +45,6 @@ def draw_timeline(
     rgba = np.asarray(scale.to_rgba(frequency_mhz.astype(np.float64)))
     boxes: dict[bool, list[Rectangle]] = {False: [], True: []}
     colours: dict[bool, list[tuple[float, ...]]] = {False: [], True: []}
-    labels: list[Text] = []
     for node in range(schedule.num_units):
         stage, position = divmod(node, schedule.units_per_stage)
         backward = bool(schedule.is_backward[stage, position])
@@ -71,23 +54,15 @@ def draw_timeline(
         colours[backward].append(colour)
         name = schedule.unit_at(node).label(schedule.num_chunks)
         if _fits(name, (end - start) * points_per_s):
-            labels.append(_label(axes, (start + end) / 2, stage, name, colour))
+            _add_label(axes, (start + end) / 2, stage, name, colour)
     narrow = float(np.median(end_s - start_s)) * points_per_s < _NARROW_POINTS
-    waits = _add(
-        axes,
-        _wait_boxes(start_s, end_s),
-        **_WAIT,
-        linewidth=0.0,
-        zorder=1,
-    )
+    _add(axes, _wait_boxes(start_s, end_s), **_WAIT, linewidth=0.0, zorder=1)
     edge = 0.15 if narrow else 0.6
-    drawn = [
+    for kind in (False, True):
         _add(
             axes, boxes[kind], facecolor=colours[kind], edgecolor="white", linewidth=edge, zorder=2
         )
-        for kind in (False, True)
-    ]
-    envelope = _add(
+    _add(
         axes,
         _envelope_boxes(schedule, start_s, end_s, merge=narrow),
         facecolor="none",
@@ -97,7 +72,6 @@ def draw_timeline(
     )
     if critical_path:
         _draw_path(axes, schedule, start_s, end_s, critical_path)
-    return DrawnTimeline(drawn[0], drawn[1], waits, envelope, tuple(labels))
 
 
 def legend_handles(with_path: bool) -> list[Patch | Line2D]:
@@ -126,13 +100,10 @@ def _fits(name: str, width_points: float) -> bool:
     return width_points >= 0.62 * _LABEL_POINTS * len(name) + 3
 
 
-def _label(axes: Axes, x: float, stage: int, name: str, background: Sequence[float]) -> Text:
-    # Perceived brightness decides between dark and light letters.
-    red, green, blue = background[:3]
-    dark_letters = 0.299 * red + 0.587 * green + 0.114 * blue > 0.5
-    return axes.text(
+def _add_label(axes: Axes, x: float, stage: int, name: str, colour: Sequence[float]) -> None:
+    axes.text(
         x, stage, name, ha="center", va="center_baseline", fontsize=_LABEL_POINTS, zorder=5,
-        color=INK if dark_letters else "white", clip_on=True,
+        color=letters_on(colour, INK), clip_on=True,
     )  # fmt: skip
 
 
@@ -160,36 +131,20 @@ def _envelope_boxes(
     width = schedule.units_per_stage
     starts, ends = start_s.ravel(), end_s.ravel()
     backward = schedule.is_backward.ravel()
-    boxes: list[Rectangle] = []
-    run: list[int] = []
+    runs: list[list[int]] = []
     for node in sorted(schedule.outer_envelope):
-        if not merge:
-            boxes.append(_box(node // width, starts[node], ends[node], bool(backward[node])))
-            continue
-        joins = run and node == run[-1] + 1 and node % width
-        if run and not joins:
-            boxes.append(_run_box(run, width, starts, ends, backward))
-            run = []
-        run.append(node)
-    if run:
-        boxes.append(_run_box(run, width, starts, ends, backward))
-    return boxes
+        if merge and runs and node == runs[-1][-1] + 1 and node % width:
+            runs[-1].append(node)
+        else:
+            runs.append([node])
+    return [
+        _box(run[0] // width, starts[run[0]], ends[run[-1]], bool(backward[run].any()))
+        for run in runs
+    ]
 
 
-def _run_box(
-    run: Sequence[int],
-    width: int,
-    starts: FloatArray,
-    ends: FloatArray,
-    backward: NDArray[np.bool_],
-) -> Rectangle:
-    return _box(run[0] // width, starts[run[0]], ends[run[-1]], bool(backward[run].any()))
-
-
-def _add(axes: Axes, boxes: list[Rectangle], **style: Any) -> PatchCollection:
-    collection = PatchCollection(boxes, **style)
-    axes.add_collection(collection, autolim=False)
-    return collection
+def _add(axes: Axes, boxes: list[Rectangle], **style: Any) -> None:
+    axes.add_collection(PatchCollection(boxes, **style), autolim=False)
 
 
 def _draw_path(

@@ -14,6 +14,7 @@ from envpipe_megatron.formats.energy import name_of_run
 from envpipe_megatron.formats.timeline import RankIteration
 from envpipe_megatron.report.alignment import node_offsets_s
 from envpipe_megatron.report.drawing.plots import order_figure
+from envpipe_megatron.report.drawing.style import scale_range
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,11 @@ def measured_figure(
     measured: MeasuredIteration,
     *,
     title: str,
-    note: str,
     x_max_s: float,
     frequency_range_mhz: tuple[float, float] | None,
 ) -> Figure:
     """The units of one iteration, each at its measured time."""
-    in_flight = ", ".join(str(count) for count in measured.schedule.peak_in_flight)
+    in_flight = ", ".join(map(str, measured.schedule.peak_in_flight))
     return order_figure(
         measured.schedule,
         measured.frequency_mhz,
@@ -107,7 +107,7 @@ def measured_figure(
         measured.end_s,
         title=title,
         caption=f"measured {measured.time_s:.4g} s  ·  peak in flight {in_flight}",
-        note=note,
+        note="one GPU of each stage",
         x_max_s=x_max_s,
         frequency_range_mhz=frequency_range_mhz,
     )
@@ -118,6 +118,4 @@ def clock_range_mhz(iterations: Iterable[MeasuredIteration]) -> tuple[float, flo
     known = [one.frequency_mhz for one in iterations if one.frequency_mhz is not None]
     if not known:
         return None
-    low, high = min(int(f.min()) for f in known), max(int(f.max()) for f in known)
-    # A scale needs some length, also where all units run at one clock.
-    return (float(low), float(high)) if low < high else (high - 1.0, float(high))
+    return scale_range(min(f.min() for f in known), max(f.max() for f in known))

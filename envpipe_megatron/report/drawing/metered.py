@@ -30,6 +30,7 @@ from envpipe_megatron.report.drawing.style import (
     YELLOW,
     add_colour_bar,
     dress,
+    legend_below,
     new_figure,
     set_title,
 )
@@ -157,7 +158,7 @@ def steps_figure(series: Sequence[StepSeries], title: str) -> Figure:
         for phase, colour in _PHASE_COLOURS.items()
         if phase in found
     ]
-    _legend_below(figure, handles, len(handles))
+    legend_below(figure, handles, len(handles))
     set_title(figure, title)
     return figure
 
@@ -245,7 +246,7 @@ def power_figure(series: PowerSeries, title: str) -> Figure:
     axes.set_ylim(bottom=0)
     axes.set_xlim(0, series.edges_s[-1])
     dress(axes, "time (s)", "power of a GPU (W)")
-    _legend_below(figure, axes.get_legend_handles_labels()[0], 4)
+    legend_below(figure, axes.get_legend_handles_labels()[0], 4)
     set_title(figure, title)
     return figure
 
@@ -290,7 +291,7 @@ def shares_figure(stages: Sequence[StageFacts], title: str) -> Figure:
         Patch(facecolor="white", edgecolor=MUTED, hatch="" if n == names[-1] else "////", label=n)
         for n in names
     ]
-    _legend_below(figure, handles, 5)
+    legend_below(figure, handles, 5)
     set_title(figure, title)
     return figure
 
@@ -322,13 +323,3 @@ def nodes_figure(nodes: Sequence[Mapping[str, Any]], title: str) -> Figure:
     dress(axes, "energy (kJ)", grid="x")
     set_title(figure, title)
     return figure
-
-
-def _legend_below(figure: Figure, handles: Sequence[Any], columns: int) -> None:
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=max(1, columns),
-        frameon=False,
-        fontsize=8,
-    )

@@ -18,7 +18,10 @@ from envpipe_megatron.report.drawing.style import (
     add_colour_bar,
     clock_map,
     dress,
+    legend_below,
+    letters_on,
     new_figure,
+    scale_range,
     set_title,
 )
 
@@ -33,11 +36,9 @@ def clocks_figure(
     figure = new_figure(9.0, float(np.clip(0.3 * stages, 1.3, 12.0)) + 1.3)
     axes = figure.add_subplot()
     clocks = np.unique(frequency_mhz)
-    low, high = float(clocks[0]), float(clocks[-1])
-    scale = ScalarMappable(Normalize(low if low < high else high - 1, high), clock_map())
+    scale = ScalarMappable(Normalize(*scale_range(clocks[0], clocks[-1])), clock_map())
     begin = np.zeros(stages)
     for clock, colour in zip(clocks[::-1], scale.to_rgba(clocks[::-1].astype(float)), strict=True):
-        dark = np.dot(colour[:3], (0.299, 0.587, 0.114)) < 0.5
         at_clock = np.where(frequency_mhz == clock, unit_time_s, 0.0).sum(axis=1)
         share = 100 * at_clock / unit_time_s.sum(axis=1)
         axes.barh(
@@ -47,7 +48,7 @@ def clocks_figure(
         for stage in np.flatnonzero((share >= 7) & (stages <= 32)):
             axes.text(
                 begin[stage] + share[stage] / 2, float(stage), str(clock), ha="center", va="center",
-                fontsize=7.5, color="white" if dark else "black",
+                fontsize=7.5, color=letters_on(colour, "black"),
             )  # fmt: skip
         begin += share
     add_colour_bar(figure, axes, scale, "SM clock (MHz)")
@@ -81,6 +82,6 @@ def memory_figure(stages: Sequence[Mapping[str, Any]], title: str) -> Figure:
     axes.bar(places + 0.2, measured, 0.38, color=ORANGE, label="measured")
     dress(axes, "stage", "peak of allocated memory (GiB)")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=32, integer=True))
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    legend_below(figure, axes.get_legend_handles_labels()[0], 2)
     set_title(figure, title)
     return figure

@@ -27,13 +27,15 @@ from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.report.drawing.gantt import draw_timeline, legend_handles
 from envpipe_megatron.report.drawing.style import (
-    DPI,
     INK,
     MUTED,
     SKY,
     add_colour_bar,
     clock_map,
+    legend_below,
+    new_figure,
     save_picture,
+    scale_range,
 )
 
 #: Boxes of more units stand in an SVG as a picture, which viewers are quicker with.
@@ -107,7 +109,7 @@ def order_figure(
     """One iteration of any order; without frequencies, or a range of them, in one colour."""
     width_in = float(np.clip(0.4 * schedule.units_per_stage, 10.5, 18.0))
     height_in = float(np.clip(0.52 * schedule.num_stages, 1.4, 24.0)) + 1.75
-    figure = Figure(figsize=(width_in, height_in), dpi=DPI, layout="constrained")
+    figure = new_figure(width_in, height_in)
     axes = figure.add_subplot()
     if schedule.num_units > _MOST_VECTOR_UNITS:
         axes.set_rasterization_zorder(4)
@@ -120,14 +122,7 @@ def order_figure(
     # The layout decides how wide the axes become, and that which labels fit.
     axes.set_xlim(0, x_max_s or float(end_s.max()))
     _dress_timeline(axes, schedule, title, [caption, *([note] if note else [])])
-    figure.legend(
-        handles=legend_handles(bool(critical_path)),
-        loc="outside lower center",
-        ncols=5,
-        frameon=False,
-        fontsize=8,
-        handlelength=1.8,
-    )
+    legend_below(figure, legend_handles(bool(critical_path)), 5, handlelength=1.8)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     draw_timeline(
@@ -143,8 +138,7 @@ def default_frequency_range_mhz(plan: Plan) -> tuple[float, float]:
     lowest = int(plan.frequency_mhz.min())
     with contextlib.suppress(ProfileError):  # no valley: the plan's own range will do
         lowest = min(lowest, *profile.optimal_frequency_mhz)
-    # A scale needs some length, also where all units run at the only frequency there is.
-    return (float(lowest), float(top)) if lowest < top else (top - 1.0, float(top))
+    return scale_range(lowest, top)
 
 
 def plot_energy_valley(profile: Profile, path: Path, *, title: str) -> None:
@@ -159,9 +153,7 @@ def energy_valley_figure(
     shown = range(profile.num_stages) if stages is None else stages
     columns = min(4, len(shown))
     rows = math.ceil(len(shown) / columns)
-    figure = Figure(
-        figsize=(max(3.1 * columns, 6.0) + 0.4, 2.5 * rows + 1.3), dpi=DPI, layout="constrained"
-    )
+    figure = new_figure(max(3.1 * columns, 6.0) + 0.4, 2.5 * rows + 1.3)
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
     for at, (stage, axes) in enumerate(zip(shown, panels, strict=False)):
         _draw_valley(axes, profile, stage)
@@ -180,7 +172,7 @@ def energy_valley_figure(
         _marker("D", "optimal frequency"),
         _marker("^", "highest frequency"),
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    legend_below(figure, handles, 5)
     return figure
 
 

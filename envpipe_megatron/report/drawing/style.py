@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
@@ -56,6 +57,28 @@ def add_colour_bar(figure: Figure, axes: Axes, scale: ScalarMappable, label: str
     bar.set_label(label, color=MUTED, fontsize=9)
     bar.outline.set_visible(False)
     bar.ax.tick_params(colors=MUTED, labelsize=8)
+
+
+def legend_below(figure: Figure, handles: Sequence[Any], columns: int, **style: Any) -> None:
+    """A legend under all axes."""
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=max(1, columns),
+        frameon=False,
+        fontsize=8,
+        **style,
+    )
+
+
+def letters_on(colour: Sequence[float], dark: str) -> str:
+    """Dark or white letters, by the perceived brightness of what is behind them."""
+    return dark if np.dot(colour[:3], (0.299, 0.587, 0.114)) > 0.5 else "white"
+
+
+def scale_range(low: float, high: float) -> tuple[float, float]:
+    """The ends of a colour scale, which needs some length where all units run at one clock."""
+    return (float(low), float(high)) if low < high else (high - 1.0, float(high))
 
 
 def clock_map() -> Colormap:

@@ -177,15 +177,11 @@ def test_a_folder_of_something_else_is_refused(tmp_path, profile_path):
     assert not (tmp_path / "report").exists()
 
 
-def test_a_report_overwrites_nothing_but_an_earlier_one(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    write_run(run)
+def test_a_report_overwrites_nothing_but_an_earlier_one(killed, tmp_path):
+    run = killed[1].parent
     page = tmp_path / "index.html"
     page.write_text("my page")
-    message = run_badly("report", run, "--output", tmp_path)
-    assert "index.html" in message
+    assert "index.html" in run_badly("report", run, "--output", tmp_path)
     assert page.read_text() == "my page"
     assert not (tmp_path / "trace.json.gz").exists()
-    for _ in range(2):
-        run_well("report", run)
+    run_well("report", run)

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from envpipe_megatron.cli.machine import software
+
 LOOK = """
 import json, sys
 from dataclasses import asdict
@@ -121,8 +123,8 @@ def test_broken_packages_are_a_no_and_stop_nothing(packages):
     (packages.folder / "megatron" / "core" / "package_info.py").write_bytes(b"\xff\xfe")
     found = packages.look()
     assert len(found) == 7
-    assert_check(found["torch"], False, "could not be looked at: SyntaxError")
-    assert_check(found["megatron-core"], False, "could not be looked at: UnicodeDecodeError")
+    for name in ("torch", "megatron-core"):
+        assert_check(found[name], False, "could not be looked at: SyntaxError")
 
 
 def test_a_torch_without_cuda_and_a_pynvml_of_unknown_version(packages):
@@ -138,7 +140,7 @@ def test_a_torch_without_cuda_and_a_pynvml_of_unknown_version(packages):
     ("version", "ok"),
     [("0.19.6", True), ("0.19.10+cu128", True), ("0.18.9", False), ("0.20", False)],
 )
-def test_versions_of_deepspeed(packages, version, ok):
-    packages.distribution("deepspeed", version)
-    remedy = () if ok else ("DS_BUILD_OPS=0 pip install 'deepspeed>=0.19.6,<0.20'",)
-    assert_check(packages.look()["DeepSpeed"], ok, version, *remedy)
+def test_versions_of_deepspeed(monkeypatch, version, ok):
+    monkeypatch.setattr(software, "version_of", lambda name: version)
+    remedy = "DS_BUILD_OPS=0 pip install 'deepspeed>=0.19.6,<0.20'"
+    assert software._deepspeed() == (ok, version, remedy)

@@ -33,7 +33,7 @@ class Process:
         self.told: list[str] = []
         self.killed = threading.Event()
 
-    def wait(self) -> int:
+    def wait(self, timeout_s: float) -> int:
         self._meanwhile()
         return self.code
 
@@ -96,6 +96,24 @@ def test_the_first_signal_ends_torchrun_and_the_second_kills_it(run, capfd):
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer):
             assert thread.finished.is_set(), "it would kill whoever has the pid by then"
+
+
+def test_a_signal_that_another_thread_gets_ends_torchrun_too(run):
+    """As one that comes just before the wait, it does not end the wait."""
+    with subprocess.Popen(["sleep", "60"]) as process, Signals() as signals:
+        wait, waits = process.wait, threading.Event()
+
+        def wait_and_tell(timeout=None):
+            waits.set()
+            return wait(timeout)
+
+        def get_signal():
+            waits.wait()
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+        process.wait = wait_and_tell
+        threading.Thread(target=get_signal).start()
+        assert run(process, signals)[0] == 128 + signal.SIGTERM
 
 
 def test_a_torchrun_that_does_not_end_is_killed(run, monkeypatch):
