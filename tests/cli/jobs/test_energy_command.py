@@ -6,31 +6,9 @@ import random
 
 import pytest
 from cli_helpers import run_badly, run_well
+from energy_lines import job, note, window
 
 from envpipe_megatron.formats.energy import append_line
-
-
-def window(node="n0", gpu=0, iteration=0, energy_j=100.0, **fields):
-    """One line: two seconds, of which one in units and half a second in receives."""
-    return {
-        "format": "envpipe-energy/1",
-        "node": node,
-        "gpu": "NVIDIA A100",
-        "gpu_uid": f"GPU-{node}-{gpu}",
-        "rank": gpu,
-        "stage": gpu,
-        "phase": "steady",
-        "first_iteration": iteration,
-        "last_iteration": iteration,
-        "begin_s": 10.0 + 2 * iteration,
-        "duration_s": 2.0,
-        "energy_j": energy_j,
-        "energy_uncertainty_j": 0.5,
-        "compute_s": 1.0,
-        "blocking_s": 0.5,
-        "idle_s": 0.5,
-        **fields,
-    }
 
 
 def write(path, *windows):
@@ -48,7 +26,7 @@ def test_two_hand_started_nodes_add_up_to_the_joule(tmp_path):
     files, all_j = [], []
     for node in ("n0", "n1"):
         entries = [
-            window(node, gpu, i, rng.uniform(0, 1e4)) for gpu in range(4) for i in range(300)
+            window(gpu, i, rng.uniform(0, 1e4), node=node) for gpu in range(4) for i in range(300)
         ]
         all_j += [entry["energy_j"] for entry in entries]
         files.append(write(tmp_path / f"{node}.jsonl", *entries))
@@ -133,45 +111,6 @@ def test_a_missing_file_is_refused(tmp_path):
     assert "gone.jsonl" in run_badly("energy", "sum", tmp_path / "gone.jsonl")
 
 
-def test_shares_power_and_uncertainty(tmp_path):
-    path = write(tmp_path / "log.jsonl", *(window(iteration=i) for i in range(4)))
-    job = summed(path)["job"]
-    assert (job["compute_s"], job["blocking_s"], job["idle_s"]) == (4.0, 2.0, 2.0)
-    assert job["average_power_w"] == 50
-    assert job["energy_uncertainty_j"] == pytest.approx(1.0)  # four of 0.5 J that are independent
-    shown = run_well("energy", "sum", path).stdout
-    for text in ("n0", "GPU-n0-0", "steady", "400.0", "50.0", "50/25/25"):
-        assert text in shown
-
-
-# Agents' logs --------------------------------------------------------------------------------
-
-
-def note(name, node="n0", **fields):
-    return {"format": "envpipe-note/1", "node": node, "note": name, **fields}
-
-
-def job(**facts):
-    return note("job", facts=facts)
-
-
-def test_cost_and_co2_are_told_where_a_kwh_has_a_price(tmp_path):
-    path = write(
-        tmp_path / "log.jsonl", window(energy_j=1.8e6), window(iteration=1, energy_j=1.8e6)
-    )
-    options = ("--price", "0.2", "--grid-intensity", "350")
-    facts = json.loads(run_well("energy", "sum", path, *options, "--json").stdout)
-    assert facts["job"]["cost"] == pytest.approx(0.2)
-    assert facts["job"]["co2_g"] == pytest.approx(350)
-    shown = run_well("energy", "sum", path, *options).stdout
-    assert "cost: 0.2 at 0.2 a kWh" in shown
-    assert "CO2: 350 g at 350 g a kWh" in shown
-    free = json.loads(run_well("energy", "sum", path, "--price", "0", "--json").stdout)
-    assert free["job"]["cost"] == 0
-    assert "co2_g" not in free["job"]
-    assert "cost" not in summed(path)["job"]
-
-
 @pytest.mark.parametrize(("option", "value"), [("--price", "-1"), ("--grid-intensity", "nan")])
 def test_a_price_that_is_none_is_refused(tmp_path, option, value):
     path = write(tmp_path / "log.jsonl", window())
@@ -187,29 +126,27 @@ def test_a_whole_job_is_complete(tmp_path):
         window(iteration=3, energy_j=50.0, phase="between"),
         note("ended", exit_code=0),
     )
-    facts = summed(path)
+    options = ("--price", "3.6e6", "--grid-intensity", "7.2e6")
+    facts = json.loads(run_well("energy", "sum", path, *options, "--json").stdout)
     assert (facts["complete"], facts["missing"]) == (True, [])
     assert facts["facts"] == {"num_gpus": 1, "tokens_per_iteration": 500}
     assert facts["job"]["iterations"] == 4
     assert facts["job"]["energy_per_iteration_j"] == 112.5
     assert facts["job"]["energy_per_token_j"] == 0.225
     assert facts["job"]["windows"] == 5  # a note is no window
+    assert (facts["job"]["cost"], facts["job"]["co2_g"]) == pytest.approx((450, 900))
     (node,) = facts["nodes"]
     assert (node["agent"], node["running"], node["exit_code"]) == (True, False, 0)
-    shown = run_well("energy", "sum", path).stdout
+    shown = run_well("energy", "sum", path, *options).stdout
     assert "4 iterations: 112.5 J per iteration, 0.225 J per token" in shown
+    assert "cost: 450 at 3.6e+06 a kWh" in shown
     assert "INCOMPLETE" not in shown
 
 
 def test_what_is_missing_is_told(tmp_path):
     whole = write(tmp_path / "0.jsonl", note("begun"), job(num_gpus=3), window(), note("ended"))
     lost = write(tmp_path / "1.jsonl", note("begun", "n1"))  # before it had trained
-    facts = summed(whole, lost)
-    assert not facts["complete"]
-    assert facts["missing"] == [
-        "n1 was lost: its energy up to its last line is in the bill",
-        "2 of 3 GPUs sent nothing",
-    ]
     shown = run_well("energy", "sum", whole, lost).stdout
     assert "INCOMPLETE: n1 was lost: its energy up to its last line is in the bill\n" in shown
     assert "INCOMPLETE: 2 of 3 GPUs sent nothing\n" in shown
+    assert not summed(whole, lost)["complete"]

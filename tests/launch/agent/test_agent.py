@@ -84,16 +84,6 @@ def test_a_rank_from_hello_to_bye(nodes):
     assert agent.bill is None
 
 
-def test_windows_are_billed_while_the_rank_goes_on(nodes):
-    agent, gpu = nodes.agent(), nodes.gpu()
-    rank = nodes.rank(agent, gpu).say_hello()
-    for iteration in range(3):
-        rank.train(iteration)
-    until(lambda: kinds(agent).count("steady") == 3)
-    assert agent.connected()
-    assert agent.ledgers()[0].energy_j == pytest.approx(bill(agent).total().energy_j)
-
-
 def test_a_rank_that_is_killed_is_billed_up_to_the_last_refresh(nodes):
     """The kernel closes its socket."""
     agent, gpu = nodes.agent(), nodes.gpu()
@@ -473,26 +463,20 @@ def test_the_agent_of_rank_0_gets_the_jobs_bill(nodes):
     assert told[-1] == a.bill.total().energy_j
 
 
-def test_a_node_that_does_not_end_is_named(nodes):
-    a, b, _ = two_nodes(nodes)
-    until(lambda: a.bill is not None and "b" in a.bill.nodes)
-    b.close()  # as by a kill, but for its ranks' lines
-    assert a.finish(0, 0.05) == ["b"]
-    assert a.bill is not None
-    assert [reason.split(" was lost")[0] for reason in a.bill.missing()] == ["b"]
-
-
-def test_a_bill_that_is_shown_stays_as_it_is(nodes):
-    """Though a node that was late goes on."""
+def test_a_node_that_does_not_end_is_named_and_the_bill_that_is_shown_stays(nodes):
+    """Though the node that was late goes on."""
     a, b, ranks = two_nodes(nodes)
     until(lambda: a.bill is not None and "b" in a.bill.nodes)
     assert a.finish(0, 0.05) == ["b"]
     assert a.bill is not None
+    assert [reason.split(" was lost")[0] for reason in a.bill.missing()] == ["b"]
     shown = a.bill.total()
     ranks[1].train(0)
     ranks[1].bye()
     b.finish(0, 0.05)
     assert b.trouble
+    assert kinds(b)[-1] == "ended"
+    assert b.ledgers()[0].energy_j == pytest.approx(nodes.counted_j(ranks[1].gpu), rel=1e-12)
     assert a.bill.total() == shown
 
 
@@ -518,14 +502,3 @@ def test_where_the_job_goes_on_with_another_rank_0_one_agent_has_the_bill(nodes)
     assert b.bill is not None
     assert b.bill.total() == bill(a, b).total()
     assert b.bill.missing() == []
-
-
-def test_a_collector_that_is_gone_is_told_of(nodes):
-    a, b, ranks = two_nodes(nodes)
-    a.close()
-    ranks[1].train(0)
-    ranks[1].bye()
-    b.finish(0, 0.1)
-    assert b.trouble
-    assert kinds(b)[-1] == "ended"
-    assert b.ledgers()[0].energy_j == pytest.approx(nodes.counted_j(ranks[1].gpu), rel=1e-12)

