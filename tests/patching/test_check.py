@@ -37,28 +37,8 @@ def test_live_hooks_are_proven_and_nothing_is_written(patched):
     assert snapshot(patched) == before
 
 
-def test_hooks_that_are_there_but_not_asked_are_not_live(checkout):
-    write_tree(
-        checkout,
-        {
-            "toy/schedules.py": "envpipe_hook = None\ndef get_func():\n    return 1\n",
-            "toy/training/loop.py": "envpipe = None\ndef train():\n    return 1\n",
-        },
-    )
-    assert asked(checkout, SCHEDULES) == (
-        Outcome.NOT_LIVE,
-        "get_func does not ask envpipe_hook",
-    )
-    assert asked(checkout, LOOP) == (Outcome.NOT_LIVE, "train does not use envpipe")
-    outcome, detail = asked(checkout, Hook("toy.schedules", "other"))
-    assert (outcome, detail) == (Outcome.NOT_LIVE, "toy.schedules has no other")
-    outcome, detail = asked(checkout, Hook("toy.schedules", "envpipe_hook", returned_by="gone"))
-    assert outcome is Outcome.NOT_LIVE
-    assert "AttributeError" in detail
-
-
-def test_a_hook_is_found_behind_wrappers_methods_and_inner_functions(checkout):
-    text = """\
+UNASKED = "envpipe_hook = None\ndef get_func():\n    return 1\n"
+WRAPPED = """\
 import functools
 envpipe = None
 def wrapping(function):
@@ -75,31 +55,39 @@ class Loop:
     def step(self):
         return envpipe
 """
-    write_tree(checkout, {"toy/training/loop.py": text})
-    hook = Hook("toy.training.loop", "envpipe", used_in=("train", "Loop.step"))
-    assert asked(checkout, hook)[0] is Outcome.LIVE
-
-
-def test_calls_that_must_go_before_do(checkout):
-    text = """\
+PREPARED = """\
 ready = []
 envpipe_hook = None
 def get_func(least):
     assert sum(ready) > least
     return envpipe_hook(get_func)
+def make_ready(number):
+    ready.append(number)
 """
-    write_tree(checkout, {"toy/schedules.py": text})
-    hook = Hook(
-        "toy.schedules",
-        "envpipe_hook",
-        "get_func",
-        arguments=(1,),
-        prepare=({"call": "toy.before:make_ready", "arguments": [3]},),
-    )
-    assert asked(checkout, hook)[0] is Outcome.NOT_LIVE  # there is no toy.before
-    before = "from toy import schedules\ndef make_ready(number):\n    schedules.ready += [number]\n"
-    write_tree(checkout, {"toy/before.py": before})
-    assert asked(checkout, hook)[0] is Outcome.LIVE
+
+
+def prepared(function):
+    step = {"call": f"toy.schedules:{function}", "arguments": [3]}
+    return Hook("toy.schedules", "envpipe_hook", "get_func", arguments=(1,), prepare=(step,))
+
+
+@pytest.mark.parametrize(
+    ("text", "hook", "live", "said"),
+    [
+        (UNASKED, SCHEDULES, False, "get_func does not ask envpipe_hook"),
+        ("envpipe = None\ndef train(): pass\n", LOOP, False, "train does not use envpipe"),
+        (UNASKED, Hook("toy.schedules", "other"), False, "toy.schedules has no other"),
+        (UNASKED, Hook("toy.schedules", "envpipe_hook", "gone"), False, "AttributeError"),
+        (WRAPPED, Hook(LOOP.module, "envpipe", used_in=("train", "Loop.step")), True, ""),
+        # Calls that must go before do.
+        (PREPARED, prepared("not_there"), False, "AttributeError"),
+        (PREPARED, prepared("make_ready"), True, ""),
+    ],
+)
+def test_a_hook_is_asked_in_what_its_module_holds(checkout, text, hook, live, said):
+    write_tree(checkout, {f"{hook.module.replace('.', '/')}.py": text})
+    got, detail = asked(checkout, hook)
+    assert (got, said in detail) == (Outcome.LIVE if live else Outcome.NOT_LIVE, True)
 
 
 def test_an_installed_package_that_wins_is_named(patched, tmp_path, monkeypatch):
@@ -201,6 +189,11 @@ def test_a_checkout_goes_there_and_back(run, checkout):
     said = run("check", checkout)
     assert said.exit_code == 0, said.output
     assert f"live: toy.schedules.envpipe_hook: {checkout}/toy/schedules.py" in said.output
+    facts = json.loads(run("check", "--json", checkout).output)
+    assert facts["format"] == "envpipe-patch-check/1"
+    assert (facts["project"], facts["tag"], facts["state"]) == ("toy", "v1.0", "patched")
+    assert facts["live"] is True
+    assert [hook["outcome"] for hook in facts["hooks"]] == ["live", "live"]
     said = run("revert", checkout)
     assert (said.exit_code, "Took the patch" in said.output) == (0, True)
     said = run("revert", checkout)
@@ -244,17 +237,6 @@ def test_a_python_that_is_too_old_for_the_checkout_is_told(patched):
     for line in ("[project]\nrequires-python = '>= 3.8'", "project = 1", "[project]", "["):
         write_tree(patched, {"pyproject.toml": line})
         assert liveness._newer_python(patched, "v1.0") == ""
-
-
-def test_check_as_json(run, checkout):
-    run("apply", checkout)
-    said = run("check", "--json", checkout)
-    facts = json.loads(said.output)
-    assert facts["format"] == "envpipe-patch-check/1"
-    assert (facts["project"], facts["tag"], facts["state"]) == ("toy", "v1.0", "patched")
-    assert facts["live"] is True
-    assert {file["state"] for file in facts["files"]} == {"patched"}
-    assert [hook["outcome"] for hook in facts["hooks"]] == ["live", "live"]
 
 
 def test_what_is_patched_and_cannot_be_proven_is_its_own_exit_status(run, patched, tmp_path):

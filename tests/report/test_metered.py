@@ -153,12 +153,9 @@ def test_the_last_iteration_is_one_that_all_stages_recorded():
     assert (again.start_s == drawn.start_s).all()
 
 
-def test_an_order_without_a_stage_is_no_pipeline():
-    made = [one for one in run_made.iterations() if one.labels.stage != 1]
-    assert last_iteration(made, "", "steady", 3) is None
-    assert last_iteration(made, "", "profile", 3) is None
-
-
-def test_half_a_pipeline_is_not_drawn_as_a_whole_one():
+def test_a_pipeline_without_one_of_its_stages_is_not_drawn():
     made = run_made.iterations()
+    without = [one for one in made if one.labels.stage != 1]
+    assert last_iteration(without, "", "steady", 3) is None
+    assert last_iteration(without, "", "profile", 3) is None
     assert last_iteration(made, "", "steady", 4) is None

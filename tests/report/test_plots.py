@@ -15,7 +15,7 @@ from envpipe_megatron.core.profile import ProfileRow, make_profile
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.frequencies import POLICIES
-from envpipe_megatron.report.drawing import gantt, plots
+from envpipe_megatron.report.drawing import gantt, plots, style
 
 #: A valley whose bottom is 1200 MHz.
 VALLEY = [(1500, 1.0, 14.0), (1200, 1.25, 10.0), (900, 1.6, 11.0)]
@@ -83,26 +83,17 @@ def test_each_unit_is_a_box_at_its_times_and_in_its_row():
         rows = np.nonzero(mask)[0]
         expected = sorted(zip(timeline.start_s[mask], timeline.end_s[mask], rows, strict=True))
         assert np.allclose(sorted(extents(collection)), expected)
-
-
-def test_forwards_and_backwards_differ_without_colour():
-    drawn = draw(plan(builders.one_f_one_b(2, 4), "baseline"))
     heights = [
-        {round(path.get_extents().height, 6) for path in collection.get_paths()}
-        for collection in (drawn.forwards, drawn.backwards)
+        {round(path.get_extents().height, 6) for path in boxes.get_paths()}
+        for boxes in (drawn.forwards, drawn.backwards)
     ]
-    assert len(heights[0]) == len(heights[1]) == 1
-    assert heights[0].isdisjoint(heights[1])
-
-
-def test_waits_and_boxes_fill_the_iteration_exactly():
-    p = plan(builders.one_f_one_b(4, 6))
-    drawn = draw(p)
-    waiting = np.zeros(4)
+    assert [len(height) for height in heights] == [1, 1]
+    assert heights[0].isdisjoint(heights[1]), "they differ without colour"
+    waiting = np.zeros(3)
     for x0, x1, row in extents(drawn.waits):
         waiting[row] += x1 - x0
-    busy = p.timeline.duration_s.sum(axis=1)
-    assert np.allclose(busy + waiting, p.cost.iteration_time_s)
+    busy = timeline.duration_s.sum(axis=1)
+    assert np.allclose(busy + waiting, p.cost.iteration_time_s), "waits and boxes fill it exactly"
 
 
 def test_colour_is_the_frequency():
@@ -135,11 +126,8 @@ def test_labels_name_the_units_and_drop_out_where_boxes_are_narrow():
         name for order in p.schedule.labels() for name in order
     )
     assert narrow.labels == ()
-
-
-def test_of_unequal_boxes_only_the_narrow_lose_their_labels():
-    drawn = draw(plan(builders.one_f_one_b(2, 16), "baseline"), width_in=8)
-    assert {text.get_text()[0] for text in drawn.labels} == {"B"}
+    unequal = draw(plan(builders.one_f_one_b(2, 16), "baseline"), width_in=8)
+    assert {text.get_text()[0] for text in unequal.labels} == {"B"}
 
 
 def test_letters_contrast_with_their_box():
@@ -164,16 +152,7 @@ def test_pictures_of_one_profile_share_the_frequency_scale_by_default():
         for policy in ("baseline", "envelope", "uniform")
     }
     assert ranges == {(1200.0, 1500.0)}
-
-
-def test_a_single_frequency_still_has_a_scale():
-    schedule = builders.one_f_one_b(2, 2)
-    prof = run_made.profile(2, VALLEY[:1])
-    p = Plan(
-        "baseline", schedule, POLICIES["baseline"](schedule, prof), prof, Conditions((0.0, 0.0))
-    )
-    low, high = plots.default_frequency_range_mhz(p)
-    assert low < high == 1500.0
+    assert style.scale_range(1500, 1500) == (1499.0, 1500.0)  # of a single one
 
 
 def test_x_max_and_frequency_range_are_kept(saved):

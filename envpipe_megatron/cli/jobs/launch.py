@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -94,6 +95,7 @@ def _file_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
 )
 @click.option(
     "--output",
+    "output_dir",
     type=OUTPUT_FOLDER,
     default=Path("runs/launch"),
     show_default=True,
@@ -115,10 +117,15 @@ def _file_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
     help="Iterations between live lines of the bill; 0 for none.",
 )
 @click.option(
-    "--price", type=Finite(0), metavar="X", help="Price of a kWh, in a currency of your choice."
+    "--price",
+    "price_per_kwh",
+    type=Finite(0),
+    metavar="X",
+    help="Price of a kWh, in a currency of your choice.",
 )
 @click.option(
     "--grid-intensity",
+    "grid_g_per_kwh",
     type=Finite(0),
     metavar="G",
     help="Carbon intensity of the grid, in g CO2 per kWh.",
@@ -169,19 +176,13 @@ def _file_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
 @click.pass_context
 def launch(
     ctx: click.Context,
-    output: Path,
-    node_name: str,
-    bill_interval: int,
-    price: float | None,
-    grid_intensity: float | None,
-    prometheus_port: int | None,
-    prometheus_address: str,
+    /,
     hostfile: Path | None,
     ssh: str,
     python: str,
     exported: tuple[str, ...],
     dry_run: bool,
-    until_stdin_ends: bool,
+    **settings: Any,
 ) -> None:
     """Run torchrun here, or a node on each host."""
     line: CommandLine = ctx.obj
@@ -201,21 +202,11 @@ def launch(
             return
         from envpipe_megatron.launch.node import NodeSettings, run_node
 
-        settings = NodeSettings(
-            output_dir=output,
-            node_name=node_name,
-            bill_interval=bill_interval,
-            price_per_kwh=price,
-            grid_g_per_kwh=grid_intensity,
-            prometheus_port=prometheus_port,
-            prometheus_address=prometheus_address,
-            until_stdin_ends=until_stdin_ends,
-        )
-        ctx.exit(run_node(plan.arguments, settings))
+        ctx.exit(run_node(plan.arguments, NodeSettings(**settings)))
     if any(word.startswith("--node-name=") for word in line.own):
         raise EnvPipeError(
             "--node-name names one node, and --hostfile starts several",
-            value=node_name,
+            value=settings["node_name"],
             remedy="Leave it out: nodes are named after their hosts.",
         )
     environ = carried_environment(os.environ, exported)

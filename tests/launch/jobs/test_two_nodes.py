@@ -13,7 +13,7 @@ from whole_nodes import assert_equals_counters, full, new_job, summed
 
 pytestmark = pytest.mark.xdist_group("launch")
 
-ITERATIONS = 16
+ITERATIONS = 10
 
 
 def by_rank(bill: dict) -> list:
