@@ -60,10 +60,8 @@ class NodeSettings:
 def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
     """Run torchrun to its end, and bill it; return its exit status, 128 and the signal if killed.
 
-    Raises:
-        EnvPipeError: another agent writes this node's energy log.
-        GuardError: there is no place for sockets.
-        OSError: the output folder cannot be written.
+    Raises EnvPipeError if another agent writes this node's energy log, GuardError if there is no
+    place for sockets, OSError if the output folder cannot be written.
     """
     tariff = Tariff(settings.price_per_kwh, settings.grid_g_per_kwh)
     report = BillReport(settings.output_dir, tariff, settings.bill_interval)

@@ -75,11 +75,8 @@ def revert_patch(directory: Path, catalog: Sequence[Patch] | None = None) -> Out
     """Take the patch's lines out of a checkout, and leave whatever else was edited.
 
     The patch is read from the record in the checkout where there is one, so that a checkout which
-    another version of this package patched can be reverted too.
-
-    Raises:
-        PatchError: no patch is for this version; the patch's own lines were changed.
-        OSError: the checkout can't be written; it is then as it was, or can be completed.
+    another version of this package patched can be reverted too. Raises as `apply_patch`; PatchError
+    also where the patch's own lines were changed.
     """
     with _locked(directory) as root:
         found = look_at(root, catalog)

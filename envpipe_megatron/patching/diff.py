@@ -27,13 +27,7 @@ class PatchError(EnvPipeError):
 
 @dataclass(frozen=True)
 class Hunk:
-    """One changed place.
-
-    Attributes:
-        line: its first line in the released file, from 1.
-        old: context and removed lines.
-        new: context and added lines.
-    """
+    """One changed place, from a line of the released file on, with its context in old and new."""
 
     line: int
     old: bytes
@@ -49,10 +43,7 @@ class FilePatch:
     hunks: tuple[Hunk, ...]
 
     def apply(self, before: bytes) -> bytes:
-        """Return the changed content; a new file's `before` is empty.
-
-        Raises PatchError where a hunk's lines are missing, or stand in several places.
-        """
+        """Return the changed content; PatchError if a hunk's lines do not stand at one place."""
         return self._exchanged(before, [(hunk.line, hunk.old, hunk.new) for hunk in self.hunks])
 
     def revert(self, after: bytes) -> bytes:
@@ -83,11 +74,7 @@ def places(content: bytes, lines: bytes) -> list[int]:
 
 
 def parse_patch(text: bytes) -> tuple[FilePatch, ...]:
-    """Read a patch.
-
-    Raises PatchError where it holds something other than text changes and new files, or a path
-    leads out of the checkout.
-    """
+    """Read a patch; PatchError if it holds more than text changes and new files inside."""
     before, *parts = _FILE.split(text)
     if before or not parts:
         raise PatchError("This is no patch for EnvPipe", value=before[:80])

@@ -37,12 +37,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a hook answered.
-
-    Attributes:
-        detail: the file that the module came from, the dependency, or the error.
-        remedy: what to do about it; empty for a live hook.
-    """
+    """What a hook answered; the detail is the module's file, the dependency, or the error."""
 
     hook: Hook
     outcome: Outcome

@@ -101,10 +101,7 @@ RUNS = (
 
 
 def load_text(path: Path, least_bytes: int) -> bytes:
-    """The bytes of a file, or of all readable text files below a folder, in order of their names.
-
-    Raises QuickstartError where there is too little to train on.
-    """
+    """The bytes of a file, or of all text files below a folder by name; refuse too few."""
     if path.is_dir():
         files = sorted(
             f for f in path.rglob("*") if f.suffix in (".py", ".txt", ".md", ".rst") and f.is_file()

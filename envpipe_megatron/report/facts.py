@@ -14,9 +14,8 @@ class StepFacts:
     Args:
         name: the run and phase, for people.
         iterations: how many steps were averaged.
-        num_gpus: of the job.
         energy_j: on all GPUs; None where it is not known.
-        energy_uncertainty_j: standard uncertainty; None where it is not known.
+        energy_uncertainty_j: standard; None where it is not known.
     """
 
     name: str

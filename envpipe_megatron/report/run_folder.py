@@ -36,9 +36,8 @@ class RunFolder:
         energy: None without an energy log.
         plan: None without one, or without the profile that prices it.
         clocks: how each rank's clock was controlled, as `clocks.jsonl` has it.
-        summary: `summary.json` of a job or quickstart.
-        job: `job.json`, which outlives a killed job.
-        bill: `bill.json` of the launcher.
+        summary: of a job or quickstart, as `summary.json` has it.
+        job: as `job.json` has it, which outlives a killed job.
         missing: what is not there or cannot be read, and what the report misses for it.
     """
 

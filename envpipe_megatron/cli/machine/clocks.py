@@ -39,10 +39,7 @@ class ListedGpu:
 
 
 def listed_gpus() -> list[ListedGpu]:
-    """Return all GPUs of this node: real ones, or where there is no NVML the emulated ones.
-
-    Raises GpuError where NVML does not work, or is missing and no emulated GPUs are named.
-    """
+    """Return all GPUs of this node: real ones, or where there is no NVML the emulated ones."""
     try:
         devices = list_nvml_gpus()
     except NoNvmlError:

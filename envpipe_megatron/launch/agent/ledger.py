@@ -97,9 +97,8 @@ class GpuLedger:
     def take(self, line: Mapping[str, Any]) -> None:
         """Bill a rank's window, a line of `EnergyLog` with the counter's readings.
 
-        Raises:
-            ValueError, TypeError, KeyError, OverflowError: it is none; nothing has changed.
-            OSError: it cannot be written; its energy will be in the next line.
+        One that is none raises ValueError, TypeError, KeyError or OverflowError, and changes
+        nothing; OSError: it cannot be written, and its energy will be in the next line.
         """
         whole = {**self.labels, **line}
         begin_s = whole["begin_s"]
@@ -129,10 +128,7 @@ class GpuLedger:
         return until is None or self.gpu.time_s() - until.time_s > _LONGEST_GAP_S
 
     def bill_up_to(self, end: Reading | None) -> None:
-        """Bill as `between` what no window had up to a reading, if there is one.
-
-        Raises OSError where it cannot be written; its energy will be in the next line.
-        """
+        """Bill as `between` what no window had up to a reading, if there is one; as in `take`."""
         if end is None:
             return
         until = self._billed[0]

@@ -46,11 +46,7 @@ class _NodeMetrics(Collector):
 
 
 def serve_metrics(agent: NodeAgent, address: str, port: int) -> Callable[[], None]:
-    """Tell a node's figures by HTTP; return what ends that.
-
-    Raises:
-        EnvPipeError: the port is taken, or the address is not this machine's.
-    """
+    """Tell a node's figures by HTTP; return what ends that. EnvPipeError: no such port to serve."""
     registry = CollectorRegistry()
     registry.register(_NodeMetrics(agent))
     try:

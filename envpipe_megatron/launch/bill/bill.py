@@ -89,9 +89,8 @@ class PhaseBill:
 
     Args:
         window: the last one, for the names in it.
-        windows: how many.
         shares_s: seconds of `SHARES`.
-        steps: how many steps they hold, those that were repeated after a restart as often as run.
+        steps: how many they hold, those that were repeated after a restart as often as run.
         step_s: the windows' mean step times.
     """
 
@@ -153,13 +152,7 @@ def total_of(bills: Iterable[PhaseBill]) -> EnergyTotal:
 
 @dataclass
 class NodeBill:
-    """What is known of a node.
-
-    Args:
-        agent: whether an agent wrote of it.
-        running: whether its agent has begun and not ended.
-        lost: how many of its earlier starts had not ended before another one began.
-    """
+    """What agents wrote of a node; `lost` counts starts that had not ended before the next."""
 
     agent: bool = False
     running: bool = False

@@ -19,13 +19,7 @@ _LINE = re.compile(
 
 @dataclass(frozen=True)
 class Host:
-    """One line of a hostfile.
-
-    Attributes:
-        target: the name for ssh, `host` or `user@host`.
-        slots: processes to start there; None where the line does not say.
-        where: file and line, for messages.
-    """
+    """One line of a hostfile: `host` or `user@host`, processes to start, and where it stands."""
 
     target: str
     slots: int | None

@@ -60,18 +60,12 @@ class TorchrunParser:
         return False
 
     def given(self, options: Sequence[str]) -> dict[str, Any]:
-        """Return options' values, under names like `nproc_per_node`; None if not given.
-
-        Raises EnvPipeError where torchrun would refuse them.
-        """
+        """Return options' values, under names like `nproc_per_node`, None if not given."""
         return vars(self._parser.parse_args([*options, _SCRIPT]))
 
 
 def read(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return all options as torchrun itself reads them, its variables and defaults among them.
-
-    Raises EnvPipeError where torchrun would refuse them.
-    """
+    """Return all options as torchrun reads them, its variables and defaults too, or refuse them."""
     return _parser().parse_args(arguments)
 
 

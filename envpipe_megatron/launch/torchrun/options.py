@@ -74,9 +74,8 @@ def options_here(
     rank and master are left alone; with `--rdzv-endpoint` the master is. Without any number of
     processes: as many as there are GPUs, or one. Empty variables count as unset.
 
-    Raises:
-        EnvPipeError: an option or variable has a bad value; several nodes, and nothing says which
-            this is or where the first one is; or SLURM started this in a wrong way.
+    Raises EnvPipeError where a value is bad, SLURM started this in a wrong way, or nothing says
+    which of several nodes this is or where the first one is.
     """
     parser = TorchrunParser()
     known = _Known(line, environ, parser)
@@ -112,11 +111,8 @@ def options_of_hosts(
     """Return what torchrun is started with on each host of a hostfile.
 
     A host's node rank is its place in the file; its slots are the number of processes, unless
-    `--nproc-per-node` is given. The first host is the master, unless there is another.
-
-    Raises:
-        EnvPipeError: `--node-rank`, `--standalone` or another number of nodes is given, or a host
-            has no slots and there is no number of processes.
+    `--nproc-per-node` is given. The first host is the master, unless there is another. Raises
+    EnvPipeError where other options contradict the hosts, or one has no number of processes.
     """
     parser = TorchrunParser()
     return tuple(
