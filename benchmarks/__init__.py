@@ -1,8 +1,8 @@
 """Everything measured: a room a subject, one command each; `all.py` runs those that need no GPU.
 
-Commands run from the checkout, `python benchmarks/planner/compare.py` with the package installed
-from it (`pip install -e`), else `python -m benchmarks.planner.compare`. What tests and benchmarks
-share lies in tests/, whose folders are put on the path here.
+Run from the checkout: `python benchmarks/planner/compare.py` with the package installed from it
+(`pip install -e`), else `python -m benchmarks.planner.compare`. What tests and benchmarks share
+lies in tests/, whose folders are put on the path here.
 """
 
 import sys

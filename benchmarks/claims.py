@@ -1,7 +1,6 @@
 """What a benchmark found, one sentence each, in a form that a table of all benchmarks is made from.
 
-Each benchmark leaves a file `claims.json` beside its CSV: a list of objects with the fields of
-`Claim`. A claim is what the run has just seen, with its figures, never what was hoped for.
+Each benchmark leaves `claims.json` beside its CSV: a list of objects with the fields of `Claim`.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ CLAIMS_FILE = "claims.json"
 
 @dataclass(frozen=True)
 class Claim:
-    """One thing that a benchmark has seen.
+    """One thing that a benchmark has just seen.
 
     Args:
-        figure: the benchmark, as its output folder is called, such as `fig9_a`.
+        figure: the benchmark's output folder, such as `fig9_a`.
         command: what makes it again, from the checkout.
         claim: one sentence with figures.
-        basis: what it was seen on, such as `replay of measured A100/A40 profiles`,
-            `emulated V100 (fitted)` or `measured on 2 CPU cores`.
+        basis: what it was seen on, such as `emulated V100 (fitted)`.
         paper: what a paper or a rival says of the same; empty where nothing.
         agrees: whether both agree; None where there is nothing to agree with.
         why: where they do not: why.

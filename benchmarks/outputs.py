@@ -54,11 +54,7 @@ def write_csv(path: Path, rows: Iterable[Row]) -> None:
 
 
 def make_table(title: str, rows: Sequence[Row], columns: Sequence[str] = ()) -> Table:
-    """A table of rows of equal keys.
-
-    Args:
-        columns: the keys to show, in this order; all without.
-    """
+    """A table of rows of equal keys: of all columns, or of some in this order."""
     table = Table(title=title, title_justify="left")
     names = columns or (tuple(rows[0]) if rows else ())
     for name in names:
@@ -99,14 +95,7 @@ def grouped_bars(
     series: Mapping[str, Sequence[tuple[float, str]]],
     colours: Sequence[str] = COLOURS,
 ) -> None:
-    """Draw bars side by side for each group, in the order of the series.
-
-    Args:
-        axes: where.
-        groups: their names.
-        series: for each label the heights of its bars, a group each, and the text above each.
-        colours: of the series; they start again where there are more.
-    """
+    """Draw bars side by side: for each label the heights for all groups, and texts above them."""
     width = _GROUP_WIDTH / len(series)
     for index, (label, bars) in enumerate(series.items()):
         left = [group - _GROUP_WIDTH / 2 + index * width for group in range(len(bars))]

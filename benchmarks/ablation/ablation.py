@@ -1,13 +1,10 @@
 """What each ingredient of EnvPipe is worth: one at a time is switched, all else stays.
 
-Order, policy, memory limit, dwell time, time of a clock change and waiting power, each switched in
-the full configuration (and some in the baseline, too), by planner and simulator on profiles that
-others measured, in ../shared/data; where they are missing, on the profile that a preset of an
-emulated A100 gives. A few plans are then run by the real runtime, on emulated A100s, and compared
-with what the simulator says of them. Takes about two minutes on a quiet machine of two cores. Run
-from the checkout:
-
     python benchmarks/ablation/ablation.py
+
+By planner and simulator on profiles that others measured, in ../shared/data, else on that of an
+emulated A100's preset. A few plans are then run by the real runtime and compared with what the
+simulator says of them. Takes about two minutes on a quiet machine of two cores.
 """
 
 from __future__ import annotations

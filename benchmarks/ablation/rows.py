@@ -1,9 +1,9 @@
 """Plans that differ from the full configuration, or from the baseline, in one ingredient.
 
-The *full* configuration is what `--schedule auto --policy optimal` plans: its own order, the best
-clock of each unit, no limit on memory, clocks that change at once, and waiting at the power that
-was measured. The *baseline* is 1F1B with every unit at the highest clock. All plans have the time
-of the baseline as their deadline, where their policy knows one.
+The *full* configuration is what `--schedule auto --policy optimal` plans: no limit on memory,
+clocks that change at once, and waiting at the power that was measured. The *baseline* is 1F1B with
+every unit at the highest clock. All plans have the time of the baseline as their deadline, where
+their policy knows one.
 """
 
 from __future__ import annotations
@@ -55,11 +55,9 @@ class Start(StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One plan.
+    """One plan; its planning time includes the search for orders.
 
-    Args:
-        planning_time_s: wall time of planning, orders that were searched included.
-        bound_j: what no plan of the same order, time and conditions can go below; None if unknown.
+    No plan of the same order, time and conditions takes less than `bound_j`; None if unknown.
     """
 
     workload: Workload

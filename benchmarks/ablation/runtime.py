@@ -1,7 +1,7 @@
 """Some plans of the ablation run by the real runtime, to see whether the simulator is right.
 
-Four gloo ranks, each with an emulated A100 whose clocks take their time to change: interpreter,
-channel and clock controller are those of training, the units are empty, and sleeps are jumped over.
+Four gloo ranks, each with an emulated A100 whose clocks take their time to change. The units are
+empty, and sleeps are jumped over.
 """
 
 from __future__ import annotations
@@ -25,12 +25,7 @@ _BEFORE, _MEASURED = 3, 10
 
 @dataclass(frozen=True)
 class Checked:
-    """A plan as simulated and as run.
-
-    Args:
-        simulated: time and energy of an iteration by the simulator.
-        run: the same by the runtime and the meters of the emulated GPUs.
-    """
+    """Time and energy of an iteration as simulated and as run."""
 
     name: str
     simulated: Cost
@@ -81,10 +76,7 @@ def _plans() -> list[tuple[str, Plan, float]]:
 
 
 def run_plan(rank: int, root: Path, dwell_s: float) -> Cost:
-    """Run the plan of a folder; time and this rank's energy of an iteration.
-
-    Every rank calls it.
-    """
+    """Run the plan of a folder on every rank; time and this rank's energy of an iteration."""
     import plain_stages  # type: ignore[import-not-found]  # of tests/
 
     from benchmarks.planner.workloads import TIME_AT_MAX_S

@@ -3,10 +3,8 @@
     torchrun --nproc-per-node 4 benchmarks/deepspeed_engine/compare_engines.py --output results.json
 
 One process a GPU holds an engine for each arm: DeepSpeed's own, EnvPipe in DeepSpeed's order, and
-EnvPipe in its own. All are fed the same batches and random numbers. First each trains the same
-steps by deterministic kernels, and losses and weights are compared; then they take turns, in an
-order that is reversed each time, and times are. Clocks stay as they are (a dry run): what is
-compared is order and overhead.
+EnvPipe in its own. All are fed the same batches and random numbers, first with deterministic
+kernels to compare losses and weights, then in turns to compare times. Clocks stay as they are.
 """
 
 from __future__ import annotations
@@ -50,11 +48,7 @@ _WARMUP_STEPS = 6
 
 
 class Arm:
-    """An engine and its data.
-
-    Args:
-        vary: whether sequences get shorter from microbatch to microbatch, to a half and again.
-    """
+    """An engine and its data; with `vary`, sequences get shorter by microbatch and long again."""
 
     def __init__(
         self,

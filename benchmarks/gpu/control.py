@@ -1,13 +1,11 @@
 """What the GPU layer reads on real GPUs, and how fast the clock controller is. Changes nothing.
 
-Parts: (mapping) torch's devices against NVML's, also where CUDA_VISIBLE_DEVICES reorders or hides
-some; (clocks) the table and the sweep made from it; (meters) how often the counter and the power
-fields refresh, what a read takes, and whether they agree over a load; (blocking) power of a GPU
-that waits in a receive against an idle one; (controller) see `overhead/trigger_latency.py`. One
-part's failure does not lose the others.
-
     ENVPIPE_FORBID_CLOCK_CONTROL=1 torchrun --nproc-per-node 2 benchmarks/gpu/control.py \
         --output gpu_control.json
+
+Parts: (mapping) torch's devices against NVML's; (clocks) their table and the sweep made from it;
+(meters) how often they refresh, what a read takes, and whether they agree; (blocking) power of a
+GPU that waits in a receive; (controller) see `overhead/trigger_latency.py`.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ Array = npt.NDArray[np.float64]
 class Samples:
     """Measured points of all stages, one entry a (stage, kind, clock).
 
-    Attributes:
-        time_ratio: time over the time of the same stage and kind at the maximum clock.
+    `time_ratio` is over the time of the same stage and kind at the maximum clock.
     """
 
     backward: npt.NDArray[np.bool_]
@@ -40,9 +39,8 @@ class Target:
     """What one preset is fitted to.
 
     Attributes:
-        preset: name of the preset, whose clock range and start values are used.
         profiles: glob pattern of profile CSVs below the data folder.
-        caps_mhz: clocks to try as the power cap; the best one is kept.
+        caps_mhz: clocks to try as the power cap.
         same_power: the profiles cannot tell forward from backward power, and their level differs
             by stage and workload: scale each to the mean level, and fit one dynamic power.
     """
@@ -74,11 +72,7 @@ TARGETS = (
 
 
 def load_samples(data: Path, target: Target, max_frequency_mhz: int) -> Samples:
-    """Read a target's profiles.
-
-    Raises:
-        EnvPipeError: no file matches, or a stage lacks the maximum clock.
-    """
+    """Read a target's profiles; raise EnvPipeError without any, or without the maximum clock."""
     paths = sorted(data.glob(target.profiles))
     if not paths:
         raise EnvPipeError(

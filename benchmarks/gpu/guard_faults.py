@@ -1,11 +1,10 @@
 """How often a clock stays locked when ranks, guard or both end at a random point: never, it must.
 
-Plays the rounds of `tests/gpu/guard/test_guard_faults.py`, as often as asked: real processes that
-are killed, stopped or starved of memory while they lock clocks of emulated GPUs and, through
-NVIDIA's own Python bindings, of the tests' fake NVML library. Needs the development extra and a C
-compiler; touches no real GPU. Run from the checkout:
-
     python benchmarks/gpu/guard_faults.py --repeat 200 --output guard_faults.csv
+
+Plays the rounds of `tests/gpu/guard/test_guard_faults.py`: real processes that are killed, stopped
+or starved of memory while they lock clocks of emulated GPUs and of the tests' fake NVML library.
+Needs the development extra and a C compiler; touches no real GPU.
 
 Columns: the fault, its rounds, the clocks that were locked and the lease files that were there when
 all of a round had ended, the rounds that failed in any way, and from the fault to the last reset

@@ -10,11 +10,7 @@ from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuAddress
 
 
 class NullGpu(Gpu):
-    """Remembers the last request; power and energy are 0, time is the monotonic clock.
-
-    Args:
-        frequencies_mhz: its clocks in MHz, highest first.
-    """
+    """Remembers the last request; power and energy are 0, time is the monotonic clock."""
 
     drives_hardware: ClassVar[bool] = False
     name = "no GPU"

@@ -88,10 +88,7 @@ def join_pipeline() -> None:
 
 
 class Bench:
-    """The model, megatron-core's own function, and the sessions that are added.
-
-    A subclass may put it on another device.
-    """
+    """The model, megatron-core's own function, and the sessions that are added."""
 
     device: ClassVar[str] = "cuda"
     dtype: ClassVar[torch.dtype] = torch.bfloat16

@@ -1,9 +1,8 @@
 """How many nodes one collector adds up: emulated agents against a real collector on loopback.
 
 Each agent has an energy log and an uplink as a node's agent has, and bills all its GPUs once in
-each interval. The collector runs in another process, which also writes the bill as it grows
-at every live line, as that of rank 0's node does. Says how long a line takes from the file to the
-sums and back, what the collector costs, and whether its total is that of what was sent.
+each interval. The collector, in another process, also writes the bill as it grows. Says how long a
+line takes from the file to the sums and back, and whether the total is that of what was sent.
 
     python benchmarks/launch/collector.py                        # 256 agents of 8 GPUs, 60 s
     python benchmarks/launch/collector.py --sweep --seconds 20   # 64 to 1024 agents
@@ -270,9 +269,8 @@ def _measured(
     """The row of a measurement.
 
     A latency is from the append of an agent's lines until it knows that they are added up; the lag
-    is the most that an agent's log was ahead of the sums when it wrote again; the collector's
-    memory is read after the warm-up and at the end; a cut is a connection that had to be made
-    again; `exact` says whether the total is that of what was sent.
+    is the most that an agent's log was ahead of the sums when it wrote again; a cut is a connection
+    that had to be made again.
     """
     latencies_ms = 1e3 * np.array([latency_s for part in sent for latency_s in part.latencies_s])
     total_j = math.fsum(part.total_j for part in sent)

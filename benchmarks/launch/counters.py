@@ -1,11 +1,10 @@
 """Holds the bill of `envpipe launch` against the GPUs' own counters, read by somebody else.
 
-Starts a job on all NVIDIA GPUs of this machine as one or more nodes, reads each GPU's energy
-counter beside it, and compares: for each GPU, what its counter says between the begin of its first
-line and the end of its last one, and what its lines add up to; and the job's bill with the lines of
-all nodes. A line that begins where none has ended would be a gap in the bill.
-
     python benchmarks/launch/counters.py --nodes 2 --output out -- pretrain_gpt.py ... --envpipe
+
+Runs a job on all NVIDIA GPUs of this machine as one or more nodes. Compares each GPU's counter
+with what its lines add up to, and the job's bill with the lines of all nodes. A line that begins
+where none has ended would be a gap in the bill.
 """
 
 from __future__ import annotations
@@ -83,14 +82,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Compared:
-    """A GPU's lines and its counter.
-
-    Args:
-        exact_j: what they add up to.
-        counter_j: what the counter says of the same time.
-        duration_s: of that time.
-        gap_s: the longest time between the end of a line and the begin of the next.
-    """
+    """What a GPU's lines and its counter say of the same time, and the longest gap of lines."""
 
     node: str
     uid: str

@@ -1,8 +1,7 @@
 """What EnvPipe's own machinery costs the training thread, with units that do nothing.
 
-Units run by the host's clock: a unit has ended when its Python has. Everything else is the
-training's own: `StageRun`, `ClockController`, `P2PChannel`; the GPU is a dry run, so that a lock
-costs what entering the back end does, and no driver is waited for.
+A unit has ended when its Python has, by the host's clock; the GPU is a dry run, so that no driver
+is waited for. Everything else is the training's own.
 """
 
 from __future__ import annotations
@@ -116,10 +115,9 @@ def thread_costs_ns(seconds: float, *, clocks: bool) -> list[int]:
 
 
 def pipeline_unit_s(rank: int, seconds: float) -> list[float]:
-    """Time of an iteration of units that do nothing, by the number of units, s, of each iteration.
+    """Mean time of a unit that does nothing, s, of each iteration; messages go over gloo.
 
-    Every rank of a pipeline calls it; messages go over gloo, so that this is what a unit cannot be
-    shorter than: the calls, and the wait for a message of the neighbour.
+    Every rank of a pipeline calls it. A unit cannot be shorter than this.
     """
     stages = dist.get_world_size()
     order = _order(stages)
@@ -168,10 +166,8 @@ def _null_iterations(
 def log_line_s(rank: int, stages: int, rounds: int, *, of_all: bool) -> list[tuple[float, float]]:
     """What the exchange of a log line takes, wall and CPU time in s, for each of several.
 
-    Every rank of the job calls it, whose pipelines have `stages` stages.
-
-    Args:
-        of_all: every rank's object to every rank over one group, in place of the runtime's sums.
+    Every rank of the job calls it. With `of_all`, every rank's object goes to every rank over one
+    group, in place of the runtime's sums.
     """
     world = dist.get_world_size()
     step = StepEnergy(10, 1.0, 0.01, 300.0, 0.5)

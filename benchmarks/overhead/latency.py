@@ -1,8 +1,4 @@
-"""From the end of a unit to the call of the driver, by what the training thread does meanwhile.
-
-The measurement is that of `trigger_latency.py`; here its stand-in for a GPU, a second process that
-ends units, is beside training threads of three kinds.
-"""
+"""From the end of a unit to the call of the driver, beside training threads of three kinds."""
 
 from __future__ import annotations
 
@@ -59,16 +55,10 @@ THREADS: dict[str, Callable[[], StandIn]] = {
 def measure_latency(
     thread: str, switch_interval_s: float, seconds: float
 ) -> dict[str, float] | None:
-    """Units for some time beside one kind of training thread.
+    """Units for some time beside one kind of training thread, a key of `THREADS`.
 
-    Args:
-        thread: what it does, a key of `THREADS`.
-        switch_interval_s: Python's.
-        seconds: how long.
-
-    Returns:
-        `median`, `p99`, `max` (microseconds from a unit's end to the driver's call) and `count`;
-        None where the machine was too busy for any request to be looked at in that time.
+    Gives `median`, `p99`, `max` (microseconds from a unit's end to the driver's call) and `count`;
+    None where the machine was too busy to answer any request in that time.
     """
     torch.set_num_threads(1)  # as in a rank: more would compete with the controller for cores
     found = measure(THREADS[thread](), switch_interval_s, seconds)["trigger_us"]

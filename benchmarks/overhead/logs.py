@@ -1,8 +1,4 @@
-"""What a job's logs take on disk.
-
-Runs inside ranks: a session of plain tensors on emulated GPUs, whose sleeps are jumped over, comes
-to its steady phase, and goes on for some iterations, each long enough for a line of the energy log.
-"""
+"""What a job's logs take on disk: a session of plain tensors on emulated GPUs, without sleeps."""
 
 from __future__ import annotations
 
@@ -18,11 +14,7 @@ _MAX_PHASES = 200
 
 @dataclass(frozen=True)
 class Footprint:
-    """What all ranks of a node left together in some steady iterations.
-
-    Args:
-        log_bytes: by file, those that grew.
-    """
+    """Bytes by log file, of all ranks of a node together in some steady iterations."""
 
     log_bytes: dict[str, int]
     iterations: int
@@ -30,11 +22,7 @@ class Footprint:
 
 
 def leave_logs(rank: int, root: Path) -> Footprint:
-    """Every rank of a pipeline calls it.
-
-    Args:
-        root: folder of emulated GPUs; the logs go to `root/run`.
-    """
+    """Train on every rank of a pipeline, with emulated GPUs in `root`; logs go to `root/run`."""
     import plain_stages  # type: ignore[import-not-found]  # of tests/
     import torch.distributed as dist
 

@@ -29,13 +29,7 @@ _USUAL_INTERVAL_S = 5e-3
 
 @dataclass(frozen=True)
 class Measure:
-    """One thing that was measured.
-
-    Args:
-        part: training thread, log line, controller, iteration, logs or planning.
-        p99: 99th percentile; None where there are too few samples.
-        low: of a 95 % interval of the median; None where there is none.
-    """
+    """One thing that was measured; `low` and `high` are of a 95 % interval of the median."""
 
     part: str
     what: str

@@ -1,17 +1,16 @@
 """What EnvPipe's own machinery costs.
 
+    python benchmarks/overhead/overhead.py
+
 - training thread: what the calls around one unit take, with clocks, without, and with messages;
 - log line: what ranks exchange then, against a gather of every rank's objects to every rank;
 - controller: from the end of a unit to the call of the driver, by what the training thread does;
-- iteration: time over that of megatron-core's own 1F1B, in turns, on two CPU ranks over gloo that
-  really compute;
+- iteration: time over that of megatron-core's own 1F1B, in turns, on two CPU ranks over gloo;
 - logs: bytes of an iteration;
 - planning: time of one plan.
 
-All on CPU, in about two minutes on a quiet machine of two cores; a busy one lengthens what is
-measured. The commands that measure the same on GPUs are printed at the end. Run from the checkout:
-
-    python benchmarks/overhead/overhead.py
+All on CPU, in about two minutes on a quiet machine of two cores. The commands that measure the same
+on GPUs are printed at the end.
 """
 
 from __future__ import annotations

