@@ -9,4 +9,4 @@ import sys
 from pathlib import Path
 
 _TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path[1:1] = [str(_TESTS / "helpers"), str(_TESTS / "pipeline")]
+sys.path[1:1] = [str(_TESTS / name) for name in ("helpers", "helpers/guards", "pipeline")]

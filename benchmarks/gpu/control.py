@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import timeit
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -69,9 +70,6 @@ def torch_uid(device: int) -> str:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
-# --- mapping -------------------------------------------------------------------------------------
-
-
 def measure_mapping(node: Node) -> dict[str, Any]:
     """Rank 0 maps every torch device, in processes that see different GPUs."""
     result: dict[str, Any] = {}
@@ -86,19 +84,13 @@ def measure_mapping(node: Node) -> dict[str, Any]:
             environment = {key: value for key, value in os.environ.items() if key != "RANK"}
             if visible is not None:
                 environment["CUDA_VISIBLE_DEVICES"] = visible
+            command = [sys.executable, __file__, "--map", "--output", "-"]
             done = subprocess.run(
-                [sys.executable, __file__, "--map", "--output", "-"],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=100,
-                check=False,
+                command, env=environment, capture_output=True, text=True, timeout=100
             )
-            result[name] = (
-                json.loads(done.stdout.splitlines()[-1])
-                if done.returncode == 0
-                else {"error": done.stderr[-2000:]}
-            )
+            result[name] = {"error": done.stderr[-2000:]}
+            if done.returncode == 0:
+                result[name] = json.loads(done.stdout.splitlines()[-1])
     node.gather(None)  # the others leave the GPUs' memory alone meanwhile
     return result
 
@@ -106,47 +98,34 @@ def measure_mapping(node: Node) -> dict[str, Any]:
 def map_devices() -> list[dict[str, Any]]:
     """Each torch device of this process: UUID, NVML's index, and where its memory shows up."""
     pynvml.nvmlInit()
-    handles = [
-        pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
-    ]
+    handles = list(map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount())))
+
+    def used_bytes() -> list[int]:
+        return [pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles]
+
     rows = []
-    read_from_variables = [device.uid for device in visible_gpus().devices]
+    by_variables = [device.uid for device in visible_gpus().devices]
     for device in range(torch.cuda.device_count()):
         torch.zeros(1, device=device)
-        before = [pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles]
+        before = used_bytes()
         marker = torch.empty(MARKER_BYTES, dtype=torch.uint8, device=device)
-        after = [pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles]
+        more = [after - less for after, less in zip(used_bytes(), before, strict=True)]
         del marker
         torch.cuda.empty_cache()
-        grown = [
-            index
-            for index, (less, more) in enumerate(zip(before, after, strict=True))
-            if more - less > MARKER_BYTES // 2
-        ]
+        grown = [index for index, size in enumerate(more) if size > MARKER_BYTES // 2]
         uid = uid_of_cuda_device(str(torch.cuda.get_device_properties(device).uuid))
         index = pynvml.nvmlDeviceGetIndex(pynvml.nvmlDeviceGetHandleByUUID(uid))
-        rows.append(
-            {
-                "torch": device,
-                "nvml_by_uuid": index,
-                "nvml_by_memory": grown,
-                "uuid": uid,
-                "right": grown == [index]
-                and uid == torch_uid(device) == NvmlGpu(uid).address.uid
-                and uid == read_from_variables[device],
-            }
-        )
+        same = {uid, torch_uid(device), NvmlGpu(uid).address.uid, by_variables[device]} == {uid}
+        row = {"torch": device, "nvml_by_uuid": index, "nvml_by_memory": grown, "uuid": uid}
+        rows.append(row | {"right": same and grown == [index]})
     return rows
-
-
-# --- clocks --------------------------------------------------------------------------------------
 
 
 def measure_clocks(node: Node) -> dict[str, Any]:
     """The table of clocks, the sweep made from it, and the clock's state now."""
     gpu = NvmlGpu(node.uid)
     table = gpu.supported_frequencies_mhz
-    state, call_us = timed(gpu.clock_state)
+    times_s = timeit.repeat(gpu.clock_state, repeat=10, number=1)
     return {
         "gpu": gpu.name,
         "count": len(table),
@@ -154,22 +133,15 @@ def measure_clocks(node: Node) -> dict[str, Any]:
         "lowest_mhz": table[-1],
         "sweep_mhz": sweep_range(table, override_for(gpu.name)),
         "steps_mhz": sorted({a - b for a, b in itertools.pairwise(table)}),
-        "state": str(state),
-        "state_call_us": call_us,
+        "state": str(gpu.clock_state()),
+        "state_call_us": 1e6 * statistics.median(times_s),
     }
-
-
-# --- meters --------------------------------------------------------------------------------------
 
 
 def measure_meters(node: Node) -> dict[str, Any]:
     """Refresh and read time of the meters, idle and loaded, and whether they agree."""
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByUUID(node.uid)
-    fields = {
-        "instant": pynvml.NVML_FI_DEV_POWER_INSTANT,
-        "average": pynvml.NVML_FI_DEV_POWER_AVERAGE,
-    }
 
     def field(number: int) -> Callable[[], int]:
         def read() -> int:
@@ -182,7 +154,8 @@ def measure_meters(node: Node) -> dict[str, Any]:
     meters: dict[str, Callable[[], int]] = {
         "energy_counter": lambda: int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)),
         "power_usage": lambda: int(pynvml.nvmlDeviceGetPowerUsage(handle)),
-        **{f"power_{name}": field(number) for name, number in fields.items()},
+        "power_instant": field(pynvml.NVML_FI_DEV_POWER_INSTANT),
+        "power_average": field(pynvml.NVML_FI_DEV_POWER_AVERAGE),
     }
     result: dict[str, Any] = {}
     with load():
@@ -240,21 +213,11 @@ def agreement(gpu: NvmlGpu, meters: dict[str, Callable[[], int]]) -> dict[str, A
                 del powers[name]
         time.sleep(0.01)
     end = gpu.read_energy()
-    counter_w = (end.energy_j - begin.energy_j) / (end.time_s - begin.time_s)
-    return {
-        "window_s": end.time_s - begin.time_s,
-        "counter_w": counter_w,
-        **{
-            name: {
-                "mean_w": statistics.fmean(values),
-                "over_counter": statistics.fmean(values) / counter_w,
-            }
-            for name, values in powers.items()
-        },
-    }
-
-
-# --- blocking power ------------------------------------------------------------------------------
+    window_s = end.time_s - begin.time_s
+    counter_w = (end.energy_j - begin.energy_j) / window_s
+    means_w = {name: statistics.fmean(values) for name, values in powers.items()}
+    found = {w: {"mean_w": mean, "over_counter": mean / counter_w} for w, mean in means_w.items()}
+    return {"window_s": window_s, "counter_w": counter_w, **found}
 
 
 def measure_blocking(node: Node) -> dict[str, Any]:
@@ -342,19 +305,6 @@ def load() -> Any:
     finally:
         stop.set()
         thread.join()
-
-
-# --- all -----------------------------------------------------------------------------------------
-
-
-def timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """What a call returns, and the median time of ten in microseconds."""
-    times = []
-    for _ in range(10):
-        begin_s = time.perf_counter()
-        value = call()
-        times.append(1e6 * (time.perf_counter() - begin_s))
-    return value, statistics.median(times)
 
 
 def guarded(call: Callable[[], Any]) -> Any:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import csv
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,20 +25,16 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers" / "guards"))
+import benchmarks  # noqa: F401 - it puts the tests' helpers on the path
+
+# isort: split
 from fake_nvml.fake_nvml import build_library, compilers  # type: ignore[import-not-found]  # of tests/
 from guard_rounds import FAULTS, Node, Outcome, play  # type: ignore[import-not-found]  # of tests/
 
 COLUMNS = (
-    "fault",
-    "repeats",
-    "clocks_left_locked",
-    "leases_left",
-    "failed_rounds",
-    "reset_median_s",
+    "fault", "repeats", "clocks_left_locked", "leases_left", "failed_rounds", "reset_median_s",
     "reset_max_s",
-)
+)  # fmt: skip
 
 
 def play_all(

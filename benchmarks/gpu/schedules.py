@@ -30,17 +30,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
 from benchmarks.gpu.null_gpu import NullGpu
-from benchmarks.planner.workloads import preset_profile
+from benchmarks.unmeasured import PRESET, stepped_order, write_unmeasured_plan
 from envpipe_megatron.core import builders
-from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.integrations.megatron_core import ForwardBackward
-from envpipe_megatron.policies.frequencies import envelope
-from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import all_pipelines, make_collectives
 from envpipe_megatron.runtime.channel.links import MAX_CTAS, make_channel
@@ -105,9 +100,7 @@ class Bench:
             all_pipelines(dist.get_process_group_ranks(pipeline)), timedelta(seconds=60)
         )
         self.channel = make_channel(
-            pipeline,
-            timeout=timedelta(seconds=60),
-            max_ctas=options["max_ctas"],
+            pipeline, timeout=timedelta(seconds=60), max_ctas=options["max_ctas"]
         )
         self.sessions: dict[str, Session] = {}
         self.functions: dict[str, Callable[..., Any]] = {
@@ -127,25 +120,13 @@ class Bench:
         p, m = self.num_stages, self.options["num_microbatches"]
         schedules = {"interpreter 1f1b": builders.one_f_one_b(p, m)}
         for step in (1, 3):
-            wanted = [min(step * (p - 1 - stage), m - p + stage) for stage in range(p)]
-            limits = order_limits(p, m, channel_capacity=self.channel.capacity)
-            extra = list(limits.fit(wanted))
-            schedules[f"interpreter envpipe {extra}"] = builders.envpipe(p, m, extra)
+            schedule = stepped_order(p, m, self.channel.capacity, step=step)
+            schedules[f"interpreter envpipe {list(schedule.extra_forwards)}"] = schedule
         return schedules
 
     def _session(self, schedule: Schedule) -> Session:
-        preset = load_preset("h200")
-        # Clocks to ask for: none comes, so times and energies have no meaning.
-        clocks_mhz = preset.supported_frequencies_mhz[:40:4]
         with tempfile.TemporaryDirectory() as folder:
-            profile_file, plan_file = Path(folder) / "profile.csv", Path(folder) / "plan.json"
-            times_s = dict.fromkeys(Kind, 0.01)
-            preset_profile("h200", self.num_stages, times_s, clocks_mhz).write(profile_file)
-            profile = read_profile(profile_file)
-            conditions = Conditions((0.0,) * self.num_stages)
-            Plan("envelope", schedule, envelope(schedule, profile), profile, conditions).write(
-                plan_file
-            )
+            profile_file, plan_file = write_unmeasured_plan(schedule, Path(folder))
             session = Session(
                 SessionConfig(
                     PlanRequest(self.options["num_microbatches"], policy="envelope"),
@@ -153,7 +134,7 @@ class Bench:
                     profile_file=profile_file,
                     plan_file=plan_file,
                 ),
-                NullGpu(preset.supported_frequencies_mhz),
+                NullGpu(load_preset(PRESET).supported_frequencies_mhz),
                 lambda settle: self.make_executor(),
                 self.channel,
                 self.collectives,
@@ -164,7 +145,7 @@ class Bench:
         return session
 
     def make_executor(self) -> Executor:
-        """How the device's time is measured."""
+        """Measure time by the GPU's events; on another device, otherwise."""
         return CudaExecutor()
 
     def compare(self) -> dict[str, Any]:
