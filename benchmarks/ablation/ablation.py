@@ -59,16 +59,11 @@ def main(output: Path) -> None:
         raise click.ClickException(str(error)) from error
     output.mkdir(parents=True, exist_ok=True)
     write_csv(output / "ablation.csv", map(_cells, rows))
-    save_picture(
-        ablation_figure(rows, _PLANNING, f"Order, policy and memory limit ({basis})"),
-        output,
-        "ablation",
-    )
-    save_picture(
-        ablation_figure(rows, _CLOCKS, f"What clocks and waits are like ({basis})"),
-        output,
-        "ablation_clocks",
-    )
+    for name, ablations, title in (
+        ("ablation", _PLANNING, "Order, policy and memory limit"),
+        ("ablation_clocks", _CLOCKS, "What clocks and waits are like"),
+    ):
+        save_picture(ablation_figure(rows, ablations, f"{title} ({basis})"), output, name)
     checked = _checked(console)
     write_csv(output / "ablation_runtime.csv", map(_checked_cells, checked))
     claims = [*ablation_claims(rows, basis), *runtime_claims(checked)]
@@ -119,7 +114,7 @@ def _cells(row: Row) -> dict[str, object]:
         "saving_percent": row.saving_percent,
         "slowdown_percent": row.slowdown_percent,
         "peak_in_flight": row.peak_in_flight,
-        "gap_percent": row.gap_percent,
+        "gap_percent": row.plan.gap_percent,
         "planning_time_s": row.planning_time_s,
         "iteration_time_s": cost.iteration_time_s,
         "energy_j": cost.energy_j,

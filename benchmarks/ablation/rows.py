@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from typing import NamedTuple
 
 from benchmarks.planner.workloads import Workload, conditions_with_curve
 from envpipe_megatron.core.conditions import Conditions
@@ -55,9 +56,9 @@ class Start(StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One plan; its planning time includes the search for orders.
+    """One plan, with the lower bound of the best one in the same order and time, if known.
 
-    No plan of the same order, time and conditions takes less than `bound_j`; None if unknown.
+    Its planning time includes the search for orders.
     """
 
     workload: Workload
@@ -66,7 +67,6 @@ class Row:
     setting: str
     plan: Plan
     planning_time_s: float
-    bound_j: float | None
 
     @property
     def saving_percent(self) -> float:
@@ -83,28 +83,18 @@ class Row:
         """Microbatches in flight on the fullest stage."""
         return max(self.plan.schedule.peak_in_flight)
 
-    @property
-    def gap_percent(self) -> float | None:
-        """Energy above the bound; None without one, or for a plan that takes longer than it."""
-        if self.bound_j is None:
-            return None
-        return 100.0 * (self.plan.cost.energy_j / self.bound_j - 1.0)
 
-
-@dataclass(frozen=True)
-class Timed:
-    """A plan, how long it took to make (s), and the bound of `Row`."""
+class Timed(NamedTuple):
+    """A plan, and how long it took to make."""
 
     plan: Plan
     seconds: float
-    bound_j: float | None = None
 
 
 def timed(make: Callable[[], Plan]) -> Timed:
     """Make a plan, with a clock on it."""
     start_s = time.perf_counter()
-    plan = make()
-    return Timed(plan, time.perf_counter() - start_s, plan.energy_lower_bound_j)
+    return Timed(make(), time.perf_counter() - start_s)
 
 
 def _made(workload: Workload, request: PlanRequest) -> Timed:
@@ -127,7 +117,7 @@ def ablate(workload: Workload) -> list[Row]:
         Ablation.WAITING: _waiting_powers,
     }
     return [
-        Row(workload, ablation, start, setting, made.plan, made.seconds, made.bound_j)
+        Row(workload, ablation, start, setting, *made)
         for ablation, make in makers.items()
         for start, setting, made in make(workload, full)
     ]
@@ -158,9 +148,10 @@ def _policies(workload: Workload, full: Timed) -> Iterator[_Made]:
     for start, best in ((Start.FULL, full), (Start.BASELINE, on_1f1b)):
         for policy, reconfiguring, label in _POLICIES:
             made = timed(partial(_by_rule, best.plan, policy, reconfiguring))
-            slower = made.plan.cost.slowdown_percent(made.plan.baseline.cost)
-            bound_j = best.bound_j if slower <= SAME_TIME_PERCENT else None
-            yield start, label, replace(made, bound_j=bound_j)
+            plan, bound_j = made.plan, best.plan.energy_lower_bound_j
+            if plan.cost.slowdown_percent(plan.baseline.cost) <= SAME_TIME_PERCENT:
+                made = Timed(replace(plan, energy_lower_bound_j=bound_j), made.seconds)
+            yield start, label, made
         yield start, "optimal", best
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Iterable, Iterator, Sequence
+import timeit
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from benchmarks.overhead import host, logs
 from benchmarks.overhead.latency import THREADS, measure_latency
-from benchmarks.overhead.ratio import RatioSettings, compare_schedules
+from benchmarks.overhead.ratio import OPTIONS, compare_schedules
 from benchmarks.planner.workloads import Workload
-from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.runtime.clocks.controller import SWITCH_INTERVAL_S, spread
 
 if TYPE_CHECKING:
@@ -41,14 +41,15 @@ class Measure:
     count: int = 1
 
 
+def _spread_measure(part: str, what: str, unit: str, found: Mapping[str, float]) -> Measure:
+    return Measure(part, what, unit, found["median"], found["p99"], count=int(found["count"]))
+
+
 def thread_measures(seconds: float) -> Iterator[Measure]:
     """What the calls around a unit take the training thread."""
     for clocks, what in ((False, "without clock requests"), (True, "each unit asks for a clock")):
         costs = spread(ns / 1e3 for ns in host.thread_costs_ns(seconds, clocks=clocks))
-        yield Measure(
-            "training thread", what, "us a unit", costs["median"], costs["p99"],
-            count=int(costs["count"]),
-        )  # fmt: skip
+        yield _spread_measure("training thread", what, "us a unit", costs)
 
 
 def message_measure(pool: RankPool, seconds: float) -> Measure:
@@ -56,10 +57,7 @@ def message_measure(pool: RankPool, seconds: float) -> Measure:
     by_rank = pool.run(host.pipeline_unit_s, seconds)
     times = spread(1e6 * max(of_ranks) for of_ranks in zip(*by_rank, strict=True))
     what = f"empty units with clocks and messages, {pool.size} gloo ranks"
-    return Measure(
-        "training thread", what, "us a unit", times["median"], times["p99"],
-        count=int(times["count"]),
-    )  # fmt: skip
+    return _spread_measure("training thread", what, "us a unit", times)
 
 
 def log_line_measures(pool: RankPool) -> Iterator[Measure]:
@@ -70,14 +68,9 @@ def log_line_measures(pool: RankPool) -> Iterator[Measure]:
         by_rank = pool.run(log_line, stages, LOG_LINES)
         wall = spread(1e3 * max(s for s, _ in lines) for lines in zip(*by_rank, strict=True))
         cpu_ms = median(1e3 * cpu_s for lines in by_rank for _, cpu_s in lines)
-        yield Measure(
-            "log line", f"{what}, {pool.size} ranks", "ms", wall["median"], wall["p99"],
-            count=int(wall["count"]),
-        )  # fmt: skip
-        yield Measure(
-            "log line", f"{what}, {pool.size} ranks", "ms of a rank's CPU", cpu_ms,
-            count=int(wall["count"]),
-        )  # fmt: skip
+        where = f"{what}, {pool.size} ranks"
+        yield _spread_measure("log line", where, "ms", wall)
+        yield Measure("log line", where, "ms of a rank's CPU", cpu_ms, count=int(wall["count"]))
 
 
 def controller_measures(seconds: float) -> Iterator[Measure]:
@@ -91,50 +84,40 @@ def controller_measures(seconds: float) -> Iterator[Measure]:
         what = f"training thread {thread}"
         if interval_s != SWITCH_INTERVAL_S:
             what += f", switch interval {1e3 * interval_s:g} ms"
-        yield Measure(
-            "controller", what, "us after a unit's end", latency["median"], latency["p99"],
-            count=int(latency["count"]),
-        )  # fmt: skip
+        yield _spread_measure("controller", what, "us after a unit's end", latency)
 
 
-def iteration_measures(pool: RankPool, settings: RatioSettings) -> Iterator[Measure]:
+def iteration_measures(pool: RankPool) -> Iterator[Measure]:
     """Time of an iteration against megatron-core's own 1F1B, and whether results are equal."""
-    for name, found in pool.run(compare_schedules, settings)[0].items():
+    for name, found in pool.run(compare_schedules)[0].items():
         if not name.startswith("interpreter "):
             continue
         equal = "equal to the last bit" if found["bit_equal"] else "NOT EQUAL"
         low, high = found["time_ratio_95_percent"]
         yield Measure(
             "iteration", f"{name.removeprefix('interpreter ')}, {equal}", "of megatron-core's time",
-            found["time_ratio"], low=low, high=high, count=settings.blocks,
+            found["time_ratio"], low=low, high=high, count=OPTIONS["blocks"],
         )  # fmt: skip
 
 
 def log_measures(pool: RankPool) -> Iterator[Measure]:
     """Bytes that the logs of a rank grow by in an iteration."""
     with tempfile.TemporaryDirectory() as folder:
-        found = pool.run(logs.leave_logs, Path(folder))[0]
-    for name, size in found.log_bytes.items():
-        what = f"{name}, iterations of {found.iteration_time_s:.1f} s"
-        per_rank = size / found.iterations / pool.size
-        yield Measure("logs", what, "bytes a rank and iteration", per_rank, count=found.iterations)
+        grown, iteration_time_s = pool.run(logs.leave_logs, Path(folder))[0]
+    for name, size in grown.items():
+        what = f"{name}, iterations of {iteration_time_s:.1f} s"
+        per_rank = size / logs.MEASURED / pool.size
+        yield Measure("logs", what, "bytes a rank and iteration", per_rank, count=logs.MEASURED)
 
 
-def planning_measures(workload: Workload, repeats: int) -> Iterator[Measure]:
+def planning_measures(workload: Workload) -> Iterator[Measure]:
     """Wall time of one plan of a workload, by order."""
     make_plan(workload.profile, workload.request("1f1b", "optimal"))  # loads the solver
     for order in ("1f1b", "envpipe", "auto"):
         request = workload.request(order, "optimal")
-        seconds = [_seconds_of(workload, request) for _ in range(repeats)]
-        shape = f"{workload.profile.num_stages} x {workload.num_microbatches}"
-        what = f"optimal on {order}, {shape}"
-        yield Measure("planning", what, "s", median(seconds), count=repeats)
-
-
-def _seconds_of(workload: Workload, request: PlanRequest) -> float:
-    start_s = time.perf_counter()
-    make_plan(workload.profile, request)
-    return time.perf_counter() - start_s
+        seconds = timeit.timeit(partial(make_plan, workload.profile, request), number=1)
+        what = f"optimal on {order}, {workload.profile.num_stages} x {workload.num_microbatches}"
+        yield Measure("planning", what, "s", seconds)
 
 
 def of_part(measures: Iterable[Measure], part: str) -> Sequence[Measure]:

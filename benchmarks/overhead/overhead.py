@@ -45,7 +45,6 @@ from benchmarks.overhead.measures import (
     thread_measures,
 )
 from benchmarks.overhead.pictures import overhead_figure
-from benchmarks.overhead.ratio import RatioSettings
 from benchmarks.planner.workloads import Workload, preset_workload, read_workloads
 
 #: The pipeline that is planned: 8 stages, 96 microbatches.
@@ -84,7 +83,7 @@ def main(seconds: float, output: Path) -> None:
     console = make_console()
     load = os.getloadavg()[0]
     measures = []
-    for measure in _measured(seconds, RatioSettings(), console):
+    for measure in _measured(seconds, console):
         measures.append(measure)
         console.print(f"{measure.part}: {measure.what}: {measure.median:.4g} {measure.unit}")
     measures.sort(key=lambda measure: list(SENTENCES).index(measure.part))
@@ -100,13 +99,13 @@ def main(seconds: float, output: Path) -> None:
         console.print(f"    {command}", markup=False, soft_wrap=True)
 
 
-def _measured(seconds: float, ratio: RatioSettings, console: Console) -> Iterator[Measure]:
+def _measured(seconds: float, console: Console) -> Iterator[Measure]:
     """All measures, one part after the other: they would disturb each other."""
     from rank_pool import RankPool  # type: ignore[import-not-found]  # of tests/
 
     yield from thread_measures(seconds)
     yield from controller_measures(seconds)
-    yield from planning_measures(_workload(), repeats=1)
+    yield from planning_measures(_workload())
     for ranks in LOG_LINE_RANKS:
         with RankPool(ranks, timeout_s=300) as pool:
             yield from log_line_measures(pool)
@@ -116,7 +115,7 @@ def _measured(seconds: float, ratio: RatioSettings, console: Console) -> Iterato
         if find_spec("megatron") is None:
             console.print("The ratio is left out: megatron-core is not installed.")
         else:
-            yield from iteration_measures(pool, ratio)
+            yield from iteration_measures(pool)
 
 
 def _workload() -> Workload:

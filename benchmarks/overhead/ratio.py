@@ -6,25 +6,16 @@ The bench of `gpu/schedules.py` over gloo. `compare_schedules` is what each rank
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict, dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class RatioSettings:
-    """The model, and how often both run it."""
-
-    layers: int = 4
-    hidden: int = 256
-    sequence: int = 128
-    microbatch_size: int = 1
-    num_microbatches: int = 8
-    blocks: int = 12
-    block_iterations: int = 2
-    steps: int = 2
+#: Of `Bench`: the model, and how often both run it.
+OPTIONS = {
+    "layers": 4, "hidden": 256, "sequence": 128, "microbatch_size": 1, "num_microbatches": 8,
+    "blocks": 12, "block_iterations": 2, "steps": 2, "max_ctas": 1,
+}  # fmt: skip
 
 
-def compare_schedules(rank: int, settings: RatioSettings) -> dict[str, Any]:
+def compare_schedules(rank: int) -> dict[str, Any]:
     """What `Bench.compare` reports of each order; every rank calls it."""
     from envpipe_megatron.integrations.megatron_cpu import use_cpu
 
@@ -33,10 +24,10 @@ def compare_schedules(rank: int, settings: RatioSettings) -> dict[str, Any]:
     from training import cuda_on_cpu  # type: ignore[import-not-found]  # of tests/pipeline
 
     with cuda_on_cpu():
-        return _compare(asdict(settings))
+        return _compare()
 
 
-def _compare(options: dict[str, Any]) -> dict[str, Any]:
+def _compare() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel
@@ -55,7 +46,7 @@ def _compare(options: dict[str, Any]) -> dict[str, Any]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     torch.manual_seed(1234)
-    bench = CpuBench({"max_ctas": 1, **options})
+    bench = CpuBench(OPTIONS)
     bench.add_orders()
     report = bench.compare()
     bench.close()

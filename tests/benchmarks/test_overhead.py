@@ -60,7 +60,7 @@ def test_a_machine_too_busy_to_answer_leaves_no_latency(monkeypatch):
 
 
 def test_a_plan_of_each_order_is_timed():
-    found = list(planning_measures(preset_workload(2, 3), repeats=1))
+    found = list(planning_measures(preset_workload(2, 3)))
     assert [measure.what.split(",")[0] for measure in found] == [
         "optimal on 1f1b",
         "optimal on envpipe",
