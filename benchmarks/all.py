@@ -19,7 +19,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from benchmarks.claims import CLAIMS_FILE, Claim, read_claims
+from benchmarks.claims import CLAIMS_FILE, Claim, markdown_line, read_claims
 from benchmarks.figures.experiments import EXPERIMENTS
 from benchmarks.outputs import make_table
 from envpipe_megatron.quickstart.ranks import ended_like_ctrl_c
@@ -99,18 +99,13 @@ def collect_claims(output: Path, names: Iterable[str]) -> list[Claim]:
 def claims_table(claims: Iterable[Claim]) -> str:
     """A Markdown table of all claims, with the command beside each."""
     head = ("part", "seen", "on", "the paper or a rival", "agrees", "command")
-    lines = [_line(head), _line(["---"] * len(head))]
+    lines = [markdown_line(head), markdown_line(["---"] * len(head))]
     for claim in claims:
         seen = f"{claim.claim}. {claim.why}".rstrip()
         verdict = _VERDICTS[claim.agrees]
-        lines.append(
-            _line((claim.figure, seen, claim.basis, claim.paper, verdict, f"`{claim.command}`"))
-        )
+        cells = claim.figure, seen, claim.basis, claim.paper, verdict, f"`{claim.command}`"
+        lines.append(markdown_line(cells))
     return "\n".join(lines) + "\n"
-
-
-def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 if __name__ == "__main__":

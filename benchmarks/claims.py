@@ -37,6 +37,11 @@ class Claim:
     why: str = ""
 
 
+def markdown_line(cells: Iterable[str]) -> str:
+    """A line of a table in Markdown."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
 def write_claims(path: Path, claims: Iterable[Claim]) -> None:
     """Write claims as JSON; `path` is the file, usually `CLAIMS_FILE` in the output folder."""
     listed = [asdict(claim) for claim in claims]

@@ -6,7 +6,6 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.figures.experiments import BASELINE, ENVELOPE, Experiment, Job, Setting
 from benchmarks.figures.outcome import DRY_RUN, NO_CONTROL, Outcome
@@ -60,15 +59,6 @@ class RunRequest:
         minibatch = job.stages * job.microbatch_size * job.replicas
         return replace(self, job=replace(job, minibatch_size=minibatch), setting=ENVELOPE, steps=1)
 
-    @classmethod
-    def of_json(cls, data: dict[str, Any]) -> RunRequest:
-        """Undo `asdict`."""
-        fields = {**data, "job": Job(**data["job"]), "setting": Setting(**data["setting"])}
-        if emulated := data["emulated"]:
-            times = tuple(emulated["forward_s"]), tuple(emulated["backward_s"])
-            fields["emulated"] = EmulatedTime(emulated["factor"], *times)
-        return cls(**fields)
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -79,17 +69,6 @@ class Batch:
 
     requests: tuple[RunRequest, ...]
     folder: Path
-
-    def write(self, path: Path) -> None:
-        """Write the JSON file for the ranks."""
-        path.write_text(json.dumps(asdict(self), indent=1, default=str) + "\n")
-
-    @classmethod
-    def read(cls, path: Path) -> Batch:
-        """Read the JSON file."""
-        content = json.loads(path.read_text())
-        requests = tuple(RunRequest.of_json(entry) for entry in content["requests"])
-        return cls(requests, Path(content["folder"]))
 
 
 SIZES = ("paper", "reduced")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import signal
 import tempfile
@@ -68,8 +69,8 @@ def _train_batch(batch: Batch, console: Console) -> None:
         shutil.rmtree(run, ignore_errors=True)  # what was left half done would be appended to
         if request.emulated:
             write_scaled_preset(request.job.gpu, request.emulated.factor, run)
-    path, log_path = batch.folder / "batch.json", batch.folder / "log.txt"
-    batch.write(path)
+    path, log_path = batch.folder / "batch.pickle", batch.folder / "log.txt"
+    path.write_bytes(pickle.dumps(batch))
     job = batch.requests[0].job
     command = torchrun_command(
         job.stages * job.replicas, ["--module", "benchmarks.figures.worker", str(path)]

@@ -1,11 +1,12 @@
 """One rank of the experiments: trains a batch of runs, one after another, and leaves their results.
 
-torchrun --nproc-per-node 4 --module benchmarks.figures.worker BATCH.json
+torchrun --nproc-per-node 4 --module benchmarks.figures.worker BATCH.pickle
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -238,7 +239,7 @@ def main() -> None:
     """Run as one rank under torchrun."""
     ranks.leave_on_sigterm()
     emit("rank", pid=os.getpid())
-    batch = Batch.read(Path(sys.argv[1]))
+    batch: Batch = pickle.loads(Path(sys.argv[1]).read_bytes())
     torch.set_num_threads(1)
     # Its convolutions take milliseconds to begin.
     torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]  # torch's

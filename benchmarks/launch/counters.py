@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -80,24 +81,6 @@ class Reader:
         self._thread.join()
 
 
-@dataclass(frozen=True)
-class Compared:
-    """What a GPU's lines and its counter say of the same time, and the longest gap of lines."""
-
-    node: str
-    uid: str
-    lines: int
-    exact_j: Fraction
-    counter_j: float
-    duration_s: float
-    gap_s: float
-
-    @property
-    def difference(self) -> float:
-        """Relative."""
-        return float(self.exact_j) / self.counter_j - 1
-
-
 def start_nodes(
     num_nodes: int, visible: Sequence[str], output: Path, script: Sequence[str]
 ) -> list[int]:
@@ -122,9 +105,9 @@ def start_nodes(
     return [process.wait() for process in processes]
 
 
-def compare(output: Path, counters: Mapping[str, Counter]) -> list[Compared]:
-    """Hold the lines of all energy logs against the counters."""
-    compared = []
+def compare(output: Path, counters: Mapping[str, Counter]) -> list[dict[str, Any]]:
+    """For each GPU what its lines add up to, its counter over that time, and the longest gap."""
+    compared: list[dict[str, Any]] = []
     for path in sorted(output.glob("energy-*.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         windows = [line for line in lines if "energy_j" in line]
@@ -132,16 +115,19 @@ def compare(output: Path, counters: Mapping[str, Counter]) -> list[Compared]:
             own = [window for window in windows if window["gpu_uid"] == uid]
             begins_s = np.array([window["begin_s"] for window in own])
             ends_s = begins_s + [window["duration_s"] for window in own]
+            lines_j = sum((Fraction(window["energy_j"]) for window in own), Fraction())
+            counter_j = counters[uid].energy_j(begins_s[0], ends_s[-1])
             compared.append(
-                Compared(
-                    own[0]["node"],
-                    uid,
-                    len(own),
-                    sum((Fraction(window["energy_j"]) for window in own), Fraction()),
-                    counters[uid].energy_j(begins_s[0], ends_s[-1]),
-                    float(ends_s[-1] - begins_s[0]),
-                    float(np.abs(begins_s[1:] - ends_s[:-1]).max(initial=0.0)),
-                )
+                {
+                    "node": own[0]["node"],
+                    "gpu": uid[:12],
+                    "lines": len(own),
+                    "duration_s": float(ends_s[-1] - begins_s[0]),
+                    "bill_j": lines_j,
+                    "counter_j": counter_j,
+                    "difference_percent": 100 * (float(lines_j) / counter_j - 1),
+                    "gap_ms": 1e3 * float(np.abs(begins_s[1:] - ends_s[:-1]).max(initial=0.0)),
+                }
             )
     return compared
 
@@ -158,30 +144,18 @@ def main(nodes: int, output: Path, script: tuple[str, ...]) -> None:
     codes = start_nodes(nodes, visible, output, script)
     reader.stop()
     compared = compare(output, {counter.uid: counter for counter in reader.counters})
-    rows = [
-        {
-            "node": gpu.node,
-            "gpu": gpu.uid[:12],
-            "lines": gpu.lines,
-            "duration_s": gpu.duration_s,
-            "bill_j": float(gpu.exact_j),
-            "counter_j": gpu.counter_j,
-            "difference_percent": 100 * gpu.difference,
-            "gap_ms": 1e3 * gpu.gap_s,
-        }
-        for gpu in compared
-    ]
+    rows = [{**gpu, "bill_j": float(gpu["bill_j"])} for gpu in compared]
     make_console().print(make_table(f"Exit statuses {codes}", rows))
     bill = json.loads((output / "bill.json").read_text())
-    total_j = float(sum((gpu.exact_j for gpu in compared), Fraction()))
+    total_j = float(sum((gpu["bill_j"] for gpu in compared), Fraction()))
     click.echo(
         f"bill {bill['job']['energy_j']} J, lines {total_j} J; {bill['missing'] or 'complete'}"
     )
     if bill["job"]["energy_j"] != total_j or len(compared) != len(visible):
         raise click.ClickException("The bill is not what the lines of all GPUs add up to.")
-    if any(gpu.gap_s > _GAP_S for gpu in compared):
+    if any(gpu["gap_ms"] > 1e3 * _GAP_S for gpu in compared):
         raise click.ClickException("A line begins where none has ended.")
-    if any(abs(gpu.difference) > _TOLERANCE for gpu in compared):
+    if any(abs(gpu["difference_percent"]) > 100 * _TOLERANCE for gpu in compared):
         raise click.ClickException(f"A GPU's lines differ by more than {_TOLERANCE:.1%}.")
 
 

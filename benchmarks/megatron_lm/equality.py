@@ -30,7 +30,6 @@ from benchmarks.megatron_lm.models import (
     planned,
     training,
 )
-from benchmarks.megatron_lm.pool import NOT_A_RESULT
 
 PART = "equality"
 #: Of the framework's order before the plan's, beyond those that the framework makes itself.
@@ -171,7 +170,7 @@ def rows(state: State, site_is_cpu: bool) -> list[dict[str, Any]]:
 
 
 def _compared(run: dict[str, Any], stock: dict[str, Any], plan: Planned | None) -> dict[str, Any]:
-    mine, theirs = results_alone(run["printed"]), results_alone(stock["printed"])
+    mine, theirs = run["printed"], stock["printed"]
     different = [
         f"{a.get('iteration', a.get('evaluated'))}: "
         + ", ".join(f"{k} {b.get(k)} -> {a.get(k)}" for k in {**a, **b} if a.get(k) != b.get(k))
@@ -193,14 +192,6 @@ def _compared(run: dict[str, Any], stock: dict[str, Any], plan: Planned | None) 
         "imported": imported,
         "good": printed and executed is not False and imported == (plan is not None),
     }
-
-
-def results_alone(lines: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """Printed results without what is none, whenever they were read."""
-    return [
-        {name: digits for name, digits in line.items() if not NOT_A_RESULT.search(name)}
-        for line in lines
-    ]
 
 
 def _exact(run: dict[str, Any]) -> list[Any]:
@@ -257,11 +248,9 @@ def fault_jobs(site: Site) -> list[Job]:
 
 def fault_rows(state: State) -> list[dict[str, Any]]:
     """Each fault, and whether it was refused."""
-    return [
-        {
-            "fault": name.split("/")[1],
-            "outcome": "refused" if run["status"] == "ok" else run["status"],
-        }
+    ends = {
+        name.split("/")[1]: run["status"]
         for name, run in state.runs.items()
         if name.startswith(f"{FAULTS}/")
-    ]
+    }
+    return [{"fault": n, "outcome": "refused" if e == "ok" else e} for n, e in ends.items()]

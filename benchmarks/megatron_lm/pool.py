@@ -256,14 +256,14 @@ def printed_results(log: str) -> list[dict[str, str]]:
 
 
 #: The last are of lines of other ranks that may get in between where ranks share a log.
-NOT_A_RESULT = re.compile(
+_NOT_A_RESULT = re.compile(
     r"elapsed time|throughput|energy|power|envpipe|footprint|parameters in|in-flight", re.IGNORECASE
 )
 
 
 def _numbers(text: str) -> dict[str, str]:
     pairs = [part.rsplit(":", 1) for part in text.split("|") if ":" in part]
-    return {name.strip(): value.strip() for name, value in pairs if not NOT_A_RESULT.search(name)}
+    return {name.strip(): value.strip() for name, value in pairs if not _NOT_A_RESULT.search(name)}
 
 
 def printed_energies(log: str) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ import subprocess
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from typing import Any
 import click
 import torch
 
+from benchmarks.claims import markdown_line
 from benchmarks.megatron_lm import checkouts, equality, ratio, stress
 from benchmarks.megatron_lm.jobs import Job, Site, State
 from benchmarks.megatron_lm.pool import Limits, run_jobs
@@ -233,18 +234,15 @@ def write_report(state: State, site: Site, output: Path) -> str:
     lines += [f"{name}: {value}  " for name, value in state.machine.items()]
     for title, rows in found.items():
         if rows and title not in ("machine", "rounds", "commands"):
-            lines += ["", f"## {title}", "", _line(rows[0]), _line(["---"] * len(rows[0]))]
-            lines += [_line(map(_cell, row.values())) for row in rows]
+            lines += ["", f"## {title}", "", markdown_line(rows[0])]
+            lines.append(markdown_line(["---"] * len(rows[0])))
+            lines += [markdown_line(map(_cell, row.values())) for row in rows]
     lines += ["", "## commands", ""]
     lines += [f"- {name}: `{command}`" for name, command in found["commands"].items()]
     text = "\n".join(lines) + "\n"
     (output / "report.md").write_text(text)
     (output / "report.json").write_text(json.dumps(found, indent=1) + "\n")
     return text
-
-
-def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
 
 
 def _cell(value: object) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 from PIL import Image
 
+from benchmarks.claims import markdown_line
 from benchmarks.planner.workloads import preset_profile
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import make_conditions
@@ -177,7 +178,7 @@ def table(cases: Iterable[Case]) -> str:
     """The cases as a table in Markdown."""
     cases = list(cases)
     reference = next(case.plan.cost for case in cases if case.picture == "1f1b")
-    lines = [_line(_COLUMNS), "| --- | --- | ---: | ---: | --- | ---: | ---: |"]
+    lines = [markdown_line(_COLUMNS), "| --- | --- | ---: | ---: | --- | ---: | ---: |"]
     for case in cases:
         cost = case.plan.cost
         cells = (
@@ -189,12 +190,8 @@ def table(cases: Iterable[Case]) -> str:
             f"{cost.energy_j:.0f}",
             f"{round(cost.saving_percent(reference), 1) + 0.0:.1f}",  # never -0.0
         )
-        lines.append(_line(cells))
+        lines.append(markdown_line(cells))
     return "\n".join(lines)
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

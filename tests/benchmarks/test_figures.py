@@ -28,7 +28,7 @@ from benchmarks.figures.layers import (
     split,
     targets_of,
 )
-from benchmarks.figures.requests import Batch, RunRequest
+from benchmarks.figures.requests import RunRequest
 from benchmarks.figures.training import batches
 from benchmarks.figures.unit_times import (
     EmulatedTime,
@@ -175,9 +175,3 @@ def test_runs_are_grouped_by_ranks_with_profiles_in_front(tmp_path):
         request(BASELINE), request().profiling(), request(), request(GREEDY),
     )  # fmt: skip
     assert of_eight.requests == (eight.profiling(), eight)
-
-
-def test_a_batch_survives_its_file(tmp_path):
-    batch = Batch((request(), replace(request(BASELINE), emulated=None)), tmp_path)
-    batch.write(tmp_path / "batch.json")
-    assert Batch.read(tmp_path / "batch.json") == batch
