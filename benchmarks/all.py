@@ -1,4 +1,4 @@
-"""Every figure and measurement that needs no GPU, one after another, and one table of claims.
+"""Every figure and measurement that claims something without a GPU, and one table of claims.
 
     python benchmarks/all.py                      # all, under an hour on two cores
     python benchmarks/all.py fig9_a ablation      # some
@@ -33,6 +33,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     **{name: ("figures/figure.py", name) for name in EXPERIMENTS},
     "ablation": ("ablation/ablation.py",),
     "overhead": ("overhead/overhead.py",),
+    "schedules": ("schedules/pictures.py",),
     "planner_compare": ("planner/compare.py", "--lowtime-limit", "0"),
     "planner_validation": ("planner/validation.py",),
     "h200_validation": ("planner/h200_validation.py",),

@@ -13,15 +13,12 @@ from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.schedule import Kind
 
 pytest.importorskip("matplotlib")
-from matplotlib.figure import Figure
-
 from benchmarks import outputs
 from benchmarks.ablation import ablation as command
 from benchmarks.ablation.findings import ablation_claims
 from benchmarks.ablation.rows import Ablation, Start, ablate
 from benchmarks.ablation.runtime import Checked
 from benchmarks.claims import read_claims
-from benchmarks.outputs import save_picture
 from benchmarks.planner.workloads import Workload
 
 STAGES, MICROBATCHES = 3, 5
@@ -135,9 +132,3 @@ def test_without_measured_profiles_a_preset_stands_in(rows, tmp_path, monkeypatc
     assert "1.00 % in time and 1.00 % in energy" in claims[-1].claim
     bars = sum(len(axes.patches) for figure in drawn.values() for axes in figure.axes)
     assert bars == len(rows)
-
-
-def test_a_picture_is_left_as_png_and_svg(tmp_path):
-    save_picture(Figure(figsize=(1, 1)), tmp_path, "empty")
-    assert (tmp_path / "empty.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in (tmp_path / "empty.svg").read_text()

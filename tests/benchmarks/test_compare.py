@@ -7,12 +7,11 @@ import math
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from core_cases import uniform_profile
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Cost, Plan, max_frequencies
-from envpipe_megatron.core.profile import ProfileRow, make_profile
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
 
 pytest.importorskip("matplotlib")
@@ -21,13 +20,7 @@ from benchmarks.planner import compare as command
 from benchmarks.planner import plans as made
 from benchmarks.planner.claims import comparison_claims
 from benchmarks.planner.lowtime_rival import LowtimeRun, run_lowtime
-from benchmarks.planner.plans import (
-    AtRivalTime,
-    PlanKind,
-    Row,
-    compare,
-    lowtime_row,
-)
+from benchmarks.planner.plans import AtRivalTime, PlanKind, Row, compare, lowtime_row
 from benchmarks.planner.workloads import Published, Saving, Workload, read_published, read_workloads
 
 POWER_W = 80.0
@@ -36,15 +29,13 @@ CLOCKS = (1400, 1300, 1200, 1100, 1000, 900)
 SCHEDULE = builders.one_f_one_b(STAGES, MICROBATCHES)
 
 
-def _row(kind, clock):
-    time_s = (0.05 if kind is Kind.FORWARD else 0.1) * 1400 / clock
-    return ProfileRow(clock, time_s, time_s * (120 + 180 * (clock / 1400) ** 3))
+def _cost(clock):
+    """Time and energy of a forward."""
+    time_s = 0.05 * 1400 / clock
+    return time_s, time_s * (120 + 180 * (clock / 1400) ** 3)
 
 
-PROFILE = make_profile(
-    [(s, kind, _row(kind, clock)) for s in range(STAGES) for kind in Kind for clock in CLOCKS],
-    source="made up",
-)
+PROFILE = uniform_profile(STAGES, {clock: _cost(clock) for clock in CLOCKS})
 WORKLOAD = Workload("made-up", "model", "GPU", False, PROFILE, MICROBATCHES, POWER_W)
 
 

@@ -6,11 +6,11 @@ import random
 
 import numpy as np
 import pytest
+from core_cases import uniform_profile
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import ProfileRow, make_profile
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
 
@@ -26,36 +26,24 @@ SCHEDULE = builders.one_f_one_b(STAGES, MICROBATCHES)
 KNOWN_POWER_W = 80.0
 
 
-def _row(kind, clock):
-    time_s = (0.05 if kind is Kind.FORWARD else 0.1) * 1400 / clock
-    return ProfileRow(clock, time_s, time_s * (120 + 180 * (clock / 1400) ** 3))
+def _cost(clock):
+    """Time and energy of a forward."""
+    time_s = 0.05 * 1400 / clock
+    return time_s, time_s * (120 + 180 * (clock / 1400) ** 3)
 
 
-PROFILE = make_profile(
-    [
-        (stage, kind, _row(kind, clock))
-        for stage in range(STAGES)
-        for kind in Kind
-        for clock in CLOCKS
-    ],
-    source="made up",
-)
+PROFILE = uniform_profile(STAGES, {clock: _cost(clock) for clock in CLOCKS})
 
 
 def _plans(num_runs, clocks):
     """The all-maximum plan, then a random clock for each stage and kind of each run."""
     rng = random.Random(0)
-    highest = {kind.value: [max(clocks)] * MICROBATCHES for kind in Kind}
-    return [
-        [highest] * STAGES,
-        *(
-            [
-                {kind.value: [rng.choice(clocks)] * MICROBATCHES for kind in Kind}
-                for _ in range(STAGES)
-            ]
-            for _ in range(num_runs - 1)
-        ),
-    ]
+
+    def stage(choose):
+        return {kind.value: [choose(clocks)] * MICROBATCHES for kind in Kind}
+
+    others = [[stage(rng.choice) for _ in range(STAGES)] for _ in range(num_runs - 1)]
+    return [[stage(max)] * STAGES, *others]
 
 
 def _write_folder(folder, conditions, *, num_runs=16, clocks=CLOCKS, gpus=1):
@@ -210,44 +198,28 @@ def test_claims_tell_of_the_worst_prediction(tmp_path):
     assert validation_claims([], []) == []
 
 
-def _remove_profile(folder):
-    (folder / "profile.csv").unlink()
+def _edit(name, change):
+    def edit(folder):
+        content = json.loads((folder / name).read_text())
+        change(content)
+        (folder / name).write_text(json.dumps(content))
+
+    return edit
 
 
-def _remove_plan(folder):
-    plans = json.loads((folder / "plans.json").read_text())
-    del plans["made-up-3"]
-    (folder / "plans.json").write_text(json.dumps(plans))
-
-
-def _shorten_plan(folder):
-    plans = json.loads((folder / "plans.json").read_text())
-    plans["made-up-3"][1]["forward"].pop()
-    (folder / "plans.json").write_text(json.dumps(plans))
-
-
-def _rename_schedule(folder):
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps(meta | {"schedule": "gpipe"}))
-
-
-def _keep_one_run(folder):
-    _write_runs(folder, _read_runs(folder)[:1])
-
-
-def _odd_ranks(folder):
-    _write_runs(folder, [row | {"ranks": 6} for row in _read_runs(folder)])
+def _rewrite_runs(change):
+    return lambda folder: _write_runs(folder, change(_read_runs(folder)))
 
 
 @pytest.mark.parametrize(
     ("break_folder", "message"),
     [
-        (_remove_profile, r"profile\.csv"),
-        (_remove_plan, "made-up-3"),
-        (_shorten_plan, "made-up-3"),
-        (_rename_schedule, "gpipe"),
-        (_keep_one_run, "too few runs"),
-        (_odd_ranks, "ranks"),
+        (lambda folder: (folder / "profile.csv").unlink(), r"profile\.csv"),
+        (_edit("plans.json", lambda plans: plans.pop("made-up-3")), "made-up-3"),
+        (_edit("plans.json", lambda plans: plans["made-up-3"][1]["forward"].pop()), "made-up-3"),
+        (_edit("meta.json", lambda meta: meta.update(schedule="gpipe")), "gpipe"),
+        (_rewrite_runs(lambda rows: rows[:1]), "too few runs"),
+        (_rewrite_runs(lambda rows: [row | {"ranks": 6} for row in rows]), "ranks"),
     ],
 )
 def test_a_broken_folder_is_refused_by_what_is_wrong(tmp_path, break_folder, message):

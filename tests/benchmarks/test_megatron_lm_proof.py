@@ -276,7 +276,7 @@ def test_nothing_is_started_that_might_change_a_clock(flags, forbidden):
         check_harmless(Launch(("python", *flags.split()), environment))
 
 
-@pytest.mark.parametrize("num_gpus", [2, 4, 8])
+@pytest.mark.parametrize("num_gpus", [2, 8])
 def test_every_run_there_is_changes_no_clock(num_gpus, site, state, monkeypatch):
     monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "0")
     monkeypatch.setenv("ENVPIPE_TYPE", "optimal")
@@ -426,7 +426,7 @@ def test_energies_of_whole_intervals_are_compared(state):
 @pytest.mark.parametrize("capacity", [None, 1])
 def test_random_orders_finish_and_go_from_none_to_all_that_is_allowed(capacity):
     source = random.Random(5)
-    drawn = {random_extra_forwards(source, 4, 8, capacity) for _ in range(300)}
+    drawn = {random_extra_forwards(source, 4, 8, capacity) for _ in range(150)}
     assert all(completes(builders.envpipe(4, 8, extra), capacity) for extra in drawn)
     assert (0, 0, 0, 0) in drawn
     assert any(any(b > a for a, b in pairwise(extra)) for extra in drawn)
