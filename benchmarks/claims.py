@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-#: Name of the file in a benchmark's output folder.
 CLAIMS_FILE = "claims.json"
 
 

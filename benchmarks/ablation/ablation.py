@@ -32,11 +32,9 @@ KEYS = (
     "gpt3-175b_a40_mb24",
     "A100_gpt3-xl_dp1_pp4_tp1",
 )
-#: Stages and microbatches where there are no measured profiles.
 _STAGES, _MICROBATCHES = 4, 24
 _PLANNING = (Ablation.ORDER, Ablation.POLICY, Ablation.MEMORY)
 _CLOCKS = (Ablation.DWELL, Ablation.CHANGE, Ablation.WAITING)
-#: What a terminal shows of ablation.csv.
 _SHOWN = (
     "ablation", "start", "setting", "saving_percent", "slowdown_percent", "peak_in_flight",
     "gap_percent", "planning_time_s",
@@ -91,7 +89,6 @@ def _checked_cells(checked: Checked) -> dict[str, object]:
 
 
 def _workloads(console: Console) -> tuple[list[Workload], str]:
-    """What is planned, and what its profiles stand on."""
     data = outputs.PERSEUS_DATA
     if data.is_dir():
         known = {workload.key: workload for workload in read_workloads(data)}

@@ -57,11 +57,9 @@ class _Found:
         return self._rows.get((ablation, start, setting), [])
 
     def saved(self, ablation: Ablation, setting: str, start: Start = Start.FULL) -> list[float]:
-        """[workloads] percent."""
         return [row.saving_percent for row in self.rows(ablation, setting, start)]
 
     def slower(self, ablation: Ablation, setting: str, start: Start = Start.FULL) -> list[float]:
-        """[workloads] percent."""
         return [row.slowdown_percent for row in self.rows(ablation, setting, start)]
 
 

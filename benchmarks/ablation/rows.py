@@ -156,7 +156,6 @@ def _policies(workload: Workload, full: Timed) -> Iterator[_Made]:
 
 
 def _by_rule(best: Plan, policy: str, reconfiguring: str) -> Plan:
-    """The plan of a rule on the order of another plan."""
     plan = Plan(
         policy, best.schedule, RULES[policy](best.schedule, best.profile), best.profile,
         best.conditions,
@@ -168,7 +167,6 @@ def _by_rule(best: Plan, policy: str, reconfiguring: str) -> Plan:
 
 
 def _memory_limits(workload: Workload, full: Timed) -> Iterator[_Made]:
-    """The full configuration with a limit on the microbatches in flight on every stage."""
     of_1f1b = max(full.plan.baseline.schedule.peak_in_flight)
     for more in MEMORY_STEPS:
         request = replace(workload.request("auto", "optimal"), max_in_flight=of_1f1b + more)
@@ -177,7 +175,6 @@ def _memory_limits(workload: Workload, full: Timed) -> Iterator[_Made]:
 
 
 def _dwell_times(workload: Workload, full: Timed) -> Iterator[_Made]:
-    """The order of the full configuration, each clock kept for a while."""
     yield Start.FULL, "0 ms", full
     for dwell_s in DWELL_TIMES_S:
         made = _planned(full.plan.schedule, workload, workload.conditions, dwell_s)

@@ -27,7 +27,6 @@ from benchmarks.outputs import make_console, make_table, save_picture, write_csv
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.control import CHOICES
 
-#: What a terminal shows of the CSV.
 _SHOWN = (
     "Model", "Stages", "Microbatches", "Type", "Scheduling", "Reconfig", "Throughput (sample/s)",
     "Energy (mJ)", "Saving (%)", "Predicted saving (%)", "Slowdown (%)", "Peak in flight",

@@ -179,7 +179,6 @@ def _by_model(rows: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:
 
 
 def _percent(row: Row) -> str:
-    """The saving, with its interval of 95 %."""
     return f"{row.saving_percent:.1f} ± {NORMAL_95 * row.saving_uncertainty_percent:.1f} %"
 
 

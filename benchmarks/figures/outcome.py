@@ -15,7 +15,6 @@ from envpipe_megatron.runtime.job.session import SessionState
 
 #: A back end that changes no clock, and the name of none.
 DRY_RUN, NO_CONTROL = "dry_run", "none"
-#: The back end of emulated GPUs.
 EMULATED = "emulated"
 
 

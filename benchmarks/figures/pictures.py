@@ -19,7 +19,6 @@ from benchmarks.figures.experiments import (
 from benchmarks.figures.rows import Row, of_setting
 from benchmarks.outputs import BLUE, ORANGE, SKY, YELLOW, grouped_bars
 
-#: Colour and words for each setting.
 _BARS = {
     BASELINE: ("#999999", "baseline (1F1B, full clock)"),
     UNIFORM: (YELLOW, "uniform (1F1B)"),

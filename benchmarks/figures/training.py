@@ -24,7 +24,6 @@ from envpipe_megatron.quickstart.ranks import (
     torchrun_command,
 )
 
-#: What `benchmarks` is imported from.
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 

@@ -73,7 +73,6 @@ class EmulatedTime:
 #: The shortest forward is at least this share of the longest time asked for, or the host would
 #: compute longer than the unit.
 _SHORTEST_SHARE = 0.75
-#: What of a preset is time.
 _TIMES = ("frequency_change_s", "refresh_s")
 
 

@@ -119,7 +119,6 @@ class Run:
         return self._outcome(session, gpu.name, control)
 
     def _run_iteration(self, session: Session, specs: StageSpecs) -> dict[int, torch.Tensor]:
-        """Losses of the next iteration by microbatch, on the last stage."""
         work = self._work(len(self.losses))
         session.run_iteration(self.request.job.num_microbatches, specs, lambda _: work)
         return work.losses
@@ -146,7 +145,6 @@ class Run:
             parameter.grad /= replicas
 
     def _open_gpu(self) -> tuple[Gpu, str]:
-        """This rank's GPU, and how its clock is controlled."""
         rank, request = self.rank, self.request
         if request.emulated is None:
             uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
@@ -157,7 +155,6 @@ class Run:
         return EmulatedGpu.create(str(self._preset()), index), EMULATED
 
     def _preset(self) -> Path:
-        """The file of the emulated GPUs' kind."""
         return self.folder / f"{self.request.job.gpu}.toml"
 
     def _session(self, gpu: Gpu) -> Session:
@@ -223,7 +220,6 @@ class Run:
         return StageSpecs(receives, sends)
 
     def _outcome(self, session: Session, gpu: str, control: str) -> Outcome | None:
-        """The run's outcome, on the first rank."""
         emulated = self._executor if isinstance(self._executor, EmulatedExecutor) else None
         fidelity = emulated.fidelity if emulated else Fidelity()
         totals = session.energy_log.totals[Phase.STEADY.value]

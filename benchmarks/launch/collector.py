@@ -39,7 +39,6 @@ from envpipe_megatron.launch.bill.bill import Bill
 from envpipe_megatron.launch.bill.report import BillReport
 from envpipe_megatron.launch.bill.tables import Tariff
 
-#: Sweeps double the number of agents from here.
 SWEPT_AGENTS = (64, 128, 256, 512, 1024)
 #: Part of the time after which the collector has seen all GPUs and phases, and should not grow.
 WARM_UP = 0.25
@@ -89,9 +88,6 @@ class Sent:
     unknown_bytes: int
 
 
-# --- the collector's process --------------------------------------------------------------------
-
-
 def serve(pipe: Connection, folder: Path) -> None:
     """Collect until the pipe says so; answer each word with a sample."""
     _allow_many_files()
@@ -129,9 +125,6 @@ async def _serve(pipe: Connection, folder: Path) -> None:
     await collector.close()
 
 
-# --- the agents' processes ----------------------------------------------------------------------
-
-
 def send(pipe: Connection, endpoint: Any, folder: Path, load: Load, names: Sequence[int]) -> None:
     """Be some agents, from the word of the pipe on; answer with what was sent."""
     _allow_many_files()
@@ -163,13 +156,10 @@ class _Counter(logging.Handler):
     count = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One more."""
         _Counter.count += 1
 
 
 class _Agent:
-    """One node's agent, without GPUs."""
-
     def __init__(self, folder: Path, index: int, load: Load) -> None:
         self._load = load
         self._index = index
@@ -228,9 +218,6 @@ class _Agent:
                 "idle_s": 0.05 * interval_s,
             }
         )
-
-
-# --- the measurement ----------------------------------------------------------------------------
 
 
 def measure(load: Load) -> dict[str, Any]:

@@ -29,7 +29,6 @@ import pynvml
 from benchmarks.outputs import make_console, make_table
 from envpipe_megatron.cli.common import OUTPUT_FOLDER
 
-#: Counters refresh each 20 to 100 ms.
 _POLL_S = 0.005
 #: Ends of lines lie within refreshes, between which both sides draw straight lines.
 _TOLERANCE = 0.005

@@ -172,7 +172,6 @@ def main() -> None:
 
 
 def _run_on_cpu(cpu_run: str, prepare: Callable[[], None]) -> None:
-    """Run the script as tests/megatron_lm/cpu_run.py does, prepared before it begins."""
     run_path = runpy.run_path
 
     def prepared(*args: Any, **kwargs: Any) -> Any:

@@ -91,7 +91,6 @@ def _median_step_s(iterations: Sequence[RankIteration]) -> float:
 
 
 def _median_energy_j(windows: Sequence[EnergyWindow]) -> float:
-    """Of an iteration on all GPUs, by what each metered window took for an iteration."""
     by_rank: dict[int | None, list[float]] = {}
     for one in windows:
         steps = 1 + (one.last_iteration or 0) - (one.first_iteration or 0)

@@ -101,7 +101,6 @@ class Size:
         return f"--mock-data --tokenizer-type NullTokenizer --vocab-size {self.vocabulary}"
 
 
-#: 1.3 thousand million parameters.
 GPT_1_3B = Size(24, 2048, 2048, 32000, microbatch=1, microbatches=14)
 TINY = Size(8, 256, 256, 8192, microbatch=2, microbatches=8)
 TINY_ON_CPU = Size(4, 32, 32, 64, microbatch=1, microbatches=6)

@@ -211,7 +211,6 @@ def _judge(job: Job, code: int, log: str) -> str:
 
 
 def _logs(folder: Path) -> dict[str, str]:
-    """What torchrun and each rank said, the ranks in order."""
     files = sorted(folder.glob("ranks/*/attempt_0/*/std*.log"))
     named = {f"rank {file.parent.name}, {file.stem}": file for file in files}
     named = {"torchrun": folder / "torchrun.log", **named}
@@ -219,7 +218,6 @@ def _logs(folder: Path) -> dict[str, str]:
 
 
 def _ends(logs: Mapping[str, str]) -> str:
-    """The end of each log."""
     return "\n".join(f"--- {name}\n{text[-_KEPT_OF_A_LOG:]}" for name, text in logs.items() if text)
 
 

@@ -103,8 +103,6 @@ def main(**options: Any) -> None:
 
 
 class _Proof:
-    """The parts of one call."""
-
     def __init__(self, site: Site, state: State, options: dict[str, Any], begin_s: float) -> None:
         self._site = site
         self._state = state
@@ -119,7 +117,6 @@ class _Proof:
         self._deadline_s = begin_s + options["budget_s"] - _FOR_THE_END_S
 
     def run(self) -> None:
-        """Every part, one after the other."""
         shared = self._jobs("faults", "equality")
         slots = self._options["slots"]
         run_jobs(self._site, self._state, shared, self._limits(), slots=slots)
@@ -130,7 +127,6 @@ class _Proof:
         self._take_turns(self._jobs("ratio"))
 
     def show(self) -> None:
-        """What there is, and how it ended."""
         for job in self._jobs(*PARTS):
             run = self._state.runs.get(job.name, {})
             status = run.get("status", "not run")
@@ -170,7 +166,6 @@ class _Proof:
         )
 
     def _jobs(self, *parts: str) -> list[Job]:
-        """Of these parts, those that are asked for."""
         site, options, only = self._site, self._options, self._options["only"]
         iterations = options["iterations"] or (10 if site.cpu else 50)
         delay_s = options["stress_delay_ms"] / 1e3

@@ -45,7 +45,6 @@ class _Run:
     ranks: dict[int, Rank] = field(default_factory=dict)
     turn: int = 0
     ended: bool = False
-    #: Whether it was at its first turn, or is over.
     started: bool = False
     over: bool = False
     last_heard_s: float = field(default_factory=time.monotonic)

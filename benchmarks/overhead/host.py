@@ -30,7 +30,6 @@ from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 
 MICROBATCHES = 32
-#: The first iterations warm up.
 WARM_UP = 3
 CLOCKS_MHZ = tuple(range(1980, 330, -15))
 #: Of a message: small, so that its cost is the channel's and not its bytes'.

@@ -9,7 +9,6 @@ import torch
 
 from benchmarks.overhead.trigger_latency import StandIn, measure
 
-#: Between looks at the last unit, s.
 _LOOK_S = 2e-4
 _UNIT_MS = 4.0
 #: Width of a matrix whose product takes about a millisecond on a core.
@@ -20,11 +19,9 @@ class _Waiting(StandIn):
     """The training thread sleeps between launches: it waits for a neighbour."""
 
     def launch(self, position: int) -> None:
-        """Sleep for most of the unit."""
         time.sleep(0.9 * self._unit_s)
 
     def end_iteration(self) -> list[float]:
-        """Wait for the last unit without burning."""
         while not self.end_ns(self._count - 1):
             time.sleep(_LOOK_S)
         return [float(self.end_ns(unit)) for unit in range(self._first, self._count)]
@@ -38,7 +35,6 @@ class _Computing(_Waiting):
         self._matrix = torch.randn(_MATRIX, _MATRIX)
 
     def launch(self, position: int) -> None:
-        """Multiply for most of the unit."""
         end_s = time.perf_counter() + 0.9 * self._unit_s
         while time.perf_counter() < end_s:
             self._matrix @ self._matrix

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 #: Of each job whose log lines are measured, and how many lines.
 LOG_LINE_STAGES, LOG_LINES = 8, 20
-#: Python's own switch interval, s.
 _USUAL_INTERVAL_S = 5e-3
 
 

@@ -308,8 +308,6 @@ class StandIn:
 
 
 class _Ended:
-    """That a unit of the stand-in has ended."""
-
     def __init__(self, device: StandIn, unit: int) -> None:
         self._device, self._unit = device, unit
 

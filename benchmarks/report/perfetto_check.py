@@ -131,7 +131,6 @@ class PerfettoEngine:
 
 
 def _cells(batch: Any) -> Iterator[Any]:
-    """The cells of a batch, in the order of rows and columns."""
     texts = iter(batch.string_cells.split("\0"))
     kinds = {
         1: iter(()),
