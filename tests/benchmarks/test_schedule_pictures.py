@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from envpipe_megatron.core.schedule import Kind
-
 pytest.importorskip("matplotlib")
 from benchmarks.schedules import pictures as schedule_pictures
 
@@ -26,15 +24,6 @@ def test_the_table_of_the_page_is_that_of_the_simulator(cases):
         (said,) = [other for other in page if NUMBER.sub("#", other) == words]
         # Equal energies have several plans; solvers may differ in the last figure.
         assert numbers(said) == pytest.approx(numbers(line), rel=2e-3, abs=0.11)
-
-
-def test_one_at_a_time_has_exactly_one_stage_at_work(cases):
-    plan = cases[0].plan
-    pairs = sum(schedule_pictures.UNIT_TIME_S[kind] for kind in Kind)
-    assert plan.cost.iteration_time_s == pytest.approx(
-        schedule_pictures.STAGES * schedule_pictures.MICROBATCHES * pairs
-    )
-    assert cases[0].bubble_percent == pytest.approx(100 * (1 - 1 / schedule_pictures.STAGES))
 
 
 def test_every_picture_is_drawn_and_shown_on_the_page(cases, tmp_path):
