@@ -52,9 +52,6 @@ def bill(*agents: NodeAgent) -> Bill:
     return bill_of(read_energy_logs([agent.log.path for agent in agents]).lines)
 
 
-# Ranks ---------------------------------------------------------------------------------------
-
-
 def test_a_rank_from_hello_to_bye(nodes):
     agent, gpu = nodes.agent(), nodes.gpu()
     rank = nodes.rank(agent, gpu)
@@ -335,9 +332,6 @@ def test_a_driver_that_hangs_holds_no_end_up(nodes, monkeypatch):
     assert kinds(agent) == ["begun", "steady", "ended"]
 
 
-# The end -------------------------------------------------------------------------------------
-
-
 def test_nothing_follows_the_end_of_a_bill(nodes):
     """Neither of a rank that no signal could end."""
     agent, gpus = nodes.agent(), [nodes.gpu(0), nodes.gpu(1)]
@@ -423,9 +417,6 @@ def test_an_agent_that_cannot_be_made_leaves_nothing_behind(nodes):
     assert agent.socket_path.exists()
     assert open_files() == files
     assert refused.tb is not None
-
-
-# The job's bill ------------------------------------------------------------------------------
 
 
 def two_nodes(nodes, **options: Any) -> tuple[NodeAgent, NodeAgent, list[Rank]]:
