@@ -3,9 +3,11 @@
 import gc
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 from fake_nvml.fixtures import fake_nvml, fake_nvml_library, fake_nvml_node
+from rank_pool import RankPool
 
 __all__ = ["fake_nvml", "fake_nvml_library", "fake_nvml_node"]
 
@@ -24,3 +26,19 @@ def pytest_collection() -> Iterator[None]:
     yield
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Four ranks that have megatron-core; the same for all tests of a worker."""
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        pytest.skip("megatron-core is not installed")
+    preload = (
+        "torch.distributed.pipelining",
+        "megatron.core.models.gpt.gpt_layer_specs",
+        "megatron.core.optimizer",
+        "envpipe_megatron.integrations.megatron_core",
+        "envpipe_megatron.integrations.megatron_cpu",
+    )
+    with RankPool(4, preload=preload) as ranks:
+        yield ranks

@@ -153,17 +153,10 @@ class ForwardBackward:
         works: list[_MegatronWork] = []
 
         def make_work(schedule: Schedule) -> _MegatronWork:
-            work = _MegatronWork(
-                schedule=schedule,
-                forward_step_func=forward_step_func,
-                iterators=iterators,
-                chunks=chunks,
-                config=config,
-                groups=groups,
-                num_microbatches=num_microbatches,
+            works.append(
+                _MegatronWork(schedule, forward_step_func, iterators, chunks, config, groups)
             )
-            works.append(work)
-            return work
+            return works[0]
 
         embedding_module = None
         if config.finalize_model_grads_func is not None:
@@ -214,21 +207,19 @@ class _MegatronWork:
 
     def __init__(
         self,
-        *,
         schedule: Schedule,
         forward_step_func: Callable[..., Any],
         iterators: list[Iterator[Any]],
         chunks: list[torch.nn.Module],
         config: Any,
         groups: ProcessGroupCollection,
-        num_microbatches: int,
     ) -> None:
         self._forward_step_func = forward_step_func
         self._iterators = iterators
         self._chunks = chunks
         self._config = config
         self._groups = groups
-        self._num_microbatches = num_microbatches
+        self._num_microbatches = schedule.num_microbatches
         self._model_type = get_model_type(chunks[0])
         self._stage: int = groups.pp.rank()
         self.last_stage: bool = self._stage == groups.pp.size() - 1

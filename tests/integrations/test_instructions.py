@@ -58,12 +58,6 @@ def test_other_orders_are_refused_with_what_was_seen(seen, said):
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool(STAGES, timeout_s=20, preload=["torch.distributed.pipelining"]) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
     with memory_folder() as made:
         yield made
@@ -83,10 +77,10 @@ def profile(preset: Path) -> Profile:
 
 
 @pytest.fixture(scope="module")
-def trained(ranks: RankPool, folder: Path, preset: Path) -> list[dict[str, Any]]:
+def trained(pool: RankPool, folder: Path, preset: Path) -> list[dict[str, Any]]:
     """What the ranks of the example came to."""
     settings = {**QUICK, "type": "envelope", "output": str(folder / "output")}
-    return ranks.run(instruction_ranks.train_example, folder / "example", preset, STEPS, settings)
+    return pool.run(instruction_ranks.train_example, folder / "example", preset, STEPS, settings)
 
 
 def test_the_example_trains_as_without_envpipe(trained):
@@ -112,9 +106,9 @@ def test_the_example_saves_energy_in_its_own_order(trained):
     assert all(not rank["said"] for rank in trained[1:])
 
 
-def test_units_of_a_framework_are_timed_as_our_own(ranks, folder, preset, trained):
+def test_units_of_a_framework_are_timed_as_our_own(pool, folder, preset, trained):
     """All iterations of all phases, and the plan, to the last bit of emulated time."""
-    ours = ranks.run(
+    ours = pool.run(
         instruction_ranks.train_session, folder / "session", preset, MICROBATCHES, STEPS - 1
     )
     for here, there in zip(trained, ours, strict=True):
@@ -132,19 +126,19 @@ def given_plan(folder: Path, preset: Path, schedule: str, policy: str) -> dict[s
 
 
 def run_letters(
-    ranks: RankPool, folder: Path, preset: Path, schedule: Schedule, **settings: Any
+    pool: RankPool, folder: Path, preset: Path, schedule: Schedule, **settings: Any
 ) -> list[Any]:
     order: Sequence[str] = letters(schedule)
     root = folder / f"letters-{len(list(folder.iterdir()))}"
-    return ranks.run(instruction_ranks.train_letters, root, preset, order, 8, {**QUICK, **settings})
+    return pool.run(instruction_ranks.train_letters, root, preset, order, 8, {**QUICK, **settings})
 
 
-def test_a_gpipe_is_planned_as_one(ranks, folder, preset):
+def test_a_gpipe_is_planned_as_one(pool, folder, preset):
     """By its own order from the first iteration on, and with a plan for it."""
     profile(preset).write(folder / "known.csv")
     gpipe = builders.gpipe(STAGES, MICROBATCHES)
     told = run_letters(
-        ranks, folder, preset, gpipe, type="uniform", profile=str(folder / "known.csv")
+        pool, folder, preset, gpipe, type="uniform", profile=str(folder / "known.csv")
     )
     for stage, job in enumerate(told):
         assert job["phase"] == "steady"
@@ -157,10 +151,10 @@ def test_a_gpipe_is_planned_as_one(ranks, folder, preset):
         assert job["iterations"][0] == ("warm-up", pytest.approx(units_s, rel=1e-6))
 
 
-def test_replicas_share_a_job(ranks, folder, preset):
+def test_replicas_share_a_job(pool, folder, preset):
     """Two pipelines of two stages: one plan, and a report of all GPUs on every rank."""
     own = builders.one_f_one_b(2, 4)
-    told = run_letters(ranks, folder, preset, own, type="baseline")
+    told = run_letters(pool, folder, preset, own, type="baseline")
     for rank, job in enumerate(told):
         assert job["phase"] == "steady"
         assert job["executed"] == own.labels()[rank % 2]
@@ -171,24 +165,24 @@ def test_replicas_share_a_job(ranks, folder, preset):
     assert "envpipe phase: steady" in last
 
 
-def test_a_plan_of_another_order_is_refused_on_all_ranks(ranks, folder, preset):
+def test_a_plan_of_another_order_is_refused_on_all_ranks(pool, folder, preset):
     settings = given_plan(folder, preset, "gpipe", "uniform")
     own = builders.one_f_one_b(STAGES, MICROBATCHES)
-    for error in run_letters(ranks, folder, preset, own, **settings):
+    for error in run_letters(pool, folder, preset, own, **settings):
         assert "runs its units itself, as 1f1b" in error
         assert "gpipe" in error
 
 
-def test_an_order_that_cannot_be_planned_is_refused_on_all_ranks(ranks, folder, preset):
+def test_an_order_that_cannot_be_planned_is_refused_on_all_ranks(pool, folder, preset):
     other = builders.envpipe(STAGES, MICROBATCHES, [2, 1, 0, 0])
-    for error in run_letters(ranks, folder, preset, other):
+    for error in run_letters(pool, folder, preset, other):
         assert "none that EnvPipe can plan" in error
         assert letters(other)[0] in error
 
 
-def test_misuse_is_told_where_it_happens(ranks, folder, preset):
+def test_misuse_is_told_where_it_happens(pool, folder, preset):
     own = letters(builders.one_f_one_b(STAGES, MICROBATCHES))
-    for told in ranks.run(instruction_ranks.misuse, folder / "misuse", preset, own):
+    for told in pool.run(instruction_ranks.misuse, folder / "misuse", preset, own):
         assert told.pop("phase") == "warm-up"
         for name, said in {
             "order": r"nothing to choose \(got scheduling\)",
