@@ -13,7 +13,7 @@ from whole_nodes import assert_equals_counters, full, new_job, summed
 
 pytestmark = pytest.mark.xdist_group("launch")
 
-ITERATIONS = 10
+ITERATIONS = 16
 
 
 def by_rank(bill: dict) -> list:
@@ -45,7 +45,7 @@ def test_two_nodes_get_one_bill(places, per_node):
         a, b = (job.node(name, **place) for name, place in zip("ab", places, strict=True))
         for node in (a, b):
             node.add_gpus(*range(per_node))
-        job.start_plain(ITERATIONS, per_node=per_node, price_per_kwh=0.2, bill_interval=4)
+        job.start_plain(ITERATIONS, per_node=per_node, price_per_kwh=0.2, bill_interval=2)
         job.hear_iteration(4)
         locked_mhz = [*a.locked_mhz(), *b.locked_mhz()]
         assert set(locked_mhz) <= set(PLANNED_MHZ), "the fault of every test is under a lock"
