@@ -2,5 +2,5 @@
 
 A hunk goes where its old lines stand, if that is one place. So forks can be patched too, and what a
 user has edited beside the patch is kept. `change` applies and reverts, `liveness` asks whether the
-hooks are called; `cli/patch.py` calls both.
+hooks are called; `cli/jobs/patch.py` calls both.
 """
