@@ -18,7 +18,7 @@ IntArray = NDArray[np.int32]
 
 #: About twice what 128 stages with 8,192 microbatches each need.
 MAX_UNITS = 4_000_000
-#: What a unit takes at least of whoever plans, as `envpipe plan` of 1F1B was seen to.
+#: Least memory and time that planning takes per unit (measured: `envpipe plan`, 1F1B).
 _UNIT_BYTES, _UNIT_S = 750, 2e-5
 
 

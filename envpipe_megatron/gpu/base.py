@@ -1,7 +1,7 @@
-"""What every GPU back end offers: clocks to set, meters to read, and the guard against setting.
+"""What every GPU back end offers: clocks to set, meters to read, and the forbid check.
 
-The guard stands here and not in the back ends: a subclass cannot replace `lock_frequency` and
-`reset_frequency`, so a new back end cannot forget it.
+The forbid check refuses to set a real GPU's clock while the environment forbids it. It is here and
+not in the back ends: none can replace `lock_frequency` and `reset_frequency`, so none forgets it.
 """
 
 import os
@@ -76,7 +76,7 @@ def clock_control_forbidden() -> bool:
 
 
 def nearest_frequencies(wanted_mhz: int, supported_mhz: Sequence[int]) -> tuple[int, ...]:
-    """Return the supported clocks next to a wanted one, at most one a side, highest first."""
+    """Return the supported clocks next to a wanted one, at most one per side, highest first."""
     below = [f for f in supported_mhz if f <= wanted_mhz]
     above = [f for f in supported_mhz if f > wanted_mhz]
     return tuple(([min(above)] if above else []) + ([max(below)] if below else []))
@@ -103,7 +103,7 @@ class Gpu(ABC):
     supported_frequencies_mhz: tuple[int, ...]
 
     def __init_subclass__(cls) -> None:
-        """Refuse, by a TypeError, a subclass (or a mixin of it) that replaces a guarded method."""
+        """Refuse, by a TypeError, a subclass (or a mixin of it) that replaces a checked method."""
         for method in ("lock_frequency", "reset_frequency"):
             if getattr(cls, method) is not getattr(Gpu, method):
                 raise TypeError(

@@ -1,8 +1,8 @@
-"""What of EnvPipe may fail in a job that trains: training goes on without it.
+"""Failures of EnvPipe that must not stop training.
 
-A part that fails on one rank alone must be known to all of them, or they would wait for each other.
-So it is tried where it runs, the ranks agree on the outcome, and all of them raise `GoesOnError`,
-which `phases.run_phases` turns into the framework's own order at the highest clock.
+If a part fails on one rank alone, all ranks must know, or they would wait for each other. So each
+rank tries its part, the ranks agree on the outcome, and all of them raise `GoesOnError`, which
+`phases.run_phases` turns into the framework's own order at the highest clock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 #: How often the planner says that it is still busy: more often than any collective's time-out.
 _LOOK_S = 5.0
-#: Of an error's text: notes go through the sockets of agents.
+#: Longest text of an error: notes go through the sockets of agents.
 _MOST_CHARACTERS = 1000
 
 
@@ -31,7 +31,7 @@ class GoesOnError(EnvPipeError):
 
 
 def in_words(error: Exception) -> str:
-    """An error as a note; where it is none that a user is meant to read, its stack is logged."""
+    """The text of an error, for a note; the stack of one that is not EnvPipe's is logged."""
     if isinstance(error, EnvPipeError):
         text = str(error)
     else:
@@ -41,7 +41,7 @@ def in_words(error: Exception) -> str:
 
 
 def _tried(make: Callable[[], T]) -> tuple[list[T], str | None]:
-    """What was made, or why it was not."""
+    """[what `make` returned] and None; or [] and the text of its error."""
     try:
         return [make()], None
     except Exception as error:
@@ -49,7 +49,7 @@ def _tried(make: Callable[[], T]) -> tuple[list[T], str | None]:
 
 
 def by_planner(collectives: Collectives, make: Callable[[], T]) -> T:
-    """What the planner makes, on every rank; GoesOnError where it fails, for whatever reason."""
+    """What the planner makes, on every rank; GoesOnError if it fails, for whatever reason."""
     made, failure = collectives.from_planner(_tried(make) if collectives.is_planner else None)
     if failure is not None:
         raise GoesOnError(failure)
@@ -87,7 +87,7 @@ def by_planner_in_time(
 
 
 def on_every_rank(collectives: Collectives, make: Callable[[], T]) -> T:
-    """What this rank makes, once every rank has; GoesOnError on all where one fails."""
+    """What this rank makes, once every rank has; GoesOnError on all if one fails."""
     made, failure = _tried(make)
     first = collectives.first(failure)
     if first is not None:

@@ -1,15 +1,15 @@
 """What a rank does to have its GPU guarded: `hold_gpu` before its first lock, `release` at the end.
 
 The order is: the rank's guard has a lease on disk, then the rank may lock. A thread of the rank
-sends heartbeats and hears what the guard says. When the guard dies, that thread notices (its socket
+sends heartbeats and reads what the guard says. When the guard dies, that thread notices (its socket
 ends) and stands in for it, in this order:
 
-1. It calls back with LOST. When the callback returns, the rank locks no clock any more.
+1. It calls back with LOST. When the callback returns, the rank no longer locks its clock.
 2. It resets its GPU and deletes its lease.
-3. It undoes, as guards do, what ranks of its job left that died together with their guards; until
-   the job has no other lease.
+3. As guards do, it undoes the leases of ranks of its job that died together with their guards,
+   until the job has no other lease.
 
-Which covers, race by race:
+This covers these races:
 
 - *A rank locks after its guard has died, because it has not noticed yet.* Its lease is still there
   (nobody deletes the lease of a rank that lives), so it undoes the lock itself in step 2.
@@ -80,7 +80,7 @@ from envpipe_megatron.gpu.opening import open_gpu
 _LOG = logging.getLogger(__name__)
 
 TORCHRUN_MARK = "ENVPIPE_TORCHRUN"
-"""In the environment of all that a torchrun starts, by which the launcher finds it, but guards."""
+"""Set for every process that torchrun starts, except guards; the launcher finds survivors by it."""
 
 _GUARD = ("-P", "-m", "envpipe_megatron.gpu.guard.process")  # -P: nothing of the working folder
 _BEATS_PER_HEARTBEAT = 6
@@ -91,12 +91,12 @@ _LONGEST_LOOK_S = 1.0
 
 
 class GuardEvent(enum.Enum):
-    """What a rank hears of its guard.
+    """Events that a guard reports to its rank.
 
     Attributes:
-        LOST: the guard is gone. When the callback returns, this rank locks no clock any more; its
-            GPU is then reset, and the lease deleted, for it.
-        STOP: the job is told to end. The callback, or what it wakes, ends clock control and calls
+        LOST: the guard is gone. When the callback returns, this rank no longer locks its clock; its
+            GPU is then reset and the lease deleted.
+        STOP: the job must end. The callback, or what it wakes, ends clock control and calls
             `release`.
         WAS_RESET: the clock is at its default, whatever was requested: forget that, and go on.
     """
@@ -123,7 +123,7 @@ def job_key(environ: Mapping[str, str] | None = None) -> str:
         parts.append(f"at {given.get('MASTER_ADDR', '')}:{given['MASTER_PORT']}")
     if not parts:
         return f"process {os.getpid()}"
-    # So that several 'nodes' on one machine are told apart.
+    # Several 'nodes' may run on one machine.
     node = given.get("GROUP_RANK") or given.get("SLURM_NODEID")
     return ", ".join([*parts, f"node {node}"] if node else parts)
 
@@ -142,16 +142,16 @@ def hold_gpu(
     timeout_s: float = _ANSWER_S,
     open_gpu: OpenGpu = open_gpu,
 ) -> "Hold":
-    """Start a guard for a GPU: from when this returns the rank may lock its clock.
-
-    Raises ClockControlForbiddenError for a real GPU while the environment forbids clock control,
-    LeaseHeldError where another job or another rank holds the GPU, GuardError where no guard could
-    be started, or it refuses: it cannot open the GPU, or undo a lock that somebody left on it.
+    """Start a guard for a GPU; once this returns, the rank may lock its clock.
 
     Args:
         job: the job's name on this node, by default `job_key()`.
-        on_event: called on its own thread with what the guard says.
-        open_gpu: for when this rank stands in for the guard.
+        on_event: called on its own thread with what the guard reports.
+        open_gpu: used when this rank stands in for the guard.
+
+    Raises ClockControlForbiddenError for a real GPU while the environment forbids clock control,
+    LeaseHeldError if another job or another rank holds the GPU, GuardError if the guard could not
+    be started or refused: it cannot open the GPU, or undo a lock that somebody left on it.
     """
     if address.backend not in PATH_BACKENDS and clock_control_forbidden():
         raise ClockControlForbiddenError(
@@ -170,11 +170,11 @@ def hold_gpu(
             ours.settimeout(timeout_s)
             answer = receive(ours)
         finally:
-            process.kill()  # it has detached, or could not start
+            process.kill()  # the guard has detached, or could not start
             process.wait()
         return Hold(ours, address, job, settings, _accepted(answer, log), on_event, open_gpu)
     except BaseException as error:
-        with suppress(OSError):  # should it still come: nobody waits for it
+        with suppress(OSError):  # in case the guard still starts: nobody waits for it
             send(ours, {"op": "release"})
         ours.close()
         with suppress(Exception):
@@ -199,7 +199,7 @@ def _start(
         "settings": asdict(settings),
         "socket": theirs.fileno(),
     }
-    # It finds this package where this process found it.
+    # The guard finds this package where this process found it.
     package = str(Path(envpipe_megatron.__file__).resolve().parents[1])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -218,7 +218,7 @@ def _start(
 
 
 def _accepted(answer: dict[str, Any] | None, log: Path) -> int:
-    """Return the guard's pid from its answer; raise what it refused with."""
+    """Return the guard's pid from its answer; raise its refusal as an error."""
     if answer is None:
         raise GuardError(
             "The guard ended before it held the GPU",
@@ -232,14 +232,14 @@ def _accepted(answer: dict[str, Any] | None, log: Path) -> int:
 
 
 def _undo_unanswered(address: GpuAddress, open_gpu: OpenGpu) -> None:
-    """Undo the lease of a guard that died before it had answered this process."""
+    """Undo the lease of a guard that died before it answered this process."""
     for record in list_leases():
         if (record.address, record.rank) == (address, ProcessIdentity.own()):
-            undo_lease(record, open_gpu, gave_up=True)  # unless a guard that lives has it
+            undo_lease(record, open_gpu, gave_up=True)  # unless a live guard has it
 
 
 class Hold:
-    """A GPU guarded for this process; `hold_gpu` makes it. A forked child has no part in it."""
+    """A GPU guarded for this process; `hold_gpu` makes it. Does nothing in a forked child."""
 
     def __init__(
         self,
@@ -262,19 +262,18 @@ class Hold:
         self._gave_up = False
         self._is_back = False
         self._settled = False
-        #: Wakes who waits in `release`. An event's lock stays taken where a signal handler raises.
+        #: Wakes the thread in `release`. An Event's lock stays taken if a signal handler raises.
         self._settling: SimpleQueue[None] = SimpleQueue()
         connection.setblocking(False)
         self._thread = threading.Thread(target=self._watch, name="envpipe-guard", daemon=True)
         self._thread.start()
 
     def release(self, timeout_s: float = _RELEASE_S) -> None:
-        """End it: the guard resets the GPU once more and deletes the lease.
+        """End clock control: the guard resets the GPU once more and deletes the lease.
 
-        To be called when this process locks no clock any more and has no request under way. Any
-        thread may call it; in the callback it does not wait. Nothing happens the second time, or in
-        a child. Raises GuardError where the guard, or this process in its place, was not done in
-        time.
+        Call it when this process no longer locks the clock and has no request under way. Any thread
+        may call it; in the callback it does not wait. The second call does nothing. Raises
+        GuardError if the guard, or this process in its place, did not finish in time.
         """
         if os.getpid() != self._pid or self._settled:
             return
@@ -307,7 +306,7 @@ class Hold:
         self._connection.close()
 
     def _listen(self) -> None:
-        """Send heartbeats and hear the guard, until the GPU is released or the guard is gone."""
+        """Send heartbeats and read messages until the GPU is released or the guard is gone."""
         beat_every_s = self._heartbeat_s / _BEATS_PER_HEARTBEAT
         next_beat_s = time.monotonic() + beat_every_s
         unanswered_since_s: float | None = None
@@ -327,7 +326,7 @@ class Hold:
                 self._say("beat")
 
     def _hear(self) -> bool:
-        """Do what the guard says; return False where it is gone."""
+        """Act on the guard's next message; return False if the guard is gone."""
         try:
             message = receive(self._connection)
         except (GpuError, OSError):
@@ -365,7 +364,7 @@ class Hold:
         if not self._gave_up and self._tell(GuardEvent.LOST):
             self._gave_up = True
         if self._gave_up:
-            self._say("release")  # should it only hang: it undoes the lease when it wakes up
+            self._say("release")  # a guard that only hangs undoes the lease when it wakes up
         wait_s, failure = _FIRST_LOOK_S, ""
         while True:
             try:
@@ -381,14 +380,14 @@ class Hold:
             wait_s = min(2 * wait_s, _LONGEST_LOOK_S)
 
     def _undo_own(self) -> None:
-        """Reset this rank's GPU; when this rank locks no more, delete its lease and be done."""
+        """Reset this rank's GPU; once this rank no longer locks, delete its lease and finish."""
         gave_up = self._gave_up
         name = lease_name(self.address)
         there = [record for record in list_leases() if record.path.name == name]
         own = [record for record in there if self._is_own(record)]
         left = [r for r in own if r.live or not undo_lease(r, self._open_gpu, gave_up=gave_up)]
-        # What a guard that hangs still holds, or somebody undid before this rank locked for the
-        # last time. Another job's GPU, or one that this rank holds anew, is left alone.
+        # A guard that hangs still holds the lease, or somebody undid it before this rank's last
+        # lock. Another job's GPU, or one that this rank holds again, is left alone.
         if own == left and own == there and not self._is_back:
             self._open_gpu(self.address).reset_frequency()
             self._is_back = gave_up

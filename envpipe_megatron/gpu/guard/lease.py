@@ -4,10 +4,10 @@ A lease is a file, one for each GPU. The rule that makes clocks come back: **it 
 the first lock until after a reset that follows the last moment at which its rank could lock.** So a
 GPU without a lease has no lock of ours, and a lease that nobody looks after says what to undo.
 
-The guard of a rank holds a `flock` on it as long as the guard lives; the kernel drops that however
-the guard dies, so "locked" means that somebody looks after it, in every PID namespace. A lease that
-is not locked is stale: its guard died. Its rank may live on; then the rank itself ends it (see
-`hold`), and nobody else may take it before.
+A guard holds a `flock` on its lease as long as it lives; the kernel drops the `flock` however the
+guard dies, so "locked" means that somebody looks after the lease, in every PID namespace. A lease
+that is not locked is stale: its guard died. Its rank may live on; then the rank itself ends the
+lease (see `hold`), and nobody else may take it before.
 """
 
 import logging
@@ -38,8 +38,8 @@ _LOG = logging.getLogger(__name__)
 
 OpenGpu = Callable[[GpuAddress], Gpu]
 
-_PATIENCE_S = 60.0  # more than the requests of a dead process last
-_LOOK_S = 0.2  # more than a mere look at a lease may make it seem locked
+_PATIENCE_S = 60.0  # longer than the requests of a dead process last
+_LOOK_S = 0.2  # longer than a reader's shared lock lasts
 _POLL_S = 0.02
 
 
@@ -69,10 +69,10 @@ class Lease:
     ) -> Self:
         """Take the lease of a GPU; undo a stale one first.
 
-        Waits `patience_s` for one that its guard, or somebody else, is just undoing. Raises
-        LeaseHeldError where a job that lives holds it or another user's stale lease is in the way,
-        LeaseFolderError where the folder is missing or unsafe, GpuError where what lies there is no
-        lease, or its GPU could not be reset; it is still there then.
+        Waits up to `patience_s` while its guard, or somebody else, undoes an old one. Raises
+        LeaseHeldError if a live job holds it or another user's stale lease is in the way,
+        LeaseFolderError if the folder is missing or unsafe, GpuError if the file there is no lease,
+        or its GPU could not be reset (the file then stays).
         """
         name = lease_name(address)
         home = new_lease_folder()
@@ -89,9 +89,9 @@ class Lease:
                 return cls(file)
 
     def release(self) -> None:
-        """Delete the lease. The GPU must be reset, and nobody left who could lock it.
+        """Delete the lease. The GPU must have been reset, with nobody left who could lock it.
 
-        Raises LeaseFolderError where the file could not be deleted.
+        Raises LeaseFolderError if the file could not be deleted.
         """
         with closing(self._file):
             self._file.unlink()
@@ -104,7 +104,7 @@ class Lease:
 def list_leases() -> list[LeaseRecord]:
     """Return all leases of this machine that concern this process, by name.
 
-    Files that are no leases are left out. Raises LeaseFolderError where a folder is unsafe.
+    Files that are no leases are left out. Raises LeaseFolderError if a folder is unsafe.
     """
     found = []
     with opened_lease_folders() as folders:
@@ -123,10 +123,10 @@ def list_leases() -> list[LeaseRecord]:
 def undo_lease(record: LeaseRecord, open_gpu: OpenGpu, *, gave_up: bool = False) -> bool:
     """Undo a stale lease: reset the GPU, then delete the file; return whether the lease is gone.
 
-    It is reset twice, `late_request_s` apart, where the back end's requests outlive their process.
-    Where its rank lives the GPU is reset and the lease stays, for the rank may lock again, unless
-    it `gave_up`. False also where somebody else has the lease, or is just undoing it. Raises
-    GpuError where the GPU could not be reset, or the lease is another user's; it is still there.
+    The GPU is reset twice, `late_request_s` apart, if the back end's requests outlive their
+    process. If its rank lives, the GPU is reset and the lease stays, as the rank may lock again,
+    unless it `gave_up`. Also False if somebody else has the lease, or is just undoing it. Raises
+    GpuError if the GPU could not be reset, or the lease is another user's; the lease then stays.
     """
     with opened_folder(record.path.parent) as folder:
         file = _open_and_lock(folder, record.path)
@@ -149,10 +149,10 @@ def undo_lease(record: LeaseRecord, open_gpu: OpenGpu, *, gave_up: bool = False)
 
 
 def undo_dead_ranks(job: str, open_gpu: OpenGpu) -> bool:
-    """Undo what ranks of a job left that have died together with their guards.
+    """Undo the leases of a job's ranks that have died together with their guards.
 
-    Of this user's leases alone. What cannot be undone is logged, and stays. Returns whether this
-    job had leases before.
+    Only this user's leases are looked at. One that cannot be undone is logged, and stays. Returns
+    whether the job had any lease before.
     """
     leases = [r for r in list_leases() if r.job == printable(job) and r.uid == os.geteuid()]
     for record in leases:
@@ -175,7 +175,7 @@ def _look_at(folder: int, path: Path) -> LeaseRecord | None:
     with closing(file):
         record = file.read(live=not file.try_lock(shared=True))
     if record is not None and record.guard.is_alive() is False:
-        record = replace(record, live=False)  # locked by somebody else
+        record = replace(record, live=False)  # locked by another process
     return record
 
 
@@ -214,21 +214,21 @@ def _clear_the_way(
                 if (live := _live_elsewhere(record)) is not None:
                     raise _held(live, "holds the GPU")
                 _bring_back(record.address, open_gpu, late=record.rank != rank)
-            # One without content was cut short before its guard promised anything to a rank.
+            # An empty one was cut short before its guard promised anything to a rank.
             file.unlink()
 
 
 def _live_elsewhere(record: LeaseRecord) -> LeaseRecord | None:
     """Return a live lease of the same GPU in another folder.
 
-    A stale one beside it says nothing of the clock: its user may have put it there himself.
+    A stale one is ignored: its owner may have put it there; it says nothing about the clock.
     """
     others = (other for other in list_leases() if other.path != record.path)
     return next((o for o in others if o.live and o.path.name == record.path.name), None)
 
 
 def _bring_back(address: GpuAddress, open_gpu: OpenGpu, *, late: bool) -> None:
-    """Reset a GPU; where its rank was killed, once more after requests under way have ended."""
+    """Reset a GPU; if its rank was killed (`late`), again after requests under way have ended."""
     gpu = open_gpu(address)
     gpu.reset_frequency()
     if late and gpu.late_request_s > 0:
@@ -237,7 +237,7 @@ def _bring_back(address: GpuAddress, open_gpu: OpenGpu, *, late: bool) -> None:
 
 
 def _worth_waiting_s(record: LeaseRecord | None, patience_s: float) -> float:
-    """How long to wait for a locked lease, s: long where its end is near."""
+    """How long to wait for a locked lease, s: long if its end is near."""
     being_written = record is None
     being_undone = record is not None and (
         record.guard.is_alive() is False
@@ -247,7 +247,7 @@ def _worth_waiting_s(record: LeaseRecord | None, patience_s: float) -> float:
 
 
 def _open_and_lock(folder: int, path: Path) -> LeaseFile | None:
-    """Open a lease and lock it; None where there is none or somebody else has it locked."""
+    """Open a lease and lock it; None if there is none or somebody else has it locked."""
     start_s = time.monotonic()
     while (file := LeaseFile.open(folder, path)) is not None:
         if file.try_lock() and file.is_current():

@@ -1,12 +1,12 @@
 """The folder of leases: where it is, who may own it, and safe access to its files.
 
 Everything is done relative to an opened folder, and no link is ever followed: in a folder that all
-users share, a name may mean something else than a moment before.
+users share, a name may mean another file than a moment ago.
 
-`ENVPIPE_LEASE_DIR` names the folder. Without it, it is `/run/envpipe/leases` where root has made
-that (a job of root, or systemd-tmpfiles), because a job then sees the leases of every user, and
+`ENVPIPE_LEASE_DIR` names the folder. By default, it is `/run/envpipe/leases` if root has made that
+(a job of root, or systemd-tmpfiles), because a job then sees the leases of every user, and
 otherwise a folder of the user's own in `/tmp`. Not in TMPDIR: batch systems give each job another
-one, and a lease must be found by the next job.
+one, and the next job must find the lease.
 """
 
 import errno
@@ -60,12 +60,12 @@ def new_lease_folder() -> Path:
 
 @contextmanager
 def opened_lease_folders() -> Iterator[list[tuple[Path, int]]]:
-    """Give every folder in which leases may lie that concern this process, opened.
+    """Open every folder that may hold leases relevant to this process.
 
-    Beside the folder for new leases: this user's own one, from before root made the shared one,
-    and, for root, those of all users. Anybody may make something of such a name in `/tmp`, so one
-    of these that is unsafe is left out: what lies there is not its user's. Raises LeaseFolderError
-    where the one for new leases is unsafe.
+    These are the folder for new leases, this user's own folder (in use before root made the shared
+    one) and, for root, the own folders of all users. Anybody may make a folder with such a name in
+    `/tmp`, so an unsafe one is left out. Raises LeaseFolderError if the folder for new leases is
+    unsafe.
     """
     first = new_lease_folder()
     others: list[Path] = []
@@ -84,12 +84,12 @@ def opened_lease_folders() -> Iterator[list[tuple[Path, int]]]:
 
 @contextmanager
 def opened_folder(path: Path, *, create: bool = False) -> Iterator[int]:
-    """Give a descriptor of a folder of leases that nobody else can tamper with.
+    """Open a folder of leases with which nobody else can tamper; gives its descriptor.
 
-    `create` makes it where it is missing, open to all users and sticky unless it is this user's
-    own; its parent must exist, except that of `SHARED_FOLDER`. Raises LeaseFolderError where it is
-    missing, no folder, or a link; where it belongs to another user (unless root looks at that
-    user's own folder), or others may write to it and it is not sticky.
+    `create` makes it if it is missing, open to all users and sticky unless it is this user's own;
+    its parent must exist, except that of `SHARED_FOLDER`. Raises LeaseFolderError if it is missing,
+    no folder, or a link; if it belongs to another user (unless root looks at that user's own
+    folder), or others may write to it and it is not sticky.
     """
     if create:
         _make(path)
@@ -119,7 +119,7 @@ def _make(path: Path) -> None:
 
 
 def _owner_by_name(path: Path) -> int | None:
-    """Return whose own folder it is by its name, None for one that users share."""
+    """Return the uid whose own folder this is, by its name; None for a shared one."""
     own = re.fullmatch(rf"{re.escape(_OWN_PREFIX)}([0-9]+)", path.name)
     return int(own[1]) if own and path.parent == OWN_FOLDERS else None
 
@@ -143,7 +143,7 @@ def _refuse_unsafe(path: Path, status: os.stat_result) -> None:
 
 
 class LeaseFile:
-    """An opened file of a folder of leases; keeps a copy of the folder's descriptor.
+    """An opened file in a folder of leases; keeps a copy of the folder's descriptor.
 
     Its `flock` belongs to this opened file: it ends with `close` or with the process.
     """
@@ -155,14 +155,14 @@ class LeaseFile:
 
     @classmethod
     def create(cls, folder: int, path: Path, content: bytes) -> "LeaseFile | None":
-        """Create, lock and write a file; return None where another one was faster.
+        """Create, lock and write a file; return None if another process was faster.
 
-        Raises LeaseFolderError where it cannot be written.
+        Raises LeaseFolderError if it cannot be written.
         """
         remedy = f"Make room there, or set {LEASE_DIR_VARIABLE} to another folder"
         with _reported("A lease cannot be written", path, remedy):
-            # Never opened for writing where it exists: a sticky folder's protection
-            # (fs.protected_regular) refuses that with another error for another user's file.
+            # An existing file is never opened for writing: in a sticky folder, the kernel refuses
+            # another user's file with another error (fs.protected_regular).
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
             try:
                 file = cls(folder, path, os.open(path.name, flags, 0o644, dir_fd=folder))
@@ -171,7 +171,7 @@ class LeaseFile:
             try:
                 # Whatever the umask: other users must see who holds the GPU.
                 os.fchmod(file._descriptor, 0o644)
-                # Who finds it before it is locked takes it for one cut short, and deletes it.
+                # Another process that finds it before it is locked takes it for cut short.
                 if file.try_lock() and file.is_current():
                     if os.write(file._descriptor, content) == len(content):
                         return file
@@ -185,9 +185,9 @@ class LeaseFile:
 
     @classmethod
     def open(cls, folder: int, path: Path) -> "LeaseFile | None":
-        """Open a file for reading; return None where there is none.
+        """Open a file for reading; return None if there is none.
 
-        Raises LeaseFolderError where it cannot be read, or is not a regular file.
+        Raises LeaseFolderError if it cannot be read, or is not a regular file.
         """
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         with _reported("A lease cannot be read", path, "Let its owner or root delete it"):
@@ -206,11 +206,11 @@ class LeaseFile:
         )
 
     def try_lock(self, *, shared: bool = False) -> bool:
-        """Take the lock; return False where another opened file has it.
+        """Take the lock; return False if another opened file has it.
 
-        `shared` is to see whether it is taken: two that look at the same time do not see each
-        other. Raises LeaseFolderError where there are no such locks, as on NFS for a file opened
-        for reading.
+        With `shared`, to see whether it is taken, two readers at the same time do not exclude each
+        other. Raises LeaseFolderError if the file system has no such locks, as NFS has none for a
+        file opened for reading.
         """
         remedy = f"Set {LEASE_DIR_VARIABLE} to a folder on a disk of this machine"
         with _reported("A lease cannot be locked", self.path, remedy):
@@ -230,7 +230,7 @@ class LeaseFile:
         return os.path.samestat(there, os.fstat(self._descriptor))
 
     def unlink(self) -> None:
-        """Delete it, where the name still means it; LeaseFolderError where that fails."""
+        """Delete the file if the name still means it; LeaseFolderError if that fails."""
         if self.is_current():
             remedy = "Let its owner or root delete it"
             with _reported("A lease could not be deleted", self.path, remedy):
@@ -238,17 +238,17 @@ class LeaseFile:
 
     def close(self) -> None:
         """Unlock and close it."""
-        # Unlocked explicitly: a child that was forked meanwhile has the same opened file, and
-        # would keep the lock as long as it lives.
+        # Unlocked explicitly: a child forked meanwhile shares the opened file, and would keep the
+        # lock as long as it lives.
         with suppress(OSError):
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
         os.close(self._folder)
 
     def read(self, *, live: bool = False) -> "LeaseRecord | None":
-        """Return what the lease says; None where its writing was cut short.
+        """Return what the lease says; None if its writing was cut short.
 
-        Raises GpuError where it is something else.
+        Raises GpuError if it is something else.
         """
         try:
             document = json.loads(os.pread(self._descriptor, _MAX_BYTES, 0))
@@ -268,7 +268,7 @@ class LeaseFile:
                 path=self.path,
                 address=GpuAddress(str(address["backend"]), str(address["uid"])),
                 job=printable(str(document["job"])),
-                uid=os.fstat(self._descriptor).st_uid,  # what it says itself, anybody could write
+                uid=os.fstat(self._descriptor).st_uid,  # the 'uid' field could be forged
                 guard=_identity(document["guard"]),
                 rank=None if document["rank"] is None else _identity(document["rank"]),
                 live=live,
@@ -301,7 +301,7 @@ class LeaseRecord:
     """What a lease says, and what is true of it.
 
     Attributes:
-        uid: who made the file.
+        uid: the user who made the file.
         guard: the process that looks, or looked, after it.
         rank: the process that may lock the clock; None for `envpipe clocks reset`.
         live: whether its guard lives.
@@ -318,8 +318,8 @@ class LeaseRecord:
     def rank_is_alive(self) -> bool:
         """Return whether the rank is known to live: it may lock the clock at any moment.
 
-        Nothing is known of a rank in a PID namespace that cannot be seen from here; it counts as
-        ended. If it lives, it notices within milliseconds that its guard has died.
+        A rank in a PID namespace that cannot be seen from here counts as ended. If it lives, it
+        notices within milliseconds that its guard has died.
         """
         return self.rank is not None and self.rank.is_alive() is True
 
@@ -327,7 +327,7 @@ class LeaseRecord:
 def lease_name(address: GpuAddress) -> str:
     """Return the name of a GPU's lease: the same for all back ends of a real GPU.
 
-    Raises GpuError where the uid is not one.
+    Raises GpuError for a malformed uid.
     """
     if address.backend in PATH_BACKENDS:
         digest = hashlib.sha256(address.uid.encode()).hexdigest()[:24]

@@ -10,7 +10,7 @@ a rank and its guard there are these:
     guard -> rank    {"event": "stop"}         end clock control, reset, release: the job ends
     guard -> rank    {"event": "was_reset"}    the clock is at its default, whatever was requested
 
-No message asks the guard to lock a clock: it cannot be made to.
+No message asks the guard to lock a clock.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _MAX_SOCKET_PATH = 107
 
 
 class GuardError(GpuError):
-    """There is no guard, without which no clock is locked, or it refuses."""
+    """The guard could not be started, or refused; no clock is locked without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,12 @@ class GuardSettings:
     """How long a guard waits.
 
     Attributes:
-        heartbeat_s: when a rank has been silent for this long its GPU is reset. Long, because a
-            rank may hold Python's interpreter lock for many seconds and be well.
+        heartbeat_s: a rank's GPU is reset after this much silence. Long, because a healthy rank may
+            hold Python's interpreter lock for many seconds.
         give_up_s: how long resets of a GPU whose rank is gone may fail or hang. Then the guard
             ends, and the lease says what to undo.
-        stop_s: how long the rank may take to end clock control when the guard is told to end. Less
-            than batch systems wait between SIGTERM and SIGKILL.
+        stop_s: how long the rank may take to end clock control when the guard receives a signal to
+            end. Less than batch systems wait between SIGTERM and SIGKILL.
     """
 
     heartbeat_s: float = 30.0
@@ -56,7 +56,7 @@ class GuardSettings:
 
 
 def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
-    """Send a message; OSError where it is longer than a receiver reads, or cannot be sent."""
+    """Send a message; OSError if it is longer than a receiver reads, or cannot be sent."""
     data = json.dumps(message).encode()
     if len(data) > _MAX_MESSAGE_BYTES:
         raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
@@ -64,14 +64,14 @@ def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
 
 
 def receive(connection: socket.socket) -> dict[str, Any] | None:
-    """Return the next message, None where the other side is gone.
+    """Return the next message, None if the other side is gone.
 
-    Raises GuardError where it is not a message, BlockingIOError where a socket that does not block
-    has none yet, TimeoutError where none came in time.
+    Raises GuardError if it is not a message, BlockingIOError if a non-blocking socket has none yet,
+    TimeoutError if none came in time.
     """
     data = b""
     for _ in range(2):
-        # An error comes first where the other side had something unread; then what it said last.
+        # If the other side left something unread, an error comes first, then its last message.
         with contextlib.suppress(ConnectionError):
             data = connection.recv(_MAX_MESSAGE_BYTES)
             break
@@ -87,9 +87,9 @@ def receive(connection: socket.socket) -> dict[str, Any] | None:
 
 
 def runtime_folder() -> Path:
-    """Return the folder of this user's sockets and guards' logs; make it where it is missing.
+    """Return the folder of this user's sockets and guards' logs; make it if it is missing.
 
-    Raises GuardError where somebody else could enter it, or it cannot be made.
+    Raises GuardError if somebody else could enter it, or it cannot be made.
     """
     path = Path(f"/tmp/envpipe-{os.geteuid()}")
     given = os.environ.get("XDG_RUNTIME_DIR")
@@ -117,7 +117,7 @@ def runtime_folder() -> Path:
 
 
 def check_socket_path(path: Path) -> Path:
-    """Return the path of a socket to be; GuardError where it is too long for one."""
+    """Return a new socket's path; GuardError if it is too long for a socket."""
     if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
         raise GuardError(
             "The path is too long for a socket",

@@ -15,7 +15,7 @@ takes the GPU's lease, says "held", and watches. What it does when
 - it fails itself, as without memory: reset, as well as possible, and die. The rank notices.
 - the driver hangs: die by SIGALRM. The rank notices.
 
-About once a second, and at its end, it also undoes what ranks of its job left that have died
+About once a second, and at its end, it also undoes the leases of ranks of its job that have died
 together with their guards.
 """
 
@@ -55,7 +55,7 @@ def main() -> NoReturn:
     the socket to the rank.
     """
     order = json.loads(sys.argv[1])
-    # What batch systems send to all of a job's processes to have its ranks write a checkpoint.
+    # Batch systems send these to all of a job's processes to have its ranks write a checkpoint.
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signals = _noted_signals()
@@ -92,7 +92,7 @@ def _noted_signals() -> int:
 
 @contextmanager
 def _time_limit(limit_s: float) -> Iterator[None]:
-    """End this process where a driver hangs: SIGALRM does by default, and leaves the lease."""
+    """End this process if the driver hangs: SIGALRM does by default, and leaves the lease."""
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         yield
@@ -101,10 +101,7 @@ def _time_limit(limit_s: float) -> Iterator[None]:
 
 
 class Guard:
-    """The guard of one rank, the process that may lock the clock.
-
-    `signals` is the descriptor from which signals are read.
-    """
+    """The guard of one rank; `signals` is the descriptor from which signals are read."""
 
     def __init__(
         self,
@@ -132,7 +129,7 @@ class Guard:
     def run(self) -> None:
         """Take the lease, watch the rank, and bring the clock back."""
         try:
-            # Opened now and not when it is needed: what is missing shows before a clock is locked.
+            # Opened now and not when it is needed: a failure shows before a clock is locked.
             with _time_limit(self._settings.give_up_s):
                 self._gpu = open_gpu(self._address)
                 late_s = self._gpu.late_request_s
@@ -162,12 +159,16 @@ class Guard:
     # --- while the rank may lock ----------------------------------------------------------------
 
     def _watch(self) -> str:
-        """Watch until the rank has "released" the GPU or "ended", or is "left" alive."""
+        """Watch the rank, and return how that ended.
+
+        "released": the rank released the GPU; "ended": it ended without a release; "left": it did
+        neither within `stop_s` after a signal to end, and still lives.
+        """
         settings, heard_s, retry_at_s = self._settings, time.monotonic(), float("inf")
         poll = select.poll()
         poll.register(self._signals, select.POLLIN)
         poll.register(self._connection, select.POLLIN)
-        with suppress(OSError, AttributeError):  # before Linux 5.3 it is found by its number alone
+        with suppress(OSError, AttributeError):  # before Linux 5.3 its pid must do
             poll.register(os.pidfd_open(self._rank.pid), select.POLLIN)
         while True:
             poll.poll(1000 * _TICK_S)
@@ -196,7 +197,7 @@ class Guard:
                 heard_s = now_s
             if now_s >= heard_s + settings.heartbeat_s:
                 _LOG.warning("%s is silent", self._rank)
-                heard_s = now_s  # and again after as long: it may be in the midst of a request
+                heard_s = now_s  # wait as long again before the next reset
                 reset = True
             if reset and self._reset(settings.stop_s if self._stop_at_s else settings.give_up_s):
                 retry_at_s = float("inf")
@@ -211,7 +212,7 @@ class Guard:
             return False
 
     def _hear(self) -> str:
-        """Return what the rank said: "release", "beat", "end" of its socket, "" for nothing."""
+        """Return what the rank said: "release", "beat", "end" if its socket ended, or ""."""
         heard = ""
         while self._connected:
             try:
@@ -249,7 +250,7 @@ class Guard:
         return self._reset_surely()
 
     def _reset_surely(self) -> bool:
-        """Reset until it works; return False where it did not within `give_up_s`."""
+        """Reset until it works; return False if it did not within `give_up_s`."""
         until_s, wait_s = time.monotonic() + self._settings.give_up_s, _FIRST_RETRY_S
         while not self._reset(self._settings.give_up_s):
             if time.monotonic() + wait_s > until_s:
@@ -266,7 +267,7 @@ class Guard:
                     self._gpu = open_gpu(self._address)
                 self._gpu.reset_frequency()
         except Exception as error:
-            # Said each time: retries are rare, and an administrator wants to see them.
+            # Logged each time: retries are rare, and an administrator wants to see them.
             _LOG.error("%s: reset failed: %s", self._address.uid, error)
             self._gpu = None  # a driver that was reloaded needs to be opened again
             return False
