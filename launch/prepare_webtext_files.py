@@ -242,7 +242,8 @@ class Index:
         content: of the file; the arrays are views of it.
         lengths: tokens of each sequence, shape (sequences,).
         starts: the first byte of each sequence, shape (sequences,).
-        documents: the first sequence of each document, and one behind the last.
+        documents: the first sequence of each document, and one behind the last, shape
+            (documents + 1,).
     """
 
     content: bytearray

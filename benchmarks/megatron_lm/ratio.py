@@ -168,7 +168,7 @@ def _ratio_row(times: Sequence[dict[str, float]], arm: str) -> dict[str, Any]:
     error = statistics.stdev(logarithms) / math.sqrt(count) if count > 1 else math.inf
 
     def bound(quantile: float) -> float:
-        return math.exp(stats.t.ppf(quantile, max(1, count - 1), mean, error))
+        return math.exp(mean + stats.t.ppf(quantile, max(1, count - 1)) * error)
 
     stock_s = statistics.median(t[STOCK] for t in times)
     return {

@@ -7,6 +7,7 @@ blocking power is off by default.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -123,7 +124,8 @@ def make_conditions(
         blocking_power_w: one number, or one for each stage.
         use: which of `SIDECAR_FIELDS` to take from the sidecar; its latency is always taken where
             known, and `change` takes the energy of a change along.
-        given: other fields of `Conditions`, one number for all stages or one each; None for none.
+        given: other fields, as `Conditions` takes them; one number of `tail_time_s` or
+            `gpus_per_stage` stands for all stages. None leaves a field out.
     """
     sidecar = profile.sidecar
     known = {name: value for name, value in given.items() if value is not None}
@@ -193,4 +195,5 @@ def _curves(given: WaitCurves, stages: int) -> WaitCurves:
 
 
 def _wrong(name: str, given: Any, needed: str) -> EnvPipeError:
-    return EnvPipeError(f"'{name}' is wrong", value=given, remedy=f"It takes {needed}.")
+    words = re.sub("_[wsj]$", "", name).replace("_", " ")
+    return EnvPipeError(f"The {words} ({name}) is wrong", value=given, remedy=f"It takes {needed}.")

@@ -126,15 +126,15 @@ def read_json(path: Path, what: str, error: type[EnvPipeError] = EnvPipeError) -
 
 
 def parse_json(
-    text: str, path: Path, what: str, error: type[EnvPipeError] = EnvPipeError
+    text: str, path: Path, what: str, error: type[EnvPipeError] = EnvPipeError, remedy: str = ""
 ) -> Fields:
-    """The fields of a JSON object, which stands in a file."""
+    """The fields of a file's JSON object; `error`, with the remedy, for anything else."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as cause:
-        raise error(f"{what} {path} is not readable JSON: {cause}") from cause
+        raise error(f"{what} {path} is not readable JSON: {cause}", remedy=remedy) from cause
     if not isinstance(data, dict):
-        raise error(f"{what} {path} is not a JSON object", value=type(data).__name__)
+        raise error(f"{what} {path} is not a JSON object", value=type(data).__name__, remedy=remedy)
     return Fields(data, path, error)
 
 

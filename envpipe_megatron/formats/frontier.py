@@ -90,7 +90,7 @@ def read_frontier(path: Path) -> StoredFrontier:
         header, *lines = read_text(path).splitlines() or [""]
     except (OSError, ValueError) as error:
         raise PlanError(f"Frontier {path} is not readable: {error}", remedy=_REMEDY) from error
-    fields = parse_json(header, path, "Frontier", PlanError)
+    fields = parse_json(header, path, "Frontier", PlanError, _REMEDY)
     if fields.data.get("format") != FRONTIER_FORMAT:
         raise PlanError(f"{path} is not a stored frontier", remedy=_REMEDY)
     if not lines:

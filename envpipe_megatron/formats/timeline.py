@@ -108,7 +108,7 @@ class RankIteration:
 class ClockSamples:
     """What the clock of one GPU was at some instants, on the time base of its meter.
 
-    `requested_mhz` is None where the clock was not locked.
+    One entry for each sample; `requested_mhz` is None where the clock was not locked.
     """
 
     labels: GpuLabels

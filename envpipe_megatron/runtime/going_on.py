@@ -61,8 +61,8 @@ def by_planner_in_time(
 ) -> T:
     """As `by_planner`, for what may take longer than a collective waits, or for ever.
 
-    `make` runs on a thread, which is left behind after `longest_s`; every `look_s`, the planner
-    lets the other ranks know that it is still busy.
+    `make` runs on a thread, which is left behind after `longest_s` (GoesOnError); every `look_s`,
+    the planner lets the other ranks know that it is still busy.
     """
     ended: list[tuple[list[T], str | None]] = []
     thread = threading.Thread(

@@ -185,7 +185,7 @@ def test_a_frontier_without_plans_is_refused(stored_path):
 def test_what_is_no_frontier_is_refused(tmp_path, text):
     path = tmp_path / "frontier.jsonl"
     path.write_text(text)
-    with pytest.raises(PlanError, match=r"frontier\.jsonl"):
+    with pytest.raises(PlanError, match=r"frontier\.jsonl.* Give the \.jsonl file"):
         read_frontier(path)
 
 

@@ -189,7 +189,7 @@ class EmulatedGpu(Gpu):
 
     @property
     def power_w(self) -> float:
-        """The power now: waiting power in an anchored wait, else that of the last work."""
+        """The power now; without an anchor, that just before the committed end."""
         state = self._file.read()
         now_s = self._instant_s(state)
         segment = state.segment_at(now_s)

@@ -106,7 +106,7 @@ class JobFolder:
         return {**labels, "run": f"{labels.get('run', '')} {self.started}".strip()}
 
     def appender(self, name: str) -> Callable[[dict[str, Any]], None] | None:
-        """What appends to `<name>.jsonl`, or to `<name>-<node>.jsonl` where there are several."""
+        """What appends to `<name>.jsonl`, or `<name>-<node>.jsonl`; None without a folder."""
         if self._path is None:
             return None
         return partial(append_line, self._path / f"{name}{self._of_node}.jsonl")

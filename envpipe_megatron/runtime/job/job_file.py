@@ -131,7 +131,7 @@ def read_job(
 
 
 def write_job(folder: Path, job: StoredJob) -> None:
-    """Replace the folder's job; a kill at any point leaves the old one or the new one."""
+    """Replace the folder's job (OSError); a kill at any point leaves the old or the new one."""
     replace_files({folder / JOB_FILE: [json.dumps(job.to_json(), indent=1), "\n"]})
 
 

@@ -63,7 +63,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
 def _save_energy(
     job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]
 ) -> PhaseRun[IterationOrder]:
-    """Profile, plan and reconfigure; the order of the steady phase.
+    """Profile, plan and reconfigure; the order of the steady phase. GoesOnError if that fails.
 
     Args:
         job: of this rank.

@@ -250,7 +250,11 @@ class Session:
         return self._rank_clock.summary()
 
     def summary(self) -> dict[str, Any]:
-        """The job so far, as this rank knows it; complete once the session is closed."""
+        """The job so far, as this rank knows it; complete once the session is closed.
+
+        Keys: those of `TrainingEnergy.summary`, `rank`, `stage`, `phase`, `iteration`, `notes`,
+        `reconfigure` (`steps`, `ended`) and `clocks`.
+        """
         state = self.state
         ended = state.reconfigure_ended
         return {
