@@ -25,7 +25,7 @@ def decode(content: bytes) -> str:
 
 
 def read_text(path: Path) -> str:
-    """A file's text as `decode` gives it; OSError where it cannot be read."""
+    """A file's text as `decode` gives it; OSError if it cannot be read."""
     return decode(path.read_bytes())
 
 

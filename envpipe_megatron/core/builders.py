@@ -32,7 +32,7 @@ def envpipe(num_stages: int, num_microbatches: int, extra_forwards: Sequence[int
     """1F1B with extra warm-up forwards on each stage (Choi et al., ATC'23, section 4.2).
 
     The last stage has none in EnvPipe, since its units are all on the envelope. ScheduleError: not
-    one count a stage, a negative one, or more forwards than microbatches.
+    one count per stage, a negative one, or more forwards than microbatches.
     """
     _check_job(num_stages, num_microbatches)
     if len(extra_forwards) != num_stages or min(extra_forwards) < 0:
@@ -137,7 +137,7 @@ def extra_forward_caps(
 ) -> list[int]:
     """The most extra forwards that the batch, memory and the user leave to each stage.
 
-    `max_in_flight` lists microbatches for each stage; ScheduleError where 1F1B itself holds more.
+    `max_in_flight` lists microbatches for each stage; ScheduleError if 1F1B itself holds more.
     """
     caps = []
     for stage in range(num_stages):

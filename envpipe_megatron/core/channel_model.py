@@ -56,7 +56,7 @@ def hardware_capacity(environment: Mapping[str, str]) -> int | None:
 
 @dataclass(frozen=True)
 class StuckStage:
-    """A stage that waits for ever to send a unit's output to `peer`, or to receive its input."""
+    """A stage that waits forever to send a unit's output to `peer`, or to receive its input."""
 
     stage: int
     unit: str

@@ -88,7 +88,7 @@ class Conditions:
 
     @property
     def tail_by_stage_s(self) -> FloatArray:
-        """[num_stages] the tails, zeros where there are none."""
+        """[num_stages] the tails, zeros if there are none."""
         return np.array(self.tail_time_s or (0.0,) * self.num_stages)
 
     @property
@@ -118,14 +118,14 @@ def make_conditions(
 ) -> Conditions:
     """Conditions from a profile's sidecar, where asked for, and from values that override it.
 
-    EnvPipeError: a wrong value, an unknown name in `use`, or a fact that the sidecar lacks.
-
     Args:
         blocking_power_w: one number, or one for each stage.
         use: which of `SIDECAR_FIELDS` to take from the sidecar; its latency is always taken where
             known, and `change` takes the energy of a change along.
         given: other fields, as `Conditions` takes them; one number of `tail_time_s` or
             `gpus_per_stage` stands for all stages. None leaves a field out.
+
+    Raises EnvPipeError for a wrong value, a name not known in `use`, or a fact the sidecar lacks.
     """
     sidecar = profile.sidecar
     known = {name: value for name, value in given.items() if value is not None}

@@ -59,7 +59,7 @@ class LongestPath:
 
         `later` is numpy.maximum where durations are arrays, each one node's in many iterations.
         """
-        # start_s written out: a call a unit would double the time for 10^5 units.
+        # start_s written out: one call per unit would double the time for 10^5 units.
         end_s, duration_s, hop_s = self.end_s, self.duration_s, self.hop_s
         cross, width = self._cross, self._width
         for node in self.order:
@@ -128,7 +128,7 @@ class LongestPath:
 
 
 def latency_by_node(schedule: Schedule, latency_s: float | Sequence[float]) -> list[float]:
-    """Latency of the hop that feeds each node; 0 where nothing does.
+    """Latency of the hop that feeds each node; 0 if nothing does.
 
     `latency_s` is one number for every hop, or one for each boundary between neighbouring stages
     (else EnvPipeError). The hop from the last stage back to the first, which only chunks use, takes

@@ -71,8 +71,6 @@ class Cost:
 class Plan:
     """A schedule with a frequency for each unit, and the profile that prices it.
 
-    PlanError where shapes do not fit; once it is evaluated, errors as of `evaluation.evaluate`.
-
     Args:
         policy: how the plan was made.
         frequency_mhz: [num_stages, units_per_stage].
@@ -80,6 +78,8 @@ class Plan:
         park_mhz: as `evaluation.evaluate` takes it.
         energy_lower_bound_j: certificate that no plan of this schedule, profile and conditions is
             as fast and takes less.
+
+    Raises PlanError if shapes do not fit; once it is evaluated, as `evaluation.evaluate` does.
     """
 
     policy: str
@@ -186,7 +186,7 @@ class Plan:
         return data
 
     def write(self, path: Path) -> None:
-        """Write the plan's JSON, one line a stage."""
+        """Write the plan's JSON, one line per stage."""
         lines = []
         for name, value in self.to_json().items():
             text = json.dumps(value)

@@ -2,9 +2,9 @@
 
 The CSV is Zeus's and lowtime's, `stage,instruction,frequency,time,energy` with MHz, s and J for one
 GPU and one microbatch, its columns in any order. A column `energy_uncertainty_j` may follow (the
-standard uncertainty, empty where not known); others are kept out. Zeus writes a row for each
-`rank`: of the GPUs of a stage the slowest gives the time, for the others wait for it, and their
-mean the energy. A sidecar JSON of the same name holds what else was measured about the job.
+standard uncertainty, empty if not known); others are kept out. Zeus writes a row for each
+`rank`: a stage's time is that of its slowest GPU, for which the others wait, and its energy the
+mean of its GPUs. A sidecar JSON of the same name holds what else was measured about the job.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Profile:
         }
 
     def row(self, stage: int, kind: Kind, frequency_mhz: int) -> ProfileRow:
-        """The row of a stage, kind and frequency; ProfileError where that was not profiled."""
+        """The row of a stage, kind and frequency; ProfileError if that was not profiled."""
         found = self._by_frequency.get((stage, kind, frequency_mhz))
         if found is None:
             listed = ", ".join(str(row.frequency_mhz) for row in self.rows[stage][kind])
@@ -227,7 +227,7 @@ class Profile:
     def write(self, path: Path) -> None:
         """Write the CSV, and the sidecar beside it; both or none.
 
-        ProfileError where the CSV has the sidecar's name, OSError where a file cannot be written.
+        ProfileError if the CSV has the sidecar's name, OSError if a file cannot be written.
         """
         if sidecar_path(path) == path:
             raise ProfileError(
@@ -241,7 +241,7 @@ class Profile:
 def make_profile(
     rows: Iterable[tuple[int, Kind, ProfileRow]], *, source: str, sidecar: Sidecar | None = None
 ) -> Profile:
-    """A checked profile from rows in any order; ProfileError where a kind of a stage has none."""
+    """A checked profile from rows in any order; ProfileError if a kind of a stage has none."""
     table: dict[int, dict[Kind, list[ProfileRow]]] = {}
     for stage, kind, row in rows:
         known = table.setdefault(stage, {}).setdefault(kind, [])

@@ -66,7 +66,7 @@ def unit(kind: Kind, microbatch: int, chunk: int = 0) -> Unit:
 
 
 def parse_unit(text: str) -> Unit:
-    """Read `F3` or `F3.1`; ScheduleError where the text is neither."""
+    """Read `F3` or `F3.1`; ScheduleError if the text is neither."""
     match = _UNIT_PATTERN.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise ScheduleError(
@@ -197,7 +197,7 @@ class Schedule:
 
     @cached_property
     def topological_order(self) -> list[int]:
-        """All nodes, each after those it depends on; ScheduleError where stages wait in circles."""
+        """All nodes, each after those it depends on; ScheduleError if stages wait in circles."""
         width = self.units_per_stage
         cross = self.cross_dependency.tolist()
         successor = self.cross_successor.tolist()

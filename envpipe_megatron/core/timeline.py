@@ -20,12 +20,12 @@ RELATIVE_TOLERANCE = 1e-9
 class Timeline:
     """When each unit starts and ends, all as early as they can.
 
-    EnvPipeError: a wrong shape, or a duration or latency below zero or not a number.
-
     Args:
         duration_s: [num_stages, units_per_stage].
         latency_s: as `longest_path.latency_by_node` takes it.
         tail_s: [num_stages] the time after each stage's last unit, or one for all.
+
+    Raises EnvPipeError for a wrong shape, or a duration or latency below zero or not a number.
     """
 
     def __init__(

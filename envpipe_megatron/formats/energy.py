@@ -89,7 +89,7 @@ class EnergyWindow:
     Args:
         gpu_uid: names the GPU; `gpu` is the product's name.
         rank: of the job.
-        run: the run of the job, empty where the job has one.
+        run: the run of the job, empty if the job has only one.
         shares_s: seconds of `SHARES`.
         begin_s: on the time base of the GPU.
     """
@@ -190,7 +190,7 @@ def _no_energy_log(path: Path) -> EnergyFileError:
 
 
 def parse_line(line: bytes) -> EnergyWindow | EnergyNote:
-    """Read one line of an energy log; ValueError where it is torn or something else."""
+    """Read one line of an energy log; ValueError if it is torn or something else."""
     try:
         data = json.loads(line)
         if isinstance(data, dict) and data.get("format") == NOTE_FORMAT:
@@ -230,7 +230,7 @@ def _ends_a_line(descriptor: int, place: int) -> bool:
 
 
 def _parse(data: Any) -> EnergyWindow:
-    """A window from its JSON; ValueError, TypeError or KeyError where it is something else."""
+    """A window from its JSON; ValueError, TypeError or KeyError if it is something else."""
     if not isinstance(data, dict) or data.get("format", ENERGY_FORMAT) != ENERGY_FORMAT:
         raise ValueError
     shares = [data.get(name) for name in SHARES]
@@ -261,7 +261,7 @@ def read_amount(value: Any) -> float:
 
 
 def read_text(data: dict[str, Any], name: str) -> str:
-    """A text of a line, empty where the line does not say; TypeError where it is none."""
+    """A text of a line, empty if the line does not say; TypeError if it is none."""
     value = data.get(name, "")
     if not isinstance(value, str):
         raise TypeError

@@ -47,7 +47,7 @@ class InterchangeError(EnvPipeError):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One entry of a plan file; `kind` is None where the file lists frequencies alone."""
+    """One entry of a plan file; `kind` is None if the file lists frequencies alone."""
 
     kind: Kind | None
     frequency_mhz: int

@@ -10,8 +10,8 @@
 Units stand in the order in which they ran, as plans write them; their starts and ends are
 microseconds after the iteration's begin, which is on the time base of the energy log's windows.
 Frequencies are those that were requested, and absent where no clock was controlled. Not every
-iteration is recorded: see `is_recorded`. Lines of another format tell of the clock that was seen on
-a real GPU whenever it was looked at, in the first hour:
+iteration is recorded: see `is_recorded`. Lines of another format report the clock that was seen
+on a real GPU each time it was read, in the first hour:
 
 ```json
 {"format": "envpipe-clock/1", "node": "n1", "gpu_uid": "GPU-1a2b…", "rank": 0,
@@ -40,11 +40,11 @@ from envpipe_megatron.formats.energy import Phase, read_amount, read_text
 TIMELINE_FORMAT = "envpipe-timeline/1"
 CLOCK_FORMAT = "envpipe-clock/1"
 
-#: Iterations of the steady phase that are recorded from its begin on.
+#: The first iterations of the steady phase, all of which are recorded.
 FIRST_STEADY = 10
-#: Behind these, one of so many is recorded: a job of weeks leaves megabytes a rank.
+#: After these, every n-th is recorded: a job of weeks leaves megabytes per rank.
 STEADY_STRIDE = 100
-#: Looks at a clock that are recorded: the first hour's.
+#: Most looks at a clock that are recorded: those of the first hour.
 MOST_CLOCK_SAMPLES = 7200
 
 
@@ -60,8 +60,8 @@ class GpuLabels:
     Args:
         gpu: the product's name.
         gpu_uid: names the GPU.
-        run: the run of the job, empty where the job has one.
-        clock_backend: what set the clocks, such as `nvml` or `dry_run`; empty where not known.
+        run: the run of the job, empty if the job has only one.
+        clock_backend: what set the clocks, such as `nvml` or `dry_run`; empty if not known.
     """
 
     node: str
@@ -85,7 +85,7 @@ class RankIteration:
         order: the units' names, with spaces between them.
         start_us: [num_units] after the begin.
         end_us: [num_units] likewise.
-        frequency_mhz: [num_units] the requested clocks; None where no clock was controlled.
+        frequency_mhz: [num_units] the requested clocks; None if no clock was controlled.
     """
 
     labels: GpuLabels
@@ -108,7 +108,7 @@ class RankIteration:
 class ClockSamples:
     """What the clock of one GPU was at some instants, on the time base of its meter.
 
-    One entry for each sample; `requested_mhz` is None where the clock was not locked.
+    One entry for each sample; `requested_mhz` is None if the clock was not locked.
     """
 
     labels: GpuLabels
@@ -128,7 +128,7 @@ class TimelineLogs:
 
 @lru_cache(maxsize=1024)
 def parse_order(order: str) -> tuple[Unit, ...]:
-    """Units from their names with spaces between them; ScheduleError where one is no unit."""
+    """Units from their names with spaces between them; ScheduleError if one is no unit."""
     return tuple(parse_unit(text) for text in order.split())
 
 

@@ -58,7 +58,7 @@ class EnergyReading:
     """The energy counter at its last refresh, and when that was on the time base of `Gpu.time_s()`.
 
     Only differences mean anything: of two readings, energy by time is the exact mean power. The
-    refresh was within `time_uncertainty_s` of `time_s`; 0 where the GPU gives the instant. NVML
+    refresh was within `time_uncertainty_s` of `time_s`; 0 if the GPU gives the instant. NVML
     does not, so its back end finds it by watching the counter.
     """
 

@@ -38,7 +38,7 @@ _ZEUSD_TIME_LIMIT_S = 2.0
 class Control:
     """Whether a back end that drives hardware may change clocks here, as far as can be read.
 
-    `reason` is the evidence for yes or no; `remedy` says what would allow it, empty where it is.
+    `reason` is the evidence for yes or no; `remedy` says what would allow it, empty if it is.
     """
 
     backend: str
@@ -51,7 +51,7 @@ class Control:
 class ChosenControl:
     """The back end that changes a job's clocks, and why this one.
 
-    `backend` is None where clocks stay as they are and GPUs are only read; then `remedies` says
+    `backend` is None if clocks stay as they are and GPUs are only read; then `remedies` says
     what would allow control, one sentence a back end.
     """
 
@@ -129,7 +129,7 @@ def _refused(backend: str, error: GpuError) -> Control:
 
 
 def _nvml_evidence(site: SiteConfig, pci_bus_ids: Sequence[str]) -> str:
-    """What shows that NVML takes locks from this process; GpuError where it does not."""
+    """What shows that NVML takes locks from this process; GpuError if it does not."""
     user = f"user {os.geteuid()}"
     if not has_sys_admin():
         raise GpuError(
@@ -161,7 +161,7 @@ def has_sys_admin() -> bool:
 
 
 def _zeusd_evidence(site: SiteConfig, pci_bus_ids: Sequence[str]) -> str:
-    """What shows that a zeusd changes clocks for this process; GpuError where none does."""
+    """What shows that a zeusd changes clocks for this process; GpuError if none does."""
     zeusd = Zeusd(zeusd_socket(site), _ZEUSD_TIME_LIMIT_S)
     offer = zeusd.discover()
     if CONTROL_GROUP not in offer.groups:
@@ -181,7 +181,7 @@ def _zeusd_evidence(site: SiteConfig, pci_bus_ids: Sequence[str]) -> str:
 
 
 def _command_evidence(site: SiteConfig, pci_bus_ids: Sequence[str]) -> str:
-    """What shows that this user can run the site's commands; GpuError where that is not so."""
+    """What shows that this user can run the site's commands; GpuError if that is not so."""
     if not site.lock_command:
         where = f"in {site.path}" if site.path else "(there is no site configuration)"
         raise GpuError(
@@ -207,8 +207,8 @@ _EVIDENCE: dict[str, Callable[[SiteConfig, Sequence[str]], str]] = {
 def choose_control(wanted: str, site: SiteConfig, *, require: bool = False) -> ChosenControl:
     """Choose the back end that changes a job's clocks: for `auto` the first that is allowed.
 
-    A back end that is named is never replaced by another. Raises GpuPermissionError where control
-    is required and none is allowed or what is wanted is none, GpuError where `wanted` is not one of
+    A back end that is named is never replaced by another. Raises GpuPermissionError if control
+    is required and none is allowed or what is wanted is none, GpuError if `wanted` is not one of
     `CHOICES`.
     """
     if wanted not in CHOICES:

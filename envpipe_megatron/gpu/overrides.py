@@ -13,7 +13,7 @@ _SWEEP_STEP = 0.04
 
 
 def override_for(nvml_name: str) -> ControlOverride | None:
-    """Return the override for a GPU by the name that NVML reports, None where there is none."""
+    """Return the override for a GPU by the name that NVML reports, None if there is none."""
     name = _without_vendor(nvml_name)
     for preset in list_presets():
         control = load_preset(preset).control

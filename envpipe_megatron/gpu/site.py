@@ -56,7 +56,7 @@ class SiteConfig:
 def read_site() -> SiteConfig:
     """Return this machine's site configuration, the defaults where there is no file.
 
-    Raises GpuError where the file is unsafe, unreadable or wrong, or `ENVPIPE_SITE_CONFIG` names
+    Raises GpuError if the file is unsafe, unreadable or wrong, or `ENVPIPE_SITE_CONFIG` names
     one that is missing.
     """
     given = os.environ.get(SITE_VARIABLE)
@@ -72,7 +72,7 @@ def read_site() -> SiteConfig:
 
 
 def read_site_file(path: Path) -> SiteConfig:
-    """Return the site configuration in a file; GpuError where it is unsafe, unreadable or wrong."""
+    """Return the site configuration in a file; GpuError if it is unsafe, unreadable or wrong."""
     try:
         with path.open("rb") as file:
             _refuse_unsafe(path, os.fstat(file.fileno()))

@@ -20,7 +20,7 @@ Table = TypeVar("Table")
 def parse_toml(content: bytes, what: str, format_name: str) -> dict[str, Any]:
     """Return the fields of a file without its `format`; `what` names the file in errors.
 
-    Raises GpuError where it is not TOML, or of another format.
+    Raises GpuError if it is not TOML, or of another format.
     """
     try:
         table = tomllib.loads(decode(content))
@@ -36,12 +36,13 @@ def build(kind: type[Table], table: object, where: str, **given: object) -> Tabl
     """Return a dataclass with the values of a table, whose types say what a value must be.
 
     Texts are not empty, whole numbers above 0, other numbers finite and not negative, paths
-    absolute. A field with a default may be left out. Raises GpuError for a field that is unknown,
-    missing or wrong.
+    absolute. A field with a default may be left out.
 
     Args:
         where: stands before a field's name in an error: file, and table where it is not the first.
         given: fields that do not come from the table.
+
+    Raises GpuError for a field that is unknown, missing or wrong.
     """
     if not isinstance(table, dict):
         raise GpuError(f"{where.removesuffix('.')} must be a table", value=table)

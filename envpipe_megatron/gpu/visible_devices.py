@@ -27,7 +27,7 @@ _PCI = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?", 
 class VisibleGpus:
     """The GPUs that CUDA shows to a process, in the order of its device numbers.
 
-    `assumption` says what had to be assumed for this order, empty where nothing had to be.
+    `assumption` says what had to be assumed for this order, empty if nothing had to be.
     """
 
     devices: tuple[NvmlDevice, ...]
@@ -37,7 +37,7 @@ class VisibleGpus:
 def uid_of_cuda_device(uuid: str) -> str:
     """Return the UUID, as NVML writes it, of `str(torch.cuda.get_device_properties(i).uuid)`.
 
-    Raises GpuNotFoundError where NVML sees no such GPU.
+    Raises GpuNotFoundError if NVML sees no such GPU.
     """
     devices = list_nvml_gpus()
     for device in devices:
@@ -55,7 +55,7 @@ def visible_gpus(environment: Mapping[str, str] | None = None) -> VisibleGpus:
     """Return the GPUs that CUDA would show to a process with this environment, by default our own.
 
     As in CUDA, an entry that names no GPU (`-1`, too high a number, an unknown UUID) hides itself
-    and all after it. Raises GpuError where the GPUs are unlike and numbered by speed, or one is
+    and all after it. Raises GpuError if the GPUs are unlike and numbered by speed, or one is
     named twice, MigModeError for a MIG instance.
     """
     variables = os.environ if environment is None else environment
@@ -116,7 +116,7 @@ def _named(entry: str, in_pci_order: Sequence[NvmlDevice]) -> NvmlDevice | None:
 def pci_address(text: str) -> tuple[int, int, int, int]:
     """Return domain, bus, device and function of a PCI bus id, however CUDA or NVML writes it.
 
-    Raises GpuNotFoundError where it is none.
+    Raises GpuNotFoundError if it is none.
     """
     match = _PCI.fullmatch(text)
     if match is None:

@@ -57,15 +57,15 @@ def open_device(
 ) -> Device:
     """Open this rank's GPU; every rank of the job calls it.
 
-    Raises EnvPipeError on every rank where there is no GPU and no emulation, a GPU cannot be
-    opened, or control is required and not to be had.
-
     Args:
         collectives: to all ranks.
         num_stages: p.
         wanted: one of `gpu.control.CHOICES`.
-        preset: of the GPU to emulate where there is none; by default what the variable says.
+        preset: preset of the GPU to emulate if there is none; by default what the variable says.
         require: whether a job without control of its clocks is an error.
+
+    Raises EnvPipeError on every rank if there is no GPU and no emulation, a GPU cannot be opened,
+    or control is required and not available.
     """
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -65,7 +65,7 @@ def validated(options: Options | None, file: str) -> Options:
 
 
 def running(job: T | None) -> T:
-    """The job that is given; a HookError where there is none."""
+    """The job that is given; a HookError if there is none."""
     if job is None:
         raise HookError(
             "A hook was called outside training",

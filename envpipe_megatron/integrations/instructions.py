@@ -30,26 +30,24 @@ from envpipe_megatron.integrations.settings import read_settings
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 
-#: Options of a job that do not go with an order which the framework keeps.
+#: Options that do not go with a framework that keeps its own order.
 _NOT_OFFERED = ("scheduling", "max_in_flight", "profile_only")
 
 
 class InstructionError(EnvPipeError):
-    """Calls that do not tell of a training step as the first one was."""
+    """Calls that do not match the first step."""
 
 
 class InstrumentedPipeline:
     """Saves energy in a pipeline that keeps its own order of units.
 
-    Every rank of the job makes one, calls the methods from its training thread, and tells of each
+    Every rank of the job makes one, calls the methods from its training thread, and reports each
     training step: `step` around it, the optimizer included, and `instruction` around each forward
     and backward. The first step is recorded, and the job made at its end: clocks are controlled and
-    energy is metered from the second on. Messages of the framework are idle between steps.
+    energy is metered from the second step on. Messages of the framework are idle between steps.
 
     On a GPU, the stream that is current in `on_step_begin` is the one that units run on, and waits
     for a unit's input before its `on_instruction_begin`: a wait behind it counts as the unit's own.
-
-    Raises EnvPipeError where an option or a file is wrong, or would change the order.
 
     Args:
         pipeline_group: the ranks of this rank's pipeline, in order of their stages; of gloo or
@@ -61,11 +59,13 @@ class InstrumentedPipeline:
             `samples_per_iteration`, `tokens_per_iteration` or anything else. The energy bill shows
             it, and a job that is started again with the same facts and `output` goes on with its
             profile and plan. Without facts it starts over.
-        timeout: after which a silent rank is an error.
+        timeout: time after which a silent rank is an error.
         say: prints a line; called on one rank.
         settings: EnvPipe's options, as in docs/megatron_lm.md, without `--envpipe-` and with
             underscores: `type`, `reconfigure`, `baseline_steps`, `profile_steps`, `profile`,
             `plan`, `output`, `gpu_control`, `require_control`, `min_dwell_ms`, `gpu`.
+
+    Raises EnvPipeError if an option or a file is wrong, or would change the order.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class InstrumentedPipeline:
         self._job: Job | None = None
         self._kept_order: Schedule | None = None
         self._run: StageRun | None = None
-        #: The kinds of the first step's units, a letter each.
+        #: The kinds of the first step's units, one letter each.
         self._recorded = ""
         self._in_step = self._paused = False
         self._running: Kind | None = None
@@ -118,7 +118,7 @@ class InstrumentedPipeline:
 
     @property
     def phase(self) -> str:
-        """Of the last step: `framework` for the first, then the phases of a job up to `steady`."""
+        """The last step's phase: `framework` for the first, then a job's phases up to `steady`."""
         return FRAMEWORK if self._job is None else self._job.session.state.phase.value
 
     @contextmanager
@@ -138,7 +138,7 @@ class InstrumentedPipeline:
     def on_step_begin(self) -> None:
         """A training step begins on all ranks; between two phases, this takes a while.
 
-        Raises EnvPipeError where the step before has not ended, the job has, or a given plan has
+        Raises EnvPipeError if the step before has not ended, the job has, or a given plan has
         another order.
         """
         if self._in_step or self._closed:
@@ -189,7 +189,7 @@ class InstrumentedPipeline:
     def on_instruction_end(self, name: str) -> None:
         """A unit's work has been handed to the device, or is done; its output is not sent yet.
 
-        In a pause, nothing happens. Raises InstructionError where no such unit has begun.
+        In a pause, nothing happens. Raises InstructionError if no such unit has begun.
         """
         kind = _kind(name)
         if self._paused:
@@ -242,7 +242,7 @@ class InstrumentedPipeline:
     def pause(self) -> None:
         """Something that is not training follows: an evaluation, or a checkpoint.
 
-        It runs at the highest clock, is not billed, and may tell of units as training does.
+        It runs at the highest clock, is not billed, and may report units as training does.
         Training goes on with the next step. Within a step, this is an InstructionError.
         """
         if self._in_step:
@@ -254,7 +254,7 @@ class InstrumentedPipeline:
     def report(self) -> str:
         """Energy since the last report, for a log line; every rank calls it after the same step.
 
-        J per step and GPU, W, saving and slowdown; empty where no whole step was metered.
+        J per step and GPU, W, saving and slowdown; empty if no whole step was metered.
         """
         return "" if self._job is None else IntervalReport.gather(self._job.session).line()
 
@@ -285,7 +285,7 @@ class InstrumentedPipeline:
         stages: dict[tuple[int, ...], dict[int, str]] = {}
         for ranks, stage, letters in everyone:
             stages.setdefault(ranks, {})[stage] = letters
-        # Those of all pipelines, so that no rank goes on where another is refused.
+        # Every rank checks all pipelines, so that none goes on if another is refused.
         orders = {
             ranks: recognized(
                 [letters for _, letters in sorted(by_stage.items())], placement.num_microbatches
@@ -307,7 +307,7 @@ class InstrumentedPipeline:
         return job, kept_order
 
     def _same_job(self) -> dict[str, object]:
-        # A job that nothing is known of is no other start of one that was.
+        # Without facts, a job cannot be recognised as a restart.
         own = {"start": time.time_ns()} if self._facts is None else self._facts
         return {
             **own,

@@ -54,12 +54,12 @@ class Placement:
 
     @property
     def stage(self) -> int:
-        """Of this rank."""
+        """Stage of this rank."""
         return dist.get_group_rank(self.pipeline_group, dist.get_rank())
 
     @property
     def num_stages(self) -> int:
-        """Of the pipeline: p."""
+        """Number of stages of the pipeline, p."""
         return dist.get_world_size(self.pipeline_group)
 
 
@@ -70,7 +70,7 @@ class JobFacts:
     Args:
         sidecar: for the online profile.
         bill: see `Session.describe_job`.
-        same_job: a stored profile and plan are of no use where one of these has another value.
+        same_job: facts that must be equal for a stored profile and plan to be reused.
     """
 
     sidecar: Sidecar
@@ -179,7 +179,7 @@ class Job:
         return "; ".join(lines)
 
     def has_its_profile(self) -> bool:
-        """Whether a job that only profiles may end; a JobError where it can have no profile."""
+        """Whether a job that only profiles may end; a JobError if it can have no profile."""
         state = self.session.state
         if not self.options.profile_only or state.phase is Phase.WARMUP:
             return False
@@ -216,7 +216,7 @@ def _leave(signum: int, frame: FrameType | None) -> None:
 
 
 def check_same_everywhere(collectives: Collectives, facts: Mapping[str, object]) -> None:
-    """Refuse ranks that would wait for each other for ever: a JobError on all, naming options."""
+    """Refuse ranks that would wait for each other forever: a JobError on all, naming options."""
     planners = collectives.from_planner(facts)
     different = {
         name: {str(value), str(planners[name])}
@@ -266,8 +266,8 @@ def check_in_flight(
 
 
 def _fingerprint(same_job: Mapping[str, object], options: Options, gpu: str) -> dict[str, object]:
-    """What a profile and a plan are good for, beside the session's own: the same, the same job."""
-    # Types of torch's, and enumerations: it becomes JSON.
+    """Facts that must be equal for a stored profile and plan to be reused."""
+    # torch's types and enumerations become text: the facts are written as JSON.
     job: dict[str, object] = {
         name: value if isinstance(value, (str, int, float, list, type(None))) else str(value)
         for name, value in same_job.items()

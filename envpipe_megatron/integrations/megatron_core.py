@@ -50,7 +50,7 @@ class ForwardBackward:
     """Stands in for the function that `get_forward_backward_func` returns.
 
     Args:
-        session: executes iterations; it is asked for one a call.
+        session: executes iterations, one per call.
         framework_iterations: training iterations that megatron-core's own function makes first. On
             GPUs some are needed: a kernel that is loaded while a receive spins can hang both.
         framework_function: that function; by default what `get_forward_backward_func` gives.
@@ -90,8 +90,8 @@ class ForwardBackward:
         """Run all forwards and backwards of one iteration.
 
         Arguments and result are those of megatron-core's function: on the last stage what the loss
-        function reduced, one entry a microbatch. Raises UnsupportedModelError for a feature that is
-        not run under EnvPipe.
+        function reduced, one entry per microbatch. Raises UnsupportedModelError for a feature that
+        EnvPipe does not run.
         """
         chunks = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
@@ -184,10 +184,10 @@ class ForwardBackward:
         return work.losses
 
     def stay_with_framework(self) -> None:
-        """Let megatron-core's own function run once more, where it ran all iterations so far.
+        """Run megatron-core's own function once more if nothing else has run yet.
 
-        After a step that was skipped, say: the optimizer's state, and so its memory, comes into
-        being with the first one that is not.
+        Call it after a skipped step: optimizer state, and so its memory, is allocated at the first
+        step that is not skipped.
         """
         if self.last_record is None:
             self._framework_iterations_left += 1
@@ -297,7 +297,7 @@ class _MegatronWork:
     def _syncs_in_last_backward(self) -> bool:
         """Megatron's rule: with its own reducer always, with a grad_sync_func on stage 0 alone.
 
-        The other stages reduce after their units then, in the bubble at the end.
+        In all other cases, stages reduce after their units, in the bubble at the end.
         """
         if self._config.grad_sync_func is None:
             return True

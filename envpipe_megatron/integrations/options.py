@@ -187,14 +187,14 @@ def read_options(
 ) -> Options:
     """Check the options against each other, and fill in what was not given.
 
-    Raises OptionError for one that is wrong, or does not go with another.
-
     Args:
         args: has what `add_arguments` added, parsed.
         environment: by default this process's.
         num_stages: p.
         save_folder: where the job keeps its checkpoints, if it does.
         on_gpu: whether memory can be measured.
+
+    Raises OptionError for an option that is wrong, or does not go with another.
     """
     variables = os.environ if environment is None else environment
     policy = _chosen(args.envpipe_type, variables, "ENVPIPE_TYPE", TYPES) or "envelope"
@@ -253,7 +253,7 @@ def read_options(
 def prepare_files(options: Options, num_stages: int) -> None:
     """Make the output folder, and read what files are given, before anything is built.
 
-    Rank 0 alone reads: files may lie on its node alone. Raises EnvPipeError where there can be no
+    Rank 0 alone reads: files may lie on its node alone. Raises EnvPipeError if there can be no
     folder, or a file is damaged or of another number of stages.
     """
     if options.output_dir is not None:

@@ -53,14 +53,14 @@ def merged(block: Mapping[str, object], call: Mapping[str, object]) -> dict[str,
 def read_settings(settings: Mapping[str, object], *, num_stages: int, on_gpu: bool) -> Options:
     """Make of settings what the same flags would be: {"type": "uniform"} is --envpipe-type uniform.
 
-    Raises OptionError, with the settings' names, as `read_options` does.
-
     Args:
         settings: option names without `--envpipe-`, with underscores or dashes; `reconfig` stands
             for `reconfigure`. Values are words, numbers, paths, truth values for flags without a
-            value, lists for one number a stage; None is as if the name were not there.
+            value, lists for one number per stage; None is as if the name were not there.
         num_stages: p.
         on_gpu: whether memory can be measured.
+
+    Raises OptionError, with the settings' names, as `read_options` does.
     """
     parser = _Parser(prog="envpipe", allow_abbrev=False, add_help=False)
     add_arguments(parser.add_argument_group())

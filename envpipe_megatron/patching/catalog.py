@@ -47,12 +47,12 @@ class Hook:
     """A place that `check` must find live; its fields are those of `[[hooks]]` in patch.toml.
 
     Attributes:
-        module: is imported, and must come from the checkout.
-        attribute: the module must have it.
-        returned_by: a function of the module that must return what the attribute, when it is set
-            to a function, returns; empty where this is not asked.
-        arguments: of `returned_by`.
-        prepare: calls that go before, each with `call`, a `module:function`, and its `arguments`.
+        module: the module to import, which must come from the checkout.
+        attribute: the name that the module must have.
+        returned_by: a function of the module; if the attribute is set to a function, it must return
+            what that function returns. Empty to skip this check.
+        arguments: the arguments of `returned_by`.
+        prepare: calls to make first, each with `call`, a `module:function`, and its `arguments`.
         used_in: functions of the module whose code must name the attribute.
     """
 
@@ -72,10 +72,9 @@ class Patch:
         project: folder of the project under patches/.
         title: the project's own name.
         commit: commit id of the tag.
-        sha256: of the patch's text.
-        hashes: for each path, sha256 in the released checkout (empty for a new file), and of what
-            the patch makes of that.
-        hooks: what `check` asks.
+        sha256: hash of the patch's text.
+        hashes: sha256 of each path, in the released checkout (empty for a new file) and patched.
+        hooks: the places that `check` must find live.
         description: text of patch.toml.
     """
 
@@ -113,7 +112,7 @@ def patch_file(patch: Patch) -> Path | None:
 def load_catalog(folder: Path | None = None) -> tuple[Patch, ...]:
     """Return all patches of a folder, the package's own where none is given, by project and tag.
 
-    Raises PatchError where a patch is damaged, or doesn't belong to its description.
+    Raises PatchError if a patch is damaged, or doesn't belong to its description.
     """
     found = sorted((folder or patches_folder()).glob(f"*/*/{DESCRIPTION_NAME}"))
     return tuple(

@@ -52,7 +52,7 @@ class TouchedFile:
     """A file of the checkout that the patch changes or makes.
 
     Attributes:
-        content: None where there is no file.
+        content: None if there is no file.
         released: it is the released file, or that one patched; in a fork it need not be.
         problem: why the patch neither is in nor can go in; empty elsewhere.
     """

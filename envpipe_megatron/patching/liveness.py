@@ -105,7 +105,7 @@ def _to_install(missing: Sequence[str]) -> str:
 
 
 def _newer_python(root: Path, name: str) -> str:
-    """Say which Python the checkout's own pyproject.toml asks for; empty where this one will do."""
+    """Say which Python the checkout's own pyproject.toml asks for; empty if this one will do."""
     try:
         project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         least = re.search(r">=\s*(\d+)\.(\d+)", project["requires-python"])

@@ -1,8 +1,8 @@
 """A lower bound on the energy of an iteration in whatever order its units run.
 
 A stage cannot start before one forward has passed all stages before it, and a backward must pass
-them after its last unit; in between it runs all its units. A solver prices these chains; what any
-prices prove is a matter of additions (weak duality).
+them after its last unit; in between it runs all its units. A solver prices these chains; any
+prices give a valid bound, checked by additions (weak duality).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def any_order_lower_bound_j(
     tail_s: FloatArray,
     deadline_s: float,
 ) -> float:
-    """What no order of a pipeline without chunks can go below at a deadline, J.
+    """Energy, J, below which no order of a pipeline without chunks can go at a deadline.
 
     A linear program of a handful of variables: for each stage and kind one unit that stands at the
-    ends of the longest chain, and the mean of the others. Unsolved, it leaves a lower bound.
-    LinearProgramError: no order meets the deadline.
+    ends of the longest chain, and the mean of the others. Even unsolved, it gives a lower bound.
+    Raises LinearProgramError if no order meets the deadline.
     """
     others = num_microbatches - 1
     hulls = [(u.time_s[u.hull], u.cost_j[u.hull]) for u in choices.units]

@@ -21,7 +21,7 @@ Frequencies = IntArray
 
 
 def uniform(schedule: Schedule, profile: Profile) -> Frequencies:
-    """All units at their stage's optimal frequency; ProfileError where a stage has none."""
+    """All units at their stage's optimal frequency; ProfileError if a stage has none."""
     optimal = np.array(profile.optimal_frequency_mhz, dtype=np.int64)[:, None]
     return np.repeat(optimal, schedule.units_per_stage, axis=1)
 

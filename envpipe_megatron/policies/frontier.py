@@ -31,13 +31,13 @@ def plan_frontier(
 ) -> list[Plan]:
     """The plans of which no other found is both as fast and as cheap, the fastest first.
 
-    LinearProgramError: there is no plan for any deadline.
-
     Args:
-        optimizers: of the orders that compete, all for one profile and conditions.
+        optimizers: one for each order that competes, all for one profile and conditions.
         num_points: deadlines, evenly from the fastest iteration to the one that the least energy
             takes. Points that round to the same plan or a worse one are left out, and deadlines
             that late clocks or the dwell time leave no plan to.
+
+    Raises LinearProgramError if there is no plan for any deadline.
     """
     fastest_s = min(optimizer.fastest_s for optimizer in optimizers)
     cheapest_s = max(optimizer.cheapest_s() for optimizer in optimizers)

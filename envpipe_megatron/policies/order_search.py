@@ -83,7 +83,7 @@ class OrderSearch:
         self._profile, self._conditions = profile, conditions
         self._parking, self._min_dwell_s = parking, min_dwell_s
         self.num_microbatches, self._deadline_s = num_microbatches, deadline_s
-        #: None where an order does not meet the deadline.
+        #: None if an order does not meet the deadline.
         self._solved: dict[Extra, _Solved | None] = {}
         units = 2 * profile.num_stages * num_microbatches
         self._budget = max(_FEWEST_ORDERS, _UNIT_BUDGET // units)

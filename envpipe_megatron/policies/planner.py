@@ -207,7 +207,7 @@ def _order_search(profile: Profile, request: PlanRequest) -> OrderSearch:
 
 
 def request_limits(profile: Profile, request: PlanRequest) -> OrderLimits:
-    """The extra forwards that a request allows; EnvPipeError where those refuse 1F1B itself."""
+    """The extra forwards that a request allows; EnvPipeError if those refuse 1F1B itself."""
     return order_limits(
         profile.num_stages,
         request.num_microbatches,

@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T]):
-    """Functions by name, of other packages (entry points of `group`) imported at need.
+    """Functions by name; those of other packages (entry points of `group`) are imported when used.
 
-    No other package replaces one of our `own`.
+    No other package can replace one of our `own`.
     """
 
     def __init__(self, group: str, own: Mapping[str, T]) -> None:

@@ -19,7 +19,7 @@ class Settings:
 
     Args:
         text: a file or folder to train on.
-        preset: of the emulated GPUs.
+        preset: preset of the emulated GPUs.
         forward_time_s: emulated time at the maximum clock of a forward of the first stage.
         backward_ratio: time of a backward over that of a forward.
         steady_iterations: compared iterations of each run.

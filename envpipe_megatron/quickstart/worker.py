@@ -196,7 +196,7 @@ class QuickstartRank:
 
 
 def _digest(model: torch.nn.Module) -> str:
-    """Of all weights of this stage, to the last bit."""
+    """SHA-256 of all weights of this stage, to the last bit."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().numpy().tobytes())

@@ -16,7 +16,7 @@ def node_offsets_s(iterations: Iterable[RankIteration]) -> dict[StartAndNode, fl
 
     The stages of a pipeline begin an iteration together, so the median difference between the
     begins of the iterations that two nodes recorded is taken to be 0. Each start of a job has its
-    own, since a node that was booted between them has a clock that begins anew. It is 0 for the
+    own, since a node that was booted between them has a clock that starts again. It is 0 for the
     node of the lowest rank, and for nodes without a common iteration.
     """
     begins: dict[str, dict[str, dict[int, float]]] = {}

@@ -14,8 +14,8 @@ class StepFacts:
     Args:
         name: the run and phase, for people.
         iterations: how many steps were averaged.
-        energy_j: on all GPUs; None where it is not known.
-        energy_uncertainty_j: standard; None where it is not known.
+        energy_j: on all GPUs; None if it is not known.
+        energy_uncertainty_j: standard; None if it is not known.
     """
 
     name: str
@@ -38,10 +38,10 @@ class StageFacts:
     """What one stage took in a step of the steady phase, or of the baseline.
 
     Args:
-        name: of the steps, for people.
-        energy_j: of a step, on the mean of the stage's GPUs.
-        shares: of a step on the mean GPU; None without a plan that prices units.
-        shares_s: seconds of a step in units, in receives, in the rest; None where not known.
+        name: a name of the steps for people.
+        energy_j: energy of a step, on the mean of the stage's GPUs.
+        shares: shares of a step on the mean GPU; None without a plan that prices units.
+        shares_s: seconds of a step in units, in receives, in the rest; None if not known.
     """
 
     name: str
@@ -58,7 +58,7 @@ class ReportFacts:
 
     Args:
         phases: an average step of each run and phase.
-        baseline: what is compared with; None where that is not known.
+        baseline: what is compared with; None if that is not known.
         saved: the saving with its 95 % interval, for people.
         slower: the slowdown, likewise.
         notes: what a reader of the figures must know.

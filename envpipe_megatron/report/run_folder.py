@@ -32,11 +32,11 @@ class RunFolder:
     """A run's folder, as far as it can be read.
 
     Args:
-        timelines: recorded iterations and observed clocks; empty where there are none.
+        timelines: recorded iterations and observed clocks; empty if there are none.
         energy: None without an energy log.
         plan: None without one, or without the profile that prices it.
         clocks: how each rank's clock was controlled, as `clocks.jsonl` has it.
-        summary: of a job or quickstart, as `summary.json` has it.
+        summary: summary of a job or quickstart, as `summary.json` has it.
         job: as `job.json` has it, which outlives a killed job.
         missing: what is not there or cannot be read, and what the report misses for it.
     """
@@ -78,7 +78,7 @@ class RunFolder:
 
     @property
     def num_stages(self) -> int:
-        """Of the pipeline: the most that any file knows of; 0 where none tells."""
+        """Number of stages of the pipeline: the most in any file; 0 if none says."""
         seen = [read.labels.stage for read in self.timelines.iterations]
         seen += [window.stage for window in self.windows if window.stage is not None]
         return max(
@@ -89,7 +89,7 @@ class RunFolder:
 
 
 def read_run_folder(path: Path) -> RunFolder:
-    """Read what a run left; EnvPipeError where there is nothing of a run, or no such folder."""
+    """Read what a run left; EnvPipeError if there is nothing of a run, or no such folder."""
     missing: list[str] = []
     timelines = _timelines(path, missing)
     energy = _energy(path, missing)

@@ -11,7 +11,7 @@ from envpipe_megatron.policies.optimal.waiting import mean_waiting_power_w
 
 @dataclass(frozen=True)
 class GpuShares:
-    """Of one GPU over metered iterations: s and J of units, of waits in receives, and the rest.
+    """Time and energy of one GPU over metered iterations: units, waits in receives, and the rest.
 
     The rest is what the meter says beyond the other two: optimizer, data, the wait for the slowest
     stage. Where a profile prices units too high it is below 0, by as much as the profile is off.

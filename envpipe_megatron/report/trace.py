@@ -47,7 +47,7 @@ class TraceFacts:
         iterations: iterations of the job whose units are in the trace.
         recorded: iterations of the job that were recorded.
         overlapping: iterations of a rank that are left out since they overlap its others, as after
-            a restart of the machine, whose clock begins anew.
+            a restart of the machine, whose clock starts again.
     """
 
     units: int

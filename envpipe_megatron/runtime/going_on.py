@@ -59,7 +59,7 @@ def by_planner(collectives: Collectives, make: Callable[[], T]) -> T:
 def by_planner_in_time(
     collectives: Collectives, make: Callable[[], T], longest_s: float, look_s: float = _LOOK_S
 ) -> T:
-    """As `by_planner`, for what may take longer than a collective waits, or for ever.
+    """As `by_planner`, for what may take longer than a collective waits, or forever.
 
     `make` runs on a thread, which is left behind after `longest_s` (GoesOnError); every `look_s`,
     the planner lets the other ranks know that it is still busy.

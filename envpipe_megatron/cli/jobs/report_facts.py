@@ -116,7 +116,7 @@ def _num_gpus(bill: Bill, phase: str) -> int:
 
 
 def _step_facts(name: str, step: StepEnergy, num_gpus: int) -> StepFacts:
-    """Of all GPUs, from an average one."""
+    """The facts of all GPUs, from an average one."""
     energy_j, uncertainty_j = step.energy_j, step.energy_uncertainty_j
     return StepFacts(
         name,
@@ -129,7 +129,7 @@ def _step_facts(name: str, step: StepEnergy, num_gpus: int) -> StepFacts:
 
 
 def _told_baseline(folder: RunFolder, bill: Bill) -> StepEnergy | None:
-    """The baseline that the job measured: of its job file, its summary, or its agent's notes.
+    """The baseline that the job measured, from its job file, its summary, or its agent's notes.
 
     The job file is the present job's; the others may be left from an earlier one.
     """

@@ -22,7 +22,7 @@ from envpipe_megatron.gpu.visible_devices import ORDER_VARIABLE, VISIBLE_VARIABL
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """Return the newest CUDA version that the driver runs, None where there is no driver."""
+    """Return the newest CUDA version that the driver runs, None if there is no driver."""
     try:
         version = call_library("read the CUDA version", pynvml.nvmlSystemGetCudaDriverVersion_v2)
     except GpuError:
@@ -63,7 +63,7 @@ def _gpus() -> Answer:
 
 
 def _every_gpu() -> dict[int, NvmlGpu]:
-    """All GPUs by index; GpuError where there is none, or one cannot be read."""
+    """All GPUs by index; GpuError if there is none, or one cannot be read."""
     gpus = {device.index: NvmlGpu(device.uid) for device in list_nvml_gpus()}
     if not gpus:
         raise GpuError("There is no GPU to look at", remedy="See the line on GPUs")

@@ -54,7 +54,7 @@ _OPTIONS = (
 )
 
 
-#: Of the options' values, as commands get them.
+#: Names of the options' values, as commands get them.
 CONDITION_NAMES = (
     "blocking_power", "use", "p2p_latency", "tail_time", "tensor_parallel", "change_time",
     "change_energy",

@@ -149,7 +149,7 @@ class _Job:
         return limit is None or float(held.max()) <= limit
 
     def cost(self, split: Split) -> Cost | None:
-        """Of the plan that takes no longer than the split's own 1F1B at the highest clocks."""
+        """Cost of a plan no slower than the split's own 1F1B at the highest clocks."""
         if not self.space.table.has_energy:
             return None
         limit = self.space.memory_limit_bytes if self.fits(split) else None

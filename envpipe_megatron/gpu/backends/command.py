@@ -31,7 +31,7 @@ _STOP_S = 1.0
 class CommandGpu(ReadThroughGpu):
     """One GPU under a site's commands; `index` is NVML's index of it on this machine.
 
-    Raises GpuError where the site has no commands, or the GPU's uid is not a UUID.
+    Raises GpuError if the site has no commands, or the GPU's uid is not a UUID.
     """
 
     backend = "command"

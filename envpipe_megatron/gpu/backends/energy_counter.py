@@ -50,12 +50,12 @@ class EnergyCounter:
         self._reading: EnergyReading | None = None
 
     def read(self) -> EnergyReading:
-        """Return the counter at its last refresh, the next one where that is due soon.
+        """Return the counter at its last refresh, or at the next one if that is due soon.
 
         A reading younger than 40 ms comes back at once; otherwise the call waits for the next
         refresh, up to 0.1 s. A caller that polls every 50 ms sees each refresh. Raises GpuError
-        where the counter could not be read, went back, or has not moved for `STALL_S`; the next
-        call begins anew.
+        if the counter could not be read, went back, or has not moved for `STALL_S`; the next
+        call starts again.
         """
         with self._lock:
             last = self._reading
@@ -64,9 +64,9 @@ class EnergyCounter:
                 if age_s < _FRESH_S:
                     return last
                 refreshes = math.ceil((age_s + _LEAD_S) / EXPECTED_PERIOD_S)
-                # Never below 0, which rounding could make it by a hair.
+                # Rounding could make this slightly negative.
                 self._sleep(max(0.0, refreshes * EXPECTED_PERIOD_S - _LEAD_S - age_s))
-            # Forgotten until another is found: after an error the next call begins anew.
+            # Forgotten until another is found: after an error the next call starts again.
             self._reading = None
             self._reading = self._watch(last)
             return self._reading

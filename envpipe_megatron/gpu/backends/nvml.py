@@ -62,7 +62,7 @@ class NvmlDevice:
 def list_nvml_gpus() -> tuple[NvmlDevice, ...]:
     """Return the GPUs that NVML sees, in its order. A lost GPU is left out with a warning.
 
-    Raises NvmlError where NVML is not there or does not work.
+    Raises NvmlError if NVML is not there or does not work.
     """
     devices = []
     for index in range(call_library("count the GPUs", pynvml.nvmlDeviceGetCount)):
@@ -97,7 +97,7 @@ class NvmlGpu(Gpu):
     CUDA's and NVML's differ; `index` is NVML's, for people and for commands that know no other
     name. A reset leaves `reset_range_mhz`, None for the driver's default. A call is over when the
     driver has taken it, also for a process that is killed in it: nothing takes effect late. Raises
-    MigModeError for a MIG instance, GpuNotFoundError where NVML sees no such GPU, NvmlError where
+    MigModeError for a MIG instance, GpuNotFoundError if NVML sees no such GPU, NvmlError if
     it cannot be read.
     """
 
@@ -161,7 +161,7 @@ class NvmlGpu(Gpu):
             raise (obstacle or error) from error
 
     def control_obstacle(self) -> NvmlError | None:
-        """Return what makes this GPU refuse locks to every user, None where nothing is known to.
+        """Return what makes this GPU refuse locks to every user, None if nothing is known to.
 
         It reads the modes of MIG and virtualization, and tries nothing.
         """

@@ -49,7 +49,7 @@ os.register_at_fork(after_in_child=_LIBRARY.start_anew)
 def call_library(action: str, function: Callable[..., Any], *arguments: object) -> Any:
     """Call a function of pynvml that takes no GPU; `action` follows 'Cannot' in an error.
 
-    Raises NvmlError where it failed, or NVML cannot be initialised.
+    Raises NvmlError if it failed, or NVML cannot be initialised.
     """
     return _call(action, lambda handles: function(*arguments))
 
@@ -58,7 +58,7 @@ def call_gpu(uid: str, action: str, function: Callable[..., Any], *arguments: ob
     """Call a function of pynvml whose first argument is a GPU; `action` as in `call_library`.
 
     The uid is its UUID (`GPU-...`) or PCI bus id, never an index: NVML's and CUDA's differ. Raises
-    GpuNotFoundError where NVML sees no such GPU, NvmlError as `call_library` does.
+    GpuNotFoundError if NVML sees no such GPU, NvmlError as `call_library` does.
     """
 
     def work(handles: dict[str, Any]) -> Any:

@@ -73,8 +73,8 @@ class _Connection(http.client.HTTPConnection):
 class Zeusd:
     """The daemon behind a socket. Any thread may call, since each call makes its own connection.
 
-    All methods raise GpuPermissionError where the daemon, its socket or the driver refuses it to
-    this user, and GpuError where there is no daemon, it gives no answer within `time_limit_s`, is
+    All methods raise GpuPermissionError if the daemon, its socket or the driver refuses it to
+    this user, and GpuError if there is no daemon, it gives no answer within `time_limit_s`, is
     none that this understands, or fails.
     """
 
@@ -217,7 +217,7 @@ class ZeusdGpu(ReadThroughGpu):
     """One GPU under zeusd. Opening it connects to nothing.
 
     A process that was killed may have left a request with the daemon: see `late_request_s`. A reset
-    leaves `reset_range_mhz`, None for the driver's default. Raises GpuError where the PCI bus id is
+    leaves `reset_range_mhz`, None for the driver's default. Raises GpuError if the PCI bus id is
     not one.
     """
 

@@ -65,7 +65,7 @@ class EmulatedGpu(Gpu):
 
         `preset` is a name or the path of a file, `root` the folder of the node, by default
         `default_root`'s. Any number of processes may do so at once. Like a real GPU it keeps lock,
-        time and energy from one job to the next. Raises GpuError where there is no such preset,
+        time and energy from one job to the next. Raises GpuError if there is no such preset,
         this GPU exists with another preset, or the folder cannot be used.
         """
         model = load_preset(preset)
@@ -85,7 +85,7 @@ class EmulatedGpu(Gpu):
     def open(cls, root: str | os.PathLike[str] | None, index: int) -> Self:
         """Open a GPU that exists, whatever its preset.
 
-        Raises GpuError where there is none, its file is foreign, or its preset is gone.
+        Raises GpuError if there is none, its file is foreign, or its preset is gone.
         """
         file = StateFile(_folder(root), index)
         return cls(index, file, load_preset(file.read().preset))
@@ -215,7 +215,7 @@ class EmulatedGpu(Gpu):
 
 
 def list_emulated(root: str | os.PathLike[str] | None = None) -> tuple[int, ...]:
-    """Return the indices of a node's emulated GPUs, ascending; none where there is no folder."""
+    """Return the indices of a node's emulated GPUs, ascending; none if there is no folder."""
     return stored_indices(_folder(root))
 
 

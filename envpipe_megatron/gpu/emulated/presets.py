@@ -56,7 +56,7 @@ class ControlOverride:
             `NVIDIA`, which old drivers leave out, does not count.
         profile_max_mhz: no higher clock is profiled; nor one below `profile_min_mhz`.
         profile_step_mhz: distance of two profiled clocks, None for the sweep's own.
-        memory_clock_mhz: the memory clock under which CUDA runs, None where it is the highest. SM
+        memory_clock_mhz: the memory clock under which CUDA runs, None if it is the highest. SM
             clocks are those that the GPU supports under it.
     """
 
@@ -84,7 +84,7 @@ class GpuPreset:
         static_power_w: power that no clock changes.
         voltage_floor: V at and below the knee, relative to V at the top clock, in (0, 1].
         power_cap_frequency_mhz: the highest clock that a full load reaches, None for the maximum.
-        control: for real GPUs of this kind, None where the preset is for emulation alone.
+        control: for real GPUs of this kind, None if the preset is for emulation alone.
     """
 
     name: str
@@ -168,7 +168,7 @@ def list_presets() -> tuple[str, ...]:
 def load_preset(name_or_path: str) -> GpuPreset:
     """Load a preset by name (`a100-sxm`), or from a file of your own (a path ending in `.toml`).
 
-    Raises GpuError where there is no such preset, or for a wrong field.
+    Raises GpuError if there is no such preset, or for a wrong field.
     """
     return _load(resolve_preset(name_or_path))
 

@@ -89,7 +89,7 @@ class EmulatedState:
             self.pending = (target_mhz, self.end_s + change_s)
 
     def wait_until(self, time_s: float, power_w: float, refresh_s: float) -> None:
-        """Commit waiting up to `time_s`; nothing where that has passed."""
+        """Commit waiting up to `time_s`; nothing if that has passed."""
         if self.pending is not None and self.end_s < self.pending[1] < time_s:
             self.commit(self.pending[1], power_w, refresh_s)
         self.settle()
@@ -129,7 +129,7 @@ def tick_number(time_s: float, refresh_s: float) -> int:
 
 
 def parse_state(text: bytes) -> EmulatedState:
-    """Return the state in a file's content; ValueError where it is not one says what is wrong."""
+    """Return the state in a file's content; a ValueError says what is wrong with it."""
     try:
         raw: Any = json.loads(text)
     except ValueError as error:

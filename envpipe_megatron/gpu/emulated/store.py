@@ -49,7 +49,7 @@ class StateFile:
         self._new_path = root / f"gpu{index}.json.new"
 
     def read(self) -> EmulatedState:
-        """Return the state; GpuError where there is none, or the file is not one."""
+        """Return the state; GpuError if there is none, or the file is not one."""
         try:
             text = self.path.read_bytes()
         except FileNotFoundError as error:
@@ -70,7 +70,7 @@ class StateFile:
     def change(self, work: Callable[[EmulatedState], Result]) -> Result:
         """Have `work` change the state, alone, and write it when that ends without error.
 
-        Raises GpuError where the state is missing or wrong, or cannot be written.
+        Raises GpuError if the state is missing or wrong, or cannot be written.
         """
 
         def change_state() -> Result:
@@ -84,7 +84,7 @@ class StateFile:
     def create(self, fresh: EmulatedState) -> EmulatedState:
         """Write `fresh` where no state exists; return the state that is there then.
 
-        Raises GpuError where the folder cannot be used, or holds a foreign file there.
+        Raises GpuError if the folder cannot be used, or holds a foreign file there.
         """
         try:
             # Private to the user: other processes trust what is written here.
@@ -117,7 +117,7 @@ class StateFile:
             os.close(descriptor)
 
     def _open_lock(self) -> int:
-        # Opened anew each time: a lock belongs to the opened file, so threads exclude each other.
+        # Opened each time: a lock belongs to the opened file, so threads exclude each other.
         try:
             return os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:

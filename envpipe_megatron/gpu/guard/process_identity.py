@@ -24,7 +24,7 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> Self | None:
-        """Return the identity of a process, None where there is none (any more)."""
+        """Return the identity of a process, None if there is none (any more)."""
         fields = _stat_fields(pid)
         return None if fields is None else cls(pid, int(fields[19]), _own_namespace())
 
@@ -36,7 +36,7 @@ class ProcessIdentity:
         return own
 
     def is_alive(self) -> bool | None:
-        """Return whether it lives; None where that cannot be told from this PID namespace.
+        """Return whether it lives; None if that cannot be told from this PID namespace.
 
         A zombie is dead unless one of its threads is still at work, for example in the driver.
         """

@@ -31,7 +31,7 @@ class Resetter:
         self._site = site
         controls = check_controls(site)
         self._allowed = {check.backend for check in controls if check.allowed}
-        #: The back end for real GPUs, and why there is none where there is none.
+        #: The back end for real GPUs, or why there is none.
         self._chosen = first_allowed("auto", controls)
 
     def reset_all(self, addresses: Iterable[GpuAddress]) -> Iterator[ResetOutcome]:
@@ -47,7 +47,7 @@ class Resetter:
     def undo_others(self, uids: Iterable[str]) -> Iterator[ResetOutcome]:
         """Undo what dead jobs left on other GPUs than these; those of live jobs are left alone.
 
-        Raises LeaseFolderError where a folder of leases is unsafe.
+        Raises LeaseFolderError if a folder of leases is unsafe.
         """
         left_out = set(uids)
         for record in list_leases():

@@ -54,7 +54,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
     _takes_tuple: bool
     _tells: bool
     _specs: StageSpecs
-    #: Of the last step that the session executed.
+    #: Record of the last step that the session executed.
     last_record: StageRecord | None
 
     @property
@@ -73,7 +73,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         session.begin_step(self.global_steps)
         try:
             loss: torch.Tensor = super().train_batch(data_iter)
-        except BaseException:  # else the next call would tell of the timer and not of this
+        except BaseException:  # else the next call would report the timer and not this
             self.timers(TRAIN_BATCH_TIMER).reset()
             raise
         session.end_step()

@@ -69,7 +69,7 @@ def initialize(
 
 
 def end_training(engine: Any) -> None:
-    """Give clocks back and print the energy bill; nothing where the engine is DeepSpeed's own.
+    """Give clocks back and print the energy bill; nothing if the engine is DeepSpeed's own.
 
     Every rank calls it, behind its last step.
     """

@@ -50,7 +50,7 @@ class CudaMeter:
             torch.cuda.synchronize()
             count += 1
         end_s = time.monotonic()
-        time.sleep(_MARGIN_S)  # the counter refreshes behind the window; no event tells of it
+        time.sleep(_MARGIN_S)  # the counter refreshes after the window, without an event
         self._meter.catch_up()
         return (end_s - begin_s) / count, self._meter.energy_j(begin_s, end_s) / count
 
@@ -77,12 +77,12 @@ def profile_layers(
     Args:
         layers: a PipelineModule's: specs, modules or functions.
         batch: inputs and labels of one microbatch, on the device.
-        loss_fn: of the last layer's outputs and the labels; None where that returns a loss.
+        loss_fn: takes the last layer's outputs and the labels; None if that layer gives a loss.
         frequency_mhz: the clock that the GPU runs at, for the file: only times at one clock are
             compared.
-        meter: raises a MeterError where the energy counter fails.
+        meter: raises a MeterError if the energy counter fails.
         device: where layers run.
-        path: of the CSV.
+        path: the CSV to write.
     """
     inputs, labels = batch
     with path.open("w", newline="") as file:

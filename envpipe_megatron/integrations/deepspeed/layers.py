@@ -26,7 +26,7 @@ class ShapeError(EnvPipeError):
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """The sizes of a Transformer; a ShapeError where they do not go together.
+    """The sizes of a Transformer; a ShapeError if they do not go together.
 
     Fewer `num_kv_heads` than `num_heads` is grouped-query attention.
     """

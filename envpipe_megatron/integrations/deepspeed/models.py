@@ -74,7 +74,7 @@ def bert_layers(shape: TransformerShape, seed: int = 1234) -> list[LayerSpec]:
 
 
 def language_model_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of the labels that are not `IGNORED_LABEL`; 0 where all are.
+    """Mean cross entropy of the labels that are not `IGNORED_LABEL`; 0 if all are.
 
     Logits are [samples, length, vocabulary], labels [samples, length]: the next tokens, or for BERT
     those that were masked. The loss is in fp32, whatever the logits' data type.

@@ -118,7 +118,7 @@ def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
 
 
 def end_step() -> None:
-    """An iteration has ended; a HookError where a hook was not reached that should have been."""
+    """An iteration has ended; a HookError if a hook was not reached that should have been."""
     _state.reached["end_step"] += 1
     steps = _state.reached["end_step"]
     if steps >= NEEDED_BY_ITERATION:

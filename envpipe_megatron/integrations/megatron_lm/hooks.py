@@ -68,7 +68,7 @@ def validate(args: argparse.Namespace) -> None:
 def begin_training(args: argparse.Namespace) -> None:
     """Make the job; from here on Megatron gets EnvPipe's forward-backward function.
 
-    Raises HookError where Megatron does not get that function, and SystemExit and EnvPipeError as
+    Raises HookError if Megatron does not get that function, and SystemExit and EnvPipeError as
     `Job` raises JobError and EnvPipeError.
     """
     _state.reached["begin_training"] += 1

@@ -77,7 +77,7 @@ REFUSED: Mapping[str, Asks] = {
     "timers inside of forwards and backwards (--timing-log-level 2)": lambda args: (
         (getattr(args, "timing_log_level", None) or 0) > 1
     ),
-    # What an order's first receive found ready is gone; taking it anew may wait for that receive.
+    # Freed memory must be allocated again, which may wait for a receive that is posted.
     "memory given back in each iteration (--empty-unused-memory-level)": on(
         "empty_unused_memory_level"
     ),

@@ -95,11 +95,11 @@ class NodeAgent:
 
     @property
     def trouble(self) -> str:
-        """Why the job's bill lacks some of what this node has written; empty where it has all."""
+        """Why the job's bill lacks some of what this node has written; empty if it has all."""
         return self._uplink.why_unknown()
 
     def ledgers(self) -> list[GpuLedger]:
-        """Of all GPUs that ranks have used so far."""
+        """Ledgers of all GPUs that ranks have used so far."""
         return list(self._ledgers.values())
 
     def connected(self) -> list[str]:

@@ -29,21 +29,21 @@ from envpipe_megatron.launch.bill.bill import Bill
 
 logger = logging.getLogger(__name__)
 
-#: The longest line, and the most that an agent sends at once.
+#: Size limit of a line, and of what an agent sends at once.
 MAX_BYTES = 256 * 1024
 _HELLO_S = 10.0
 #: Lines come a thousand times a second in a large job, and the live line looks at all its GPUs.
 _REPORT_EACH_S = 1.0
 _BACKLOG = 1024
-#: A node that lost its power says no good-bye, and must not be taken for one that comes back with
-#: another log: its connection ends after half a minute in which it answers no probe.
+#: A node that lost its power does not close its connection, and may come back with another log:
+#: the connection ends after half a minute without an answer to a probe.
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
 async def holds_within(
     timeout_s: float, condition: Callable[[], bool], changed: asyncio.Event
 ) -> bool:
-    """Whether a condition comes to hold within a time; it is looked at after each change."""
+    """Whether a condition becomes true within a time; it is checked after each change."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             while not condition():
@@ -55,7 +55,7 @@ async def holds_within(
 class Collector:
     """A server for the agents of one job, whose lines it adds to a bill.
 
-    `on_lines` is called a second after lines were added, at most, and when all nodes have ended.
+    `on_lines` is called within a second after lines were added, and when all nodes have ended.
     """
 
     def __init__(self, bill: Bill, on_lines: Callable[[], None] = lambda: None) -> None:
@@ -135,7 +135,7 @@ class Collector:
             self._connections.discard(task)
 
     def _hello(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> tuple[str, str] | None:
-        """Answer an agent; return its node and log, None where it is refused."""
+        """Answer an agent; return its node and log, None if it is refused."""
         node, log = str(hello["node"]), str(hello["log"])
         sent_log, before = self._sending.get(node, (log, None))
         answer: dict[str, Any]

@@ -81,7 +81,7 @@ class GpuLedger:
         return self._most_metered_j
 
     def read(self) -> Reading | None:
-        """Read the counter, which may take 0.1 s; None where it cannot be read."""
+        """Read the counter, which may take 0.1 s; None if it cannot be read."""
         try:
             reading = self.gpu.read_energy()
             off_s = reading.time_uncertainty_s

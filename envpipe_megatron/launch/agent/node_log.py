@@ -78,7 +78,7 @@ class NodeLog:
         self.note(ENDED, exit_code=exit_code)
 
     def read(self, offset: int, most_bytes: int) -> bytes:
-        """Whole lines from an offset on; none where there are none yet."""
+        """Whole lines from an offset on; none if there are none yet."""
         with self.path.open("rb") as file:
             file.seek(offset)
             data = file.read(most_bytes)

@@ -30,7 +30,7 @@ class Uplink:
         self._known = asyncio.Event()
         #: Bytes that the collector is known to have.
         self.known_bytes = 0
-        #: Why nothing is sent; empty where it is.
+        #: Why nothing is sent; empty if it is.
         self.trouble = ""
 
     def send_to(self, endpoint: Any) -> None:
@@ -54,7 +54,7 @@ class Uplink:
         return await holds_within(timeout_s, self._knows_all, self._known)
 
     def why_unknown(self) -> str:
-        """Why the collector has not got the whole log; empty where it has."""
+        """Why the collector has not got the whole log; empty if it has."""
         if self._task is None:
             return "no agent adds up on the node of rank 0"
         if self._knows_all():

@@ -40,8 +40,8 @@ class EnergyTotal:
     """A sum of windows.
 
     Args:
-        windows: how many.
-        num_gpus: how many different GPUs they are of.
+        windows: number of windows.
+        num_gpus: number of different GPUs that they come from.
         energy_uncertainty_j: standard, as if the ends of all windows were read independently: more
             than the truth where windows meet, whose common end cancels. None if one is not known.
         duration_s: GPU-seconds.
@@ -57,7 +57,7 @@ class EnergyTotal:
 
     @property
     def average_power_w(self) -> float:
-        """Of one GPU while it was metered."""
+        """Average power of one GPU while it was metered."""
         return self.energy_j / self.duration_s if self.duration_s else 0.0
 
 
@@ -68,7 +68,7 @@ class Ranges:
         self._ranges: list[tuple[int, int]] = []
 
     def add(self, first: int, last: int) -> None:
-        """Add the numbers from first to last; none where these are the wrong way round."""
+        """Add the numbers from first to last; none if these are the wrong way round."""
         if last < first:
             return
         kept = []
@@ -121,7 +121,7 @@ class PhaseBill:
 
     @property
     def step(self) -> StepEnergy | None:
-        """An average step; None where no line says how many there were."""
+        """An average step; None if no line says how many there were."""
         if not self.steps:
             return None
         uncertainty_j = total_of([self]).energy_uncertainty_j
@@ -227,7 +227,7 @@ class Bill:
         return [name for name, node in self.nodes.items() if node.running]
 
     def missing(self) -> list[str]:
-        """Why the bill is incomplete; nothing where it is complete, or no agent wrote of it."""
+        """Why the bill is incomplete; nothing if it is complete, or no agent wrote of it."""
         reasons = [
             f"{name} was lost: its energy up to its last line is in the bill"
             for name in sorted(self.running())
@@ -243,12 +243,12 @@ class Bill:
         return reasons
 
     def fact(self, name: str) -> float | None:
-        """A number above 0 that the job said of itself; None where it said none."""
+        """A number above 0 that the job said of itself; None if it said none."""
         value: Any = self.facts.get(name)
         return value if type(value) in (int, float) and 0 < value < math.inf else None
 
     def steps(self, phase: str) -> StepEnergy | None:
-        """A step of a phase on an average GPU; None where one does not say its steps."""
+        """A step of a phase on an average GPU; None if one does not say its steps."""
         steps = [bill.step for bill in self.phases.values() if bill.window.phase == phase]
         known = [step for step in steps if step is not None]
         if not known or len(known) < len(steps):
@@ -266,7 +266,7 @@ class Bill:
         )
 
     def comparison(self) -> Comparison | None:
-        """Steady steps against the baseline that the job measured; None where one is not known."""
+        """Steady steps against the baseline that the job measured; None if one is not known."""
         steady = self.steps(Phase.STEADY.value)
         if steady is None:
             return None

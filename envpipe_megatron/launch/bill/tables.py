@@ -30,7 +30,7 @@ CSV_COLUMNS = (
 
 @dataclass(frozen=True)
 class Tariff:
-    """What a kWh costs, in any currency, and its g of CO2; None where it is not known."""
+    """What a kWh costs, in any currency, and its g of CO2; None if it is not known."""
 
     price_per_kwh: float | None = None
     grid_g_per_kwh: float | None = None

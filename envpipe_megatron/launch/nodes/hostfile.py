@@ -35,7 +35,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     """Read the hosts, in the order of their node ranks.
 
     Blank lines and what follows `#` are passed over, and so is MPI's `max_slots=N`. Raises
-    EnvPipeError where a line is not of that form, a host stands there twice, or there is none.
+    EnvPipeError if a line is not of that form, a host stands there twice, or there is none.
     """
     hosts: dict[str, Host] = {}
     try:

@@ -44,7 +44,7 @@ def run_nodes(nodes: Sequence[NodeProcess], stop_grace_s: float = STOP_GRACE_S) 
     What has not ended after the grace is terminated, then killed; a second SIGINT kills at once.
 
     Returns 0, or the exit status of the first node that failed, or 128 and the signal's number.
-    Raises EnvPipeError where there is no such program; nothing was started.
+    Raises EnvPipeError if there is no such program; nothing was started.
     """
     for node in nodes:
         if shutil.which(node.command[0]) is None:
@@ -111,7 +111,7 @@ class _Run:
         for relay in relays:
             relay.start()
         status = process.wait()
-        # What a wrapper of ssh has left may keep the pipes for ever.
+        # What a wrapper of ssh has left may keep the pipes open forever.
         end_s = time.monotonic() + _LAST_GRACE_S
         for relay in relays:
             relay.join(max(0.0, end_s - time.monotonic()))

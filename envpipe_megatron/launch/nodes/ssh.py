@@ -29,7 +29,7 @@ _SSH_OPTIONS = (
 def carried_environment(environ: Mapping[str, str], exported: Sequence[str]) -> dict[str, str]:
     """Return the variables that a node gets from this environment, `exported` ones among them.
 
-    Raises EnvPipeError where a name to export is not set here.
+    Raises EnvPipeError if a name to export is not set here.
     """
     for name in exported:
         if name not in environ:

@@ -1,10 +1,10 @@
-"""Runs a command that gets SIGTERM when its parent dies, however that dies.
+"""Run a command that gets SIGTERM when its parent dies, however the parent dies.
 
     python child.py PARENT COMMAND ...
 
-Linux signals the child of a parent that has ended, if the child has asked for it; a command that
-knows nothing of it is started by this one, which asks and becomes the command. Elsewhere it only
-becomes the command.
+Linux signals a child when its parent ends, if the child has asked for it. Most commands do not ask,
+so this program asks for them, and then becomes the command. On other systems it only becomes the
+command.
 """
 
 import contextlib
@@ -18,6 +18,6 @@ _PR_SET_PDEATHSIG = 1
 if __name__ == "__main__":
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != int(sys.argv[1]):  # it died before it could be asked for
+    if os.getppid() != int(sys.argv[1]):  # the parent died before this asked
         sys.exit(128 + signal.SIGTERM)
     os.execvp(sys.argv[2], sys.argv[2:])

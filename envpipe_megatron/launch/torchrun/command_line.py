@@ -76,7 +76,7 @@ def split(words: Sequence[str], own: Mapping[str, bool]) -> CommandLine:
     abbreviated or ambiguous ones there. `own` has EnvPipe's options, and whether each takes a
     value; they are never abbreviated, so torchrun's abbreviations stay what they were.
 
-    Raises EnvPipeError where an option lacks its value, or is refused by torchrun.
+    Raises EnvPipeError if an option lacks its value, or is refused by torchrun.
     """
     rest = deque(words)
     own_words: list[str] = []

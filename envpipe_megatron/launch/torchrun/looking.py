@@ -19,7 +19,7 @@ from envpipe_megatron.launch.torchrun.options import MASTER_PORT
 def look(args: argparse.Namespace) -> tuple[str, str]:
     """Return what was found of the script and of the rendezvous, a line of each.
 
-    Nothing is imported, and no port is kept. Raises EnvPipeError where torchrun could not start
+    Nothing is imported, and no port is kept. Raises EnvPipeError if torchrun could not start
     its ranks, or not listen where others look for it.
     """
     return _script(args), _rendezvous(args)

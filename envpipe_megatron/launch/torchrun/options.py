@@ -74,7 +74,7 @@ def options_here(
     rank and master are left alone; with `--rdzv-endpoint` the master is. Without any number of
     processes: as many as there are GPUs, or one. Empty variables count as unset.
 
-    Raises EnvPipeError where a value is bad, SLURM started this in a wrong way, or nothing says
+    Raises EnvPipeError if a value is bad, SLURM started this in a wrong way, or nothing says
     which of several nodes this is or where the first one is.
     """
     parser = TorchrunParser()
@@ -112,7 +112,7 @@ def options_of_hosts(
 
     A host's node rank is its place in the file; its slots are the number of processes, unless
     `--nproc-per-node` is given. The first host is the master, unless there is another. Raises
-    EnvPipeError where other options contradict the hosts, or one has no number of processes.
+    EnvPipeError if other options contradict the hosts, or one has no number of processes.
     """
     parser = TorchrunParser()
     return tuple(

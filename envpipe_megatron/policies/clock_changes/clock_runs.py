@@ -158,7 +158,7 @@ class RunFinder:
     ) -> IntArray | None:
         """The runs of least cost, [num_stages, units_per_stage] indices of clocks.
 
-        None where a stage has none. Costs and allowed clocks are [units_per_stage, num_stages,
+        None if a stage has none. Costs and allowed clocks are [units_per_stage, num_stages,
         clocks].
         """
         stages = np.arange(cost_j.shape[1])

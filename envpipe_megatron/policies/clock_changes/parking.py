@@ -64,7 +64,7 @@ def _best_clocks(plan: Plan, curves: WaitCurves) -> tuple[IntArray, FloatArray]:
 def _keep_dwell(
     plan: Plan, park_mhz: IntArray, saved_j: FloatArray, min_dwell_s: float
 ) -> IntArray:
-    """Of the waits to park in, the largest savings first, those that keep a dwell time."""
+    """The waits to park in that keep a dwell time, chosen by savings, largest first."""
     kept = np.zeros_like(park_mhz)
     for node in np.argsort(-saved_j, axis=None)[: np.count_nonzero(park_mhz)]:
         tried = kept.copy()

@@ -27,20 +27,20 @@ from envpipe_megatron.policies.clock_changes.shared_clocks import solve_shared_c
 from envpipe_megatron.policies.optimal.certificate import price_flow
 from envpipe_megatron.policies.optimal.linear_program import Relaxed
 
-#: How strongly a first choice of runs holds units to their relaxed durations: joules, in mean unit
-#: energies, for a duration that is off by all of it. Prices of time alone leave ties between
-#: neighbouring clocks that all break the same way.
+#: How strongly a first choice of runs holds units to their relaxed durations: the cost, in units'
+#: mean energies, of a duration that is off by 100 %. Prices of time alone leave ties between
+#: neighbouring clocks, which all break the same way.
 _PULLS = (10.0, 30.0, 100.0)
-#: These runs are chosen as if a change took more than it does: this many times its energy, and this
-#: share of a unit's. Time is divided better over fewer runs than it seems beforehand.
+#: These runs are chosen as if a change cost this many times its energy, plus this share of a unit's
+#: energy: with fewer runs, dividing time saves more than it seems beforehand.
 _CHANGE_FACTOR, _CHANGE_OF_UNIT = 4.0, 0.02
-#: Halvings, in search of the share of the slowing that late clocks leave time for.
+#: Halvings in the search for the share of the slowing for which late clocks leave time.
 _SHARE_STEPS = 6
 #: Divisions of time after the first, as long as late clocks exceed the deadline.
 _ROUNDS = 4
 #: Longest paths of a late plan that are shortened before it is given up.
 _PATHS = 20
-#: Above this many units time is not divided anew: the linear program takes too long.
+#: Above this many units time is not divided again: the linear program takes too long.
 _MAX_PROGRAM_UNITS = 6_000
 #: The best plans that are improved.
 _IMPROVED = 4
@@ -57,14 +57,14 @@ def fewer_changes(
 ) -> Plan | None:
     """The cheapest plan found that meets a deadline and a dwell time, changes of clock included.
 
-    All units at their highest clocks and one clock a stage are among those that are tried; None if
-    no plan was found.
+    Among those tried are all units at their highest clocks, and one clock per stage. None if no
+    plan was found.
 
     Args:
-        plan: of the order and conditions; it need meet neither.
+        plan: has the order and conditions; it need not meet deadline or dwell time.
         relaxed: the linear program's solution that it was rounded from.
         waiting_power_w: [num_stages] by which that program priced waiting.
-        deadline_s: of the evaluated iteration, late clocks included.
+        deadline_s: for the evaluated iteration, late clocks included.
         min_dwell_s: as `clock_runs.shortest_dwell_s` counts.
     """
     return _RunSearch(plan, relaxed, waiting_power_w, deadline_s, min_dwell_s).search()
@@ -111,7 +111,7 @@ class _RunSearch:
         return min(improved, key=lambda plan: plan.cost.energy_j, default=None)
 
     def _steady(self) -> Iterator[Plan]:
-        """One clock a stage for the whole iteration: the fastest that all its units have."""
+        """One clock per stage for the whole iteration: the fastest that all its units have."""
         finder = RunFinder(self._table, self._change_j, np.inf)
         index = finder.find(self._table.time_s, self._table.profiled)
         if index is not None:

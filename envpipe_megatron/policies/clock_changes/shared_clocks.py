@@ -29,17 +29,17 @@ def solve_shared_clocks(
 ) -> tuple[FloatArray, FloatArray]:
     """Minimise energy over the clocks of given runs.
 
-    Late clocks count where they cost time, which is where a run begins at a higher clock than the
-    run before it; how much higher is taken from the given clocks. See `_dependencies`.
+    Late clocks count if they cost time, which is when a run begins at a higher clock than the run
+    before it; how much higher is taken from the given clocks. See `_dependencies`.
 
     Returns the best durations, between profiled times, and what a second more of each unit costs,
     J/s; both [num_stages, units_per_stage]. LinearProgramError: HiGHS gave up.
 
     Args:
         index: [num_stages, units_per_stage] indices of clocks: where they change, a run begins.
-        waiting_power_w: of all GPUs of the pipeline.
-        deadline_s: exceeded where the runs do not meet it with each at its fastest clock, and then
-            by as much as that takes.
+        waiting_power_w: power of all GPUs of the pipeline together.
+        deadline_s: exceeded, by as much as needed, if the runs cannot meet it at their fastest
+            clocks.
     """
     num_stages, width = index.shape
     num_units = schedule.num_units

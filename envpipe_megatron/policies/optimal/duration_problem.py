@@ -34,11 +34,11 @@ class DurationProblem:
         least: [num_edges] time from the source's end to the target's at its fastest.
         segment_node: [num_segments] the node that a segment stretches, rising.
         width: [num_segments] the longest that each can be.
-        slope: [num_segments] cost of a second of it, below 0.
+        slope: [num_segments] cost of a second of the segment, below 0.
         last_node: [num_stages] the last node of each stage.
-        tail: [num_stages] time after it.
-        waiting_cost: of a second of the iteration.
-        fixed_cost: of all units at their fastest.
+        tail: [num_stages] time after that node.
+        waiting_cost: cost of a second of the iteration.
+        fixed_cost: cost of all units at their fastest.
         num_nodes: how many units there are.
         ends: [num_nodes] what each node is stretched by to their earliest ends.
     """

@@ -65,7 +65,7 @@ class InteriorPoint:
         self._overtime_cost = len(problem.tail) * float(1 + np.max(-self._slope, initial=0.0))
 
     def solve(self, deadline: float) -> Solution:
-        """Minimise for a deadline; SolverError where the method came to no end."""
+        """Minimise for a deadline; SolverError if the method came to no end."""
         # A band is too narrow to share: with more than one thread LAPACK takes 10 times as long.
         # Numbers that overflow end as a gap that is too large, which is reported below.
         with threadpool_limits(limits=1, user_api="blas"), np.errstate(all="ignore"):
@@ -119,7 +119,7 @@ class InteriorPoint:
         return Point(slack, [*price, np.full(2, overtime_cost / 2)], end, iteration)
 
     def _cost(self, point: Point) -> float:
-        """Of the disturbed program."""
+        """Cost in the disturbed program."""
         units = self._problem.fixed_cost + float(self._slope @ point.slack[BELOW])
         return units + self._problem.waiting_cost * point.iteration
 

@@ -111,7 +111,7 @@ class DurationProgram:
     def solve(self, deadline_s: float) -> Relaxed:
         """Minimise for a deadline; LinearProgramError: none meets it, or every solver failed."""
         deadline_s = self.attainable(deadline_s)
-        # What is badly conditioned ends late by a hair; the simplex takes longer and is exact.
+        # A badly conditioned program ends slightly late; the simplex takes longer and is exact.
         earlier_s = max(self.fastest_iteration_s, deadline_s * (1 - _EARLIER))
         failure: SolverError | None = None
         for aim_s in (deadline_s, earlier_s):

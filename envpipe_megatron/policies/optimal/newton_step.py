@@ -21,7 +21,7 @@ from envpipe_megatron.policies.optimal.duration_problem import DurationProblem
 #: The pairs of a slack and its price: dependencies, ends of stages, segments from below and from
 #: above, and how early or late the iteration is.
 EDGE, LAST, BELOW, ABOVE, EARLY_LATE = range(5)
-#: What early and late do to the iteration time.
+#: iteration time = deadline + _SIGN @ slack[EARLY_LATE].
 _SIGN = np.array([-1.0, 1.0])
 
 
@@ -121,7 +121,7 @@ class BandMatrix:
         self._diagonal = self.place * self._height
 
     def factor(self, along: FloatArray, across: FloatArray, to_end: FloatArray) -> FloatArray:
-        """Cholesky factor of the band; LinAlgError where rounding errors made it indefinite.
+        """Cholesky factor of the band; LinAlgError if rounding errors made it indefinite.
 
         Args:
             along: [num_edges] conductance of each dependency.
@@ -250,13 +250,13 @@ class NewtonStep:
     def _early_late(
         self, product: FloatArray, iteration: float, total: float
     ) -> tuple[FloatArray, FloatArray]:
-        """Steps of how early or late the iteration ends, and of their prices.
+        """Steps ds, dp of how early and late the iteration ends (slacks s), and of their prices p.
 
-        `product`, [2], are the changes asked for; `total` is the step of what all ends of stages
-        are priced at together.
+        They solve p ds + s dp = product ([2]) and _SIGN @ ds = iteration - residual; where s / p is
+        less, dp = residual - _SIGN total. `total` is the step of the sum of prices LAST.
         """
         slack, price = self._point.slack[EARLY_LATE], self._point.price[EARLY_LATE]
-        # What gives more is what is left over: its price may be too near to 0 to divide by.
+        # ds of the larger s / p follows from the other: its p may be too near 0 to divide by.
         more = int(np.argmax(slack / price))
         less = 1 - more
         slack_step, price_step = np.empty(2), np.empty(2)

@@ -58,12 +58,14 @@ class _Rounded:
 class Optimizer:
     """Optimal plans of one order, with backwards, for any number of deadlines.
 
-    What the linear program cannot hold is planned around it. Waiting power by clock: the bound
-    prices waiting at the least power that a stage can wait at; plans are made at the blocking power
-    and at the mean of what such a plan waits at, and the better one is kept. Changes of clock that
-    cost energy or come late, and clocks that must be kept for a while: `run_search`. Parking, in
-    long waits, where `conditions` have the waiting power by clock: `parking`. Rounding stops to
-    improve at `good_gap` to the relaxed optimum.
+    The linear program leaves out some costs, which are planned around it:
+
+    - Waiting power depends on the clock: the bound prices waiting at a stage's least power. Plans
+      are made at the blocking power and at such a plan's mean waiting power; the better is kept.
+    - `run_search` plans changes of clock that cost energy or come late, and clocks to be kept long.
+    - `parking` lowers clocks in long waits, if `conditions` have the waiting power by clock.
+
+    Rounding stops improving a plan within `good_gap` of the relaxed optimum.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ class Rounding:
         return sum(costs[i] for costs, i in zip(self._cost, self.chosen, strict=True))
 
     def carry(self, duration_s: FloatArray) -> None:
-        """Choose anew, following relaxed durations: who is early enough rounds up.
+        """Choose again, following relaxed durations: a unit that ends early enough is rounded up.
 
         Each unit may end when it would if all units behind it took their relaxed durations
         ([num_units], which meet the deadline).
@@ -137,7 +137,7 @@ class Rounding:
         path.find_latest_ends(self._last_end_s)
 
     def carry_back(self, duration_s: FloatArray) -> None:
-        """Choose anew as `carry` does, from the last unit to the first.
+        """Choose again as `carry` does, from the last unit to the first.
 
         Each unit may start when it would if all units before it took their relaxed durations.
         """

@@ -29,7 +29,7 @@ class Simplex:
         self._highs.passModel(_model(problem))
 
     def solve(self, deadline: float) -> Solution:
-        """Minimise for a deadline; SolverError where no durations meet it, or HiGHS gave up."""
+        """Minimise for a deadline; SolverError if no durations meet it, or HiGHS gave up."""
         highs, problem = self._highs, self._problem
         iteration = problem.num_nodes + len(problem.width)
         highs.changeColBounds(iteration, 0.0, deadline)

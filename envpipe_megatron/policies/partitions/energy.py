@@ -81,13 +81,13 @@ def least_energy(
 ) -> FoundEnergy:
     """The split with the least planned energy among those as fast as the fastest.
 
-    EnvPipeError: a table without energies.
-
     Args:
         time_tolerance: the 1F1B iteration time at the highest clocks may exceed the least one by
             this fraction.
         max_planned: splits to plan at most: those with the lowest estimate. The result is exact
-            where they are all there are.
+            if they are all there are.
+
+    Raises EnvPipeError for a table without energies.
     """
     if not space.table.has_energy:
         raise EnvPipeError(

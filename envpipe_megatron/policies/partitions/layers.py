@@ -39,7 +39,7 @@ class LayerTable:
         time_s: for each kind, [num_layers, num_frequencies].
         energy_j: the same shape.
         memory_bytes: [num_layers] what a layer holds whatever the schedule (weights, gradients,
-            optimizer), or None where it is not known.
+            optimizer), or None if it is not known.
         activation_bytes: [num_layers] what a layer holds for each microbatch in flight, or None.
     """
 
@@ -79,7 +79,7 @@ def in_flight_1f1b(num_stages: int, num_microbatches: int) -> IntArray:
 
 
 def stage_memory_bytes(table: LayerTable, split: Split, num_microbatches: int) -> FloatArray:
-    """[num_stages] what each stage holds at 1F1B's peak; 0 where the table has no bytes."""
+    """[num_stages] what each stage holds at 1F1B's peak; 0 if the table has no bytes."""
     held = in_flight_1f1b(len(split), num_microbatches)
     return _sums(table, table.memory_bytes, split) + held * _sums(
         table, table.activation_bytes, split
@@ -149,7 +149,7 @@ def layout_flags(split: Split) -> str:
 
 
 def first_last_flags(split: Split) -> str | None:
-    """Megatron's flags for the first and the last stage, or None where they cannot say a split.
+    """Megatron's flags for the first and the last stage, or None if they cannot say a split.
 
     Megatron (core_v0.16.1) wants at least one layer on each of the two, and deals the others evenly
     to the stages between. The flags exclude the layout and `--account-for-*-in-pipeline-split`.
@@ -167,7 +167,7 @@ def megatron_even_split(num_layers: int, num_stages: int) -> tuple[Split, tuple[
 
     Without flags the stages must divide the layers; `--account-for-embedding-in-pipeline-split` and
     `--account-for-loss-in-pipeline-split` count the embedding and the loss as one layer each. None
-    where Megatron refuses all of these.
+    if Megatron refuses all of these.
     """
     for embedding, loss in ((0, 0), (1, 1), (1, 0)):  # the loss alone splits as the embedding
         share, left = divmod(num_layers + embedding + loss, num_stages)

@@ -223,7 +223,7 @@ def cheapest_splits(cost: FloatArray, allowed: BoolArray) -> Iterator[Split]:
     waiting: dict[tuple[int, int], list[tuple[float, int, int]]] = {}
 
     def completion(stage: int, first: int, rank: int) -> float | None:
-        """The cost of a node's completion of that rank; None where there are fewer."""
+        """The cost of a node's completion of that rank; None if there are fewer."""
         if stage == num_stages:
             return 0.0 if first == nodes - 1 and rank == 0 else None
         node = stage, first

@@ -22,9 +22,9 @@ class MeasuredIteration:
     """One iteration of one pipeline; arrays are [num_stages, units_per_stage].
 
     Args:
-        run: empty where the job has one.
+        run: empty if the job has only one.
         start_s: after the pipeline's first unit.
-        frequency_mhz: None where clocks were not controlled.
+        frequency_mhz: None if clocks were not controlled.
     """
 
     run: str
@@ -46,7 +46,7 @@ def last_iteration(
 ) -> MeasuredIteration | None:
     """The last iteration of a phase that all stages of a pipeline of `num_stages` recorded.
 
-    Of replicas and tensor-parallel peers, the lowest rank of each stage is taken. None where there
+    Of replicas and tensor-parallel peers, the lowest rank of each stage is taken. None if there
     is none, or what was recorded is no order of a whole pipeline.
     """
     recorded = list(recorded)
@@ -114,7 +114,7 @@ def measured_figure(
 
 
 def clock_range_mhz(iterations: Iterable[MeasuredIteration]) -> tuple[float, float] | None:
-    """One colour scale for several iterations; None where no clock is known."""
+    """One colour scale for several iterations; None if no clock is known."""
     known = [one.frequency_mhz for one in iterations if one.frequency_mhz is not None]
     if not known:
         return None

@@ -49,7 +49,7 @@ class StepSeries:
     """Energy and time of the steps of a run.
 
     Args:
-        run: empty where the job has one.
+        run: empty if the job has only one.
         iteration: [n] those that were metered.
         time_s: [n] of each, on an average GPU.
         energy_j: [n] of each, on all GPUs.
@@ -78,7 +78,7 @@ def _member(window: EnergyWindow) -> Hashable:
 
 
 def _steps(window: EnergyWindow) -> int:
-    """How many steps a window holds; 0 where it does not say."""
+    """How many steps a window holds; 0 if it does not say."""
     first, last = window.first_iteration, window.last_iteration
     return 0 if first is None or last is None else max(0, last - first + 1)
 

@@ -61,7 +61,7 @@ def clocks_figure(
 
 
 def predicted_peak_bytes(stage: Mapping[str, Any]) -> float | None:
-    """What a stage of `summary.json` was predicted to hold at its peak; None where not known.
+    """What a stage of `summary.json` was predicted to hold at its peak; None if not known.
 
     As `runtime.memory.StageMemory` has it, which needs torch.
     """

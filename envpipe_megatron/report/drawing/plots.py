@@ -73,7 +73,7 @@ def plot_timeline(
         frequency_range_mhz: ends of the colour scale. The default, from the profile's optimal to
             its highest frequency, is the same for all plans made from one profile.
 
-    Raises EnvPipeError where measured times do not fit the schedule.
+    Raises EnvPipeError if measured times do not fit the schedule.
     """
     start, end = _times(plan, start_s, end_s)
     measured = start_s is not None
@@ -142,7 +142,7 @@ def default_frequency_range_mhz(plan: Plan) -> tuple[float, float]:
 
 
 def plot_energy_valley(profile: Profile, path: Path, *, title: str) -> None:
-    """Write the energy of one microbatch over frequency, a panel a stage."""
+    """Write the energy of one microbatch over frequency, one panel per stage."""
     save_picture(energy_valley_figure(profile, title=title), path)
 
 

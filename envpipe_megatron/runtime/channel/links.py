@@ -30,7 +30,7 @@ def make_channel(
     max_ctas: int = MAX_CTAS,
     hosts: HostGroup | None = None,
 ) -> P2PChannel:
-    """The channel of this rank over a pipeline's process group.
+    """Make the channel of this rank over a pipeline's process group.
 
     On gloo the pipeline's own group carries both directions, told apart by tags. NCCL has no tags
     and runs a communicator's transfers one after another, so each link gets a two-rank group. Every
@@ -39,10 +39,10 @@ def make_channel(
 
     Args:
         pipeline_group: the ranks of the pipeline, in order of their stages.
-        timeout: after which a silent neighbour is an error.
+        timeout: time after which a silent neighbour is an error.
         num_chunks: with more than one, the last stage and the first are neighbours too.
         max_ctas: thread blocks, and so SMs, that one NCCL transfer may hold.
-        hosts: of the same ranks in the same order; needed for messages that vary.
+        hosts: host group of the same ranks in the same order; needed for messages that vary.
 
     Raises:
         ChannelError: another backend than NCCL and gloo, or a host that waits for each transfer.

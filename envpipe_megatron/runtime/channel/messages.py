@@ -39,7 +39,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Of a message."""
+        """Size of a message."""
         parts = zip(self.shapes, self.dtypes, strict=True)
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
 

@@ -25,7 +25,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime.channel.host_group import HostGroup
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 
-#: Of torch's WorkResult, which has no name in Python.
+#: SUCCESS of torch's WorkResult, which has no name in Python.
 _SUCCESS = 0
 
 
@@ -42,11 +42,11 @@ class P2PChannel:
         ranks: the global rank of each stage of this pipeline.
         stage: this rank's stage.
         groups: for each kind and sending stage, the process group that carries that link.
-        timeout: after which a silent neighbour is an error; None where the group watches over that
+        timeout: time until a silent neighbour is an error; None if the group watches over that
             itself (NCCL, whose `wait` would block the host if it were given a time).
-        capacity: for orders that need a deeper channel to be refused or lowered.
-        hosts: of the pipeline's stages in their order, for the headers of messages that vary; None
-            where none will.
+        capacity: limit by which orders that need a deeper channel are refused or lowered.
+        hosts: host group of the pipeline's stages in order, for the headers of messages that vary;
+            None if none vary.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class P2PChannel:
         self._groups = groups
         self._timeout = timeout
         #: Messages of one direction that may be under way before a send stops the stage, in the
-        #: words of `channel_model`; None where sends never do.
+        #: words of `channel_model`; None if sends never do.
         self.capacity = capacity
         self._hosts = hosts
         self._posted: dict[Kind, _Receive] = {}
@@ -259,7 +259,7 @@ class P2PChannel:
 
 
 def _tag(kind: Kind) -> int:
-    """Of the tensors of a kind, which come in the order in which they were sent."""
+    """Tag of the tensors of a kind, which come in the order in which they were sent."""
     return list(Kind).index(kind)
 
 

@@ -75,7 +75,7 @@ class ClockController:
         self._driver = threading.Lock()
         self._touched = False
         self._closing = False
-        #: How often somebody else has reset the clock; what was set before counts no more.
+        #: How often somebody else has reset the clock; what was set before no longer counts.
         self._epoch = 0
         self._asked: tuple[int, int] | None = None
         self._applied: tuple[int, int] | None = None
@@ -289,7 +289,7 @@ class ClockController:
 
 
 def spread(values_s: Iterable[float]) -> dict[str, float | int]:
-    """Median, 99th percentile, maximum and count; only the count where there is nothing."""
+    """Median, 99th percentile, maximum and count; only the count if there is nothing."""
     ordered = sorted(values_s)
     if not ordered:
         return {"count": 0}

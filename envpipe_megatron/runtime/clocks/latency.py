@@ -78,7 +78,7 @@ def measure_latency(
     """Change the clock between every two of some clocks, down and up, for a profile's sidecar.
 
     A guard holds the GPU meanwhile, so the clock is reset at the end in any case. Raises GpuError
-    where the back end fails or refuses, a job holds the GPU, or there can be no guard;
+    if the back end fails or refuses, a job holds the GPU, or there can be no guard;
     ClockLatencyError for fewer than two clocks, one that is not supported, or a guard that ended in
     the middle.
 
@@ -89,7 +89,7 @@ def measure_latency(
     Returns:
         what a file of format `envpipe-clock-latency/1` holds: `changes` has for each pair the
             `spread` of each value of `analyse`, `frequency_change_s` the median settling of the
-            slowest pair, None where no change was seen.
+            slowest pair, None if no change was seen.
     """
     clocks = _checked(gpu, clocks_mhz)
     guard_ended = threading.Event()
@@ -161,8 +161,8 @@ def analyse(traces: Sequence[Trace], to_mhz: int) -> dict[str, float | None]:
 
     Returns:
         `call_s`, how long the call took; `settling_s`, from the call until kernels took the new
-            time, at most one kernel too long, None where it was not seen; `shown_s`, from the call
-            until the driver said that the new clock runs, None where it did not;
+            time, at most one kernel too long, None if it was not seen; `shown_s`, from the call
+            until the driver said that the new clock runs, None if it did not;
             `first_kernel_ratio`, the time of the first kernel that began after the call had
             returned, over the time that kernels take at the new clock.
     """

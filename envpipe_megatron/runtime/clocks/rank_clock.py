@@ -23,7 +23,7 @@ class RankClock:
 
     A real GPU gets a guard before its first lock, and its clock is looked at twice a second; one
     that is opened for reading alone is only watched. `guarded` is by default true where the GPU is
-    real, and where it is emulated on a node with an agent. Raises GpuError where another job holds
+    real, and where it is emulated on a node with an agent. Raises GpuError if another job holds
     the GPU, or no guard could be had.
     """
 
@@ -104,7 +104,7 @@ class RankClock:
 def make_everywhere(collectives: Collectives, make: Callable[[], RankClock]) -> RankClock:
     """A clock on every rank, or on none: nobody trains beside a rank that was refused.
 
-    Raises GpuError as `RankClock` does, CollectivesError where another rank raised it.
+    Raises GpuError as `RankClock` does, CollectivesError if another rank raised it.
     """
     made: list[RankClock] = []
     try:

@@ -19,14 +19,16 @@ def open_rank_gpu(
 
     A pipeline follows one plan, so clocks are controlled on all of its GPUs or on none: where one
     rank has no control, every rank opens its GPU for reading alone, and the planner logs why.
-    Nothing is locked, held or reset yet. Raises GpuError for a GPU that cannot be opened, or no
-    control where it is required, CollectivesError where another rank raised that.
+    Nothing is locked, held or reset yet.
 
     Args:
         uid: the GPU's UUID (`gpu.visible_devices.uid_of_cuda_device`); of an emulated one its
             folder and index.
         wanted: one of `gpu.control.CHOICES`.
         require: whether a job without control is an error instead of a warning.
+
+    Raises GpuError for a GPU that cannot be opened, or if control is required and not available;
+    CollectivesError if another rank raised that.
     """
     site = collectives.everywhere(read_site)
     chosen = collectives.everywhere(lambda: choose_control(wanted, site, require=require))

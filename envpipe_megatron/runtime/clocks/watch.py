@@ -94,7 +94,7 @@ class ClockWatch:
                 the clock back); `not_judged`, samples by why not; `throttle_reasons` and
                 `throttle_reasons_below`, samples of a busy GPU, and those below, by reason;
                 `clocks_mhz`, for each request what was seen; `power_limit_w`, least and most, None
-                where unknown; `warning`, one line where clocks did not follow, else None.
+                if unknown; `warning`, one line where clocks did not follow, else None.
         """
         with self._lock:
             sides: Counter[int] = Counter()
@@ -169,6 +169,6 @@ class ClockWatch:
 
 
 def _side(requested_mhz: int, observed_mhz: int) -> int:
-    """1 for a clock above the one requested, -1 below it, 0 where it followed."""
+    """1 for a clock above the one requested, -1 below it, 0 if it followed."""
     excess_mhz = observed_mhz - requested_mhz
     return (excess_mhz > TOLERANCE_MHZ) - (excess_mhz < -TOLERANCE_MHZ)

@@ -62,7 +62,7 @@ class AgentLink:
             self._connection.close()
 
     def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a message, and wait for the answer; OSError where the agent is gone or silent."""
+        """Send a message, and wait for the answer; OSError if the agent is gone or silent."""
         send(self._connection, message)
         answer = receive(self._connection)
         if answer is None:

@@ -14,7 +14,7 @@ from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError, Windo
 
 logger = logging.getLogger(__name__)
 
-#: Windows that wait for a counter that stands still; with more, it is not coming back for them.
+#: Most windows that wait for a counter that stands still; beyond this it is taken to have failed.
 _MOST_WAITING = 64
 
 
@@ -23,10 +23,10 @@ class Window:
     """One step, or several of one phase that follow each other, on the meter's time base.
 
     Args:
-        iterations: how many; 0 of what lies between steps.
-        compute_s: in units.
-        blocking_s: in receives from other stages.
-        seen: its first steps, past whose end the counter was seen to refresh.
+        iterations: number of steps; 0 for the time between steps.
+        compute_s: time in units.
+        blocking_s: time in receives from other stages.
+        seen: its first steps, if the counter was seen to refresh after their end.
     """
 
     phase: str
@@ -46,7 +46,7 @@ class Window:
 
     def extend(self, step: Window) -> None:
         """Add the next step of the same phase."""
-        # A framework may count anew after a restart.
+        # A framework may count from the start again after a restart.
         self.first_iteration = min(self.first_iteration, step.first_iteration)
         self.last_iteration = max(self.last_iteration, step.last_iteration)
         self.end_s = step.end_s
@@ -179,7 +179,7 @@ class EnergyLog:
             "energy_uncertainty_j": energy.uncertainty_j,
             "compute_s": window.compute_s,
             "blocking_s": window.blocking_s,
-            # Rounding can make the two a hair longer than the window they are parts of.
+            # Rounding can make the two slightly longer than the window they are parts of.
             "idle_s": max(0.0, window.duration_s - window.compute_s - window.blocking_s),
         }
         if self._with_counter:

@@ -137,7 +137,7 @@ class EnergyMeter:
         counter's resolution. Work that alternates faster than the counter refreshes shows in it
         too: the refreshes cut the alternation at different places.
 
-        Raises MeterError where the window starts before the meter does, ends when the counter could
+        Raises MeterError if the window starts before the meter does, ends when the counter could
         not be read or stood still, or holds a moment at which it went back.
         """
         with self._changed:

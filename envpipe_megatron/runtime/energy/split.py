@@ -39,7 +39,7 @@ def error_of_sum(
     """Standard error of the sum of iterations' energies, J, from how blocks of them scatter.
 
     Iterations that followed each other are taken together until they last `block_s`, as what a
-    meter says of less is not independent. 0 where they make less than two blocks, which tell
+    meter says of less is not independent. 0 if they make less than two blocks, which tell
     nothing.
     """
     blocks: list[list[float]] = [[]]
@@ -68,7 +68,7 @@ class Split:
     Args:
         rows: of each kind, the highest clock first.
         late_s: mean time for which a unit ran at the clock of the unit before it.
-        told_apart: False where the sweeps do not tell forwards from backwards; the energy of each
+        told_apart: False if the sweeps do not tell forwards from backwards; the energy of each
             pair is then shared by time.
     """
 

@@ -28,7 +28,7 @@ class StepEnergy:
         time_s: from the end of a step to the end of the next.
         time_uncertainty_s: standard uncertainty of `time_s` as the mean of such steps, by how they
             scatter; None for a single one.
-        energy_j: None where the counter was not seen.
+        energy_j: None if the counter was not seen.
         metering_uncertainty_j: standard uncertainty of `energy_j` as read from the counter.
     """
 
@@ -63,7 +63,7 @@ class IntervalEnergy:
     """What training took between two laps, on one GPU or on an average one of the job.
 
     `phases` counts iterations of each phase, in the order in which they came; 0 of `plan`, whose
-    time lies between iterations and is shared by the steps. `step` is None where no step ended.
+    time lies between iterations and is shared by the steps. `step` is None if no step ended.
     """
 
     phases: Mapping[str, int]
@@ -75,7 +75,7 @@ class BaselineEnergy:
     """What a step takes in the framework's own order at the highest clock.
 
     On an average GPU of the job, on an average one of each stage, and on this GPU: `own` is None
-    where an earlier start of the job measured it.
+    if an earlier start of the job measured it.
     """
 
     mean: StepEnergy
@@ -176,9 +176,9 @@ class PhaseMean:
 
 
 def step_sums(step: StepEnergy | None) -> FloatArray:
-    """[7] What a job's ranks add up: GPUs, iterations, s, its uncertainty, metered GPUs, J, J^2.
+    """[7] A rank's part of sums: GPUs, iterations, s, its uncertainty, metered GPUs, J, J^2.
 
-    Times are not a number where they are not known. J, and J^2 of its metering, are of the metered.
+    Unknown times are NaN. J, and J^2 (its squared metering uncertainty), count metered GPUs only.
     """
     if step is None:
         return np.array([1, 0, math.nan, math.nan, 0, 0, 0])
@@ -190,7 +190,7 @@ def step_sums(step: StepEnergy | None) -> FloatArray:
 
 
 def mean_over_gpus(sums: ArrayLike) -> StepEnergy | None:
-    """An average step on an average GPU, from [stages, 7] sums; None where one has no step.
+    """An average step on an average GPU, from [stages, 7] sums; None if one has no step.
 
     A GPU without an energy is taken to be like the others of its stage, which do the same work.
     """

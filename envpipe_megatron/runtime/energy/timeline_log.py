@@ -35,7 +35,7 @@ class TimelineLog:
     """Appends the recorded iterations of one rank to a file, on a thread of its own.
 
     Training never waits for it: a disk that hangs costs lines, a full one ends the log. `append`
-    takes each line, and may raise OSError; None where nothing is recorded. Every line has `labels`,
+    takes each line, and may raise OSError; None if nothing is recorded. Every line has `labels`,
     of this rank's GPU.
     """
 
@@ -134,7 +134,7 @@ def timeline_line(
     """One iteration of one rank, in the format of `formats.timeline`.
 
     `executed` are the units as plans write them, in the order in which they ran; `frequencies_mhz`
-    what was requested for each, None where no clock is controlled.
+    what was requested for each, None if no clock is controlled.
     """
     start_us, end_us = (
         np.rint(1e6 * times_s).astype(np.int64).tolist()

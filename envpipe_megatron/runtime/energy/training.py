@@ -76,7 +76,7 @@ class Interval:
 def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | None:
     """An average step of a warm-up, without the first and others at the start that last longer.
 
-    None where they are too few, or together shorter than ten refreshes of the counter.
+    None if they are too few, or together shorter than ten refreshes of the counter.
     """
     steps = warmup[1:]
     usual_s = statistics.median([step.duration_s for step in steps] or [0.0])
@@ -229,7 +229,7 @@ class TrainingEnergy:
         """The interval on an average GPU of the job; on all ranks together.
 
         GPUs of a stage stand in for its unmetered ones. Without a metered one, there is no energy.
-        None where a rank has no step in its interval.
+        None if a rank has no step in its interval.
         """
         mean, _ = self._over_gpus(interval.step)
         if mean is None:
@@ -308,7 +308,7 @@ class TrainingEnergy:
     def _over_gpus(
         self, step: StepEnergy | None
     ) -> tuple[StepEnergy | None, tuple[StepEnergy, ...]]:
-        """An average step on all GPUs, and on those of each stage; none where one has no step."""
+        """An average step on all GPUs, and on those of each stage; none if one has no step."""
         sums = self._collectives.by_stage(step_sums(step), SUM)
         means = [mean_over_gpus([stage]) for stage in sums]
         return mean_over_gpus(sums), tuple(mean for mean in means if mean is not None)

@@ -80,7 +80,7 @@ class EmulatedExecutor:
         """Bring the emulated GPUs of the pipeline to one instant, and tie it to the wall clock."""
         width = schedule.units_per_stage
         self._units = schedule.stages[stage]
-        #: Of each unit the stage that sends its input, and the one that needs its output; or -1.
+        #: For each unit, the stage that sends its input and the one that needs its output; or -1.
         self._sources, self._destinations = (
             (nodes.reshape(-1, width)[stage] // width).tolist()
             for nodes in (schedule.cross_dependency, schedule.cross_successor)
@@ -97,7 +97,7 @@ class EmulatedExecutor:
     def begin_unit(self) -> None:
         """The input is there; the real computation starts.
 
-        Raises CollectivesError where the stage that sends the input is gone or silent.
+        Raises CollectivesError if the stage that sends the input is gone or silent.
         """
         position = len(self._ends)
         self._ready_s = self._begin_s
@@ -165,5 +165,5 @@ class EmulatedExecutor:
 
 
 def _tag(unit: Unit) -> int:
-    """Of the times of a kind's units, which come in the order in which they were sent."""
+    """Tag of the times of a kind's units, which come in the order in which they were sent."""
     return _FIRST_TAG + list(Kind).index(unit.kind)

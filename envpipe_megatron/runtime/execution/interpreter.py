@@ -27,7 +27,7 @@ class StageWork(Protocol):
 def execute(schedule: Schedule, stage: int, work: StageWork, run: StageRun) -> StageRecord:
     """Execute one stage's order of a schedule once, and return the times measured.
 
-    Raises ChannelError where a neighbour is gone or silent.
+    Raises ChannelError if a neighbour is gone or silent.
     """
     run.begin()
     for unit in schedule.stages[stage]:

@@ -18,11 +18,11 @@ class StageRun:
     """Times each unit, carries its messages, and requests the next one's clock for when it ends.
 
     The calls are `begin`, for each unit `begin_unit` and `end_unit`, and `end`; they raise
-    ChannelError where a neighbour is gone or silent, or the channel cannot carry the messages.
+    ChannelError if a neighbour is gone or silent, or the channel cannot carry the messages.
 
     Args:
         request: requests a clock in MHz for when something is complete.
-        channel: to the neighbours; None where the framework carries the messages.
+        channel: to the neighbours; None if the framework carries the messages.
         specs: what the channel's messages carry.
     """
 

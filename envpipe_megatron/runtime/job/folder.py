@@ -41,7 +41,7 @@ from envpipe_megatron.runtime.job.job_file import (
 logger = logging.getLogger(__name__)
 
 GRIDS_FILE = "reconfigure.txt"
-#: Of a plan's request, what is the job's own or follows from what the fingerprint holds.
+#: Fields of a plan's request that are the job's own or follow from its fingerprint.
 _NOT_COMPARED = ("num_microbatches", "blocking_power_w", "conditions", "channel_capacity")
 
 
@@ -57,9 +57,9 @@ class JobFolder:
         self._of_node = "" if alike else "-" + re.sub(r"[^\w.-]", "_", self.node)
         #: What an earlier start left, the same on every rank; None without a job to continue.
         self.found: StoredJob | None = None
-        #: When this start began; empty where no later start can continue it.
+        #: When this start began; empty if no later start can continue it.
         self.started = ""
-        #: What `job.json` says; None where it is not kept, and on all ranks but the planning one.
+        #: What `job.json` says; None if it is not kept, and on all ranks but the planning one.
         self._job: StoredJob | None = None
 
     @property
@@ -155,7 +155,7 @@ class JobFolder:
             self._store(profile={}, plan={}, reconfigure_steps=0, reconfigure_ended=None)
 
     def keep_baseline(self, baseline: BaselineEnergy | None) -> None:
-        """Keep the first baseline; one without energies is measured anew by each start."""
+        """Keep the first baseline; one without energies is measured again by each start."""
         if self._job is None or self._job.baseline is not None or baseline is None:
             return
         if all(step.energy_j for step in (baseline.mean, *baseline.by_stage)):
@@ -176,7 +176,7 @@ class JobFolder:
         return found, started
 
     def _written(self, name: str, result: Profile | Plan) -> dict[str, str]:
-        """Write a result on the planning rank; the digests of its files, none where it failed."""
+        """Write a result on the planning rank; the digests of its files, none if it failed."""
         if self._path is None or not self._collectives.is_planner:
             return {}
         path = self._path / name
@@ -225,7 +225,7 @@ def _fingerprint(
 
 
 def _set_aside(folder: Path, config: SessionConfig, reason: Exception) -> bool:
-    """Rename a job's files, so that another job may have their names; False where it failed."""
+    """Rename a job's files, so that another job may have their names; False if it failed."""
     profile = folder / PROFILE_FILE
     # The job file comes last: as long as it is there, the others do not pass for a new job's.
     files = [profile, sidecar_path(profile), folder / PLAN_FILE, folder / JOB_FILE]

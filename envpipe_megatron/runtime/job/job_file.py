@@ -94,7 +94,7 @@ class StoredJob:
 def read_job(
     folder: Path, fingerprint: Mapping[str, Any], profile_file: Path | None = None
 ) -> StoredJob | None:
-    """Read the job that a folder holds; None where there is none.
+    """Read the job that a folder holds; None if there is none.
 
     A job that did not make its own profile has it in `profile_file`.
 
@@ -136,7 +136,7 @@ def write_job(folder: Path, job: StoredJob) -> None:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file; empty where it cannot be read."""
+    """SHA-256 of a file; empty if it cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:

@@ -48,8 +48,8 @@ class PhaseParts:
     """What the phases of one rank work with.
 
     Args:
-        config: whose profile and plan files may be an earlier start's, see `folder`.
-        kept_order: of a framework that runs its units itself; None where ours are executed.
+        config: its profile and plan files may be an earlier start's, see `folder`.
+        kept_order: order of a framework that runs its units itself; None if EnvPipe runs them.
     """
 
     config: SessionConfig

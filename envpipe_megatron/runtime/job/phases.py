@@ -31,7 +31,7 @@ _COMPARED_ITERATIONS = 3
 
 
 def run_phases(job: PhaseParts) -> PhaseRun[None]:
-    """Yield what each iteration runs, for ever; the same on every rank.
+    """Yield what each iteration runs, forever; the same on every rank.
 
     Raises EnvPipeError on all ranks where a given profile or plan does not fit the job.
     """
@@ -66,9 +66,9 @@ def _save_energy(
     """Profile, plan and reconfigure; the order of the steady phase. GoesOnError if that fails.
 
     Args:
-        job: of this rank.
+        job: this rank's parts.
         schedule: the framework's.
-        records: of the warm-up, but for its first iteration.
+        records: records of the warm-up, but for its first iteration.
     """
     config, state = job.config, job.state
     profile = state.profile = yield from _profile(job, schedule)

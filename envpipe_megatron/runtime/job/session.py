@@ -45,25 +45,25 @@ def _silent(text: str) -> None: ...
 class Session:
     """Executes iterations for one rank; the clock comes back when it is closed.
 
-    Every rank of the job makes one, together. Where a GPU is opened for reading alone, the job runs
-    the framework's own order and no rank asks for a clock; energy is measured all the same.
+    Every rank of the job makes one, together. If a GPU is opened for reading alone, the job runs
+    the framework's own order and no rank requests a clock; energy is still measured.
 
     For each step of training, a framework calls `begin_step`, `run_iteration` and `end_step`; and
     `pause` before anything that is not training. One that only calls `run_iteration` is billed
     without what surrounds the units of a phase's last iteration. A framework that runs its units
-    itself, in its own order, calls `open_iteration` and `close_iteration` in place of it.
+    itself, in its own order, calls `open_iteration` and `close_iteration` instead.
 
     Args:
         gpu: as `rank_gpu.open_rank_gpu` opens it.
-        make_executor: takes what waits for the clock controller.
+        make_executor: gets a function that waits for the clock controller.
         say: prints progress, on the planning rank alone.
         print_grid: prints reconfigure grids there; the output folder has them too.
-        memory: of this rank's device; by default of the CUDA device in use, if there is one.
+        memory: reads this rank's device memory; by default of the CUDA device in use, if any.
 
     Raises:
-        EnvPipeError: a limit by memory that nobody knows, another job that holds the GPU, or no
-            guard; on every rank of the job.
-        OSError: there can be no output folder.
+        EnvPipeError: on every rank of the job: a memory limit is set but memory cannot be measured,
+            another job holds the GPU, or there is no guard.
+        OSError: the output folder cannot be made.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Session:
         }
         self._agent = connect_to_agent(gpu, self._labels, collectives)
         if self._agent is not None:
-            self._labels["node"] = self._agent.node  # as the lines are called that it writes
+            self._labels["node"] = self._agent.node  # the agent's lines use this name
         self._timeline = TimelineLog(self._folder.appender("timeline"), self._labels)
         with contextlib.ExitStack() as half_made:
             half_made.callback(self._timeline.close)
@@ -149,7 +149,7 @@ class Session:
             self.describe_job,
         )
         self._phases: PhaseRun[None] | None = None
-        #: The last iteration, which the phases do not know of yet.
+        #: The last iteration's record, which the phases have not got yet.
         self._record: StageRecord | None = None
         self._step_begun = False
         self._broken = False
@@ -170,11 +170,11 @@ class Session:
 
     @property
     def memory(self) -> tuple[StageMemory, ...] | None:
-        """What is known of each stage's memory; None where it is not known."""
+        """What is known of each stage's memory; None if it is not known."""
         return self._memory.stages
 
     def begin_step(self, iteration: int | None = None) -> None:
-        """A training step begins, whose number may go back after a restart; or it is one more."""
+        """Begin a training step: `iteration` may go back after a restart; by default, one more."""
         self.state.iteration = self.state.iteration + 1 if iteration is None else iteration
         self._step_begun = True
         self._energy.begin_step()
@@ -184,10 +184,10 @@ class Session:
     ) -> StageRecord:
         """Execute one training iteration in the job's present phase.
 
-        What lies between two phases (measurements, planning) comes first, where a phase has ended.
+        If a phase has ended, the work between two phases (measurements, planning) comes first.
 
         Raises:
-            SessionError: another number of microbatches than before, a plan of another order, or
+            SessionError: another number of microbatches than before, a plan for another order, or
                 an earlier iteration failed.
             ChannelError: a neighbour is gone or silent.
         """
@@ -201,18 +201,18 @@ class Session:
 
         Args:
             kept_order: the framework's own order of units, the same in every iteration.
-            specs: of the messages that are sent between two phases, to measure.
+            specs: shapes of the messages that are sent between two phases, to measure.
         """
         run = self._open(kept_order.num_microbatches, specs, kept_order, None)
         run.begin()
         return run
 
     def close_iteration(self, run: StageRun) -> StageRecord:
-        """All units of an open iteration have run, and no message of the framework is under way."""
+        """End an open iteration: all units have run, no message of the framework is under way."""
         return self._close(run, run.end())
 
     def describe_job(self, facts: Mapping[str, Any]) -> None:
-        """Add to the bill of the node's agent, if there is one, what is known of the job.
+        """Add facts about the job to the bill of the node's agent, if there is one.
 
         Facts are `tokens_per_iteration`, `samples_per_iteration`, `model`, `microbatch_size`,
         `type`, `scheduling`, `reconfigure` and `notes`, of JSON's types.
@@ -221,16 +221,16 @@ class Session:
             self._agent.job(facts)
 
     def end_step(self) -> None:
-        """The step of the last iteration ends here, behind the optimizer, whose energy is its own.
+        """End the last iteration's step, after the optimizer, whose energy counts to this step.
 
-        Where no iteration was run since `begin_step`, the framework ran the step by itself, which
-        is billed as phase `framework`.
+        If no iteration was run since `begin_step`, the framework ran the step by itself, which is
+        billed as phase `framework`.
         """
         self._energy.end_step(self.state.iteration)
         self._step_begun = False
 
     def pause(self) -> None:
-        """An evaluation or a checkpoint follows: at the highest clock, and not billed."""
+        """Prepare for an evaluation or a checkpoint: it runs at the highest clock, not billed."""
         self._energy.pause()
         self._request(max(self._gpu.supported_frequencies_mhz), Done())
 
@@ -241,7 +241,7 @@ class Session:
     def gather(self, interval: IntervalEnergy) -> IntervalEnergy | None:
         """An interval over all GPUs of the job; every rank calls it after the same iteration.
 
-        None where a rank has no step in its interval.
+        None if a rank has no step in its interval.
         """
         return self._energy.gather(interval)
 
@@ -278,13 +278,13 @@ class Session:
         """
         if os.getpid() != self._pid:
             return
-        # Each of these, whatever fails before, from the last one up: a disk that hangs holds up
-        # neither the clock nor a bill that goes to the agent.
+        # All of these run, the last first, whatever fails: a disk that hangs delays neither the
+        # clock's reset nor a bill that goes to the agent.
         with contextlib.ExitStack() as last:
             if not self._closed:
                 self._closed = True
                 last.callback(self._timeline.close)
-                last.callback(self._tell_of_clocks)
+                last.callback(self._log_clock_summary)
                 last.callback(self.meter.close)
                 if self._agent is not None:
                     last.callback(self._agent.close)
@@ -293,7 +293,7 @@ class Session:
             # The second time too: a signal may have interrupted the first one.
             self._rank_clock.close()
 
-    def _tell_of_clocks(self) -> None:
+    def _log_clock_summary(self) -> None:
         summary = self.clock_summary()
         followed = summary["followed"]
         if followed and followed["warning"]:
@@ -323,7 +323,7 @@ class Session:
         self._memory.units_ended()
         phase, receives = run.order.phase, run.order.schedule.receives[self._stage]
         self._energy.add(phase, self.state.iteration, record, receives)
-        # Where control has ended, requests are dropped.
+        # Once control has ended, requests are dropped.
         controlled = self._controlled and self.clock.error is None
         clocks_mhz = run.frequencies_mhz if controlled else None
         self._timeline.add(phase, self.state.iteration, record, run.executed, clocks_mhz)
@@ -333,7 +333,7 @@ class Session:
     def _next_order(
         self, num_microbatches: int, specs: StageSpecs, kept_order: Schedule | None
     ) -> IterationOrder:
-        """What the next iteration runs, once the phases know of the last one."""
+        """What the next iteration runs, after the phases got the last one's record."""
         if self._broken:
             raise SessionError(
                 "An earlier iteration failed, so messages and phases do not match any more",
@@ -394,7 +394,7 @@ class Session:
 
 
 def _prepare(config: SessionConfig, memory: CudaMemory | None, *, reads_files: bool) -> None:
-    """Make the output folder, and refuse a limit by memory that nobody knows."""
+    """Make the output folder; refuse a memory limit if memory cannot be measured."""
     if config.plan_file is None and (reads_files or config.profile_file is None):
         check_memory_is_known(config.request, config.profile_file, memory)
     if config.output_dir:

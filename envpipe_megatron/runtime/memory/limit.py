@@ -22,7 +22,7 @@ from envpipe_megatron.runtime.memory.peak import MemoryUnknownError, StageMemory
 def check_memory_is_known(
     request: PlanRequest, profile_file: Path | None, memory: CudaMemory | None
 ) -> None:
-    """Refuse, before training, a limit by memory that nobody knows, with a MemoryUnknownError.
+    """Raise MemoryUnknownError, before training, if a limit is set but memory cannot be measured.
 
     `profile_file` is a given profile, on a rank that reads it; `memory` what this rank can measure.
     """
@@ -63,7 +63,7 @@ def in_flight_limit(
 
     Nothing is planned beyond what was measured, whatever a file says; the profile's sidecar counts
     where a limit by memory is asked for. The framework's own order is allowed in any case: it runs.
-    None where memory sets no limit: for an order that has none, where the user gives a number, or
+    None if memory sets no limit: for an order that has none, where the user gives a number, or
     because nothing is known of it.
     """
     name = SCHEDULE_ALIASES.get(request.schedule, request.schedule)

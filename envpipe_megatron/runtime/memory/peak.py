@@ -42,7 +42,7 @@ _GIB = 2**30
 
 
 class MemoryUnknownError(EnvPipeError):
-    """A limit by memory where memory cannot be measured."""
+    """A memory limit is set but memory cannot be measured."""
 
 
 class MemoryFullError(EnvPipeError):
@@ -109,7 +109,7 @@ class JobMemory:
     """Watches one rank's memory, and knows that of all stages once it was measured.
 
     All ranks of the job call `learn`, `predict` and `compare` at the same iterations. `source` is
-    None where there is no device's memory to be watched; `say` prints what was found.
+    None if there is no device's memory to be watched; `say` prints what was found.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class JobMemory:
         back what it caches, which waits for all that the device does, and so for a receive whose
         sender may be waiting for this stage. Both would hang where an error is due.
 
-        Raises MemoryFullError where there is too little, GoesOnError where the prediction failed
+        Raises MemoryFullError if there is too little, GoesOnError if the prediction failed
         (nothing is known from here on), both on all ranks alike.
         """
         source, stages = self._source, self.stages
@@ -275,7 +275,7 @@ class JobMemory:
         )
 
     def _peak_bytes(self, source: CudaMemory) -> int:
-        """Of the last iteration's units, whether its step has ended or not."""
+        """Peak of the last iteration's units, whether its step has ended or not."""
         return source.peak_bytes() if self._units_peak_bytes is None else self._units_peak_bytes
 
     def _unit_ended(self, unit: Unit) -> None:
@@ -289,20 +289,20 @@ class JobMemory:
 
 
 class _WatchedWork:
-    """Looks at memory behind each unit, when its output has been handed to the channel."""
+    """Looks at memory after each unit, when its output has been handed to the channel."""
 
     def __init__(self, work: StageWork, unit_ended: Callable[[Unit], None]) -> None:
         self.forward, self.backward = work.forward, work.backward
         self._work, self._unit_ended = work, unit_ended
 
     def sent(self, unit: Unit) -> None:
-        """Let the unit end first."""
+        """Let the unit end, then look."""
         self._work.sent(unit)
         self._unit_ended(unit)
 
 
 def _least_room(replicas: Sequence[StageMemory | None]) -> StageMemory | None:
-    """Of replicas of a stage what each of them can do; None where one does not know."""
+    """The most memory that a stage's replicas take, and the least room; None if not all know."""
     known = [own for own in replicas if own is not None]
     if len(known) < len(replicas):
         return None
@@ -316,7 +316,7 @@ def _least_room(replicas: Sequence[StageMemory | None]) -> StageMemory | None:
 
 
 def _input_bytes(specs: StageSpecs) -> int:
-    """Of a microbatch; the first stage's is taken to be like what it sends."""
+    """Input bytes of a microbatch; the first stage's input is assumed to be like what it sends."""
     spec = specs.receives.get(Kind.FORWARD) or specs.sends[Kind.FORWARD]
     return spec.num_bytes
 

@@ -133,7 +133,7 @@ class _Parts:
     Args:
         rows: for each kind and clock, time in s, energy in J and its variance in J^2.
         power_w: of waiting, at each clock at which it was measured.
-        tail_s: one number; none where no iteration followed another.
+        tail_s: one number; none if no iteration followed another.
         late_s: how late changes of the clock are, at most.
         told_apart: whether the sweeps tell forwards from backwards, on all replicas.
     """
@@ -174,7 +174,7 @@ class OnlineProfiler:
         self._settings = settings
         self._progress = progress
         self._shortest_s: float | None = None
-        #: Of each point: ends of the last units, and gaps to the next iterations.
+        #: For each point: ends of the last units, and gaps to the next iterations.
         self._tails: list[tuple[FloatArray, FloatArray]] = []
 
     def run(self, sidecar: Sidecar) -> PhaseRun[Profile]:
@@ -303,7 +303,7 @@ class OnlineProfiler:
                 for parts in stages
             ),
             "frequency_change_s": max(parts.late_s for parts in stages),
-            # None where no iteration followed another.
+            # None if no iteration followed another.
             "tail_time_s": tuple(t / replicas for parts in stages for t in parts.tail_s.tolist())
             or None,
         }
