@@ -1,4 +1,4 @@
-"""`python -m envpipe_megatron.cli`, where the installed command is not on the path."""
+"""`python -m envpipe_megatron.cli`, for when the installed command is not on the path."""
 
 from envpipe_megatron.cli import main
 

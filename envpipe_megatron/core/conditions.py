@@ -48,7 +48,7 @@ class Conditions:
         wait_power_w: for each stage, the power of one waiting GPU by the clock set while it waits,
             `{frequency_mhz: power_w}`: linear between the measured clocks, constant beyond them. It
             replaces the blocking power. `evaluation.evaluate` says which clock that is.
-        change_time_s: from the request of a clock until it runs; see `evaluation.evaluate`.
+        change_time_s: time from a request until the clock runs; see `evaluation.evaluate`.
         change_energy_j: energy of one change of clock on one GPU.
     """
 
@@ -116,11 +116,11 @@ def make_conditions(
     use: Collection[str] = (),
     **given: Any,
 ) -> Conditions:
-    """Conditions from a profile's sidecar, where asked for, and from values that override it.
+    """Conditions from a profile's sidecar, if asked for, and from values that override it.
 
     Args:
         blocking_power_w: one number, or one for each stage.
-        use: which of `SIDECAR_FIELDS` to take from the sidecar; its latency is always taken where
+        use: which of `SIDECAR_FIELDS` to take from the sidecar; its latency is always taken if
             known, and `change` takes the energy of a change along.
         given: other fields, as `Conditions` takes them; one number of `tail_time_s` or
             `gpus_per_stage` stands for all stages. None leaves a field out.

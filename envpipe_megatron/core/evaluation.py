@@ -25,7 +25,7 @@ class Evaluation:
     """One iteration of a plan.
 
     Args:
-        timeline: at the durations that late clocks leave the units; tails included.
+        timeline: has the durations that late clocks leave the units; tails included.
         unit_energy_j: [num_stages, units_per_stage] energy of each unit on one GPU.
         energy_by_stage_j: [num_stages] energy of units, waiting and clock changes on all GPUs of
             each stage.
@@ -76,7 +76,7 @@ def evaluate(
 
     Args:
         frequency_mhz: [num_stages, units_per_stage].
-        profile: for the schedule's number of chunks.
+        profile: has the schedule's number of chunks.
         park_mhz: [num_stages, units_per_stage] the clock to park at in the wait before a unit, 0
             for none. Needs waiting power by clock.
 

@@ -89,7 +89,7 @@ def many(read: Reader[T], length: int | None = None) -> Reader[tuple[T, ...]]:
 
 
 class Fields:
-    """The fields of the JSON object in a file; `error` is raised where one is wrong."""
+    """The fields of the JSON object in a file; `error` is raised if one is wrong."""
 
     def __init__(
         self, data: dict[str, Any], path: Path, error: type[EnvPipeError] = EnvPipeError
@@ -102,7 +102,7 @@ class Fields:
         return self._error(f"{self.path}: field '{name}' is wrong", value=value, remedy=remedy)
 
     def read(self, name: str, reader: Reader[T], default: T = _REQUIRED) -> T:
-        """The value of a field; the default where it is absent."""
+        """The value of a field; the default if it is absent."""
         if default is not _REQUIRED and name not in self.data:
             return default
         try:

@@ -57,7 +57,7 @@ class LongestPath:
     def find_ends(self, later: Callable[[Any, Any], Any] = max) -> None:
         """The earliest ends of all nodes.
 
-        `later` is numpy.maximum where durations are arrays, each one node's in many iterations.
+        `later` is numpy.maximum if durations are arrays, each one node's in many iterations.
         """
         # start_s written out: one call per unit would double the time for 10^5 units.
         end_s, duration_s, hop_s = self.end_s, self.duration_s, self.hop_s
@@ -70,7 +70,7 @@ class LongestPath:
             end_s[node] = start_s + duration_s[node]
 
     def find_latest_ends(self, last_end_s: Sequence[float]) -> None:
-        """The latest ends of all nodes, where each stage must have ended by `last_end_s`."""
+        """The latest ends of all nodes if each stage must have ended by `last_end_s`."""
         self._last_end_s = last_end_s
         for node in reversed(self.order):
             self.latest_end_s[node] = self.find_latest_end(node)

@@ -274,7 +274,7 @@ def plan_of_fields(fields: Fields, profile: Profile) -> Plan:
 
 
 def _compare_with_stored(plan: Plan, fields: Fields) -> Plan:
-    """The plan, without its bound where that was proved for another profile."""
+    """The plan, without its bound if that was proved for another profile."""
     own_profile = fields.data.get("profile_sha256") == plan.profile.sha256
     try:
         cost = plan.cost

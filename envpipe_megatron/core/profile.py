@@ -87,7 +87,7 @@ class Profile:
 
     Args:
         rows: for each stage and kind, the rows with the highest frequency first.
-        sha256: of the file's bytes, or of the CSV that `write` would make.
+        sha256: hash of the file's bytes, or of the CSV that `write` would make.
         source: where it came from, for messages.
         interpolates: whether units may run between profiled clocks. Time and energy are then linear
             in the clock from one row to the next: a convex mixture of the two, so a lower bound

@@ -51,7 +51,7 @@ class Unit:
     chunk: int = 0
 
     def label(self, num_chunks: int = 1) -> str:
-        """The unit as plans write it: `F3`, or `F3.1` where the pipeline has chunks."""
+        """The unit as plans write it: `F3`, or `F3.1` if the pipeline has chunks."""
         chunk = f".{self.chunk}" if num_chunks > 1 else ""
         return f"{self.kind.letter}{self.microbatch}{chunk}"
 

@@ -21,13 +21,13 @@ class Sidecar:
     Args:
         wait_power_w: for each stage, the power of a GPU that waits in a receive by the clock set
             while it waits, `{frequency_mhz: power_w}`.
-        p2p_latency_s: for each boundary between stages.
+        p2p_latency_s: latency of each boundary between stages.
         tail_time_s: for each stage, the time after its last unit (gradient reduction, optimizer).
         activation_bytes: for each stage, what one microbatch in flight holds.
         free_bytes: for each stage, what is free beside one microbatch. Measured in an order that
             holds k of them, it is what is left at the peak plus k - 1 times the activations.
-        frequency_change_s: from the request of a clock until it runs.
-        frequency_change_j: of one change on one GPU.
+        frequency_change_s: time from the request of a clock until it runs.
+        frequency_change_j: energy of one change on one GPU.
     """
 
     gpu: str | None = None

@@ -108,7 +108,7 @@ def critical_path(
 
     Args:
         wait_s: [num_units] the wait of each node for its input.
-        last_stage: the one that ends last: stage 0, where there are backwards and no tails.
+        last_stage: the one that ends last: stage 0, if there are backwards and no tails.
     """
     width = schedule.units_per_stage
     cross = schedule.cross_dependency

@@ -51,7 +51,7 @@ FRAMEWORK = "framework"
 PLAN = "plan"
 #: The phase of what is metered outside all training: evaluations, checkpoints, restarts.
 BETWEEN = "between"
-#: What the label of a run ends in where the job may be started again.
+#: The label of a run ends in this if the job may be started again.
 _START = re.compile(r"(^| )\d{4}-\d\d-\d\dT\S+$")
 #: Where the time of a window went.
 SHARES = ("compute_s", "blocking_s", "idle_s")
@@ -84,7 +84,7 @@ class EnergyFileError(EnvPipeError):
 
 @dataclass(frozen=True, slots=True)
 class EnergyWindow:
-    """One line of an energy log; None or an empty text where the line does not say.
+    """One line of an energy log; None or an empty text if the line does not say.
 
     Args:
         gpu_uid: names the GPU; `gpu` is the product's name.
@@ -111,7 +111,7 @@ class EnergyWindow:
 
     @property
     def gpu_key(self) -> tuple[str, str]:
-        """What tells GPUs apart: node and name, the rank standing in for a name that is missing."""
+        """A key that identifies a GPU: node and name, or node and rank if the name is missing."""
         return self.node, self.gpu_uid or f"rank {self.rank}"
 
 

@@ -36,7 +36,7 @@ class StoredFrontier:
     """A frontier's figures, and its plans as text until one is asked for.
 
     Args:
-        iteration_time_s: of each plan, rising.
+        iteration_time_s: iteration time of each plan, rising.
         baseline_s: iteration time of the framework's own order at the highest clocks.
         lines: each plan's JSON.
     """

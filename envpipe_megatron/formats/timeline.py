@@ -155,7 +155,7 @@ def read_timelines(paths: Iterable[Path]) -> TimelineLogs:
 
 
 def _parse_line(line: bytes) -> RankIteration | ClockSamples:
-    """Read one line; one of the errors that `read_timelines` catches where it is something else."""
+    """Read one line; one of the errors that `read_timelines` catches if it is something else."""
     data = json.loads(line)
     if not isinstance(data, dict):
         raise ValueError

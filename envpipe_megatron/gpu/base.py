@@ -122,7 +122,7 @@ class Gpu(ABC):
 
         Returning means that the request is installed: the clock settles later, and a power cap may
         keep it lower. Raises ClockControlForbiddenError for a real GPU while the environment
-        forbids clock control, GpuError for a clock that is not supported or where the back end
+        forbids clock control, GpuError for a clock that is not supported or if the back end
         fails.
         """
         self._refuse_if_forbidden(f"lock the clock at {frequency_mhz} MHz")

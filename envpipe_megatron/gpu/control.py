@@ -62,7 +62,7 @@ class ChosenControl:
 
     @property
     def warning(self) -> str | None:
-        """The one text to warn with where control was wanted and none is allowed, else None."""
+        """The one text to warn with if control was wanted and none is allowed, else None."""
         if self.backend is not None or self.wanted == "none":
             return None
         return (
@@ -252,5 +252,5 @@ def first_allowed(wanted: str, controls: Sequence[Control]) -> ChosenControl:
 
 
 def open_controlled(uid: str, chosen: ChosenControl, site: SiteConfig) -> Gpu:
-    """Open a GPU by its uid under the chosen back end, for reading alone where there is none."""
+    """Open a GPU by its uid under the chosen back end, for reading alone if there is none."""
     return open_gpu(GpuAddress(chosen.backend or "none", uid), site)

@@ -54,7 +54,7 @@ class SiteConfig:
 
 
 def read_site() -> SiteConfig:
-    """Return this machine's site configuration, the defaults where there is no file.
+    """Return this machine's site configuration, the defaults if there is no file.
 
     Raises GpuError if the file is unsafe, unreadable or wrong, or `ENVPIPE_SITE_CONFIG` names
     one that is missing.

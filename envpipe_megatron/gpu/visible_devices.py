@@ -108,7 +108,7 @@ def _named(entry: str, in_pci_order: Sequence[NvmlDevice]) -> NvmlDevice | None:
         return in_pci_order[number] if number < len(in_pci_order) else None
     if not entry.startswith("GPU-"):
         return None
-    # The start of a UUID is enough where no other GPU's starts so.
+    # The start of a UUID is enough if no other GPU's starts so.
     matching = [d for d in in_pci_order if d.uid.lower().startswith(entry.lower())]
     return matching[0] if len(matching) == 1 else None
 

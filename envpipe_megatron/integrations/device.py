@@ -1,4 +1,4 @@
-"""The GPU that a rank trains on: a real one, or an emulated one where there is none.
+"""The GPU that a rank trains on: a real one, or an emulated one if there is none.
 
 Emulation, for trying a whole job on CPUs and for tests, is asked for by two environment variables:
 ENVPIPE_EMULATED_GPU names the preset (such as a100-sxm), which an option of the job may, too;

@@ -214,7 +214,7 @@ class InstrumentedPipeline:
         Raises:
             InstructionError: not in a step, within a unit, or too few units.
             EnvPipeError: the first step's order is neither 1F1B nor GPipe, or there is no GPU or no
-                control where it is required; on all ranks.
+                control though it is required; on all ranks.
         """
         if not self._in_step or self._running is not None:
             raise InstructionError(

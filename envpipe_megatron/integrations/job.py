@@ -68,7 +68,7 @@ class JobFacts:
     """What the framework knows of its job.
 
     Args:
-        sidecar: for the online profile.
+        sidecar: facts for the online profile's sidecar.
         bill: see `Session.describe_job`.
         same_job: facts that must be equal for a stored profile and plan to be reused.
     """
@@ -86,7 +86,7 @@ class Job:
 
     Raises:
         JobError: ranks that were started differently, or too few microbatches in flight.
-        EnvPipeError: no GPU, no control where it is required, or another rank raised one.
+        EnvPipeError: no GPU, no control though it is required, or another rank raised one.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Job:
 
     def end(self) -> None:
         """Give the clock back, then print the energy bill; every rank calls it."""
-        lap = self.session.lap()  # what no log line has said yet
+        lap = self.session.lap()  # what no log line has covered yet
         self.close()
         self.session.gather(lap)
         for line in end_of_job(self.session, self.collectives, self.options.output_dir):

@@ -39,7 +39,7 @@ SCHEDULINGS = tuple(
 )
 RECONFIGURES = ("default", "greedy", "balanced", "optimal")
 
-#: What a type goes with where the user does not say; others go with 1F1B. EnvPipe in full is the
+#: What a type goes with if the user does not say; others go with 1F1B. EnvPipe in full is the
 #: default: its clocks follow what is measured in each iteration, so a profile that errs costs no
 #: time.
 _GOES_WITH = {
@@ -189,7 +189,7 @@ def read_options(
 
     Args:
         args: has what `add_arguments` added, parsed.
-        environment: by default this process's.
+        environment: environment variables; by default this process's.
         num_stages: p.
         save_folder: where the job keeps its checkpoints, if it does.
         on_gpu: whether memory can be measured.

@@ -68,7 +68,7 @@ class IntervalReport:
 
 
 def comparison_parts(comparison: Comparison) -> list[str]:
-    """Saving and slowdown in %, each with its 95 % interval where that is known."""
+    """Saving and slowdown in %, each with its 95 % interval if that is known."""
     saved = percent(comparison.saving_percent, comparison.saving_uncertainty_percent)
     slower = percent(comparison.slowdown_percent, comparison.slowdown_uncertainty_percent)
     return [f"envpipe saved: {saved}", f"envpipe slower: {slower}"]
@@ -77,7 +77,7 @@ def comparison_parts(comparison: Comparison) -> list[str]:
 def end_of_job(session: Session, collectives: Collectives, output_dir: Path | None) -> list[str]:
     """The bill of a closed session: lines for the log, on the planning rank alone.
 
-    Every rank calls it. It is written to `summary.json` too; where that fails, an error is logged.
+    Every rank calls it. It is written to `summary.json` too; if that fails, an error is logged.
     """
     own = session.summary()
     by_stage = collectives.all_to_planner(own)

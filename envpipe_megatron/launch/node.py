@@ -41,7 +41,7 @@ class NodeSettings:
     """How a node is run.
 
     Args:
-        output_dir: for the node's energy log and, on the node of rank 0, the job's bill.
+        output_dir: folder for the node's energy log and, on the node of rank 0, the job's bill.
         bill_interval: iterations between live lines of the bill; 0 for none.
         grid_g_per_kwh: g of CO2.
         until_stdin_ends: end the job when standard input ends, as for a node started over ssh.

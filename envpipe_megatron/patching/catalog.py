@@ -110,7 +110,7 @@ def patch_file(patch: Patch) -> Path | None:
 
 
 def load_catalog(folder: Path | None = None) -> tuple[Patch, ...]:
-    """Return all patches of a folder, the package's own where none is given, by project and tag.
+    """Return all patches of a folder, the package's own if none is given, by project and tag.
 
     Raises PatchError if a patch is damaged, or doesn't belong to its description.
     """

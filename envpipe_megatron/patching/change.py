@@ -74,9 +74,9 @@ def apply_patch(
 def revert_patch(directory: Path, catalog: Sequence[Patch] | None = None) -> Outcome:
     """Take the patch's lines out of a checkout, and leave whatever else was edited.
 
-    The patch is read from the record in the checkout where there is one, so that a checkout which
+    The patch is read from the record in the checkout if there is one, so that a checkout which
     another version of this package patched can be reverted too. Raises as `apply_patch`; PatchError
-    also where the patch's own lines were changed.
+    even if the patch's own lines were changed.
     """
     with _locked(directory) as root:
         found = look_at(root, catalog)

@@ -64,7 +64,7 @@ def competing_orders(profile: Profile, search: OrderSearch, limits: OrderLimits)
 
 
 def _relaxed_energies(optimizers: Sequence[Optimizer], deadlines: FloatArray) -> FloatArray:
-    """[orders, deadlines] relaxed energy, infinite where an order is too slow.
+    """[orders, deadlines] relaxed energy, infinite if an order is too slow.
 
     Energy over time is convex for each order, so between the probed deadlines it lies close to a
     line; the orders' own plans are certified one by one.

@@ -18,7 +18,7 @@ class OrderLimits:
     """The extra forwards that an order may have.
 
     Args:
-        most: for each stage, the most extra forwards.
+        most: the most extra forwards on each stage.
         max_fall: how many more than its successor a stage may have; None for any number.
         max_rise: how many more than its predecessor; one is the most that any order allows, since
             no stage can warm up with more forwards than the one before has sent.

@@ -36,7 +36,7 @@ from envpipe_megatron.policies.registry import Registry
 #: Orders whose extra forwards can be limited.
 LIMITED_SCHEDULES = ("envpipe", "auto")
 POLICIES = (*RULES, "optimal")
-#: `max_in_flight` by the memory that the profile's sidecar knows of.
+#: `max_in_flight` by the memory in the profile's sidecar.
 BY_MEMORY = "memory"
 #: EnvPipe's own name for its order.
 SCHEDULE_ALIASES = {"ours": "envpipe"}

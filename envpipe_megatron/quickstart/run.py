@@ -44,7 +44,7 @@ _FOLDERS = (_EMULATED, "report")
 
 @dataclass
 class Progressed:
-    """What the ranks have told so far."""
+    """What the ranks have reported so far."""
 
     #: For each run, its iterations in order: phase, loss, times.
     iterations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""One rank of the quickstart: trains both runs, one after the other, and tells the command."""
+"""One rank of the quickstart: trains both runs, one after the other, and reports to the command."""
 
 from __future__ import annotations
 

@@ -248,8 +248,8 @@ def _num_lines(folder: RunFolder) -> int:
 def _of_present_job(folder: RunFolder) -> RunFolder:
     """Without the lines of earlier jobs: `job.json` has the present one's starts.
 
-    Lines whose run names no start are kept; all are kept where the job names no starts. A node is
-    called as the timelines call it, where a GPU's name tells: an agent may call it otherwise.
+    Lines whose run names no start are kept; all are kept if the job names no starts. A node gets
+    its name in the timelines, if a GPU shows which that is: an agent may use another name.
     """
     told = (folder.job or {}).get("starts")
     starts = tuple(str(start) for start in told) if isinstance(told, list) else ()
@@ -290,7 +290,7 @@ def _node_by_gpu(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def _untold_stages(folder: RunFolder) -> list[str]:
-    """Which stages recorded no timeline, where others did."""
+    """Which stages recorded no timeline, if others did."""
     seen = {read.labels.stage for read in folder.timelines.iterations}
     lacking = sorted(set(range(folder.num_stages)) - seen)
     if not seen or not lacking:

@@ -250,7 +250,7 @@ def _counter(pid: int, name: str, at_us: int, value: float, unit: str) -> str:
 
 
 def _clock_events(pid: int, gpu: _Gpu, axis: _Axis, requested: str) -> Iterator[str]:
-    """The `requested` clock where it changes, and the observed one wherever it was looked at."""
+    """The `requested` clock when it changes, and the observed one each time it was read."""
     present = 0
     for read in gpu.iterations:
         if read.frequency_mhz is None:

@@ -25,7 +25,7 @@ from envpipe_megatron.launch.torchrun.options import (
     options_of_hosts,
 )
 
-#: Options that are used up where the hostfile is read; nodes get all others.
+#: Options that are used when the hostfile is read; nodes get all others.
 _USED_UP = ("--hostfile", "--ssh", "--python", "--export", "--dry-run")
 
 #: click leaves the lines of a paragraph behind \b as they are; it would break options at dashes.

@@ -15,7 +15,7 @@ class Check:
     Attributes:
         area: `gpu`, `control`, `environment` or `software`.
         evidence: what was seen.
-        remedy: what makes a no a yes; says so where nothing needs to be done.
+        remedy: what turns a no into a yes, or a note that nothing needs to be done.
     """
 
     area: str
@@ -25,7 +25,7 @@ class Check:
     remedy: str = ""
 
 
-#: `ok`, `evidence` and `remedy` of a check; the remedy counts only where it is a no.
+#: `ok`, `evidence` and `remedy` of a check; the remedy counts only if it is a no.
 Answer = tuple[bool, str, str]
 
 

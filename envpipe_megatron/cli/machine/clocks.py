@@ -39,7 +39,7 @@ class ListedGpu:
 
 
 def listed_gpus() -> list[ListedGpu]:
-    """Return all GPUs of this node: real ones, or where there is no NVML the emulated ones."""
+    """Return all GPUs of this node: real ones, or emulated ones if there is no NVML."""
     try:
         devices = list_nvml_gpus()
     except NoNvmlError:

@@ -70,7 +70,7 @@ def measure_latency(
             gpu = EmulatedGpu.create(emulated, 0, folder)
             result = _measure(console, gpu, EmulatedKernelTimer(gpu), clocks, repeats)
     else:
-        # Before CUDA or NVML is touched: where it is forbidden, nothing is even looked at.
+        # Checked before CUDA or NVML is touched: if it is forbidden, nothing is even read.
         if clock_control_forbidden():
             raise ClockControlForbiddenError(
                 "measure-latency changes the GPU's clock, which is forbidden here",

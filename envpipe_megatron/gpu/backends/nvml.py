@@ -168,7 +168,7 @@ class NvmlGpu(Gpu):
         uid = self.address.uid
         try:
             mig, _ = self._call("read the MIG mode", pynvml.nvmlDeviceGetMigMode)
-        except NvmlError:  # most GPUs know no MIG
+        except NvmlError:  # most GPUs do not have MIG
             mig = pynvml.NVML_DEVICE_MIG_DISABLE
         if mig == pynvml.NVML_DEVICE_MIG_ENABLE:
             return _mig_error("Cannot lock the clock of a GPU in MIG mode", uid)

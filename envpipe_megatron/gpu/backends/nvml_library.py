@@ -28,7 +28,7 @@ class _Library:
         self._handles: dict[str, Any] | None = None
 
     def initialised(self) -> dict[str, Any]:
-        """Initialise NVML where that is due; return the handles."""
+        """Initialise NVML if that is due; return the handles."""
         with self._lock:
             if self._handles is None:
                 pynvml.nvmlInit()

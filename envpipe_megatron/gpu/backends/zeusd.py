@@ -112,7 +112,7 @@ class Zeusd:
         self._connected(change)
 
     def _connected(self, work: Callable[[_Connection], Result], again: bool = True) -> Result:
-        """Do `work` on a connection, `again` on another where it breaks, as in a restart."""
+        """Do `work` on a connection, `again` on another if it breaks, as in a restart."""
         with contextlib.closing(_Connection(self.path, self._time_limit_s)) as connection:
             try:
                 connection.connect()

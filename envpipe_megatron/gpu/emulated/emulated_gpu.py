@@ -61,7 +61,7 @@ class EmulatedGpu(Gpu):
 
     @classmethod
     def create(cls, preset: str, index: int, root: str | os.PathLike[str] | None = None) -> Self:
-        """Create a GPU at its maximum clock, or open it as it is where it exists already.
+        """Create a GPU at its maximum clock, or open it as it is if it exists already.
 
         `preset` is a name or the path of a file, `root` the folder of the node, by default
         `default_root`'s. Any number of processes may do so at once. Like a real GPU it keeps lock,
@@ -208,7 +208,7 @@ class EmulatedGpu(Gpu):
         return EnergyReading(energy_j=energy_j, time_s=number * refresh_s)
 
     def _instant_s(self, state: EmulatedState) -> float:
-        """The virtual instant of now, beyond the committed end where the wall clock is."""
+        """The virtual instant of now, beyond the committed end if the wall clock is."""
         if state.wall_minus_virtual_s is None:
             return state.end_s
         return max(0.0, self._monotonic_s() - state.wall_minus_virtual_s)

@@ -77,7 +77,7 @@ class GpuPreset:
         max_frequency_mhz: highest lockable SM clock.
         frequency_step_mhz: distance of two clocks, counted down from the maximum; clocks are
             rounded down to whole MHz, as drivers do.
-        frequency_change_s: from the request for a clock to that clock.
+        frequency_change_s: time from the request for a clock to that clock.
         wait_power_w: power while blocked in a receive. Measured at the maximum clock only, so it is
             taken to be the same at every clock.
         refresh_s: period of the energy counter.

@@ -98,7 +98,7 @@ class EmulatedState:
             self.settle()
 
     def energy_at_tick(self, number: int) -> tuple[int, float]:
-        """Return (number, J) of a refresh; of the oldest or newest known where it is outside."""
+        """Return (number, J) of a refresh; of the oldest or newest known if it is outside."""
         after = bisect_right(self.ticks, number, key=lambda tick: tick[0])
         if after in (0, len(self.ticks)):
             return self.ticks[max(after - 1, 0)]

@@ -82,7 +82,7 @@ class StateFile:
         return self._alone(change_state)
 
     def create(self, fresh: EmulatedState) -> EmulatedState:
-        """Write `fresh` where no state exists; return the state that is there then.
+        """Write `fresh` if no state exists; return the state that is there then.
 
         Raises GpuError if the folder cannot be used, or holds a foreign file there.
         """
@@ -105,7 +105,7 @@ class StateFile:
 
         Not a context manager: a signal handler may raise between its lines and the block, and what
         its traceback then keeps locked is what the way out, which resets the clock, waits for. In
-        one frame Python looks for signals only where `finally` follows or nothing is locked.
+        one frame Python looks for signals only if `finally` follows or nothing is locked.
         """
         descriptor = self._open_lock()
         try:

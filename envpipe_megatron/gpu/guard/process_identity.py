@@ -75,7 +75,7 @@ def _own_namespace() -> int:
 def peer_uid_and_pid(connection: socket.socket) -> tuple[int, int]:
     """Return who connected a Unix socket, as the kernel says.
 
-    The pid is 0 where the peer lives outside this PID namespace.
+    The pid is 0 if the peer lives outside this PID namespace.
     """
     size = struct.calcsize("3i")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)

@@ -65,7 +65,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """As DeepSpeed's, in the order of the session's present phase.
 
-        Raises SystemExit where only the profile was asked for, and it is written.
+        Raises SystemExit once the profile is written, if only that was asked for.
         """
         session = self._job.session
         if self._own_steps_left > 0:  # at the highest clock
@@ -208,7 +208,7 @@ def adopt(
         own_steps: training steps that DeepSpeed makes first by its own schedule. One at least,
             from which the shapes of messages are learned; on GPUs two, since a kernel that is
             loaded while a receive spins can hang both.
-        tells: whether the engine prints energy where DeepSpeed prints its steps.
+        tells: whether the engine prints energy when DeepSpeed prints its steps.
     """
     if own_steps is None:
         own_steps = 2 if engine.device.type == "cuda" else 1

@@ -91,7 +91,7 @@ def begin(
         engine: a PipelineEngine.
         options: EnvPipe's.
         config: DeepSpeed's configuration, and whatever else tells jobs apart.
-        sequence_length: of a sample, in tokens.
+        sequence_length: length of a sample, in tokens.
         tells: as in `adopt`.
     """
     check_engine(engine)

@@ -70,7 +70,7 @@ def profile_layers(
 ) -> None:
     """Run each layer alone, forward and backward, and write a layer CSV for `time:FILE`.
 
-    The loss counts as a part of the last layer. One layer is on the device at a time, a copy where
+    The loss counts as a part of the last layer. One layer is on the device at a time, a copy if
     the pipeline has a module in place of a spec. Specs are built in torch's default type: set that
     to the one that is trained in.
 
@@ -137,7 +137,7 @@ def _forward_and_backward(forward: Callable[[], Any]) -> None:
 
 
 def _detached(outputs: Any) -> Any:
-    """Outputs as the next layer's inputs, which get gradients where they can."""
+    """Outputs as the next layer's inputs, which get gradients if they can."""
     if isinstance(outputs, torch.Tensor):
         return outputs.detach().requires_grad_(outputs.is_floating_point())
     return tuple(_detached(tensor) for tensor in outputs)

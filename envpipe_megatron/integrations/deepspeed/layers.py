@@ -16,7 +16,7 @@ from envpipe_megatron.errors import EnvPipeError
 
 _STANDARD_DEVIATION = 0.02
 _SEGMENTS = 2
-#: What messages between BERT's stages are: hidden states, and which positions hold a token.
+#: A message between BERT's stages: hidden states, and which positions hold a token.
 Masked = tuple[Tensor, Tensor]
 
 
@@ -71,7 +71,7 @@ class GPT2Positions(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Of [samples, length, hidden]."""
+        """Take hidden states [samples, length, hidden]."""
         added: Tensor = self.dropout(hidden + self.weight[: hidden.shape[1]])
         return added
 
@@ -89,7 +89,7 @@ class GPT2Block(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Of [samples, length, hidden]."""
+        """Take hidden states [samples, length, hidden]."""
         attended = self.attention(self.attention_norm(hidden), causal=True)
         hidden = hidden + self.dropout(attended)
         output: Tensor = hidden + self.dropout(self.ffn(self.ffn_norm(hidden)))
@@ -111,7 +111,7 @@ class LlamaBlock(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Of [samples, length, hidden]."""
+        """Take hidden states [samples, length, hidden]."""
         attended = self.attention(self.attention_norm(hidden), causal=True)
         hidden = hidden + self.dropout(attended)
         gate, up = self.gate_and_up(self.ffn_norm(hidden)).chunk(2, dim=-1)
@@ -139,7 +139,7 @@ class BertPositions(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Masked:
-        """Of hidden states, segment numbers and truth values of where a token stands."""
+        """Take hidden states, segment numbers, and whether each position holds a token."""
         hidden, segments, is_token = inputs
         hidden = hidden + self.positions[: hidden.shape[1]] + F.embedding(segments, self.segments)
         return self.dropout(self.norm(hidden)), is_token
@@ -158,7 +158,7 @@ class BertBlock(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, inputs: Masked) -> Masked:
-        """Of hidden states and truth values of where a token stands."""
+        """Take hidden states, and whether each position holds a token."""
         hidden, is_token = inputs
         attended = self.attention(hidden, causal=False, is_token=is_token)
         hidden = self.attention_norm(hidden + self.dropout(attended))
@@ -175,7 +175,7 @@ class BertTransform(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, inputs: Masked) -> Tensor:
-        """Of hidden states and truth values of where a token stands."""
+        """Take hidden states, and whether each position holds a token."""
         normed: Tensor = self.norm(F.gelu(self.linear(inputs[0])))
         return normed
 
@@ -201,7 +201,7 @@ class Attention(nn.Module):
         self.output = _linear(generator, width, width, bias=bias, scale=scale)
 
     def forward(self, hidden: Tensor, *, causal: bool, is_token: Tensor | None = None) -> Tensor:
-        """Of [samples, length, hidden]; keys where `is_token` is false are left out."""
+        """Take [samples, length, hidden]; keys whose `is_token` is false are left out."""
         heads = self.qkv(hidden).unflatten(-1, (sum(self._heads), -1)).transpose(1, 2)
         query, key, value = heads.split(self._heads, dim=1)
         if self._rotary:

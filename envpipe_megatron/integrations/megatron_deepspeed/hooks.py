@@ -76,7 +76,7 @@ _state = _State()
 
 
 def validate(args: argparse.Namespace) -> None:
-    """End as argparse does where EnvPipe does not run the job, before anything is built.
+    """End as argparse does if EnvPipe does not run the job, before anything is built.
 
     For an unsupported feature, a version of DeepSpeed that was not tried, a wrong option or file.
     """
@@ -96,7 +96,7 @@ def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
         HookError: the arguments were not validated.
         SystemExit: a model without DeepSpeed's pipeline, ranks that were started differently, or a
             limit that cannot be kept.
-        EnvPipeError: no GPU, no control where it is required, or another rank raised one.
+        EnvPipeError: no GPU, no control though it is required, or another rank raised one.
     """
     _state.reached["begin_training"] += 1
     options = validated(_state.options, "megatron/arguments.py")

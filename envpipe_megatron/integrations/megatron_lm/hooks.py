@@ -52,7 +52,7 @@ _state = _State()
 
 
 def validate(args: argparse.Namespace) -> None:
-    """End as argparse does where EnvPipe does not run the job, before anything is built.
+    """End as argparse does if EnvPipe does not run the job, before anything is built.
 
     For an unsupported feature, a wrong option or file, or a checkout that is half patched.
     """
@@ -166,7 +166,7 @@ def end_training() -> None:
 def _quiet_energy_monitor() -> None:
     """Keep Megatron's monitor from asking NVML at each checkpoint of a device that it has not.
 
-    Without --log-energy, 0.16.1 passes a null handle to the driver where NVML is loaded.
+    Without --log-energy, 0.16.1 passes a null handle to the driver if NVML is loaded.
     """
     from megatron.training.global_vars import get_energy_monitor
 

@@ -79,7 +79,7 @@ class NodeAgent:
         self._collects = False
         self._ledgers: dict[str, GpuLedger] = {}
         self._opening: dict[str, asyncio.Lock] = {}
-        #: What each connected rank is called.
+        #: The name of each connected rank.
         self._ranks: dict[socket.socket, str] = {}
         self._changed = asyncio.Event()
         self._waited_enough = asyncio.Event()
@@ -90,7 +90,7 @@ class NodeAgent:
 
     @property
     def bill(self) -> Bill | None:
-        """The job's, on the agent of rank 0; None on others. It grows until `finish`."""
+        """The job's bill, on the agent of rank 0; None on others. It grows until `finish`."""
         return self._collector.bill if self._collects else None
 
     @property
@@ -219,7 +219,7 @@ class NodeAgent:
                         send(connection, {"event": "collecting", "endpoint": endpoint})
                     case "send_to":
                         endpoint = message["endpoint"]
-                        # Another agent collects where torchrun goes on with another rank 0.
+                        # Another agent collects if torchrun goes on with another rank 0.
                         self._collects = endpoint["token"] == self._collector.token
                         self._uplink.send_to(endpoint)
                     case "window" if ledger is not None:
@@ -230,14 +230,14 @@ class NodeAgent:
                         break
                     case other:
                         raise GuardError("Nothing that can be done", value=other)
-        except Exception as error:  # whatever a rank says ends its own connection alone
+        except Exception as error:  # a rank's bad message ends its own connection alone
             logger.error("%s: %r", self._ranks[connection], error)
         finally:
             connection.close()
             try:
                 if ledger is not None:
                     await self._read_and_bill(ledger)
-            finally:  # also where the agent ends just now
+            finally:  # also if the agent ends just now
                 del self._ranks[connection]
                 self._changed.set()
 

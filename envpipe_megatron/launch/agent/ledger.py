@@ -87,7 +87,7 @@ class GpuLedger:
             off_s = reading.time_uncertainty_s
             off_j = off_s * self.gpu.power_w if off_s else 0.0
         except Exception as error:  # a driver may fail in any way
-            if not self._failing:  # said once while it lasts
+            if not self._failing:  # logged once while it lasts
                 logger.error("The energy counter of %s cannot be read: %s", self.gpu.name, error)
             self._failing = True
             return None

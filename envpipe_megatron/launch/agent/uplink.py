@@ -48,7 +48,7 @@ class Uplink:
         self._grown.set()
 
     async def all_known(self, timeout_s: float) -> bool:
-        """Whether the collector gets to know the whole log, within a time."""
+        """Whether the collector gets the whole log within a time."""
         if self._task is None:
             return False
         return await holds_within(timeout_s, self._knows_all, self._known)

@@ -43,7 +43,7 @@ class EnergyTotal:
         windows: number of windows.
         num_gpus: number of different GPUs that they come from.
         energy_uncertainty_j: standard, as if the ends of all windows were read independently: more
-            than the truth where windows meet, whose common end cancels. None if one is not known.
+            than the truth if windows meet, as their common end cancels. None if one is unknown.
         duration_s: GPU-seconds.
         shares_s: GPU-seconds of `SHARES`; None if those of one window are not known.
     """
@@ -62,7 +62,7 @@ class EnergyTotal:
 
 
 class Ranges:
-    """A set of whole numbers, kept as ranges: few, where numbers come more or less in order."""
+    """A set of whole numbers, kept as ranges: few, if numbers come more or less in order."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
@@ -166,7 +166,7 @@ class Bill:
     Attributes:
         phases: by GPU, run, phase and stage. A GPU may serve another stage after a restart.
         facts: what the job said of itself.
-        iterations: of training; one that was repeated after a restart is there once.
+        iterations: iterations of training; one repeated after a restart counts once.
         unreadable: lines that were torn or foreign.
     """
 
@@ -243,12 +243,12 @@ class Bill:
         return reasons
 
     def fact(self, name: str) -> float | None:
-        """A number above 0 that the job said of itself; None if it said none."""
+        """A number above 0 that the job reported; None if it reported none."""
         value: Any = self.facts.get(name)
         return value if type(value) in (int, float) and 0 < value < math.inf else None
 
     def steps(self, phase: str) -> StepEnergy | None:
-        """A step of a phase on an average GPU; None if one does not say its steps."""
+        """A step of a phase on an average GPU; None if a GPU does not report its steps."""
         steps = [bill.step for bill in self.phases.values() if bill.window.phase == phase]
         known = [step for step in steps if step is not None]
         if not known or len(known) < len(steps):

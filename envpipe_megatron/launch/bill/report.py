@@ -39,7 +39,7 @@ class BillReport:
         self._writing: Future[None] | None = None
 
     def look(self, bill: Bill) -> None:
-        """The bill has grown: show where it stands, if training is an interval further."""
+        """Show the grown bill, if training is an interval further."""
         if not self._interval:
             return
         now: dict[tuple[str, str], tuple[int, float]] = {}
@@ -99,7 +99,7 @@ class BillReport:
             logger.warning("%d torn or foreign lines of energy logs passed over", bill.unreadable)
         for log in self._logs_without(bill):
             logger.warning("%s is not in this bill; `envpipe energy sum` adds it", log)
-        with contextlib.suppress(OSError, SystemExit):  # by rich, where nobody reads any more
+        with contextlib.suppress(OSError, SystemExit):  # by rich, if nobody reads any more
             show_bill(bill, self._tariff, Console())
         say(f"the bill is in {self._folder}: bill.json, bill.csv, and as it grew bill.jsonl")
 

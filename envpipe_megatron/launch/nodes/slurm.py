@@ -29,7 +29,7 @@ class Slurm:
         """Return the value of one of torchrun's options as text, and the name of its variable.
 
         Raises EnvPipeError in the batch script of several nodes, in one of several tasks of a node,
-        and where the list of hosts is not in SLURM's form.
+        and if the list of hosts is not in SLURM's form.
         """
         if "SLURM_JOB_ID" not in self._environ:
             return None
@@ -48,7 +48,7 @@ class Slurm:
         return None
 
     def _num_nodes(self) -> tuple[str, str] | None:
-        """The nodes of this step, or of the job where it is no step of srun."""
+        """The nodes of this step, or of the job if it is no step of srun."""
         names = ["SLURM_NNODES", "SLURM_JOB_NUM_NODES"]
         if self._step is not None:
             self._check_one_task_per_node()

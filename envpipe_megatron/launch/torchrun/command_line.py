@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from envpipe_megatron.errors import EnvPipeError
 
-#: Stands for the script where options are read alone.
+#: Stands for the script when options are read alone.
 _SCRIPT = "SCRIPT"
 _SEE_HELP = "See `envpipe launch --help` and `torchrun --help`."
 
@@ -40,7 +40,7 @@ class TorchrunParser:
     def __init__(self) -> None:
         self._parser = _parser()
         defaults = vars(self._parser.parse_args([_SCRIPT]))
-        #: Whether torchrun takes a free port by itself where one node is all. torch 2.11 does not.
+        #: Whether torchrun takes a free port by itself for a single node. torch 2.11 does not.
         self.picks_free_port = defaults["master_port"] is None
         # PET_ variables are defaults to torchrun; here they must not look as if they were given.
         self._parser.set_defaults(**dict.fromkeys(defaults))

@@ -207,7 +207,7 @@ class _Known:
 
     @property
     def most_nodes(self) -> int:
-        """The number of nodes, the larger where there are two."""
+        """The number of nodes, the larger if there are two."""
         nodes = self.settings["--nnodes"].value if "--nnodes" in self.settings else "1"
         most = nodes.rpartition(":")[2]
         return int(most) if most.isdecimal() else 0

@@ -37,7 +37,7 @@ def run_torchrun(
     environment: Mapping[str, str],
     signals: Signals,
 ) -> int:
-    """Run torchrun to its end; return its exit status, 128 and the signal where it was killed.
+    """Run torchrun to its end; return its exit status, 128 plus the signal if it was killed.
 
     The first signal ends it, which ends its ranks; a second one, or 40 s, kills it. On Linux the
     death of this process ends it, too. Ranks that outlive a killed torchrun are ended here.

@@ -1,1 +1,1 @@
-"""Plans where changing a clock takes time and energy."""
+"""Plans for when changing a clock takes time and energy."""

@@ -24,7 +24,7 @@ def shortest_dwell_s(plan: Plan) -> float:
     """The shortest time between two requests for a clock on one stage, around the iteration.
 
     A unit's clock is requested when the unit before it has ended, a parked unit's one change before
-    it starts. Infinite where no stage changes its clock.
+    it starts. Infinite if no stage changes its clock.
     """
     timeline, iteration_s = plan.timeline, plan.cost.iteration_time_s
     before_s = timeline.start_s - timeline.wait_s
@@ -132,7 +132,7 @@ class RunFinder:
     """Finds the cheapest runs of all stages, whatever the units cost.
 
     Every run lasts at least the dwell time by its units alone, without waits; so do the first and
-    the last run of an iteration, each for itself, though one continues the other where their clocks
+    the last run of an iteration, each for itself, though one continues the other if their clocks
     are the same. A single run that is the whole iteration may be short. `change_j`, [num_stages],
     is the energy of one change on all GPUs of the stage.
     """

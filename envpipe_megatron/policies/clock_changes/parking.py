@@ -19,7 +19,7 @@ from envpipe_megatron.policies.optimal.waiting import waiting_floor_w
 
 
 def park(plan: Plan, min_dwell_s: float = 0.0) -> Plan:
-    """Park in every wait in which that saves energy; the plan itself where none does.
+    """Park in every wait in which that saves energy; the plan itself if none does.
 
     The clock to park at is that of the least waiting power on the stage's curve, or the clock of
     the unit before, kept until the unit that follows needs its own. Parking keeps the dwell time

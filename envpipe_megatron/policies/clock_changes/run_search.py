@@ -84,7 +84,7 @@ class _RunSearch:
         self._power_w = waiting_power_w
         self._deadline_s, self._min_dwell_s = deadline_s, min_dwell_s
         self._table = make_clock_table(plan.schedule, plan.profile, conditions, waiting_power_w)
-        # A late first unit is faster than planned where the old clock was higher.
+        # A late first unit is faster than planned if the old clock was higher.
         times = self._table.time_s
         faster = float((times.max(axis=2) / times.min(axis=2)).max()) - 1.0
         self._run_s = min_dwell_s + (conditions.change_time_s * faster if min_dwell_s else 0.0)

@@ -44,7 +44,7 @@ class Choices:
 
     Args:
         units: for each stage its forward and its backward, at index `2 * stage + is_backward`.
-        waiting_power_w: of all GPUs of the pipeline, the power by which waiting is priced.
+        waiting_power_w: power of all the pipeline's GPUs by which waiting is priced.
     """
 
     units: tuple[UnitChoices, ...]

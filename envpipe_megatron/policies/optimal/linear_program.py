@@ -48,7 +48,7 @@ class Relaxed:
         duration_s: [num_units] duration of each node; between profiled times.
         cost_j: planning cost plus waiting power x iteration time, of these durations.
         lower_bound_j: what no durations on the hulls go below, by the prices; see `certificate`.
-        prices: what a second is worth where units wait for each other.
+        prices: what a second is worth at each wait of a unit for another.
     """
 
     duration_s: FloatArray
@@ -92,7 +92,7 @@ class DurationProgram:
             self._solver = InteriorPoint(problem, position)
 
     def attainable(self, deadline_s: float) -> float:
-        """The deadline, or the fastest iteration where that is later by rounding alone.
+        """The deadline, or the fastest iteration if that is later by rounding alone.
 
         LinearProgramError: no durations meet the deadline.
         """

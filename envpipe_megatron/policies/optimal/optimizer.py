@@ -138,7 +138,7 @@ class Optimizer:
         return replace(plan, energy_lower_bound_j=at_floor.lower_bound_j)
 
     def _or_by_rule(self, plan: Plan, deadline_s: float) -> Plan:
-        """The plan, or that of a simple rule where it is cheaper.
+        """The plan, or that of a simple rule if it is cheaper.
 
         On profiles of a few odd clocks rounding can lose more than it gains on a rule.
         """
@@ -170,7 +170,7 @@ class Optimizer:
         """A plan for the waiting powers of a linear program; clocks are never late for it."""
         schedule, choices = self.schedule, priced.choices
         relaxed = at_floor if priced is self._floor else priced.program.solve(deadline_s)
-        # Not always the deadline: where waiting costs more than slower units save, it is earlier.
+        # Earlier than the deadline if waiting costs more than slower units save.
         end_s = min(deadline_s, self._iteration_time_s(relaxed.duration_s))
         waiting_j = choices.waiting_power_w * end_s
         chosen = round_durations(

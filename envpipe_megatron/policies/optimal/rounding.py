@@ -193,7 +193,7 @@ class Rounding:
         max_steps: int = 3,
         max_work: float = math.inf,
     ) -> None:
-        """Make units up to `max_steps` choices faster where the time it frees saves more elsewhere.
+        """Make units up to `max_steps` choices faster if the time that frees saves more elsewhere.
 
         Units that lose least for a second come first. Ends when the cost is at most `enough_j`,
         when `max_work` ends of units have moved, or after a pass over all units without success.

@@ -12,7 +12,7 @@ from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 
 
 def mean_waiting_power_w(plan: Plan) -> FloatArray:
-    """[num_stages] mean power of one waiting GPU; the blocking power where a stage hardly waits."""
+    """[num_stages] mean power of one waiting GPU; the blocking power if a stage hardly waits."""
     conditions, result = plan.conditions, plan.evaluation
     by_gpu_j = result.energy_by_stage_j / conditions.gpus_by_stage
     changes_j = conditions.change_energy_j * result.clock_changes

@@ -91,7 +91,7 @@ def stage_profile(
 ) -> Profile:
     """The profile of the stages of a split: times and energies of a stage's layers, summed.
 
-    Its sidecar has the activation bytes of each stage where they are known, and with a memory limit
+    Its sidecar has the activation bytes of each stage if they are known, and with a memory limit
     what is free beside one microbatch.
     """
     rows = [
@@ -149,7 +149,7 @@ def layout_flags(split: Split) -> str:
 
 
 def first_last_flags(split: Split) -> str | None:
-    """Megatron's flags for the first and the last stage, or None if they cannot say a split.
+    """Megatron's flags for the first and the last stage, or None if they cannot express a split.
 
     Megatron (core_v0.16.1) wants at least one layer on each of the two, and deals the others evenly
     to the stages between. The flags exclude the layout and `--account-for-*-in-pipeline-split`.

@@ -195,7 +195,7 @@ class SplitSpace:
 
 
 def minimax(weight: FloatArray, allowed: BoolArray) -> tuple[float, Split]:
-    """The split whose largest edge is smallest, and that edge; infinite where there is none.
+    """The split whose largest edge is smallest, and that edge; infinite if there is none.
 
     `weight` and `allowed` are [num_stages, L + 1, L + 1].
     """

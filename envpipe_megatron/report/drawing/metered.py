@@ -73,7 +73,7 @@ def step_series(windows: Iterable[EnergyWindow]) -> list[StepSeries]:
 
 
 def _member(window: EnergyWindow) -> Hashable:
-    """What tells a job's members apart: ranks, whose GPUs may be others after a restart."""
+    """A key for a job's members: ranks, whose GPUs may be others after a restart."""
     return window.gpu_key if window.rank is None else window.rank
 
 

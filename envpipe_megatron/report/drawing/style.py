@@ -77,7 +77,7 @@ def letters_on(colour: Sequence[float], dark: str) -> str:
 
 
 def scale_range(low: float, high: float) -> tuple[float, float]:
-    """The ends of a colour scale, which needs some length where all units run at one clock."""
+    """The ends of a colour scale, which needs some length if all units run at one clock."""
     return (float(low), float(high)) if low < high else (high - 1.0, float(high))
 
 

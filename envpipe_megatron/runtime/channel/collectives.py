@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other between iterations. Enter at `make_collectives`.
+"""The messages of a job's ranks to each other between iterations. Enter at `make_collectives`.
 
 No process talks to all others: at a thousand ranks that takes a tenth of a second, and each would
 hold a connection to each. The replicas of a stage form a tree of small groups, in which values are
@@ -70,7 +70,7 @@ class Collectives:
         """For each stage the merged values of its replicas, on the planner; elsewhere nothing.
 
         Args:
-            value: of this rank.
+            value: this rank's value.
             merge: makes one value of several; also of some that it has made before.
         """
         with self.names_the_loss():
@@ -178,7 +178,7 @@ class Collectives:
 
 
 def all_pipelines(pipeline: Sequence[int]) -> list[tuple[int, ...]]:
-    """The pipelines of a job whose every rank says its own, over the framework's default group."""
+    """The pipelines of a job: every rank gives its own, over the framework's default group."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, tuple(pipeline))
     return sorted(set(everyone))

@@ -86,7 +86,7 @@ class HostGroup:
         Values with the same tag arrive in order.
 
         Args:
-            value: of any type that pickles.
+            value: anything that pickles.
             to: the place of the rank that calls `receive`.
             tag: at least 1.
 

@@ -231,7 +231,7 @@ class P2PChannel:
     ) -> list[dist.Work]:
         """Start sending or receiving a message."""
         rank = self.ranks[neighbour]
-        # Transports know no truth values.
+        # Transports cannot send booleans.
         parts = [
             tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor for tensor in tensors
         ]

@@ -34,7 +34,7 @@ LONGEST_S = 2.0
 #: As many kernels in a row take the new time before the clock counts as settled.
 _STEADY_KERNELS = 5
 #: A kernel takes the new time when it is this close to it, as a share of the whole difference, or
-#: of the time where the difference is small.
+#: of the time if the difference is small.
 _CLOSE_OF_DIFFERENCE = 0.25
 _CLOSE_OF_TIME = 0.01
 #: Kernel times of two clocks that differ by less than this share cannot be told apart.
@@ -157,7 +157,7 @@ def _checked(gpu: Gpu, clocks_mhz: Sequence[int]) -> list[int]:
 
 
 def analyse(traces: Sequence[Trace], to_mhz: int) -> dict[str, float | None]:
-    """What traces say of a change: the call is the first one's, the last shows the new clock.
+    """What traces show of a change: the call is the first one's, the last shows the new clock.
 
     Returns:
         `call_s`, how long the call took; `settling_s`, from the call until kernels took the new

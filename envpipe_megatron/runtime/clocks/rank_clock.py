@@ -22,8 +22,8 @@ class RankClock:
     """The clock of a rank's GPU, which is reset whatever ends the rank.
 
     A real GPU gets a guard before its first lock, and its clock is looked at twice a second; one
-    that is opened for reading alone is only watched. `guarded` is by default true where the GPU is
-    real, and where it is emulated on a node with an agent. Raises GpuError if another job holds
+    that is opened for reading alone is only watched. `guarded` is by default true if the GPU is
+    real, or emulated on a node with an agent. Raises GpuError if another job holds
     the GPU, or no guard could be had.
     """
 
@@ -77,7 +77,7 @@ class RankClock:
         if self._hold is None:
             return
         if self.controller.in_driver:
-            # The lock may still come, and a guard that was told of the end would not undo it.
+            # The lock may still come, and a guard that has got the release would not undo it.
             logger.error(
                 "A call that locks the clock of %s does not return: the guard resets the clock "
                 "when this process has ended",

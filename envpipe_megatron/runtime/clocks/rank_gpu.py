@@ -17,7 +17,7 @@ def open_rank_gpu(
 ) -> tuple[Gpu, ChosenControl]:
     """Open this rank's GPU by the back end that its node allows; every rank of the job calls it.
 
-    A pipeline follows one plan, so clocks are controlled on all of its GPUs or on none: where one
+    A pipeline follows one plan, so clocks are controlled on all of its GPUs or on none: if one
     rank has no control, every rank opens its GPU for reading alone, and the planner logs why.
     Nothing is locked, held or reset yet.
 

@@ -35,7 +35,7 @@ class ClockWatch:
         last_change_s: returns the controller's `last_change_s`; called on another thread.
         settling_s: how long after a change the clock is not judged. Where units are shorter than
             that, and each changes the clock, nothing is left to judge: give the GPU's own
-            `frequency_change_s` where it is known.
+            `frequency_change_s` if it is known.
         period_s: how often to look. A look may take milliseconds, and each samples one instant.
         on_sample: called after each look, on the watch's thread: its instant, and what was seen.
     """
@@ -94,7 +94,7 @@ class ClockWatch:
                 the clock back); `not_judged`, samples by why not; `throttle_reasons` and
                 `throttle_reasons_below`, samples of a busy GPU, and those below, by reason;
                 `clocks_mhz`, for each request what was seen; `power_limit_w`, least and most, None
-                if unknown; `warning`, one line where clocks did not follow, else None.
+                if unknown; `warning`, one line if clocks did not follow, else None.
         """
         with self._lock:
             sides: Counter[int] = Counter()

@@ -52,7 +52,7 @@ class AgentLink:
         self.tell({"op": "window", "line": line})
 
     def job(self, facts: Mapping[str, Any]) -> None:
-        """Send what the job says of itself."""
+        """Send the job's facts."""
         self.tell({"op": "job", "facts": facts})
 
     def close(self) -> None:
@@ -70,13 +70,13 @@ class AgentLink:
         return answer
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Send a message, or drop it where the agent is slow or gone; never waits."""
+        """Send a message, or drop it if the agent is slow or gone; never waits."""
         try:
             self._connection.setblocking(False)
             send(self._connection, message)
             self._failing = False
         except (OSError, TypeError, ValueError) as error:  # facts may be none of JSON's
-            if not self._failing:  # said once while it lasts
+            if not self._failing:  # logged once while it lasts
                 logger.error("The node's agent does not take %s: %s", message["op"], error)
             self._failing = True
 

@@ -66,7 +66,7 @@ class Split:
     """Both kinds of one stage.
 
     Args:
-        rows: of each kind, the highest clock first.
+        rows: rows of each kind, the highest clock first.
         late_s: mean time for which a unit ran at the clock of the unit before it.
         told_apart: False if the sweeps do not tell forwards from backwards; the energy of each
             pair is then shared by time.

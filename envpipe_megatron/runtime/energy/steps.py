@@ -25,7 +25,7 @@ class StepEnergy:
 
     Attributes:
         iterations: how many were averaged.
-        time_s: from the end of a step to the end of the next.
+        time_s: time from the end of a step to the end of the next.
         time_uncertainty_s: standard uncertainty of `time_s` as the mean of such steps, by how they
             scatter; None for a single one.
         energy_j: None if the counter was not seen.
@@ -209,7 +209,7 @@ def mean_over_gpus(sums: ArrayLike) -> StepEnergy | None:
 
 
 def percent(value: float | None, standard_uncertainty: float | None) -> str:
-    """A number of percent, with its 95 % interval where that is known."""
+    """A number of percent, with its 95 % interval if that is known."""
     if value is None:
         return "not known"
     if standard_uncertainty is None:

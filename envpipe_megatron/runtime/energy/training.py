@@ -92,7 +92,7 @@ def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | N
 
 
 class TrainingEnergy:
-    """Takes what happens on one rank, and says what it took.
+    """Records what happens on one rank, and gives its time and energy.
 
     A framework that says where its steps begin and end (`begin_step`, `end_step`) has all of a step
     billed with it. One that does not is billed from the first unit of a phase to its last. Steps

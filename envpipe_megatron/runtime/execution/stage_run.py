@@ -64,7 +64,7 @@ class StageRun:
     def begin_unit(self) -> list[torch.Tensor] | None:
         """The next unit begins, once its input is there; returns what the channel carries of it.
 
-        Raises CollectivesError too, where the channel carries nothing and time is emulated.
+        Raises CollectivesError too, if the channel carries nothing and time is emulated.
         """
         position = len(self.executed)
         inputs = None

@@ -25,12 +25,12 @@ class SessionConfig:
         request: its number of microbatches and blocking power are replaced by the job's own.
         warmup_iterations: number in the framework's order at maximum clock; the first is ignored.
         plan_file: a plan to run as it stands; needs the profile file that prices it.
-        relock: call the driver at every request, also where the clock stays. Beside a job without,
+        relock: call the driver at every request, even if the clock stays. Beside a job without,
             it shows what the calls alone cost: some drivers hold up NCCL at each of them.
         gpu_preset: the kind of GPU whose range of clocks is profiled; by default this GPU's.
         guarded: whether the node's guard holds the GPU; by default if it is real.
-        labels: for each line of the energy log, beside the rank's own.
-        facts: for the sidecar of the online profile.
+        labels: labels for each line of the energy log, beside the rank's own.
+        facts: facts for the sidecar of the online profile.
         fingerprint: what must be the same (model, parallel sizes, batch, GPU) for profile, plan
             and baseline of an earlier start to hold; of JSON's types. With it, they are kept in
             the output folder for the next start.

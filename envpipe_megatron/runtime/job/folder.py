@@ -106,7 +106,7 @@ class JobFolder:
         return {**labels, "run": f"{labels.get('run', '')} {self.started}".strip()}
 
     def appender(self, name: str) -> Callable[[dict[str, Any]], None] | None:
-        """What appends to `<name>.jsonl`, or `<name>-<node>.jsonl`; None without a folder."""
+        """A function that appends to `<name>.jsonl` or `<name>-<node>.jsonl`; None without folder."""
         if self._path is None:
             return None
         return partial(append_line, self._path / f"{name}{self._of_node}.jsonl")
@@ -133,7 +133,7 @@ class JobFolder:
             logger.error("%s could not be written: %s", path, error)
 
     def keep_profile(self, profile: Profile) -> None:
-        """Write the profile that was measured, also where no plan can be made from it."""
+        """Write the profile that was measured, even if no plan can be made from it."""
         digests = self._written(PROFILE_FILE, profile)
         if digests:
             self._store(profile=digests)
@@ -216,7 +216,7 @@ def _fingerprint(
         "clocks_mhz": [max(clocks), min(clocks)],
         "num_clocks": len(clocks),
         "clock_backend": gpu.address.backend,
-        # Whether a file can be read is found out where it is needed.
+        # Whether a file can be read is found out when it is needed.
         "profile_sha256": config.profile_file and (digest(config.profile_file) or None),
         "plan_sha256": config.plan_file and (digest(config.plan_file) or None),
     }

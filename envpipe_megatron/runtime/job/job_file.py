@@ -144,7 +144,7 @@ def digest(path: Path) -> str:
 
 
 def _parse(data: Any) -> StoredJob:
-    """A job from its JSON; one of Python's own errors where it is something else."""
+    """A job from its JSON; one of Python's own errors if it is something else."""
     if data["format"] != JOB_FORMAT:
         raise ValueError(f"its format is {data['format']!r}, not {JOB_FORMAT!r}")
     baseline = data["baseline"]

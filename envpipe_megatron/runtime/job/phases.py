@@ -33,7 +33,7 @@ _COMPARED_ITERATIONS = 3
 def run_phases(job: PhaseParts) -> PhaseRun[None]:
     """Yield what each iteration runs, forever; the same on every rank.
 
-    Raises EnvPipeError on all ranks where a given profile or plan does not fit the job.
+    Raises EnvPipeError on all ranks if a given profile or plan does not fit the job.
     """
     config, state = job.config, job.state
     schedule = _framework_schedule(job)
@@ -183,7 +183,7 @@ def _profile(job: PhaseParts, schedule: Schedule) -> PhaseRun[Profile]:
 
 
 def _swept_clocks(job: PhaseParts) -> tuple[int, ...]:
-    """The clocks to profile; ProfilerError on all ranks where GPUs differ or have one clock."""
+    """The clocks to profile; ProfilerError on all ranks if GPUs differ or have one clock."""
     preset = job.config.gpu_preset
 
     def own() -> tuple[int, ...]:
@@ -203,7 +203,7 @@ def _swept_clocks(job: PhaseParts) -> tuple[int, ...]:
 
 
 def _wait_power(job: PhaseParts, clocks: Sequence[int]) -> WaitPower:
-    """Waiting power at several clocks, or at the highest alone where clocks do not follow."""
+    """Waiting power at several clocks, or at the highest alone if clocks do not follow."""
     power_w: dict[int, float] = {}
     for frequency in sorted(wait_clocks(clocks), reverse=True):
         if power_w:

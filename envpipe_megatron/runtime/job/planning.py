@@ -56,7 +56,7 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
             given = job.config.profile_file is not None and not job.folder.found_profile
             if not given or isinstance(error, LinearProgramError):  # a solver's, or of conditions
                 raise
-            return error  # says what is wrong with what the user gave
+            return error  # it names what is wrong in the user's input
         return plan, notes
 
     path = job.config.plan_file

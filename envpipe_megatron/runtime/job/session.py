@@ -165,7 +165,7 @@ class Session:
 
     @property
     def baseline(self) -> BaselineEnergy | None:
-        """What a step of the warm-up took; None until it is known, and where it was too short."""
+        """What a step of the warm-up took; None until it is known, or if it was too short."""
         return self._energy.baseline
 
     @property
@@ -372,7 +372,7 @@ class Session:
         if self._record is not None:
             record, ended, self._record = self._record, self._order.phase, None
             begin_s, notes = self.executor.now_s(), self.state.notes
-            self._broken = True  # also where the phases raise
+            self._broken = True  # even if the phases raise
             if ended is not Phase.WARMUP:
                 self._energy.settle_baseline()
                 self._folder.keep_baseline(self.baseline)

@@ -63,7 +63,7 @@ def in_flight_limit(
 
     Nothing is planned beyond what was measured, whatever a file says; the profile's sidecar counts
     where a limit by memory is asked for. The framework's own order is allowed in any case: it runs.
-    None if memory sets no limit: for an order that has none, where the user gives a number, or
+    None if memory sets no limit: for an order that has none, if the user gives a number, or
     because nothing is known of it.
     """
     name = SCHEDULE_ALIASES.get(request.schedule, request.schedule)

@@ -125,7 +125,7 @@ class JobMemory:
         self._say = say
         #: What is looked at in the iterations that follow.
         self.watch = Watch.PEAK
-        #: One for each stage; None until `learn`, and where memory is not known on every rank.
+        #: One for each stage; None until `learn`, or if memory is not known on every rank.
         self.stages: tuple[StageMemory, ...] | None = None
         self._kinds: list[Kind] = []
         self._readings: list[Reading] = []
@@ -190,7 +190,7 @@ class JobMemory:
 
         Ready before the order's first receive is posted: an allocator that finds no memory gives
         back what it caches, which waits for all that the device does, and so for a receive whose
-        sender may be waiting for this stage. Both would hang where an error is due.
+        sender may be waiting for this stage. Both would hang when an error is due.
 
         Raises MemoryFullError if there is too little, GoesOnError if the prediction failed
         (nothing is known from here on), both on all ranks alike.

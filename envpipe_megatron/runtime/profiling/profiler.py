@@ -132,7 +132,7 @@ class _Parts:
 
     Args:
         rows: for each kind and clock, time in s, energy in J and its variance in J^2.
-        power_w: of waiting, at each clock at which it was measured.
+        power_w: waiting power, at each clock at which it was measured.
         tail_s: one number; none if no iteration followed another.
         late_s: how late changes of the clock are, at most.
         told_apart: whether the sweeps tell forwards from backwards, on all replicas.
@@ -180,7 +180,7 @@ class OnlineProfiler:
     def run(self, sidecar: Sidecar) -> PhaseRun[Profile]:
         """Sweep; the profile of the whole pipeline, on every rank.
 
-        Raises GoesOnError on all ranks where a meter or the control of a clock failed on one.
+        Raises GoesOnError on all ranks if a meter or the control of a clock failed on one.
         """
         clocks = self._clocks
         together = yield from self._sweep(

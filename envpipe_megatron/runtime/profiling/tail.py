@@ -13,7 +13,7 @@ from envpipe_megatron.runtime.execution.executor import StageRecord
 
 
 def ends_and_gaps_s(records: Sequence[StageRecord]) -> tuple[FloatArray, FloatArray]:
-    """What one stage knows of its tails, from iterations that followed each other.
+    """One stage's measurements of its tails, from iterations that followed each other.
 
     For each iteration but the last: the end of its last unit after its own begin, in s, and the
     time from there to the begin of the next iteration, in s.
@@ -32,7 +32,7 @@ def tail_times_s(ends_s: ArrayLike, gaps_s: ArrayLike) -> FloatArray:
     last unit + its tail). A stage's gap until its next iteration holds its tail and, where stages
     synchronise at the end of an iteration (norm of all gradients, a barrier), its wait for the
     slowest stage. That wait is the *slack*: the latest end of all stages less its own. So the tail
-    is gap - slack where the gap is as long as the slack. A shorter gap proves that the stage did
+    is gap - slack if the gap is as long as the slack. A shorter gap proves that the stage did
     not wait for the slowest one: it is the tail itself.
 
     The slowest stage has no slack, so its end and gap give the whole iteration either way. Of the

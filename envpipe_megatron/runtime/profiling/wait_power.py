@@ -19,7 +19,7 @@ from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor
 
 #: How long the pipeline stands still at each clock: some ten refreshes of the counter.
 _HOLD_S = 1.5
-#: Waiting power bends little over the clock: a few points tell its curve.
+#: Waiting power bends little over the clock: a few points give its curve.
 _NUM_CLOCKS = 4
 
 
