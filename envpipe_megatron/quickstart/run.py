@@ -173,7 +173,7 @@ def _take(event: dict[str, Any], progressed: Progressed, show: _Shown) -> None:
 
 
 class _Shown:
-    """Progress bars, one a run, with the phase beside them."""
+    """Progress bars, one per run, with the phase beside them."""
 
     def __init__(self, progress: Progress, settings: Settings) -> None:
         self._progress = progress

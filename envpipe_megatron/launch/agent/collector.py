@@ -92,7 +92,7 @@ class Collector:
         return {"host": host, "port": port, "token": self.token}
 
     async def close(self) -> None:
-        """Listen no more, and hang up."""
+        """Stop listening, and close all connections."""
         if self._server is not None:
             self._server.close()
         if self._reporting is not None:

@@ -3,8 +3,7 @@
     python child.py PARENT COMMAND ...
 
 Linux signals a child when its parent ends, if the child has asked for it. Most commands do not ask,
-so this program asks for them, and then becomes the command. On other systems it only becomes the
-command.
+so this program asks and then becomes the command. On other systems it only becomes the command.
 """
 
 import contextlib

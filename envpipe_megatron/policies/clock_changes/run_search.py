@@ -57,8 +57,7 @@ def fewer_changes(
 ) -> Plan | None:
     """The cheapest plan found that meets a deadline and a dwell time, changes of clock included.
 
-    Among those tried are all units at their highest clocks, and one clock per stage. None if no
-    plan was found.
+    All units at their highest clocks, and one clock per stage, are tried too. None if none fits.
 
     Args:
         plan: has the order and conditions; it need not meet deadline or dwell time.

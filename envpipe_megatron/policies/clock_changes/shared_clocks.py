@@ -38,8 +38,7 @@ def solve_shared_clocks(
     Args:
         index: [num_stages, units_per_stage] indices of clocks: where they change, a run begins.
         waiting_power_w: power of all GPUs of the pipeline together.
-        deadline_s: exceeded, by as much as needed, if the runs cannot meet it at their fastest
-            clocks.
+        deadline_s: exceeded, by as much as needed, if even the fastest clocks cannot meet it.
     """
     num_stages, width = index.shape
     num_units = schedule.num_units

@@ -29,8 +29,7 @@ _SIGN = np.array([-1.0, 1.0])
 class Point:
     """An iterate: pairs of a slack and its price, one array for each of the pairs above.
 
-    `end`, [num_nodes], is when each unit ends, which the slacks belong to; `iteration`, when all
-    has.
+    `end`, [num_nodes], and `iteration` are when units and the iteration end, for these slacks.
     """
 
     slack: list[FloatArray]

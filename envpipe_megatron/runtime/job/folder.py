@@ -106,7 +106,7 @@ class JobFolder:
         return {**labels, "run": f"{labels.get('run', '')} {self.started}".strip()}
 
     def appender(self, name: str) -> Callable[[dict[str, Any]], None] | None:
-        """A function that appends to `<name>.jsonl` or `<name>-<node>.jsonl`; None without folder."""
+        """A function that adds to `<name>.jsonl` or `<name>-<node>.jsonl`; None without folder."""
         if self._path is None:
             return None
         return partial(append_line, self._path / f"{name}{self._of_node}.jsonl")
