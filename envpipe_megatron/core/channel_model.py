@@ -47,7 +47,7 @@ CHANNEL_REMEDY = (
 def hardware_capacity(environment: Mapping[str, str]) -> int | None:
     """The capacity of a channel over NCCL, by a process' environment variables.
 
-    With one hardware queue an unmatched transfer stops all that is enqueued behind it; with fewer
+    With one hardware queue an unmatched transfer stops all that is enqueued after it; with fewer
     than CUDA's own number, a link and the units may share one.
     """
     queues = environment.get(QUEUES_VARIABLE, "")

@@ -1,4 +1,4 @@
-"""Plans: a frequency for each unit of a schedule, what that costs, and the file they stand in.
+"""Plans: a frequency for each unit of a schedule, what that costs, and their file.
 
 Whoever reads a plan recomputes time and energy from the profile, under the conditions that stand in
 the plan.

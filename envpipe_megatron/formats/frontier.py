@@ -33,7 +33,7 @@ CSV_COLUMNS = ("iteration_time_s", "energy_j", "energy_lower_bound_j")
 
 @dataclass(frozen=True)
 class StoredFrontier:
-    """A frontier's figures, and its plans as text until one is asked for.
+    """A frontier's figures, and its plans as text until one is read.
 
     Args:
         iteration_time_s: iteration time of each plan, rising.

@@ -38,7 +38,7 @@ _FILES = (
     "timeline_baseline.png", "timeline_envpipe.png", "energy_valley.png",
 )  # fmt: skip
 _EMULATED = "emulated"
-#: Folders that may stand beside them: the emulated GPUs, and what `envpipe report` makes.
+#: Folders that may be beside them: the emulated GPUs, and what `envpipe report` makes.
 _FOLDERS = (_EMULATED, "report")
 
 

@@ -41,7 +41,7 @@ _NEXT = ",\n"  # every event follows another one
 
 @dataclass(frozen=True)
 class TraceFacts:
-    """What stands in a trace.
+    """What a trace contains.
 
     Args:
         iterations: iterations of the job whose units are in the trace.

@@ -69,7 +69,7 @@ class EmulatedGpu(Gpu):
         this GPU exists with another preset, or the folder cannot be used.
         """
         model = load_preset(preset)
-        # A path is kept absolute, since other processes may stand in other folders.
+        # A path is kept absolute, since other processes may run in other folders.
         reference = str(Path(preset).expanduser().resolve()) if preset.endswith(".toml") else preset
         file = StateFile(_folder(root), index)
         state = file.create(EmulatedState(reference, model.max_frequency_mhz))

@@ -78,7 +78,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             raise
         session.end_step()
         if self.last_record is None and not self.was_step_applied():
-            # The optimizer's state, and so its memory, comes into being with the first one that is.
+            # The optimizer's state, and so its memory, is allocated at the first one that is.
             self._own_steps_left += 1
         every = self.steps_per_print()
         if self._tells and every is not None and self.global_steps % every == 0:

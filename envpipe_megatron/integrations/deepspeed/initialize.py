@@ -71,7 +71,7 @@ def initialize(
 def end_training(engine: Any) -> None:
     """Give clocks back and print the energy bill; nothing if the engine is DeepSpeed's own.
 
-    Every rank calls it, behind its last step.
+    Every rank calls it, after its last step.
     """
     if isinstance(engine, EnvPipeEngine):
         engine.end_training()

@@ -41,7 +41,7 @@ class CudaMeter:
         self._window_s = window_s
 
     def measure(self, run: Callable[[], object]) -> tuple[float, float]:
-        """Time in s and energy in J of one run, behind one that warms up; or a MeterError."""
+        """Time in s and energy in J of one run, after one that warms up; or a MeterError."""
         run()
         torch.cuda.synchronize()
         begin_s, count = time.monotonic(), 0

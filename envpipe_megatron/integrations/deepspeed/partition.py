@@ -24,14 +24,15 @@ _MICROBATCHES_PER_STAGE = 4
 def parts_by_time(path: Path, num_layers: int, num_stages: int) -> list[int]:
     """Split a pipeline's layers so that the slowest stage is as fast as can be.
 
-    Returns DeepSpeed's `parts`: the first layer of each stage, and the number of layers. Raises
-    EnvPipeError for a file that is wrong or of another model, and for fewer layers than stages.
+    Returns DeepSpeed's `parts`: the first layer of each stage, and the number of layers.
 
     Args:
         path: a layer CSV (`layer,instruction,frequency,time,energy`) whose layers are `0` to `L-1`
             as they stand in the PipelineModule; `profile_layers` writes one.
         num_layers: L.
         num_stages: p.
+
+    Raises EnvPipeError for a wrong file, another model's file, or fewer layers than stages.
     """
     table = read_layers(path)
     if table.names != tuple(str(layer) for layer in range(num_layers)):

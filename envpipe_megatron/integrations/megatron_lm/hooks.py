@@ -113,7 +113,7 @@ def begin_step(iteration: int) -> None:
 
 
 def end_step(skipped: int) -> None:
-    """The iteration ends behind the optimizer, which may have skipped: gradients overflowed.
+    """The iteration ends after the optimizer, which may have skipped: gradients overflowed.
 
     Raises:
         HookError: a hook was not reached by the third iteration.

@@ -16,7 +16,7 @@ _LABELS = ("node", "gpu", "gpu_uid", "rank", "stage")
 
 
 class _NodeMetrics(Collector):
-    """Reads the GPUs when it is asked."""
+    """Reads the GPUs at each scrape."""
 
     def __init__(self, agent: NodeAgent) -> None:
         self._agent = agent

@@ -38,7 +38,7 @@ class NodeProcess:
 
 
 def run_nodes(nodes: Sequence[NodeProcess], stop_grace_s: float = STOP_GRACE_S) -> int:
-    """Run all nodes to their end. The output of each is printed line by line, behind `[host] `.
+    """Run all nodes to their end. The output of each is printed line by line, after `[host] `.
 
     When a node fails, or SIGINT, SIGTERM or SIGHUP arrives, the standard input of all is closed.
     What has not ended after the grace is terminated, then killed; a second SIGINT kills at once.

@@ -33,7 +33,7 @@ def solve_shared_clocks(
     before it; how much higher is taken from the given clocks. See `_dependencies`.
 
     Returns the best durations, between profiled times, and what a second more of each unit costs,
-    J/s; both [num_stages, units_per_stage]. LinearProgramError: HiGHS gave up.
+    J/s; both [num_stages, units_per_stage]. Raises LinearProgramError if HiGHS gave up.
 
     Args:
         index: [num_stages, units_per_stage] indices of clocks: where they change, a run begins.

@@ -75,7 +75,7 @@ def energy_lower_bound_j(
 def price_flow(schedule: Schedule, prices: Prices) -> tuple[FloatArray, FloatArray]:
     """Price of each node's time, and of its cross dependency, J/s; nothing is lost between them.
 
-    From the end back: a node's price is what arrived from the nodes behind it, and goes on to the
+    From the end back: a node's price is what arrived from the nodes after it, and goes on to the
     nodes before it in proportion to theirs.
     """
     width = schedule.units_per_stage

@@ -123,7 +123,7 @@ class Rounding:
     def carry(self, duration_s: FloatArray) -> None:
         """Choose again, following relaxed durations: a unit that ends early enough is rounded up.
 
-        Each unit may end when it would if all units behind it took their relaxed durations
+        Each unit may end when it would if all units after it took their relaxed durations
         ([num_units], which meet the deadline).
         """
         relaxed_s: list[float] = duration_s.tolist()

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _MOST_WAITING = 256
 #: How long the end of a job waits for a disk.
 _JOIN_S = 5.0
-#: Looks at a clock that stand in one line: those of a minute.
+#: Looks at a clock per line: those of a minute.
 _SAMPLES_A_LINE = 120
 
 
@@ -35,8 +35,7 @@ class TimelineLog:
     """Appends the recorded iterations of one rank to a file, on a thread of its own.
 
     Training never waits for it: a disk that hangs costs lines, a full one ends the log. `append`
-    takes each line, and may raise OSError; None if nothing is recorded. Every line has `labels`,
-    of this rank's GPU.
+    takes each line, and may raise OSError; None if nothing is recorded. Every line has `labels`.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class TimelineLog:
         self._left_out = 0
         self._samples: list[tuple[float, int | None, int]] = []
         self._samples_left = MOST_CLOCK_SAMPLES
-        #: None is behind the last line. Its lock cannot stay taken when a signal handler raises.
+        #: None follows the last line. Its lock cannot stay taken when a signal handler raises.
         self._lines: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         if append is not None:

@@ -132,7 +132,7 @@ class EmulatedExecutor:
 
     def end_iteration(self) -> StageRecord:
         """The iteration ends on all stages when the slowest has ended."""
-        # The request behind the last unit belongs to its end, whenever its thread gets to it.
+        # The request after the last unit belongs to its end, whenever its thread gets to it.
         self._settle_clock()
         end_s = self.meet()
         return make_record(

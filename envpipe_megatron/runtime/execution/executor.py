@@ -119,7 +119,7 @@ class CudaExecutor:
         self._ends: list[torch.cuda.Event] = []
 
     def begin_unit(self) -> None:
-        """Record the start behind the receive that the stream waits for."""
+        """Record the start after the receive that the stream waits for."""
         self._starts.append(self._record())
 
     def end_unit(self) -> Completion:

@@ -175,7 +175,7 @@ def _profile(job: PhaseParts, schedule: Schedule) -> PhaseRun[Profile]:
         job.say,
     )
     profile = yield from profiler.run(known)
-    # Not before: with skipped steps, the optimizer's state may have come into being meanwhile.
+    # Not before: after skipped steps, the optimizer's state may have been allocated meanwhile.
     job.memory.learn(schedule, job.specs)
     profile = with_memory(profile, job.memory.stages)
     job.folder.keep_profile(profile)

@@ -30,7 +30,7 @@ def no_bubble_threshold_s(
 ) -> float:
     """The longest receive wait that still counts as none, from measured iterations.
 
-    Somewhere in a pipeline at full clock an input is always there before it is asked for; that
+    Somewhere in a pipeline at full clock an input is always there before it is needed; that
     receive's wait is pure overhead. The threshold is its median plus what it varies by. Waits are
     those of all units that receive, for each iteration.
     """

@@ -94,7 +94,7 @@ class StageMemory:
 
 
 def activation_bytes(kinds: Sequence[Kind], allocated_bytes: Sequence[int]) -> float:
-    """What one microbatch in flight holds, from the bytes before the first unit and behind each.
+    """What one microbatch in flight holds, from the bytes before the first unit and after each.
 
     A forward adds it and a backward takes it away. The median passes over what happens once: the
     first gradients, a workspace. Of the two medians the larger is taken: outputs that wait for

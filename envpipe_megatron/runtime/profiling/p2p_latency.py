@@ -25,7 +25,7 @@ def measure_p2p_latency_s(
     stage over the activations' link and one comes back over the gradients', so the figure is the
     mean of both directions. It holds what a hop costs on the host, too.
 
-    A stage serves the boundary before it first, then measures the one behind it, so boundaries are
+    A stage serves the boundary before it first, then measures the one after it, so boundaries are
     measured one after another without any barrier. Of the two stages of a boundary each has one
     receive posted and sends only what the other has posted a receive for: with any channel that
     training runs on, no order of arrival can stop it.
