@@ -152,6 +152,6 @@ for name in sys.argv[1:]:
     done = command(program, "broken", "one-more", "none", "1f1b")
     broken, other_job, unknown, ours = done.stdout.splitlines()
     assert "'broken' of envpipe_megatron.schedules cannot be imported" in broken
-    assert "another number of stages, microbatches or chunks (got 3, 5, 1)" in other_job
+    assert "has 3 stages, 5 microbatches and 1 chunks a stage, and the job has 3" in other_job
     assert "'none' is not one of '1f1b'" in unknown
     assert ours.startswith("1f1b 0 ")

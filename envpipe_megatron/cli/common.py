@@ -144,7 +144,7 @@ def known_blocking_power(
         "No blocking power is known, for %s %s: waiting is taken to cost nothing, and savings are "
         "off. Give --blocking-power (an A100 SXM waits at 83.6 W, an A40 at 70.4 W)%s.",
         sidecar,
-        "does not tell it" if sidecar.exists() else "is missing",
+        "does not state it" if sidecar.exists() else "is missing",
         "" if sidecar.exists() else ", or copy the profile's sidecar there",
     )
     return 0.0

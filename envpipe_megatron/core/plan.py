@@ -95,9 +95,8 @@ class Plan:
         check_stages(self.profile, self.schedule.num_stages)
         if self.profile.sidecar.num_chunks != self.schedule.num_chunks:
             raise PlanError(
-                f"The schedule has {self.schedule.num_chunks} chunks a stage, the profile another "
-                "number",
-                value=self.profile.sidecar.num_chunks,
+                f"The schedule has {self.schedule.num_chunks} chunks a stage, and the profile has "
+                f"{self.profile.sidecar.num_chunks}",
                 remedy="Divide the profile with for_chunks first.",
             )
         shape = (self.schedule.num_stages, self.schedule.units_per_stage)
@@ -110,8 +109,8 @@ class Plan:
                 )
         if self.conditions.num_stages != shape[0]:
             raise PlanError(
-                f"The plan has {shape[0]} stages but its conditions another number",
-                value=self.conditions.num_stages,
+                f"The plan has {shape[0]} stages, and its conditions have "
+                f"{self.conditions.num_stages}",
             )
         bound_j = self.energy_lower_bound_j
         if bound_j is not None and not 0 < bound_j < math.inf:
@@ -221,8 +220,8 @@ def check_stages(profile: Profile, num_stages: int) -> None:
     """Refuse (PlanError) a profile of another number of stages."""
     if profile.num_stages != num_stages:
         raise PlanError(
-            f"The plan has {num_stages} stages but profile {profile.source} has another number",
-            value=profile.num_stages,
+            f"The plan has {num_stages} stages, and profile {profile.source} has "
+            f"{profile.num_stages}",
             remedy="Use the profile of the same pipeline, or plan again.",
         )
 

@@ -222,13 +222,13 @@ def choose_control(wanted: str, site: SiteConfig, *, require: bool = False) -> C
             remedy="Choose another --envpipe-gpu-control, or leave --envpipe-require-control out.",
         )
     if wanted == "none":
-        return ChosenControl(wanted, None, "none was requested")
+        return ChosenControl(wanted, None, "no clock control was requested")
     if wanted in ("dry_run", "emulated"):
-        return ChosenControl(wanted, wanted, "it was requested, and changes no real GPU")
+        return ChosenControl(wanted, wanted, f"{wanted} was requested, and changes no real GPU")
     chosen = first_allowed(wanted, check_controls(site))
     if require and chosen.backend is None:
         raise GpuPermissionError(
-            f"Clock control is required: {chosen.why}", remedy=" ".join(chosen.remedies)
+            f"Clock control is required, but {chosen.why}", remedy=" ".join(chosen.remedies)
         )
     return chosen
 
@@ -238,7 +238,8 @@ def first_allowed(wanted: str, controls: Sequence[Control]) -> ChosenControl:
     considered = [control for control in controls if wanted in ("auto", control.backend)]
     for control in considered:
         if control.allowed:
-            first = "the first that is allowed" if wanted == "auto" else "requested and allowed"
+            auto = wanted == "auto"
+            first = "the first back end that is allowed" if auto else "requested and allowed"
             return ChosenControl(wanted, control.backend, f"{first}: {control.reason}")
     # A reason that all share, such as the forbid variable, stands once.
     reasons = list(dict.fromkeys(control.reason for control in considered))
@@ -246,9 +247,10 @@ def first_allowed(wanted: str, controls: Sequence[Control]) -> ChosenControl:
         dict.fromkeys(f"{control.remedy}." for control in considered if control.remedy)
     )
     if len(reasons) == 1:
-        return ChosenControl(wanted, None, f"not allowed, {reasons[0]}", remedies)
+        which = "no back end is" if wanted == "auto" else f"back end {wanted} is not"
+        return ChosenControl(wanted, None, f"{which} allowed: {reasons[0]}", remedies)
     each = "; ".join(f"{control.backend}: {control.reason}" for control in considered)
-    return ChosenControl(wanted, None, f"none is allowed ({each})", remedies)
+    return ChosenControl(wanted, None, f"no back end is allowed ({each})", remedies)
 
 
 def open_controlled(uid: str, chosen: ChosenControl, site: SiteConfig) -> Gpu:

@@ -143,9 +143,9 @@ class InstrumentedPipeline:
         """
         if self._in_step or self._closed:
             raise InstructionError(
-                "A step begins after the job was closed"
+                "on_step_begin was called after end_training or close"
                 if self._closed
-                else "A step begins, and the one before has not ended",
+                else "on_step_begin was called before the on_step_end of the last step",
                 remedy="Call on_step_end at the end of each step, and close after the last. A step "
                 "that failed ends the job: begin a new one on every rank.",
             )
@@ -166,9 +166,9 @@ class InstrumentedPipeline:
             return
         if not self._in_step or self._running is not None:
             raise InstructionError(
-                "A unit begins outside a step"
+                "on_instruction_begin was called outside a step"
                 if not self._in_step
-                else f"A unit begins within a {self._running}",
+                else f"on_instruction_begin was called before the end of a {self._running}",
                 value=name,
                 remedy="Units come one after another, between on_step_begin and on_step_end; an "
                 "evaluation comes after pause.",
@@ -196,7 +196,7 @@ class InstrumentedPipeline:
             return
         if self._running is not kind:
             raise InstructionError(
-                "A unit ends that has not begun",
+                "on_instruction_end was called for a unit that has not begun",
                 value=name,
                 remedy="Call on_instruction_begin and on_instruction_end with the same name.",
             )
@@ -218,10 +218,10 @@ class InstrumentedPipeline:
         """
         if not self._in_step or self._running is not None:
             raise InstructionError(
-                "A step ends that has not begun"
+                "on_step_end was called outside a step"
                 if not self._in_step
-                else f"A step ends within a {self._running}",
-                remedy="Each begin has its end, units within steps.",
+                else f"on_step_end was called before the end of a {self._running}",
+                remedy="Call on_step_begin first, and end each unit before its step.",
             )
         if self._job is None:
             self._job, self._kept_order = self._begin_job()
@@ -230,10 +230,9 @@ class InstrumentedPipeline:
             assert run is not None
             if run.next_unit is not None:
                 raise InstructionError(
-                    f"A step of {len(run.units)} units ends before its {run.next_unit.kind} "
-                    f"{run.next_unit}",
-                    value=len(run.executed),
-                    remedy="Tell of all forwards and backwards in every step.",
+                    f"on_step_end was called after {len(run.executed)} of {len(run.units)} units, "
+                    f"before the {run.next_unit.kind} {run.next_unit}",
+                    remedy="Call instruction() for every forward and backward.",
                 )
             self._job.session.close_iteration(run)
             self._job.session.end_step()
@@ -246,7 +245,9 @@ class InstrumentedPipeline:
         Training goes on with the next step. Within a step, this is an InstructionError.
         """
         if self._in_step:
-            raise InstructionError("A pause within a step", remedy="Call it between two steps.")
+            raise InstructionError(
+                "pause was called within a step", remedy="Call it between two steps."
+            )
         self._paused = True
         if self._job is not None and not self._closed:
             self._job.session.pause()

@@ -218,11 +218,13 @@ def read_options(
     limited = scheduling in (*LIMITED_SCHEDULES, *SCHEDULE_ALIASES)
     if args.envpipe_plan is not None:
         if reconfigure not in (None, "default") or args.envpipe_max_in_flight is not None:
+            limited_by_user = args.envpipe_max_in_flight is not None
+            other = "max-in-flight" if limited_by_user else f"reconfigure {reconfigure}"
             raise OptionError(
-                "A plan is run as it stands: with its microbatches in flight and its clocks",
+                f"--envpipe-plan cannot be combined with --envpipe-{other}: a plan is run as it "
+                "stands, with its own microbatches in flight and clocks",
                 value=str(args.envpipe_plan),
-                remedy="Give --envpipe-plan without --envpipe-max-in-flight and "
-                "--envpipe-reconfigure, or let the job plan.",
+                remedy="Leave one of them out.",
             )
         usual_reconfigure, limited = "default", False
     output_dir = args.envpipe_output
@@ -347,7 +349,7 @@ def _chosen(
     value = given if given is not None else variables.get(name) or None
     if value is not None and value not in choices:
         raise OptionError(
-            f"The environment variable {name} is none of its option's choices",
+            f"The value of the environment variable {name} is not a valid choice",
             value=value,
             remedy=f"Use {', '.join(choices)}.",
         )

@@ -21,12 +21,12 @@ def recognized(letters: Sequence[str], num_microbatches: int) -> Schedule:
     for stage, seen in enumerate(letters):
         counts = {kind.value: seen.count(kind.letter) for kind in Kind}
         if set(counts.values()) != {num_microbatches}:
+            reported = " and ".join(f"{count} {kind}s" for kind, count in counts.items())
             raise OrderError(
-                f"Stage {stage} told of another number of units than {num_microbatches} "
-                "microbatches have",
-                value=counts,
-                remedy="Tell of each forward and backward, and of the right number of "
-                "microbatches.",
+                f"Stage {stage} reported {reported}; {num_microbatches} microbatches need "
+                f"{num_microbatches} of each",
+                remedy="Call instruction() for every forward and backward, and give the right "
+                "num_microbatches.",
             )
     for builder in (builders.one_f_one_b, builders.gpipe):
         known = builder(len(letters), num_microbatches)

@@ -104,7 +104,7 @@ def _bill(agent: NodeAgent, code: int, report: BillReport) -> None:
     if not agent.ledgers():
         agent.finish(code, 0.0)
         if not code:  # else what torchrun said matters
-            say("no rank of this node told of its training, so there is no bill: is EnvPipe on?")
+            say("no rank of this node reported any training, so there is no bill: is EnvPipe on?")
         return
     late = agent.finish(code, _OTHERS_END_S)
     bill = agent.bill

@@ -301,9 +301,8 @@ def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tu
         built = (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks)
         if built != job:
             raise PlannerError(
-                f"Schedule {name} is of another number of stages, microbatches or chunks",
-                value=built,
-                remedy=f"The job has {job}: mend the function that builds it.",
+                f"Schedule {name} has {_counts(built)}, and the job has {_counts(job)}",
+                remedy="Fix the function that builds the schedule.",
             )
         return schedule, ()
     limits = request_limits(profile, request)
@@ -348,3 +347,9 @@ def _in_flight(profile: Profile, request: PlanRequest) -> tuple[int, ...] | None
         value=limit,
         remedy=f"The pipeline has {stages} stages.",
     )
+
+
+def _counts(numbers: tuple[int, int, int]) -> str:
+    """Numbers of stages, microbatches and chunks as a message shows them."""
+    stages, microbatches, chunks = numbers
+    return f"{stages} stages, {microbatches} microbatches and {chunks} chunks a stage"

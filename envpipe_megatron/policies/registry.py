@@ -43,7 +43,7 @@ class Registry(Mapping[str, T]):
             raise EnvPipeError(
                 f"'{name}' of {self._group} cannot be imported: {error}",
                 value=entry.value,
-                remedy="Mend or remove the package that adds it.",
+                remedy="Fix or remove the package that adds it.",
             ) from error
         return loaded
 

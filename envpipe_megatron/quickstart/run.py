@@ -89,7 +89,7 @@ def run_quickstart(settings: Settings, console: Console) -> None:
     summary = write_results(settings, output, progressed.iterations, progressed.results, console)
     if not summary["complete"]:
         raise QuickstartError(
-            "The ranks ended without telling their results",
+            "The ranks ended without reporting their results",
             remedy=f"Look for the reason in {output / 'log.txt'}.",
         )
     if not (summary["losses_bit_equal"] and summary["weights_bit_equal"]):

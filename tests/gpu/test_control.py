@@ -189,7 +189,7 @@ def test_auto_takes_the_first_that_is_allowed_and_says_why(machine):
     machine.grant_command()
     chosen = choose_control("auto", machine.site)
     assert chosen.backend == "zeusd"
-    assert "first that is allowed" in chosen.why
+    assert "first back end that is allowed" in chosen.why
     assert str(machine.zeusd.path) in chosen.why
     assert chosen.warning is None
     machine.set_sys_admin(True)
@@ -213,7 +213,7 @@ def test_a_reason_without_a_remedy_adds_none():
     controls = [Control("nvml", False, "no"), Control("zeusd", False, "none", "Start it")]
     chosen = first_allowed("auto", controls)
     assert chosen == ChosenControl(
-        "auto", None, "none is allowed (nvml: no; zeusd: none)", ("Start it.",)
+        "auto", None, "no back end is allowed (nvml: no; zeusd: none)", ("Start it.",)
     )
     assert chosen.warning.endswith("all the same. Start it.")
 

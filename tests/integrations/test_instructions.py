@@ -47,9 +47,9 @@ def test_orders_that_are_known(stages, microbatches):
     [
         (letters(builders.envpipe(2, 4, [1, 0])), r"FFFBFBBB.*1F1B or GPipe"),
         (["FFBFBFBB", "FBFBFBBF"], "none that EnvPipe can plan"),
-        (["FFBFBFBB", "FBFBFBF"], r"Stage 1 .*forward: 4, backward: 3"),
-        (["FFBFBFBB", "FBFBFBFBFB"], r"Stage 1 .*forward: 5, backward: 5"),
-        (["", ""], r"Stage 0 .*forward: 0"),
+        (["FFBFBFBB", "FBFBFBF"], r"Stage 1 .*4 forwards and 3 backwards; 4 micro"),
+        (["FFBFBFBB", "FBFBFBFBFB"], r"Stage 1 .*5 forwards and 5 backwards; 4 micro"),
+        (["", ""], r"Stage 0 reported 0 forwards"),
     ],
 )
 def test_other_orders_are_refused_with_what_was_seen(seen, said):
@@ -187,19 +187,19 @@ def test_misuse_is_told_where_it_happens(pool, folder, preset):
         for name, said in {
             "order": r"nothing to choose \(got scheduling\)",
             "option": "No such option of EnvPipe",
-            "unit outside": "A unit begins outside a step",
-            "end outside": "A step ends that has not begun",
-            "step in step": "the one before has not ended",
-            "pause in step": "A pause within a step",
+            "unit outside": "on_instruction_begin was called outside a step",
+            "end outside": "on_step_end was called outside a step",
+            "step in step": "before the on_step_end of the last step",
+            "pause in step": "pause was called within a step",
             "name": r"No such instruction \(got 'optimizer'\). There are forward, backward",
-            "end first": "A unit ends that has not begun",
-            "unit in unit": "A unit begins within a forward",
-            "other end": r"A unit ends that has not begun \(got 'backward'\)",
-            "step end in unit": "A step ends within a forward",
-            "few": "Stage 0 told of another number of units than 8 microbatches",
+            "end first": "on_instruction_end was called for a unit that has not begun",
+            "unit in unit": "on_instruction_begin was called before the end of a forward",
+            "other end": r"for a unit that has not begun \(got 'backward'\)",
+            "step end in unit": "on_step_end was called before the end of a forward",
+            "few": "Stage 0 reported 8 forwards and 7 backwards; 8 microbatches need 8 of each",
             "changed": "after 0 of 16 units comes the forward F0 .got 'backward'.",
-            "left out": "A step of 16 units ends before its forward F0",
-            "closed": "A step begins after the job was closed",
+            "left out": "on_step_end was called after 0 of 16 units, before the forward F0",
+            "closed": "on_step_begin was called after end_training or close",
         }.items():
             assert re.search(said, told.pop(name)), name
         assert not told

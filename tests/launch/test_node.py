@@ -149,7 +149,7 @@ class Ended:
 @pytest.mark.parametrize(
     ("agent", "code", "said", "waits_s"),
     [
-        (Ended(), 0, ["no rank of this node told of its training"], 0.0),
+        (Ended(), 0, ["no rank of this node reported any training"], 0.0),
         (Ended(), 3, [], 0.0),
         (Ended(1.25, 2.5), 0, ["3.8 J on this node, in its log\n"], LONG_S),
         (

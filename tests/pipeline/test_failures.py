@@ -84,7 +84,7 @@ def test_another_number_of_microbatches_is_refused(two_ranks, tmp_path):
 
 @pytest.mark.parametrize(
     ("stages", "microbatches", "message"),
-    [(3, 4, "another number"), (2, 5, "another number of microbatches")],
+    [(3, 4, "stages, and"), (2, 5, "is for 5 microbatches, and this job has 4")],
 )
 def test_plan_of_another_job_is_refused(two_ranks, tmp_path, stages, microbatches, message):
     config = planned(tmp_path, stages, microbatches)

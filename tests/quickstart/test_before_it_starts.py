@@ -165,7 +165,7 @@ def test_what_was_told_is_kept_however_it_ends(tmp_path, monkeypatch, end, told)
 def test_ranks_that_end_well_but_tell_nothing_are_no_success(tmp_path, monkeypatch):
     monkeypatch.setattr(quickstart_run, "_train", lambda *arguments: None)
     message = refused(short_settings(tmp_path))
-    assert "without telling their results" in message
+    assert "without reporting their results" in message
     assert str(tmp_path / "out" / "log.txt") in message
 
 

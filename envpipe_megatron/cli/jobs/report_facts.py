@@ -56,10 +56,10 @@ def report_facts(folder: RunFolder) -> ReportFacts:
         notes.append("Only the run `baseline` is there: it is compared with nothing.")
     else:
         base_bill, base_phase, base_name = bill, _WARMUP, "baseline"
-        baseline = _told_baseline(folder, bill)
+        baseline = _recorded_baseline(folder, bill)
         if baseline is None and (baseline := bill.steps(_WARMUP)) is not None:
             notes.append(
-                "The job told no baseline: its whole warm-up stands in for it, with the first "
+                "The job recorded no baseline: its whole warm-up stands in for it, with the first "
                 "step, which is slower than others."
             )
     stages = _stages(base_name, base_bill, base_phase, folder.plan and folder.plan.baseline)
@@ -128,7 +128,7 @@ def _step_facts(name: str, step: StepEnergy, num_gpus: int) -> StepFacts:
     )
 
 
-def _told_baseline(folder: RunFolder, bill: Bill) -> StepEnergy | None:
+def _recorded_baseline(folder: RunFolder, bill: Bill) -> StepEnergy | None:
     """The baseline that the job measured, from its job file, its summary, or its agent's notes.
 
     The job file is the present job's; the others may be left from an earlier one.

@@ -127,7 +127,7 @@ def _table(listed: ListedGpu, all_clocks: bool) -> Table:
     table.add_row("SM clock now", _clock_text(state))
     limit = "" if state.power_limit_w is None else f" of at most {state.power_limit_w:.0f} W"
     table.add_row("power now", f"{gpu.power_w:.1f} W{limit}")
-    table.add_row("held back by", ", ".join(state.throttle_reasons) or "nothing that it tells")
+    table.add_row("held back by", ", ".join(state.throttle_reasons) or "nothing that it reports")
     return table
 
 

@@ -138,7 +138,7 @@ class StateFile:
         return GpuError(
             f"The state of an emulated GPU is unusable: {problem}",
             value=str(self.path),
-            remedy="End the jobs that use it and delete the file; the GPU starts anew",
+            remedy="End the jobs that use it and delete the file; the GPU starts afresh",
         )
 
     def _unusable(self, error: OSError) -> GpuError:

@@ -5,9 +5,9 @@ the first lock until after a reset that follows the last moment at which its ran
 GPU without a lease has no lock of ours, and a lease that nobody looks after says what to undo.
 
 A guard holds a `flock` on its lease as long as it lives; the kernel drops the `flock` however the
-guard dies, so "locked" means that somebody looks after the lease, in every PID namespace. A lease
-that is not locked is stale: its guard died. Its rank may live on; then the rank itself ends the
-lease (see `hold`), and nobody else may take it before.
+guard dies, so "file-locked" means that somebody looks after the lease, in every PID namespace. A
+lease that is not file-locked is stale: its guard died. Its rank may live on; then the rank itself
+ends the lease (see `hold`), and nobody else may take it before.
 """
 
 import logging
@@ -39,7 +39,7 @@ _LOG = logging.getLogger(__name__)
 OpenGpu = Callable[[GpuAddress], Gpu]
 
 _PATIENCE_S = 60.0  # longer than the requests of a dead process last
-_LOOK_S = 0.2  # longer than a reader's shared lock lasts
+_LOOK_S = 0.2  # longer than a reader's shared file lock lasts
 _POLL_S = 0.02
 
 
@@ -175,7 +175,7 @@ def _look_at(folder: int, path: Path) -> LeaseRecord | None:
     with closing(file):
         record = file.read(live=not file.try_lock(shared=True))
     if record is not None and record.guard.is_alive() is False:
-        record = replace(record, live=False)  # locked by another process
+        record = replace(record, live=False)  # file-locked by another process
     return record
 
 
@@ -200,16 +200,16 @@ def _clear_the_way(
                     continue
                 if record is None:
                     raise GpuError(
-                        "Somebody keeps a lease locked that is empty",
+                        "Another process holds an empty lease file locked",
                         value=str(path),
                         remedy="Delete it",
                     )
                 if record.guard.is_alive() is not False:
                     raise _held(record, "holds the GPU")
-                # Undoing does not last this long, and whoever may read a lease can lock it.
+                # Undoing does not last this long, and whoever may read a lease can file-lock it.
             if record is not None:
                 if record.rank_is_alive() and record.rank != rank:
-                    raise _held(record, "still uses, without a guard, the GPU")
+                    raise _held(record, "still uses, without a guard,")
                 _refuse_strangers(record)
                 if (live := _live_elsewhere(record)) is not None:
                     raise _held(live, "holds the GPU")
@@ -237,7 +237,7 @@ def _bring_back(address: GpuAddress, open_gpu: OpenGpu, *, late: bool) -> None:
 
 
 def _worth_waiting_s(record: LeaseRecord | None, patience_s: float) -> float:
-    """How long to wait for a locked lease, s: long if its end is near."""
+    """How long to wait for a file-locked lease, s: long if its end is near."""
     being_written = record is None
     being_undone = record is not None and (
         record.guard.is_alive() is False
@@ -247,7 +247,7 @@ def _worth_waiting_s(record: LeaseRecord | None, patience_s: float) -> float:
 
 
 def _open_and_lock(folder: int, path: Path) -> LeaseFile | None:
-    """Open a lease and lock it; None if there is none or somebody else has it locked."""
+    """Open a lease and file-lock it; None if there is none or another process has locked it."""
     start_s = time.monotonic()
     while (file := LeaseFile.open(folder, path)) is not None:
         if file.try_lock() and file.is_current():
@@ -266,7 +266,7 @@ def _refuse_strangers(record: LeaseRecord) -> None:
     # An emulated GPU's address is a path, and root must not write where another user says.
     if os.geteuid() == 0 and record.address.backend not in PATH_BACKENDS:
         return
-    raise _held(record, "left a stale lease, which is another user's, on the GPU")
+    raise _held(record, "is another user's and left a stale lease on")
 
 
 def _held(record: LeaseRecord, what: str) -> LeaseHeldError:

@@ -213,7 +213,7 @@ class LeaseFile:
         file opened for reading.
         """
         remedy = f"Set {LEASE_DIR_VARIABLE} to a folder on a disk of this machine"
-        with _reported("A lease cannot be locked", self.path, remedy):
+        with _reported("A lease file cannot be locked", self.path, remedy):
             try:
                 kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
                 fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)

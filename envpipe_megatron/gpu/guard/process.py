@@ -175,7 +175,7 @@ class Guard:
             now_s = time.monotonic()
             reset = now_s >= retry_at_s
             if self._was_told_to_stop() and self._stop_at_s is None:
-                _LOG.warning("told to stop by a signal")
+                _LOG.warning("received a signal to stop")
                 self._stop_at_s = now_s + settings.stop_s
                 self._say("stop")
                 reset = True

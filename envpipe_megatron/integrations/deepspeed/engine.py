@@ -163,7 +163,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             gradients = _as_list(self.grad_layer)
             if not gradients:
                 raise UnsupportedEngineError(
-                    f"Stage {self.stage_id} hands nothing on that gets a gradient",
+                    f"No output of stage {self.stage_id} needs a gradient",
                     remedy="Split the layers elsewhere, or train without EnvPipe.",
                 )
             receives[Kind.BACKWARD] = TensorSpec.of(gradients)

@@ -229,7 +229,7 @@ class NodeAgent:
                     case "bye":
                         break
                     case other:
-                        raise GuardError("Nothing that can be done", value=other)
+                        raise GuardError("Unknown message from a rank", value=other)
         except Exception as error:  # a rank's bad message ends its own connection alone
             logger.error("%s: %r", self._ranks[connection], error)
         finally:

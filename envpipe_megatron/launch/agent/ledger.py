@@ -155,7 +155,7 @@ class GpuLedger:
             return  # the next line has it
         if energy_j < 0:
             logger.error(
-                "The energy counter of %s went back, as it does when a driver is loaded anew: what "
+                "The energy counter of %s went back, as it does when a driver is reloaded: what "
                 "it had counted after %.1f s is lost",
                 self.gpu.name,
                 until.time_s,

@@ -46,14 +46,14 @@ class _NodeMetrics(Collector):
 
 
 def serve_metrics(agent: NodeAgent, address: str, port: int) -> Callable[[], None]:
-    """Tell a node's figures by HTTP; return what ends that. EnvPipeError: no such port to serve."""
+    """Serve a node's metrics over HTTP; return what ends that. EnvPipeError: it cannot listen."""
     registry = CollectorRegistry()
     registry.register(_NodeMetrics(agent))
     try:
         server, _ = start_http_server(port, address, registry)
     except OSError as error:
         raise EnvPipeError(
-            f"Prometheus' figures cannot be told there: {error.strerror}",
+            f"Cannot serve metrics there: {error.strerror}",
             value=f"{address}:{port}",
             remedy="Give another --prometheus-port or --prometheus-address.",
         ) from error

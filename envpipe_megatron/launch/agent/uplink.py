@@ -56,7 +56,7 @@ class Uplink:
     def why_unknown(self) -> str:
         """Why the collector has not got the whole log; empty if it has."""
         if self._task is None:
-            return "no agent adds up on the node of rank 0"
+            return "the node of rank 0 runs no collector"
         if self._knows_all():
             return ""
         return self.trouble or "not all was confirmed in time"
@@ -82,7 +82,7 @@ class Uplink:
                 if not self.trouble:  # it was connected
                     pause_s = _FIRST_PAUSE_S
                 if reason != self.trouble:
-                    logger.warning("The job's bill is not reached, and tried again: %s", reason)
+                    logger.warning("Cannot reach the job's bill; will try again: %s", reason)
                 self.trouble = reason
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -85,7 +85,7 @@ class BillReport:
             facts = bill_facts(bill, self._tariff, over=False)
             append_line(self._folder / "bill.jsonl", facts)
         except OSError as error:  # a full disk or a closed terminal: the sums go on
-            logger.error("The bill is not told of: %s", error)
+            logger.error("A line of the bill could not be written: %s", error)
 
     def end(self, bill: Bill) -> None:
         """The job is over. What cannot be written or shown keeps nothing else from being so."""

@@ -135,8 +135,7 @@ def _options_of_host(known: _Known, hosts: Sequence[Host], rank: int) -> Torchru
     num_nodes = known.given("--nnodes")
     if num_nodes not in (None, str(len(hosts))):
         raise EnvPipeError(
-            f"--nnodes is another number than that of the hostfile's hosts, {len(hosts)}",
-            value=num_nodes,
+            f"--nnodes is {num_nodes}, and the hostfile names {len(hosts)} hosts",
             remedy="Leave it out, or name the hosts you want in the file.",
         )
     known.settle("--nnodes", lambda _: (str(len(hosts)), HOSTFILE))

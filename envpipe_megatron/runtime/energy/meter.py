@@ -154,7 +154,7 @@ class EnergyMeter:
                 if end_s > before_s and (start_s < after_s or after_s == times[-1]):
                     raise MeterError(
                         f"The energy counter of {self._gpu.name} went back within a window, as it "
-                        "does when a driver is loaded anew (s)",
+                        "does when a driver is reloaded (s)",
                         value=(before_s, after_s),
                     )
             return WindowEnergy(self._at(start_s), self._at(end_s))

@@ -200,8 +200,8 @@ class TrainingEnergy:
             self._know_baseline(BaselineEnergy(mean, stages, own))
         elif self._collectives.is_planner:
             logger.info(
-                "The warm-up is no baseline, so no saving is told: without its first step it must "
-                "have at least two, and last %.1f s",
+                "The warm-up gave no baseline, so no saving is reported: after its slow first "
+                "steps it needs at least two more, lasting %.1f s together",
                 self._meter.min_window_s,
             )
 

@@ -196,7 +196,7 @@ class JobFolder:
             write_job(self._path, self._job)
         except Exception as error:  # of a disk, or of facts that JSON has no type for
             logger.error(
-                "%s could not be written, training goes on; started again, the job begins anew: %s",
+                "%s could not be written. Training goes on, but a restart would begin afresh: %s",
                 self._path / JOB_FILE,
                 error,
             )

@@ -70,7 +70,7 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
             job.memory.predict(plan.schedule)
             return Adopted(plan, (), made_now=False)
         except (GoesOnError, MemoryFullError) as error:
-            job.say(f"the plan of an earlier start is made anew: {error}")
+            job.say(f"the plan of an earlier start is made again: {error}")
     made = by_planner_in_time(job.collectives, online, _LONGEST_S)
     if isinstance(made, EnvPipeError):
         raise made
@@ -105,9 +105,9 @@ def _read(job: PhaseParts, path: Path, profile: Profile) -> Plan:
     plan = read_plan(path, profile)
     if plan.schedule.num_microbatches != job.num_microbatches:
         raise SessionError(
-            f"Plan {path} is for another number of microbatches",
-            value=plan.schedule.num_microbatches,
-            remedy=f"This job has {job.num_microbatches}.",
+            f"Plan {path} is for {plan.schedule.num_microbatches} microbatches, and this job has "
+            f"{job.num_microbatches}",
+            remedy="Plan again with the job's number of microbatches, or let the job plan.",
         )
     if stuck := find_stall(plan.schedule, job.channel.capacity):
         stall = "; ".join(map(str, stuck))

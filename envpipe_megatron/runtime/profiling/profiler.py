@@ -287,9 +287,9 @@ class OnlineProfiler:
         for stage, parts in enumerate(stages):
             if not parts.told_apart:
                 self._progress(
-                    f"profile: stage {stage}'s forwards cannot be told from its backwards by their "
-                    "energy; the energy of both is shared by time, and plans can save less. Larger "
-                    "microbatches, or more iterations at each clock, tell more"
+                    f"profile: stage {stage}'s forwards and backwards cannot be distinguished by "
+                    "their energy; the energy of both is shared by time, and plans can save less. "
+                    "Larger microbatches, or more iterations at each clock, help"
                 )
             for (kind, frequency), (time_s, energy_j, variance) in zip(
                 clocks, (parts.rows / replicas).tolist(), strict=True

@@ -80,7 +80,7 @@ def test_which_back_end_auto_takes_and_why(node, monkeypatch, tmp_path):
     zeusd.gpus = {bus_id: {"id": index} for index, bus_id in enumerate(node.pci_bus_ids)}
     found = look()
     assert_check(found["back end zeusd"], True, "zeusd.sock")
-    assert_check(found["auto"], True, "takes zeusd, the first that is allowed")
+    assert_check(found["auto"], True, "takes zeusd, the first back end that is allowed")
     monkeypatch.setattr(control, "has_sys_admin", lambda: True)
     assert_check(look()["auto"], True, "takes nvml")
     assert zeusd.changes == []

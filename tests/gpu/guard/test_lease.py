@@ -158,7 +158,7 @@ def test_while_its_rank_lives_a_stale_lease_stays_and_its_gpu_is_reset(gpu):
     once.late_request_s = 1e-3
     assert undo_stale(once) == []
     assert once.resets == 1  # no request of the dead is under way
-    with pytest.raises(LeaseHeldError, match="still uses, without a guard, the GPU"):
+    with pytest.raises(LeaseHeldError, match="still uses, without a guard, "):
         take(gpu.address, "next")
     assert undo_lease(record, once, gave_up=True)  # it said that it will not
     assert (once.resets, list_leases()) == (2, [])
@@ -342,7 +342,7 @@ def test_an_empty_lease_is_never_taken_for_stale_at_once(folder, gpu, monkeypatc
     with path.open() as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
         clock = Clock(monkeypatch)
-        with pytest.raises(GpuError, match=f"locked that is empty.*{path.name}"):
+        with pytest.raises(GpuError, match=f"holds an empty lease file locked.*{path.name}"):
             take(gpu.address, patience_s=0.0)
         assert clock.now_s == pytest.approx(1000.2, abs=0.03)
         Clock(monkeypatch, looking.close)

@@ -78,7 +78,7 @@ async def test_torn_lines_are_counted_and_passed_over(tmp_path):
 async def test_waiting_ends_in_time(tmp_path):
     async with collecting() as collector, agents(tmp_path, "a") as (agent,):
         assert not await agent.uplink.all_known(LONG_S)  # nobody ever said where to send
-        assert "no agent adds up" in agent.uplink.why_unknown()
+        assert "runs no collector" in agent.uplink.why_unknown()
         endpoint = await collector.start("localhost")
         assert await collector.all_ended(SHORT_S)  # there is no node
         agent.uplink.send_to({**endpoint, "token": "wrong"})

@@ -162,7 +162,7 @@ async def test_a_collector_that_is_there_only_later(tmp_path, monkeypatch, caplo
         await agent.is_known()
         pauses_s.clear()
         assert agent.uplink.trouble == ""
-        assert caplog.text.count("tried again") == 1
+        assert caplog.text.count("will try again") == 1
         for task in collector._connections:
             task.cancel()
         agent.append(0)

@@ -92,7 +92,7 @@ def test_a_terminal_that_is_closed_ends_no_sums(tmp_path, bill, monkeypatch, cap
     report = BillReport(tmp_path, Tariff())
     report.tell("5 iterations", bill)
     report._writer.shutdown()
-    assert "The bill is not told of: closed" in caplog.text
+    assert "A line of the bill could not be written: closed" in caplog.text
 
 
 def test_torn_lines_are_told_of(tmp_path, bill, caplog):

@@ -324,7 +324,7 @@ def test_a_node_understands_what_it_is_started_with(started, monkeypatch, hosts)
     [
         (["--node-name", "a"], "--node-name names one node"),
         (["--node-rank", "0"], "--node-rank does not go with --hostfile"),
-        (["--nnodes", "3"], "another number than that of the hostfile's hosts, 2"),
+        (["--nnodes", "3"], "--nnodes is 3, and the hostfile names 2 hosts"),
         (["--ssh", ""], "--ssh is empty"),
         (["--ssh", "ssh 'a"], "--ssh is not a command"),
         (["--export", "NOT_SET_ANYWHERE"], "'NOT_SET_ANYWHERE'"),

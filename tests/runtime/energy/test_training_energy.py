@@ -266,7 +266,7 @@ def test_where_the_warm_up_is_no_baseline_that_is_said_once(rank, caplog, planne
     job.energy.settle_baseline()
     job.energy.settle_baseline()
     assert job.energy.baseline is None
-    assert caplog.text.count("must have at least two, and last 1.2 s") == planner
+    assert caplog.text.count("needs at least two more, lasting 1.2 s together") == planner
     job.step(Phase.STEADY, 4.0, 4.0, 4.5)
     job.energy.close()
     summary = job.energy.summary()

@@ -106,7 +106,7 @@ def test_a_kept_plan_that_memory_does_not_hold_any_more_is_made_anew(three_ranks
     assert phases(again[0]) == ["warm-up", "reconfigure", "steady"]
     assert () < again[0].peak_in_flight < first[0].peak_in_flight
     assert stored(tmp_path)["plan"] != before
-    assert any("made anew" in said for said in again[0].said)
+    assert any("made again" in said for said in again[0].said)
     last = run(going_on_ranks.train, tmp_path, ENVELOPE, (), less)
     assert phases(last[0]) == ["warm-up", "steady"]
     assert last[0].peak_in_flight == again[0].peak_in_flight

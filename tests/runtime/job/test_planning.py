@@ -143,7 +143,7 @@ def test_without_a_file_a_plan_is_made(tmp_path):
 
 
 REFUSED = [
-    ({"num_microbatches": 5}, "number of microbatches .got 4.. This job has 5"),
+    ({"num_microbatches": 5}, "is for 4 microbatches, and this job has 5"),
     ({"capacity": 1}, "needs a deeper channel"),
     (
         {"kept_order": builders.one_f_one_b(2, 4)},
@@ -160,7 +160,7 @@ def test_a_plan_by_file_that_cannot_run_is_refused_or_made_anew(by_file, options
     adopted = job.adopt()
     assert (adopted.plan.schedule.name, adopted.made_now) == ("1f1b", True)
     (told,) = job.said
-    assert told.startswith("the plan of an earlier start is made anew: ")
+    assert told.startswith("the plan of an earlier start is made again: ")
 
 
 def test_a_kept_plan_that_memory_does_not_hold_is_made_anew(by_file):
@@ -168,7 +168,7 @@ def test_a_kept_plan_that_memory_does_not_hold_is_made_anew(by_file):
     adopted = job.adopt()
     assert (adopted.plan.schedule.name, adopted.made_now) == ("1f1b", True)
     assert job.predicted == ["envpipe", "1f1b"]
-    assert job.said == ["the plan of an earlier start is made anew: Too little of a test"]
+    assert job.said == ["the plan of an earlier start is made again: Too little of a test"]
     with pytest.raises(GoesOnError, match="Too little of a test"):
         Starting(by_file, keeps_plan=True, full=2).adopt()
     with pytest.raises(MemoryFullError):
