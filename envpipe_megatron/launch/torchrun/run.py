@@ -91,7 +91,7 @@ def _end_marked(mark: str) -> None:
 
 
 def _marked(mark: str) -> list[int]:
-    """Processes of this machine that have the mark from their parents; none if /proc is none."""
+    """Processes of this machine that have the mark from their parents; none without /proc."""
     entry = f"{TORCHRUN_MARK}={mark}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
