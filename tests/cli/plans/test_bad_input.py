@@ -112,7 +112,7 @@ OPTIMAL = ("--policy", "optimal")
         (["--schedule", "gpipe", "--max-extra-forwards", "2"], ["extra forwards", "'gpipe'"]),
         (["--max-extra-forwards", "-1"], ["--max-extra-forwards", "-1"]),
         ([*OPTIMAL, "--schedule", "gpipe", "--max-warmup-step", "1"], ["'gpipe'"]),
-        (["--num-chunks", "2"], ["one chunk", "(got 2)", "interleaved"]),
+        (["--num-chunks", "2"], ["one chunk", "has 2.", "interleaved"]),
         (["--schedule", "interleaved"], ["two chunks", "(got 1)", "1f1b"]),
         (["--schedule", "interleaved", "--num-chunks", "2"], ["multiple of 4", "(got 6)"]),
         (["--schedule", "zigzag"], ["--schedule", "zigzag", "envpipe"]),
@@ -158,7 +158,7 @@ def test_a_wrong_field_of_a_plan_is_named(profile_path, plan_path, field, value,
 
 def test_a_plan_of_other_clocks_or_stages_or_none_at_all(profile_path, plan_path, tmp_path):
     two = write_profile(tmp_path / "two.csv", stages=2)
-    assert_says(simulate_badly(two, plan_path), "4 stages", str(two), "(got 2)", "plan again")
+    assert_says(simulate_badly(two, plan_path), "4 stages", str(two), "has 2.", "plan again")
     change(plan_path, frequency_mhz=[[1111] * 16] * 4)
     assert_says(simulate_badly(profile_path, plan_path), "1111", "1200, 1000, 900, 600")
     plan_path.write_text("[1, 2]")
