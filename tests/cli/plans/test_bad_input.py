@@ -112,7 +112,7 @@ OPTIMAL = ("--policy", "optimal")
         (["--schedule", "gpipe", "--max-extra-forwards", "2"], ["extra forwards", "'gpipe'"]),
         (["--max-extra-forwards", "-1"], ["--max-extra-forwards", "-1"]),
         ([*OPTIMAL, "--schedule", "gpipe", "--max-warmup-step", "1"], ["'gpipe'"]),
-        (["--num-chunks", "2"], ["one chunk", "has 2.", "interleaved"]),
+        (["--num-chunks", "2"], ["one chunk", "(got 2)", "interleaved"]),
         (["--schedule", "interleaved"], ["two chunks", "(got 1)", "1f1b"]),
         (["--schedule", "interleaved", "--num-chunks", "2"], ["multiple of 4", "(got 6)"]),
         (["--schedule", "zigzag"], ["--schedule", "zigzag", "envpipe"]),
