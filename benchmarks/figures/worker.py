@@ -71,7 +71,7 @@ class Rank:
         peers = [_group(range(s, replicas * stages, stages)) for s in range(stages)]
         self.peers = peers[self.stage]
         self.collectives = make_collectives(pipelines, _TIMEOUT)
-        self.channel = make_channel(pipeline, timeout=_TIMEOUT)
+        self.channel = make_channel(pipeline, self.collectives, timeout=_TIMEOUT)
 
         self.first, self.last = self.stage == 0, self.stage == stages - 1
 

@@ -32,13 +32,14 @@ from megatron.core.transformer import TransformerConfig
 from benchmarks.gpu.null_gpu import NullGpu
 from benchmarks.unmeasured import PRESET, stepped_order, write_unmeasured_plan
 from envpipe_megatron.core import builders
+from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.integrations.megatron_core import ForwardBackward
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import all_pipelines, make_collectives
-from envpipe_megatron.runtime.channel.links import MAX_CTAS, make_channel
+from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 
@@ -54,7 +55,7 @@ VOCABULARY = 32000
 @click.option("--blocks", default=12, show_default=True, help="Alternating blocks of each order.")
 @click.option("--block-iterations", default=3, show_default=True)
 @click.option("--steps", default=4, show_default=True, help="Steps of the comparison to the bit.")
-@click.option("--max-ctas", default=MAX_CTAS, show_default=True, help="SMs a transfer may hold.")
+@click.option("--carrier", type=click.Choice(CARRIERS), default="auto", show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON file.")
 def main(**options: Any) -> None:
     """Compare orders on the GPUs of this machine."""
@@ -100,7 +101,7 @@ class Bench:
             all_pipelines(dist.get_process_group_ranks(pipeline)), timedelta(seconds=60)
         )
         self.channel = make_channel(
-            pipeline, timeout=timedelta(seconds=60), max_ctas=options["max_ctas"]
+            pipeline, self.collectives, timeout=timedelta(seconds=60), carrier=options["carrier"]
         )
         self.sessions: dict[str, Session] = {}
         self.functions: dict[str, Callable[..., Any]] = {

@@ -122,7 +122,8 @@ def pipeline_unit_s(rank: int, seconds: float) -> list[float]:
     order = _order(stages)
     world = dist.group.WORLD
     assert world is not None
-    channel = make_channel(world, timeout=timedelta(seconds=30))
+    timeout = timedelta(seconds=30)
+    channel = make_channel(world, make_collectives([range(stages)], timeout), timeout=timeout)
     gpu = NullGpu(CLOCKS_MHZ)
     controller = ClockController(gpu)
     try:

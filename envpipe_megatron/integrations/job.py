@@ -45,12 +45,14 @@ class JobError(EnvPipeError):
 class Placement:
     """Where a rank stands: its pipeline's ranks in order of their stages, and M of each pipeline.
 
-    A rank that is silent for the time-out is an error.
+    A rank that is silent for the time-out is an error. With `messages_vary`, stages may send
+    another shape each time.
     """
 
     pipeline_group: dist.ProcessGroup
     num_microbatches: int
     timeout: timedelta
+    messages_vary: bool = False
 
     @property
     def stage(self) -> int:
@@ -113,8 +115,10 @@ class Job:
         )
         self.channel = make_channel(
             placement.pipeline_group,
+            self.collectives,
             timeout=placement.timeout,
-            hosts=self.collectives.pipeline,
+            carrier=options.channel,
+            vary=placement.messages_vary,
         )
         # A profile that is asked for is measured, whatever an earlier start left.
         fingerprint = (
@@ -171,6 +175,8 @@ class Job:
             f"in flight: {options.max_in_flight or 'no limit'}; "
             f"output: {options.output_dir or 'none'}",
         ]
+        if self.channel.about:
+            lines.append(f"messages: {self.channel.about}")
         if self.channel.capacity is not None:  # over one hardware queue
             lines.append(
                 f"{QUEUES_VARIABLE} is below 8: {self.channel.capacity} message(s) may wait "

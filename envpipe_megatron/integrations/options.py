@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.errors import EnvPipeError
@@ -111,6 +112,13 @@ FLAGS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "Refuse to train where clocks may not be changed, instead of measuring alone.",
     },
+    "channel": {
+        "choices": CARRIERS,
+        "default": "auto",
+        "help": "What carries messages between GPUs; auto (default): one-sided copies where two "
+        "stages reach each other's memory, else NCCL's receives, posted when their unit begins; "
+        "receives: such receives everywhere; posted: receives posted ahead.",
+    },
     "min-dwell-ms": {
         "type": float,
         "default": 0.0,
@@ -155,6 +163,7 @@ class Options:
     profile_only: bool
     gpu_control: str
     require_control: bool
+    channel: str
     min_dwell_s: float
     output_dir: Path | None
     gpu_preset: str | None
@@ -244,6 +253,7 @@ def read_options(
         profile_only=args.envpipe_profile_only,
         gpu_control=args.envpipe_gpu_control,
         require_control=args.envpipe_require_control,
+        channel=args.envpipe_channel,
         min_dwell_s=args.envpipe_min_dwell_ms / 1e3,
         output_dir=output_dir,
         gpu_preset=_preset(args.envpipe_gpu),

@@ -138,7 +138,11 @@ class QuickstartRank:
             ),
             self.gpu,
             make_executor,
-            make_channel(parallel_state.get_pipeline_model_parallel_group(), timeout=_TIMEOUT),
+            make_channel(
+                parallel_state.get_pipeline_model_parallel_group(),
+                self.collectives,
+                timeout=_TIMEOUT,
+            ),
             self.collectives,
             say=lambda text: emit("say", run=run, text=text),
             print_grid=lambda text: emit("grid", run=run, text=text),

@@ -20,7 +20,6 @@ from envpipe_megatron.gpu.emulated import store as emulated_store
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.emulated.state import EmulatedState, parse_state
 from envpipe_megatron.runtime.channel.collectives import Collectives, make_collectives
-from envpipe_megatron.runtime.channel.host_group import HostGroup
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
@@ -117,8 +116,9 @@ def _remembered_state(text: bytes) -> EmulatedState:
     )
 
 
-def channel(timeout_s: float, hosts: HostGroup | None = None) -> P2PChannel:
-    return make_channel(dist.group.WORLD, timeout=timedelta(seconds=timeout_s), hosts=hosts)
+def channel(timeout_s: float, collectives: Collectives | None = None) -> P2PChannel:
+    collectives = collectives or lone_pipeline(dist.get_world_size())
+    return make_channel(dist.group.WORLD, collectives, timeout=timedelta(seconds=timeout_s))
 
 
 @lru_cache
@@ -158,7 +158,7 @@ def session(
         config,
         seen_as(gpu),
         lambda settle: EmulatedExecutor(gpu, times, collectives, settle),
-        channel(timeout_s),
+        channel(timeout_s, collectives),
         collectives,
         **options,
     )

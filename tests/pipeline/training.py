@@ -362,7 +362,7 @@ def _session(rank: int, job: Job, ours: Ours, root: Path, result: Result) -> Ses
         ),
         gpu,
         lambda settle: EmulatedExecutor(gpu, times, collectives, settle),
-        make_channel(pipeline, timeout=timedelta(seconds=20)),
+        make_channel(pipeline, collectives, timeout=timedelta(seconds=20)),
         collectives,
         result=result,
         num_chunks=job.chunks,

@@ -107,6 +107,7 @@ def _placement(engine: Any) -> Placement:
         engine.grid.get_pipe_parallel_group(),
         engine.gradient_accumulation_steps(),
         default_pg_timeout,
+        messages_vary=engine.dynamic_shape,
     )
 
 

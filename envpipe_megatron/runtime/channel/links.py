@@ -1,19 +1,24 @@
-"""Makes the channel of a rank: the process groups of its links. Called by each integration."""
+"""Makes the channel of a rank: what carries its messages. Called by each integration."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
 
 from envpipe_megatron.core.channel_model import hardware_capacity
 from envpipe_megatron.core.schedule import Kind
-from envpipe_megatron.runtime.channel.collectives import all_pipelines
-from envpipe_megatron.runtime.channel.host_group import HostGroup
-from envpipe_megatron.runtime.channel.p2p import ChannelError, P2PChannel
+from envpipe_megatron.runtime.channel import cuda_device
+from envpipe_megatron.runtime.channel.carrier import Carrier, ChannelError, Peers
+from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.channel.flag_page import FlagPage, create_page_file
+from envpipe_megatron.runtime.channel.p2p import P2PChannel
+from envpipe_megatron.runtime.channel.puts import MEMORY_SHARE, PutCarrier, PutSide
+from envpipe_megatron.runtime.channel.transfers import TransferCarrier
 
 #: A transfer whose peer is not ready yet spins, and holds its SMs while units compute. Measured on
 #: four H200s (benchmarks/gpu/schedules.py): with NCCL's own choice 1F1B took 1.15 of the time of
@@ -21,85 +26,199 @@ from envpipe_megatron.runtime.channel.p2p import ChannelError, P2PChannel
 #: make each transfer slower, which 1F1B feels.
 MAX_CTAS = 2
 
+#: How often this process has made channels: boundaries of the same stages have names of their own.
+_made = count()
+
 
 def make_channel(
     pipeline_group: dist.ProcessGroup,
+    collectives: Collectives,
     *,
     timeout: timedelta,
     num_chunks: int = 1,
-    max_ctas: int = MAX_CTAS,
-    hosts: HostGroup | None = None,
+    carrier: str = "auto",
+    vary: bool = False,
 ) -> P2PChannel:
     """Make the channel of this rank over a pipeline's process group.
 
-    On gloo the pipeline's own group carries both directions, told apart by tags. NCCL has no tags
-    and runs a communicator's transfers one after another, so each link gets a two-rank group. Every
-    rank of the job calls this at the same point of the program: the groups are made and brought up
-    in one order, with a first exchange, since they block both hosts when they come into being.
+    Every rank of the job calls this at the same point of the program.
 
     Args:
         pipeline_group: the ranks of the pipeline, in order of their stages.
+        collectives: of the same job.
         timeout: time after which a silent neighbour is an error.
         num_chunks: with more than one, the last stage and the first are neighbours too.
-        max_ctas: thread blocks, and so SMs, that one NCCL transfer may hold.
-        hosts: host group of the same ranks in the same order; needed for messages that vary.
+        carrier: one of `channel_model.CARRIERS`; gloo has its own.
+        vary: whether messages may carry another shape each time.
 
     Raises:
         ChannelError: another backend than NCCL and gloo, or a host that waits for each transfer.
+        CollectivesError: a rank is gone or silent.
     """
-    ranks = dist.get_process_group_ranks(pipeline_group)
-    stage = dist.get_group_rank(pipeline_group, dist.get_rank())
     backend = dist.get_backend(pipeline_group)
-    if backend not in ("nccl", "gloo"):
-        raise ChannelError(
-            "EnvPipe sends between stages over NCCL and gloo alone",
-            value=backend,
-            remedy="Make the pipeline's process group with one of them.",
-        )
+    wraps = num_chunks > 1 or backend == "gloo"  # which has no communicators to bring up
+    maker = _Maker(pipeline_group, collectives, timeout, wraps)
+    if backend == "gloo":
+        return maker.over_gloo(pipeline_group)
     if backend == "nccl":
+        return maker.between_gpus("receives" if vary and carrier == "auto" else carrier)
+    raise ChannelError(
+        "EnvPipe sends between stages over NCCL and gloo alone",
+        value=backend,
+        remedy="Make the pipeline's process group with one of them.",
+    )
+
+
+class _Maker:
+    """Boundary b lies between stage b and the next; its side 0 is stage b."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, collectives: Collectives, timeout: timedelta, wraps: bool
+    ) -> None:
+        self._ranks = dist.get_process_group_ranks(group)
+        self._stage = stage = collectives.stage
+        self._collectives = collectives
+        self._timeout = timeout
+        self._boundaries = range(len(self._ranks) - (not wraps))
+        before = (stage - 1) % len(self._ranks)
+        #: Those of this stage, in an order in which all stages may meet their neighbours.
+        self._own = sorted({before, stage} & set(self._boundaries)) if len(self._ranks) > 1 else []
+
+    def over_gloo(self, group: dist.ProcessGroup) -> P2PChannel:
+        """The pipeline's own group carries both kinds, told apart by tags."""
+        carriers: dict[Kind, Carrier] = {}
+        for boundary in self._own:
+            peers = self._peers(boundary)
+            carriers[peers.receives] = TransferCarrier(
+                peers,
+                (group, group),
+                self._collectives.pipeline,
+                timeout=self._timeout,
+                ahead=True,
+            )
+        return P2PChannel(self._ranks, self._stage, carriers)
+
+    def between_gpus(self, carrier: str) -> P2PChannel:
+        """One-sided copies where both sides can, else NCCL."""
+        carriers: dict[Kind, Carrier] = {}
+        obstacles = dict.fromkeys(self._boundaries, f"asked for: {carrier}")
+        side = None
+        if carrier == "auto":
+            side, obstacles = self._put_carriers(carriers)
+        # Where all boundaries of the job are one-sided, no pipeline's orders need be lowered.
+        all_put = self._collectives.on_all(not obstacles)
+        capacity = None if all_put else hardware_capacity(os.environ)
+        if not all_put:
+            self._transfers(carriers, obstacles, ahead=carrier == "posted" or capacity is not None)
+        if side is not None:
+            side.watch()
+        by_nccl = [
+            f"NCCL between stages {b} and {(b + 1) % len(self._ranks)} ({why})"
+            for b, why in sorted(obstacles.items())
+        ]
+        one_sided = ["one-sided copies"] * (len(obstacles) < len(self._boundaries))
+        about = "; ".join([*by_nccl, *one_sided])
+        return P2PChannel(
+            self._ranks, self._stage, carriers, side=side, capacity=capacity, about=about
+        )
+
+    def _peers(self, boundary: int) -> Peers:
+        after = (boundary + 1) % len(self._ranks)
+        if self._stage == boundary:
+            return Peers(self._stage, after, self._ranks[after], Kind.BACKWARD)
+        return Peers(self._stage, boundary, self._ranks[boundary], Kind.FORWARD)
+
+    def _put_carriers(self, carriers: dict[Kind, Carrier]) -> tuple[PutSide | None, dict[int, str]]:
+        """Make those that both sides can have; for each other boundary, why it has none.
+
+        All stages go through the same exchanges, so that both sides of a boundary decide alike.
+        """
+        number = next(_made)
+        memory = torch.cuda.mem_get_info()[1]
+        facts = self._collectives.in_pipeline((cuda_device.obstacle(), memory))
+        found = {
+            b: facts[b][0] or facts[(b + 1) % len(self._ranks)][0] or "" for b in self._boundaries
+        }
+        obstacles = {b: why for b, why in found.items() if why}
+        if len(obstacles) == len(self._boundaries):
+            return None, obstacles
+        budget = int(MEMORY_SHARE / 2 * min(fact[1] for fact in facts))
+        side = PutSide(cuda_device.CudaDevice(), self._timeout, budget)
+        path = create_page_file()
+        put: dict[int, PutCarrier] = {}
+        try:
+            paths = self._collectives.in_pipeline(path)
+
+            def open_page(boundary: int) -> None:
+                name = f"envpipe-{self._ranks[boundary]}-{boundary}-{number}"
+                page = FlagPage(paths[boundary], int(self._stage != boundary))
+                put[boundary] = PutCarrier(self._peers(boundary), page, side, name)
+
+            for step in (open_page, lambda boundary: put[boundary].probe()):
+                failed: dict[int, str] = {}
+                for boundary in self._own:
+                    if boundary not in obstacles:
+                        try:
+                            step(boundary)
+                        except (OSError, RuntimeError) as error:
+                            failed[boundary] = str(error).splitlines()[0]
+                for failures in self._collectives.in_pipeline(failed):
+                    obstacles |= failures
+        finally:
+            path.unlink()
+        side.carriers = [put[b] for b in self._own if b not in obstacles]
+        for boundary in self._own:
+            if boundary not in obstacles:
+                carriers[self._peers(boundary).receives] = put[boundary]
+        return side if side.carriers else None, obstacles
+
+    def _transfers(
+        self, carriers: dict[Kind, Carrier], boundaries: dict[int, str], *, ahead: bool
+    ) -> None:
+        """A two-rank communicator for each kind across each boundary that needs them.
+
+        NCCL has no tags and runs a communicator's transfers one after another. All ranks of the job
+        take part in making every group of the job, in one order: where communicators are brought up
+        eagerly, making one splits the job's own. Each has a first exchange, since they block both
+        hosts when they come into being.
+        """
         if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
             raise ChannelError(
-                "With CUDA_LAUNCH_BLOCKING a posted receive stops the host for ever",
+                "With CUDA_LAUNCH_BLOCKING a receive stops the host for ever",
                 remedy="Leave it out, or debug without EnvPipe.",
             )
-        links = _nccl_links(ranks, stage, timeout, wraps=num_chunks > 1, max_ctas=max_ctas)
-        capacity = hardware_capacity(os.environ)
-        return P2PChannel(ranks, stage, links, timeout=None, capacity=capacity, hosts=hosts)
-    groups = {(kind, sender): pipeline_group for kind in Kind for sender in range(len(ranks))}
-    return P2PChannel(ranks, stage, groups, timeout=timeout, hosts=hosts)
+        everyone: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())] * dist.get_world_size()
+        dist.all_gather_object(everyone, (tuple(self._ranks), tuple(boundaries)))
+        groups: dict[tuple[int, Kind], dist.ProcessGroup] = {}
+        for pipeline, needed in sorted(set(everyone)):
+            for boundary in needed:
+                pair = sorted((pipeline[boundary], pipeline[(boundary + 1) % len(pipeline)]))
+                for kind in Kind:
+                    group = _new_group(pair, kind, self._timeout)
+                    if pipeline == tuple(self._ranks) and boundary in self._own:
+                        groups[boundary, kind] = group
+        for boundary in self._own:
+            if boundary in boundaries:
+                peers = self._peers(boundary)
+                carriers[peers.receives] = TransferCarrier(
+                    peers,
+                    (groups[boundary, peers.receives], groups[boundary, peers.sends]),
+                    self._collectives.pipeline,
+                    timeout=None,
+                    ahead=ahead,
+                )
+                for kind in Kind:
+                    probe = torch.zeros(1, device=torch.cuda.current_device())
+                    exchange = dist.recv if kind is peers.receives else dist.send
+                    exchange(probe, peers.rank, group=groups[boundary, kind])
+        torch.cuda.synchronize()
 
 
-def _nccl_links(
-    ranks: Sequence[int], stage: int, timeout: timedelta, *, wraps: bool, max_ctas: int
-) -> dict[tuple[Kind, int], dist.ProcessGroup]:
-    """A two-rank communicator for each link of this stage.
-
-    All ranks of the job take part in making every group of the job, in one order: where
-    communicators are brought up eagerly, making one splits the job's own.
-    """
-    size = len(ranks)
-    hops = [
-        (kind, sender, (sender + step) % size)
-        for kind, step in ((Kind.FORWARD, 1), (Kind.BACKWARD, -1))
-        for sender in range(size)
-        if wraps or 0 <= sender + step < size
-    ]
-    groups: dict[tuple[Kind, int], dist.ProcessGroup] = {}
-    for pipeline in all_pipelines(ranks):
-        for kind, sender, receiver in hops:
-            pair = sorted((pipeline[sender], pipeline[receiver]))
-            options = dist.ProcessGroupNCCL.Options()
-            options.config.max_ctas = max_ctas
-            options.config.min_ctas = 1
-            group = dist.new_group(
-                pair, timeout=timeout, pg_options=options, group_desc=f"envpipe-{kind.value}"
-            )
-            if pipeline == tuple(ranks) and stage in (sender, receiver):
-                groups[kind, sender] = group
-    for kind, sender, receiver in hops:
-        if stage in (sender, receiver):
-            probe = torch.zeros(1, device=torch.cuda.current_device())
-            exchange, peer = (dist.send, receiver) if stage == sender else (dist.recv, sender)
-            exchange(probe, ranks[peer], group=groups[kind, sender])
-    torch.cuda.synchronize()
-    return groups
+def _new_group(pair: Sequence[int], kind: Kind, timeout: timedelta) -> dist.ProcessGroup:
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = MAX_CTAS
+    options.config.min_ctas = 1
+    group: dist.ProcessGroup = dist.new_group(
+        pair, timeout=timeout, pg_options=options, group_desc=f"envpipe-{kind.value}"
+    )
+    return group

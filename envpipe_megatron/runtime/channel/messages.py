@@ -38,10 +38,15 @@ class TensorSpec:
         return [how(shape, dtype=dtype, device=self.device) for shape, dtype in parts]
 
     @property
+    def tensor_bytes(self) -> list[int]:
+        """Size of each tensor."""
+        parts = zip(self.shapes, self.dtypes, strict=True)
+        return [math.prod(shape) * dtype.itemsize for shape, dtype in parts]
+
+    @property
     def num_bytes(self) -> int:
         """Size of a message."""
-        parts = zip(self.shapes, self.dtypes, strict=True)
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
+        return sum(self.tensor_bytes)
 
 
 @dataclass(frozen=True)

@@ -59,15 +59,18 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
             return error  # it names what is wrong in the user's input
         return plan, notes
 
+    def predict(plan: Plan) -> None:
+        job.memory.predict(plan.schedule, job.channel.more_bytes(plan.schedule))
+
     path = job.config.plan_file
     if path is not None and not job.folder.found_plan:
         plan = job.collectives.agreed(lambda: by_file(path))
-        job.memory.predict(plan.schedule)
+        predict(plan)
         return Adopted(plan, (), made_now=False)
     if path is not None:
         try:
             plan = by_planner(job.collectives, lambda: by_file(path))
-            job.memory.predict(plan.schedule)
+            predict(plan)
             return Adopted(plan, (), made_now=False)
         except (GoesOnError, MemoryFullError) as error:
             job.say(f"the plan of an earlier start is made again: {error}")
@@ -75,7 +78,7 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
     if isinstance(made, EnvPipeError):
         raise made
     try:
-        job.memory.predict(made[0].schedule)
+        predict(made[0])
     except MemoryFullError as error:
         raise GoesOnError(str(error)) from error
     return Adopted(*made, made_now=True)

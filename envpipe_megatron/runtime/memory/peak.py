@@ -185,12 +185,14 @@ class JobMemory:
             f"{_gib(s.room_bytes for s in stages)} beside {SAFETY_MARGIN:.0%} kept free"
         )
 
-    def predict(self, schedule: Schedule) -> None:
+    def predict(self, schedule: Schedule, more_bytes: int = 0) -> None:
         """Say what an order that is about to run will hold, and have it ready.
 
-        Ready before the order's first receive is posted: an allocator that finds no memory gives
-        back what it caches, which waits for all that the device does, and so for a receive whose
-        sender may be waiting for this stage. Both would hang when an error is due.
+        Beside the allocator's, `more_bytes` are taken for its messages.
+
+        Ready before the order's first message: an allocator that finds no memory gives back what it
+        caches, which waits for all that the device does. With receives of NCCL it would wait for a
+        sender that may be waiting for this stage, and both would hang when an error is due.
 
         Raises MemoryFullError if there is too little, GoesOnError if the prediction failed
         (nothing is known from here on), both on all ranks alike.
@@ -206,7 +208,7 @@ class JobMemory:
             predicted.extend(s.predicted_peak_bytes(n) for s, n in zip(stages, peaks, strict=True))
             self._say(f"memory: in flight {plain(peaks)}, predicted peak {_gib(predicted)} GiB")
             for number, (stage, bytes_) in enumerate(zip(stages, predicted, strict=True)):
-                most = stage.baseline_peak_bytes + stage.room_bytes
+                most = stage.baseline_peak_bytes + stage.room_bytes - more_bytes
                 if bytes_ > (1 + RELATIVE_TOLERANCE) * most:
                     self._warn(
                         f"Stage {number} may run out of memory: {peaks[number]} microbatches in "

@@ -1,0 +1,130 @@
+"""One-sided copies on NVIDIA GPUs: torch's symmetric memory, and the driver's stream memory."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from envpipe_megatron.runtime.channel.flag_page import FlagPage, Word
+from envpipe_megatron.runtime.channel.puts import Stream
+
+try:
+    from cuda.bindings import driver  # type: ignore[import-not-found]  # an extra
+except ImportError:
+    driver = None
+
+#: CU_MEMHOSTREGISTER_PORTABLE and _DEVICEMAP: streams may use it.
+_REGISTER_FLAGS = 1 | 2
+#: CU_STREAM_WAIT_VALUE_GEQ, and a write that comes after all before it.
+_WAIT_GEQ = _WRITE_DEFAULT = 0
+
+
+def obstacle() -> str | None:
+    """Why this rank's GPU cannot take part in one-sided copies; None if nothing speaks against."""
+    if driver is None:
+        return "the package cuda-bindings is missing (pip install 'envpipe-megatron[put]')"
+    return None
+
+
+class CudaDevice:
+    """The current device. RuntimeError, from each method: the driver or torch refuses."""
+
+    def __init__(self) -> None:
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._kept: list[Any] = []
+        self._pages: dict[FlagPage, _Page] = {}
+
+    def open(self, page: FlagPage) -> None:
+        """Register the page's memory with the driver."""
+        torch.cuda.current_stream().synchronize()  # the driver needs torch's context
+        _call(driver.cuMemHostRegister, page.address, page.num_bytes, _REGISTER_FLAGS)
+        self._pages[page] = _Page(int(_call(driver.cuMemHostGetDevicePointer, page.address, 0)))
+
+    def share(self, name: str, side: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory of both sides, by torch's symmetric memory."""
+        from torch._C._distributed_c10d import _SymmetricMemory  # absent from CPU builds of torch
+
+        if all(kept[0] != name for kept in self._kept):
+            store = PrefixStore(f"envpipe/{name}", _get_default_store())
+            _SymmetricMemory.set_group_info(name, side, 2, store)
+        own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self._device)
+        handle = _SymmetricMemory.rendezvous(own, name)
+        theirs = handle.get_buffer(1 - side, (num_bytes,), torch.uint8)
+        self._kept = [kept for kept in self._kept if kept[0] != name]
+        self._kept.append((name, own, handle, theirs))
+        return own, theirs
+
+    def units(self) -> Stream:
+        """The current stream, which may be another at each call."""
+        return CudaStream(torch.cuda.current_stream(), self._pages)
+
+    def new_stream(self) -> Stream:
+        """One that does not wait for the default stream."""
+        return CudaStream(torch.cuda.Stream(self._device), self._pages)  # type: ignore[no-untyped-call]  # torch's
+
+    def abandon(self) -> None:
+        """Freeing shared memory ends the process if the device refuses all work."""
+        for kept in self._kept:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+class _Page:
+    """A page on the device, and its words as tensors that kernels read."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+        self.words: dict[int, torch.Tensor] = {}
+
+    def word(self, offset: int) -> torch.Tensor:
+        if offset not in self.words:
+            at = {"shape": (1,), "typestr": "<i4", "data": (self.address + offset, False)}
+            interface = SimpleNamespace(__cuda_array_interface__={**at, "version": 2})
+            self.words[offset] = torch.as_tensor(interface, device="cuda")
+        return self.words[offset]
+
+
+class CudaStream:
+    """A stream of torch's."""
+
+    def __init__(self, stream: torch.cuda.Stream, pages: dict[FlagPage, _Page]) -> None:
+        self._stream = stream
+        self._pages = pages
+
+    def wait(self, word: Word, value: int) -> None:
+        """By the GPU's front end, which takes no SM and sees a host's store too."""
+        at = self._pages[word.page].address + word.offset
+        value &= 0xFFFFFFFF
+        _call(driver.cuStreamWaitValue32, self._stream.cuda_stream, at, value, _WAIT_GEQ)
+
+    def require(self, word: Word) -> None:
+        """By an assertion on the device: where it fails, the context runs nothing any more."""
+        with torch.cuda.stream(self._stream):
+            torch._assert_async(self._pages[word.page].word(word.offset))
+
+    def write(self, word: Word, value: int) -> None:
+        """By the GPU's front end, after a fence over the whole system."""
+        at = self._pages[word.page].address + word.offset
+        value &= 0xFFFFFFFF
+        _call(driver.cuStreamWriteValue32, self._stream.cuda_stream, at, value, _WRITE_DEFAULT)
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """By the copy engine where the memory is another GPU's."""
+        with torch.cuda.stream(self._stream):
+            into.copy_(source, non_blocking=True)
+
+    def after(self, other: Stream) -> None:
+        """By an event."""
+        assert isinstance(other, CudaStream)
+        self._stream.wait_stream(other._stream)
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    """Call the driver; RuntimeError: it refuses."""
+    status, *result = function(*arguments)
+    if int(status) != 0:
+        raise RuntimeError(f"{function.__name__}: {status.name}")
+    return result[0] if result else None

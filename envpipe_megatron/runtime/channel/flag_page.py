@@ -1,0 +1,102 @@
+"""Words of memory that two processes of one machine and the streams of their GPUs share.
+
+They lie in host memory, where a host can set one whatever its GPU does: a stream that waits for a
+word which never comes is let go by a plain store.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+_BYTES = mmap.PAGESIZE
+#: A cache line a word: each is written by one side.
+_WORD_BYTES = 64
+_FOLDER = Path("/dev/shm")
+
+#: Words by what they say, each of side 0 and side 1 in turn: messages that the side has put into
+#: the other's memory and messages that it has taken; whether its streams may go on; and, plus one,
+#: the stage that it was told is lost.
+PUT, TAKEN, INTACT, TOLD = 0, 2, 4, 6
+
+
+def create_page_file() -> Path:
+    """A file for a page, which `FlagPage` of both sides opens; remove it then."""
+    handle, path = tempfile.mkstemp(prefix="envpipe-channel-", dir=_FOLDER)
+    os.ftruncate(handle, _BYTES)
+    os.close(handle)
+    return Path(path)
+
+
+class FlagPage:
+    """One side's view of the words.
+
+    Args:
+        path: by `create_page_file`.
+        side: 0 or 1; the streams of this side may go on from here on.
+
+    Raises:
+        OSError: the file is not there, as in another container, or cannot be locked.
+    """
+
+    def __init__(self, path: Path, side: int) -> None:
+        self.side = side
+        # A lock of the process, not of its children: it tells the other side that we live.
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, side)
+        self._memory = mmap.mmap(self._file, _BYTES)
+        self._words = np.frombuffer(self._memory, dtype=np.uint32)[:: _WORD_BYTES // 4]
+        #: Where the page begins in this process.
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.num_bytes = _BYTES
+        self.own(INTACT).set(1)
+
+    def own(self, what: int) -> Word:
+        """A word of this side."""
+        return Word(self, what + self.side)
+
+    def others(self, what: int) -> Word:
+        """A word of the other side."""
+        return Word(self, what + 1 - self.side)
+
+    def other_lives(self) -> bool:
+        """Whether the other side's process does, once it has opened the page."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 - self.side)
+        except OSError:
+            return True
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, 1 - self.side)
+        return False
+
+
+@dataclass(frozen=True)
+class Word:
+    """A number of 32 bits that counts on from 0 after its largest."""
+
+    page: FlagPage
+    index: int
+
+    @property
+    def offset(self) -> int:
+        """In bytes, from the page's address."""
+        return self.index * _WORD_BYTES
+
+    @property
+    def value(self) -> int:
+        """As it stands."""
+        return int(self.page._words[self.index])
+
+    def set(self, value: int) -> None:
+        """Store it."""
+        self.page._words[self.index] = value & 0xFFFFFFFF
+
+    def has(self, value: int) -> bool:
+        """Whether it has counted to a value, as streams that wait compare."""
+        return (self.value - value) & 0xFFFFFFFF < 1 << 31

@@ -1,0 +1,328 @@
+"""Carries messages by one-sided copies: no kernel waits for a neighbour, and no receive exists.
+
+The sender's copy engine puts a message into a slot of the receiver's memory, and a flag says so.
+The receiver's stream waits for the flag when the unit begins, copies the message out of its slot,
+and a second flag gives the slot back. Waiting takes no SM and holds up no other stream.
+
+A message waits for its slot behind those of its own stream, and a stage hands over its next message
+when the one before has left. So a stage is never further ahead than the bounded channels of
+`channel_model` allow with as many slots, even if the host waits for the whole device inside of a
+unit, and with a single hardware queue. Every wait is for something that was enqueued before it in
+the order of the schedule.
+
+What never comes ends the job and nothing else: see `PutSide`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+
+from envpipe_megatron.core.channel_model import slots_of
+from envpipe_megatron.core.schedule import Schedule, Unit
+from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers
+from envpipe_megatron.runtime.channel.flag_page import INTACT, PUT, TAKEN, TOLD, FlagPage, Word
+from envpipe_megatron.runtime.channel.messages import TensorSpec
+
+logger = logging.getLogger(__name__)
+
+#: Of a GPU's memory, the most that slots take, unless an order needs more to finish.
+MEMORY_SHARE = 0.01
+#: Of the tensors in a slot.
+_ALIGNMENT = 256
+#: How often one looks whether a neighbour lives.
+_LOOKS_EVERY_S = 0.25
+#: For the first message, which shows that puts work.
+_PROBE_S = 20.0
+
+
+class Stream(Protocol):
+    """A queue of work on a device."""
+
+    def wait(self, word: Word, value: int) -> None:
+        """What follows waits until the word has counted to a value."""
+
+    def require(self, word: Word) -> None:
+        """Nothing that follows, on any stream of this process, runs if the word is 0."""
+
+    def write(self, word: Word, value: int) -> None:
+        """Set the word when all before has been done and can be seen by others."""
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy bytes."""
+
+    def after(self, other: Stream) -> None:
+        """What follows waits for what the other stream holds now."""
+
+
+class Device(Protocol):
+    """A GPU, for one-sided copies."""
+
+    def open(self, page: FlagPage) -> None:
+        """Let streams use the page's words."""
+
+    def share(self, name: str, side: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for the other side to put messages into, and the other side's for this one's.
+
+        Both sides call it together, with one name and size. RuntimeError: it cannot be shared.
+        """
+
+    def units(self) -> Stream:
+        """The stream that units run on."""
+
+    def new_stream(self) -> Stream:
+        """One of its own."""
+
+    def abandon(self) -> None:
+        """Never free what a device that runs nothing any more cannot free."""
+
+
+class PutSide:
+    """What the one-sided carriers of a rank share: the device, slots, and the watch over losses.
+
+    A neighbour is lost whose process is gone, or from which nothing came for the time-out while
+    this rank waited. Then, in this order: both neighbours are told, so that a pipeline ends at
+    once; this rank's streams are forbidden to go on; their waits are let go. The device refuses
+    all that was enqueued behind, so nothing is made of a message that never came, here or where its
+    result would have gone; and whoever waits for the device gets an error (`P2PChannel.explained`).
+
+    Args:
+        timeout: time without a sign of a neighbour that one waits for.
+        budget_bytes: the most for the slots of one boundary, the same on both sides.
+    """
+
+    def __init__(self, device: Device, timeout: timedelta, budget_bytes: int) -> None:
+        self.device = device
+        self.timeout_s = timeout.total_seconds()
+        self._budget_bytes = budget_bytes
+        self.schedule: Schedule | None = None
+        self.carriers: list[PutCarrier] = []
+        self._loss: ChannelError | None = None
+        self._looking = threading.Lock()
+
+    def prepare_for(self, schedule: Schedule) -> None:
+        """Have as many slots as a schedule asks for, from the next step on."""
+        self.schedule = schedule
+
+    def slots(self, schedule: Schedule, slot_bytes: int) -> int:
+        """How many a boundary has for a schedule."""
+        return slots_of(schedule, max(1, self._budget_bytes // max(1, slot_bytes)))
+
+    def more_bytes(self, schedule: Schedule) -> int:
+        """What slots for a schedule would take beyond those that there are."""
+        return sum(carrier.more_bytes(schedule) for carrier in self.carriers)
+
+    def watch(self) -> None:
+        """Look after the neighbours until the process ends."""
+        threading.Thread(target=self._keep_looking, name="envpipe-channel", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise ChannelError if a loss is known."""
+        if self._loss is not None:
+            raise self._loss
+
+    def loss(self) -> ChannelError | None:
+        """The loss of a neighbour, if there is one; looks at once."""
+        with self._looking:
+            if self._loss is None:
+                for carrier in self.carriers:
+                    found = carrier.trouble(time.monotonic())
+                    if found is not None:
+                        self._lose(*found)
+                        break
+        return self._loss
+
+    def _keep_looking(self) -> None:
+        never = threading.Event()
+        while self.loss() is None:
+            never.wait(_LOOKS_EVERY_S)
+
+    def _lose(self, error: ChannelError, stage: int) -> None:
+        self._loss = error
+        logger.error("%s", error)
+        for carrier in self.carriers:
+            carrier.tell(stage)
+        self.device.abandon()
+        for carrier in self.carriers:
+            carrier.stop()
+        for carrier in self.carriers:
+            carrier.let_go()
+
+
+class PutCarrier:
+    """One side of a boundary; see the module.
+
+    Args:
+        name: of the boundary, the same on both sides.
+    """
+
+    def __init__(self, peers: Peers, page: FlagPage, side: PutSide, name: str) -> None:
+        self._peers = peers
+        self._page = page
+        self._side = side
+        self._name = name
+        side.device.open(page)
+        self._stream = side.device.new_stream()
+        #: Kept until it has left.
+        self._payload: Sequence[torch.Tensor] = ()
+        self._put = self._taken = 0
+        self._slots = self._slot_bytes = 0
+        self._sized_for: Schedule | None = None
+        self._send_bytes: list[int] = []
+        #: What streams of this rank wait for.
+        self._awaited = {page.others(PUT): 0, page.others(TAKEN): 0}
+        self._heard: tuple[list[int], float] | None = None
+
+    def probe(self) -> None:
+        """Exchange a first message; the other side does it too. RuntimeError: it did not come."""
+        device, page = self._side.device, self._page
+        self._resize(1, _ALIGNMENT)
+        own = torch.full((_ALIGNMENT,), 1 + page.side, dtype=torch.uint8, device=self._own.device)
+        self._stream.after(device.units())
+        self._stream.copy(self._theirs[0], own)
+        self._stream.write(page.own(PUT), 1)
+        give_up_s = time.monotonic() + _PROBE_S
+        while not page.others(PUT).has(1):
+            if time.monotonic() > give_up_s:
+                raise RuntimeError(f"no message came in {_PROBE_S:.0f} s")
+            time.sleep(1e-3)
+        device.units().wait(page.others(PUT), 1)
+        got = torch.empty_like(own)
+        device.units().copy(got, self._own[0])
+        if not bool((got == 2 - page.side).all()):
+            raise RuntimeError("a message came with other contents")
+        device.units().write(page.own(TAKEN), 1)
+        self._put = self._taken = 1
+
+    def expect(
+        self, messages: int, receives: TensorSpec | None, sends: TensorSpec | None, *, vary: bool
+    ) -> None:
+        """As `Carrier`'s; memory is made if there is too little, together with the other side."""
+        self._expected = messages
+        self._spec = receives
+        self._send_bytes = [] if sends is None else sends.tensor_bytes
+        slot_bytes = max(_padded(spec.tensor_bytes) for spec in (receives, sends) if spec)
+        schedule = self._side.schedule
+        if schedule is not self._sized_for or slot_bytes > self._slot_bytes:
+            self._sized_for = schedule
+            slots = 1 if schedule is None else self._side.slots(schedule, slot_bytes)
+            self._resize(slots, slot_bytes)
+
+    def more_bytes(self, schedule: Schedule) -> int:
+        """As `PutSide`'s, of this boundary."""
+        slots = self._side.slots(schedule, self._slot_bytes)
+        return max(0, slots - self._slots) * self._slot_bytes
+
+    def receive(self, unit: Unit) -> list[torch.Tensor]:
+        """As `Carrier`'s."""
+        self._side.check()
+        assert self._spec is not None
+        tensors = self._spec.make()
+        slot, self._taken = self._own[self._taken % self._slots], self._taken + 1
+        stream = self._side.device.units()
+        self._wait(stream, self._page.others(PUT), self._taken)
+        for part, place in _placed(tensors, slot):
+            stream.copy(part, place)
+        stream.write(self._page.own(TAKEN), self._taken)
+        self._expected -= 1
+        return tensors
+
+    def send(self, unit: Unit, payload: list[torch.Tensor]) -> None:
+        """As `Carrier`'s."""
+        self._side.check()
+        sizes = [part.nbytes for part in payload]
+        if sizes != self._send_bytes:
+            raise ChannelError(
+                f"The output of {unit} has another size in bytes than was agreed on, "
+                f"{self._send_bytes}",
+                value=sizes,
+                remedy="Messages of one kind must be alike; please report this.",
+            )
+        units = self._side.device.units()
+        units.after(self._stream)  # so that the memory of the message before can be used again
+        self._payload = payload
+        self._stream.after(units)
+        slot, self._put = self._theirs[self._put % self._slots], self._put + 1
+        if self._put > self._slots:
+            self._wait(self._stream, self._page.others(TAKEN), self._put - self._slots)
+        for part, place in _placed(payload, slot):
+            self._stream.copy(place, part)
+        self._stream.write(self._page.own(PUT), self._put)
+
+    def end_step(self) -> int:
+        """As `Carrier`'s."""
+        self._side.device.units().after(self._stream)
+        self._payload = ()
+        if (loss := self._side.loss()) is not None:
+            raise loss
+        return self._expected
+
+    def trouble(self, now_s: float) -> tuple[ChannelError, int] | None:
+        """The loss of the neighbour, and the stage that is lost; None if there is none."""
+        told = self._page.own(TOLD).value
+        if told:
+            text = f"it says that stage {told - 1} is lost"
+            return self._peers.lost("waiting for the pipeline", text), told - 1
+        values = [word.value for word in self._awaited]
+        waits = not all(word.has(value) for word, value in self._awaited.items())
+        if not waits or self._heard is None or self._heard[0] != values:
+            self._heard = (values, now_s) if waits else None
+            return None
+        doing = "waiting for its messages"
+        if not self._page.other_lives():
+            return self._peers.lost(doing, "its process has ended"), self._peers.neighbour
+        if now_s - self._heard[1] > self._side.timeout_s:
+            silent = f"no sign of it for {self._side.timeout_s:.0f} s"
+            return self._peers.lost(doing, silent), self._peers.neighbour
+        return None
+
+    def tell(self, stage: int) -> None:
+        """Tell the other side that a stage is lost."""
+        self._page.others(TOLD).set(stage + 1)
+        self._page.others(INTACT).set(0)
+
+    def stop(self) -> None:
+        """Let no stream go on behind a wait."""
+        self._page.own(INTACT).set(0)
+
+    def let_go(self) -> None:
+        """End the waits."""
+        for word, value in self._awaited.items():
+            word.set(value)
+
+    def _wait(self, stream: Stream, word: Word, value: int) -> None:
+        self._awaited[word] = value
+        stream.wait(word, value)
+        stream.require(self._page.own(INTACT))
+
+    def _resize(self, slots: int, slot_bytes: int) -> None:
+        """Have as much memory at least; both sides agree, for they were told the same."""
+        slots, slot_bytes = max(slots, self._slots), max(slot_bytes, self._slot_bytes)
+        if (slots, slot_bytes) == (self._slots, self._slot_bytes):
+            return
+        own, theirs = self._side.device.share(self._name, self._page.side, slots * slot_bytes)
+        self._own, self._theirs = own.view(slots, slot_bytes), theirs.view(slots, slot_bytes)
+        self._slots, self._slot_bytes = slots, slot_bytes
+
+
+def _padded(sizes: Sequence[int]) -> int:
+    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+
+
+def _placed(
+    tensors: Sequence[torch.Tensor], slot: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The bytes of each tensor of a message that has any, and their place in a slot."""
+    places, offset = [], 0
+    for tensor in tensors:
+        if tensor.nbytes:
+            place = slot[offset : offset + tensor.nbytes]
+            places.append((tensor.reshape(-1).view(torch.uint8), place))
+        offset += _padded([tensor.nbytes])
+    return places
