@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _SymmetricMemory
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from envpipe_megatron.runtime.channel.flag_page import FlagPage, Word
@@ -42,15 +44,18 @@ class CudaDevice:
         """Register the page's memory with the driver."""
         torch.cuda.current_stream().synchronize()  # the driver needs torch's context
         _call(driver.cuMemHostRegister, page.address, page.num_bytes, _REGISTER_FLAGS)
+        # What is mapped there later is else taken for this memory, in copies to the GPU too.
+        weakref.finalize(page, driver.cuMemHostUnregister, page.address).atexit = False
         self._pages[page] = _Page(int(_call(driver.cuMemHostGetDevicePointer, page.address, 0)))
 
     def share(self, name: str, side: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory of both sides, by torch's symmetric memory."""
-        from torch._C._distributed_c10d import _SymmetricMemory  # absent from CPU builds of torch
-
         if all(kept[0] != name for kept in self._kept):
+            # Not by new_group, in which every rank of the job would have to take part.
             store = PrefixStore(f"envpipe/{name}", _get_default_store())
-            _SymmetricMemory.set_group_info(name, side, 2, store)
+            group = ProcessGroup(store, side, 2)
+            group._set_group_name(name)
+            _register_process_group(name, group)
         own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self._device)
         handle = _SymmetricMemory.rendezvous(own, name)
         theirs = handle.get_buffer(1 - side, (num_bytes,), torch.uint8)
