@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.schedules import Bench, join_pipeline
+from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, clock_control_forbidden
 from envpipe_megatron.gpu.visible_devices import uid_of_cuda_device
 from envpipe_megatron.integrations.megatron_core import ForwardBackward
 from envpipe_megatron.policies.planner import PlanRequest
-from envpipe_megatron.runtime.channel.links import MAX_CTAS
 from envpipe_megatron.runtime.clocks.rank_gpu import open_rank_gpu
 from envpipe_megatron.runtime.execution.executor import CudaExecutor
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
@@ -37,7 +37,7 @@ from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 @click.option("--sequence", default=2048, show_default=True)
 @click.option("--microbatch-size", default=1, show_default=True)
 @click.option("--num-microbatches", default=8, show_default=True)
-@click.option("--max-ctas", default=MAX_CTAS, show_default=True, help="SMs a transfer may hold.")
+@click.option("--carrier", type=click.Choice(CARRIERS), default="auto", show_default=True)
 @click.option("--steady", default=20, show_default=True, help="Iterations after the phases.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder.")
 def main(**options: Any) -> None:

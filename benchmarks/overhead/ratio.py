@@ -11,7 +11,7 @@ from typing import Any
 #: Of `Bench`: the model, and how often both run it.
 OPTIONS = {
     "layers": 4, "hidden": 256, "sequence": 128, "microbatch_size": 1, "num_microbatches": 8,
-    "blocks": 12, "block_iterations": 2, "steps": 2, "max_ctas": 1,
+    "blocks": 12, "block_iterations": 2, "steps": 2, "carrier": "auto",
 }  # fmt: skip
 
 

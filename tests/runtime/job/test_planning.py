@@ -97,7 +97,7 @@ class Starting:
         by_file = self.path if self.path.exists() else None
         named = Path("named.csv") if self.named_profile or self.keeps_profile else None
         self.config = SimpleNamespace(plan_file=by_file, profile_file=named, request=self.request)
-        self.channel = SimpleNamespace(capacity=self.capacity)
+        self.channel = SimpleNamespace(capacity=self.capacity, more_bytes=lambda s: s.num_units)
         self.memory = SimpleNamespace(stages=self.known_memory, predict=self.predict)
         alone: Any = SimpleNamespace(
             leads=True, gather=lambda own: [own], broadcast=lambda own: own
@@ -106,7 +106,8 @@ class Starting:
         self.folder = SimpleNamespace(found_profile=self.keeps_profile, found_plan=self.keeps_plan)
         self.say = self.said.append
 
-    def predict(self, schedule: Any) -> None:
+    def predict(self, schedule: Any, more_bytes: Any) -> None:
+        assert more_bytes == schedule.num_units
         self.predicted.append(schedule.name)
         if len(self.predicted) <= self.full:
             raise MemoryFullError("Too little of a test")

@@ -227,15 +227,23 @@ def test_what_is_said_of_memory_is_in_gib(caplog):
     job = FakeJob(2, 6, lambda rank: sizes, capacity=11 * gib)
     job.learn()
     with caplog.at_level(logging.WARNING):
-        job.everywhere(lambda stage, work, memory: memory.predict(builders.envpipe(2, 6, (4, 0))))
+        for asked in ((4, 0), (3, 0), (3, gib)):
+            job.everywhere(
+                lambda stage, work, memory, asked=asked: memory.predict(
+                    builders.envpipe(2, 6, (asked[0], 0)), asked[1]
+                )
+            )
     assert job.said == [
         "memory (GiB): peak [7.00, 6.00], a microbatch in flight [1.00, 1.00], room for more "
         "[3.45, 4.45] beside 5% kept free",
         "memory: in flight 6, 1, predicted peak [11.00, 6.00] GiB",
+        *["memory: in flight 5, 1, predicted peak [10.00, 6.00] GiB"] * 2,
     ]
     assert [record.getMessage() for record in caplog.records] == [
         "Stage 0 may run out of memory: 6 microbatches in flight need 11.00 GiB, and 10.45 GiB may "
-        "be used"
+        "be used",
+        "Stage 0 may run out of memory: 5 microbatches in flight need 10.00 GiB, and 9.45 GiB may "
+        "be used",
     ]
 
 
