@@ -112,11 +112,17 @@ class Recorder:
         #: Iterations of each phase, and how many different orders they ran on this rank.
         self.orders: dict[str, int] = {}
         self.different_orders: set[tuple[str, ...]] = set()
+        #: How often units waited for the whole device, on purpose.
+        self.device_waits = 0
 
     def add(self, returned: Sequence[Any]) -> None:
         """Keep one step's losses, whether it was skipped, and its gradient norm."""
         self.last_returned = returned
         self._steps.append((dict(returned[0]), returned[1], returned[5]))
+
+    def count_device_wait(self) -> None:
+        """A unit has waited for the whole device."""
+        self.device_waits += 1
 
     def result(self) -> dict[str, Any]:
         """Everything as JSON, numbers to the last bit."""
@@ -130,6 +136,7 @@ class Recorder:
             "phase": self.phase,
             "orders": self.orders,
             "different_orders": len(self.different_orders),
+            "device_waits": self.device_waits,
             "imported_envpipe": any(n.split(".")[0] == "envpipe_megatron" for n in sys.modules),
         }
 
@@ -159,7 +166,13 @@ def main() -> None:
         if job["stress"] is not None:
             from benchmarks.megatron_lm.stress import install
 
-            install(job["stress"], rank, turns.at, lambda: turns.begun - 1)
+            install(
+                job["stress"],
+                rank,
+                turns.at,
+                lambda: turns.begun - 1,
+                recorder.count_device_wait,
+            )
 
     try:
         if job["cpu_run"] is None:

@@ -36,6 +36,7 @@ class Site:
         scratch: folder for logs and checkpoints; the socket's path, so a short one.
         cpu: on gloo and emulated GPUs, through tests/megatron_lm/cpu_run.py.
         corpus: folder of a corpus by tests/megatron_lm/make_corpus.py.
+        channel: what carries messages under EnvPipe, one of `channel_model.CARRIERS`.
     """
 
     stock: Path
@@ -44,6 +45,7 @@ class Site:
     cpu: bool
     num_gpus: int
     corpus: Path | None = None
+    channel: str = "auto"
 
     @property
     def control(self) -> str:
@@ -178,6 +180,8 @@ def make_launch(job: Job, site: Site, socket_path: Path) -> Launch:
         )
         for argument in job.arguments
     ]
+    if "--envpipe" in arguments:
+        arguments += ["--envpipe-channel", site.channel]
     command = [sys.executable, "-m", "torch.distributed.run"]
     command += ["--nproc-per-node", str(job.num_ranks)]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]

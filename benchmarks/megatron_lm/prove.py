@@ -5,8 +5,9 @@
 Parts: `equality` of losses and gradient norms; `ratio` of iteration times, with peak memory;
 `stress` by random orders and delays; `energy` as both sides print it; `faults` that must be
 refused; `report` of all that is in OUT. What is done already is not done again, so a call that ran
-out of time is simply repeated. No clock is ever changed: all runs get a back end that sets nothing
-and ENVPIPE_FORBID_CLOCK_CONTROL=1, and none is started without.
+out of time is simply repeated. Another --channel than auto has a folder of its own in OUT. No clock
+is ever changed: all runs get a back end that sets nothing and ENVPIPE_FORBID_CLOCK_CONTROL=1, and
+none is started without.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from benchmarks.megatron_lm import checkouts, equality, ratio, stress
 from benchmarks.megatron_lm.jobs import Job, Site, State
 from benchmarks.megatron_lm.pool import Limits, run_jobs
 from benchmarks.megatron_lm.ratio import Keeper, Rounds
+from envpipe_megatron.core.channel_model import CARRIERS
 
 PARTS = ("equality", "ratio", "stress", "energy", "faults", "report")
 #: Kept of the time that a call may take, for logs and report, s.
@@ -52,6 +54,7 @@ _FOR_AN_END_S = 20.0
 @click.option("--tag", default="core_v0.16.1", show_default=True, help="Of both checkouts.")
 @click.option("--gpus", type=int, help="Default: those of this machine; 4 on the CPU.")
 @click.option("--cpu", is_flag=True, help="gloo, emulated GPUs, and the smallest sizes.")
+@click.option("--channel", type=click.Choice(CARRIERS), default="auto", show_default=True)
 @click.option("--budget-s", default=540.0, show_default=True, help="Ends in time by itself.")
 @click.option("--jobs", "concurrency", default=6, show_default=True, help="At the same time.")
 @click.option("--slots", default=1, show_default=True, help="Jobs of `equality` that compute.")
@@ -74,12 +77,12 @@ _FOR_AN_END_S = 20.0
 def main(**options: Any) -> None:
     """Run the parts that are named, and leave state, report and logs in a folder."""
     begin_s = time.monotonic()
-    cpu, output = options["cpu"], options["output"]
-    tag = options["tag"]
+    cpu, tag, channel = options["cpu"], options["tag"], options["channel"]
+    output = options["output"] if channel == "auto" else options["output"] / channel
     scratch = options["scratch"] or Path(tempfile.gettempdir()) / f"envpipe-proof-{tag}"
     gpus = options["gpus"] or (4 if cpu else torch.cuda.device_count())
     corpus = (options["corpus"] or scratch / "corpus").resolve()
-    site = Site(options["stock"], options["patched"], scratch.resolve(), cpu, gpus, corpus)
+    site = Site(options["stock"], options["patched"], scratch.resolve(), cpu, gpus, corpus, channel)
     output.mkdir(parents=True, exist_ok=True)
     state = State(output / f"proof-{tag}.json")
     if options["listed"]:
@@ -189,6 +192,7 @@ class _Proof:
 def _machine(site: Site, tag: str, cpu: bool) -> dict[str, Any]:
     found = {
         "tag": tag,
+        "channel": site.channel,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "changed files": checkouts.modified(site.stock, site.patched),

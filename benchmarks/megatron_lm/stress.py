@@ -19,6 +19,7 @@ from benchmarks.megatron_lm.models import (
     LEAST,
     LEAST_ON_CPU,
     NO_EVALUATION,
+    PP2,
     PP2DP2,
     PP2TP2,
     PP4,
@@ -30,8 +31,10 @@ from envpipe_megatron.core import builders
 from envpipe_megatron.core.schedule import Schedule, Unit
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.limits import order_limits
+from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution import interpreter
 from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
+from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job import session
 from envpipe_megatron.runtime.job.parts import PhaseParts
 
@@ -40,25 +43,21 @@ PART = "stress"
 
 @dataclass(frozen=True)
 class Setting:
-    """A mapping with its number of hardware queues; None leaves the driver's own.
-
-    With `loads_all`, CUDA loads all kernels at its start, so that one may be first used beside a
-    posted receive.
-    """
+    """A mapping with its number of hardware queues; None leaves the driver's own."""
 
     name: str
     mapping: Mapping
     connections: str | None
     features: str = ""
-    loads_all: bool = False
 
 
 SETTINGS = (
+    Setting("pp2", PP2, None),
+    Setting("pp2-1-connection", PP2, "1"),
     Setting("pp4", PP4, None),
     Setting("pp4-1-connection", PP4, "1"),
     Setting("pp2tp2-1-connection", PP2TP2, "1"),
     Setting("pp2dp2-overlap", PP2DP2, None, PP2DP2.distributed_optimizer()),
-    Setting("pp4-all-kernels-loaded", PP4, None, loads_all=True),
 )
 
 
@@ -78,11 +77,8 @@ def jobs(site: Site, iterations: int, delay_s: float) -> list[Job]:
             num_ranks=setting.mapping.num_ranks,
             iterations=iterations,
             patched=True,
-            environment={
-                "CUDA_DEVICE_MAX_CONNECTIONS": setting.connections,
-                "CUDA_MODULE_LOADING": "EAGER" if setting.loads_all else None,
-            },
-            stress={"seed": 20, "delay_s": delay_s, "load_first": not setting.loads_all},
+            environment={"CUDA_DEVICE_MAX_CONNECTIONS": setting.connections},
+            stress={"seed": 20, "delay_s": delay_s},
             limit_s=3600.0,
         )
         for setting in SETTINGS
@@ -99,7 +95,11 @@ def rows(state: State) -> list[dict[str, Any]]:
         if run["status"] == "ok":
             done = min((sum(rank["orders"].values()) for rank in run["ranks"]), default=0)
             different = max((rank["different_orders"] for rank in run["ranks"]), default=0)
-            outcome = f"{done} iterations in {run['wall_s']:.0f} s, {different} different orders"
+            waits = sum(rank.get("device_waits", 0) for rank in run["ranks"])
+            outcome = (
+                f"{done} iterations in {run['wall_s']:.0f} s, {different} different orders, "
+                f"{waits} waits for the device inside of units"
+            )
         else:
             stood = [f"rank {r}: iteration {i}, {u}" for r, (i, u) in run["stood_at"].items()]
             outcome = f"{run['status']}. {'; '.join(stood)}"
@@ -109,6 +109,8 @@ def rows(state: State) -> list[dict[str, Any]]:
 
 #: Of an H200 at its highest clock; where the clock is another, delays are longer by as much.
 _CYCLES_PER_S = 1.98e9
+#: Units that wait for the whole device.
+_WAITS = 0.3
 
 
 def random_extra_forwards(
@@ -130,17 +132,22 @@ def random_extra_forwards(
     return limits.fit(wanted)
 
 
+def is_one_sided(channel: P2PChannel) -> bool:
+    """Whether no receive is ever posted, so that a unit may wait for the whole device."""
+    return channel.about == "one-sided copies"
+
+
 def random_orders(
-    seed: int, told: Callable[[Sequence[int]], None], *, load_first: bool
+    seed: int, told: Callable[[Sequence[int], P2PChannel], None]
 ) -> Callable[[PhaseParts], Any]:
     """Make what replaces a session's phases: a new order each iteration, on all ranks.
 
-    With `load_first`, the kernel that delays is loaded before the first receive is posted: where
-    kernels are loaded at first use, its loading beside a posted receive would hang.
+    Where receives are posted, the kernel that delays is loaded before the first one: its loading
+    beside a posted receive would hang. Each order and the channel are told.
     """
 
     def run_phases(job: PhaseParts) -> PhaseRun[None]:
-        if load_first and torch.cuda.is_available():
+        if torch.cuda.is_available() and not is_one_sided(job.channel):
             torch.cuda._sleep(1)  # type: ignore[no-untyped-call]  # torch's
             torch.cuda.synchronize()
         source = random.Random(seed)
@@ -149,7 +156,7 @@ def random_orders(
             extra = random_extra_forwards(
                 source, job.num_stages, job.num_microbatches, job.channel.capacity
             )
-            told(extra)
+            told(extra, job.channel)
             schedule = builders.envpipe(job.num_stages, job.num_microbatches, extra)
             forward_mhz, backward_mhz = source.choice(clocks), source.choice(clocks)
             yield constant_order(Phase.STEADY, schedule, forward_mhz, backward_mhz)
@@ -158,29 +165,49 @@ def random_orders(
 
 
 class DelayedWork:
-    """A stage's units with random delays of host and device around them, some far longer."""
+    """A stage's units with random delays of host and device around them, some far longer.
+
+    With `wait_for_device`, which waits for all that a device holds, it is called at the begin of
+    some units, between delays and work of others, or at their end.
+    """
 
     def __init__(
-        self, work: Any, source: random.Random, delay_s: float, starts: Callable[[Unit], None]
+        self,
+        work: Any,
+        source: random.Random,
+        delay_s: float,
+        starts: Callable[[Unit], None],
+        wait_for_device: Callable[[], None] | None,
     ) -> None:
         self._work = work
         self._source = source
         self._delay_s = delay_s
         self._starts = starts
+        self._wait_for_device = wait_for_device
 
     def forward(self, unit: Unit, inputs: Any) -> Any:
-        """Run a forward after its delays."""
-        self._starts(unit)
-        self._delay()
-        return self._work.forward(unit, inputs)
+        """Run a forward between delays."""
+        return self._delayed(unit, self._work.forward, inputs)
 
     def backward(self, unit: Unit, gradients: Any) -> Any:
         """Run a backward between delays."""
+        return self._delayed(unit, self._work.backward, gradients)
+
+    def _delayed(self, unit: Unit, run: Callable[[Unit, Any], Any], data: Any) -> Any:
         self._starts(unit)
+        waits = self._wait_for_device is not None and self._source.random() < _WAITS
+        place = self._source.choice(("begin", "work", "end")) if waits else None
+        self._wait_at(place == "begin")
         self._delay()
-        result = self._work.backward(unit, gradients)
+        self._wait_at(place == "work")
+        result = run(unit, data)
         self._delay_device()
+        self._wait_at(place == "end")
         return result
+
+    def _wait_at(self, here: bool) -> None:
+        if here and self._wait_for_device is not None:
+            self._wait_for_device()
 
     def sent(self, unit: Unit) -> None:
         """Pass on that the output is in the channel."""
@@ -208,24 +235,33 @@ def install(
     rank: int,
     at: Callable[[int, str], None],
     iteration: Callable[[], int],
+    on_device_wait: Callable[[], None],
 ) -> None:
-    """Let sessions of this process run random orders with delays, by `Job.stress`."""
+    """Let sessions of this process run random orders with delays, by `Job.stress`.
+
+    With one-sided copies some units wait for the whole device, and tell so.
+    """
     inner = interpreter.execute
     source = random.Random(f"{settings['seed']}, rank {rank}")
-    order = ""
+    order, waits = "", False
 
-    def told(extra: Sequence[int]) -> None:
-        nonlocal order
-        order = " ".join(map(str, extra))
+    def told(extra: Sequence[int], channel: P2PChannel) -> None:
+        nonlocal order, waits
+        order, waits = " ".join(map(str, extra)), is_one_sided(channel)
 
     def starts(unit: Unit) -> None:
         at(iteration(), f"{unit} of [{order}]")
 
-    def execute(schedule: Schedule, stage: int, work: Any, *args: Any) -> Any:
-        delayed = DelayedWork(work, source, settings["delay_s"], starts)
-        return inner(schedule, stage, delayed, *args)
+    def wait_for_device() -> None:
+        torch.cuda.synchronize()
+        on_device_wait()
+
+    def execute(schedule: Schedule, stage: int, work: Any, run: StageRun) -> Any:
+        waiting = wait_for_device if waits else None
+        delayed = DelayedWork(work, source, settings["delay_s"], starts, waiting)
+        return inner(schedule, stage, delayed, run)
 
     # Until the process ends.
-    orders = random_orders(settings["seed"], told, load_first=settings["load_first"])
+    orders = random_orders(settings["seed"], told)
     mock.patch.object(session, "run_phases", orders).start()
     mock.patch.object(session, "execute", execute).start()

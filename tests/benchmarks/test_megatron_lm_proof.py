@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ import pytest
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import completes
+from envpipe_megatron.core.schedule import Kind
 
 pytest.importorskip("torch")
 from benchmarks.megatron_lm import equality, prove, ratio, stress
@@ -433,6 +435,50 @@ def test_random_orders_finish_and_go_from_none_to_all_that_is_allowed(capacity):
     most = tuple(builders.extra_forward_caps(4, 8))
     assert (most in drawn) == completes(builders.envpipe(4, 8, most), capacity)
     assert len(drawn) > 30
+
+
+class _Work:
+    """Notes the begin and end of each unit's work."""
+
+    def __init__(self, history):
+        self._history = history
+
+    def forward(self, unit, data):
+        self._history.append("work")
+        return data
+
+    backward = forward
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_some_units_wait_for_the_device_before_after_and_between_delays(waits, monkeypatch):
+    history, units = [], builders.one_f_one_b(2, 100).stages[0]
+    monkeypatch.setattr(stress.DelayedWork, "_delay", lambda self: history.append("delay"))
+    wait = (lambda: history.append("wait")) if waits else None
+    work = stress.DelayedWork(
+        _Work(history), random.Random(1), 0.0, lambda unit: history.append("begin"), wait
+    )
+    for unit in units:
+        run = work.forward if unit.kind is Kind.FORWARD else work.backward
+        assert run(unit, unit.microbatch) == unit.microbatch
+    counts = Counter(text.strip() for text in " ".join(history).split("begin")[1:])
+    assert sum(counts.values()) == len(units)
+    waiting = {"wait delay work", "delay wait work", "delay work wait"} if waits else set()
+    assert set(counts) == {"delay work", *waiting}
+    share = 1 - counts["delay work"] / len(units)
+    assert 0.2 < share < 0.4 if waits else share == 0
+
+
+@pytest.mark.parametrize("channel", ["auto", "receives"])
+def test_envpipes_jobs_get_the_channel_that_is_asked_for(channel, site):
+    site = replace(site, channel=channel)
+    for arm, channels in ((STOCK, []), (ENVPIPE, [channel])):
+        jobs = equality.jobs(replace(site, num_gpus=2), 5)
+        (job,) = [one for one in jobs if one.name == f"equality/gpt-pp2/{arm}"]
+        job.folder(site).mkdir(parents=True, exist_ok=True)
+        command = make_launch(job, site, Path("socket")).command
+        given = [b for a, b in pairwise(command) if a == "--envpipe-channel"]
+        assert given == channels
 
 
 def test_orders_of_the_arms(site):
