@@ -37,8 +37,11 @@ class CudaDevice:
 
     def __init__(self) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._kept: list[Any] = []
+        self._groups: dict[str, ProcessGroup] = {}
+        self._shared: dict[str, tuple[Any, ...]] = {}
         self._pages: dict[FlagPage, _Page] = {}
+        # One for all: a stream waits for what it stood for when the wait was enqueued.
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
 
     def open(self, page: FlagPage) -> None:
         """Register the page's memory with the driver."""
@@ -50,31 +53,38 @@ class CudaDevice:
 
     def share(self, name: str, side: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory of both sides, by torch's symmetric memory."""
-        if all(kept[0] != name for kept in self._kept):
+        if name not in self._groups:
             # Not by new_group, in which every rank of the job would have to take part.
             store = PrefixStore(f"envpipe/{name}", _get_default_store())
-            group = ProcessGroup(store, side, 2)
-            group._set_group_name(name)
-            _register_process_group(name, group)
+            group = self._groups[name] = ProcessGroup(store, side, 2)
+            # Newer stubs have a type of their own for names.
+            group._set_group_name(name)  # type: ignore[arg-type]
+            _register_process_group(name, group)  # type: ignore[arg-type]
         own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self._device)
         handle = _SymmetricMemory.rendezvous(own, name)
         theirs = handle.get_buffer(1 - side, (num_bytes,), torch.uint8)
-        self._kept = [kept for kept in self._kept if kept[0] != name]
-        self._kept.append((name, own, handle, theirs))
+        self._shared[name] = own, handle, theirs
         return own, theirs
 
     def units(self) -> Stream:
         """The current stream, which may be another at each call."""
-        return CudaStream(torch.cuda.current_stream(), self._pages)
+        return CudaStream(torch.cuda.current_stream(), self._pages, self._event)
 
     def new_stream(self) -> Stream:
         """One that does not wait for the default stream."""
-        return CudaStream(torch.cuda.Stream(self._device), self._pages)  # type: ignore[no-untyped-call]  # torch's
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch's
+        return CudaStream(stream, self._pages, self._event)
 
     def abandon(self) -> None:
-        """Freeing shared memory ends the process if the device refuses all work."""
-        for kept in self._kept:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        """Leave shared memory to the system: torch's way to free it waits for the device.
+
+        Where that refuses all work, the process would be aborted, and perhaps leave its memory in a
+        file. So Python never frees it, and what C++ frees after Python has ended is left out.
+        """
+        for objects in self._shared.values():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(objects))
+        library = ctypes.CDLL(None)
+        library.on_exit(library._exit, None)
 
 
 class _Page:
@@ -95,9 +105,12 @@ class _Page:
 class CudaStream:
     """A stream of torch's."""
 
-    def __init__(self, stream: torch.cuda.Stream, pages: dict[FlagPage, _Page]) -> None:
+    def __init__(
+        self, stream: torch.cuda.Stream, pages: dict[FlagPage, _Page], event: torch.cuda.Event
+    ) -> None:
         self._stream = stream
         self._pages = pages
+        self._event = event
 
     def wait(self, word: Word, value: int) -> None:
         """By the GPU's front end, which takes no SM and sees a host's store too."""
@@ -118,13 +131,14 @@ class CudaStream:
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         """By the copy engine where the memory is another GPU's."""
-        with torch.cuda.stream(self._stream):
-            into.copy_(source, non_blocking=True)
+        at = self._stream.cuda_stream
+        _call(driver.cuMemcpyAsync, into.data_ptr(), source.data_ptr(), source.nbytes, at)
 
     def after(self, other: Stream) -> None:
         """By an event."""
         assert isinstance(other, CudaStream)
-        self._stream.wait_stream(other._stream)
+        self._event.record(other._stream)
+        self._stream.wait_event(self._event)
 
 
 def _call(function: Any, *arguments: Any) -> Any:
