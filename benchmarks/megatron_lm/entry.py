@@ -14,6 +14,7 @@ import faulthandler
 import functools
 import inspect
 import json
+import math
 import os
 import runpy
 import signal
@@ -114,11 +115,18 @@ class Recorder:
         self.different_orders: set[tuple[str, ...]] = set()
         #: How often units waited for the whole device, on purpose.
         self.device_waits = 0
+        #: Of each iteration that is measured, when it began and its units began and ended.
+        self._times: list[tuple[float, list[float], list[float]]] = []
 
     def add(self, returned: Sequence[Any]) -> None:
         """Keep one step's losses, whether it was skipped, and its gradient norm."""
         self.last_returned = returned
         self._steps.append((dict(returned[0]), returned[1], returned[5]))
+
+    def add_times(self, record: Any) -> None:
+        """Keep when units of an iteration began and ended, by EnvPipe's record."""
+        times_s = (record.start_s.round(7).tolist(), record.end_s.round(7).tolist())
+        self._times.append((record.begin_s, *times_s))
 
     def count_device_wait(self) -> None:
         """A unit has waited for the whole device."""
@@ -137,6 +145,9 @@ class Recorder:
             "orders": self.orders,
             "different_orders": len(self.different_orders),
             "device_waits": self.device_waits,
+            "begins_s": [begin_s for begin_s, _, _ in self._times],
+            "starts_s": [starts_s for _, starts_s, _ in self._times],
+            "ends_s": [ends_s for _, _, ends_s in self._times],
             "imported_envpipe": any(n.split(".")[0] == "envpipe_megatron" for n in sys.modules),
         }
 
@@ -162,7 +173,9 @@ def main() -> None:
             runpy.run_path(job["mark_norms"])["let_torch_norm_be_sequence_parallel"]()
         wrap_train_step(turns, recorder)
         if "--envpipe" in sys.argv and not job["hide_package"]:
-            observe_session(recorder)
+            # The first turn is the warm-up.
+            first = job["turns"][0] if job["turns"] else math.inf
+            observe_session(recorder, lambda: turns.begun > first)
         if job["stress"] is not None:
             from benchmarks.megatron_lm.stress import install
 
@@ -226,8 +239,8 @@ def _asking_to_exit(returned: Sequence[Any]) -> tuple[Any, ...]:
     return ({}, skipped, False, True, 0, *rest)
 
 
-def observe_session(recorder: Recorder) -> None:
-    """Keep the units that EnvPipe's session executed last, and in which phase."""
+def observe_session(recorder: Recorder, measures: Callable[[], bool]) -> None:
+    """Keep the units that EnvPipe's session executed last, in which phase, and measured times."""
     from envpipe_megatron.runtime.job.session import Session
 
     inner = Session.run_iteration
@@ -238,6 +251,8 @@ def observe_session(recorder: Recorder) -> None:
         recorder.executed, recorder.phase = self.executed, self.state.phase.value
         recorder.orders[recorder.phase] = recorder.orders.get(recorder.phase, 0) + 1
         recorder.different_orders.add(tuple(self.executed))
+        if measures():
+            recorder.add_times(record)
         return record
 
     Session.run_iteration = run_iteration  # type: ignore[method-assign]

@@ -20,6 +20,7 @@ import click
 from benchmarks.megatron_lm.entry import die_with_parent
 from benchmarks.megatron_lm.jobs import Job, Launch, Site, State, make_launch
 from benchmarks.megatron_lm.turns import Referee
+from benchmarks.megatron_lm.unit_times import median_times
 
 #: The thread that trains is the last in a dump.
 _KEPT_OF_A_LOG, _KEPT_OF_STACKS = 1500, 6000
@@ -151,6 +152,11 @@ class Pool:
         if summary:
             del summary["ranks"]
         ranks_json = (_read_json(folder / f"rank-{rank}.json") for rank in range(job.num_ranks))
+        reported = [found for found in ranks_json if found]
+        times = median_times(reported)
+        for rank in reported:
+            for name in ("begins_s", "starts_s", "ends_s"):
+                del rank[name]
         found: dict[str, Any] = {
             "status": status,
             "wall_s": round(running.age_s, 1),
@@ -158,7 +164,8 @@ class Pool:
             "printed": printed_results(log),
             "energies": printed_energies(log),
             "summary": summary,
-            "ranks": [found for found in ranks_json if found],
+            "ranks": reported,
+            "times": times,
             "blocks": [asdict(block) for block in self._referee.blocks(job.name)],
         }
         if status != "ok":

@@ -2,12 +2,12 @@
 
     python benchmarks/megatron_lm/prove.py --stock DIR --patched DIR --output OUT equality ratio
 
-Parts: `equality` of losses and gradient norms; `ratio` of iteration times, with peak memory;
-`stress` by random orders and delays; `energy` as both sides print it; `faults` that must be
-refused; `report` of all that is in OUT. What is done already is not done again, so a call that ran
-out of time is simply repeated. Another --channel than auto has a folder of its own in OUT. No clock
-is ever changed: all runs get a back end that sets nothing and ENVPIPE_FORBID_CLOCK_CONTROL=1, and
-none is started without.
+Parts: `equality` of losses and gradient norms; `ratio` of iteration times, with peak memory and
+what the units of one order predict of another; `stress` by random orders and delays; `energy` as
+both sides print it; `faults` that must be refused; `report` of all that is in OUT. What is done
+already is not done again, so a call that ran out of time is simply repeated. Another --channel than
+auto has a folder of its own in OUT. No clock is ever changed: all runs get a back end that sets
+nothing and ENVPIPE_FORBID_CLOCK_CONTROL=1, and none is started without.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from benchmarks.megatron_lm import checkouts, equality, ratio, stress
 from benchmarks.megatron_lm.jobs import Job, Site, State
 from benchmarks.megatron_lm.pool import Limits, run_jobs
 from benchmarks.megatron_lm.ratio import Keeper, Rounds
+from benchmarks.megatron_lm.unit_times import prediction_rows, unit_rows
 from envpipe_megatron.core.channel_model import CARRIERS
 
 PARTS = ("equality", "ratio", "stress", "energy", "faults", "report")
@@ -69,6 +70,7 @@ _FOR_AN_END_S = 20.0
 @click.option("--round-turns", default=5, show_default=True, help="Of an arm in a round.")
 @click.option("--turn-iterations", default=10, show_default=True, help="Of a turn of `ratio`.")
 @click.option("--warmup-iterations", default=12, show_default=True, help="Of its first turns.")
+@click.option("--microbatches", type=int, help="Of `ratio`. [default: 14; 6 on the CPU]")
 @click.option("--energy-iterations", default=60, show_default=True)
 @click.option("--stress-iterations", default=1000, show_default=True)
 @click.option("--stress-delay-ms", default=2.0, show_default=True, help="Of a unit, at most.")
@@ -151,7 +153,7 @@ class _Proof:
             turns = in_round if left % in_round == 0 else 1
             return self._limits().left_s > 1.05 * turns * longest_s + _FOR_AN_END_S
 
-        keeper = Keeper(self._state, self._rounds, str(ratio.size(self._site)))
+        keeper = Keeper(self._state, self._rounds)
         order = ratio.order(jobs)
         limits = self._limits(concurrency=len(jobs))
         run_jobs(
@@ -172,12 +174,13 @@ class _Proof:
         site, options, only = self._site, self._options, self._options["only"]
         iterations = options["iterations"] or (10 if site.cpu else 50)
         delay_s = options["stress_delay_ms"] / 1e3
+        setting = ratio.setting(site, options["microbatches"])
         makers: dict[str, Callable[[], list[Job]]] = {
             "faults": lambda: equality.fault_jobs(site),
             "equality": lambda: equality.jobs(site, iterations),
             "stress": lambda: stress.jobs(site, options["stress_iterations"], delay_s),
             "energy": lambda: ratio.energy_jobs(site, options["energy_iterations"]),
-            "ratio": lambda: ratio.jobs(site, self._state, self._rounds),
+            "ratio": lambda: ratio.jobs(site, self._state, setting, self._rounds),
         }
         asked = [part for part in makers if part in parts and part in self._parts]
         # The arms of a ratio take turns: all of them are needed.
@@ -212,7 +215,9 @@ def report(state: State, site: Site) -> dict[str, Any]:
     return {
         "machine": state.machine,
         "equality": equality.rows(state, site.cpu),
-        "ratio": ratio.ratio_rows(state, str(ratio.size(site))),
+        "ratio": ratio.ratio_rows(state),
+        "prediction": ratio.rows_of_units(state, prediction_rows),
+        "times of units": ratio.rows_of_units(state, unit_rows),
         "memory": ratio.memory_rows(state),
         "stress": stress.rows(state),
         "energy": ratio.energy_rows(state),
@@ -221,7 +226,7 @@ def report(state: State, site: Site) -> dict[str, Any]:
             {"run": name, "status": run["status"], "first error": error[1][:200] if error else ""}
             for (name, run), error in zip(failed.items(), errors.values(), strict=True)
         ],
-        "rounds": ratio.measured(state, str(ratio.size(site))),
+        "rounds": state.rounds,
         "commands": {name: run["command"] for name, run in sorted(state.runs.items())},
     }
 

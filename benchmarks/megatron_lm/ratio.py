@@ -1,5 +1,7 @@
 """Iteration time, peak memory and joules of the patched checkout against the unmodified one's.
 
+And how well the iteration of one order is predicted by the units of the other (`unit_times`).
+
 All arms are started together on the same GPUs and take short turns, in an order that is turned
 round each time, so that what drifts meets all of them alike. A round is a block of iterations of
 each arm, made of several turns.
@@ -9,8 +11,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
@@ -20,6 +22,7 @@ from benchmarks.megatron_lm.jobs import Job, Site, State
 from benchmarks.megatron_lm.models import (
     ENVPIPE,
     GPT_1_3B,
+    MAPPINGS,
     NO_EVALUATION,
     ONE_F_ONE_B,
     PP2,
@@ -27,12 +30,15 @@ from benchmarks.megatron_lm.models import (
     PP8,
     STOCK,
     TINY_ON_CPU,
+    Mapping,
+    Planned,
     Size,
     job_arguments,
     planned,
     training,
 )
 from benchmarks.megatron_lm.turns import Block
+from envpipe_megatron.core.schedule import Schedule
 
 PART = "ratio"
 ARMS = (STOCK, ONE_F_ONE_B, ENVPIPE)
@@ -56,23 +62,43 @@ class Rounds:
     warmup: int
 
 
-def size(site: Site) -> Size:
-    """The model."""
-    return TINY_ON_CPU if site.cpu else GPT_1_3B
+@dataclass(frozen=True)
+class Setting:
+    """The model and how it is spread."""
+
+    mapping: Mapping
+    size: Size
+
+    @property
+    def name(self) -> str:
+        """Such as pp4-m14, for 14 microbatches."""
+        return f"{self.mapping.name}-m{self.size.microbatches}"
+
+
+def setting(site: Site, microbatches: int | None = None) -> Setting:
+    """A stage on each GPU; by default as many microbatches as the model has."""
+    size = TINY_ON_CPU if site.cpu else GPT_1_3B
+    size = replace(size, microbatches=microbatches or size.microbatches)
+    return Setting({2: PP2, 4: PP4, 8: PP8}[site.num_gpus], size)
 
 
 def _job(
-    site: Site, name: str, arm: str, iterations: int, turns: tuple[int, ...], energy: str = ""
+    site: Site,
+    of: Setting,
+    name: str,
+    arm: str,
+    iterations: int,
+    turns: tuple[int, ...],
+    energy: str = "",
 ) -> Job:
-    mapping = {2: PP2, 4: PP4, 8: PP8}[site.num_gpus]
-    plan = planned(mapping, size(site), arm)
+    plan = planned(of.mapping, of.size, arm)
     return Job(
         name=name,
         arguments=job_arguments(
             site.cpu,
-            size(site),
-            mapping,
-            size(site).mock_data,
+            of.size,
+            of.mapping,
+            of.size.mock_data,
             training(iterations, log_interval=_LOG_INTERVAL),
             f"{NO_EVALUATION} --bf16",
             plan.arguments(_WARMUP) if plan else "",
@@ -87,16 +113,17 @@ def _job(
     )
 
 
-def jobs(site: Site, state: State, rounds: Rounds) -> list[Job]:
+def jobs(site: Site, state: State, of: Setting, rounds: Rounds) -> list[Job]:
     """One job an arm for the rounds that are still missing; none where none is."""
-    missing = rounds.count - len(measured(state, str(size(site))))
+    missing = rounds.count - len(measured(state, of.name))
     if missing <= 0:
         return []
-    number = 1 + sum(name.split("/")[0] == PART for name in state.runs) // len(ARMS)
+    start = f"{PART}/{of.name} start"
+    number = 1 + sum(name.startswith(f"{start} ") for name in state.runs) // len(ARMS)
     turns = (rounds.warmup, *[rounds.iterations] * (rounds.turns * missing))
     # One more: a turn ends where the next iteration would begin.
     iterations = sum(turns) + 1
-    return [_job(site, f"{PART}/start {number}/{arm}", arm, iterations, turns) for arm in ARMS]
+    return [_job(site, of, f"{start} {number}/{arm}", arm, iterations, turns) for arm in ARMS]
 
 
 def order(jobs_made: Sequence[Job]) -> list[str]:
@@ -111,10 +138,9 @@ def order(jobs_made: Sequence[Job]) -> list[str]:
 class Keeper:
     """Puts turns together to rounds, and each round into the state as soon as it is whole."""
 
-    def __init__(self, state: State, rounds: Rounds, model: str) -> None:
+    def __init__(self, state: State, rounds: Rounds) -> None:
         self._state = state
         self._rounds = rounds
-        self._model = model
         self._turns: dict[tuple[str, int], dict[str, list[Block]]] = {}
 
     def __call__(self, run: str, block: Block) -> None:
@@ -133,7 +159,7 @@ class Keeper:
         self._state.rounds.append(
             {
                 "start": start,
-                "model": self._model,
+                "setting": start.split()[0],
                 "iterations": iterations,
                 "turns_s": {arm: [b.time_s for b in blocks] for arm, blocks in turns.items()},
                 "iteration_time_s": {
@@ -142,23 +168,27 @@ class Keeper:
             }
         )
         self._state.save()
-        for row in ratio_rows(self._state, self._model):
-            click.echo(f"round {row['rounds']}: {row}")
+        for row in ratio_rows(self._state):
+            if row["setting"] == start.split()[0]:
+                click.echo(f"round {row['rounds']}: {row}")
 
 
-def measured(state: State, model: str) -> list[dict[str, Any]]:
-    """The rounds of a model so far."""
-    return [found for found in state.rounds if found.get("model") == model]
+def measured(state: State, name: str) -> list[dict[str, Any]]:
+    """The rounds of a setting so far."""
+    return [found for found in state.rounds if found.get("setting") == name]
 
 
-def ratio_rows(state: State, model: str) -> list[dict[str, Any]]:
-    """For each arm, its iteration time over that of unmodified Megatron; none without rounds.
+def ratio_rows(state: State) -> list[dict[str, Any]]:
+    """For each setting and arm, its iteration time over that of unmodified Megatron.
 
     The mean is geometric; interval (two-sided) and upper bound (one-sided) are at 95 %, by
     Student's t over the logarithms of the rounds' ratios.
     """
-    times = [found["iteration_time_s"] for found in measured(state, model)]
-    return [_ratio_row(times, arm) for arm in ARMS[1:] if times]
+    rows = []
+    for name in dict.fromkeys(found["setting"] for found in state.rounds if "setting" in found):
+        times = [found["iteration_time_s"] for found in measured(state, name)]
+        rows += [{"setting": name, **_ratio_row(times, arm)} for arm in ARMS[1:]]
+    return rows
 
 
 def _ratio_row(times: Sequence[dict[str, float]], arm: str) -> dict[str, Any]:
@@ -186,18 +216,48 @@ def _ratio_row(times: Sequence[dict[str, float]], arm: str) -> dict[str, Any]:
 
 
 def memory_rows(state: State) -> list[dict[str, Any]]:
-    """Peak memory of each stage in bytes, from the last start whose arms all ended well.
+    """Peak memory of each stage in bytes, from each setting's last start that ended well.
 
     `predicted` is what the package said of EnvPipe's order before it ran; the others were measured
     in the forward-backward function at the end of each arm's last turn.
     """
-    starts = sorted({name.split("/")[1] for name in state.runs if name.startswith(f"{PART}/")})
-    for start in reversed(starts):
-        runs = [state.runs.get(f"{PART}/{start}/{arm}", {}) for arm in ARMS]
-        if all(run.get("status") == "ok" for run in runs):
-            stages = (runs[-1].get("summary") or {}).get("memory") or []
-            return [_memory_row(number, stage, runs) for number, stage in enumerate(stages)]
-    return []
+    last = {start.split()[0]: runs for start, runs in _starts(state).items()}
+    return [
+        {"setting": name, **_memory_row(number, stage, runs)}
+        for name, runs in last.items()
+        for number, stage in enumerate((runs[-1].get("summary") or {}).get("memory") or [])
+    ]
+
+
+def _starts(state: State) -> dict[str, list[dict[str, Any]]]:
+    """The runs of each start whose arms all ended well, in the order of the arms."""
+    names = dict.fromkeys(name.split("/")[1] for name in state.runs if name.startswith(f"{PART}/"))
+    starts = {
+        start: [state.runs.get(f"{PART}/{start}/{arm}", {}) for arm in ARMS] for start in names
+    }
+    return {
+        start: runs
+        for start, runs in starts.items()
+        if all(run.get("status") == "ok" for run in runs)
+    }
+
+
+Rows = list[dict[str, Any]]
+
+
+def rows_of_units(
+    state: State, make: Callable[[dict[str, Any], dict[str, Schedule]], Rows]
+) -> Rows:
+    """What `unit_times` makes of each start whose arms all ended well."""
+    rows = []
+    for start, runs in _starts(state).items():
+        mapping, microbatches = start.split()[0].split("-m")
+        times = {arm: run["times"] for arm, run in zip(ARMS, runs, strict=True) if run.get("times")}
+        if ONE_F_ONE_B in times and ENVPIPE in times:
+            (spread,) = (known for known in MAPPINGS if known.name == mapping)
+            schedules = {arm: Planned(spread, int(microbatches), arm).schedule for arm in times}
+            rows += [{"start": start, **row} for row in make(times, schedules)]
+    return rows
 
 
 def _memory_row(
@@ -225,7 +285,7 @@ ENERGY_TARGET_PERCENT = 1.0
 def energy_jobs(site: Site, iterations: int) -> list[Job]:
     """One job in EnvPipe's order."""
     energy = "" if site.cpu else "--log-energy"  # it asks NVML
-    return [_job(site, ENERGY, ENVPIPE, iterations, (), energy)]
+    return [_job(site, setting(site), ENERGY, ENVPIPE, iterations, (), energy)]
 
 
 def energy_rows(state: State) -> list[dict[str, Any]]:
