@@ -67,6 +67,7 @@ class Job:
         after: the job that must have gone well before.
         plan: whose files it needs in its folder.
         stress: settings of `stress`.
+        lost: which rank is lost, and when; each rank then keeps every step as it is made.
         mark_norms: let Megatron take torch's norms for sequence parallelism, as the tests on the
             CPU do; without Apex and Transformer Engine it has no others.
         hide_package: let EnvPipe not be installed.
@@ -83,6 +84,7 @@ class Job:
     after: str | None = None
     plan: Planned | None = None
     stress: Mapping[str, Any] | None = None
+    lost: Mapping[str, Any] | None = None
     mark_norms: bool = False
     hide_package: bool = False
     refused: str | None = None
@@ -155,8 +157,11 @@ class Launch:
         return " ".join([*variables, *self.command])
 
 
-def make_launch(job: Job, site: Site, socket_path: Path) -> Launch:
-    """Write a job's files into its folder; raise HarmfulError if it might change a clock."""
+def make_launch(job: Job, site: Site, socket_path: Path, *, by_torchrun: bool = True) -> Launch:
+    """Write a job's files into its folder; raise HarmfulError if it might change a clock.
+
+    Without torchrun, the command is that of each rank, which needs its place in the environment.
+    """
     folder = job.folder(site)
     checkout = (site.patched if job.patched else site.stock).resolve()
     description = {
@@ -167,6 +172,7 @@ def make_launch(job: Job, site: Site, socket_path: Path) -> Launch:
         "turns": job.turns,
         "iterations": job.iterations,
         "stress": job.stress,
+        "keeps_steps": job.lost is not None,
         "hide_package": job.hide_package,
         "cpu_run": str(CPU_RUN) if site.cpu else None,
         "mark_norms": str(CPU_RUN) if job.mark_norms and not site.cpu else None,
@@ -182,11 +188,12 @@ def make_launch(job: Job, site: Site, socket_path: Path) -> Launch:
     ]
     if "--envpipe" in arguments:
         arguments += ["--envpipe-channel", site.channel]
-    command = [sys.executable, "-m", "torch.distributed.run"]
-    command += ["--nproc-per-node", str(job.num_ranks)]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
-    # Together, the ranks would write into each other's lines.
-    command += ["--redirects", "3", "--log-dir", str(folder / "ranks")]
+    command = [sys.executable]
+    if by_torchrun:
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(job.num_ranks)]
+        command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+        # Together, the ranks would write into each other's lines.
+        command += ["--redirects", "3", "--log-dir", str(folder / "ranks")]
     command += [str(Path(__file__).with_name("entry.py")), str(folder / "job.json"), *arguments]
     launch = Launch(tuple(command), _environment(job, site))
     check_harmless(launch)
@@ -236,7 +243,7 @@ def _environment(job: Job, site: Site) -> dict[str, str]:
 _PORTS = itertools.cycle(range(15000, 30000))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that nobody has, and another each time."""
     for port in _PORTS:
         with socket.socket() as probe, suppress(OSError):

@@ -4,10 +4,11 @@
 
 Parts: `equality` of losses and gradient norms; `ratio` of iteration times, with peak memory and
 what the units of one order predict of another; `stress` by random orders and delays; `energy` as
-both sides print it; `faults` that must be refused; `report` of all that is in OUT. What is done
-already is not done again, so a call that ran out of time is simply repeated. Another --channel than
-auto has a folder of its own in OUT. No clock is ever changed: all runs get a back end that sets
-nothing and ENVPIPE_FORBID_CLOCK_CONTROL=1, and none is started without.
+both sides print it; `faults` that must be refused; `lost`, what others do when a rank is killed or
+stopped; `report` of all that is in OUT. What is done already is not done again, so a call that ran
+out of time is simply repeated. Another --channel than auto has a folder of its own in OUT. No clock
+is ever changed: all runs get a back end that sets nothing and ENVPIPE_FORBID_CLOCK_CONTROL=1, and
+none is started without.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ import click
 import torch
 
 from benchmarks.claims import markdown_line
-from benchmarks.megatron_lm import checkouts, equality, ratio, stress
+from benchmarks.megatron_lm import checkouts, equality, lost, ratio, stress
 from benchmarks.megatron_lm.jobs import Job, Site, State
 from benchmarks.megatron_lm.pool import Limits, run_jobs
 from benchmarks.megatron_lm.ratio import Keeper, Rounds
 from benchmarks.megatron_lm.unit_times import prediction_rows, unit_rows
 from envpipe_megatron.core.channel_model import CARRIERS
 
-PARTS = ("equality", "ratio", "stress", "energy", "faults", "report")
+PARTS = ("equality", "ratio", "stress", "energy", "faults", "lost", "report")
 #: Kept of the time that a call may take, for logs and report, s.
 _FOR_THE_END_S = 15.0
 #: Of all packed logs, bytes; an archive that is too large does not come back from some machines.
@@ -129,6 +130,7 @@ class _Proof:
         # one alone computed; none did that had the GPUs for itself.
         alone = self._limits(concurrency=1)
         run_jobs(self._site, self._state, self._jobs("stress", "energy"), alone)
+        lost.run_jobs(self._site, self._state, self._jobs("lost"), alone)
         self._take_turns(self._jobs("ratio"))
 
     def show(self) -> None:
@@ -179,6 +181,7 @@ class _Proof:
             "faults": lambda: equality.fault_jobs(site),
             "equality": lambda: equality.jobs(site, iterations),
             "stress": lambda: stress.jobs(site, options["stress_iterations"], delay_s),
+            "lost": lambda: lost.jobs(site),
             "energy": lambda: ratio.energy_jobs(site, options["energy_iterations"]),
             "ratio": lambda: ratio.jobs(site, self._state, setting, self._rounds),
         }
@@ -220,6 +223,7 @@ def report(state: State, site: Site) -> dict[str, Any]:
         "times of units": ratio.rows_of_units(state, unit_rows),
         "memory": ratio.memory_rows(state),
         "stress": stress.rows(state),
+        "lost": lost.rows(state),
         "energy": ratio.energy_rows(state),
         "faults": equality.fault_rows(state),
         "not well": [
