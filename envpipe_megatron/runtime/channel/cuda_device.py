@@ -120,8 +120,12 @@ class CudaStream:
 
     def require(self, word: Word) -> None:
         """By an assertion on the device: where it fails, the context runs nothing any more."""
-        with torch.cuda.stream(self._stream):
-            torch._assert_async(self._pages[word.page].word(word.offset))
+        intact = self._pages[word.page].word(word.offset)
+        if self._stream == torch.cuda.current_stream():
+            torch._assert_async(intact)
+        else:
+            with torch.cuda.stream(self._stream):
+                torch._assert_async(intact)
 
     def write(self, word: Word, value: int) -> None:
         """By the GPU's front end, after a fence over the whole system."""
