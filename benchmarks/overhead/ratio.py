@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 #: Of `Bench`: the model, and how often both run it.
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "layers": 4, "hidden": 256, "sequence": 128, "microbatch_size": 1, "num_microbatches": 8,
     "blocks": 12, "block_iterations": 2, "steps": 2, "carrier": "auto",
 }  # fmt: skip

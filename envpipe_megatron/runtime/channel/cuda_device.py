@@ -15,7 +15,7 @@ from envpipe_megatron.runtime.channel.flag_page import FlagPage, Word
 from envpipe_megatron.runtime.channel.puts import Stream
 
 try:
-    from cuda.bindings import driver  # type: ignore[import-not-found]  # an extra
+    from cuda.bindings import driver
 except ImportError:
     driver = None
 

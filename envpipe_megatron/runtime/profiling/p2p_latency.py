@@ -26,9 +26,9 @@ def measure_p2p_latency_s(
     mean of both directions. It holds what a hop costs on the host, too.
 
     A stage serves the boundary before it first, then measures the one after it, so boundaries are
-    measured one after another without any barrier. Of the two stages of a boundary each has one
-    receive posted and sends only what the other has posted a receive for: with any channel that
-    training runs on, no order of arrival can stop it.
+    measured one after another without any barrier. Of the two stages of a boundary each sends only
+    what the other expects next: with any channel that training runs on, no order of arrival can
+    stop it.
 
     It is 0 on the last stage, which has no next one, and on emulated GPUs.
     """

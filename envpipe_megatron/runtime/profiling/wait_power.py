@@ -55,8 +55,9 @@ def measure_wait_power(
 ) -> float:
     """Hold the pipeline once, between two iterations, and give this GPU's power in W.
 
-    Every stage posts a receive from a neighbour that sends only after a while; on a GPU the receive
-    spins meanwhile, as it does in a bubble. NaN if the meter failed: all ranks decide together.
+    Every stage expects a message from a neighbour that sends only after a while, and idles until
+    then; a receive that is posted ahead spins meanwhile, as it does in a bubble. NaN if the meter
+    failed: all ranks decide together.
     """
     receives, sends = (Kind.FORWARD, []) if stage else (Kind.BACKWARD, [])
     if stage + 1 < num_stages:
