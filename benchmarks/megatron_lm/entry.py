@@ -4,7 +4,8 @@
 
 No file of the checkout is touched: `train_step` is wrapped in memory, to take turns with the ranks
 of other jobs and to record losses and gradient norms. envpipe_megatron is imported only where
---envpipe is among the arguments, so that what a checkout imports by itself can be seen.
+--envpipe is among the arguments, so that what a checkout imports by itself can be seen. What
+EnvPipe refuses until it is proven is lifted here, in memory, for jobs that are to prove it.
 """
 
 from __future__ import annotations
@@ -186,6 +187,10 @@ def main() -> None:
             # The first turn is the warm-up.
             first = job["turns"][0] if job["turns"] else math.inf
             observe_session(recorder, lambda: turns.begun > first)
+        for feature in job["lifts"]:
+            from envpipe_megatron.integrations.megatron_lm.refusals import REFUSED
+
+            del REFUSED[feature]  # type: ignore[attr-defined]  # a dictionary
         if job["stress"] is not None:
             from benchmarks.megatron_lm.stress import install
 

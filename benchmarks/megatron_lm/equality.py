@@ -40,9 +40,19 @@ _FP16 = (
 )
 
 
+#: Experts of Megatron's own, one after another, which need no Transformer Engine.
+_EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --disable-bias-linear"
+)
+
+
 @dataclass(frozen=True)
 class Setting:
-    """One job that all arms train; `checkpoints` is a format to save, end and load half-way."""
+    """One job that all arms train; `checkpoints` is a format to save, end and load half-way.
+
+    `lifts` are refusals of EnvPipe that do not count.
+    """
 
     name: str
     mapping: Mapping
@@ -50,6 +60,7 @@ class Setting:
     arms: tuple[str, ...] = (STOCK, ONE_F_ONE_B, ENVPIPE)
     checkpoints: str | None = None
     corpus: bool = False
+    lifts: tuple[str, ...] = ()
 
 
 def size_of(cpu: bool) -> Size:
@@ -81,6 +92,13 @@ def settings(num_gpus: int, cpu: bool) -> list[Setting]:
         Setting("restart-pp4", PP4, (_BF16,), checkpoints="torch"),
         Setting("fp32-pp2", PP2, ()),
         Setting("restart-pp2dp2-distopt", PP2DP2, (_BF16, overlapped), checkpoints="torch_dist"),
+        Setting("moe-pp2", PP2, (_BF16, _EXPERTS), lifts=("mixture of experts",)),
+        Setting(
+            "moe-pp2ep2",
+            PP2DP2,
+            (_BF16, _EXPERTS, "--expert-model-parallel-size 2"),
+            lifts=("mixture of experts", "expert parallelism"),
+        ),
     ]
     return [setting for setting in made if setting.mapping.num_ranks <= num_gpus]
 
@@ -116,6 +134,7 @@ def _jobs_of(setting: Setting, arm: str, site: Site, iterations: int) -> list[Jo
         patched=arm != STOCK,
         environment=setting.mapping.environment,
         plan=plan,
+        lifts=setting.lifts if plan else (),
         mark_norms="--sequence-parallel" in setting.features,
     )
     if setting.checkpoints is None:

@@ -71,6 +71,7 @@ class Job:
         mark_norms: let Megatron take torch's norms for sequence parallelism, as the tests on the
             CPU do; without Apex and Transformer Engine it has no others.
         hide_package: let EnvPipe not be installed.
+        lifts: features that EnvPipe refuses and is to run nevertheless, by their names in REFUSED.
         refused: what the log must say of a job that must not start; else it must end well.
     """
 
@@ -87,6 +88,7 @@ class Job:
     lost: Mapping[str, Any] | None = None
     mark_norms: bool = False
     hide_package: bool = False
+    lifts: tuple[str, ...] = ()
     refused: str | None = None
     limit_s: float = 300.0
 
@@ -174,6 +176,7 @@ def make_launch(job: Job, site: Site, socket_path: Path, *, by_torchrun: bool = 
         "stress": job.stress,
         "keeps_steps": job.lost is not None,
         "hide_package": job.hide_package,
+        "lifts": job.lifts,
         "cpu_run": str(CPU_RUN) if site.cpu else None,
         "mark_norms": str(CPU_RUN) if job.mark_norms and not site.cpu else None,
     }

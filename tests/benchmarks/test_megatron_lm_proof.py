@@ -21,6 +21,7 @@ from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.integrations.megatron_lm.refusals import REFUSED
 
 pytest.importorskip("torch")
 from benchmarks.megatron_lm import equality, lost, prove, ratio, stress, unit_times
@@ -607,6 +608,18 @@ def test_envpipes_jobs_get_the_channel_that_is_asked_for(channel, site):
         command = make_launch(job, site, Path("socket")).command
         given = [b for a, b in pairwise(command) if a == "--envpipe-channel"]
         assert given == channels
+
+
+def test_refusals_are_lifted_for_envpipes_arms_of_experts_alone(site):
+    four = equality.jobs(replace(site, num_gpus=4), 5)
+    lifted = {job.name: set(job.lifts) for job in four if job.lifts}
+    experts = {"mixture of experts"}
+    assert lifted == {
+        f"equality/{name}/{arm}": lifts
+        for name, lifts in (("moe-pp2", experts), ("moe-pp2ep2", experts | {"expert parallelism"}))
+        for arm in (ONE_F_ONE_B, ENVPIPE)
+    }
+    assert experts | {"expert parallelism"} <= set(REFUSED)
 
 
 def test_orders_of_the_arms(site):
