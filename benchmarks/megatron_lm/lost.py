@@ -94,8 +94,8 @@ def jobs(site: Site) -> list[Job]:
 def run_jobs(site: Site, state: State, made: Sequence[Job], limits: Limits) -> None:
     """Run what is not done yet, one job after the other."""
     for job in made:
-        before = state.runs.get(job.after or "", {"status": "ok"})
-        if state.done(job) or before["status"] != "ok" or limits.left_s < limits.least_s:
+        before = state.runs.get(job.after, {}) if job.after else {"status": "ok"}
+        if state.done(job) or before.get("status") != "ok" or limits.left_s < limits.least_s:
             continue
         began_s = time.monotonic()
         found = _Run(job, site, limits).run(before.get("steps"))

@@ -388,6 +388,8 @@ def test_a_lost_rank_and_what_the_other_made_without_it(left_loss, outcome, site
         after=whole.name,
         lost={"signal": "SIGKILL", "rank": 1, "iteration": 7, "instant": 0.5},
     )
+    lost.run_jobs(site, state, [killed], _limits())
+    assert not state.runs  # there is nothing to compare with
     lost.run_jobs(site, state, [whole, killed], _limits())
     assert state.runs[whole.name]["status"] == "ok"
     assert [len(made) for made in state.runs[whole.name]["steps"]] == [60, 60]
