@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ except ImportError:
 _REGISTER_FLAGS = 1 | 2
 #: CU_STREAM_WAIT_VALUE_GEQ, and a write that comes after all before it.
 _WAIT_GEQ = _WRITE_DEFAULT = 0
+#: For a process that has lost a neighbour to end by itself.
+_GRACE_S = 15.0
 
 
 def obstacle() -> str | None:
@@ -39,7 +41,7 @@ class CudaDevice:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._groups: dict[str, ProcessGroup] = {}
         self._shared: dict[str, tuple[Any, ...]] = {}
-        self._pages: dict[FlagPage, _Page] = {}
+        self._pages: dict[FlagPage, int] = {}
         # One for all: a stream waits for what it stood for when the wait was enqueued.
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
 
@@ -49,7 +51,7 @@ class CudaDevice:
         _call(driver.cuMemHostRegister, page.address, page.num_bytes, _REGISTER_FLAGS)
         # What is mapped there later is else taken for this memory, in copies to the GPU too.
         weakref.finalize(page, driver.cuMemHostUnregister, page.address).atexit = False
-        self._pages[page] = _Page(int(_call(driver.cuMemHostGetDevicePointer, page.address, 0)))
+        self._pages[page] = int(_call(driver.cuMemHostGetDevicePointer, page.address, 0))
 
     def share(self, name: str, side: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory of both sides, by torch's symmetric memory."""
@@ -75,38 +77,28 @@ class CudaDevice:
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch's
         return CudaStream(stream, self._pages, self._event)
 
-    def abandon(self) -> None:
-        """Leave shared memory to the system: torch's way to free it waits for the device.
+    def bind_thread(self) -> None:
+        """A new thread is on device 0, and would open a context there."""
+        torch.cuda.set_device(self._device)
 
-        Where that refuses all work, the process would be aborted, and perhaps leave its memory in a
-        file. So Python never frees it, and what C++ frees after Python has ended is left out.
+    def abandon(self) -> None:
+        """End this process in a while, if it has not ended by itself, without waiting for a stream.
+
+        torch frees shared memory when the device has done all its work: so Python never frees it,
+        and what C++ does when Python has ended is left out. Whatever else waits for the device, code
+        inside of a unit or a communicator's end, is ended with all threads' stacks on stderr.
         """
-        for objects in self._shared.values():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(objects))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         library = ctypes.CDLL(None)
         library.on_exit(library._exit, None)
-
-
-class _Page:
-    """A page on the device, and its words as tensors that kernels read."""
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-        self.words: dict[int, torch.Tensor] = {}
-
-    def word(self, offset: int) -> torch.Tensor:
-        if offset not in self.words:
-            at = {"shape": (1,), "typestr": "<i4", "data": (self.address + offset, False)}
-            interface = SimpleNamespace(__cuda_array_interface__={**at, "version": 2})
-            self.words[offset] = torch.as_tensor(interface, device="cuda")
-        return self.words[offset]
+        faulthandler.dump_traceback_later(_GRACE_S, exit=True)
 
 
 class CudaStream:
     """A stream of torch's."""
 
     def __init__(
-        self, stream: torch.cuda.Stream, pages: dict[FlagPage, _Page], event: torch.cuda.Event
+        self, stream: torch.cuda.Stream, pages: dict[FlagPage, int], event: torch.cuda.Event
     ) -> None:
         self._stream = stream
         self._pages = pages
@@ -114,22 +106,13 @@ class CudaStream:
 
     def wait(self, word: Word, value: int) -> None:
         """By the GPU's front end, which takes no SM and sees a host's store too."""
-        at = self._pages[word.page].address + word.offset
+        at = self._pages[word.page] + word.offset
         value &= 0xFFFFFFFF
         _call(driver.cuStreamWaitValue32, self._stream.cuda_stream, at, value, _WAIT_GEQ)
 
-    def require(self, word: Word) -> None:
-        """By an assertion on the device: where it fails, the context runs nothing any more."""
-        intact = self._pages[word.page].word(word.offset)
-        if self._stream == torch.cuda.current_stream():
-            torch._assert_async(intact)
-        else:
-            with torch.cuda.stream(self._stream):
-                torch._assert_async(intact)
-
     def write(self, word: Word, value: int) -> None:
         """By the GPU's front end, after a fence over the whole system."""
-        at = self._pages[word.page].address + word.offset
+        at = self._pages[word.page] + word.offset
         value &= 0xFFFFFFFF
         _call(driver.cuStreamWriteValue32, self._stream.cuda_stream, at, value, _WRITE_DEFAULT)
 

@@ -1,7 +1,6 @@
 """Words of memory that two processes of one machine and the streams of their GPUs share.
 
-They lie in host memory, where a host can set one whatever its GPU does: a stream that waits for a
-word which never comes is let go by a plain store.
+They lie in host memory, where a host can look whatever its GPU does.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ _WORD_BYTES = 64
 _FOLDER = Path("/dev/shm")
 
 #: Words by what they say, each of side 0 and side 1 in turn: messages that the side has put into
-#: the other's memory and messages that it has taken; whether its streams may go on; and, plus one,
-#: the stage that it was told is lost.
-PUT, TAKEN, INTACT, TOLD = 0, 2, 4, 6
+#: the other's memory and messages that it has taken; and, plus one, the stage that it was told is
+#: lost.
+PUT, TAKEN, TOLD = 0, 2, 4
 
 
 def create_page_file() -> Path:
@@ -40,7 +39,7 @@ class FlagPage:
 
     Args:
         path: by `create_page_file`.
-        side: 0 or 1; the streams of this side may go on from here on.
+        side: 0 or 1.
 
     Raises:
         OSError: the file is not there, as in another container, or cannot be locked.
@@ -56,7 +55,6 @@ class FlagPage:
         #: Where the page begins in this process.
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.num_bytes = _BYTES
-        self.own(INTACT).set(1)
 
     def own(self, what: int) -> Word:
         """A word of this side."""

@@ -8,8 +8,8 @@ copies into the neighbour's memory (`puts`), or sends and receives (`transfers`)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from envpipe_megatron.runtime.channel.messages import StageSpecs
 from envpipe_megatron.runtime.channel.puts import PutSide
 
 __all__ = ["ChannelError", "P2PChannel"]
+
+T = TypeVar("T")
 
 
 class P2PChannel:
@@ -137,16 +139,10 @@ class P2PChannel:
         """What a schedule's messages would take of this rank's memory beyond what they take."""
         return 0 if self._side is None else self._side.more_bytes(schedule)
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Raise ChannelError in place of what the device says when messages do not come.
+    def unless_lost(self, wait: Callable[[], T]) -> T:
+        """What a call that waits for the device returns.
 
-        A lost message ends all that was enqueued behind it, which the host sees wherever it next
-        waits for the device.
+        Raises:
+            ChannelError: a neighbour is lost, and the call would never return.
         """
-        try:
-            yield
-        except RuntimeError as error:
-            if self._side is not None and (loss := self._side.loss()) is not None:
-                raise loss from error
-            raise
+        return wait() if self._side is None else self._side.unless_lost(wait)

@@ -10,7 +10,7 @@ when the one before has left. So a stage is never further ahead than the bounded
 unit, and with a single hardware queue. Every wait is for something that was enqueued before it in
 the order of the schedule.
 
-What never comes ends the job and nothing else: see `PutSide`.
+What becomes of a message that never comes: see `PutSide`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Protocol
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from envpipe_megatron.core.channel_model import slots_of
 from envpipe_megatron.core.schedule import Schedule, Unit
 from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers
-from envpipe_megatron.runtime.channel.flag_page import INTACT, PUT, TAKEN, TOLD, FlagPage, Word
+from envpipe_megatron.runtime.channel.flag_page import PUT, TAKEN, TOLD, FlagPage, Word
 from envpipe_megatron.runtime.channel.messages import TensorSpec
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Of a GPU's memory, the most that slots take, unless an order needs more to finish.
 MEMORY_SHARE = 0.01
@@ -47,9 +51,6 @@ class Stream(Protocol):
 
     def wait(self, word: Word, value: int) -> None:
         """What follows waits until the word has counted to a value."""
-
-    def require(self, word: Word) -> None:
-        """Nothing that follows, on any stream of this process, runs if the word is 0."""
 
     def write(self, word: Word, value: int) -> None:
         """Set the word when all before has been done and can be seen by others."""
@@ -79,18 +80,21 @@ class Device(Protocol):
     def new_stream(self) -> Stream:
         """One of its own."""
 
+    def bind_thread(self) -> None:
+        """Let another thread wait for this device."""
+
     def abandon(self) -> None:
-        """Never free what a device that runs nothing any more cannot free."""
+        """The process is to end, and its streams never will."""
 
 
 class PutSide:
     """What the one-sided carriers of a rank share: the device, slots, and the watch over losses.
 
     A neighbour is lost whose process is gone, or from which nothing came for the time-out while
-    this rank waited. Then, in this order: both neighbours are told, so that a pipeline ends at
-    once; this rank's streams are forbidden to go on; their waits are let go. The device refuses
-    all that was enqueued behind, so nothing is made of a message that never came, here or where its
-    result would have gone; and whoever waits for the device gets an error (`P2PChannel.explained`).
+    this rank waited. Then the other neighbours are told, so that a pipeline ends at once, and the
+    host raises ChannelError. The streams are never let go: so nothing that was enqueued behind the
+    message that never came will run, and nothing of it can reach a replica or the weights. The
+    process has a short while to end by itself.
 
     Args:
         timeout: time without a sign of a neighbour that one waits for.
@@ -105,6 +109,7 @@ class PutSide:
         self.carriers: list[PutCarrier] = []
         self._loss: ChannelError | None = None
         self._looking = threading.Lock()
+        self._waits: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
 
     def prepare_for(self, schedule: Schedule) -> None:
         """Have as many slots as a schedule asks for, from the next step on."""
@@ -120,7 +125,21 @@ class PutSide:
 
     def watch(self) -> None:
         """Look after the neighbours until the process ends."""
-        threading.Thread(target=self._keep_looking, name="envpipe-channel", daemon=True).start()
+        for work in (self._keep_looking, self._keep_waiting):
+            threading.Thread(target=work, name="envpipe-channel", daemon=True).start()
+
+    def unless_lost(self, wait: Callable[[], T]) -> T:
+        """What a call that waits for the device returns; ChannelError: a neighbour is lost.
+
+        The call is made by another thread, since one for a message that never comes never returns.
+        """
+        result: Future[T] = Future()
+        self._waits.put((wait, result))
+        while True:
+            try:
+                return result.result(_LOOKS_EVERY_S)
+            except TimeoutError:
+                self.check()
 
     def check(self) -> None:
         """Raise ChannelError if a loss is known."""
@@ -143,16 +162,21 @@ class PutSide:
         while self.loss() is None:
             never.wait(_LOOKS_EVERY_S)
 
+    def _keep_waiting(self) -> None:
+        self.device.bind_thread()
+        while True:
+            wait, result = self._waits.get()
+            try:
+                result.set_result(wait())
+            except BaseException as error:  # it is raised where the result is asked for
+                result.set_exception(error)
+
     def _lose(self, error: ChannelError, stage: int) -> None:
+        self.device.abandon()
         self._loss = error
         logger.error("%s", error)
         for carrier in self.carriers:
             carrier.tell(stage)
-        self.device.abandon()
-        for carrier in self.carriers:
-            carrier.stop()
-        for carrier in self.carriers:
-            carrier.let_go()
 
 
 class PutCarrier:
@@ -285,22 +309,11 @@ class PutCarrier:
     def tell(self, stage: int) -> None:
         """Tell the other side that a stage is lost."""
         self._page.others(TOLD).set(stage + 1)
-        self._page.others(INTACT).set(0)
-
-    def stop(self) -> None:
-        """Let no stream go on behind a wait."""
-        self._page.own(INTACT).set(0)
-
-    def let_go(self) -> None:
-        """End the waits."""
-        for word, value in self._awaited.items():
-            word.set(value)
 
     def _wait(self, stream: Stream, word: Word, value: int) -> None:
         self._awaited[word] = value
         if not word.has(value):  # what has come needs no wait, which would cost the host time
             stream.wait(word, value)
-            stream.require(self._page.own(INTACT))
 
     def _resize(self, slots: int, slot_bytes: int) -> None:
         """Have as much memory at least; both sides agree, for they were told the same."""

@@ -88,7 +88,8 @@ class StageRun:
 
     def end(self) -> StageRecord:
         """All units have been handed over: wait for the last, and read the times."""
-        record = self._executor.end_iteration()
-        if self._channel is not None:
-            self._channel.end_step()
+        if self._channel is None:
+            return self._executor.end_iteration()
+        record = self._channel.unless_lost(self._executor.end_iteration)
+        self._channel.end_step()
         return record

@@ -194,9 +194,7 @@ class Session:
         run = self._open(num_microbatches, specs, None, self._channel)
         schedule = run.order.schedule
         work = self._memory.watched(make_work)(schedule)
-        with self._channel.explained():
-            record = execute(schedule, self._stage, work, run)
-        return self._close(run, record)
+        return self._close(run, execute(schedule, self._stage, work, run))
 
     def open_iteration(self, kept_order: Schedule, specs: StageSpecs) -> StageRun:
         """Begin an iteration whose units and messages the framework runs; as `run_iteration`.
