@@ -25,6 +25,7 @@ _REGISTER_FLAGS = 1 | 2
 _WAIT_GEQ = _WRITE_DEFAULT = 0
 #: For a process that has lost a neighbour to end by itself.
 _GRACE_S = 15.0
+_STDERR = 2
 
 
 def obstacle() -> str | None:
@@ -85,13 +86,13 @@ class CudaDevice:
         """End this process in a while, if it has not ended by itself, without waiting for a stream.
 
         torch frees shared memory when the device has done all its work: so Python never frees it,
-        and what C++ does when Python has ended is left out. Whatever else waits for the device, code
-        inside of a unit or a communicator's end, is ended with all threads' stacks on stderr.
+        and what C++ does when Python has ended is left out. Whatever else waits for the device,
+        such as code inside of a unit, is ended with all threads' stacks on stderr.
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         library = ctypes.CDLL(None)
         library.on_exit(library._exit, None)
-        faulthandler.dump_traceback_later(_GRACE_S, exit=True)
+        faulthandler.dump_traceback_later(_GRACE_S, exit=True, file=_STDERR)
 
 
 class CudaStream:

@@ -113,7 +113,8 @@ class _Maker:
         if side is not None:
             side.watch()
         by_nccl = [
-            f"NCCL between stages {b} and {(b + 1) % len(self._ranks)} ({why})"
+            f"NCCL between stages {b} and {(b + 1) % len(self._ranks)}, whose waits slow the units "
+            f"beside them ({why})"
             for b, why in sorted(obstacles.items())
         ]
         one_sided = ["one-sided copies"] * (len(obstacles) < len(self._boundaries))
