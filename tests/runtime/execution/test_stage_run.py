@@ -57,6 +57,9 @@ class Parts:
         self.calls.append("end")
         return "record"
 
+    def unless_lost(self, wait: Any) -> Any:
+        return wait()
+
     def end_step(self) -> None:
         self.calls.append("end step")
 
