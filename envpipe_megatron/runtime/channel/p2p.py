@@ -57,7 +57,6 @@ class P2PChannel:
         #: words of `channel_model`; None if sends never do.
         self.capacity = capacity
         self.about = about
-        self._schedule: Schedule | None = None
 
     def begin_step(self, schedule: Schedule, specs: StageSpecs) -> None:
         """Prepare for one execution of a schedule.
@@ -75,9 +74,8 @@ class P2PChannel:
                 "Messages of varying shape need several hardware queues",
                 remedy=f"Set {QUEUES_VARIABLE}=8.",
             )
-        if self._side is not None and schedule is not self._schedule:
-            self._side.prepare_for(schedule)
-            self._schedule = schedule
+        if self._side is not None:
+            self._side.schedule = schedule
         receives = schedule.receives[self._stage]
         backward = schedule.is_backward[self._stage]
         self.expect(

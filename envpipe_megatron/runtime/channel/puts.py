@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent import futures
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
@@ -105,15 +105,12 @@ class PutSide:
         self.device = device
         self.timeout_s = timeout.total_seconds()
         self._budget_bytes = budget_bytes
+        #: The order of the step that begins, which says how many slots there must be.
         self.schedule: Schedule | None = None
         self.carriers: list[PutCarrier] = []
         self._loss: ChannelError | None = None
         self._looking = threading.Lock()
-        self._waits: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-
-    def prepare_for(self, schedule: Schedule) -> None:
-        """Have as many slots as a schedule asks for, from the next step on."""
-        self.schedule = schedule
+        self._waits: SimpleQueue[tuple[Callable[[], Any], futures.Future[Any]]] = SimpleQueue()
 
     def slots(self, schedule: Schedule, slot_bytes: int) -> int:
         """How many a boundary has for a schedule."""
@@ -133,13 +130,11 @@ class PutSide:
 
         The call is made by another thread, since one for a message that never comes never returns.
         """
-        result: Future[T] = Future()
+        result: futures.Future[T] = futures.Future()
         self._waits.put((wait, result))
-        while True:
-            try:
-                return result.result(_LOOKS_EVERY_S)
-            except TimeoutError:
-                self.check()
+        while not futures.wait([result], _LOOKS_EVERY_S).done:
+            self.check()
+        return result.result()
 
     def check(self) -> None:
         """Raise ChannelError if a loss is known."""
@@ -158,9 +153,8 @@ class PutSide:
         return self._loss
 
     def _keep_looking(self) -> None:
-        never = threading.Event()
         while self.loss() is None:
-            never.wait(_LOOKS_EVERY_S)
+            time.sleep(_LOOKS_EVERY_S)
 
     def _keep_waiting(self) -> None:
         self.device.bind_thread()

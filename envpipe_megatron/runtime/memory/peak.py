@@ -206,7 +206,11 @@ class JobMemory:
 
         def reserve() -> bool:
             predicted.extend(s.predicted_peak_bytes(n) for s, n in zip(stages, peaks, strict=True))
-            self._say(f"memory: in flight {plain(peaks)}, predicted peak {_gib(predicted)} GiB")
+            messages = f", beside {more_bytes / 2**20:.0f} MiB more for messages"
+            self._say(
+                f"memory: in flight {plain(peaks)}, predicted peak {_gib(predicted)} GiB"
+                + messages * bool(more_bytes)
+            )
             for number, (stage, bytes_) in enumerate(zip(stages, predicted, strict=True)):
                 most = stage.baseline_peak_bytes + stage.room_bytes - more_bytes
                 if bytes_ > (1 + RELATIVE_TOLERANCE) * most:
