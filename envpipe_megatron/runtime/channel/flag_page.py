@@ -9,7 +9,8 @@ import ctypes
 import fcntl
 import mmap
 import os
-import tempfile
+import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,11 +28,14 @@ PUT, TAKEN, TOLD = 0, 2, 4
 
 
 def create_page_file() -> Path:
-    """A file for a page, which `FlagPage` of both sides opens; remove it then."""
-    handle, path = tempfile.mkstemp(prefix="envpipe-channel-", dir=_FOLDER)
-    os.ftruncate(handle, _BYTES)
-    os.close(handle)
-    return Path(path)
+    """A file for a page, which `FlagPage` of both sides opens, and which is removed then.
+
+    Where it cannot be made, neither side will find it.
+    """
+    path = _FOLDER / f"envpipe-channel-{uuid.uuid4().hex}"
+    with suppress(OSError):
+        path.write_bytes(bytes(_BYTES))
+    return path
 
 
 class FlagPage:
@@ -42,7 +46,7 @@ class FlagPage:
         side: 0 or 1.
 
     Raises:
-        OSError: the file is not there, as in another container, or cannot be locked.
+        OSError: the file is not there, as on another machine, or cannot be locked.
     """
 
     def __init__(self, path: Path, side: int) -> None:

@@ -161,12 +161,14 @@ class _Maker:
                     if boundary not in obstacles:
                         try:
                             step(boundary)
+                        except FileNotFoundError:
+                            failed[boundary] = "no common /dev/shm: other machines or containers"
                         except (OSError, RuntimeError) as error:
                             failed[boundary] = str(error).splitlines()[0]
                 for failures in self._collectives.in_pipeline(failed):
                     obstacles |= failures
         finally:
-            path.unlink()
+            path.unlink(missing_ok=True)
         side.carriers = [put[b] for b in self._own if b not in obstacles]
         for boundary in self._own:
             if boundary not in obstacles:
