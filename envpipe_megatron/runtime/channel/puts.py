@@ -230,7 +230,10 @@ class PutCarrier:
         if schedule is not self._sized_for or slot_bytes > self._slot_bytes:
             self._sized_for = schedule
             slots = 1 if schedule is None else self._side.slots(schedule, slot_bytes)
-            self._resize(slots, slot_bytes)
+            try:
+                self._resize(slots, slot_bytes)
+            except RuntimeError as error:
+                raise self._peers.lost("making memory for messages with it", error) from error
 
     def more_bytes(self, schedule: Schedule) -> int:
         """As `PutSide`'s, of this boundary."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from rank_threads import RankThreads, ThreadCollectives
+from taking_turns import Turns
 
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.runtime.channel import links
@@ -20,8 +20,23 @@ from envpipe_megatron.runtime.channel.p2p import P2PChannel
 SECONDS = timedelta(seconds=9)
 
 
+class PipelineCollectives:
+    """Of `Collectives`, what the channel's making calls."""
+
+    def __init__(self, turns: Turns, pipeline: Sequence[int], size: int) -> None:
+        self._turns, self._members, self._size = turns, list(pipeline), size
+        self.stage = self._members.index(turns.rank)
+        self.pipeline = f"hosts of {self._members}"
+
+    def in_pipeline(self, value: Any) -> list[Any]:
+        return self._turns.gather(self._members, value, "in_pipeline")
+
+    def on_all(self, holds: bool) -> bool:
+        return all(self._turns.gather(range(self._size), holds, "on_all"))
+
+
 class MadeUpJob:
-    """Pipelines whose ranks are threads and lie as Megatron's, with torch's groups made up.
+    """Pipelines of one process whose ranks lie as Megatron's, with torch's groups made up.
 
     Args:
         stages: of each pipeline.
@@ -36,8 +51,9 @@ class MadeUpJob:
         pipelines: int = 1,
         backend: str = "nccl",
     ) -> None:
-        self.ranks = RankThreads(stages * pipelines)
-        self.pipelines = [range(n, self.ranks.size, pipelines) for n in range(pipelines)]
+        self.turns = Turns()
+        self.size = stages * pipelines
+        self.pipelines = [range(n, self.size, pipelines) for n in range(pipelines)]
         #: Of each rank: the groups that it helped to make, and its first exchanges in them.
         self.groups: dict[int, list[Any]] = defaultdict(list)
         self.exchanges: dict[int, list[Any]] = defaultdict(list)
@@ -45,7 +61,7 @@ class MadeUpJob:
         made_up = {
             "get_backend": lambda group: backend,
             "get_process_group_ranks": lambda group: list(group),
-            "get_world_size": lambda: self.ranks.size,
+            "get_world_size": lambda: self.size,
             "all_gather_object": self._all_gather,
             "ProcessGroupNCCL": SimpleNamespace(Options=_Options),
             "new_group": self._new_group,
@@ -56,7 +72,7 @@ class MadeUpJob:
             monkeypatch.setattr(dist, name, function, raising=False)
         cuda = SimpleNamespace(
             current_device=lambda: 7,
-            synchronize=lambda: self.synchronized.append(self.ranks.rank),
+            synchronize=lambda: self.synchronized.append(self.turns.rank),
         )
         torch = SimpleNamespace(cuda=cuda, zeros=lambda size, device: (size, device))
         monkeypatch.setattr(links, "torch", torch)
@@ -66,30 +82,35 @@ class MadeUpJob:
     def channels(self, **options: Any) -> list[P2PChannel]:
         """Each rank's."""
 
-        def make(rank: int) -> P2PChannel:
-            pipeline: Any = next(ranks for ranks in self.pipelines if rank in ranks)
-            collectives: Any = ThreadCollectives(self.ranks, pipeline)
+        def make() -> P2PChannel:
+            pipeline: Any = self.pipelines[self.turns.rank % len(self.pipelines)]
+            collectives: Any = PipelineCollectives(self.turns, pipeline, self.size)
             return links.make_channel(pipeline, collectives, timeout=SECONDS, **options)
 
-        return self.ranks.run(make)
+        outcomes = self.turns.run(*[make] * self.size)
+        made = [each for each in outcomes if isinstance(each, P2PChannel)]
+        for error in outcomes:
+            if isinstance(error, BaseException):
+                raise error
+        return made
 
     def _all_gather(self, values: list[Any], own: Any) -> None:
-        values[:] = self.ranks.gather(range(self.ranks.size), own, "world")
+        values[:] = self.turns.gather(range(self.size), own, "world")
 
     def _new_group(
         self, pair: Sequence[int], *, timeout: Any, pg_options: Any, group_desc: str
     ) -> Any:
         config = pg_options.config
-        made = self.groups[self.ranks.rank]
+        made = self.groups[self.turns.rank]
         made.append((tuple(pair), timeout, config.max_ctas, config.min_ctas, group_desc))
         return (len(made), *made[-1])
 
     def _exchange(self, name: str, probe: Any, peer: int, group: Any) -> None:
         """Blocks both hosts, as the first of NCCL's communicators does."""
         assert probe == (1, 7)
-        assert set(group[1]) == {self.ranks.rank, peer}
-        assert set(self.ranks.gather(group[1], name, group)) == {"send", "recv"}
-        self.exchanges[self.ranks.rank].append(group)
+        assert set(group[1]) == {self.turns.rank, peer}
+        assert set(self.turns.gather(group[1], name, str(group))) == {"send", "recv"}
+        self.exchanges[self.turns.rank].append(group)
 
 
 class _Options:

@@ -53,12 +53,13 @@ class Parts:
     def send(self, unit: Any, tensors: list[torch.Tensor]) -> None:
         self.calls.append(("send", str(unit), [tensor.item() for tensor in tensors]))
 
+    def unless_lost(self, wait: Any) -> Any:
+        self.calls.append("wait")
+        return wait()
+
     def end_iteration(self) -> str:
         self.calls.append("end")
         return "record"
-
-    def unless_lost(self, wait: Any) -> Any:
-        return wait()
 
     def end_step(self) -> None:
         self.calls.append("end step")
@@ -116,6 +117,7 @@ def test_each_unit_is_timed_sent_and_followed_by_the_next_ones_clock():
         ("backward", "B1", [3.0]),
         (0, "event 4"),  # for the next iteration's first
         ("sent", "B1", [None, None]),
+        "wait",
         "end",
         "end step",
     ]

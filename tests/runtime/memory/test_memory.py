@@ -237,7 +237,9 @@ def test_what_is_said_of_memory_is_in_gib(caplog):
         "memory (GiB): peak [7.00, 6.00], a microbatch in flight [1.00, 1.00], room for more "
         "[3.45, 4.45] beside 5% kept free",
         "memory: in flight 6, 1, predicted peak [11.00, 6.00] GiB",
-        *["memory: in flight 5, 1, predicted peak [10.00, 6.00] GiB"] * 2,
+        "memory: in flight 5, 1, predicted peak [10.00, 6.00] GiB",
+        "memory: in flight 5, 1, predicted peak [10.00, 6.00] GiB, beside 1024 MiB more for "
+        "messages",
     ]
     assert [record.getMessage() for record in caplog.records] == [
         "Stage 0 may run out of memory: 6 microbatches in flight need 11.00 GiB, and 10.45 GiB may "

@@ -1,0 +1,219 @@
+"""What never comes ends the job: soon, on every stage, and without garbage."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+from taking_turns import KilledError
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.schedule import Kind, unit
+from envpipe_megatron.runtime.channel import puts
+from envpipe_megatron.runtime.channel.carrier import ChannelError
+from envpipe_megatron.runtime.channel.flag_page import (
+    PUT,
+    TOLD,
+    FlagPage,
+    create_page_file,
+)
+from envpipe_megatron.runtime.channel.p2p import P2PChannel
+
+ORDER, ORDER_OF_TWO = builders.one_f_one_b(4, 6), builders.one_f_one_b(2, 6)
+FORWARD, UNIT = unit(Kind.FORWARD, 0), unit(Kind.BACKWARD, 0)
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_wherever_a_stage_is_lost_no_stage_hangs_or_computes_from_garbage(pipeline, seed):
+    rng = random.Random(seed)
+    stages = rng.randint(2, 4)
+    order = builders.one_f_one_b(stages, rng.randint(stages, 6))
+    made = pipeline(stages, seed=seed, one_queue=rng.random() < 0.5)
+    lost = rng.randrange(stages)
+    ends = rng.choice([made.turns.dies_after, made.turns.stops_after])
+    ends[lost] = rng.randrange(250)
+    syncs = rng.choice([0.0, 0.2])  # of the device, which hold the host until its process is ended
+    outcomes = made.train([order, order], syncs=syncs)
+    for stage, outcome in enumerate(outcomes):
+        ended = ChannelError | None if syncs == 0 and stage != lost else ChannelError | KilledError
+        assert outcome is None or isinstance(outcome, ended)
+        # What a unit would have sent that never ran is not said to be there.
+        sent = sum(int(order.cross_successor[place % 1000]) >= 0 for place in made.ran[stage])
+        assert sum(word.index // 2 == PUT for word in made.devices[stage].written) <= sent
+        if isinstance(outcome, ChannelError) and "making memory" not in str(outcome):
+            assert made.devices[stage].abandoned
+
+
+@pytest.mark.parametrize("lost", range(4))
+def test_every_stage_names_the_stage_whose_process_has_ended(pipeline, lost):
+    made = pipeline(4, seed=lost)
+    made.turns.dies_after[lost] = 100
+    for stage, outcome in enumerate(made.train([ORDER, ORDER])):
+        if stage == lost:
+            continue
+        near = stage + 1 if lost > stage else stage - 1
+        why = r"for its messages: its process has ended"
+        if near != lost:
+            why = f"for the pipeline: it says that stage {lost} is lost"
+        said = (
+            rf"Stage {stage} lost its neighbour, stage {near} \(rank {10 + near}\), while waiting "
+        )
+        with pytest.raises(ChannelError, match=said + why):
+            raise outcome
+    assert made.turns.now_s <= 1  # a look or two
+
+
+@pytest.mark.parametrize("lost", range(2))
+def test_a_stage_is_silent_that_gives_no_sign_for_the_time_out(pipeline, lost):
+    made = pipeline(2, timeout_s=30)
+    made.turns.stops_after[lost] = 100
+    outcome = made.train([ORDER_OF_TWO] * 3)[1 - lost]
+    assert 30 < made.turns.now_s < 31
+    said = rf"Stage {1 - lost} lost .* stage {lost} .*: no sign of it for 30 s"
+    with pytest.raises(ChannelError, match=said):
+        raise outcome
+
+
+def test_a_stage_that_is_slow_is_not_lost(pipeline):
+    """Nor one whose neighbour needs it later than the time-out, counted from a sign of it."""
+    made = pipeline(2, timeout_s=30)
+
+    def host(stage: int) -> None:
+        for _ in range(6):
+            made.turns.sleep(29 * stage)
+            made.step(stage, ORDER_OF_TWO, 0, 0.0)
+
+    made.turns.patience_s = 1000
+    assert made.turns.run(lambda: host(0), lambda: host(1)) == [None, None]
+    assert made.turns.now_s >= 6 * 29
+
+
+def test_a_known_loss_ends_whatever_is_asked_for(pipeline):
+    made = pipeline(2)
+    channel = made.channels[0]
+
+    def host() -> None:
+        made.pages[0].own(TOLD).set(8)
+        give, take = partial(channel.send, FORWARD, []), partial(channel.receive, UNIT)
+        for call in (channel.end_step, give, take):
+            with pytest.raises(ChannelError, match="it says that stage 7 is lost"):
+                call()
+
+    assert made.turns.run(host, lambda: None) == [None, None]
+
+
+def test_a_stage_that_is_lost_while_memory_is_made_is_named(pipeline):
+    made = pipeline(2)
+
+    def host() -> None:
+        made.channels[0].begin_step(ORDER_OF_TWO, made.specs)
+
+    error, _ = made.turns.run(host, lambda: None)
+    with pytest.raises(ChannelError, match=r"stage 1 .* making memory for messages"):
+        raise error
+
+
+class Watched:
+    """A device and a neighbour who is lost when a test says so, looked after by threads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(puts, "_LOOKS_EVERY_S", 0.001)
+        self.found: Any = None
+        self.calls: list[str] = []
+        self.told = threading.Event()
+        self.side = puts.PutSide(self, timedelta(seconds=1), 1)  # type: ignore[arg-type]
+        self.side.carriers = [self, self]  # type: ignore[list-item]
+        self.side.watch()
+
+    def trouble(self, now_s: float) -> Any:
+        return self.found
+
+    def tell(self, stage: int) -> None:
+        self.calls.append(f"tell {stage}")
+        if len(self.calls) == 3:
+            self.told.set()
+
+    def abandon(self) -> None:
+        self.calls.append("abandon")
+
+    def bind_thread(self) -> None:
+        """The thread that waits in place of the host."""
+        self.waits_in = threading.get_ident()
+
+
+def test_a_host_that_waits_for_the_device_hears_of_a_loss(monkeypatch):
+    """It would wait for ever: the streams are never let go."""
+    watched = Watched(monkeypatch)
+    lost = ChannelError("of a test")
+
+    def wait() -> None:
+        assert threading.get_ident() == watched.waits_in
+        watched.found = lost, 5
+        assert watched.told.wait(20)
+        threading.Event().wait()
+
+    channel = P2PChannel([0, 1], 0, {}, side=watched.side)
+    with pytest.raises(ChannelError, match="of a test"):
+        channel.unless_lost(wait)
+    assert watched.calls == ["abandon", "tell 5", "tell 5"]
+
+
+def test_a_host_gets_what_its_wait_for_the_device_gives(monkeypatch):
+    def fails() -> None:
+        raise ValueError("of a test")
+
+    for side in (None, Watched(monkeypatch).side):
+        channel = P2PChannel([0, 1], 0, {}, side=side)
+        assert channel.unless_lost(lambda: 7) == 7
+        with pytest.raises(ValueError, match="of a test"):
+            channel.unless_lost(fails)
+        assert channel.unless_lost(lambda: 8) == 8
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from envpipe_megatron.runtime.channel.flag_page import PUT, FlagPage
+page = FlagPage(Path(sys.argv[1]), 1)
+page.own(PUT).set(2**32 + 7)
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_page_shows_what_another_process_says_and_whether_it_lives():
+    path = create_page_file()
+    try:
+        page = FlagPage(path, 0)
+        assert not page.other_lives()
+        command = [sys.executable, "-c", CHILD, str(path)]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "open\n"
+            assert (page.other_lives(), page.other_lives()) == (True, True)
+            with pytest.raises(OSError, match="temporarily unavailable"):
+                FlagPage(path, 1)
+            assert page.others(PUT).value == 7
+            assert page.own(PUT).value == page.own(TOLD).value == 0
+            child.kill()
+            child.wait()
+            assert not page.other_lives()
+        word = page.others(PUT)
+        assert [word.has(value) for value in (6, 7, 8, 2**32 + 7, 2**32 + 8)] == [
+            True, True, False, True, False
+        ]  # fmt: skip
+        word.set(2**32 - 1)
+        assert (word.has(2**32 - 1), word.has(2**32)) == (True, False)
+        word.set(0)
+        assert (word.has(2**32 - 1), word.has(2**32)) == (True, True)
+    finally:
+        path.unlink()
+    with pytest.raises(FileNotFoundError):
+        FlagPage(path, 1)

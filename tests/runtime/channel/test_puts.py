@@ -1,0 +1,214 @@
+"""One-sided copies on fake GPUs: what comes is what was sent, and every order finishes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from fake_device import DeviceSpec
+from put_pipeline import SHAPE, PutPipeline
+from taking_turns import HangError
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.channel_model import completes, slots_of
+from envpipe_megatron.core.schedule import Kind, Schedule, unit
+from envpipe_megatron.runtime.channel.carrier import ChannelError
+from envpipe_megatron.runtime.channel.flag_page import PUT, TAKEN
+from envpipe_megatron.runtime.channel.messages import StageSpecs
+
+FORWARD = (
+    torch.randn(2, 3),
+    torch.arange(5),
+    torch.tensor([True, False, True]),
+    torch.empty(0, 4),
+    torch.tensor(2.5, dtype=torch.bfloat16),
+    torch.randn(300).to(torch.float8_e4m3fn),
+)
+BACKWARD = (torch.randn(7).to(torch.bfloat16), torch.randn(3, 2).t())
+
+
+def random_order(rng: random.Random) -> Schedule:
+    """EnvPipe's order of 2 to 4 stages with random extra forwards."""
+    stages = rng.randint(2, 4)
+    microbatches = rng.randint(stages, 8)
+    extra: list[int] = []
+    for stage in range(stages):
+        most = max(0, microbatches - stages + stage)
+        extra.append(rng.randint(0, min(most, extra[-1] + 1) if extra else most))
+    return builders.envpipe(stages, microbatches, extra)
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+def test_messages_come_as_they_were_sent(pipeline, one_queue):
+    """Of several shapes and types, others backward; none waits for one to be taken first."""
+    made = pipeline(2, one_queue=one_queue)
+    messages = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD}
+    by_kind = {kind: DeviceSpec.on(made.devices, *like) for kind, like in messages.items()}
+    specs = StageSpecs(by_kind, by_kind)
+
+    def sent(kind: Kind, number: int) -> list[torch.Tensor]:
+        return [(t.float() * (number + 1)).to(t.dtype) for t in messages[kind]]
+
+    def host(stage: int) -> None:
+        channel = made.channels[stage]
+        goes, comes = list(Kind) if stage == 0 else list(Kind)[::-1]
+        channel.expect({comes: 3}, specs)
+        got = []
+        for number in range(3):
+            channel.send(unit(goes, number), sent(goes, number))
+            got.append(channel.receive(unit(comes, number)))
+        made.devices[stage].synchronize()
+        channel.end_step()
+        for number, tensors in enumerate(got):
+            for tensor, wanted in zip(tensors, sent(comes, number), strict=True):
+                assert (tensor.shape, tensor.dtype) == (wanted.shape, wanted.dtype)
+                assert tensor.requires_grad is (
+                    comes is Kind.FORWARD and wanted.is_floating_point()
+                )
+                assert torch.equal(tensor.detach().float(), wanted.float())
+
+    assert made.turns.run(lambda: host(0), lambda: host(1)) == [None, None]
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_orders_finish_whoever_is_slow(pipeline, seed, one_queue):
+    """Also where units wait for the whole device, and with a single hardware queue."""
+    rng = random.Random(seed)
+    order = random_order(rng)
+    for syncs in (0.0, 0.3, 1.0):
+        made = pipeline(order.num_stages, seed=rng.random(), one_queue=one_queue)
+        steps = rng.randint(1, 3)
+        assert made.train([order] * steps, syncs=syncs) == [None] * order.num_stages
+        assert all(len(ran) == steps * order.units_per_stage for ran in made.ran)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_last_stage_sends_to_the_first(pipeline, seed):
+    """Two stages of two chunks have two boundaries between the same ranks."""
+    stages = 2 + seed % 2
+    made = pipeline(stages, seed=seed, wraps=True, one_queue=seed > 1)
+    order = builders.interleaved(stages, 2 * stages, 2)
+    assert made.train([order] * 2, syncs=0.2) == [None] * stages
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_one_queue_finishes_exactly_where_the_model_does(pipeline, seed, monkeypatch):
+    """With fewer slots than are needed the device hangs: `channel_model` is no more than true."""
+    rng = random.Random(seed)
+    order = random_order(rng)
+    for slots in (1, 2, 3):
+        made = pipeline(order.num_stages, seed=seed, one_queue=True)
+        made.turns.watchers.clear()  # they would call the hang a silent neighbour
+        for side in made.sides:
+            monkeypatch.setattr(side, "slots", lambda schedule, size, slots=slots: slots)
+        if completes(order, slots):
+            assert made.train([order]) == [None] * order.num_stages
+        else:
+            with pytest.raises(HangError):
+                made.train([order])
+
+
+def test_slots_grow_with_the_order_and_the_messages_between_steps(pipeline):
+    made = pipeline(2, budget_bytes=8 * 256)
+    small, deep = builders.one_f_one_b(2, 8), builders.envpipe(2, 8, (6, 0))
+    side = made.sides[0]
+    told = []
+
+    def slots() -> list[tuple[int, int]]:
+        return [(c._slots, c._slot_bytes) for s in made.sides for c in s.carriers]
+
+    assert made.train([small]) == [None, None]
+    assert slots() == [(slots_of(small, 8), 256)] * 2
+    told.append(side.more_bytes(deep))
+    before = slots_of(small, 8)
+    assert made.train([deep, small]) == [None, None]
+    assert slots() == [(slots_of(deep, 8), 256)] * 2
+    assert told == [(slots_of(deep, 8) - before) * 256]
+    assert told[0] > side.more_bytes(small) == side.more_bytes(deep) == 0
+    made.specs = StageSpecs.alike(DeviceSpec.on(made.devices, torch.empty(100), torch.empty(1)))
+    assert made.train([deep, deep]) == [None, None]
+    # Less than the order would like, by the budget, and never less than it has had.
+    assert slots() == [(slots_of(deep, 8), 768)] * 2
+    assert slots_of(deep, 8 * 256 // 768) < slots_of(deep, 8)
+
+
+def test_messages_are_counted_beyond_32_bits(pipeline):
+    made = pipeline(2)
+    order = builders.one_f_one_b(2, 8)
+    first = 2**32 - 5
+    for side in made.sides:
+        for carrier in side.carriers:
+            carrier._put = carrier._taken = first
+            for what in (PUT, TAKEN):
+                carrier._page.own(what).set(first)
+    assert made.train([order, order], syncs=0.2) == [None, None]
+    assert [page.own(PUT).value for page in made.pages] == [11, 11]
+
+
+@pytest.mark.parametrize("lost", range(2))
+def test_a_message_that_is_not_as_agreed_ends_the_job(pipeline, lost):
+    made = pipeline(2)
+    order = builders.one_f_one_b(2, 3)
+
+    def host(stage: int) -> None:
+        channel = made.channels[stage]
+        channel.begin_step(order, made.specs)
+        shape = (2, 4) if stage == lost else SHAPE
+        channel.send(unit(list(Kind)[stage], 0), [torch.zeros(shape)])
+
+    outcomes = made.turns.run(lambda: host(0), lambda: host(1))
+    name = "FB"[lost]
+    said = rf"The output of {name}0 has another size .* agreed on, \[24\] \(got 32\)"
+    with pytest.raises(ChannelError, match=said):
+        raise outcomes[lost]
+    assert outcomes[1 - lost] is None
+
+
+def test_messages_that_no_unit_took_end_the_step(pipeline):
+    made = pipeline(2)
+
+    def host(stage: int) -> None:
+        channel = made.channels[stage]
+        channel.begin_step(builders.one_f_one_b(2, 3), made.specs)
+        made.devices[stage].synchronize()
+        channel.end_step()
+
+    for stage, error in enumerate(made.turns.run(lambda: host(0), lambda: host(1))):
+        with pytest.raises(ChannelError, match=rf"Stage {stage} .*\(got {'bf'[stage]}\w+: 3\)"):
+            raise error
+
+
+def probe(made: PutPipeline, *hosts: Callable[[], None]) -> list[BaseException | None]:
+    """A first message each way, of which the hosts look at what came."""
+    for device in made.devices:
+        device.blocks = True
+    outcomes = made.turns.run(*(hosts or (side.carriers[0].probe for side in made.sides)))
+    for device in made.devices:
+        device.blocks = False
+    return outcomes
+
+
+def test_a_first_message_shows_that_puts_work(pipeline):
+    made = pipeline(2)
+    assert probe(made) == [None, None]
+    order = builders.one_f_one_b(2, 4)
+    assert made.train([order, order], syncs=0.2) == [None, None]
+
+
+def test_a_first_message_that_does_not_come_or_is_another_is_an_error(pipeline, monkeypatch):
+    made = pipeline(2)
+    (one,) = made.sides[0].carriers
+
+    def silent() -> None:
+        made.devices[1].share("boundary 0", 1, 256)
+
+    error, _ = probe(made, one.probe, silent)
+    assert "no message came in 20 s" in str(error)
+    made = pipeline(2)
+    monkeypatch.setattr(torch, "full", lambda size, value, **options: torch.zeros(size, **options))
+    for error in probe(made):
+        with pytest.raises(RuntimeError, match="other contents"):
+            raise error
