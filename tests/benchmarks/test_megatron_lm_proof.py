@@ -1,35 +1,27 @@
 """The proof on GPUs: turns, hangs, what is run again, and what counts as equal. A fake checkout."""
 
 import json
-import math
 import os
-import random
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
+from fake_checkout import limits, processes_of
 
 from envpipe_megatron.core import builders
-from envpipe_megatron.core.channel_model import completes
-from envpipe_megatron.core.schedule import Kind
-from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.integrations.megatron_lm.refusals import REFUSED
 
 pytest.importorskip("torch")
-from benchmarks.megatron_lm import equality, lost, prove, ratio, stress, unit_times
+from benchmarks.megatron_lm import equality, lost, prove, ratio, stress
 from benchmarks.megatron_lm.jobs import (
     HarmfulError,
     Job,
     Launch,
-    Site,
     State,
     check_harmless,
     make_launch,
@@ -45,63 +37,10 @@ from benchmarks.megatron_lm.models import (
     Planned,
 )
 from benchmarks.megatron_lm.pool import Limits, printed_energies, printed_results, run_jobs
-from benchmarks.megatron_lm.stress import random_extra_forwards
-from benchmarks.megatron_lm.turns import Block
 
 takes_minutes = pytest.mark.skipif(
     os.environ.get("ENVPIPE_LM_FULL") != "1", reason="takes minutes: ENVPIPE_LM_FULL=1 runs it"
 )
-
-SCRIPT = """
-import sys
-from megatron.training import training
-training.pretrain(sys.argv[1:])
-"""
-# Writes when each of its iterations begins and ends; the argument is the iteration to hang in.
-TRAINING = """
-import os, sys, threading, time
-from pathlib import Path
-
-RANK = int(os.environ["RANK"])
-
-def train_step(number, forward_backward_func, hangs):
-    if RANK == 1 and number == hangs:
-        threading.Event().wait()
-    began = time.monotonic()
-    forward_backward_func()
-    with Path(f"steps-{RANK}").open("a") as file:
-        file.write(f"{number} {began} {time.monotonic()}\\n")
-    return {"lm loss": 1.5 + number}, number == 3, None, None, None, 0.25
-
-def pretrain(arguments):
-    iterations, hangs = (int(argument) for argument in arguments[:2])
-    for number in range(iterations):
-        if train_step(number, lambda: time.sleep(0.002), hangs)[3]:
-            sys.exit(0)
-        if RANK == 1:
-            print(f" [now] iteration {number + 1}/ {iterations} | elapsed time per iteration (ms): "
-                  f"{number} | lm loss: 1.5{number} | grad norm: 0.250 |", flush=True)
-"""
-
-
-@pytest.fixture
-def site(tmp_path_factory):
-    checkout = tmp_path_factory.mktemp("checkout")
-    training = checkout / "megatron" / "training"
-    training.mkdir(parents=True)
-    (checkout / "pretrain_gpt.py").write_text(SCRIPT)
-    (training / "__init__.py").touch()
-    (training / "training.py").write_text(TRAINING)
-    return Site(checkout, checkout, tmp_path_factory.mktemp("s"), cpu=False, num_gpus=2)
-
-
-@pytest.fixture
-def state(tmp_path):
-    return State(tmp_path / "out" / "proof.json")
-
-
-def _limits():
-    return Limits(time.monotonic() + 200.0, 300.0, 300.0, 99, concurrency=4, least_s=0.0)
 
 
 @dataclass(frozen=True)
@@ -132,16 +71,6 @@ def _steps(site, job):
     return [(int(n), float(a), float(b)) for n, a, b in (line.split() for line in lines)]
 
 
-def _processes_of(folder):
-    """Processes with a path of the folder in their command."""
-    found = []
-    for command in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            if str(folder) in command.read_text():
-                found.append(command.parent.name)
-    return found
-
-
 def _wait(reached):
     deadline_s = time.monotonic() + 120.0
     while not reached():
@@ -156,7 +85,7 @@ def test_jobs_take_turns_and_never_compute_together(site, state):
     jobs = [_job(f"ratio/start 1/{arm}", iterations, turns) for arm in ratio.ARMS]
     keeper = ratio.Keeper(state, ratio.Rounds(1, 2, 3, 2))
     order = ratio.order(jobs)
-    run_jobs(site, state, jobs, _limits(), order=order, on_block=keeper)
+    run_jobs(site, state, jobs, limits(), order=order, on_block=keeper)
 
     assert [state.runs[job.name]["status"] for job in jobs] == ["ok"] * 3
     assert len(state.rounds) == 1
@@ -186,7 +115,7 @@ def test_turns_end_early_and_jobs_end_well_where_time_runs_out(site, state):
         asked.append(left)
         return left > 3
 
-    run_jobs(site, state, jobs, _limits(), order=order, goes_on=goes_on, on_block=keeper)
+    run_jobs(site, state, jobs, limits(), order=order, goes_on=goes_on, on_block=keeper)
     assert asked[:7] == [9, 8, 7, 6, 5, 4, 3]
     assert [state.runs[job.name]["status"] for job in jobs] == ["ok"] * 3
     assert len(state.rounds) == 1
@@ -209,7 +138,7 @@ def test_a_hang_says_where_and_leaves_no_process(site, state):
     assert run["stood_at"] == {"0": [8, ""], "1": [6, ""]}
     assert "train_step" in run["stacks"]["stacks-1"]
     assert state.runs[other.name]["status"] == "ok"
-    assert not _processes_of(hanging.folder(site))
+    assert not processes_of(hanging.folder(site))
 
 
 @takes_minutes
@@ -227,7 +156,7 @@ def test_what_is_done_is_not_run_again_and_what_ran_out_of_time_is(site, state, 
     again = State(state.path)
     stamp = (quick.folder(site) / "job.json").stat().st_mtime_ns
     mended = replace(slow, arguments=("9", "-1"))
-    run_jobs(site, again, [quick, mended], _limits())
+    run_jobs(site, again, [quick, mended], limits())
     assert (quick.folder(site) / "job.json").stat().st_mtime_ns == stamp
     assert again.runs[slow.name]["status"] == "ok"
     assert again.done(quick)
@@ -249,7 +178,7 @@ def test_a_job_waits_for_the_one_before_it_and_is_left_out_if_that_failed(site, 
         replace(first, name="part/bad/stock/second", after=bad.name),
         bad,
     ]
-    run_jobs(site, state, jobs, _limits())
+    run_jobs(site, state, jobs, limits())
     assert state.runs["part/halves/stock/second"]["status"] == "ok"
     assert "part/bad/stock/second" not in state.runs
     failed = state.runs[bad.name]
@@ -257,7 +186,7 @@ def test_a_job_waits_for_the_one_before_it_and_is_left_out_if_that_failed(site, 
     assert "ValueError" in failed["log"]
 
     many = [replace(bad, name=f"part/bad {number}/stock") for number in range(4)]
-    run_jobs(site, state, many, replace(_limits(), most_failures=2, concurrency=1))
+    run_jobs(site, state, many, replace(limits(), most_failures=2, concurrency=1))
     assert [job.name in state.runs for job in many] == [True, True, False, False]
 
 
@@ -336,78 +265,6 @@ def test_only_results_are_compared():
     ]
 
 
-# Rank 0 makes each step after rank 1, and notices if that is gone; the arguments are iterations and
-# the loss that it goes on with then.
-PAIR = """
-import os, time
-from pathlib import Path
-
-RANK = int(os.environ["RANK"])
-
-def train_step(number, forward_backward_func, left_loss):
-    loss = float(number)
-    while RANK == 0 and len(Path("made").read_text()) <= number:
-        try:
-            os.kill(int(Path("pid").read_text()), 0)
-        except ProcessLookupError:
-            if left_loss is None:
-                raise ValueError(f"Stage {RANK} lost its neighbour, stage 1")
-            loss = left_loss
-            break
-    if RANK == 1:
-        time.sleep(0.01)
-        with Path("made").open("a") as file:
-            file.write(".")
-    return {"lm loss": loss}, False, None, None, None, 0.25
-
-def pretrain(arguments):
-    if RANK == 1:
-        Path("made").touch()
-        Path("pid").write_text(str(os.getpid()))
-    while not Path("pid").exists() or not Path("pid").read_text():
-        time.sleep(0.01)
-    for number in range(int(arguments[0])):
-        train_step(number, None, float(arguments[1]) if arguments[1:] else None)
-"""
-
-
-@pytest.mark.parametrize(
-    ("left_loss", "outcome"),
-    [
-        ((), "ok"),
-        (("-1.0",), "ranks [0] made a step without the lost rank; ranks [0] made other steps"),
-    ],
-)
-def test_a_lost_rank_and_what_the_other_made_without_it(left_loss, outcome, site, state):
-    (site.patched / "megatron" / "training" / "training.py").write_text(PAIR)
-    whole = Job("lost/pp2/undisturbed", ("60",), 2, 60, patched=True, lost={"signal": None})
-    killed = replace(
-        whole,
-        name="lost/pp2/sigkill of rank 1",
-        arguments=("60", *left_loss),
-        after=whole.name,
-        lost={"signal": "SIGKILL", "rank": 1, "iteration": 7, "instant": 0.5},
-    )
-    lost.run_jobs(site, state, [killed], _limits())
-    assert not state.runs  # there is nothing to compare with
-    lost.run_jobs(site, state, [whole, killed], _limits())
-    assert state.runs[whole.name]["status"] == "ok"
-    assert [len(made) for made in state.runs[whole.name]["steps"]] == [60, 60]
-
-    run = state.runs[killed.name]
-    assert run["status"] == outcome
-    assert 7 <= run["iteration"] < 60
-    assert list(run["ended_after_s"]) == [0]
-    assert run["exits"] == {0: 0 if left_loss else 1}
-    if not left_loss:
-        assert run["errors"] == {0: "Stage 0 lost its neighbour, stage 1"}
-        assert all(0 <= run["iteration"] + 1 - made <= 2 for made in run["steps"])
-    (row,) = lost.rows(State(state.path))
-    assert row["loss"] == "sigkill of rank 1"
-    assert row["last end after (s)"] == run["ended_after_s"][0]
-    assert not _processes_of(killed.folder(site))
-
-
 def _equality_run(planned=None, *, loss="1.0", exact="0x1p+0", imported=False):
     stages = planned.schedule.stages if planned else [[]] * 4
     rank = {"losses": [{"lm loss": exact}], "grad_norms": [exact], "skipped": 0}
@@ -449,155 +306,6 @@ def test_equal_is_what_has_the_same_digits_and_ran_the_planned_order(state):
     }
     assert not found["llama-pp4/1f1b"]["exact"]
     assert "lm loss 1.0 -> 1.1" in found["llama-pp4/envpipe"]["differs_at"]
-
-
-def test_ratio_and_its_bound(state):
-    keeper = ratio.Keeper(state, ratio.Rounds(5, 2, 25, 12))
-    times = [(30.0, 30.03), (31.0, 31.062), (30.5, 30.5), (30.2, 30.1698), (30.0, 30.06)]
-    for number, (stock, own) in enumerate(times):
-        blocks = {STOCK: stock, ONE_F_ONE_B: own, ENVPIPE: own * 1.02}
-        for turn, share in ((2 * number + 1, 0.6), (2 * number + 2, 0.4)):
-            for arm, time_s in blocks.items():
-                keeper(f"ratio/pp4-m14 start 1/{arm}", Block(turn, share * time_s, ()))
-    keeper("ratio/pp4-m14 start 1/stock", Block(0, 5.0, ()))
-    keeper("energy/envpipe", Block(1, 5.0, ()))
-    found, slower = ratio.ratio_rows(State(state.path))
-    logs = [math.log(b / a) for a, b in times]
-    mean = sum(logs) / 5
-    error = math.sqrt(sum((x - mean) ** 2 for x in logs) / 4 / 5)
-    assert found["ratio"] == pytest.approx(math.exp(mean))
-    assert found["upper"] == pytest.approx(math.exp(mean + 2.13185 * error), rel=1e-6)
-    assert found["high"] == pytest.approx(math.exp(mean + 2.77645 * error), rel=1e-6)
-    assert found["stock (s)"] == pytest.approx(30.2 / 50)
-    assert (found["arm"], slower["arm"]) == (ONE_F_ONE_B, ENVPIPE)
-    assert (found["target met"], slower["target met"]) == (True, False)
-    assert found["setting"] == "pp4-m14"
-    assert not ratio.measured(state, "pp4-m22")
-
-
-def test_rounds_that_are_missing_are_measured_later(site, state):
-    machine, rounds = replace(site, num_gpus=4), ratio.Rounds(5, 2, 25, 12)
-    own, other = ratio.setting(machine), ratio.setting(machine, microbatches=22)
-    first = ratio.jobs(machine, state, own, rounds)
-    assert first[0].turns == (12, *[25] * 10)
-    state.runs.update({job.name: {"status": "out of time"} for job in first})
-    state.rounds.extend([{"setting": "pp4-m14"}] * 3 + [{"setting": "pp4-m22"}, {}])
-    second = ratio.jobs(machine, state, own, rounds)
-    assert second[0].turns == (12, *[25] * 4)
-    assert ratio.jobs(machine, state, other, rounds)[0].turns == (12, *[25] * 8)
-    assert not {job.name for job in first} & {job.name for job in second}
-    state.rounds.extend([{"setting": "pp4-m14"}] * 2)
-    assert not ratio.jobs(machine, state, own, rounds)
-    pair = ratio.setting(replace(site, num_gpus=2), microbatches=22)
-    (mapping,) = {job.num_ranks for job in ratio.jobs(site, state, pair, rounds)}
-    assert (pair.name, mapping) == ("pp2-m22", 2)
-
-
-#: Forward and backward of each stage, the boundaries' latencies, and what clocks differ by; s.
-UNITS_S, HOPS_S, OFF_S = np.array([[3.0, 6.0], [4.0, 8.0], [2.0, 5.0]]), (0.25, 0.5), (0, 0.1, -0.2)
-
-
-def _recorded(schedule, factor):
-    """What the ranks of a pipeline report of three iterations, each later and slower."""
-    unit_s = np.where(schedule.is_backward, UNITS_S[:, 1:], UNITS_S[:, :1]) * factor
-    made = [Timeline(schedule, slower * unit_s, HOPS_S) for slower in (0.9, 1.0, 1.7)]
-    return [
-        {
-            "executed": schedule.labels()[stage],
-            "begins_s": [100.0 * n - 0.5 * stage + OFF_S[stage] for n in range(3)],
-            "starts_s": [(one.start_s[stage] + 0.5 * stage).tolist() for one in made],
-            "ends_s": [(one.end_s[stage] + 0.5 * stage).tolist() for one in made],
-        }
-        for stage in range(3)
-    ]
-
-
-def test_the_times_of_1f1bs_units_predict_the_other_order(state):
-    schedules = {
-        ONE_F_ONE_B: builders.one_f_one_b(3, 6),
-        ENVPIPE: builders.envpipe(3, 6, (2, 1, 0)),
-    }
-    times = {
-        arm: unit_times.median_times(_recorded(schedule, 1.25 if arm == ENVPIPE else 1.0))
-        for arm, schedule in schedules.items()
-    }
-    assert unit_times.latencies_s(schedules[ONE_F_ONE_B], times[ONE_F_ONE_B]) == pytest.approx(
-        HOPS_S
-    )
-    plain, own = unit_times.prediction_rows(times, schedules)
-    assert plain["error (%)"] == pytest.approx(0, abs=1.0)  # by the clocks' difference alone
-    without = own["measured (s)"] / 1.25
-    assert without < own["predicted (s)"] < 1.02 * without  # latencies are not longer
-    assert own["planned order"]
-    for row in unit_times.unit_rows(times, schedules):
-        stage = row["stage"]
-        assert row["F, 1F1B (ms)"] == pytest.approx(1e3 * UNITS_S[stage, 0])
-        assert row["B, EnvPipe (ms)"] == pytest.approx(1250 * UNITS_S[stage, 1])
-        assert row["F longer (%)"] == pytest.approx(25)
-    assert unit_times.median_times([{"begins_s": []}]) is None
-
-    for number, name in enumerate(("pp4-m6 start 1", "pp4-m6 start 2")):
-        for arm in ratio.ARMS:
-            run = {"status": "ok", "times": times.get(arm)}
-            state.runs[f"ratio/{name}/{arm}"] = run | ({"status": "hung"} if number else {})
-    rows = ratio.rows_of_units(state, lambda found, orders: [{"same": found == times}])
-    assert rows == [{"start": "pp4-m6 start 1", "same": True}]
-
-
-def test_energies_of_whole_intervals_are_compared(state):
-    lines = [
-        {"iteration": n, "megatron_j": m, "envpipe_j": e, "iteration_ms": 600.0}
-        for n, m, e in ((1, 900.0, 1.0), (10, 500.0, 1.0), (20, 100.0, 100.5), (30, 102.0, 102.5))
-    ]
-    state.runs[ratio.ENERGY] = {"status": "ok", "energies": lines}
-    (found,) = ratio.energy_rows(state)
-    assert found["difference (%)"] == pytest.approx(100 / 202)
-    assert found["duration (s)"] == pytest.approx(12.0)
-    assert found["iterations"] == 20
-
-
-@pytest.mark.parametrize("capacity", [None, 1])
-def test_random_orders_finish_and_go_from_none_to_all_that_is_allowed(capacity):
-    source = random.Random(5)
-    drawn = {random_extra_forwards(source, 4, 8, capacity) for _ in range(150)}
-    assert all(completes(builders.envpipe(4, 8, extra), capacity) for extra in drawn)
-    assert (0, 0, 0, 0) in drawn
-    assert any(any(b > a for a, b in pairwise(extra)) for extra in drawn)
-    most = tuple(builders.extra_forward_caps(4, 8))
-    assert (most in drawn) == completes(builders.envpipe(4, 8, most), capacity)
-    assert len(drawn) > 30
-
-
-class _Work:
-    """Notes the begin and end of each unit's work."""
-
-    def __init__(self, history):
-        self._history = history
-
-    def forward(self, unit, data):
-        self._history.append("work")
-        return data
-
-    backward = forward
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_some_units_wait_for_the_device_before_after_and_between_delays(waits, monkeypatch):
-    history, units = [], builders.one_f_one_b(2, 100).stages[0]
-    monkeypatch.setattr(stress.DelayedWork, "_delay", lambda self: history.append("delay"))
-    wait = (lambda: history.append("wait")) if waits else None
-    work = stress.DelayedWork(
-        _Work(history), random.Random(1), 0.0, lambda unit: history.append("begin"), wait
-    )
-    for unit in units:
-        run = work.forward if unit.kind is Kind.FORWARD else work.backward
-        assert run(unit, unit.microbatch) == unit.microbatch
-    counts = Counter(text.strip() for text in " ".join(history).split("begin")[1:])
-    assert sum(counts.values()) == len(units)
-    waiting = {"wait delay work", "delay wait work", "delay work wait"} if waits else set()
-    assert set(counts) == {"delay work", *waiting}
-    share = 1 - counts["delay work"] / len(units)
-    assert 0.2 < share < 0.4 if waits else share == 0
 
 
 @pytest.mark.parametrize("channel", ["auto", "receives"])
@@ -670,6 +378,6 @@ def test_jobs_die_with_the_script_that_started_them(site):
     with subprocess.Popen(arguments) as driver:
         job = _job("part/hangs/stock", 9, hangs=5)
         _wait(lambda: len(_steps(site, job)) == 9 + 5)
-        assert _processes_of(job.folder(site))
+        assert processes_of(job.folder(site))
         driver.kill()
-    _wait(lambda: not _processes_of(job.folder(site)))
+    _wait(lambda: not processes_of(job.folder(site)))

@@ -1,0 +1,121 @@
+"""The ratio of times, what units predict, and energies."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.timeline import Timeline
+
+pytest.importorskip("torch")
+from benchmarks.megatron_lm import ratio, unit_times
+from benchmarks.megatron_lm.jobs import State
+from benchmarks.megatron_lm.models import ENVPIPE, ONE_F_ONE_B, STOCK
+from benchmarks.megatron_lm.turns import Block
+
+
+def test_ratio_and_its_bound(state):
+    keeper = ratio.Keeper(state, ratio.Rounds(5, 2, 25, 12))
+    times = [(30.0, 30.03), (31.0, 31.062), (30.5, 30.5), (30.2, 30.1698), (30.0, 30.06)]
+    for number, (stock, own) in enumerate(times):
+        blocks = {STOCK: stock, ONE_F_ONE_B: own, ENVPIPE: own * 1.02}
+        for turn, share in ((2 * number + 1, 0.6), (2 * number + 2, 0.4)):
+            for arm, time_s in blocks.items():
+                keeper(f"ratio/pp4-m14 start 1/{arm}", Block(turn, share * time_s, ()))
+    keeper("ratio/pp4-m14 start 1/stock", Block(0, 5.0, ()))
+    keeper("energy/envpipe", Block(1, 5.0, ()))
+    found, slower = ratio.ratio_rows(State(state.path))
+    logs = [math.log(b / a) for a, b in times]
+    mean = sum(logs) / 5
+    error = math.sqrt(sum((x - mean) ** 2 for x in logs) / 4 / 5)
+    assert found["ratio"] == pytest.approx(math.exp(mean))
+    assert found["upper"] == pytest.approx(math.exp(mean + 2.13185 * error), rel=1e-6)
+    assert found["high"] == pytest.approx(math.exp(mean + 2.77645 * error), rel=1e-6)
+    assert found["stock (s)"] == pytest.approx(30.2 / 50)
+    assert (found["arm"], slower["arm"]) == (ONE_F_ONE_B, ENVPIPE)
+    assert (found["target met"], slower["target met"]) == (True, False)
+    assert found["setting"] == "pp4-m14"
+    assert not ratio.measured(state, "pp4-m22")
+
+
+def test_rounds_that_are_missing_are_measured_later(site, state):
+    machine, rounds = replace(site, num_gpus=4), ratio.Rounds(5, 2, 25, 12)
+    own, other = ratio.setting(machine), ratio.setting(machine, microbatches=22)
+    first = ratio.jobs(machine, state, own, rounds)
+    assert first[0].turns == (12, *[25] * 10)
+    state.runs.update({job.name: {"status": "out of time"} for job in first})
+    state.rounds.extend([{"setting": "pp4-m14"}] * 3 + [{"setting": "pp4-m22"}, {}])
+    second = ratio.jobs(machine, state, own, rounds)
+    assert second[0].turns == (12, *[25] * 4)
+    assert ratio.jobs(machine, state, other, rounds)[0].turns == (12, *[25] * 8)
+    assert not {job.name for job in first} & {job.name for job in second}
+    state.rounds.extend([{"setting": "pp4-m14"}] * 2)
+    assert not ratio.jobs(machine, state, own, rounds)
+    pair = ratio.setting(replace(site, num_gpus=2), microbatches=22)
+    (mapping,) = {job.num_ranks for job in ratio.jobs(site, state, pair, rounds)}
+    assert (pair.name, mapping) == ("pp2-m22", 2)
+
+
+#: Forward and backward of each stage, the boundaries' latencies, and what clocks differ by; s.
+UNITS_S, HOPS_S, OFF_S = np.array([[3.0, 6.0], [4.0, 8.0], [2.0, 5.0]]), (0.25, 0.5), (0, 0.1, -0.2)
+
+
+def _recorded(schedule, factor):
+    """What the ranks of a pipeline report of three iterations, each later and slower."""
+    unit_s = np.where(schedule.is_backward, UNITS_S[:, 1:], UNITS_S[:, :1]) * factor
+    made = [Timeline(schedule, slower * unit_s, HOPS_S) for slower in (0.9, 1.0, 1.7)]
+    return [
+        {
+            "executed": schedule.labels()[stage],
+            "begins_s": [100.0 * n - 0.5 * stage + OFF_S[stage] for n in range(3)],
+            "starts_s": [(one.start_s[stage] + 0.5 * stage).tolist() for one in made],
+            "ends_s": [(one.end_s[stage] + 0.5 * stage).tolist() for one in made],
+        }
+        for stage in range(3)
+    ]
+
+
+def test_the_times_of_1f1bs_units_predict_the_other_order(state):
+    schedules = {
+        ONE_F_ONE_B: builders.one_f_one_b(3, 6),
+        ENVPIPE: builders.envpipe(3, 6, (2, 1, 0)),
+    }
+    times = {
+        arm: unit_times.median_times(_recorded(schedule, 1.25 if arm == ENVPIPE else 1.0))
+        for arm, schedule in schedules.items()
+    }
+    assert unit_times.latencies_s(schedules[ONE_F_ONE_B], times[ONE_F_ONE_B]) == pytest.approx(
+        HOPS_S
+    )
+    plain, own = unit_times.prediction_rows(times, schedules)
+    assert plain["error (%)"] == pytest.approx(0, abs=1.0)  # by the clocks' difference alone
+    without = own["measured (s)"] / 1.25
+    assert without < own["predicted (s)"] < 1.02 * without  # latencies are not longer
+    assert own["planned order"]
+    for row in unit_times.unit_rows(times, schedules):
+        stage = row["stage"]
+        assert row["F, 1F1B (ms)"] == pytest.approx(1e3 * UNITS_S[stage, 0])
+        assert row["B, EnvPipe (ms)"] == pytest.approx(1250 * UNITS_S[stage, 1])
+        assert row["F longer (%)"] == pytest.approx(25)
+    assert unit_times.median_times([{"begins_s": []}]) is None
+
+    for number, name in enumerate(("pp4-m6 start 1", "pp4-m6 start 2")):
+        for arm in ratio.ARMS:
+            run = {"status": "ok", "times": times.get(arm)}
+            state.runs[f"ratio/{name}/{arm}"] = run | ({"status": "hung"} if number else {})
+    rows = ratio.rows_of_units(state, lambda found, orders: [{"same": found == times}])
+    assert rows == [{"start": "pp4-m6 start 1", "same": True}]
+
+
+def test_energies_of_whole_intervals_are_compared(state):
+    lines = [
+        {"iteration": n, "megatron_j": m, "envpipe_j": e, "iteration_ms": 600.0}
+        for n, m, e in ((1, 900.0, 1.0), (10, 500.0, 1.0), (20, 100.0, 100.5), (30, 102.0, 102.5))
+    ]
+    state.runs[ratio.ENERGY] = {"status": "ok", "energies": lines}
+    (found,) = ratio.energy_rows(state)
+    assert found["difference (%)"] == pytest.approx(100 / 202)
+    assert found["duration (s)"] == pytest.approx(12.0)
+    assert found["iterations"] == 20

@@ -1,0 +1,59 @@
+"""Random orders, and units that wait for the device."""
+
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.channel_model import completes
+from envpipe_megatron.core.schedule import Kind
+
+pytest.importorskip("torch")
+from benchmarks.megatron_lm import stress
+from benchmarks.megatron_lm.stress import random_extra_forwards
+
+
+@pytest.mark.parametrize("capacity", [None, 1])
+def test_random_orders_finish_and_go_from_none_to_all_that_is_allowed(capacity):
+    source = random.Random(5)
+    drawn = {random_extra_forwards(source, 4, 8, capacity) for _ in range(150)}
+    assert all(completes(builders.envpipe(4, 8, extra), capacity) for extra in drawn)
+    assert (0, 0, 0, 0) in drawn
+    assert any(any(b > a for a, b in pairwise(extra)) for extra in drawn)
+    most = tuple(builders.extra_forward_caps(4, 8))
+    assert (most in drawn) == completes(builders.envpipe(4, 8, most), capacity)
+    assert len(drawn) > 30
+
+
+class _Work:
+    """Notes the begin and end of each unit's work."""
+
+    def __init__(self, history):
+        self._history = history
+
+    def forward(self, unit, data):
+        self._history.append("work")
+        return data
+
+    backward = forward
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_some_units_wait_for_the_device_before_after_and_between_delays(waits, monkeypatch):
+    history, units = [], builders.one_f_one_b(2, 100).stages[0]
+    monkeypatch.setattr(stress.DelayedWork, "_delay", lambda self: history.append("delay"))
+    wait = (lambda: history.append("wait")) if waits else None
+    work = stress.DelayedWork(
+        _Work(history), random.Random(1), 0.0, lambda unit: history.append("begin"), wait
+    )
+    for unit in units:
+        run = work.forward if unit.kind is Kind.FORWARD else work.backward
+        assert run(unit, unit.microbatch) == unit.microbatch
+    counts = Counter(text.strip() for text in " ".join(history).split("begin")[1:])
+    assert sum(counts.values()) == len(units)
+    waiting = {"wait delay work", "delay wait work", "delay work wait"} if waits else set()
+    assert set(counts) == {"delay work", *waiting}
+    share = 1 - counts["delay work"] / len(units)
+    assert 0.2 < share < 0.4 if waits else share == 0
