@@ -120,7 +120,7 @@ class Recorder:
         self.different_orders: set[tuple[str, ...]] = set()
         #: How often units waited for the whole device, on purpose.
         self.device_waits = 0
-        #: Of each iteration that is measured, when it began and its units began and ended.
+        # Of each iteration that is measured, when it began, and its units began and ended.
         self._times: list[tuple[float, list[float], list[float]]] = []
 
     def add(self, returned: Sequence[Any]) -> None:
@@ -156,9 +156,7 @@ class Recorder:
             "orders": self.orders,
             "different_orders": len(self.different_orders),
             "device_waits": self.device_waits,
-            "begins_s": [begin_s for begin_s, _, _ in self._times],
-            "starts_s": [starts_s for _, starts_s, _ in self._times],
-            "ends_s": [ends_s for _, _, ends_s in self._times],
+            "times": self._times,
             "imported_envpipe": any(n.split(".")[0] == "envpipe_megatron" for n in sys.modules),
         }
 

@@ -155,8 +155,7 @@ class Pool:
         reported = [found for found in ranks_json if found]
         times = median_times(reported)
         for rank in reported:
-            for name in ("begins_s", "starts_s", "ends_s"):
-                del rank[name]
+            del rank["times"]
         found: dict[str, Any] = {
             "status": status,
             "wall_s": round(running.age_s, 1),

@@ -24,12 +24,12 @@ def median_times(ranks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     An iteration lasts from its first unit's start to its last unit's end, over all stages; starts
     and ends of units count from there.
     """
-    count = min((len(rank["begins_s"]) for rank in ranks), default=0)
+    count = min((len(rank["times"]) for rank in ranks), default=0)
     if not count:
         return None
-    begins_s = np.array([rank["begins_s"][:count] for rank in ranks])[:, :, None]
-    starts_s = begins_s + [rank["starts_s"][:count] for rank in ranks]
-    ends_s = begins_s + [rank["ends_s"][:count] for rank in ranks]
+    columns = [zip(*rank["times"][:count], strict=True) for rank in ranks]
+    begins_s, starts_s, ends_s = (np.array(each) for each in zip(*columns, strict=True))
+    starts_s, ends_s = (begins_s[:, :, None] + each for each in (starts_s, ends_s))
     zero_s = starts_s.min(axis=(0, 2))[None, :, None]
     return {
         "iterations": count,

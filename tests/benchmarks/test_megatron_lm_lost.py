@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from fake_checkout import limits, processes_of
+from fake_checkout import no_limits, processes_of
 
 pytest.importorskip("torch")
 from benchmarks.megatron_lm import lost
@@ -61,9 +61,9 @@ def test_a_lost_rank_and_what_the_other_made_without_it(left_loss, outcome, site
         after=whole.name,
         lost={"signal": "SIGKILL", "rank": 1, "iteration": 7, "instant": 0.5},
     )
-    lost.run_jobs(site, state, [killed], limits())
+    lost.run_jobs(site, state, [killed], no_limits())
     assert not state.runs  # there is nothing to compare with
-    lost.run_jobs(site, state, [whole, killed], limits())
+    lost.run_jobs(site, state, [whole, killed], no_limits())
     assert state.runs[whole.name]["status"] == "ok"
     assert [len(made) for made in state.runs[whole.name]["steps"]] == [60, 60]
 

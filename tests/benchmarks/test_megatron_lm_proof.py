@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from fake_checkout import limits, processes_of
+from fake_checkout import no_limits, processes_of
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.integrations.megatron_lm.refusals import REFUSED
@@ -85,7 +85,7 @@ def test_jobs_take_turns_and_never_compute_together(site, state):
     jobs = [_job(f"ratio/start 1/{arm}", iterations, turns) for arm in ratio.ARMS]
     keeper = ratio.Keeper(state, ratio.Rounds(1, 2, 3, 2))
     order = ratio.order(jobs)
-    run_jobs(site, state, jobs, limits(), order=order, on_block=keeper)
+    run_jobs(site, state, jobs, no_limits(), order=order, on_block=keeper)
 
     assert [state.runs[job.name]["status"] for job in jobs] == ["ok"] * 3
     assert len(state.rounds) == 1
@@ -115,7 +115,7 @@ def test_turns_end_early_and_jobs_end_well_where_time_runs_out(site, state):
         asked.append(left)
         return left > 3
 
-    run_jobs(site, state, jobs, limits(), order=order, goes_on=goes_on, on_block=keeper)
+    run_jobs(site, state, jobs, no_limits(), order=order, goes_on=goes_on, on_block=keeper)
     assert asked[:7] == [9, 8, 7, 6, 5, 4, 3]
     assert [state.runs[job.name]["status"] for job in jobs] == ["ok"] * 3
     assert len(state.rounds) == 1
@@ -156,7 +156,7 @@ def test_what_is_done_is_not_run_again_and_what_ran_out_of_time_is(site, state, 
     again = State(state.path)
     stamp = (quick.folder(site) / "job.json").stat().st_mtime_ns
     mended = replace(slow, arguments=("9", "-1"))
-    run_jobs(site, again, [quick, mended], limits())
+    run_jobs(site, again, [quick, mended], no_limits())
     assert (quick.folder(site) / "job.json").stat().st_mtime_ns == stamp
     assert again.runs[slow.name]["status"] == "ok"
     assert again.done(quick)
@@ -178,7 +178,7 @@ def test_a_job_waits_for_the_one_before_it_and_is_left_out_if_that_failed(site, 
         replace(first, name="part/bad/stock/second", after=bad.name),
         bad,
     ]
-    run_jobs(site, state, jobs, limits())
+    run_jobs(site, state, jobs, no_limits())
     assert state.runs["part/halves/stock/second"]["status"] == "ok"
     assert "part/bad/stock/second" not in state.runs
     failed = state.runs[bad.name]
@@ -186,7 +186,7 @@ def test_a_job_waits_for_the_one_before_it_and_is_left_out_if_that_failed(site, 
     assert "ValueError" in failed["log"]
 
     many = [replace(bad, name=f"part/bad {number}/stock") for number in range(4)]
-    run_jobs(site, state, many, replace(limits(), most_failures=2, concurrency=1))
+    run_jobs(site, state, many, replace(no_limits(), most_failures=2, concurrency=1))
     assert [job.name in state.runs for job in many] == [True, True, False, False]
 
 

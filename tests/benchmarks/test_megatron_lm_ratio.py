@@ -69,9 +69,16 @@ def _recorded(schedule, factor):
     return [
         {
             "executed": schedule.labels()[stage],
-            "begins_s": [100.0 * n - 0.5 * stage + OFF_S[stage] for n in range(3)],
-            "starts_s": [(one.start_s[stage] + 0.5 * stage).tolist() for one in made],
-            "ends_s": [(one.end_s[stage] + 0.5 * stage).tolist() for one in made],
+            "times": [
+                (
+                    100.0 * n - 0.5 * stage + OFF_S[stage],
+                    *(
+                        (times_s[stage] + 0.5 * stage).tolist()
+                        for times_s in (one.start_s, one.end_s)
+                    ),
+                )
+                for n, one in enumerate(made)
+            ],
         }
         for stage in range(3)
     ]
@@ -99,7 +106,7 @@ def test_the_times_of_1f1bs_units_predict_the_other_order(state):
         assert row["F, 1F1B (ms)"] == pytest.approx(1e3 * UNITS_S[stage, 0])
         assert row["B, EnvPipe (ms)"] == pytest.approx(1250 * UNITS_S[stage, 1])
         assert row["F longer (%)"] == pytest.approx(25)
-    assert unit_times.median_times([{"begins_s": []}]) is None
+    assert unit_times.median_times([{"times": []}]) is None
 
     for number, name in enumerate(("pp4-m6 start 1", "pp4-m6 start 2")):
         for arm in ratio.ARMS:
