@@ -1,6 +1,7 @@
 """Orders on channels of every capacity: searched exhaustively when small, by property beyond."""
 
 import random
+from collections import deque
 from functools import cache
 from itertools import pairwise, product
 
@@ -17,8 +18,11 @@ from envpipe_megatron.core.channel_model import (
     find_stall,
     hardware_capacity,
     max_falling_step,
+    most_under_way,
+    slots_of,
 )
 from envpipe_megatron.core.schedule import Kind, Schedule, Unit, parse_unit
+from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.errors import EnvPipeError
 
 CAPACITIES = (None, 0, 1, 2)
@@ -223,6 +227,97 @@ def test_message_order_is_checked_against_a_plain_comparison(
     else:
         with pytest.raises(EnvPipeError, match="other way round"):
             completes(schedule, None)
+
+
+# Slots for one-sided transfers.
+
+
+def under_way(schedule: Schedule, done: tuple[int, ...]) -> int:
+    """Of the channel that holds most, the messages not taken after so many units of each stage."""
+    width = schedule.units_per_stage
+    count: dict[tuple[int, int, bool], int] = {}
+    for stage, units in enumerate(done):
+        for place in range(stage * width, stage * width + units):
+            kind = bool(schedule.is_backward.flat[place])
+            taker, sender = schedule.cross_successor[place], schedule.cross_dependency[place]
+            if taker >= 0:
+                channel = (stage, int(taker) // width, kind)
+                count[channel] = count.get(channel, 0) + 1
+            if sender >= 0:
+                channel = (int(sender) // width, stage, kind)
+                count[channel] = count.get(channel, 0) - 1
+    return max(count.values(), default=0)
+
+
+def most_in_any_interleaving(schedule: Schedule) -> int:
+    """By looking at every state that the stages can be in together."""
+    width, start = schedule.units_per_stage, (0,) * schedule.num_stages
+    seen, left, most = {start}, deque([start]), 0
+    while left:
+        done = left.popleft()
+        most = max(most, under_way(schedule, done))
+        for stage, units in enumerate(done):
+            sender = -1 if units == width else int(schedule.cross_dependency[stage * width + units])
+            if units < width and (sender < 0 or sender % width < done[sender // width]):
+                after = (*done[:stage], units + 1, *done[stage + 1 :])
+                if after not in seen:
+                    seen.add(after)
+                    left.append(after)
+    return most
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 3), (2, 5), (3, 4), (4, 3)])
+def test_as_many_messages_are_under_way_as_is_said_and_no_more(
+    num_stages: int, num_microbatches: int
+) -> None:
+    rng = random.Random(num_microbatches)
+    orders = envpipe_orders(num_stages, num_microbatches)
+    orders += other_orders(num_stages, num_microbatches, max_chunks=2)
+    orders += [random_order(num_stages, 3, rng, in_order=True) for _ in range(25)]
+    for schedule in orders:
+        most = most_in_any_interleaving(schedule)
+        if schedule.num_chunks == 1:
+            assert most_under_way(schedule) == most, where(schedule)
+        else:
+            assert most_under_way(schedule) >= most, where(schedule)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(2, 3), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_with_its_slots_an_order_finishes_in_all_interleavings(
+    num_stages: int, num_microbatches: int, rng: random.Random
+) -> None:
+    schedule = random_order(num_stages, num_microbatches, rng, in_order=True)
+    needed, most = slots_of(schedule, 1), most_under_way(schedule)
+    assert needed == next(k for k in range(1, 99) if completes(schedule, k))
+    slots = [slots_of(schedule, limit) for limit in range(1, 9)]
+    assert slots == sorted(slots)
+    assert all(needed <= own <= max(needed, limit) for limit, own in enumerate(slots, 1))
+    assert slots[-1] <= max(needed, most)
+    for count in {needed, slots[-1]}:
+        assert explore_all(schedule, count)
+
+
+def test_in_the_planned_timeline_no_sender_waits_for_a_slot() -> None:
+    rng = random.Random(0)
+    for _ in range(150):
+        num_stages = rng.randint(2, 8)
+        num_microbatches = rng.randint(num_stages, 24)
+        extra: list[int] = []
+        for most in most_extra(num_stages, num_microbatches):
+            extra.append(rng.randint(0, min(most, extra[-1] + 1) if extra else most))
+        schedule = builders.envpipe(num_stages, num_microbatches, extra)
+        slots, width = slots_of(schedule, schedule.num_units), schedule.units_per_stage
+        backward_s = rng.uniform(1, 2.5)
+        timeline = Timeline(schedule, 1 + (backward_s - 1) * schedule.is_backward)
+        start_s, end_s = timeline.start_s.ravel(), timeline.end_s.ravel()
+        for stage, kind in product(range(num_stages), (False, True)):
+            sends = (schedule.is_backward[stage] == kind) & (
+                schedule.cross_successor.reshape(-1, width)[stage] >= 0
+            )
+            senders = stage * width + sends.nonzero()[0]
+            freed_s = start_s[schedule.cross_successor[senders[:-slots]]]
+            assert (freed_s <= end_s[senders[slots:]] + 1e-9).all(), where(schedule)
 
 
 # What does not work, and how it is told.
