@@ -5,17 +5,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import repeat
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from fake_device import FakeDevice
+from plain_stages import SHAPE, SPECS
 from taking_turns import Turns
 
-from envpipe_megatron.core.schedule import Kind
-from envpipe_megatron.runtime.channel import links
+from envpipe_megatron.core.schedule import Kind, unit
+from envpipe_megatron.runtime.channel import links, puts
 from envpipe_megatron.runtime.channel.carrier import ChannelError
+from envpipe_megatron.runtime.channel.flag_page import FlagPage
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
+from envpipe_megatron.runtime.channel.puts import PutCarrier, PutSide
 
 SECONDS = timedelta(seconds=9)
 
@@ -70,8 +77,21 @@ class MadeUpJob:
         }
         for name, function in made_up.items():
             monkeypatch.setattr(dist, name, function, raising=False)
+        #: Why a rank's GPU cannot take part in one-sided copies.
+        self.lacks: dict[int, str] = {}
+        #: Ranks that have none of their neighbours' files, or whose GPU shares no memory.
+        self.apart: dict[int, str] = {}
+        self.refuses: dict[int, str] = {}
+        self.watched: list[PutSide] = []
+        monkeypatch.setattr(links.cuda_device, "obstacle", lambda: self.lacks.get(self.turns.rank))
+        monkeypatch.setattr(links.cuda_device, "CudaDevice", self._device)
+        monkeypatch.setattr(links, "FlagPage", self._page)
+        monkeypatch.setattr(links, "_made", repeat(0))  # which ranks of one process would share
+        monkeypatch.setattr(puts, "time", self.turns)
+        monkeypatch.setattr(PutSide, "watch", lambda side: self.watched.append(side))
         cuda = SimpleNamespace(
             current_device=lambda: 7,
+            mem_get_info=lambda: (0, 2**30),
             synchronize=lambda: self.synchronized.append(self.turns.rank),
         )
         torch = SimpleNamespace(cuda=cuda, zeros=lambda size, device: (size, device))
@@ -93,6 +113,21 @@ class MadeUpJob:
             if isinstance(error, BaseException):
                 raise error
         return made
+
+    def _device(self) -> FakeDevice:
+        device = FakeDevice(self.turns, self.turns.rank)
+        device.blocks = True
+        if device.rank in self.refuses:
+            device.share = self._refuse  # type: ignore[method-assign]
+        return device
+
+    def _refuse(self, *arguments: Any) -> Any:
+        raise RuntimeError(f"{self.refuses[self.turns.rank]}\nof a test")
+
+    def _page(self, path: Path, side: int) -> FlagPage:
+        if self.turns.rank in self.apart and side == 1:
+            raise FileNotFoundError(path)
+        return FlagPage(path, side)
 
     def _all_gather(self, values: list[Any], own: Any) -> None:
         values[:] = self.turns.gather(range(self.size), own, "world")
@@ -199,9 +234,76 @@ def test_over_few_hardware_queues_one_receive_is_posted_ahead(
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
     for channel in job.channels(carrier=carrier):
         assert channel.capacity == capacity
-        assert channel.about == f"NCCL between stages 0 and 1 (asked for: {carrier})"
+        assert channel.about.startswith("NCCL between stages 0 and 1")
+        assert channel.about.endswith(f"(asked for: {carrier})")
         (made,) = channel._carriers.values()
         assert (made._timeout, made._ahead) == (None, carrier == "posted" or capacity == 1)
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_where_gpus_reach_each_other_all_boundaries_are_one_sided(monkeypatch, wraps):
+    """With a single hardware queue too, and then no order is lowered."""
+    job = MadeUpJob(monkeypatch, 3, pipelines=2)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    channels = job.channels(num_chunks=1 + wraps)
+    assert {(channel.about, channel.capacity) for channel in channels} == {
+        ("one-sided copies", None)
+    }
+    assert not job.groups
+    assert {id(channel._side) for channel in channels} == {id(side) for side in job.watched}
+
+    def host() -> dict[Kind, float]:
+        rank, channel = job.turns.rank, channels[job.turns.rank]
+        comes = list(channel._carriers)
+        channel.expect(dict.fromkeys(comes, 1), SPECS)
+        for carrier in channel._carriers.values():
+            kind = carrier._peers.sends  # type: ignore[attr-defined]
+            channel.send(unit(kind, 0), [torch.full(SHAPE, float(rank))])
+        got = {kind: channel.receive(unit(kind, 0))[0].max().item() for kind in comes}
+        channel.end_step()
+        return got
+
+    for rank, got in enumerate(job.turns.run(*[host] * job.size)):
+        neighbours = {Kind.FORWARD: rank - 2, Kind.BACKWARD: rank + 2}
+        assert got == {k: r % 6 for k, r in neighbours.items() if wraps or 0 <= r < 6}
+
+
+@pytest.mark.parametrize(
+    ("what", "rank", "boundary", "reason"),
+    [
+        ("lacks", 3, 2, "no wheel"),
+        ("lacks", 0, 0, "no wheel"),
+        ("apart", 2, 1, "no common /dev/shm: other machines or containers"),
+        ("refuses", 3, 2, "no such memory"),
+    ],
+)
+def test_a_boundary_where_one_side_cannot_goes_by_nccl_and_all_say_so(
+    monkeypatch, what, rank, boundary, reason
+):
+    job = MadeUpJob(monkeypatch, 4)
+    setattr(job, what, {rank: reason})
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    channels = job.channels()
+    (about,) = {channel.about for channel in channels}
+    assert about.startswith(f"NCCL between stages {boundary} and {boundary + 1}")
+    assert about.endswith(f"({reason}); one-sided copies")
+    assert {channel.capacity for channel in channels} == {1}
+    for stage, channel in enumerate(channels):
+        by_puts = {
+            carrier._peers.neighbour  # type: ignore[attr-defined]
+            for carrier in channel._carriers.values()
+            if isinstance(carrier, PutCarrier)
+        }
+        pairs = [(b, b + 1) for b in range(3) if b != boundary]
+        assert by_puts == {a + b - stage for a, b in pairs if stage in (a, b)}
+        assert len(channel._carriers) == 1 + (0 < stage < 3)
+    assert len(job.watched) == sum(channel._side is not None for channel in channels)
+
+
+def test_a_channel_for_messages_that_vary_has_headers(monkeypatch):
+    """Slots have one size."""
+    for channel in MadeUpJob(monkeypatch, 2).channels(vary=True):
+        assert not any(isinstance(c, PutCarrier) for c in channel._carriers.values())
 
 
 def test_transfers_that_cannot_work_are_refused(monkeypatch):
