@@ -168,12 +168,15 @@ def test_a_host_gets_what_its_wait_for_the_device_gives(monkeypatch):
     def fails() -> None:
         raise ValueError("of a test")
 
-    for side in (None, Watched(monkeypatch).side):
+    watched = Watched(monkeypatch)
+    for side in (None, watched.side):
         channel = P2PChannel([0, 1], 0, {}, side=side)
         assert channel.unless_lost(lambda: 7) == 7
         with pytest.raises(ValueError, match="of a test"):
             channel.unless_lost(fails)
         assert channel.unless_lost(lambda: 8) == 8
+    watched.found = ChannelError("of a test"), 5
+    assert watched.told.wait(20)  # which ends the thread
 
 
 CHILD = """
