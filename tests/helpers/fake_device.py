@@ -94,6 +94,10 @@ class FakeDevice:
         """Whether all has been done."""
         return not any(queue.work for queue in self._queues)
 
+    def units_done(self) -> bool:
+        """Whether all units that were enqueued have been run."""
+        return self._units.done == self._units.enqueued
+
     def synchronize(self) -> None:
         """The host waits for all streams."""
         self.turns.pause(self.idle)
@@ -125,12 +129,12 @@ class FakeStream:
     def __init__(self, device: FakeDevice, queue: _Queue) -> None:
         self._device = device
         self._queue = queue
-        self._enqueued = self.done = 0
+        self.enqueued = self.done = 0
 
     def run(self, do: Callable[[], None], when: Callable[[], bool] = always) -> None:
         """Enqueue some work."""
         self._device.turns.pause()
-        self._enqueued += 1
+        self.enqueued += 1
         self._queue.work.append(_Work(self, do, when))
         if self._device.blocks:
             self._device.synchronize()
@@ -157,7 +161,7 @@ class FakeStream:
 
     def after(self, other: Any) -> None:
         """As `Stream`'s."""
-        enqueued = other._enqueued
+        enqueued = other.enqueued
         self.run(lambda: None, lambda: other.done >= enqueued)
 
 

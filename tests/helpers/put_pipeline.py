@@ -88,11 +88,11 @@ class PutPipeline:
         spec = DeviceSpec.on(self.devices, torch.empty(SHAPE))
         self.specs = StageSpecs.alike(spec)
 
-    def _unless_lost(self, stage: int, wait: Callable[[], None]) -> None:
-        side, device = self.sides[stage], self.devices[stage]
-        self.turns.pause(lambda: device.idle() or side._loss is not None)
-        side.check()
-        wait()
+    def _unless_lost(self, stage: int, done: Callable[[], bool]) -> None:
+        side = self.sides[stage]
+        self.turns.pause(lambda: done() or side._loss is not None)
+        if not done():
+            side.check()
 
     def close(self) -> None:
         """Let go of files."""
@@ -111,6 +111,7 @@ class PutPipeline:
         def host(stage: int) -> None:
             for step, schedule in enumerate(schedules):
                 self.step(stage, schedule, 1000 * step, syncs)
+            self.channels[stage].unless_lost(self.devices[stage].idle)
 
         stages = range(len(self.devices))
         return self.turns.run(*(lambda stage=stage: host(stage) for stage in stages))
@@ -130,8 +131,12 @@ class PutPipeline:
                 device.synchronize()
             if made:
                 channel.send(unit, made)
-        channel.unless_lost(device.synchronize)
+            del got, made  # their memory is used again
+        channel.unless_lost(device.units_done)
         channel.end_step()
+        # What follows, as an optimizer, takes memory that the step has let go.
+        after = [device.seen(t) for t in self.specs.sends[Kind.FORWARD].make()]
+        device.units().run(lambda: [t.fill_(-1) for t in after])
 
     def _compute(
         self, stage: int, unit: str, got: Any, made: Any, wanted: int, number: int
