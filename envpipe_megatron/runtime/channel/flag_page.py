@@ -22,9 +22,13 @@ _WORD_BYTES = 64
 _FOLDER = Path("/dev/shm")
 
 #: Words by what they say, each of side 0 and side 1 in turn: messages that the side has put into
-#: the other's memory and messages that it has taken; and, plus one, the stage that it was told is
-#: lost.
-PUT, TAKEN, TOLD = 0, 2, 4
+#: the other's memory, and messages that it has taken;
+PUT, TAKEN = 0, 2
+#: with this added, how many of either of the other side's it last stood and waited for;
+WANTED = 4
+#: plus one, the stage that it was told is lost; how often it looked and waited for its other
+#: neighbour.
+TOLD, WAITS = 8, 10
 
 
 def create_page_file() -> Path:

@@ -16,6 +16,7 @@ What becomes of a message that never comes: see `PutSide`.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +30,15 @@ import torch
 from envpipe_megatron.core.channel_model import slots_of
 from envpipe_megatron.core.schedule import Schedule, Unit
 from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers
-from envpipe_megatron.runtime.channel.flag_page import PUT, TAKEN, TOLD, FlagPage, Word
+from envpipe_megatron.runtime.channel.flag_page import (
+    PUT,
+    TAKEN,
+    TOLD,
+    WAITS,
+    WANTED,
+    FlagPage,
+    Word,
+)
 from envpipe_megatron.runtime.channel.messages import TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -42,6 +51,10 @@ MEMORY_SHARE = 0.01
 _ALIGNMENT = 256
 #: How often one looks whether a neighbour lives.
 _LOOKS_EVERY_S = 0.25
+#: A neighbour that has said within this time that it waits for another is not to blame,
+_NEWS_S = 1.0
+#: for this long after the time-out: then the silent one's own neighbour has told.
+_PATIENCE_S = 5.0
 #: For the first message, which shows that puts work.
 _PROBE_S = 20.0
 
@@ -150,6 +163,9 @@ class PutSide:
                     if found is not None:
                         self._lose(*found)
                         break
+                for carrier in self.carriers:
+                    if any(other.waits for other in self.carriers if other is not carrier):
+                        carrier.say_it_waits()
         return self._loss
 
     def _keep_looking(self) -> None:
@@ -193,9 +209,12 @@ class PutCarrier:
         self._slots = self._slot_bytes = 0
         self._sized_for: Schedule | None = None
         self._send_bytes: list[int] = []
-        #: What streams of this rank wait for.
-        self._awaited = {page.others(PUT): 0, page.others(TAKEN): 0}
-        self._heard: tuple[list[int], float] | None = None
+        #: Whether a stream of this rank stands and waits for the neighbour, and since when: all
+        #: counts then.
+        self.waits = False
+        self._heard: tuple[list[int], float] = [], 0.0
+        #: How often the neighbour has said that it waits for another, and when it last did.
+        self._news = 0, -math.inf
 
     def probe(self) -> None:
         """Exchange a first message; the other side does it too. RuntimeError: it did not come."""
@@ -225,7 +244,7 @@ class PutCarrier:
         self._expected = messages
         self._spec = receives
         self._send_bytes = [] if sends is None else sends.tensor_bytes
-        slot_bytes = max(_padded(spec.tensor_bytes) for spec in (receives, sends) if spec)
+        slot_bytes = max(_padded(spec.tensor_bytes if spec else []) for spec in (receives, sends))
         schedule = self._side.schedule
         if schedule is not self._sized_for or slot_bytes > self._slot_bytes:
             self._sized_for = schedule
@@ -247,7 +266,7 @@ class PutCarrier:
         tensors = self._spec.make()
         slot, self._taken = self._own[self._taken % self._slots], self._taken + 1
         stream = self._side.device.units()
-        self._wait(stream, self._page.others(PUT), self._taken)
+        self._wait(stream, PUT, self._taken)
         for part, place in _placed(tensors, slot):
             stream.copy(part, place)
         stream.write(self._page.own(TAKEN), self._taken)
@@ -271,7 +290,7 @@ class PutCarrier:
         self._stream.after(units)
         slot, self._put = self._theirs[self._put % self._slots], self._put + 1
         if self._put > self._slots:
-            self._wait(self._stream, self._page.others(TAKEN), self._put - self._slots)
+            self._wait(self._stream, TAKEN, self._put - self._slots)
         for part, place in _placed(payload, slot):
             self._stream.copy(place, part)
         self._stream.write(self._page.own(PUT), self._put)
@@ -286,31 +305,42 @@ class PutCarrier:
 
     def trouble(self, now_s: float) -> tuple[ChannelError, int] | None:
         """The loss of the neighbour, and the stage that is lost; None if there is none."""
-        told = self._page.own(TOLD).value
+        page = self._page
+        told = page.own(TOLD).value
         if told:
             text = f"it says that stage {told - 1} is lost"
             return self._peers.lost("waiting for the pipeline", text), told - 1
-        values = [word.value for word in self._awaited]
-        waits = not all(word.has(value) for word, value in self._awaited.items())
-        if not waits or self._heard is None or self._heard[0] != values:
-            self._heard = (values, now_s) if waits else None
+        wanted = {page.others(word): page.own(word + WANTED).value for word in (PUT, TAKEN)}
+        self.waits = not all(word.has(count) for word, count in wanted.items())
+        counts = [*wanted.values(), *(word.value for word in wanted)]
+        if not self.waits or counts != self._heard[0]:
+            self._heard = counts, now_s
             return None
         doing = "waiting for its messages"
-        if not self._page.other_lives():
+        if not page.other_lives():
             return self._peers.lost(doing, "its process has ended"), self._peers.neighbour
-        if now_s - self._heard[1] > self._side.timeout_s:
+        news = page.others(WAITS).value
+        if news != self._news[0]:
+            self._news = news, now_s
+        patience_s = _PATIENCE_S if now_s - self._news[1] < _NEWS_S else 0.0
+        if now_s - self._heard[1] > self._side.timeout_s + patience_s:
             silent = f"no sign of it for {self._side.timeout_s:.0f} s"
             return self._peers.lost(doing, silent), self._peers.neighbour
         return None
+
+    def say_it_waits(self) -> None:
+        """Tell the other side that this one waits for another neighbour."""
+        self._page.own(WAITS).set(self._page.own(WAITS).value + 1)
 
     def tell(self, stage: int) -> None:
         """Tell the other side that a stage is lost."""
         self._page.others(TOLD).set(stage + 1)
 
-    def _wait(self, stream: Stream, word: Word, value: int) -> None:
-        self._awaited[word] = value
-        if not word.has(value):  # what has come needs no wait, which would cost the host time
-            stream.wait(word, value)
+    def _wait(self, stream: Stream, word: int, value: int) -> None:
+        """Let a stream wait for the neighbour, and say so when it stands there."""
+        if not self._page.others(word).has(value):  # what has come would cost the host time
+            stream.write(self._page.own(word + WANTED), value)
+            stream.wait(self._page.others(word), value)
 
     def _resize(self, slots: int, slot_bytes: int) -> None:
         """Have as much memory at least; both sides agree, for they were told the same."""

@@ -203,16 +203,17 @@ class JobMemory:
         peaks = schedule.peak_in_flight
 
         predicted: list[float] = []
+        for_messages = self._collectives.by_stage(more_bytes, max)
 
         def reserve() -> bool:
             predicted.extend(s.predicted_peak_bytes(n) for s, n in zip(stages, peaks, strict=True))
-            messages = f", beside {more_bytes / 2**20:.0f} MiB more for messages"
+            messages = f", {_gib(for_messages)} GiB more for messages" if any(for_messages) else ""
             self._say(
-                f"memory: in flight {plain(peaks)}, predicted peak {_gib(predicted)} GiB"
-                + messages * bool(more_bytes)
+                f"memory: in flight {plain(peaks)}, predicted peak {_gib(predicted)} GiB{messages}"
             )
-            for number, (stage, bytes_) in enumerate(zip(stages, predicted, strict=True)):
-                most = stage.baseline_peak_bytes + stage.room_bytes - more_bytes
+            for number, stage in enumerate(stages):
+                bytes_ = predicted[number]
+                most = stage.baseline_peak_bytes + stage.room_bytes - for_messages[number]
                 if bytes_ > (1 + RELATIVE_TOLERANCE) * most:
                     self._warn(
                         f"Stage {number} may run out of memory: {peaks[number]} microbatches in "

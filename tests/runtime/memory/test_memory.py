@@ -238,7 +238,7 @@ def test_what_is_said_of_memory_is_in_gib(caplog):
         "[3.45, 4.45] beside 5% kept free",
         "memory: in flight 6, 1, predicted peak [11.00, 6.00] GiB",
         "memory: in flight 5, 1, predicted peak [10.00, 6.00] GiB",
-        "memory: in flight 5, 1, predicted peak [10.00, 6.00] GiB, beside 1024 MiB more for "
+        "memory: in flight 5, 1, predicted peak [10.00, 6.00] GiB, [1.00, 1.00] GiB more for "
         "messages",
     ]
     assert [record.getMessage() for record in caplog.records] == [
