@@ -209,10 +209,10 @@ def _connections() -> Answer:
     few = hardware_capacity(os.environ) is not None
     return (
         not few,
-        f"{value}: counts as a single hardware queue, in which a transfer that waits holds up "
-        "every kernel behind it"
+        f"{value}: counts as a single hardware queue, in which a transfer of NCCL that waits holds "
+        "up every kernel behind it"
         if few
         else value or "not set (8)",
-        "Orders are lowered to what one queue holds; set 8 unless Megatron asks for 1 (tensor or "
-        "context parallelism before Blackwell)",
+        "Where NCCL carries messages, orders are lowered to what one queue holds; set 8 unless "
+        "Megatron asks for 1 (tensor or context parallelism before Blackwell)",
     )

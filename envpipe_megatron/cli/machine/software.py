@@ -23,6 +23,7 @@ def software_checks(driver_cuda: tuple[int, int] | None) -> list[Check]:
         "torch": partial(_torch, driver_cuda),
         "megatron-core": _megatron_core,
         "nvidia-ml-py": _nvidia_ml_py,
+        "cuda-bindings": _cuda_bindings,
         "NVIDIA Apex": _apex,
         "Transformer Engine": _transformer_engine,
         "DeepSpeed": _deepspeed,
@@ -94,6 +95,16 @@ def _nvidia_ml_py() -> Answer:
         evidence = f"{version}, but the package pynvml {shim} has a module of the same name"
         return False, evidence, f"pip uninstall pynvml; {remedy}"
     return True, version, ""
+
+
+def _cuda_bindings() -> Answer:
+    version = version_of("cuda-bindings")
+    return (
+        version is not None,
+        version or "not installed",
+        "Without it NCCL carries messages between all GPUs, and kernels that wait slow units: "
+        "pip install cuda-bindings, of torch's CUDA version",
+    )
 
 
 def _major(version: str) -> int:

@@ -72,7 +72,9 @@ def test_a_machine_whose_clocks_nobody_granted(node):
     assert_check(found["CUDA_VISIBLE_DEVICES"], True, f"0: {node.uuids[0]}")
     assert_check(found["CUDA_DEVICE_ORDER"], True, "not set")
     assert_check(found["CUDA_DEVICE_MAX_CONNECTIONS"], True)
-    assert {"torch", "megatron-core", "NVIDIA Apex", "DeepSpeed", "zeus"} <= set(found)
+    assert {"torch", "megatron-core", "cuda-bindings", "NVIDIA Apex", "DeepSpeed", "zeus"} <= set(
+        found
+    )
 
 
 def test_which_back_end_auto_takes_and_why(node, monkeypatch, tmp_path):

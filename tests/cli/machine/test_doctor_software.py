@@ -89,6 +89,7 @@ def test_good_packages(packages):
     packages.add("deepspeed", (), "deepspeed", "0.19.8")
     packages.add("zeus", (), "zeus", "0.16.0")
     packages.distribution("nvidia_ml_py", "13.580")
+    packages.distribution("cuda_bindings", "13.0.3")
     found = packages.look((12, 4))  # a driver runs every CUDA of its major version
     assert_check(found["torch"], True, "2.11.0", "built for CUDA 12.8", "driver runs CUDA 12.4")
     assert_check(found["megatron-core"], True, "0.19.1")
@@ -98,6 +99,7 @@ def test_good_packages(packages):
     assert_check(found["DeepSpeed"], True, "0.19.8")
     assert_check(found["zeus"], True, "0.16.0")
     assert_check(found["nvidia-ml-py"], True, "13.580")
+    assert_check(found["cuda-bindings"], True, "13.0.3")
 
 
 def test_packages_that_will_not_do(packages):
@@ -112,6 +114,7 @@ def test_packages_that_will_not_do(packages):
     assert_check(found["megatron-core"], False, "0.19.0", "Megatron-LM core_v0.16.1, Megatron-LM c")
     assert_check(found["NVIDIA Apex"], False, "another package", "PyPI", "pip uninstall apex")
     assert_check(found["nvidia-ml-py"], False, "pynvml 11.5.3", "pip uninstall pynvml")
+    assert_check(found["cuda-bindings"], False, "not installed", "kernels that wait slow units")
     # Each of those that are missing says whether it is needed at all.
     for name in ("Transformer Engine", "DeepSpeed", "zeus"):
         assert found[name]["ok"] or "eeded" in found[name]["remedy"]
@@ -122,7 +125,7 @@ def test_broken_packages_are_a_no_and_stop_nothing(packages):
     (packages.add("megatron") / "core").mkdir()
     (packages.folder / "megatron" / "core" / "package_info.py").write_bytes(b"\xff\xfe")
     found = packages.look()
-    assert len(found) == 7
+    assert len(found) == 8
     for name in ("torch", "megatron-core"):
         assert_check(found[name], False, "could not be looked at: SyntaxError")
 
