@@ -57,12 +57,16 @@ class Peers:
 
     def lost(self, doing: str, error: RuntimeError | str) -> ChannelError:
         """The neighbour is gone or silent."""
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return ChannelError(
             f"Stage {self.stage} lost its neighbour, stage {self.neighbour} (rank {self.rank}), "
-            f"while {doing}: {reason}",
+            f"while {doing}: {first_line(error)}",
             remedy="Look at that rank's log for the first error; clocks are reset on the way out.",
         )
+
+
+def first_line(error: Exception | str) -> str:
+    """What an error says, or its kind."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def carried(payload: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,16 +1,17 @@
-"""One-sided copies on NVIDIA GPUs: torch's symmetric memory, and the driver's stream memory."""
+"""One-sided copies on NVIDIA GPUs, by the driver: memory of other processes, and stream words."""
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
 import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _SymmetricMemory
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from envpipe_megatron.runtime.channel.carrier import first_line
 from envpipe_megatron.runtime.channel.flag_page import FlagPage, Word
 from envpipe_megatron.runtime.channel.puts import Stream
 
@@ -23,6 +24,8 @@ except ImportError:
 _REGISTER_FLAGS = 1 | 2
 #: CU_STREAM_WAIT_VALUE_GEQ, and a write that comes after all before it.
 _WAIT_GEQ = _WRITE_DEFAULT = 0
+#: CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, CU_STREAM_NON_BLOCKING.
+_PEER_ACCESS = _NON_BLOCKING = 1
 #: For a process that has lost a neighbour to end by itself.
 _GRACE_S = 15.0
 _STDERR = 2
@@ -36,12 +39,18 @@ def obstacle() -> str | None:
 
 
 class CudaDevice:
-    """The current device. RuntimeError, from each method: the driver or torch refuses."""
+    """The current device. RuntimeError, from each method: the driver or torch refuses.
 
-    def __init__(self) -> None:
+    Args:
+        exchange: gives a value to the other side of a boundary, and returns what that gives; takes
+            the boundary, this side and the value.
+    """
+
+    def __init__(self, exchange: Callable[[int, int, Any], Any]) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._groups: dict[str, ProcessGroup] = {}
-        self._shared: dict[str, tuple[Any, ...]] = {}
+        self._exchange = exchange
+        #: For each boundary the addresses of this side's memory and the other's.
+        self._shared: dict[int, tuple[int, int]] = {}
         self._pages: dict[FlagPage, int] = {}
         # One for all: a stream waits for what it stood for when the wait was enqueued.
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
@@ -54,28 +63,48 @@ class CudaDevice:
         weakref.finalize(page, driver.cuMemHostUnregister, page.address).atexit = False
         self._pages[page] = int(_call(driver.cuMemHostGetDevicePointer, page.address, 0))
 
-    def share(self, name: str, side: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory of both sides, by torch's symmetric memory."""
-        if name not in self._groups:
-            # Not by new_group, in which every rank of the job would have to take part.
-            store = PrefixStore(f"envpipe/{name}", _get_default_store())
-            group = self._groups[name] = ProcessGroup(store, side, 2)
-            # Newer stubs have a type of their own for names.
-            group._set_group_name(name)  # type: ignore[arg-type]
-            _register_process_group(name, group)  # type: ignore[arg-type]
-        own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self._device)
-        handle = _SymmetricMemory.rendezvous(own, name)
-        theirs = handle.get_buffer(1 - side, (num_bytes,), torch.uint8)
-        self._shared[name] = own, handle, theirs
-        return own, theirs
+    def share(self, boundary: int, side: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory of both sides, by handles between processes; what was shared before is freed.
+
+        Not torch's symmetric memory: it counts what a process has ever shared, so that two can
+        only meet that have shared as much with others (seen in torch 2.13).
+        """
+        error, handle = "", b""
+        try:
+            own = int(_call(driver.cuMemAlloc, num_bytes))
+            handle = bytes(_call(driver.cuIpcGetMemHandle, own).reserved)
+        except RuntimeError as refused:
+            error = first_line(refused)
+        handle, their_error = self._exchange(boundary, side, (handle, error))
+        if not (error or their_error):
+            try:
+                opened = driver.CUipcMemHandle()
+                opened.reserved = handle
+                theirs = int(_call(driver.cuIpcOpenMemHandle, opened, _PEER_ACCESS))
+            except RuntimeError as refused:
+                error = first_line(refused)
+        before = self._shared.pop(boundary, None)
+        if before is not None:
+            _call(driver.cuIpcCloseMemHandle, before[1])
+        their_error = self._exchange(boundary, side, error) or their_error
+        if before is not None:
+            _call(driver.cuMemFree, before[0])
+        if error or their_error:
+            raise MemoryError(error or f"on the other side: {their_error}")
+        self._shared[boundary] = own, theirs
+        return _bytes_at(own, num_bytes), _bytes_at(theirs, num_bytes)
 
     def units(self) -> Stream:
         """The current stream, which may be another at each call."""
         return CudaStream(torch.cuda.current_stream(), self._pages, self._event)
 
     def new_stream(self) -> Stream:
-        """One that does not wait for the default stream."""
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch's
+        """One that does not wait for the default stream, and that is nobody else's.
+
+        torch's own are a few that all share: what stood behind a wait would be somebody's.
+        """
+        made = int(_call(driver.cuStreamCreate, _NON_BLOCKING))
+        stream = torch.cuda.ExternalStream(made, self._device)  # type: ignore[no-untyped-call]
         return CudaStream(stream, self._pages, self._event)
 
     def bind_thread(self) -> None:
@@ -85,9 +114,9 @@ class CudaDevice:
     def abandon(self) -> None:
         """End this process in a while, if it has not ended by itself, without waiting for a stream.
 
-        torch frees shared memory when the device has done all its work: so Python never frees it,
-        and what C++ does when Python has ended is left out. Whatever else waits for the device,
-        such as code inside of a unit, is ended with all threads' stacks on stderr.
+        So pages stay registered, and what C++ does when Python has ended is left out. Whatever else
+        waits for the device, such as code inside of a unit, is ended with all threads' stacks on
+        stderr.
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         library = ctypes.CDLL(None)
@@ -127,6 +156,13 @@ class CudaStream:
         assert isinstance(other, CudaStream)
         self._event.record(other._stream)
         self._stream.wait_event(self._event)
+
+
+def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
+    """Memory of the driver's as a tensor, which does not free it."""
+    at = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 2}
+    tensor: torch.Tensor = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=at))
+    return tensor
 
 
 def _call(function: Any, *arguments: Any) -> Any:

@@ -21,13 +21,13 @@ _BYTES = mmap.PAGESIZE
 _WORD_BYTES = 64
 _FOLDER = Path("/dev/shm")
 
-#: Words by what they say, each of side 0 and side 1 in turn: messages that the side has put into
-#: the other's memory, and messages that it has taken;
+#: The words, each there for side 0 and side 1. How many messages the side has put into the other's
+#: memory, and how many it has taken.
 PUT, TAKEN = 0, 2
-#: with this added, how many of either of the other side's it last stood and waited for;
+#: Added to these: the count of the other side that a stream of this side last waited for.
 WANTED = 4
-#: plus one, the stage that it was told is lost; how often it looked and waited for its other
-#: neighbour.
+#: One more than the stage that the side was told is lost. How often the side has said that it waits
+#: for its other neighbour.
 TOLD, WAITS = 8, 10
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from itertools import count
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,12 @@ import torch.distributed as dist
 from envpipe_megatron.core.channel_model import hardware_capacity
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.runtime.channel import cuda_device
-from envpipe_megatron.runtime.channel.carrier import Carrier, ChannelError, Peers
+from envpipe_megatron.runtime.channel.carrier import (
+    Carrier,
+    ChannelError,
+    Peers,
+    first_line,
+)
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.flag_page import FlagPage, create_page_file
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
@@ -26,8 +31,8 @@ from envpipe_megatron.runtime.channel.transfers import TransferCarrier
 #: make each transfer slower, which 1F1B feels.
 MAX_CTAS = 2
 
-#: How often this process has made channels: boundaries of the same stages have names of their own.
-_made = count()
+#: Beyond the tags of what else the hosts of a pipeline send each other.
+_FIRST_TAG = 1000
 
 
 def make_channel(
@@ -61,7 +66,11 @@ def make_channel(
     if backend == "gloo":
         return maker.over_gloo(pipeline_group)
     if backend == "nccl":
-        return maker.between_gpus("receives" if vary and carrier == "auto" else carrier)
+        vary = vary and carrier == "auto"
+        return maker.between_gpus(
+            "receives" if vary else carrier,
+            "messages vary in shape" if vary else f"asked for: {carrier}",
+        )
     raise ChannelError(
         "EnvPipe sends between stages over NCCL and gloo alone",
         value=backend,
@@ -98,10 +107,10 @@ class _Maker:
             )
         return P2PChannel(self._ranks, self._stage, carriers)
 
-    def between_gpus(self, carrier: str) -> P2PChannel:
-        """One-sided copies where both sides can, else NCCL."""
+    def between_gpus(self, carrier: str, why: str) -> P2PChannel:
+        """One-sided copies where both sides can, else NCCL; `why` not, with another carrier."""
         carriers: dict[Kind, Carrier] = {}
-        obstacles = dict.fromkeys(self._boundaries, f"asked for: {carrier}")
+        obstacles = dict.fromkeys(self._boundaries, why)
         side = None
         if carrier == "auto":
             side, obstacles = self._put_carriers(carriers)
@@ -134,7 +143,6 @@ class _Maker:
 
         All stages go through the same exchanges, so that both sides of a boundary decide alike.
         """
-        number = next(_made)
         memory = torch.cuda.mem_get_info()[1]
         facts = self._collectives.in_pipeline((cuda_device.obstacle(), memory))
         found = {
@@ -144,16 +152,15 @@ class _Maker:
         if len(obstacles) == len(self._boundaries):
             return None, obstacles
         budget = int(MEMORY_SHARE / 2 * min(fact[1] for fact in facts))
-        side = PutSide(cuda_device.CudaDevice(), self._timeout, budget)
+        side = PutSide(cuda_device.CudaDevice(self._exchange), self._timeout, budget)
         path = create_page_file()
         put: dict[int, PutCarrier] = {}
         try:
             paths = self._collectives.in_pipeline(path)
 
             def open_page(boundary: int) -> None:
-                name = f"envpipe-{self._ranks[boundary]}-{boundary}-{number}"
                 page = FlagPage(paths[boundary], int(self._stage != boundary))
-                put[boundary] = PutCarrier(self._peers(boundary), page, side, name)
+                put[boundary] = PutCarrier(self._peers(boundary), page, side, boundary)
 
             for step in (open_page, lambda boundary: put[boundary].probe()):
                 failed: dict[int, str] = {}
@@ -163,8 +170,8 @@ class _Maker:
                             step(boundary)
                         except FileNotFoundError:
                             failed[boundary] = "no common /dev/shm: other machines or containers"
-                        except (OSError, RuntimeError) as error:
-                            failed[boundary] = str(error).splitlines()[0]
+                        except Exception as error:  # of any kind: others must not wait
+                            failed[boundary] = first_line(error)
                 for failures in self._collectives.in_pipeline(failed):
                     obstacles |= failures
         finally:
@@ -174,6 +181,16 @@ class _Maker:
             if boundary not in obstacles:
                 carriers[self._peers(boundary).receives] = put[boundary]
         return side if side.carriers else None, obstacles
+
+    def _exchange(self, boundary: int, side: int, value: Any) -> Any:
+        """Give a value to the other side's host, and return what it gives."""
+        hosts, neighbour = self._collectives.pipeline, self._peers(boundary).neighbour
+        tags = _FIRST_TAG + 2 * boundary, _FIRST_TAG + 2 * boundary + 1
+        sent = hosts.send(value, neighbour, tags[side])
+        received = hosts.receive(neighbour, tags[1 - side])
+        for work, _ in sent:
+            work.wait()
+        return received
 
     def _transfers(
         self, carriers: dict[Kind, Carrier], boundaries: dict[int, str], *, ahead: bool

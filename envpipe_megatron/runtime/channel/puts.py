@@ -4,17 +4,17 @@ The sender's copy engine puts a message into a slot of the receiver's memory, an
 The receiver's stream waits for the flag when the unit begins, copies the message out of its slot,
 and a second flag gives the slot back. Waiting takes no SM and holds up no other stream.
 
-A message waits for its slot behind those of its own stream, and a stage hands over its next message
-when the one before has left. So a stage is never further ahead than the bounded channels of
-`channel_model` allow with as many slots, even if the host waits for the whole device inside of a
-unit, and with a single hardware queue. Every wait is for something that was enqueued before it in
-the order of the schedule.
+Every wait is for something that was enqueued before it in the order of the schedule. Where the
+host waits for the whole device inside of a unit, or all streams share one hardware queue, a stage
+stops for a slot as a stage of `channel_model` does with as many; elsewhere the stream of units does
+at the next message of the same kind, one later, so that a payload's memory is used again soon.
 
 What becomes of a message that never comes: see `PutSide`.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import threading
@@ -51,10 +51,9 @@ MEMORY_SHARE = 0.01
 _ALIGNMENT = 256
 #: How often one looks whether a neighbour lives.
 _LOOKS_EVERY_S = 0.25
-#: A neighbour that has said within this time that it waits for another is not to blame,
+#: A neighbour that has said within this time that it waits for another is not to blame, until the
+#: time-out has passed twice.
 _NEWS_S = 1.0
-#: for this long after the time-out: then the silent one's own neighbour has told.
-_PATIENCE_S = 5.0
 #: For the first message, which shows that puts work.
 _PROBE_S = 20.0
 
@@ -81,10 +80,11 @@ class Device(Protocol):
     def open(self, page: FlagPage) -> None:
         """Let streams use the page's words."""
 
-    def share(self, name: str, side: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def share(self, boundary: int, side: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for the other side to put messages into, and the other side's for this one's.
 
-        Both sides call it together, with one name and size. RuntimeError: it cannot be shared.
+        Both sides of a boundary call it together, with one size. MemoryError: one of them cannot;
+        RuntimeError: the other side is gone.
         """
 
     def units(self) -> Stream:
@@ -135,6 +135,7 @@ class PutSide:
 
     def watch(self) -> None:
         """Look after the neighbours until the process ends."""
+        atexit.register(self._leave)
         for work in (self._keep_looking, self._keep_waiting):
             threading.Thread(target=work, name="envpipe-channel", daemon=True).start()
 
@@ -172,6 +173,11 @@ class PutSide:
         while self.loss() is None:
             time.sleep(_LOOKS_EVERY_S)
 
+    def _leave(self) -> None:
+        """Python ends: do not wait for streams that stand where nobody may come any more."""
+        if self.loss() is None and any(carrier.waits for carrier in self.carriers):
+            self.device.abandon()
+
     def _keep_waiting(self) -> None:
         self.device.bind_thread()
         while True:
@@ -182,25 +188,27 @@ class PutSide:
                 result.set_exception(error)
 
     def _lose(self, error: ChannelError, stage: int) -> None:
-        self.device.abandon()
-        self._loss = error
-        logger.error("%s", error)
         for carrier in self.carriers:
             carrier.tell(stage)
+        try:
+            self.device.abandon()
+        finally:
+            self._loss = error
+            logger.error("%s", error)
 
 
 class PutCarrier:
     """One side of a boundary; see the module.
 
     Args:
-        name: of the boundary, the same on both sides.
+        boundary: its number, the same on both sides.
     """
 
-    def __init__(self, peers: Peers, page: FlagPage, side: PutSide, name: str) -> None:
+    def __init__(self, peers: Peers, page: FlagPage, side: PutSide, boundary: int) -> None:
         self._peers = peers
         self._page = page
         self._side = side
-        self._name = name
+        self._boundary = boundary
         side.device.open(page)
         self._stream = side.device.new_stream()
         #: Kept until it has left.
@@ -217,7 +225,10 @@ class PutCarrier:
         self._news = 0, -math.inf
 
     def probe(self) -> None:
-        """Exchange a first message; the other side does it too. RuntimeError: it did not come."""
+        """Exchange a first message; the other side does it too.
+
+        Raises RuntimeError or MemoryError: it did not come, or not as it was sent.
+        """
         device, page = self._side.device, self._page
         self._resize(1, _ALIGNMENT)
         own = torch.full((_ALIGNMENT,), 1 + page.side, dtype=torch.uint8, device=self._own.device)
@@ -253,6 +264,13 @@ class PutCarrier:
                 self._resize(slots, slot_bytes)
             except RuntimeError as error:
                 raise self._peers.lost("making memory for messages with it", error) from error
+            except MemoryError as error:
+                raise ChannelError(
+                    f"Stages {self._peers.stage} and {self._peers.neighbour} have no memory for "
+                    f"{slots} messages of {slot_bytes / 2**20:.0f} MiB: {error}",
+                    remedy="Let fewer microbatches be in flight, or take --envpipe-channel "
+                    "receives.",
+                ) from error
 
     def more_bytes(self, schedule: Schedule) -> int:
         """As `PutSide`'s, of this boundary."""
@@ -309,6 +327,8 @@ class PutCarrier:
         told = page.own(TOLD).value
         if told:
             text = f"it says that stage {told - 1} is lost"
+            if told - 1 == self._peers.stage:
+                text = "it has given this stage up"
             return self._peers.lost("waiting for the pipeline", text), told - 1
         wanted = {page.others(word): page.own(word + WANTED).value for word in (PUT, TAKEN)}
         self.waits = not all(word.has(count) for word, count in wanted.items())
@@ -322,8 +342,8 @@ class PutCarrier:
         news = page.others(WAITS).value
         if news != self._news[0]:
             self._news = news, now_s
-        patience_s = _PATIENCE_S if now_s - self._news[1] < _NEWS_S else 0.0
-        if now_s - self._heard[1] > self._side.timeout_s + patience_s:
+        patience = 2 if now_s - self._news[1] < _NEWS_S else 1
+        if now_s - self._heard[1] > patience * self._side.timeout_s:
             silent = f"no sign of it for {self._side.timeout_s:.0f} s"
             return self._peers.lost(doing, silent), self._peers.neighbour
         return None
@@ -347,7 +367,8 @@ class PutCarrier:
         slots, slot_bytes = max(slots, self._slots), max(slot_bytes, self._slot_bytes)
         if (slots, slot_bytes) == (self._slots, self._slot_bytes):
             return
-        own, theirs = self._side.device.share(self._name, self._page.side, slots * slot_bytes)
+        device, side = self._side.device, self._page.side
+        own, theirs = device.share(self._boundary, side, slots * slot_bytes)
         self._own, self._theirs = own.view(slots, slot_bytes), theirs.view(slots, slot_bytes)
         self._slots, self._slot_bytes = slots, slot_bytes
 

@@ -1,7 +1,7 @@
 """Carries messages by sends and receives, over NCCL between nodes and over gloo on CPUs.
 
 A receive is posted when its unit begins, after a header from the sender's host has said that the
-send is enqueued: so no kernel waits for a neighbour that has not got there. With one hardware
+send is enqueued: so no receive waits for a neighbour that has not got there. With one hardware
 queue, where an unmatched send stops all behind it, exactly one receive is posted ahead instead (as
 over gloo): the next when the stage takes the one before. On a GPU a posted receive is a kernel that
 spins, and a unit beside it is slower. Four posted receives were measured 10 % slower on H200s.

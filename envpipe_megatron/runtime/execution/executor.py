@@ -153,7 +153,7 @@ class CudaExecutor:
         return self.now_s()
 
     def wait_for_messages(self) -> None:
-        """Wait for the stream; not for the device, where a posted receive may still spin."""
+        """Wait for the stream; not for the device, where a receive of NCCL may still spin."""
         torch.cuda.current_stream().synchronize()
 
     def idle(self, time_s: float) -> None:

@@ -38,6 +38,8 @@ class FakeDevice:
     def __init__(self, turns: Turns, rank: int, *, one_queue: bool = False) -> None:
         self.turns = turns
         self.rank = rank
+        #: Its ranks share memory at boundaries of the same numbers as those of another.
+        self.pipeline = 0
         self.abandoned = False
         #: Whether hosts wait for all that they enqueue, as for values that they look at.
         self.blocks = False
@@ -54,9 +56,9 @@ class FakeDevice:
         """As `Device`'s."""
         self._pages.add(page)
 
-    def share(self, name: str, side: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def share(self, boundary: int, side: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Device`'s; what both had before is of no use to anybody."""
-        shared = self.turns.shared.setdefault(name, ([], []))
+        shared = self.turns.shared.setdefault((self.pipeline, boundary), ([], []))
         own = torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
         shared[side].append(own)
         number, late_s = len(shared[side]), self.turns.now_s + self.turns.patience_s / 2

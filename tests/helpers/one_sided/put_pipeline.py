@@ -67,7 +67,7 @@ class PutPipeline:
             for side, (own, other, receives) in enumerate(pairs):
                 page = LivePage(path, side, lambda other=other: other not in turns.dead)
                 peers = Peers(own, other, 10 + other, receives)
-                carrier = PutCarrier(peers, page, self.sides[own], f"boundary {first}")
+                carrier = PutCarrier(peers, page, self.sides[own], first)
                 carriers[own][receives] = carrier
                 self.pages.append(page)
             path.unlink()

@@ -78,8 +78,8 @@ class Turns:
         #: The clock stops here: nothing that waits for longer is to come.
         self.patience_s = 100.0
         self.now_s = 0.0
-        #: What ranks share, by name.
-        self.shared: dict[str, Any] = {}
+        #: What ranks share, by pipeline and boundary.
+        self.shared: dict[tuple[int, int], Any] = {}
         self._hosts: list[_Host] = []
         self._over = threading.Semaphore(0)
         self._exchanges: dict[Any, list[dict[int, Any]]] = {}

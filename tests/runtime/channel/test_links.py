@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
-from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,7 +85,6 @@ class MadeUpJob:
         monkeypatch.setattr(links.cuda_device, "obstacle", lambda: self.lacks.get(self.turns.rank))
         monkeypatch.setattr(links.cuda_device, "CudaDevice", self._device)
         monkeypatch.setattr(links, "FlagPage", self._page)
-        monkeypatch.setattr(links, "_made", repeat(0))  # which ranks of one process would share
         monkeypatch.setattr(puts, "time", self.turns)
         monkeypatch.setattr(PutSide, "watch", lambda side: self.watched.append(side))
         cuda = SimpleNamespace(
@@ -114,8 +112,9 @@ class MadeUpJob:
                 raise error
         return made
 
-    def _device(self) -> FakeDevice:
+    def _device(self, exchange: Any) -> FakeDevice:
         device = FakeDevice(self.turns, self.turns.rank)
+        device.pipeline = self.turns.rank % len(self.pipelines)
         device.blocks = True
         if device.rank in self.refuses:
             device.share = self._refuse  # type: ignore[method-assign]
@@ -303,6 +302,7 @@ def test_a_boundary_where_one_side_cannot_goes_by_nccl_and_all_say_so(
 def test_a_channel_for_messages_that_vary_has_headers(monkeypatch):
     """Slots have one size."""
     for channel in MadeUpJob(monkeypatch, 2).channels(vary=True):
+        assert channel.about.endswith("(messages vary in shape)")
         assert not any(isinstance(c, PutCarrier) for c in channel._carriers.values())
 
 

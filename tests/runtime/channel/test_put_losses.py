@@ -128,6 +128,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(puts, "_LOOKS_EVERY_S", 0.001)
         self.found: Any = None
+        self.waits = False
         self.calls: list[str] = []
         self.told = threading.Event()
         self.side = puts.PutSide(self, timedelta(seconds=1), 1)  # type: ignore[arg-type]
@@ -139,11 +140,10 @@ class Watched:
 
     def tell(self, stage: int) -> None:
         self.calls.append(f"tell {stage}")
-        if len(self.calls) == 3:
-            self.told.set()
 
     def abandon(self) -> None:
         self.calls.append("abandon")
+        self.told.set()
 
     def bind_thread(self) -> None:
         """The thread that waits in place of the host."""
@@ -164,7 +164,19 @@ def test_a_host_that_waits_for_the_device_hears_of_a_loss(monkeypatch):
     channel = P2PChannel([0, 1], 0, {}, side=watched.side)
     with pytest.raises(ChannelError, match="of a test"):
         channel.unless_lost(wait)
-    assert watched.calls == ["abandon", "tell 5", "tell 5"]
+    assert watched.calls == ["tell 5", "tell 5", "abandon"]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_process_that_ends_waits_for_no_stream_that_stands(monkeypatch, waits):
+    """As where all ranks are told to end in the middle of a step, and nobody is lost."""
+    watched = Watched(monkeypatch)
+    watched.waits = waits
+    watched.side._leave()
+    assert watched.calls == ["abandon"] * waits
+    watched.waits = False
+    watched.found = ChannelError("of a test"), 5  # its thread ends
+    assert watched.told.wait(20)
 
 
 def test_a_host_gets_what_its_wait_for_the_device_gives(monkeypatch):

@@ -203,7 +203,7 @@ def test_a_first_message_that_does_not_come_or_is_another_is_an_error(pipeline, 
     (one,) = made.sides[0].carriers
 
     def silent() -> None:
-        made.devices[1].share("boundary 0", 1, 256)
+        made.devices[1].share(0, 1, 256)
 
     error, _ = probe(made, one.probe, silent)
     assert "no message came in 20 s" in str(error)

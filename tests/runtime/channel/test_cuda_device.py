@@ -1,0 +1,127 @@
+"""Memory that two processes share, on a driver that is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from envpipe_megatron.runtime.channel import cuda_device
+from envpipe_megatron.runtime.channel.cuda_device import CudaDevice
+
+_MAPPED = 10**6
+
+
+class Driver:
+    """All processes'; `calls` has what was allocated, opened, closed and freed, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        #: The call that refuses, counted from 0.
+        self.refused: tuple[str, int] | None = None
+        self._counts: dict[str, int] = {}
+        self.CUipcMemHandle = SimpleNamespace
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            count = self._counts.setdefault(name, 0)
+            self._counts[name] += 1
+            if self.refused == (name, count):
+                return (Refusal(2),)
+            return 0, getattr(self, f"_{name}")(*arguments)
+
+        call.__name__ = name
+        return call
+
+    def _cuMemAlloc(self, num_bytes: int) -> int:  # noqa: N802  # the driver's name
+        self.calls.append(("alloc", 100 * (1 + len(self.calls))))
+        return self.calls[-1][1]
+
+    def _cuIpcGetMemHandle(self, address: int) -> Any:  # noqa: N802
+        return SimpleNamespace(reserved=address.to_bytes(64))
+
+    def _cuIpcOpenMemHandle(self, handle: Any, flags: int) -> int:  # noqa: N802
+        address = int.from_bytes(handle.reserved)
+        self.calls.append(("open", address))
+        return address + _MAPPED
+
+    def _cuIpcCloseMemHandle(self, address: int) -> None:  # noqa: N802
+        self.calls.append(("close", address - _MAPPED))
+
+    def _cuMemFree(self, address: int) -> None:  # noqa: N802
+        self.calls.append(("free", address))
+
+
+class Refusal(int):
+    name = "CUDA_ERROR_OUT_OF_MEMORY"
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    made = Driver()
+    monkeypatch.setattr(cuda_device, "driver", made)
+    monkeypatch.setattr(cuda_device, "_bytes_at", lambda address, num_bytes: address)
+    cuda = SimpleNamespace(current_device=lambda: 0, Event=lambda: None)
+    monkeypatch.setattr(cuda_device, "torch", SimpleNamespace(cuda=cuda, device=torch.device))
+    return made
+
+
+def devices() -> list[CudaDevice]:
+    """Of three stages."""
+    values: dict[tuple[int, int], SimpleQueue[Any]] = {
+        (boundary, side): SimpleQueue() for boundary in range(2) for side in range(2)
+    }
+
+    def exchange(boundary: int, side: int, value: Any) -> Any:
+        values[boundary, side].put(value)
+        return values[boundary, 1 - side].get(timeout=10)
+
+    return [CudaDevice(exchange) for _ in range(3)]
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """What each returns or raises."""
+
+    def outcome(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except MemoryError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(outcome, calls))
+
+
+def test_stages_share_whatever_they_share_with_others(driver):
+    first, second, third = devices()
+    one = together(lambda: first.share(0, 0, 8), lambda: second.share(0, 1, 8))
+    two = together(lambda: second.share(1, 0, 8), lambda: third.share(1, 1, 8))
+    for (own, theirs), (others_own, others_theirs) in (one, two):
+        assert (theirs, others_theirs) == (others_own + _MAPPED, own + _MAPPED)
+
+
+def test_memory_is_freed_when_the_other_side_has_closed_it(driver):
+    first, second, _ = devices()
+    for _ in range(3):
+        together(lambda: first.share(0, 0, 8), lambda: second.share(0, 1, 8))
+    freed = [address for call, address in driver.calls if call == "free"]
+    assert len(freed) == 4
+    for address in freed:
+        assert driver.calls.index(("close", address)) < driver.calls.index(("free", address))
+    assert sum(call == "open" for call, _ in driver.calls) == 6
+
+
+@pytest.mark.parametrize("call", ["cuMemAlloc", "cuIpcGetMemHandle", "cuIpcOpenMemHandle"])
+def test_both_sides_know_when_one_cannot(driver, call):
+    driver.refused = call, 1
+    first, second, _ = devices()
+    refused = f"{call}: CUDA_ERROR_OUT_OF_MEMORY"
+    said = together(lambda: first.share(0, 0, 8), lambda: second.share(0, 1, 8))
+    assert sorted(said) == [refused, f"on the other side: {refused}"]
+    # They may try again, with less.
+    assert len(together(lambda: first.share(0, 0, 4), lambda: second.share(0, 1, 4))[0]) == 2
