@@ -26,6 +26,8 @@ _REGISTER_FLAGS = 1 | 2
 _WAIT_GEQ = _WRITE_DEFAULT = 0
 #: CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, CU_STREAM_NON_BLOCKING.
 _PEER_ACCESS = _NON_BLOCKING = 1
+#: Smaller memory would lie in a block with other memory, which its handle would share, too.
+_WHOLE_BYTES = 2 * 2**20
 #: For a process that has lost a neighbour to end by itself.
 _GRACE_S = 15.0
 _STDERR = 2
@@ -71,7 +73,7 @@ class CudaDevice:
         """
         error, handle = "", b""
         try:
-            own = int(_call(driver.cuMemAlloc, num_bytes))
+            own = int(_call(driver.cuMemAlloc, -(-num_bytes // _WHOLE_BYTES) * _WHOLE_BYTES))
             handle = bytes(_call(driver.cuIpcGetMemHandle, own).reserved)
         except RuntimeError as refused:
             error = first_line(refused)
