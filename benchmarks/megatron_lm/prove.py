@@ -96,11 +96,12 @@ def main(**options: Any) -> None:
         state.machine.update(_machine(site, tag, cpu))
         for checkout in (site.stock, site.patched):
             checkouts.prepare(checkout)
-    if "equality" in options["parts"] and not checkouts.prepare_corpus(corpus, site.stock):
-        site = replace(site, corpus=None)
+    proof = _Proof(site, state, options, begin_s)
+    if proof.needs_corpus() and not checkouts.prepare_corpus(corpus, site.stock):
+        proof = _Proof(replace(site, corpus=None), state, options, begin_s)
     try:
         if runs:
-            _Proof(site, state, options, begin_s).run()
+            proof.run()
     finally:
         state.save()
         click.echo(write_report(state, site, output).split("\n## commands")[0])
@@ -121,6 +122,11 @@ class _Proof:
             options["warmup_iterations"],
         )
         self._deadline_s = begin_s + options["budget_s"] - _FOR_THE_END_S
+
+    def needs_corpus(self) -> bool:
+        """Making one takes the better part of a minute."""
+        jobs = self._jobs("equality")
+        return any("{corpus}" in argument for job in jobs for argument in job.arguments)
 
     def run(self) -> None:
         shared = self._jobs("faults", "equality")
