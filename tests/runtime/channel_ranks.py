@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import plain_stages
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from envpipe_megatron.core.schedule import Kind, unit
+from envpipe_megatron.runtime.channel import links
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 
@@ -30,6 +32,19 @@ def received(channel: P2PChannel, number: int, kind: Kind = Kind.FORWARD) -> flo
     assert torch.equal(tensor.detach(), torch.full_like(tensor.detach(), tensor[0, 0].item()))
     assert tensor.requires_grad is (kind is Kind.FORWARD)
     return tensor[0, 0].item()
+
+
+def exchanged(rank: int, times: int) -> Any:
+    """What each boundary's other side gave, over the hosts' connections."""
+    stages = dist.get_world_size()
+    world, hosts = dist.group.WORLD, plain_stages.lone_pipeline(stages)
+    maker = links._Maker(world, hosts, timedelta(seconds=10), wraps=True)  # type: ignore[arg-type]
+    got: dict[int, list[Any]] = {}
+    for boundary in maker._own:
+        side = int(rank != boundary)
+        values = ((boundary, side, number, bytes(300 * number)) for number in range(times))
+        got[boundary] = [maker._exchange(boundary, side, value) for value in values]
+    return got
 
 
 def many_pending(rank: int, count: int) -> Any:

@@ -41,5 +41,14 @@ def test_messages_of_several_tensors(three_ranks):
         ]
 
 
+def test_both_sides_of_a_boundary_exchange_what_they_share(three_ranks):
+    """Boundaries one after another, the one from the last stage to the first among them."""
+    for rank, got in enumerate(three_ranks.run(channel_ranks.exchanged, 3)):
+        assert set(got) == {rank, (rank - 1) % 3}
+        for boundary, values in got.items():
+            side = int(rank == boundary)
+            assert values == [(boundary, side, n, bytes(300 * n)) for n in range(3)]
+
+
 def test_messages_that_vary(three_ranks):
     assert three_ranks.run(channel_ranks.varying, 7) == [[True] * 7, [True] * 7, []]
