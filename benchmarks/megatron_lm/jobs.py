@@ -8,6 +8,7 @@ import json
 import os
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.megatron_lm.entry import die_with_parent
 from benchmarks.megatron_lm.models import CPU_RUN, ROOT, Planned
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 
@@ -149,6 +151,20 @@ class Launch:
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
+
+    def start(self, folder: Path, log: Path, **place: str) -> subprocess.Popen[bytes]:
+        """Start it in a folder, so that it ends with us; `place` adds to the environment."""
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                self.command,
+                cwd=folder,
+                env={**self.environment, **place},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
 
     def shown(self) -> str:
         """The command as one may type it."""

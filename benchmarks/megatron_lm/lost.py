@@ -24,7 +24,6 @@ from typing import Any
 import click
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
 
-from benchmarks.megatron_lm.entry import die_with_parent
 from benchmarks.megatron_lm.equality import size_of
 from benchmarks.megatron_lm.jobs import Job, Launch, Site, State, free_port, make_launch
 from benchmarks.megatron_lm.models import (
@@ -224,29 +223,19 @@ def _log_file(folder: Path, rank: int) -> Path:
 def _start(
     launch: Launch, rank: int, num_ranks: int, port: int, folder: Path
 ) -> subprocess.Popen[bytes]:
-    environment = {
-        **launch.environment,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+    return launch.start(
+        folder,
+        _log_file(folder, rank),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
         # The store is there already.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
-    with _log_file(folder, rank).open("wb") as log:
-        return subprocess.Popen(
-            launch.command,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
 
 
 def _error(log: str) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 
 import click
 
-from benchmarks.megatron_lm.entry import die_with_parent
 from benchmarks.megatron_lm.jobs import Job, Launch, Site, State, make_launch
 from benchmarks.megatron_lm.turns import Referee
 from benchmarks.megatron_lm.unit_times import median_times
@@ -106,17 +105,7 @@ class Pool:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         launch = make_launch(job, self._site, self._referee.path)
-        with (folder / "torchrun.log").open("wb") as log:
-            process = subprocess.Popen(
-                launch.command,
-                cwd=folder,
-                env=dict(launch.environment),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
+        process = launch.start(folder, folder / "torchrun.log")
         self._referee.expect(job.name, job.num_ranks)
         self._running.append(_Running(job, launch, process, time.monotonic()))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,7 +52,7 @@ class Peers:
     @property
     def sends(self) -> Kind:
         """The kind that goes to it."""
-        return Kind.BACKWARD if self.receives is Kind.FORWARD else Kind.FORWARD
+        return opposite(self.receives)
 
     def lost(self, doing: str, error: RuntimeError | str) -> ChannelError:
         """The neighbour is gone or silent."""
@@ -69,11 +68,6 @@ def first_line(error: Exception | str) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def carried(payload: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same data in tensors of types that every transport knows."""
-    return [part.view(torch.uint8) if part.dtype is torch.bool else part for part in payload]
-
-
-def tag_of(kind: Kind) -> int:
-    """Tag of the tensors of a kind, which come in the order in which they were sent."""
-    return list(Kind).index(kind)
+def opposite(kind: Kind) -> Kind:
+    """The kind that crosses a boundary the other way."""
+    return Kind.BACKWARD if kind is Kind.FORWARD else Kind.FORWARD

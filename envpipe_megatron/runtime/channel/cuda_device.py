@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from envpipe_megatron.runtime.channel.carrier import first_line
-from envpipe_megatron.runtime.channel.flag_page import FlagPage, Word
+from envpipe_megatron.runtime.channel.flag_page import MASK, FlagPage, Word
 from envpipe_megatron.runtime.channel.puts import Stream
 
 try:
@@ -138,15 +138,11 @@ class CudaStream:
 
     def wait(self, word: Word, value: int) -> None:
         """By the GPU's front end, which takes no SM and sees a host's store too."""
-        at = self._pages[word.page] + word.offset
-        value &= 0xFFFFFFFF
-        _call(driver.cuStreamWaitValue32, self._stream.cuda_stream, at, value, _WAIT_GEQ)
+        self._at(driver.cuStreamWaitValue32, word, value, _WAIT_GEQ)
 
     def write(self, word: Word, value: int) -> None:
         """By the GPU's front end, after a fence over the whole system."""
-        at = self._pages[word.page] + word.offset
-        value &= 0xFFFFFFFF
-        _call(driver.cuStreamWriteValue32, self._stream.cuda_stream, at, value, _WRITE_DEFAULT)
+        self._at(driver.cuStreamWriteValue32, word, value, _WRITE_DEFAULT)
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         """By the copy engine where the memory is another GPU's."""
@@ -158,6 +154,10 @@ class CudaStream:
         assert isinstance(other, CudaStream)
         self._event.record(other._stream)
         self._stream.wait_event(self._event)
+
+    def _at(self, function: Any, word: Word, value: int, flags: int) -> None:
+        address = self._pages[word.page] + word.offset
+        _call(function, self._stream.cuda_stream, address, value & MASK, flags)
 
 
 def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:

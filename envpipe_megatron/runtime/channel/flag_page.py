@@ -19,6 +19,8 @@ import numpy as np
 _BYTES = mmap.PAGESIZE
 #: A cache line a word: each is written by one side.
 _WORD_BYTES = 64
+#: Of a word's value.
+MASK = 0xFFFFFFFF
 _FOLDER = Path("/dev/shm")
 
 #: The words, each there for side 0 and side 1. How many messages the side has put into the other's
@@ -101,8 +103,8 @@ class Word:
 
     def set(self, value: int) -> None:
         """Store it."""
-        self.page._words[self.index] = value & 0xFFFFFFFF
+        self.page._words[self.index] = value & MASK
 
     def has(self, value: int) -> bool:
         """Whether it has counted to a value, as streams that wait compare."""
-        return (self.value - value) & 0xFFFFFFFF < 1 << 31
+        return (self.value - value) & MASK < 1 << 31

@@ -122,7 +122,7 @@ class _Maker:
         if side is not None:
             side.watch()
         by_nccl = [
-            f"NCCL between stages {b} and {(b + 1) % len(self._ranks)}, whose waits slow the units "
+            f"NCCL between stages {b} and {self._after(b)}, whose waits slow the units "
             f"beside them ({why})"
             for b, why in sorted(obstacles.items())
         ]
@@ -132,8 +132,12 @@ class _Maker:
             self._ranks, self._stage, carriers, side=side, capacity=capacity, about=about
         )
 
+    def _after(self, boundary: int) -> int:
+        """Its second stage."""
+        return (boundary + 1) % len(self._ranks)
+
     def _peers(self, boundary: int) -> Peers:
-        after = (boundary + 1) % len(self._ranks)
+        after = self._after(boundary)
         if self._stage == boundary:
             return Peers(self._stage, after, self._ranks[after], Kind.BACKWARD)
         return Peers(self._stage, boundary, self._ranks[boundary], Kind.FORWARD)
@@ -145,9 +149,7 @@ class _Maker:
         """
         memory = torch.cuda.mem_get_info()[1]
         facts = self._collectives.in_pipeline((cuda_device.obstacle(), memory))
-        found = {
-            b: facts[b][0] or facts[(b + 1) % len(self._ranks)][0] or "" for b in self._boundaries
-        }
+        found = {b: facts[b][0] or facts[self._after(b)][0] for b in self._boundaries}
         obstacles = {b: why for b, why in found.items() if why}
         if len(obstacles) == len(self._boundaries):
             return None, obstacles
@@ -176,9 +178,9 @@ class _Maker:
                     obstacles |= failures
         finally:
             path.unlink(missing_ok=True)
-        side.carriers = [put[b] for b in self._own if b not in obstacles]
         for boundary in self._own:
             if boundary not in obstacles:
+                side.carriers.append(put[boundary])
                 carriers[self._peers(boundary).receives] = put[boundary]
         return side if side.carriers else None, obstacles
 

@@ -15,7 +15,7 @@ import torch
 
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE
 from envpipe_megatron.core.schedule import Kind, Schedule, Unit
-from envpipe_megatron.runtime.channel.carrier import Carrier, ChannelError
+from envpipe_megatron.runtime.channel.carrier import Carrier, ChannelError, opposite
 from envpipe_megatron.runtime.channel.messages import StageSpecs
 from envpipe_megatron.runtime.channel.puts import PutSide
 
@@ -92,10 +92,8 @@ class P2PChannel:
     ) -> None:
         """Expect this many messages of each kind until `end_step`, with headers if they vary."""
         for kind, carrier in self._carriers.items():
-            goes = Kind.BACKWARD if kind is Kind.FORWARD else Kind.FORWARD
-            carrier.expect(
-                messages.get(kind, 0), specs.receives.get(kind), specs.sends.get(goes), vary=vary
-            )
+            sent = specs.sends.get(opposite(kind))
+            carrier.expect(messages.get(kind, 0), specs.receives.get(kind), sent, vary=vary)
 
     def receive(self, unit: Unit) -> list[torch.Tensor]:
         """Wait for a unit's input; on a GPU the stream waits, not the host.
@@ -114,9 +112,9 @@ class P2PChannel:
         The tensors are kept until they have left. They are detached first: Megatron frees an output
         by swapping its storage (`.data =`), which would corrupt a pending send of it.
         """
-        towards = Kind.BACKWARD if unit.kind is Kind.FORWARD else Kind.FORWARD
         # The transfer reads the storage as it is now; later changes of `.data` do not reach it.
-        self._carriers[towards].send(unit, [tensor.detach().contiguous() for tensor in tensors])
+        payload = [tensor.detach().contiguous() for tensor in tensors]
+        self._carriers[opposite(unit.kind)].send(unit, payload)
 
     def end_step(self) -> None:
         """Check that no message was lost or left over; on a GPU, its stream has come to the end.
@@ -124,6 +122,8 @@ class P2PChannel:
         Raises:
             ChannelError: a neighbour is gone, or the schedule did not take all messages.
         """
+        if self._side is not None and (loss := self._side.loss()) is not None:
+            raise loss
         counts = {kind.value: carrier.end_step() for kind, carrier in self._carriers.items()}
         left = {kind: count for kind, count in counts.items() if count}
         if left:

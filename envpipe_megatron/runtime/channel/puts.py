@@ -317,8 +317,6 @@ class PutCarrier:
         """As `Carrier`'s."""
         self._side.device.units().after(self._stream)
         self._payload = ()
-        if (loss := self._side.loss()) is not None:
-            raise loss
         return self._expected
 
     def trouble(self, now_s: float) -> tuple[ChannelError, int] | None:

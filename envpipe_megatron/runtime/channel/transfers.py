@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from envpipe_megatron.core.schedule import Kind, Unit
-from envpipe_megatron.runtime.channel.carrier import Peers, carried, tag_of
+from envpipe_megatron.runtime.channel.carrier import Peers
 from envpipe_megatron.runtime.channel.host_group import HostGroup
 from envpipe_megatron.runtime.channel.messages import TensorSpec
 
@@ -154,8 +154,8 @@ class TransferCarrier:
     ) -> list[dist.Work]:
         """Start sending or receiving a message."""
         started = [
-            transfer(part, self._peers.rank, group=group, tag=tag_of(kind))
-            for part in carried(tensors)
+            transfer(part, self._peers.rank, group=group, tag=_tag(kind))
+            for part in _carried(tensors)
         ]
         works = [work for work in started if work is not None]
         if self._timeout is None:
@@ -166,8 +166,18 @@ class TransferCarrier:
         return works
 
 
+def _carried(payload: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same data in tensors of types that every transport knows."""
+    return [part.view(torch.uint8) if part.dtype is torch.bool else part for part in payload]
+
+
+def _tag(kind: Kind) -> int:
+    """Tag of the tensors of a kind, which come in the order in which they were sent."""
+    return list(Kind).index(kind)
+
+
 def _header_tag(kind: Kind) -> int:
-    return 1 + tag_of(kind)
+    return 1 + _tag(kind)
 
 
 @dataclass(frozen=True)
