@@ -186,9 +186,10 @@ class _Run:
             if made != known[: len(made)]
         ]
         still = [other for other in others if other not in after_s]
+        went_on_s = time.monotonic() - lost_s
         wrong = [
             *["out of time"] * (self._limits.left_s <= 0),
-            *[f"ranks {still} went on for {_MOST_S:.0f} s"] * bool(still),
+            *[f"ranks {still} went on for {went_on_s:.0f} s"] * bool(still),
             *[f"ranks {beyond} made a step without the lost rank"] * bool(beyond),
             *[f"ranks {different} made other steps"] * bool(different),
         ]

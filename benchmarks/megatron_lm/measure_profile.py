@@ -5,7 +5,7 @@ then jobs of other numbers of microbatches, each in Megatron's order and in EnvP
 `benchmarks/planner/h200_validation.py` predicts from that profile. Run from the checkout:
 
     ENVPIPE_FORBID_CLOCK_CONTROL=1 python benchmarks/megatron_lm/measure_profile.py \
-        --patched CHECKOUT --output benchmarks/h200
+        --patched CHECKOUT --output benchmarks/h200/one-sided
 
 Leaves in OUTPUT/MODEL: `profile.csv` with its sidecar `profile.json`, at the one clock there was,
 and `measured.json` with what each job took. `--cpu` tries the command on emulated GPUs.

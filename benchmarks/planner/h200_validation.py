@@ -1,9 +1,10 @@
 """The simulator against this project's own measurements on H200s, whose clocks were left alone.
 
 `benchmarks/h200` holds what `benchmarks/megatron_lm/measure_profile.py` measured through a patched
-Megatron-LM: the profile that one job made in Megatron's order, and jobs of other numbers of
-microbatches in Megatron's order and in EnvPipe's. Each is predicted twice: from that profile, and
-from the unit times of the profiled job when it ran the same order. Run from the checkout:
+Megatron-LM, over one-sided copies and over receives that are posted ahead: the profile that one job
+made in Megatron's order, and jobs of other numbers of microbatches in Megatron's order and in
+EnvPipe's. Each is predicted twice: from that profile, and from the unit times of the profiled job
+when it ran the same order. Run from the checkout:
 
     python benchmarks/planner/h200_validation.py
 """
@@ -44,13 +45,19 @@ BASIS = "measured on two H200s, clocks left alone"
 _COLOURS = {"1f1b": BLUE, "envpipe": RED}
 _WORDS = {"1f1b": "1F1B", "envpipe": "EnvPipe's order"}
 _MARKERS = "os^"
+#: By the folder of measurements.
+_MESSAGES = {"posted": "NCCL receives posted ahead", "one-sided": "one-sided copies"}
+_WHY = (
+    "Units are slower while a receive waits beside them, and in EnvPipe's order most activations "
+    "are there in time"
+)
 
 
 @click.command(help=(__doc__ or "").replace("\n\n    python", "\n\n\b\n    python"))
 @output_option(NAME)
 def main(output: Path) -> None:
     """Predict the runs in benchmarks/h200."""
-    folders = sorted(path.parent for path in MEASURED.glob("*/measured.json"))
+    folders = sorted(path.parent for path in MEASURED.glob("*/*/measured.json"))
     runs = [one for folder in folders for one in predict(folder)]
     memory = [one for folder in folders for one in peaks(folder)]
     output.mkdir(parents=True, exist_ok=True)
@@ -78,11 +85,11 @@ def predict(folder: Path) -> list[dict[str, Any]]:
         for run in runs
         if run["num_microbatches"] == first
     }
-    return [_predicted(folder.name, run, first, profile, own[run["order"]]) for run in runs]
+    return [_predicted(folder, run, first, profile, own[run["order"]]) for run in runs]
 
 
 def _predicted(
-    model: str, run: dict[str, Any], profiled: int, profile: Profile, own: Profile
+    folder: Path, run: dict[str, Any], profiled: int, profile: Profile, own: Profile
 ) -> dict[str, Any]:
     schedule = _schedule(run)
     by_profile, by_order = _plan(schedule, profile), _plan(schedule, own)
@@ -91,7 +98,8 @@ def _predicted(
     time_s, energy_j, cost = run["iteration_time_s"], run["energy_j"], by_profile.cost
     by_order_s = by_order.cost.iteration_time_s
     return {
-        "model": model,
+        "messages": folder.parent.name,
+        "model": folder.name,
         "order": run["order"],
         "num_microbatches": run["num_microbatches"],
         "profiled_job": run["num_microbatches"] == profiled,
@@ -112,7 +120,7 @@ def peaks(folder: Path) -> list[MemoryPrediction]:
     data = json.loads((folder / "measured.json").read_text())
     return [
         MemoryPrediction(
-            folder.name,
+            f"{folder.parent.name}/{folder.name}",
             stage,
             in_flight,
             known["baseline_peak_bytes"],
@@ -167,57 +175,52 @@ def _with_times_of(run: dict[str, Any], profile: Profile) -> Profile:
 
 
 def _figure(runs: Sequence[dict[str, Any]]) -> Figure:
-    """Error of the predicted time over M, from the profile and from the same order's times."""
+    """Error of the time that is predicted from the profile over M, for each kind of messages."""
     figure = Figure(figsize=(9.0, 4.0), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    kinds = (
-        ("from the profile, made in 1F1B", [run["time_error_percent"] for run in runs]),
-        ("from unit times in the same order", [run["time_error_by_order_percent"] for run in runs]),
-    )
+    panels = figure.subplots(1, len(_MESSAGES), sharey=True)
     models = sorted({run["model"] for run in runs})
-    for axes, (title, errors) in zip(panels, kinds, strict=True):
+    for axes, (messages, title) in zip(panels, _MESSAGES.items(), strict=True):
         axes.axhline(0, color="black", linewidth=0.8)
-        for index, model in enumerate(models):
+        own = [run for run in runs if run["messages"] == messages]
+        for model in sorted({run["model"] for run in own}):
             for order, colour in _COLOURS.items():
                 points = sorted(
-                    (run["num_microbatches"], error)
-                    for run, error in zip(runs, errors, strict=True)
+                    (run["num_microbatches"], run["time_error_percent"])
+                    for run in own
                     if (run["model"], run["order"]) == (model, order)
                 )
                 axes.plot(
                     *zip(*points, strict=True),
                     color=colour,
-                    marker=_MARKERS[index],
+                    marker=_MARKERS[models.index(model)],
                     mfc="none",
                     label=f"{model}, {_WORDS[order]}",
                 )
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel("microbatches of an iteration")
         axes.set_xticks(sorted({run["num_microbatches"] for run in runs}))
-    panels[0].set_ylabel("predicted above measured\niteration time (%)")
+    panels[0].set_ylabel("predicted from a 1F1B profile\nabove measured iteration time (%)")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     return figure
 
 
 def _claims(runs: Sequence[dict[str, Any]], memory: Sequence[MemoryPrediction]) -> Iterable[Claim]:
-    for order, words in _WORDS.items():
-        own = [run for run in runs if run["order"] == order]
-        others = [run for run in own if not run["profiled_job"]]
-        yield Claim(
-            NAME,
-            COMMAND,
-            f"Iteration time in {words} is predicted {_off(own, 'time_error')} "
-            "from the profile that was made in 1F1B, and "
-            f"{_off(others, 'time_error_by_order')} for other numbers of microbatches "
-            "from unit times in the same order; energy "
-            f"{_off(own, 'energy_error')}",
-            BASIS,
-            why="Units are slower while a receive waits beside them, and in EnvPipe's order most "
-            "activations are there in time"
-            if order == "envpipe"
-            else "",
-        )
+    for messages, carried in _MESSAGES.items():
+        for order, words in _WORDS.items():
+            own = [run for run in runs if (run["messages"], run["order"]) == (messages, order)]
+            others = [run for run in own if not run["profiled_job"]]
+            yield Claim(
+                NAME,
+                COMMAND,
+                f"Over {carried}, iteration time in {words} is predicted "
+                f"{_off(own, 'time_error')} from the profile that was made in 1F1B, and "
+                f"{_off(others, 'time_error_by_order')} for other numbers of microbatches "
+                "from unit times in the same order; energy "
+                f"{_off(own, 'energy_error')}",
+                BASIS,
+                why=_WHY if (messages, order) == ("posted", "envpipe") else "",
+            )
     more = [one for one in memory if one.measured_bytes > 1.01 * one.baseline_bytes]
     worst = max(abs(one.error_percent) for one in more)
     yield Claim(

@@ -7,15 +7,16 @@ from benchmarks.planner.h200_validation import MEASURED, peaks, predict
 from envpipe_megatron.core.profile import ProfileRow, make_profile, read_profile
 from envpipe_megatron.core.schedule import Kind
 
-FOLDERS = sorted(path.parent for path in MEASURED.glob("*/measured.json"))
+FOLDERS = sorted(path.parent for path in MEASURED.glob("*/*/measured.json"))
 
 
-def test_three_models_were_measured():
-    names = [folder.name for folder in FOLDERS]
-    assert names == ["gpt-1.3b", "gpt-1.3b-quarters", "llama-8b-shaped"]
+def test_three_models_were_measured_and_one_over_one_sided_copies():
+    names = [str(folder.relative_to(MEASURED)) for folder in FOLDERS]
+    posted = ("gpt-1.3b", "gpt-1.3b-quarters", "llama-8b-shaped")
+    assert names == ["one-sided/gpt-1.3b", *(f"posted/{name}" for name in posted)]
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(MEASURED)))
 class TestMeasuredModel:
     def test_its_profile_has_all_that_a_sidecar_may_say_of_one_clock(self, folder):
         sidecar = read_profile(folder / "profile.csv").sidecar
@@ -33,12 +34,15 @@ class TestMeasuredModel:
         assert max(run["timeline_error_by_order_percent"] for run in runs) < 3
         assert max(abs(run["energy_error_percent"]) for run in runs) < 7
 
-    def test_units_are_faster_where_no_receive_waits_beside_them(self, folder):
-        """From a profile made in 1F1B, EnvPipe's order is expected to take longer than it does."""
+    def test_units_depend_on_what_waits_beside_them_only_where_it_is_a_receive(self, folder):
+        """From a profile made in 1F1B, EnvPipe's order then takes less than is predicted."""
         errors = {order: [] for order in ("1f1b", "envpipe")}
         for run in predict(folder):
             errors[run["order"]].append(run["time_error_percent"])
-        assert min(errors["envpipe"]) > max(0, sum(errors["1f1b"]) / len(errors["1f1b"]))
+        if folder.parent.name == "posted":
+            assert min(errors["envpipe"]) > max(0, sum(errors["1f1b"]) / len(errors["1f1b"]))
+        else:
+            assert max(abs(error) for own in errors.values() for error in own) < 1.5
 
     def test_peak_memory_is_predicted(self, folder):
         assert max(abs(one.error_percent) for one in peaks(folder)) < 0.01
