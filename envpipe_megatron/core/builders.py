@@ -1,6 +1,6 @@
 """Builders of schedules: GPipe, 1F1B, Megatron's interleaved order, and EnvPipe's.
 
-Fewer microbatches than stages is a valid job for all but the interleaved order.
+Fewer microbatches than stages is a valid job for all.
 """
 
 from __future__ import annotations
@@ -54,12 +54,18 @@ def envpipe(num_stages: int, num_microbatches: int, extra_forwards: Sequence[int
     return _from_warmups("envpipe", warmups, num_microbatches)
 
 
-def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+def interleaved(
+    num_stages: int, num_microbatches: int, num_chunks: int, group_size: int | None = None
+) -> Schedule:
     """Megatron's virtual pipeline order (Narayanan et al., SC'21, section 2.2).
 
-    Microbatches go through the chunks in groups of `num_stages`, as Megatron does by default.
-    ScheduleError for jobs that Megatron refuses too: one chunk, or a last group smaller than the
-    pipeline.
+    `group_size` microbatches pass a chunk before the next chunk's turn (Megatron's
+    `microbatch_group_size_per_vp_stage`; the number of stages by default), fewer in the last group.
+    Stage s warms up with `2 (p - s - 1) + (V - 1) group_size` forwards, or with all there are;
+    overlapped communication changes none of it.
+
+    Megatron wants groups, the last one too, no smaller than the pipeline. ScheduleError for less
+    than that only where stages would wait in circles, and for one chunk, which is no virtual stage.
     """
     _check_job(num_stages, num_microbatches, num_chunks)
     if num_chunks < 2:
@@ -68,37 +74,37 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
             value=num_chunks,
             remedy="Use 1f1b for one chunk.",
         )
-    if num_microbatches % num_stages:
-        raise ScheduleError(
-            f"The interleaved schedule over {num_stages} stages needs a multiple of "
-            f"{num_stages} microbatches",
-            value=num_microbatches,
-            remedy="Change the number of microbatches (global batch size) or use 1f1b.",
-        )
-    virtual = [
-        (microbatch, chunk)
-        for first in range(0, num_microbatches, num_stages)
-        for chunk in range(num_chunks)
-        for microbatch in range(first, first + num_stages)
-    ]
+    if group_size is None:
+        group_size = num_stages
+    virtual = _in_groups(num_microbatches, num_chunks, group_size)
     forwards = [unit(Kind.FORWARD, m, c) for m, c in virtual]
     backwards = [unit(Kind.BACKWARD, m, num_chunks - 1 - c) for m, c in virtual]
-    stages = []
-    for stage in range(num_stages):
-        warmup = (num_stages - stage - 1) * 2 + (num_chunks - 1) * num_stages
-        stages.append(_one_f_one_b_order(forwards, backwards, warmup))
-    return Schedule("interleaved", num_microbatches, num_chunks, tuple(stages))
-
-
-def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Forwards alone, as in evaluation; with chunks in Megatron's groups."""
-    _check_job(num_stages, num_microbatches, num_chunks)
-    order = tuple(
-        unit(Kind.FORWARD, microbatch, chunk)
-        for first in range(0, num_microbatches, num_stages)
-        for chunk in range(num_chunks)
-        for microbatch in range(first, min(first + num_stages, num_microbatches))
+    of_chunks = (num_chunks - 1) * min(group_size, num_microbatches)
+    stages = tuple(
+        _one_f_one_b_order(forwards, backwards, 2 * (num_stages - stage - 1) + of_chunks)
+        for stage in range(num_stages)
     )
+    try:
+        return Schedule("interleaved", num_microbatches, num_chunks, stages)
+    except ScheduleError as error:
+        raise ScheduleError(
+            f"The interleaved schedule over {num_stages} stages, in groups of "
+            f"{group_size}, would deadlock with this number of microbatches",
+            value=num_microbatches,
+            remedy="Leave no group smaller than the pipeline: change the number of microbatches "
+            "(global batch size) or the groups' size.",
+        ) from error
+
+
+def forward_only(
+    num_stages: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
+) -> Schedule:
+    """Forwards alone, as in evaluation; with chunks in groups as `interleaved` has them."""
+    _check_job(num_stages, num_microbatches, num_chunks)
+    virtual = _in_groups(
+        num_microbatches, num_chunks, num_stages if group_size is None else group_size
+    )
+    order = tuple(unit(Kind.FORWARD, m, c) for m, c in virtual)
     return Schedule("forward-only", num_microbatches, num_chunks, (order,) * num_stages)
 
 
@@ -166,6 +172,22 @@ def _check_job(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> N
                 remedy="Give a positive number.",
             )
     check_size(num_stages, num_microbatches, num_chunks)  # before its units are made
+
+
+def _in_groups(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:
+    """Microbatch and chunk of each forward: a group passes all chunks, then comes the next."""
+    if group_size < 1:
+        raise ScheduleError(
+            "A group needs at least one microbatch",
+            value=group_size,
+            remedy="Leave it out for as many as there are stages.",
+        )
+    return [
+        (microbatch, chunk)
+        for first in range(0, num_microbatches, group_size)
+        for chunk in range(num_chunks)
+        for microbatch in range(first, min(first + group_size, num_microbatches))
+    ]
 
 
 def _from_warmups(name: str, warmups: Iterable[int], num_microbatches: int) -> Schedule:

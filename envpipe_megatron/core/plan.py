@@ -198,16 +198,22 @@ class Plan:
 def framework_schedule(schedule: Schedule) -> Schedule:
     """The order that Megatron itself would run for the same job.
 
-    Where Megatron refuses it (chunks, and microbatches that do not fill the pipeline), the schedule
+    With chunks in groups as long as the first of the schedule; where that cannot run, the schedule
     itself.
     """
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    if schedule.num_chunks == 1:
+        if schedule.forward_only:
+            return builders.forward_only(stages, microbatches)
+        return builders.one_f_one_b(stages, microbatches)
+    first_group = int(schedule.chunks[0].argmax())  # the first stage goes on to chunk 1
+    job = stages, microbatches, schedule.num_chunks, max(stages, first_group)
     if schedule.forward_only:
-        return builders.forward_only(stages, microbatches, schedule.num_chunks)
-    if schedule.num_chunks > 1:
-        fits = microbatches % stages == 0
-        return builders.interleaved(stages, microbatches, schedule.num_chunks) if fits else schedule
-    return builders.one_f_one_b(stages, microbatches)
+        return builders.forward_only(*job)
+    try:
+        return builders.interleaved(*job)
+    except ScheduleError:
+        return schedule
 
 
 def max_frequencies(schedule: Schedule, profile: Profile) -> IntArray:

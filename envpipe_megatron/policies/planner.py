@@ -58,6 +58,8 @@ class PlanRequest:
         reconfigure: default (none), greedy or balanced; the latter two go with envelope.
         blocking_power_w: one number, or one for each stage.
         num_chunks: chunks of each stage, for the interleaved schedule.
+        group_size: microbatches that pass a chunk before the next, as `builders.interleaved` takes
+            it.
         max_extra_forwards: no stage gets more.
         max_in_flight: the most microbatches in flight, one number, one for each stage, or
             `BY_MEMORY`.
@@ -77,6 +79,7 @@ class PlanRequest:
     reconfigure: str = "default"
     blocking_power_w: float | tuple[float, ...] = 0.0
     num_chunks: int = 1
+    group_size: int | None = None
     max_extra_forwards: int | None = None
     max_in_flight: int | tuple[int, ...] | str | None = None
     max_warmup_step: int | None = None
@@ -98,7 +101,7 @@ BUILDERS: Registry[Callable[[Profile, PlanRequest], Schedule]] = Registry(
             profile.num_stages, request.num_microbatches
         ),
         "interleaved": lambda profile, request: builders.interleaved(
-            profile.num_stages, request.num_microbatches, request.num_chunks
+            profile.num_stages, request.num_microbatches, request.num_chunks, request.group_size
         ),
     },
 )
@@ -323,10 +326,10 @@ def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tu
 
 def _check_chunks(request: PlanRequest) -> None:
     # Not in check_request: a job that is given its plan has chunks whatever order it asks for.
-    if request.schedule in _ONE_CHUNK and request.num_chunks > 1:
+    if request.schedule in _ONE_CHUNK and (request.num_chunks > 1 or request.group_size):
         raise PlannerError(
-            f"Schedule {request.schedule} has one chunk a stage",
-            value=request.num_chunks,
+            f"Schedule {request.schedule} has one chunk a stage, and no groups of microbatches",
+            value=request.num_chunks if request.num_chunks > 1 else request.group_size,
             remedy="Use --schedule interleaved for chunks.",
         )
 

@@ -36,6 +36,25 @@ def test_interleaved_of_2_by_4_by_2_is_megatrons():
     )
 
 
+def test_interleaved_in_groups_of_3_with_a_last_one_of_2():
+    # Megatron's own example: PP2 N3 M5 with VP2. Warm-ups 2 (p - s - 1) + (V - 1) * 3 = 5 and 3.
+    assert builders.interleaved(2, 5, 2, 3).stages == parse_stages(
+        "F0.0 F1.0 F2.0 F0.1 F1.1 F2.1 B0.1 F3.0 B1.1 F4.0 B2.1 F3.1 B0.0 F4.1 B1.0 B2.0 "
+        "B3.1 B4.1 B3.0 B4.0",
+        "F0.0 F1.0 F2.0 F0.1 B0.1 F1.1 B1.1 F2.1 B2.1 F3.0 B0.0 F4.0 B1.0 F3.1 B2.0 F4.1 "
+        "B3.1 B4.1 B3.0 B4.0",
+    )
+
+
+def test_interleaved_with_all_microbatches_in_the_warm_up():
+    forwards = "F0.0 F1.0 F2.0 F0.1 F1.1 F2.1"
+    backwards = "B0.1 B1.1 B2.1 B0.0 B1.0 B2.0"
+    assert builders.interleaved(3, 3, 2).stages[0] == parse_stages(f"{forwards} {backwards}")[0]
+    # Groups larger than the batch are the batch, and one group runs on any pipeline.
+    assert builders.interleaved(3, 3, 2, 5) == builders.interleaved(3, 3, 2, 3)
+    assert builders.interleaved(4, 2, 2).peak_in_flight == (4, 4, 4, 3)
+
+
 def test_envpipe_of_4_by_8_by_hand():
     assert builders.envpipe(4, 8, [2, 2, 1, 0]).stages == parse_stages(
         "F0 F1 F2 F3 F4 F5 B0 F6 B1 F7 B2 B3 B4 B5 B6 B7",
@@ -49,6 +68,9 @@ def test_forward_only():
     assert builders.forward_only(2, 3).stages == parse_stages("F0 F1 F2", "F0 F1 F2")
     assert builders.forward_only(2, 3, 2).stages == parse_stages(
         *["F0.0 F1.0 F0.1 F1.1 F2.0 F2.1"] * 2
+    )
+    assert builders.forward_only(2, 4, 2, 3).stages == parse_stages(
+        *["F0.0 F1.0 F2.0 F0.1 F1.1 F2.1 F3.0 F3.1"] * 2
     )
     assert builders.forward_only(2, 3).peak_in_flight == (0, 0)
 
@@ -99,8 +121,8 @@ def test_gradients_add_up_in_the_same_order_whatever_the_schedule():
         (lambda: builders.gpipe(2, 0), "0"),
         (lambda: builders.forward_only(2, -1), "-1"),
         (lambda: builders.interleaved(2, 4, 1), "1"),
-        (lambda: builders.interleaved(4, 2, 2), "2"),
-        (lambda: builders.interleaved(4, 6, 2), "6"),
+        (lambda: builders.interleaved(4, 8, 2, 0), "0"),
+        (lambda: builders.interleaved(4, 5, 3), "5"),
         (lambda: builders.envpipe(2, 4, [1]), "1"),
         (lambda: builders.envpipe(2, 4, [-1, 0]), "-1, 0"),
         (lambda: builders.envpipe(4, 8, [5, 0, 0, 0]), "5"),

@@ -75,7 +75,7 @@ def gpipe_with_chunks(num_stages, num_microbatches):
         (builders.envpipe(3, 6, [2, 1, 0]), "1f1b"),
         (builders.interleaved(3, 6, 2), "interleaved"),
         (gpipe_with_chunks(2, 4), "interleaved"),
-        (gpipe_with_chunks(2, 3), "custom"),  # Megatron runs no such job
+        (gpipe_with_chunks(5, 7), "custom"),  # Megatron's order cannot run in groups of 5 and 2
     ],
 )
 def test_the_baseline_order_is_the_frameworks(schedule, expected):
@@ -83,6 +83,13 @@ def test_the_baseline_order_is_the_frameworks(schedule, expected):
     assert framework.name == expected
     assert framework.num_chunks == schedule.num_chunks
     assert framework.num_microbatches == schedule.num_microbatches
+
+
+@pytest.mark.parametrize("group_size", [3, 4, 7, 11])
+def test_the_baseline_of_megatrons_order_has_its_groups(group_size):
+    for build in (builders.interleaved, builders.forward_only):
+        schedule = build(3, 11, 2, group_size)
+        assert framework_schedule(schedule) == schedule
 
 
 @pytest.mark.parametrize(

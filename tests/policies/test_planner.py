@@ -45,6 +45,11 @@ def test_every_schedule_by_its_name(name, chunks, expected):
     assert notes == ()
 
 
+def test_the_size_of_groups_reaches_the_order():
+    request = PlanRequest(9, "interleaved", num_chunks=2, group_size=5)
+    assert build_schedule(PROFILE, request)[0] == builders.interleaved(4, 9, 2, 5)
+
+
 @pytest.mark.parametrize(
     ("limits", "extra"),
     [
@@ -113,6 +118,7 @@ def test_reconfigured_plans_are_named_and_keep_the_baselines_time(name):
         (PlanRequest(8, policy="baseline", reconfigure="balanced"), "balanced"),
         (PlanRequest(8, "1f1b", num_chunks=2), "2"),
         (PlanRequest(8, "envpipe", num_chunks=2), "2"),
+        (PlanRequest(8, "1f1b", group_size=5), "5"),
         (PlanRequest(8, "auto", "optimal", num_chunks=2), "2"),
         (PlanRequest(8, "envpipe", max_in_flight=(5, 5)), r"\(got 5, 5\)"),
         (PlanRequest(8, "zero-bubble"), "Unknown schedule.*zero-bubble"),

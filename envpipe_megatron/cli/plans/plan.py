@@ -105,6 +105,11 @@ from envpipe_megatron.policies.planner import (
     help="Chunks (virtual stages) of each stage, with --schedule interleaved.",
 )  # fmt: skip
 @click.option(
+    "--group-size", type=click.IntRange(min=1),
+    help="Microbatches that pass a chunk before the next, Megatron's "
+    "--microbatch-group-size-per-virtual-pipeline-stage; by default the number of stages.",
+)  # fmt: skip
+@click.option(
     "--frontier",
     "frontier_path",
     type=OUTPUT_FILE,

@@ -114,7 +114,11 @@ OPTIMAL = ("--policy", "optimal")
         ([*OPTIMAL, "--schedule", "gpipe", "--max-warmup-step", "1"], ["'gpipe'"]),
         (["--num-chunks", "2"], ["one chunk", "(got 2)", "interleaved"]),
         (["--schedule", "interleaved"], ["two chunks", "(got 1)", "1f1b"]),
-        (["--schedule", "interleaved", "--num-chunks", "2"], ["multiple of 4", "(got 6)"]),
+        (
+            ["--schedule", "interleaved", "--num-chunks", 2, "--group-size", 1],
+            ["groups of 1", "(got 6)"],
+        ),
+        (["--group-size", "5"], ["no groups", "(got 5)", "interleaved"]),
         (["--schedule", "zigzag"], ["--schedule", "zigzag", "envpipe"]),
         (["--schedule", "auto"], ["auto", "'baseline'", "--policy optimal"]),
         (["--policy", "magic"], ["--policy", "magic", "envelope"]),
