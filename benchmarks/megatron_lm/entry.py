@@ -185,10 +185,13 @@ def main() -> None:
             # The first turn is the warm-up.
             first = job["turns"][0] if job["turns"] else math.inf
             observe_session(recorder, lambda: turns.begun > first)
-        for feature in job["lifts"]:
-            from envpipe_megatron.integrations.megatron_lm.refusals import REFUSED
+        if job["lifts"]:
+            from envpipe_megatron.integrations.megatron_lm import limits
 
-            del REFUSED[feature]  # type: ignore[attr-defined]  # a dictionary
+            # The hooks, which take the table, are imported later, by the patch.
+            limits.LIMITS = tuple(
+                limit for limit in limits.LIMITS if limit.feature not in job["lifts"]
+            )
         if job["stress"] is not None:
             from benchmarks.megatron_lm.stress import install
 

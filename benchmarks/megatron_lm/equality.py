@@ -51,7 +51,7 @@ _EXPERTS = (
 class Setting:
     """One job that all arms train; `checkpoints` is a format to save, end and load half-way.
 
-    `lifts` are refusals of EnvPipe that do not count.
+    `lifts` are limits of EnvPipe's order that do not count.
     """
 
     name: str
@@ -241,7 +241,7 @@ _REFUSED = (
     ("mtp", "--mtp-num-layers 1 --position-embedding-type rope", "multi-token prediction", _FIVE),
     ("ramp-up", "", "ramp-up", _RAMP_UP),
     ("plan-alone", "--envpipe-plan {folder}/job.json", "--envpipe-plan needs the profile", _FIVE),
-    ("no-pipeline", "--pipeline-model-parallel-size 1", "--envpipe needs a pipeline", _FIVE),
+    ("no-pipeline", "--pipeline-model-parallel-size 1", "no pipeline", _FIVE),
     ("not-installed", "", "needs the package envpipe-megatron", _FIVE),
 )
 

@@ -73,7 +73,8 @@ class Job:
         mark_norms: let Megatron take torch's norms for sequence parallelism, as the tests on the
             CPU do; without Apex and Transformer Engine it has no others.
         hide_package: let EnvPipe not be installed.
-        lifts: features that EnvPipe refuses and is to run nevertheless, by their names in REFUSED.
+        lifts: features that stand against EnvPipe's order, which is to run nevertheless, by their
+            names in LIMITS.
         refused: what the log must say of a job that must not start; else it must end well.
     """
 

@@ -22,6 +22,7 @@ from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
 from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.integrations.levels import AUTO, Level
 from envpipe_megatron.policies.planner import (
     BY_MEMORY,
     LIMITED_SCHEDULES,
@@ -50,6 +51,13 @@ _GOES_WITH = {
 
 #: Each option by its name without `--envpipe-`, as argparse takes it.
 FLAGS: dict[str, dict[str, Any]] = {
+    "level": {
+        "choices": (AUTO, *map(str, Level)),
+        "default": AUTO,
+        "help": "observe: only measure; uniform: one clock for the whole job; units: a clock for "
+        "each forward and backward, in the framework's order; order: EnvPipe's order too; auto "
+        "(default): the highest of these that the job can have.",
+    },
     "type": {
         "choices": TYPES,
         "help": "baseline: measure, at the highest clock; uniform: each stage at its optimal "
@@ -148,10 +156,11 @@ class OptionError(EnvPipeError):
 class Options:
     """The options of `FLAGS`, checked, with defaults filled in.
 
-    `policy` is the type. None as the limit of microbatches in flight is no limit; as a file, folder
-    or preset, none.
+    `policy` is the type. None as the level is the highest that the job can have; as the limit of
+    microbatches in flight it is no limit; as a file, folder or preset, none.
     """
 
+    level: Level | None
     policy: str
     scheduling: str
     reconfigure: str
@@ -240,6 +249,7 @@ def read_options(
     if output_dir is None and save_folder is not None:
         output_dir = Path(save_folder) / "envpipe"
     options = Options(
+        level=None if args.envpipe_level == AUTO else Level[args.envpipe_level.upper()],
         policy=policy,
         scheduling=scheduling,
         reconfigure=reconfigure or usual_reconfigure,

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from envpipe_megatron.errors import EnvPipeError
-
-Asks = Callable[[argparse.Namespace], bool]
+from envpipe_megatron.integrations.levels import Asks
 
 
 class RefusedError(EnvPipeError):
     """A feature of the framework that does not run under EnvPipe."""
-
-
-def on(*names: str) -> Asks:
-    """Whether one of the arguments is there and set; versions do not have the same ones."""
-    return lambda args: any(getattr(args, name, None) for name in names)
-
-
-def above_one(*names: str) -> Asks:
-    """Whether one of the arguments is there and above 1."""
-    return lambda args: any((getattr(args, name, None) or 1) > 1 for name in names)
 
 
 def frees_while_training(environment: Mapping[str, str] = os.environ) -> bool:

@@ -17,6 +17,8 @@ from envpipe_megatron.integrations.options import (
 
 #: EnvPipe's names of what has a longer one here.
 _SHORT_NAMES = {"reconfig": "reconfigure"}
+#: Frameworks whose options come by name have one level each.
+_NOT_BY_NAME = ("level",)
 #: What goes with some types only.
 _OF_TYPE = ("scheduling", "reconfigure")
 _FLAG = re.compile(r"--envpipe-([a-z-]*[a-z])")
@@ -73,7 +75,11 @@ def read_settings(settings: Mapping[str, object], *, num_stages: int, on_gpu: bo
 
 def _words(settings: Mapping[str, object]) -> list[str]:
     """The settings as a command line."""
-    takes_value = {name.replace("-", "_"): "action" not in flag for name, flag in FLAGS.items()}
+    takes_value = {
+        name.replace("-", "_"): "action" not in flag
+        for name, flag in FLAGS.items()
+        if name not in _NOT_BY_NAME
+    }
     words: list[str] = []
     for name, value in settings.items():
         if name not in takes_value:

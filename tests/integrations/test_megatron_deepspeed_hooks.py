@@ -170,6 +170,7 @@ def test_a_plain_job_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"pipeline_model_parallel_size": 1}, "needs a pipeline"),
         ({"deepspeed": False}, "no --deepspeed"),
+        ({"envpipe_level": "units"}, "--envpipe-level"),
         ({"no_pipeline_parallel": True}, "--no-pipeline-parallel"),
         ({"num_experts": [1, 8]}, "mixture of experts"),
         ({"kd": True}, "--kd"),

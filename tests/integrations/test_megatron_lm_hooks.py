@@ -5,6 +5,7 @@ megatron-core is imported when a test needs it: it takes seconds, in every worke
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.hooking import HookError
 from envpipe_megatron.integrations.job import Job, JobError
+from envpipe_megatron.integrations.options import add_arguments
 from envpipe_megatron.integrations.refusals import RefusedError
 
 pytestmark = pytest.mark.xdist_group("megatron")
@@ -134,20 +136,45 @@ def test_a_job_for_the_profile_alone_that_gets_none(hooks: Any, job: Any) -> Non
         steps(hooks, 1)
 
 
+def arguments(**given: Any) -> Any:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser.add_argument_group())
+    return parser.parse_args([], argparse.Namespace(save=None, **given))
+
+
 def test_what_is_wrong_is_told_once_a_node_and_without_a_stack(
     hooks: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hooks, "_state", hooks._State())
     monkeypatch.setattr("sys.argv", ["/somewhere/pretrain_gpt.py"])
-    for local_rank, told in (
-        ("0", "pretrain_gpt.py: error: --envpipe needs a pipeline"),
-        ("1", ""),
-    ):
+    for local_rank, told in (("0", "pretrain_gpt.py: error: "), ("1", "")):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         with pytest.raises(SystemExit) as ended:
-            hooks.validate(SimpleNamespace(pipeline_model_parallel_size=1))
+            hooks.validate(arguments(pipeline_model_parallel_size=1))
         assert ended.value.code == 2
         assert capsys.readouterr().err[: len(told) or None] == told
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"pipeline_model_parallel_size": 1}, "level uniform; against units: no pipeline"),
+        ({"pipeline_model_parallel_size": 2, "num_experts": 8}, "against order: mixture of exp"),
+        ({"pipeline_model_parallel_size": 2, "envpipe_level": "units"}, "was not asked for"),
+    ],
+)
+def test_a_level_that_is_not_built_ends_the_job(
+    hooks: Any,
+    given: dict[str, Any],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(hooks, "_state", hooks._State())
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit):
+        hooks.validate(arguments(**given))
+    assert told in capsys.readouterr().err
 
 
 def test_megatrons_energy_monitor_asks_for_no_device_that_it_lacks(

@@ -12,14 +12,13 @@ import pytest
 from envpipe_megatron.core.profile import ProfileRow, make_profile
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.megatron_lm.refusals import REFUSED
+from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.integrations.options import (
     Options,
     add_arguments,
     prepare_files,
     read_options,
 )
-from envpipe_megatron.integrations.refusals import check_refused
 
 PLANNED = ("--envpipe-profile", __file__, "--envpipe-plan", __file__)
 
@@ -54,6 +53,13 @@ def test_what_is_not_given_goes_with_the_type(
     assert (options.scheduling, options.reconfigure) == (scheduling, reconfigure)
     assert options.max_in_flight == max_in_flight
     assert options.request(8).num_microbatches == 8
+
+
+def test_a_level_is_named_or_left_to_the_job() -> None:
+    assert read().level is None
+    assert read("--envpipe-level", "auto").level is None
+    for level in Level:
+        assert read("--envpipe-level", str(level)).level is level
 
 
 def test_memory_is_not_measured_where_there_is_no_gpu() -> None:
@@ -169,77 +175,3 @@ def test_a_wrong_variable_is_named() -> None:
 def test_memory_is_refused_without_gpus() -> None:
     with pytest.raises(EnvPipeError, match="needs GPUs"):
         read("--envpipe-max-in-flight", "memory", on_gpu=False)
-
-
-def plain(**asked: Any) -> argparse.Namespace:
-    return argparse.Namespace(pipeline_model_parallel_size=4, **asked)
-
-
-def test_a_pipeline_is_needed() -> None:
-    check_refused(plain(), REFUSED)
-    with pytest.raises(EnvPipeError, match="needs a pipeline"):
-        check_refused(argparse.Namespace(pipeline_model_parallel_size=1), REFUSED)
-
-
-@pytest.mark.parametrize(
-    ("asked", "feature"),
-    [
-        ({"virtual_pipeline_model_parallel_size": 2}, "virtual pipeline"),
-        ({"num_experts": 8}, "mixture of experts"),
-        ({"context_parallel_size": 2}, "context parallelism"),
-        ({"use_torch_fsdp2": True}, "FSDP"),
-        ({"mtp_num_layers": 1}, "multi-token prediction"),
-        ({"rampup_batch_size": ["8", "8", "100"]}, "ramp-up"),
-        ({"step_batch_size_schedule": "0:8"}, "ramp-up"),
-        ({"decoder_num_layers": 4}, "T5"),
-        ({"cuda_graph_impl": "local"}, "CUDA graphs"),
-        ({"fp8": "hybrid"}, "FP8"),
-        ({"te_precision_config_file": "recipe.yaml"}, "FP8"),
-        ({"timing_log_level": 2}, "--timing-log-level 2"),
-        ({"rerun_mode": "report_stats"}, "report_stats"),
-        ({"pipeline_model_parallel_comm_backend": "ucc"}, "comm-backend ucc"),
-        ({"empty_unused_memory_level": 1}, "--empty-unused-memory-level"),
-        (
-            {"num_microbatches_with_partial_activation_checkpoints": 0},
-            "--num-microbatches-with-partial-activation-checkpoints",
-        ),
-        ({"save_dgrads_interval": 10}, "saving activations and gradients"),
-    ],
-)
-def test_what_is_not_proven_is_refused_by_name(asked: dict[str, Any], feature: str) -> None:
-    with pytest.raises(EnvPipeError, match=feature):
-        check_refused(plain(**asked), REFUSED)
-
-
-def test_defaults_of_megatron_are_not_refused() -> None:
-    defaults = plain(
-        virtual_pipeline_model_parallel_size=None,
-        expert_model_parallel_size=1,
-        context_parallel_size=1,
-        num_distributed_optimizer_instances=1,
-        cuda_graph_impl="none",
-        fp8=None,
-        timing_log_level=0,
-        rerun_mode="validate_results",
-        pipeline_model_parallel_comm_backend=None,
-        iterations_to_skip=[],
-        empty_unused_memory_level=0,
-        num_microbatches_with_partial_activation_checkpoints=None,
-    )
-    assert not [feature for feature, asked in REFUSED.items() if asked(defaults)]
-
-
-@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_an_allocator_that_frees_while_training_is_refused(
-    monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
-    monkeypatch.setenv(variable, "expandable_segments:True, garbage_collection_threshold:0.0")
-    check_refused(plain(), REFUSED)
-    monkeypatch.setenv(variable, "expandable_segments:True, garbage_collection_threshold:0.8")
-    with pytest.raises(EnvPipeError, match="garbage_collection_threshold"):
-        check_refused(plain(), REFUSED)
-
-
-def test_the_user_guide_lists_what_is_refused() -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "megatron_lm.md").read_text()
-    assert not [feature for feature in REFUSED if f"- {feature}\n" not in guide]

@@ -9,13 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from envpipe_megatron.integrations.refusals import (
-    Asks,
-    RefusedError,
-    above_one,
-    check_refused,
-    on,
-)
+from envpipe_megatron.integrations.levels import AUTO, Asks, Level, above_one, any_of, on
+from envpipe_megatron.integrations.refusals import RefusedError, check_refused
 
 #: Entry scripts whose model has no pipeline of DeepSpeed's, and what it is.
 _WITHOUT_PIPELINE = {
@@ -44,25 +39,24 @@ def _configured(*path: str) -> Asks:
     return asks
 
 
-def _any(*several: Asks) -> Asks:
-    return lambda args: any(asks(args) for asks in several)
-
-
 #: Feature, and whether arguments or DeepSpeed's configuration ask for it.
 REFUSED: Mapping[str, Asks] = {
+    "a level below order (--envpipe-level)": lambda args: (
+        getattr(args, "envpipe_level", AUTO) not in (AUTO, str(Level.ORDER))
+    ),
     "DeepSpeed's pipeline turned off (--no-pipeline-parallel)": on("no_pipeline_parallel"),
     "training without DeepSpeed (no --deepspeed)": lambda args: not args.deepspeed,
     "virtual pipeline stages (--num-layers-per-virtual-pipeline-stage)": on(
         "num_layers_per_virtual_pipeline_stage"
     ),
-    "a split rank or a stage for the embedding alone": _any(
+    "a split rank or a stage for the embedding alone": any_of(
         on("standalone_embedding_stage"),
         lambda args: getattr(args, "pipeline_model_parallel_split_rank", None) is not None,
     ),
     "mixture of experts": lambda args: max(getattr(args, "num_experts", None) or [1]) > 1,
     "distillation and mixtures of students (--kd, --mos)": on("kd", "mos"),
     "compression (compression_training)": _configured("compression_training"),
-    "curriculum learning": _any(
+    "curriculum learning": any_of(
         on("data_efficiency_curriculum_learning"), _configured("curriculum_learning")
     ),
     "random layer token dropping (--random-ltd)": on("random_ltd"),
@@ -74,20 +68,20 @@ REFUSED: Mapping[str, Asks] = {
     "the zero-bubble schedule (--enable-zbh1-pipeline, --enable-zbh1-exact-semantics)": on(
         "enable_zbh1_pipeline", "enable_zbh1_exact_semantics"
     ),
-    "DeepSpeed's sequence parallelism": _any(
+    "DeepSpeed's sequence parallelism": any_of(
         above_one("ds_sequence_parallel_size"),
         on("force_ds_sequence_parallel", "ds_sequence_parallel_fpdt"),
     ),
     "inference (--inference, --ds-inference)": on("inference", "ds_inference"),
     "Retro": on("retro_add_retriever"),
     "FP8": on("fp8_e4m3", "fp8_hybrid"),
-    "contiguous activation checkpoints (--contigious-checkpointing)": _any(
+    "contiguous activation checkpoints (--contigious-checkpointing)": any_of(
         on("contigious_checkpointing"),
         _configured("activation_checkpointing", "contiguous_memory_optimization"),
     ),
     # These wait for the device in each unit, and so for a posted receive.
     "waiting for the device in each unit (--synchronize-each-layer, --profile-backward, "
-    "wall_clock_breakdown)": _any(
+    "wall_clock_breakdown)": any_of(
         on("synchronize_each_layer", "profile_backward"),
         _configured("wall_clock_breakdown"),
         _configured("activation_checkpointing", "synchronize_checkpoint_boundary"),

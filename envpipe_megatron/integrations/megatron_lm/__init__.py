@@ -1,1 +1,1 @@
-"""EnvPipe in a patched Megatron-LM checkout: flags, what is refused, hooks, reporting."""
+"""EnvPipe in a patched Megatron-LM checkout: flags, limits of levels, hooks, reporting."""

@@ -26,12 +26,13 @@ from envpipe_megatron.integrations.hooking import (
     validated,
 )
 from envpipe_megatron.integrations.job import Job, JobError, close_at_exit
+from envpipe_megatron.integrations.levels import Level, decide
 from envpipe_megatron.integrations.megatron_core import ForwardBackward
 from envpipe_megatron.integrations.megatron_lm.job import make_job
-from envpipe_megatron.integrations.megatron_lm.refusals import REFUSED
+from envpipe_megatron.integrations.megatron_lm.limits import LIMITS
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.options import add_arguments as add_arguments  # for the patch
-from envpipe_megatron.integrations.refusals import RefusedError, check_refused
+from envpipe_megatron.integrations.refusals import RefusedError
 from envpipe_megatron.integrations.reporting import IntervalReport
 
 _NEEDED = ("validate", "begin_training", "begin_step", "forward_backward", "end_step", "log")
@@ -58,8 +59,10 @@ def validate(args: argparse.Namespace) -> None:
     """
     _state.reached["validate"] += 1
     try:
-        check_refused(args, REFUSED)
-        _state.options = options_of(args)
+        _state.options = options = options_of(args)
+        decision = decide(args, LIMITS, options.level)
+        if decision.level < Level.ORDER:
+            raise RefusedError(f"Levels below order are not built yet; this job has {decision}")
         _hooked_schedules()
     except EnvPipeError as error:
         refuse(error)

@@ -14,7 +14,7 @@ import pytest
 from fake_checkout import no_limits, processes_of
 
 from envpipe_megatron.core import builders
-from envpipe_megatron.integrations.megatron_lm.refusals import REFUSED
+from envpipe_megatron.integrations.megatron_lm.limits import LIMITS
 
 pytest.importorskip("torch")
 from benchmarks.megatron_lm import equality, lost, prove, ratio, stress
@@ -320,7 +320,7 @@ def test_envpipes_jobs_get_the_channel_that_is_asked_for(channel, site):
         assert given == channels
 
 
-def test_refusals_are_lifted_for_envpipes_arms_of_experts_alone(site):
+def test_limits_are_lifted_for_envpipes_arms_of_experts_alone(site):
     four = equality.jobs(replace(site, num_gpus=4), 5)
     lifted = {job.name: set(job.lifts) for job in four if job.lifts}
     experts = {"mixture of experts"}
@@ -329,7 +329,7 @@ def test_refusals_are_lifted_for_envpipes_arms_of_experts_alone(site):
         for name, lifts in (("moe-pp2", experts), ("moe-pp2ep2", experts | {"expert parallelism"}))
         for arm in (ONE_F_ONE_B, ENVPIPE)
     }
-    assert experts | {"expert parallelism"} <= set(REFUSED)
+    assert experts | {"expert parallelism"} <= {limit.feature for limit in LIMITS}
 
 
 def test_orders_of_the_arms(site):

@@ -1,0 +1,117 @@
+"""Which level a job gets, by what its arguments ask for; free of frameworks.
+
+A framework's integration has a table of `Limit`s. `decide` is a pure function of arguments and
+table. Where the user names no level it gives the highest that can be had, and never fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from envpipe_megatron.errors import EnvPipeError
+
+Asks = Callable[[argparse.Namespace], bool]
+
+
+class Level(enum.IntEnum):
+    """What EnvPipe changes in a job; each level has all of the one below."""
+
+    #: Nothing: a bill, a timeline, bubbles.
+    OBSERVE = 0
+    #: One clock for the whole job, found while it trains.
+    UNIFORM = 1
+    #: A clock for each unit; the framework's own order and messages.
+    UNITS = 2
+    #: EnvPipe's order, and a clock for each unit.
+    ORDER = 3
+
+    def __str__(self) -> str:
+        """The name as users write it."""
+        return self.name.lower()
+
+
+#: What `--envpipe-level` takes besides a level's name: the highest that can be had.
+AUTO = "auto"
+
+
+class LevelError(EnvPipeError):
+    """A level that the user names and this job cannot have."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A feature of a framework, and the highest level that a job with it can have.
+
+    Args:
+        feature: its name, as users write it.
+        asks: whether a job's arguments ask for it.
+        highest: below `Level.ORDER`.
+        reason: what stands against the levels above.
+    """
+
+    feature: str
+    asks: Asks
+    highest: Level
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.feature} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The level of a job, and for each level above it what stands against that one."""
+
+    level: Level
+    against: Mapping[Level, tuple[Limit, ...]]
+
+    def __str__(self) -> str:
+        """The level, and what stands against the next one."""
+        said = [f"level {self.level}"]
+        for above, limits in list(self.against.items())[:1]:
+            against = _text(limits) or "it was not asked for"
+            said.append(f"against {above}: {against}")
+        return "; ".join(said)
+
+
+def decide(
+    args: argparse.Namespace, limits: Iterable[Limit], asked: Level | None = None
+) -> Decision:
+    """Give a job the level that it asks for, or by default the highest that it can have.
+
+    Raises LevelError if it asks for more than that, with what stands against it by name.
+    """
+    asked_for = [limit for limit in limits if limit.asks(args)]
+    highest = min((limit.highest for limit in asked_for), default=Level.ORDER)
+    level = highest if asked is None else asked
+    against = {
+        above: tuple(limit for limit in asked_for if limit.highest < above) for above in Level
+    }
+    if level > highest:
+        raise LevelError(
+            f"Level {level} cannot be had with: {_text(against[level])}",
+            remedy=f"Leave these out, or give --envpipe-level {highest}.",
+        )
+    return Decision(level, {above: found for above, found in against.items() if above > level})
+
+
+def _text(limits: Iterable[Limit]) -> str:
+    return ", ".join(map(str, limits))
+
+
+def on(*names: str) -> Asks:
+    """Whether one of the arguments is there and set; versions do not have the same ones."""
+    return lambda args: any(getattr(args, name, None) for name in names)
+
+
+def above_one(*names: str) -> Asks:
+    """Whether one of the arguments is there and above 1."""
+    return lambda args: any((getattr(args, name, None) or 1) > 1 for name in names)
+
+
+def any_of(*several: Asks) -> Asks:
+    """Whether one of several questions is answered by yes."""
+    return lambda args: any(asks(args) for asks in several)

@@ -1,0 +1,221 @@
+"""What in a Megatron-LM job stands against which level: row by row, and in random combinations."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envpipe_megatron.integrations.levels import Level, LevelError, decide
+from envpipe_megatron.integrations.megatron_lm.limits import LIMITS
+from envpipe_megatron.integrations.refusals import FREES_WHILE_TRAINING
+
+#: As Megatron-LM has it until 0.17.
+Scope = enum.Enum("Scope", "full_iteration attn")
+
+#: For each row: arguments that ask for it.
+ASKING: dict[str, tuple[dict[str, Any], ...]] = {
+    "virtual pipeline stages (interleaved schedule)": (
+        {"virtual_pipeline_model_parallel_size": 2},
+    ),
+    "mixture of experts": ({"num_experts": 8},),
+    "expert parallelism": ({"expert_model_parallel_size": 2},),
+    "context parallelism": ({"context_parallel_size": 2},),
+    "multi-token prediction": ({"mtp_num_layers": 1},),
+    "multi-latent attention": ({"multi_latent_attention": True},),
+    "experimental kinds of attention": (
+        {"experimental_attention_variant": "dsa"},
+        {"linear_attention_freq": 3},
+    ),
+    "FP8 and FP4": (
+        {"fp8": "hybrid"},
+        {"fp4": "e2m1"},
+        {"te_precision_config_file": "recipe.yaml"},
+        {"kitchen_config_file": "kitchen.yaml"},
+        {"kitchen_recipe_number": 1},
+    ),
+    "hybrid (Mamba) models": (
+        {"is_hybrid_model": True},
+        {"hybrid_override_pattern": "M-M*"},
+        {"hybrid_layer_pattern": "M-M*|M-M*"},
+    ),
+    "heterogeneous layers": (
+        {"heterogeneous_layers_config_path": "blocks.json"},
+        {"heterogeneous_layers_config_encoded_json": "{}"},
+    ),
+    "T5 and other models of encoder and decoder": (
+        {"decoder_num_layers": 4},
+        {"decoder_seq_length": 128},
+    ),
+    "vision pretraining": ({"vision_pretraining": True},),
+    "legacy models": ({"use_legacy_models": True},),
+    "fine-tuning on packed sequences (--sft)": ({"sft": True},),
+    "documents packed by the data loader (--dataloader-inter-document-masking)": (
+        {"dataloader_inter_document_masking": True},
+    ),
+    "distillation and ModelOpt": (
+        {"export_kd_teacher_load": "teacher"},
+        {"modelopt_enabled": True},
+        {"logits_load_dir": "logits"},
+        {"logits_save_dir": "logits"},
+    ),
+    "CUDA graphs": (
+        {"cuda_graph_impl": "local", "cuda_graph_scope": [Scope.attn]},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]},
+        {"enable_cuda_graph": True},
+        {"external_cuda_graph": True},
+        {"optimizer_cuda_graph": True},
+    ),
+    "overlapped tensor-parallel communication (--tp-comm-overlap)": ({"tp_comm_overlap": True},),
+    "delayed weight gradients": (
+        {"delay_wgrad_compute": True},
+        {"defer_embedding_wgrad_compute": True},
+    ),
+    "offloading of activations or of the optimizer": (
+        {"cpu_offloading": True},
+        {"fine_grained_activation_offloading": True},
+        {"optimizer_cpu_offload": True},
+        {"offload_optimizer_states": True},
+    ),
+    "several instances of the distributed optimizer": ({"num_distributed_optimizer_instances": 2},),
+    "rematerialised weights (--gtp-weight-remat-size)": ({"gtp_weight_remat_size": 2},),
+    "--decrease-batch-size-if-needed": ({"decrease_batch_size_if_needed": True},),
+    "--iterations-to-skip": ({"iterations_to_skip": [7]},),
+    "the fault tolerance package (--enable-ft-package)": ({"enable_ft_package": True},),
+    "--rerun-mode report_stats": ({"rerun_mode": "report_stats"},),
+    "timers inside of forwards and backwards (--timing-log-level 2)": ({"timing_log_level": 2},),
+    "memory given back in each iteration (--empty-unused-memory-level)": (
+        {"empty_unused_memory_level": 1},
+    ),
+    "--num-microbatches-with-partial-activation-checkpoints": (
+        {"num_microbatches_with_partial_activation_checkpoints": 0},
+    ),
+    "saving activations and gradients while training (--save-dgrads-interval and the like)": (
+        {"save_activations_interval": 10},
+        {"save_dgrads_interval": 10},
+        {"save_wgrads_interval": 10},
+    ),
+    "other transfers in the pipeline (--pipeline-model-parallel-comm-backend ucc, "
+    "--use-ring-exchange-p2p)": (
+        {"pipeline_model_parallel_comm_backend": "ucc"},
+        {"use_ring_exchange_p2p": True},
+    ),
+    "--yaml-cfg": ({"yaml_cfg": "job.yaml"},),
+    "no pipeline": ({"pipeline_model_parallel_size": 1}, {"pipeline_model_parallel_size": None}),
+    "CUDA graphs over the full iteration": (
+        {"cuda_graph_impl": "local", "cuda_graph_scope": [Scope.full_iteration]},  # 0.16, 0.17
+        {"cuda_graph_impl": "full_iteration"},  # since 0.18
+        {"cuda_graph_impl": "local", "cuda_graph_modules": ["full_iteration"]},
+        {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration,attn"},
+    ),
+    "overlapped expert communication (--overlap-moe-expert-parallel-comm)": (
+        {"overlap_moe_expert_parallel_comm": True},
+    ),
+    "FSDP": (
+        {"use_megatron_fsdp": True},
+        {"use_torch_fsdp2": True},
+        {"use_custom_fsdp": True},
+    ),
+    "batch-size ramp-up (--rampup-batch-size, --step-batch-size-schedule)": (
+        {"rampup_batch_size": ["8", "8", "100"]},
+        {"step_batch_size_schedule": "0:8"},
+    ),
+    "hybrid or dynamic context parallelism": (
+        {"hybrid_context_parallel": True},
+        {"dynamic_context_parallel": True},
+    ),
+    "--freeze-all-layers": ({"freeze_all_layers": True},),
+    "reinforcement learning": ({"perform_rl_step": True},),
+    "--skip-train": ({"skip_train": True},),
+    "in-process restart": ({"inprocess_restart": True},),
+    "--fake-process-group": ({"fake_process_group": True},),
+}
+DEFAULTS: dict[str, Any] = {
+    "virtual_pipeline_model_parallel_size": None,
+    "num_experts": None,
+    "expert_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "num_distributed_optimizer_instances": 1,
+    "gtp_weight_remat_size": 1,
+    "cuda_graph_impl": "none",
+    "cuda_graph_scope": [],
+    "cuda_graph_modules": [],
+    "fp8": None,
+    "timing_log_level": 0,
+    "rerun_mode": "validate_results",
+    "pipeline_model_parallel_comm_backend": None,
+    "iterations_to_skip": [],
+    "empty_unused_memory_level": 0,
+    "num_microbatches_with_partial_activation_checkpoints": None,
+    "rampup_batch_size": None,
+}
+
+
+def job(**asked: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"pipeline_model_parallel_size": 4, **asked})
+
+
+@pytest.fixture(autouse=True)
+def no_allocator_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def test_defaults_of_megatron_get_the_highest_level() -> None:
+    assert decide(job(), LIMITS).level is Level.ORDER
+    assert decide(job(**DEFAULTS), LIMITS).level is Level.ORDER
+
+
+def test_each_row_is_asked_for_and_leaves_its_level() -> None:
+    rows = {limit.feature: limit for limit in LIMITS if limit.feature != FREES_WHILE_TRAINING}
+    assert rows.keys() == ASKING.keys()
+    for feature, several in ASKING.items():
+        for asked in several:
+            found = decide(job(**{**DEFAULTS, **asked}), LIMITS)
+            assert found.level is rows[feature].highest, asked
+            assert rows[feature] in found.against[Level(found.level + 1)]
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_an_allocator_that_frees_while_training(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "expandable_segments:True, garbage_collection_threshold:0.0")
+    assert decide(job(), LIMITS).level is Level.ORDER
+    monkeypatch.setenv(variable, "expandable_segments:True, garbage_collection_threshold:0.8")
+    found = decide(job(), LIMITS)
+    assert found.level is Level.UNITS
+    assert [limit.feature for limit in found.against[Level.ORDER]] == [FREES_WHILE_TRAINING]
+
+
+def test_any_combination_gets_a_level_and_no_feature_raises_it() -> None:
+    draw = random.Random(22)
+    features = [asked for several in ASKING.values() for asked in several]
+    settings = [*features, *({name: None} for asked in features for name in asked)]
+    for _ in range(2000):
+        asked: dict[str, Any] = {}
+        for setting in draw.sample(settings, draw.randrange(12)):
+            asked |= setting
+        asked["pipeline_model_parallel_size"] = draw.choice((1, 2, 8))
+        found = decide(job(**asked), LIMITS)
+        assert list(found.against) == [level for level in Level if level > found.level]
+        assert all(found.against.values())
+        added = {k: v for k, v in draw.choice(features).items() if k not in asked}
+        assert decide(job(**asked, **added), LIMITS).level <= found.level
+        level = draw.choice(list(Level))
+        if level <= found.level:
+            assert decide(job(**asked), LIMITS, level).level is level
+            continue
+        with pytest.raises(LevelError) as error:
+            decide(job(**asked), LIMITS, level)
+        assert all(str(limit) in str(error.value) for limit in found.against[level])
+
+
+def test_the_user_guide_has_the_table() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "megatron_lm.md").read_text()
+    for limit in LIMITS:
+        assert f"\n| {limit.feature} | `{limit.highest}` | {limit.reason} |\n" in guide
