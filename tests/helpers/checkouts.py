@@ -7,11 +7,13 @@ checkout; without it they are looked for in the user's cache folder, `~/.cache/e
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from pathlib import Path
 
-TAGS = ("core_v0.16.1", "core_v0.19.0")
+from envpipe_megatron.patching.catalog import load_catalog
+
+_PATCHES = [patch for patch in load_catalog() if patch.project == "megatron-lm"]
+TAGS = tuple(patch.tag for patch in _PATCHES)
 VARIABLE = "ENVPIPE_MEGATRON_LM"
 #: Names a stock checkout of Megatron-DeepSpeed.
 DEEPSPEED_VARIABLE = "ENVPIPE_MEGATRON_DEEPSPEED"
@@ -35,16 +37,10 @@ def checkout_of(tag: str) -> Path | None:
 
 
 def tag_of(checkout: Path) -> str | None:
-    """The tag among `TAGS` that a folder is a checkout of, or None.
-
-    Told by the minor version: core_v0.19.0 calls itself 0.19.1.
-    """
-    info = checkout / "megatron" / "core" / "package_info.py"
-    if not info.is_file() or not (checkout / "pretrain_gpt.py").is_file():
+    """The tag among `TAGS` that a folder is a checkout of, or None."""
+    if not (checkout / "pretrain_gpt.py").is_file():
         return None
-    numbers = dict(re.findall(r"^(MAJOR|MINOR) = (\d+)", info.read_text(), re.M))
-    version = f"core_v{numbers.get('MAJOR')}.{numbers.get('MINOR')}."
-    return next((tag for tag in TAGS if tag.startswith(version)), None)
+    return next((patch.tag for patch in _PATCHES if patch.recognition.fits(checkout)), None)
 
 
 def copy_checkout(checkout: Path, folder: Path) -> Path:

@@ -37,10 +37,11 @@ def corpora(checkout, tmp_path_factory):
 
 
 def test_tags_make_the_same_small_corpus(corpora):
-    first, second = corpora.values()
-    made = {path.name: path.read_bytes() for path in first.iterdir()}
+    made, *others = (
+        {path.name: path.read_bytes() for path in folder.iterdir()} for folder in corpora.values()
+    )
     assert set(made) == {f"{TOKENS}.bin", f"{TOKENS}.idx", "tokenizer.json"}
-    assert made == {path.name: path.read_bytes() for path in second.iterdir()}
+    assert all(other == made for other in others)
     assert sum(map(len, made.values())) < 2_000_000
 
 
@@ -124,8 +125,8 @@ def prepared(collected, checkout):
 
 
 def test_collected_text_becomes_the_same_tokens_by_all_tags(collected, prepared):
-    (_, first), (_, second) = prepared.values()
-    assert first == second
+    first, *others = (files for _, files in prepared.values())
+    assert all(other == first for other in others)
     tokens = {number: token for token, number in json.loads(collected.vocab.read_text()).items()}
     byte_of = bytes_of_alphabet()
     prefix = collected.folder / TAGS[0] / "webtext_text_document"

@@ -33,6 +33,10 @@ from envpipe_megatron.core.profile import read_profile
 
 pytestmark = pytest.mark.xdist_group("megatron_lm")
 
+oldest_tag = pytest.mark.parametrize(
+    "tag", [TAGS[0], *(pytest.param(tag, marks=full) for tag in TAGS[1:])]
+)
+
 Find = Callable[[str], Path]
 Stock = Callable[[str, str], Run]
 
@@ -81,7 +85,7 @@ def _check(name: str, tag: str, how: str, stock: Stock, patched: Find, folder: P
     _assert_same(run, stock(name, tag))
 
 
-@pytest.mark.parametrize("tag", [TAGS[0], pytest.param(TAGS[1], marks=full)])
+@oldest_tag
 def test_another_order_trains_the_same(tag, stock, patched, tmp_path):
     _check("pp4", tag, ENVPIPE, stock, patched, tmp_path / "run")
 
@@ -107,7 +111,7 @@ def test_the_optimal_plan_trains_the_same(name, tag, stock, patched, tmp_path):
     _check(name, tag, AUTO, stock, patched, tmp_path / "run")
 
 
-@pytest.mark.parametrize("tag", [TAGS[0], pytest.param(TAGS[1], marks=full)])
+@oldest_tag
 def test_flag_off_nothing_of_envpipe_is_imported(tag, stock, patched, tmp_path):
     run = run_case(patched(tag), CASES["pp4"], "", tmp_path / "run")
     assert not run.imported
