@@ -18,10 +18,11 @@ from envpipe_megatron.integrations.levels import (
 )
 from envpipe_megatron.integrations.refusals import FREES_WHILE_TRAINING, frees_while_training
 
-_IN_ANOTHER_ORDER = "not proven in another order than Megatron's"
+#: What stands against EnvPipe's order if nothing else does.
+NOT_PROVEN = "not proven in another order than Megatron's"
 
 
-def _against_order(feature: str, asks: Asks, reason: str = _IN_ANOTHER_ORDER) -> Limit:
+def _against_order(feature: str, asks: Asks, reason: str = NOT_PROVEN) -> Limit:
     return Limit(feature, asks, Level.UNITS, reason)
 
 

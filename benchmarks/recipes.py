@@ -1,0 +1,241 @@
+"""Which level published training jobs get, and what stands against the next one.
+
+    python benchmarks/recipes.py                                  # recipes of Megatron-Bridge
+    python benchmarks/recipes.py CHECKOUT/tests/functional_tests  # jobs of a Megatron-LM checkout
+    python benchmarks/recipes.py recipes.json CHECKOUT --json
+
+A file is a list of recipes as ../shared/data/recipes has it, or a `model_config.yaml` of
+Megatron-LM's functional tests; a folder stands for all of these below it. What a job switches on
+becomes the arguments that Megatron-LM has for it, so that `decide` judges it as in training.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.outputs import make_console, make_table
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide, on
+from envpipe_megatron.integrations.megatron_lm.limits import LIMITS, NOT_PROVEN
+
+RECIPES = Path("../shared/data/recipes/megatron_bridge.json")
+FUNCTIONAL_TEST = "model_config.yaml"
+#: In training the model tells its class; here the kind of recipe does, by an argument of our own.
+JOB_LIMITS = (
+    *LIMITS,
+    Limit("a model other than GPTModel", on("other_model"), Level.UNITS, NOT_PROVEN),
+)
+
+#: A recipe's features as arguments. Where a number matters there is a field for it.
+FEATURES: Mapping[str, Mapping[str, Any]] = {
+    "virtual_pipeline": {},
+    "pipeline_layout": {},
+    "context_parallel": {},
+    "mixture_of_experts": {"num_experts": 8},
+    "fp8_or_fp4": {"fp8": "hybrid"},
+    "tp_comm_overlap": {"tp_comm_overlap": True},
+    "cuda_graph_transformer_engine": {"cuda_graph_impl": "transformer_engine"},
+    "cuda_graph_local": {"cuda_graph_impl": "local"},
+    "cuda_graph_full_iteration": {"cuda_graph_scope": ["full_iteration"]},
+    "multi_token_prediction": {"mtp_num_layers": 1},
+    "multi_latent_attention": {"multi_latent_attention": True},
+    "hybrid_model": {"is_hybrid_model": True},
+    "vision_language": {"other_model": True},
+    "sft_or_peft": {"sft": True},
+    "recompute_selective": {"recompute_granularity": "selective"},
+    "recompute_full": {"recompute_granularity": "full"},
+    "overlap_moe_expert_parallel_comm": {"overlap_moe_expert_parallel_comm": True},
+    "delay_wgrad_compute": {"delay_wgrad_compute": True},
+    "defer_embedding_wgrad_compute": {"defer_embedding_wgrad_compute": True},
+    "offloading": {"cpu_offloading": True},
+    "fsdp": {"use_megatron_fsdp": True},
+}
+#: Folders of functional tests whose models are others than GPTModel, without a flag that says so.
+_OTHER_MODELS = ("bert", "mimo", "multimodal-llava")
+#: Flags whose argument has another name.
+_ARGUMENTS = {"fp8_format": "fp8", "fp4_format": "fp4"}
+
+
+class RecipeError(EnvPipeError):
+    """A file that has no jobs, or one with a feature that is not known."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A published job: the set it belongs to, its name, and Megatron-LM's arguments for it."""
+
+    source: str
+    name: str
+    args: Namespace
+
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether it has more than one stage."""
+        return bool(self.args.pipeline_model_parallel_size > 1)
+
+    def decide(self) -> Decision:
+        """The highest level that it can have."""
+        return decide(self.args, JOB_LIMITS)
+
+
+def read_jobs(path: Path) -> Iterator[Job]:
+    """The training jobs of a file, or of all files below a folder.
+
+    Raises RecipeError for a file of another form, and for a feature that is not known.
+    """
+    if path.is_dir():
+        for found in sorted(path.rglob(FUNCTIONAL_TEST)):
+            yield from read_jobs(found)
+    elif path.name == FUNCTIONAL_TEST:
+        yield from _functional_test(path)
+    else:
+        try:
+            yield from [_recipe(recipe) for recipe in json.loads(path.read_text())]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RecipeError(
+                f"There are no recipes in this file: {error!r}",
+                value=str(path),
+                remedy=f"Give a list as {RECIPES} has it, or a {FUNCTIONAL_TEST}.",
+            ) from error
+
+
+def _recipe(recipe: Mapping[str, Any]) -> Job:
+    args: dict[str, Any] = {
+        "pipeline_model_parallel_size": recipe["pp"],
+        "virtual_pipeline_model_parallel_size": recipe["vp"],
+        "tensor_model_parallel_size": recipe["tp"],
+        "context_parallel_size": recipe["cp"],
+        "expert_model_parallel_size": recipe["ep"],
+    }
+    for feature in recipe["features"]:
+        if feature not in FEATURES:
+            raise RecipeError("A recipe has a feature without an argument for it", value=feature)
+        args |= FEATURES[feature]
+    source = recipe["set"] + (" (fine-tuning)" if args.get("sft") else "")
+    return Job(source, recipe["recipe"].rpartition(":")[2], Namespace(**args))
+
+
+def _functional_test(path: Path) -> Iterator[Job]:
+    import yaml  # type: ignore[import-untyped]  # for these files alone
+
+    flags = (yaml.safe_load(path.read_text()) or {}).get("MODEL_ARGS") or {}
+    args = Namespace(pipeline_model_parallel_size=1)
+    for flag, value in flags.items():
+        name = flag.removeprefix("--").replace("-", "_")
+        setattr(args, _ARGUMENTS.get(name, name), _value(value))
+    # Others serve, convert checkpoints, or are NeMo's.
+    if not on("train_iters", "train_samples")(args):
+        return
+    args.virtual_pipeline_model_parallel_size = _num_chunks(args)
+    args.other_model = path.parent.parent.name in _OTHER_MODELS
+    yield Job("functional_tests", path.parent.name, args)
+
+
+def _value(value: object) -> object:
+    """As argparse would have it: `"[a b]"` is a list, of words that have no other meaning here."""
+    if isinstance(value, str) and value.startswith("["):
+        return value.strip("[]").split()
+    return value
+
+
+def _num_chunks(args: Namespace) -> int:
+    """The chunks of a stage, V, from the flags that Megatron-LM counts them by."""
+    stages: int = args.pipeline_model_parallel_size
+    pattern = getattr(args, "hybrid_layer_pattern", None) or ""
+    layout = getattr(args, "pipeline_model_parallel_layout", None) or pattern.split("/")[0]
+    if "|" in layout:
+        return (_repeated(layout).count("|") + 1) // stages
+    layers = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
+    if layers:
+        of_model: int = getattr(args, "num_layers", 0) or getattr(args, "encoder_num_layers", 0)
+        return of_model // stages // int(layers)
+    return getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1
+
+
+def _repeated(layout: str) -> str:
+    """A layout such as `Et*2|(tt|)*5L` without its repetitions."""
+    layout = layout.replace("\\", "")
+    for repeats in (r"\(([^()]*)\)\*(\d+)", r"(.)\*(\d+)"):
+        layout = re.sub(repeats, lambda found: found[1] * int(found[2]), layout)
+    return layout
+
+
+def job_rows(jobs: Iterable[Job]) -> list[dict[str, Any]]:
+    """For each job its level, and what stands against the next."""
+    rows = []
+    for job in jobs:
+        found = job.decide()
+        against = next(iter(found.against.values()), ())
+        rows.append(
+            {
+                "source": job.source,
+                "job": job.name,
+                "pipeline": job.has_pipeline,
+                "level": str(found.level),
+                "against_the_next": [limit.feature for limit in against],
+            }
+        )
+    return rows
+
+
+def total_rows(jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For rows of jobs, how many get which level: of each source and of all, with and without."""
+    sources = list(dict.fromkeys(job["source"] for job in jobs))
+    rows = []
+    for pipeline in (True, False):
+        for source in [*sources, "all"]:
+            levels = Counter(
+                Level[job["level"].upper()]
+                for job in jobs
+                if job["pipeline"] is pipeline and source in (job["source"], "all")
+            )
+            if levels:
+                rows.append(
+                    {
+                        "source": source,
+                        "pipeline": pipeline,
+                        "jobs": levels.total(),
+                        **{str(level): levels[level] for level in reversed(Level)},
+                        "units_or_better_percent": _percent(levels, Level.UNITS),
+                        "uniform_or_better_percent": _percent(levels, Level.UNIFORM),
+                    }
+                )
+    return rows
+
+
+def _percent(levels: Counter[Level], least: Level) -> float:
+    return 100 * sum(levels[level] for level in Level if level >= least) / levels.total()
+
+
+@click.command()
+@click.argument("files", nargs=-1, type=click.Path(exists=True, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def main(files: tuple[Path, ...], as_json: bool) -> None:
+    """Print the level of each job in FILES, and totals for jobs with a pipeline and without."""
+    try:
+        jobs = job_rows(job for path in files or [RECIPES] for job in read_jobs(path))
+    except EnvPipeError as error:
+        raise click.ClickException(str(error)) from error
+    totals = total_rows(jobs)
+    if as_json:
+        click.echo(json.dumps({"jobs": jobs, "totals": totals}, indent=1))
+        return
+    shown = [{**row, "against_the_next": ", ".join(row["against_the_next"]) or "-"} for row in jobs]
+    table = make_table("Level of each job", shown)
+    table.columns[-1].no_wrap = False
+    console = make_console()
+    console.print(table)
+    console.print(make_table("Jobs that get each level", totals))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Published jobs and their levels: what their features ask for, and the counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.recipes import RECIPES, job_rows, main, read_jobs, total_rows
+
+SHARED = Path(__file__).parents[2] / RECIPES
+
+
+def recipe(pipeline: int, *features: str, chunks: int | None = None) -> dict[str, Any]:
+    return {
+        "recipe": f"recipes/gpt.py:gpt_{'_'.join(features) or 'plain'}_pp{pipeline}",
+        "set": "recipes",
+        "pp": pipeline,
+        "vp": chunks,
+        "tp": 1,
+        "cp": 1,
+        "ep": 1,
+        "precision": "bf16_mixed",
+        "features": list(features),
+    }
+
+
+@pytest.fixture
+def recipes(tmp_path: Path) -> Path:
+    path = tmp_path / "recipes.json"
+    listed = [
+        recipe(1, "fp8_or_fp4"),
+        recipe(4),
+        recipe(4, "virtual_pipeline", chunks=2),
+        recipe(2, "vision_language"),
+        recipe(4, "cuda_graph_local", "cuda_graph_full_iteration"),
+    ]
+    path.write_text(json.dumps(listed))
+    return path
+
+
+def test_published_recipes() -> None:
+    if not SHARED.exists():
+        pytest.skip(f"{RECIPES} is not there")
+    jobs = job_rows(read_jobs(SHARED))
+    totals = {row["pipeline"]: row for row in total_rows(jobs) if row["source"] == "all"}
+    assert totals[True]["jobs"] + totals[False]["jobs"] == len(jobs) == 375
+    assert all(row["uniform_or_better_percent"] == 100 for row in totals.values())
+    assert totals[True]["units_or_better_percent"] > 84
+    below = {
+        feature
+        for job in jobs
+        if job["pipeline"] and job["level"] == "uniform"
+        for feature in job["against_the_next"]
+    }
+    assert below == {
+        "CUDA graphs over the full iteration",
+        "overlapped expert communication (--overlap-moe-expert-parallel-comm)",
+    }
+
+
+def test_features_become_arguments(recipes: Path) -> None:
+    found = [(job["level"], job["against_the_next"]) for job in job_rows(read_jobs(recipes))]
+    assert found == [
+        ("uniform", ["no pipeline"]),
+        ("order", []),
+        ("units", ["virtual pipeline stages (interleaved schedule)"]),
+        ("units", ["a model other than GPTModel"]),
+        ("uniform", ["CUDA graphs over the full iteration"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "chunks"),
+    [
+        ("--num-layers: 24\n  --num-layers-per-virtual-pipeline-stage: 2", 6),
+        ("--encoder-num-layers: 12\n  --num-layers-per-virtual-pipeline-stage: 6", 1),
+        ("--num-virtual-stages-per-pipeline-rank: 4", 4),
+        (r'--pipeline-model-parallel-layout: "Et*3\\|\\(tt\\|\\)*6mL"', 4),
+        ("--pipeline-model-parallel-layout: Ettt|ttL", 1),
+        ("--hybrid-layer-pattern: M-M*|M-M|M-M*|M-M/*-|", 2),
+        ("--num-layers: 24", 1),
+    ],
+)
+def test_chunks_of_functional_tests(tmp_path: Path, flags: str, chunks: int) -> None:
+    path = functional_test(tmp_path, "gpt", f"--pipeline-model-parallel-size: 2\n  {flags}")
+    (job,) = read_jobs(path)
+    assert job.args.virtual_pipeline_model_parallel_size == chunks
+
+
+def functional_test(root: Path, kind: str, flags: str, *, trains: bool = True) -> Path:
+    pytest.importorskip("yaml")
+    path = root / "test_cases" / kind / "case" / "model_config.yaml"
+    path.parent.mkdir(parents=True)
+    length = "--train-iters: 50" if trains else "--prompts: hello"
+    path.write_text(f"ENV_VARS: {{}}\nMODEL_ARGS:\n  {length}\n  {flags}\n")
+    return path
+
+
+def test_functional_tests_below_a_folder(tmp_path: Path) -> None:
+    pipeline = "--pipeline-model-parallel-size: 2"
+    functional_test(tmp_path, "gpt", f"{pipeline}\n  --fp8-format: hybrid")
+    functional_test(tmp_path, "bert", pipeline)
+    functional_test(tmp_path, "moe", f'{pipeline}\n  --rampup-batch-size: "[8 8 64]"')
+    functional_test(tmp_path, "inference", pipeline, trains=False)
+    assert [job["against_the_next"] for job in job_rows(read_jobs(tmp_path))] == [
+        ["a model other than GPTModel"],
+        ["FP8 and FP4"],
+        ["batch-size ramp-up (--rampup-batch-size, --step-batch-size-schedule)"],
+    ]
+
+
+def test_totals_and_tables(recipes: Path) -> None:
+    run = CliRunner()
+    printed = json.loads(run.invoke(main, [str(recipes), "--json"]).stdout)
+    with_pipeline = [row for row in printed["totals"] if row["pipeline"]]
+    assert [row["source"] for row in with_pipeline] == ["recipes", "all"]
+    assert with_pipeline[1]["order"] == 1
+    assert with_pipeline[1]["units_or_better_percent"] == 75
+    shown = run.invoke(main, [str(recipes)]).stdout
+    assert "gpt_vision_language_pp2" in shown
+    assert "75.00" in shown
+
+
+def test_what_is_not_known_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "recipes.json"
+    for text, told in (
+        (json.dumps([recipe(4, "teleportation")]), "teleportation"),
+        ("[{}]", "no recipes in this file"),
+        ("{", "no recipes in this file"),
+    ):
+        path.write_text(text)
+        done = CliRunner().invoke(main, [str(path)])
+        assert done.exit_code == 1
+        assert told in done.output
