@@ -336,9 +336,8 @@ class _TimeModel:
 
     def __init__(self, workload: Workload, runs: Sequence[MeasuredRun]) -> None:
         self._schedule = workload.schedule
-        is_backward = workload.schedule.is_backward
         self._durations_s = [
-            workload.profile.lookup(run.frequency_mhz, is_backward)[0] for run in runs
+            workload.profile.lookup(workload.schedule, run.frequency_mhz)[0] for run in runs
         ]
         self._measured_s = np.array([run.iteration_time_s for run in runs])
 

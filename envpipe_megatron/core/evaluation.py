@@ -11,7 +11,7 @@ from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.errors import EnvPipeError
 
@@ -59,7 +59,7 @@ def evaluate(
     has not arrived when the next one is made is dropped. Where the old clock was not profiled for
     the unit, its time and energy are linear in the clock between those that were, and constant
     beyond. The first unit's clock was requested at the end of the last iteration and is never late.
-    A late unit is thus always a convex mixture of profiled points of its stage and kind, so a lower
+    A late unit is thus always a convex mixture of profiled points of its part and kind, so a lower
     bound over their convex hull holds for it too.
 
     *Waiting* is billed at the clock that was requested for the unit that follows, from the moment
@@ -95,7 +95,7 @@ def evaluate(
     if conditions.change_time_s:
         time_s, energy_j = _durations_with_late_clocks(schedule, frequency_mhz, profile, conditions)
     else:
-        time_s, energy_j = profile.lookup(frequency_mhz, schedule.is_backward)
+        time_s, energy_j = profile.lookup(schedule, frequency_mhz)
     timeline = Timeline(schedule, time_s, conditions.latency_s, conditions.tail_by_stage_s)
     return _bill(timeline, frequency_mhz, energy_j, conditions, park_mhz)
 
@@ -161,12 +161,12 @@ def _durations_with_late_clocks(
     depends on. Parking needs no word here: a wait that two changes fit into hides one.
     """
     shape, width = frequency_mhz.shape, schedule.units_per_stage
-    times, energies = profile.lookup(frequency_mhz, schedule.is_backward)
+    times, energies = profile.lookup(schedule, frequency_mhz)
     path = LongestPath(schedule, times.ravel().tolist(), conditions.latency_s)
     time_s, end_s = path.duration_s, path.end_s
     energy_j: list[float] = energies.ravel().tolist()
     wanted: list[int] = frequency_mhz.ravel().tolist()
-    is_backward: list[bool] = schedule.is_backward.ravel().tolist()
+    keys: list[int] = profile.keys(schedule).ravel().tolist()
     change_s = conditions.change_time_s
     running = [wanted[stage * width] for stage in range(schedule.num_stages)]
     requested = running.copy()
@@ -182,7 +182,7 @@ def _durations_with_late_clocks(
             requested[stage], arrival_s[stage] = clock, end_s[node - 1] + change_s
         late_s = arrival_s[stage] - start_s
         if late_s > 0 and running[stage] != clock:
-            old_s, old_j = at_clock(stage, is_backward[node], running[stage])
+            old_s, old_j = at_clock(keys[node], running[stage])
             old_share = min(1.0, late_s / old_s)
             time_s[node] = old_share * old_s + (1 - old_share) * time_s[node]
             energy_j[node] = old_share * old_j + (1 - old_share) * energy_j[node]
@@ -190,12 +190,9 @@ def _durations_with_late_clocks(
     return np.array(time_s).reshape(shape), np.array(energy_j).reshape(shape)
 
 
-def _at_any_clock(
-    profile: Profile, stage: int, backward: bool, frequency_mhz: int
-) -> tuple[float, float]:
-    """Time and energy of a stage's forward or backward at a clock that need not be profiled."""
-    kind = Kind.BACKWARD if backward else Kind.FORWARD
-    clocks, times_s, energies_j = profile.curves[stage, kind]
+def _at_any_clock(profile: Profile, key: int, frequency_mhz: int) -> tuple[float, float]:
+    """Time and energy of a key's units at a clock that need not be profiled."""
+    clocks, times_s, energies_j = profile.curves[key]
     return (
         float(np.interp(frequency_mhz, clocks, times_s)),
         float(np.interp(frequency_mhz, clocks, energies_j)),

@@ -218,8 +218,8 @@ def framework_schedule(schedule: Schedule) -> Schedule:
 
 def max_frequencies(schedule: Schedule, profile: Profile) -> IntArray:
     """[num_stages, units_per_stage] the highest profiled frequency of each unit."""
-    top = np.array([[rows[0].frequency_mhz for rows in kinds.values()] for kinds in profile.rows])
-    return np.where(schedule.is_backward, top[:, 1:], top[:, :1]).astype(np.int64)
+    top = [rows[0].frequency_mhz for kinds in profile.rows for rows in kinds.values()]
+    return np.array(top, dtype=np.int64)[profile.keys(schedule)]
 
 
 def check_stages(profile: Profile, num_stages: int) -> None:

@@ -1,8 +1,9 @@
-"""Profiles: time and energy of each (stage, instruction, frequency), and their files.
+"""Profiles: time and energy of each (stage, chunk, instruction, frequency), and their files.
 
 The CSV is Zeus's and lowtime's, `stage,instruction,frequency,time,energy` with MHz, s and J for one
-GPU and one microbatch, its columns in any order. A column `energy_uncertainty_j` may follow (the
-standard uncertainty, empty if not known); others are kept out. Zeus writes a row for each
+GPU and one microbatch, its columns in any order. Columns `energy_uncertainty_j` (the standard
+uncertainty, empty if not known) and `chunk` may follow; others are kept out. With `chunk`, each
+row is of that virtual stage; without, all chunks of a stage are alike. Zeus writes a row for each
 `rank`: a stage's time is that of its slowest GPU, for which the others wait, and its energy the
 mean of its GPUs. A sidecar JSON of the same name holds what else was measured about the job.
 """
@@ -20,8 +21,9 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.fields import (
     AMOUNT,
     FREQUENCY,
@@ -30,7 +32,7 @@ from envpipe_megatron.core.fields import (
     Row,
     read_table,
 )
-from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.core.sidecar import Sidecar, read_sidecar, sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
@@ -38,6 +40,7 @@ from envpipe_megatron.files import replace_files
 COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
 _RANK = "rank"
 _UNCERTAINTY = "energy_uncertainty_j"
+_CHUNK = "chunk"
 #: Mean power of a unit. A GPU draws more than the first when idle; none draws nearly the second.
 _POWERS_W = (5.0, 5000.0)
 
@@ -83,15 +86,17 @@ class ProfileRow:
 
 @dataclass(frozen=True)
 class Profile:
-    """A complete profile: at least one row for every stage and instruction.
+    """A complete profile: at least one row for every stage, listed chunk and instruction.
 
     Args:
-        rows: for each stage and kind, the rows with the highest frequency first.
+        rows: for each part and kind, the rows with the highest frequency first. A part is a stage,
+            or chunk `c` of stage `s` at `s * listed_chunks + c`.
         sha256: hash of the file's bytes, or of the CSV that `write` would make.
         source: where it came from, for messages.
         interpolates: whether units may run between profiled clocks. Time and energy are then linear
             in the clock from one row to the next: a convex mixture of the two, so a lower bound
             over their convex hull holds for it too.
+        listed_chunks: 1, or the sidecar's number of chunks where each has rows of its own.
     """
 
     rows: tuple[Mapping[Kind, tuple[ProfileRow, ...]], ...]
@@ -99,49 +104,60 @@ class Profile:
     source: str
     sidecar: Sidecar
     interpolates: bool = False
+    listed_chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.listed_chunks not in (1, self.sidecar.num_chunks):
+            raise ProfileError(
+                f"{self.source} lists {self.listed_chunks} chunks a stage, and its sidecar says "
+                f"{self.sidecar.num_chunks}",
+                remedy="Correct num_chunks in the sidecar, or leave it out.",
+            )
 
     @property
     def num_stages(self) -> int:
         """Number of pipeline stages, p."""
-        return len(self.rows)
+        return len(self.rows) // self.listed_chunks
 
-    @cached_property
-    def _by_frequency(self) -> dict[tuple[int, Kind, int], ProfileRow]:
-        return {
-            (stage, kind, row.frequency_mhz): row
-            for stage, kinds in enumerate(self.rows)
-            for kind, rows in kinds.items()
-            for row in rows
-        }
+    def parts(self, stage: int) -> tuple[Mapping[Kind, tuple[ProfileRow, ...]], ...]:
+        """The rows of a stage: those of each listed chunk."""
+        return self.rows[stage * self.listed_chunks : (stage + 1) * self.listed_chunks]
 
-    def row(self, stage: int, kind: Kind, frequency_mhz: int) -> ProfileRow:
-        """The row of a stage, kind and frequency; ProfileError if that was not profiled."""
-        found = self._by_frequency.get((stage, kind, frequency_mhz))
-        if found is None:
-            listed = ", ".join(str(row.frequency_mhz) for row in self.rows[stage][kind])
-            raise ProfileError(
-                f"{self.source}: stage {stage} {kind.value} was not profiled at this "
-                "frequency (MHz)",
-                value=frequency_mhz,
-                remedy=f"Profiled there: {listed}.",
-            )
-        return found
+    def clocks_mhz(self, stage: int) -> set[int]:
+        """All frequencies that something of a stage was profiled at."""
+        parts = self.parts(stage)
+        return {row.frequency_mhz for part in parts for rows in part.values() for row in rows}
+
+    def row(self, part: int, kind: Kind, frequency_mhz: int) -> ProfileRow:
+        """The row of a part, kind and frequency; ProfileError if that was not profiled."""
+        rows = self.rows[part][kind]
+        for row in rows:
+            if row.frequency_mhz == frequency_mhz:
+                return row
+        raise ProfileError(
+            f"{self.source}: {_describe(part, self.listed_chunks)} {kind.value} was not profiled "
+            "at this frequency (MHz)",
+            value=frequency_mhz,
+            remedy=f"Profiled there: {', '.join(str(row.frequency_mhz) for row in rows)}.",
+        )
+
+    def energy_by_clock_j(self, stage: int, kind: Kind) -> dict[int, float]:
+        """Energy (J) of a kind in all listed chunks of a stage, at each clock that all have."""
+        parts = [{r.frequency_mhz: r.energy_j for r in part[kind]} for part in self.parts(stage)]
+        return {f: sum(part[f] for part in parts) for f in set(parts[0]).intersection(*parts)}
 
     @cached_property
     def optimal_frequency_mhz(self) -> tuple[int, ...]:
         """For each stage, the frequency at the bottom of its energy valley.
 
-        The one with the least energy of one forward plus one backward (Choi et al., ATC'23, section
-        3.2); of equal ones the highest. ProfileError: forward and backward have none in common.
+        The one with the least energy of one forward plus one backward of all its chunks (Choi et
+        al., ATC'23, section 3.2); of equal ones the highest. ProfileError: forwards and backwards
+        have none in common.
         """
         optimal = []
-        for stage, kinds in enumerate(self.rows):
-            backward_j = {row.frequency_mhz: row.energy_j for row in kinds[Kind.BACKWARD]}
-            both = [
-                (row.energy_j + backward_j[row.frequency_mhz], -row.frequency_mhz)
-                for row in kinds[Kind.FORWARD]
-                if row.frequency_mhz in backward_j
-            ]
+        for stage in range(self.num_stages):
+            forward_j, backward_j = (self.energy_by_clock_j(stage, kind) for kind in Kind)
+            both = [(j + backward_j[f], -f) for f, j in forward_j.items() if f in backward_j]
             if not both:
                 raise ProfileError(
                     f"{self.source}: stage {stage} has no frequency that both its forward and its "
@@ -171,57 +187,59 @@ class Profile:
         )
         return replace(self, rows=rows, sidecar=replace(self.sidecar, num_chunks=num_chunks))
 
-    def lookup(
-        self, frequency_mhz: IntArray, is_backward: BoolArray
-    ) -> tuple[FloatArray, FloatArray]:
-        """Time (s) and energy (J) of each unit, [num_stages, units_per_stage] as the arguments.
+    def keys(self, schedule: Schedule) -> NDArray[np.int32]:
+        """[num_stages, units_per_stage] where `curves` has each unit of a schedule."""
+        return schedule.unit_keys(self.listed_chunks)
 
-        ProfileError: a frequency that was not profiled for that stage and kind, or where the
+    def lookup(self, schedule: Schedule, frequency_mhz: IntArray) -> tuple[FloatArray, FloatArray]:
+        """Time (s) and energy (J) of each unit, [num_stages, units_per_stage] as the frequencies.
+
+        ProfileError: a frequency that was not profiled for that part and kind, or where the
         profile interpolates, one above or below all that were.
         """
+        keys = self.keys(schedule)
         time_s = np.empty(frequency_mhz.shape)
         energy_j = np.empty(frequency_mhz.shape)
-        for stage in range(frequency_mhz.shape[0]):
-            for kind, mask in (
-                (Kind.FORWARD, ~is_backward[stage]),
-                (Kind.BACKWARD, is_backward[stage]),
-            ):
-                wanted = frequency_mhz[stage][mask]
-                clocks, times_s, energies_j = self.curves[stage, kind]
-                at = np.searchsorted(clocks, wanted, side="right") - 1
-                if self.interpolates:
-                    known = (at >= 0) & (wanted <= clocks[-1])
-                else:
-                    known = clocks[at] == wanted
-                if not known.all():
-                    self.row(stage, kind, int(wanted[~known][0]))  # raises, and says why
-                time_s[stage][mask] = np.interp(wanted, clocks, times_s)
-                energy_j[stage][mask] = np.interp(wanted, clocks, energies_j)
+        for key, (clocks, times_s, energies_j) in enumerate(self.curves):
+            part = key // 2
+            stage = part // self.listed_chunks
+            mask = keys[stage] == key
+            wanted = frequency_mhz[stage][mask]
+            at = np.searchsorted(clocks, wanted, side="right") - 1
+            if self.interpolates:
+                known = (at >= 0) & (wanted <= clocks[-1])
+            else:
+                known = clocks[at] == wanted
+            if not known.all():
+                self.row(part, list(Kind)[key % 2], int(wanted[~known][0]))  # raises, says why
+            time_s[stage][mask] = np.interp(wanted, clocks, times_s)
+            energy_j[stage][mask] = np.interp(wanted, clocks, energies_j)
         return time_s, energy_j
 
     @cached_property
-    def curves(self) -> dict[tuple[int, Kind], FloatArray]:
-        """By stage and kind: rows of frequencies (MHz), times (s), energies (J), lowest first."""
-        return {
-            (stage, kind): np.array(
-                [(row.frequency_mhz, row.time_s, row.energy_j) for row in reversed(rows)]
+    def curves(self) -> tuple[FloatArray, ...]:
+        """By part and kind: rows of frequencies (MHz), times (s), energies (J), lowest first."""
+        return tuple(
+            np.array(
+                [(row.frequency_mhz, row.time_s, row.energy_j) for row in reversed(kinds[kind])]
             ).T
-            for stage, kinds in enumerate(self.rows)
-            for kind, rows in kinds.items()
-        }
+            for kinds in self.rows
+            for kind in Kind
+        )
 
     def to_csv(self) -> str:
         """The table as CSV text."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        rows = self._by_frequency
-        known = any(row.energy_uncertainty_j is not None for row in rows.values())
-        writer.writerow([*COLUMNS, *([_UNCERTAINTY] if known else [])])
-        for (stage, kind, _), row in rows.items():
-            uncertainty = [row.energy_uncertainty_j] if known else []
-            writer.writerow(
-                [stage, kind.value, row.frequency_mhz, row.time_s, row.energy_j, *uncertainty]
-            )
+        listed = [(p, k, r) for p, kinds in enumerate(self.rows) for k in Kind for r in kinds[k]]
+        known = any(row.energy_uncertainty_j is not None for _, _, row in listed)
+        more = (_UNCERTAINTY,) * known + (_CHUNK,) * (self.listed_chunks > 1)
+        writer.writerow([*COLUMNS, *more])
+        for part, kind, row in listed:
+            stage, chunk = divmod(part, self.listed_chunks)
+            cells = [stage, kind.value, row.frequency_mhz, row.time_s, row.energy_j]
+            optional = {_UNCERTAINTY: row.energy_uncertainty_j, _CHUNK: chunk}
+            writer.writerow([*cells, *(optional[name] for name in more)])
         return out.getvalue()
 
     def write(self, path: Path) -> None:
@@ -239,15 +257,23 @@ class Profile:
 
 
 def make_profile(
-    rows: Iterable[tuple[int, Kind, ProfileRow]], *, source: str, sidecar: Sidecar | None = None
+    rows: Iterable[tuple[int, Kind, ProfileRow]],
+    *,
+    source: str,
+    sidecar: Sidecar | None = None,
+    listed_chunks: int = 1,
 ) -> Profile:
-    """A checked profile from rows in any order; ProfileError if a kind of a stage has none."""
+    """A checked profile from rows in any order, each with the part (see `Profile`) that it is of.
+
+    ProfileError if a kind of a part has none, or the sidecar says another number of chunks.
+    """
     table: dict[int, dict[Kind, list[ProfileRow]]] = {}
-    for stage, kind, row in rows:
-        known = table.setdefault(stage, {}).setdefault(kind, [])
+    for part, kind, row in rows:
+        known = table.setdefault(part, {}).setdefault(kind, [])
         if any(other.frequency_mhz == row.frequency_mhz for other in known):
             raise ProfileError(
-                f"{source} has two rows for stage {stage} {kind.value} at this frequency (MHz)",
+                f"{source} has two rows for {_describe(part, listed_chunks)} {kind.value} at this "
+                "frequency (MHz)",
                 value=row.frequency_mhz,
                 remedy="Keep one.",
             )
@@ -257,20 +283,22 @@ def make_profile(
             f"{source} has no rows, or a stage below 0",
             remedy="A profile lists every stage and instruction.",
         )
-    stages: list[dict[Kind, tuple[ProfileRow, ...]]] = []
-    for stage in range(max(table) + 1):
+    last_stage = max(table) // listed_chunks
+    parts: list[dict[Kind, tuple[ProfileRow, ...]]] = []
+    for part in range((last_stage + 1) * listed_chunks):
         kinds: dict[Kind, tuple[ProfileRow, ...]] = {}
         for kind in Kind:
-            if kind not in table.get(stage, {}):
+            if kind not in table.get(part, {}):
                 raise ProfileError(
-                    f"{source} has no row for stage {stage} {kind.value}",
-                    remedy=f"Profile the forward and the backward of stages 0 to {max(table)}.",
+                    f"{source} has no row for {_describe(part, listed_chunks)} {kind.value}",
+                    remedy=f"Profile the forward and the backward of stages 0 to {last_stage}.",
                 )
             kinds[kind] = tuple(
-                sorted(table[stage][kind], key=lambda r: r.frequency_mhz, reverse=True)
+                sorted(table[part][kind], key=lambda r: r.frequency_mhz, reverse=True)
             )
-        stages.append(kinds)
-    profile = Profile(tuple(stages), "", source, sidecar or Sidecar())
+        parts.append(kinds)
+    sidecar = sidecar or Sidecar(num_chunks=listed_chunks)
+    profile = Profile(tuple(parts), "", source, sidecar, listed_chunks=listed_chunks)
     return replace(profile, sha256=hashlib.sha256(profile.to_csv().encode()).hexdigest())
 
 
@@ -279,19 +307,25 @@ def read_profile(path: Path) -> Profile:
 
     EnvPipeError names file, line and value of what is wrong.
     """
-    content, lines = read_table(path, "profile", COLUMNS, (_RANK, _UNCERTAINTY), ProfileError)
+    optional = (_RANK, _UNCERTAINTY, _CHUNK)
+    content, lines = read_table(path, "profile", COLUMNS, optional, ProfileError)
+    chunks = [
+        line.read(_CHUNK, Number(whole=True)) if _CHUNK in line.cells else 0 for line in lines
+    ]
+    listed_chunks = max(chunks) + 1
     first_line: dict[tuple[int, Kind, int, str], str] = {}
     by_rank: dict[tuple[int, Kind, int], list[ProfileRow]] = {}
     implausible: list[tuple[float, str]] = []
-    for line in lines:
+    for line, chunk in zip(lines, chunks, strict=True):
         kind, row = read_unit(line)
         stage, rank = line.read("stage", Number(whole=True)), line.cells.get(_RANK, "")
-        key = (stage, kind, row.frequency_mhz)
+        part = stage * listed_chunks + chunk
+        key = (part, kind, row.frequency_mhz)
         if (*key, rank) in first_line:
             of_rank = f" of rank {rank}" if rank else ""
             raise ProfileError(
-                f"{line.where}: a second row for stage {stage} {kind.value}{of_rank} at this "
-                "frequency (MHz)",
+                f"{line.where}: a second row for {_describe(part, listed_chunks)} "
+                f"{kind.value}{of_rank} at this frequency (MHz)",
                 value=row.frequency_mhz,
                 remedy=f"The first is {first_line[*key, rank]}; keep one.",
             )
@@ -300,13 +334,15 @@ def read_profile(path: Path) -> Profile:
             implausible.append((row.energy_j / row.time_s, line.where))
         by_rank.setdefault(key, []).append(row)
     rows = [
-        (stage, kind, _one_gpu(frequency_mhz, ranks))
-        for (stage, kind, frequency_mhz), ranks in by_rank.items()
+        (part, kind, _one_gpu(frequency_mhz, ranks))
+        for (part, kind, frequency_mhz), ranks in by_rank.items()
     ]
-    profile = make_profile(rows, source=str(path))
+    profile = make_profile(rows, source=str(path), listed_chunks=listed_chunks)
     _check_powers(profile, implausible)
     beside = sidecar_path(path)
     sidecar = read_sidecar(beside, profile.num_stages) if beside.exists() else Sidecar()
+    if sidecar.num_chunks == 1:
+        sidecar = replace(sidecar, num_chunks=listed_chunks)
     return replace(profile, sidecar=sidecar, sha256=hashlib.sha256(content).hexdigest())
 
 
@@ -330,10 +366,11 @@ def read_unit(line: Row) -> tuple[Kind, ProfileRow]:
 
 
 def _check_powers(profile: Profile, implausible: Sequence[tuple[float, str]]) -> None:
-    for stage, kinds in enumerate(profile.rows):
+    for part, kinds in enumerate(profile.rows):
         if not any(row.energy_j for rows in kinds.values() for row in rows):
             raise ProfileError(
-                f"{profile.source}: stage {stage} has no energy in any row",
+                f"{profile.source}: {_describe(part, profile.listed_chunks)} has no energy in any "
+                "row",
                 remedy="Energy is what a plan saves: give J of one GPU and one microbatch.",
             )
     if implausible:
@@ -343,6 +380,12 @@ def _check_powers(profile: Profile, implausible: Sequence[tuple[float, str]]) ->
             "s, and energies in J of one GPU and one microbatch: correct the file if its are not.",
             where, power_w, len(implausible) - 1, *_POWERS_W,
         )  # fmt: skip
+
+
+def _describe(part: int, listed_chunks: int) -> str:
+    """A part for messages: `stage 2`, or `stage 2 chunk 1`."""
+    stage, chunk = divmod(part, listed_chunks)
+    return f"stage {stage} chunk {chunk}" if listed_chunks > 1 else f"stage {stage}"
 
 
 def _one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:

@@ -182,6 +182,17 @@ class Schedule:
         source = node_of_code[source_stage % self.num_stages, source_code]
         return np.where(exists, source, -1).astype(np.int32).ravel()
 
+    def unit_keys(self, listed_chunks: int) -> IntArray:
+        """[num_stages, units_per_stage] where a list of costs has each unit's.
+
+        The list goes by stage, then by kind; with `listed_chunks` = V by stage, chunk and kind, and
+        with 1 all chunks of a stage cost the same.
+        """
+        part: IntArray = np.arange(self.num_stages, dtype=np.int32)[:, None] * listed_chunks
+        if listed_chunks > 1:
+            part = part + self.chunks
+        return 2 * part + self.is_backward
+
     @property
     def receives(self) -> BoolArray:
         """[num_stages, units_per_stage] whether the unit there gets its input from another."""

@@ -126,10 +126,10 @@ def make_plan(profile: Profile, request: PlanRequest) -> Planned:
     with, LinearProgramError for a deadline that no frequencies meet.
     """
     check_request(request)
+    profile = profile.for_chunks(request.num_chunks)
     if request.schedule == "auto":
         return _plan_order_too(profile, request)
     schedule, notes = build_schedule(profile, request)
-    profile = profile.for_chunks(schedule.num_chunks)
     conditions = request_conditions(profile, request)
     if request.policy == "optimal":
         deadline_s = request.deadline_factor * all_maximum_s(schedule, profile, conditions)
@@ -150,12 +150,12 @@ def make_frontier(profile: Profile, request: PlanRequest, num_points: int) -> li
     Its deadline matters for the schedule auto alone, whose order is searched there.
     """
     check_frontier(request)
+    profile = profile.for_chunks(request.num_chunks)
     if request.schedule == "auto":
         search = _order_search(profile, request)
         optimizers = competing_orders(profile, search, request_limits(profile, request))
     else:
         schedule, _ = build_schedule(profile, request)
-        profile = profile.for_chunks(schedule.num_chunks)
         conditions = request_conditions(profile, request)
         optimizers = [
             Optimizer(schedule, profile, conditions, parking=request.park, good_gap=FRONTIER_GAP)
@@ -166,6 +166,7 @@ def make_frontier(profile: Profile, request: PlanRequest, num_points: int) -> li
 def make_memory_frontier(profile: Profile, request: PlanRequest) -> list[MemoryPoint]:
     """The best plans of a request's job for rising limits of extra forwards."""
     check_memory_frontier(request)
+    profile = profile.for_chunks(request.num_chunks)
     search = _order_search(profile, request)
     return memory_frontier(search, request_limits(profile, request))
 

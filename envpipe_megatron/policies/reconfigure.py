@@ -15,7 +15,7 @@ import numpy as np
 
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import is_envelope
 from envpipe_megatron.policies.frequencies import Frequencies
 
@@ -99,21 +99,19 @@ class Ladders:
         profile: Profile,
         clocks_mhz: Sequence[Iterable[int]] | None = None,
     ) -> None:
-        self._schedule = schedule
-        self._rungs: dict[tuple[int, bool], list[int]] = {}
-        for stage, kinds in enumerate(profile.rows):
-            for kind, rows in kinds.items():
+        self._rungs: list[list[int]] = []
+        for part, kinds in enumerate(profile.rows):
+            for rows in kinds.values():
                 rungs = profiled = sorted(row.frequency_mhz for row in rows)
                 if clocks_mhz is not None:
-                    rungs = [
-                        c for c in sorted(clocks_mhz[stage]) if profiled[0] <= c <= profiled[-1]
-                    ]
-                self._rungs[stage, kind is Kind.BACKWARD] = rungs
-        self._is_backward = schedule.is_backward.ravel().tolist()
+                    known = sorted(clocks_mhz[part // profile.listed_chunks])
+                    rungs = [c for c in known if profiled[0] <= c <= profiled[-1]]
+                self._rungs.append(rungs)
+        self._keys = profile.keys(schedule).ravel().tolist()
 
     def next_above(self, node: int, frequency_mhz: int, granularity_mhz: int) -> int | None:
         """The frequency to raise a node to, or None at the top."""
-        rungs = self._rungs[self._schedule.stage_of(node), self._is_backward[node]]
+        rungs = self._rungs[self._keys[node]]
         if not rungs or frequency_mhz >= rungs[-1]:
             return None
         at = bisect_left(rungs, frequency_mhz + granularity_mhz)

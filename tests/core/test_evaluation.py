@@ -5,7 +5,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_cases import PROFILE, WAIT_CURVES, B, F, needs, profile_of, random_schedule
+from core_cases import (
+    PROFILE,
+    WAIT_CURVES,
+    B,
+    F,
+    for_chunks,
+    needs,
+    profile_of,
+    random_schedule,
+    rows_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -213,10 +223,11 @@ def random_case(seed):
         return {f: (rng.uniform(0.5, 2), rng.uniform(5, 20)) for f in clocks}
 
     sides = [(stage, kind) for stage in range(stages) for kind in (F, B)]
-    profile = profile_of({side: curve() for side in sides}).for_chunks(schedule.num_chunks)
+    profile = profile_of({side: curve() for side in sides})
+    profile = for_chunks(rng, profile, schedule.num_chunks)
     frequency = np.array(
         [
-            [rng.choice(profile.rows[stage][unit.kind]).frequency_mhz for unit in order]
+            [rng.choice(rows_of(profile, stage, unit)).frequency_mhz for unit in order]
             for stage, order in enumerate(schedule.stages)
         ]
     )
@@ -263,8 +274,8 @@ def clocks_over_time(schedule, frequency, profile, change_s, latency_s):
         ]
         return arrived[-1]
 
-    def duration(stage, kind, clock):
-        rows = sorted(profile.rows[stage][kind], key=lambda row: row.frequency_mhz)
+    def duration(stage, unit, clock):
+        rows = sorted(rows_of(profile, stage, unit), key=lambda row: row.frequency_mhz)
         return np.interp(clock, [r.frequency_mhz for r in rows], [r.time_s for r in rows])
 
     for node in schedule.topological_order:
@@ -280,11 +291,11 @@ def clocks_over_time(schedule, frequency, profile, change_s, latency_s):
             asked[stage].append((before, clock))
         arrival = asked[stage][-1][0] + change_s
         old = clock_at(stage, start)
-        work_at_old = min(1.0, max(0.0, arrival - start) / duration(stage, unit.kind, old))
+        work_at_old = min(1.0, max(0.0, arrival - start) / duration(stage, unit, old))
         if old == clock:
             work_at_old = 0.0
-        end = start + work_at_old * duration(stage, unit.kind, old)
-        end += (1 - work_at_old) * duration(stage, unit.kind, clock)
+        end = start + work_at_old * duration(stage, unit, old)
+        end += (1 - work_at_old) * duration(stage, unit, clock)
         times[stage, position], done[stage, position] = (start, end), end
     return times
 

@@ -29,9 +29,7 @@ def plan_at(forward_mhz, backward_mhz, profile=BETWEEN):
 
 
 def units_at(forward_mhz, backward_mhz, profile=BETWEEN):
-    time_s, energy_j = profile.lookup(
-        np.array([[forward_mhz, backward_mhz]]), ONE_STAGE.is_backward
-    )
+    time_s, energy_j = profile.lookup(ONE_STAGE, np.array([[forward_mhz, backward_mhz]]))
     return *time_s[0], *energy_j[0]
 
 

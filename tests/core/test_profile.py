@@ -9,6 +9,7 @@ from core_cases import B, F, profile_of, uniform_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envpipe_megatron.core.builders import interleaved, one_f_one_b
 from envpipe_megatron.core.profile import ProfileError, ProfileRow, make_profile, read_profile
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
@@ -272,15 +273,78 @@ def test_a_profile_of_chunks_fits_no_other_number():
             profile.for_chunks(num_chunks)
 
 
+CHUNKED = """stage,instruction,frequency,time,energy,energy_uncertainty_j,chunk
+0,forward,1200,1.0,10.0,0.5,0
+0,forward,900,1.5,8.0,,0
+0,backward,1200,2.0,20.0,,0
+0,forward,1200,3.0,31.0,,1
+0,forward,900,4.0,25.0,,1
+0,backward,900,5.0,44.0,,1
+0,backward,1200,4.0,50.0,,1
+1,forward,1200,1.0,12.0,,0
+1,backward,1200,2.0,24.0,,0
+1,forward,1200,3.0,36.0,,1
+1,backward,1200,4.0,48.0,,1
+"""
+
+
+def test_each_chunk_may_have_rows_of_its_own(tmp_path):
+    profile = read(tmp_path, CHUNKED)
+    assert (profile.num_stages, profile.sidecar.num_chunks) == (2, 2)
+    assert profile.row(1, F, 900) == ProfileRow(900, 4.0, 25.0)
+    assert profile.for_chunks(2) is profile
+    assert profile.optimal_frequency_mhz == (1200, 1200)  # 900 is not known of all units
+    assert profile.energy_by_clock_j(0, F) == {1200: 41.0, 900: 33.0}
+    frequency = np.array([[1200, 900, 900, 900], [1200, 1200, 1200, 1200]])
+    time_s, energy_j = profile.lookup(interleaved(2, 1, 2), frequency[:, [0, 1, 2, 0]])
+    assert time_s.tolist() == [[1, 4, 5, 2], [1, 3, 4, 2]]  # F0.0 F0.1 B0.1 B0.0
+    assert energy_j.tolist() == [[10, 25, 44, 20], [12, 36, 48, 24]]
+    for num_chunks in (1, 4):
+        with pytest.raises(ProfileError, match=f"2 chunks .*got {num_chunks}"):
+            profile.for_chunks(num_chunks)
+    with pytest.raises(ProfileError, match=r"stage 0 chunk 0 backward .*got 900"):
+        profile.lookup(interleaved(2, 1, 2), frequency)
+
+
+def test_chunks_are_written_as_they_are_read(tmp_path):
+    profile = read(tmp_path, CHUNKED)
+    profile.write(tmp_path / "again.csv")
+    again = read_profile(tmp_path / "again.csv")
+    assert (again.rows, again.sidecar) == (profile.rows, profile.sidecar)
+    first = (tmp_path / "again.csv").read_text().splitlines()[:2]
+    assert first == CHUNKED.splitlines()[:2]
+
+
+@pytest.mark.parametrize(
+    ("text", "sidecar", "told"),
+    [
+        (CHUNKED.replace("50.0,,1", "50.0,,x"), None, "line 8: chunk must be a whole number"),
+        (CHUNKED.replace("50.0,,1", "50.0,,"), None, "line 8: chunk must be a whole number"),
+        (CHUNKED.replace("36.0,,1", "36.0,,2"), None, "no row for stage 0 chunk 2 forward"),
+        (
+            CHUNKED.replace("50.0,,1", "50.0,,1\n0,backward,1200,4.0,50.0,,1"),
+            None,
+            "line 9: a second row for .* chunk 1",
+        ),
+        (CHUNKED, 4, r"lists 2 chunks a stage, and its sidecar says 4\. .*num_chunks"),
+    ],
+)
+def test_chunks_that_do_not_fit_are_refused(tmp_path, text, sidecar, told):
+    if sidecar:
+        (tmp_path / "job.json").write_text(Sidecar(num_chunks=sidecar).to_json_text())
+    with pytest.raises(ProfileError, match=told):
+        read(tmp_path, text)
+
+
 def test_lookup_gives_each_unit_its_own_row():
     profile = uniform_profile(2, {1200: (1, 10), 900: (2, 6)}, slowness=[1, 3])
-    frequency = np.array([[1200, 900, 900], [900, 1200, 1200]])
-    backward = np.array([[False, False, True], [False, True, False]])
-    time_s, energy_j = profile.lookup(frequency, backward)
-    assert time_s.tolist() == [[1, 2, 4], [6, 6, 3]]
-    assert energy_j.tolist() == [[10, 6, 12], [18, 60, 30]]
+    schedule = one_f_one_b(2, 2)
+    frequency = np.array([[1200, 900, 900, 1200], [900, 1200, 1200, 900]])
+    time_s, energy_j = profile.lookup(schedule, frequency)
+    assert time_s.tolist() == [[1, 2, 4, 2], [6, 6, 3, 12]]
+    assert energy_j.tolist() == [[10, 6, 12, 20], [18, 60, 30, 36]]
     for other in (600, 1000, 1500):  # below, between and above those that were profiled
         with pytest.raises(ProfileError, match=f"got {other}"):
-            profile.lookup(np.where(frequency == 900, other, frequency), backward)
+            profile.lookup(schedule, np.where(frequency == 900, other, frequency))
     with pytest.raises(ProfileError, match=r"stage 0 forward .*got 1000"):  # the first of several
-        profile.lookup(np.array([[1000, 1001, 900], [1002, 1200, 1200]]), backward)
+        profile.lookup(schedule, np.array([[1000, 1001, 900, 900], [1002, 1200, 900, 900]]))

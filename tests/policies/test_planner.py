@@ -9,7 +9,8 @@ from core_cases import uniform_profile
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.plan import read_plan
+from envpipe_megatron.core.profile import ProfileError, make_profile, read_profile
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
@@ -109,6 +110,64 @@ def test_reconfigured_plans_are_named_and_keep_the_baselines_time(name):
     baseline = planned.plan.baseline.cost
     assert planned.plan.cost.slowdown_percent(baseline) < 1e-6
     assert planned.plan.cost.saving_percent(baseline) > 0
+
+
+def by_chunk(*slowness):
+    """`PROFILE` in chunks with rows of their own: as many, each so slow (1: an equal part)."""
+    rows = [
+        (stage * len(slowness) + chunk, kind, replace(part, time_s=slow * part.time_s))
+        for stage, kinds in enumerate(PROFILE.rows)
+        for kind, listed in kinds.items()
+        for chunk, slow in enumerate(slowness)
+        for part in (row.per_chunk(len(slowness)) for row in listed)
+    ]
+    return make_profile(rows, source="made for a test", listed_chunks=len(slowness))
+
+
+LATE = Conditions((50.0,) * 4, change_time_s=0.02, change_energy_j=0.1)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"policy": "baseline"},
+        {"policy": "uniform"},
+        {"policy": "envelope", "reconfigure": "balanced"},
+        {"policy": "optimal"},
+        {"policy": "optimal", "conditions": LATE},
+    ],
+)
+def test_chunks_with_equal_rows_are_planned_as_equal_parts(how, tmp_path):
+    request = PlanRequest(8, "interleaved", num_chunks=2, **how)
+    own_rows = by_chunk(1, 1)
+    parts, own = (make_plan(profile, request).plan for profile in (PROFILE, own_rows))
+    assert own.frequency_mhz.tolist() == parts.frequency_mhz.tolist()
+    assert own.cost == parts.cost
+    assert own.energy_lower_bound_j == pytest.approx(parts.energy_lower_bound_j, rel=1e-9)
+    own.write(tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json", own_rows).cost == own.cost
+
+
+@pytest.mark.parametrize("conditions", [Conditions((50.0,) * 4), LATE])
+def test_clocks_follow_what_each_chunk_takes(conditions):
+    """The second chunk takes twice as long: a plan that knows it saves more than one that thinks
+    that both are alike, once both are priced as it is."""
+    request = PlanRequest(
+        8, "interleaved", "optimal", num_chunks=2, conditions=conditions, deadline_factor=1.05
+    )
+    uneven = by_chunk(2 / 3, 4 / 3)
+    plan = make_plan(uneven, request).plan
+    assert plan.cost.slowdown_percent(plan.baseline.cost) <= 5 + 1e-6
+    assert 0 <= plan.gap_percent < 3
+    alike = replace(make_plan(PROFILE, request).plan, profile=uneven)
+    assert plan.cost.energy_j < alike.cost.energy_j
+    assert plan.cost.iteration_time_s < alike.cost.iteration_time_s
+
+
+def test_a_profile_of_chunks_plans_no_order_without():
+    for schedule, policy in (("1f1b", "baseline"), ("envpipe", "envelope"), ("auto", "optimal")):
+        with pytest.raises(ProfileError, match=r"2 chunks .*got 1"):
+            make_plan(by_chunk(1, 1), PlanRequest(8, schedule, policy))
 
 
 @pytest.mark.parametrize(

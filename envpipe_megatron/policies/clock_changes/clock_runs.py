@@ -11,12 +11,13 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.optimal.choices import make_choices
 
 
@@ -61,12 +62,14 @@ class ClockTable:
             the line between those that were.
         cost_j: the same shape, planning cost (see `choices`) of all GPUs of the stage.
         profiled: the same shape, whether the unit may run at that clock.
+        key: [units_per_stage, num_stages]; units of the same key have the same rows.
     """
 
     frequency_mhz: IntArray
     time_s: FloatArray
     cost_j: FloatArray
     profiled: BoolArray
+    key: NDArray[np.int32]
 
     def frequencies(self, index: IntArray) -> IntArray:
         """[num_stages, units_per_stage] clocks in MHz from their indices."""
@@ -88,29 +91,26 @@ def make_clock_table(
     """
     gpus = conditions.gpus_by_stage
     choices = make_choices(profile, waiting_power_w, gpus)
+    per_stage = len(choices.units) // schedule.num_stages
     clocks: list[list[int]] = []
-    for stage, kinds in enumerate(profile.rows):
-        pair = choices.units[2 * stage : 2 * stage + 2]
-        lowest = min(int(unit.frequency_mhz.min()) for unit in pair)
-        known = {row.frequency_mhz for rows in kinds.values() for row in rows}
+    for stage in range(schedule.num_stages):
+        units = choices.units[per_stage * stage : per_stage * (stage + 1)]
+        lowest = min(int(unit.frequency_mhz.min()) for unit in units)
+        known = profile.clocks_mhz(stage)
         clocks.append(sorted((f for f in known if f >= lowest), reverse=True))
     width = max(map(len, clocks))
-    shape = (schedule.num_stages, len(Kind), width)
+    shape = (len(choices.units), width)
     frequency = np.array([row + row[-1:] * (width - len(row)) for row in clocks], dtype=np.int64)
-    time_s, energy_j, profiled = np.empty(shape), np.empty(shape), np.empty(shape, dtype=bool)
-    for stage in range(schedule.num_stages):
-        for row, kind in enumerate(Kind):
-            known_mhz, times, energies = profile.curves[stage, kind]
-            time_s[stage, row] = np.interp(frequency[stage], known_mhz, times)
-            energy_j[stage, row] = np.interp(frequency[stage], known_mhz, energies)
-            profiled[stage, row] = np.isin(frequency[stage], known_mhz)
-        profiled[stage, :, len(clocks[stage]) :] = False  # the last clock, repeated
-    cost_j = gpus[:, None, None] * (energy_j - waiting_power_w[:, None, None] * time_s)
-    stages = np.arange(schedule.num_stages)
-    row_of = schedule.is_backward.astype(np.int64).T
-    return ClockTable(
-        frequency, time_s[stages, row_of], cost_j[stages, row_of], profiled[stages, row_of]
-    )
+    time_s, cost_j, profiled = np.empty(shape), np.empty(shape), np.empty(shape, dtype=bool)
+    for key, (known_mhz, times, energies) in enumerate(profile.curves):
+        stage = key // per_stage
+        time_s[key] = np.interp(frequency[stage], known_mhz, times)
+        energy_j = np.interp(frequency[stage], known_mhz, energies)
+        cost_j[key] = gpus[stage] * (energy_j - waiting_power_w[stage] * time_s[key])
+        profiled[key] = np.isin(frequency[stage], known_mhz)
+        profiled[key, len(clocks[stage]) :] = False  # the last clock, repeated
+    key_of = profile.keys(schedule).T
+    return ClockTable(frequency, time_s[key_of], cost_j[key_of], profiled[key_of], key_of)
 
 
 @dataclass(frozen=True)

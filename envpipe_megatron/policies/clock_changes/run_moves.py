@@ -123,7 +123,7 @@ def faster_path(
     new indices of clocks, None if nothing on the path can be faster.
     """
     width = plan.schedule.units_per_stage
-    planned_s, _ = plan.profile.lookup(plan.frequency_mhz, plan.schedule.is_backward)
+    planned_s, _ = plan.profile.lookup(plan.schedule, plan.frequency_mhz)
     late_s = plan.timeline.duration_s - planned_s
     path = plan.timeline.critical_path()
     on_path = set(path)

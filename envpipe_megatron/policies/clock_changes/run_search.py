@@ -135,7 +135,7 @@ class _RunSearch:
     def _runs_in_time(self, share: float) -> IntArray | None:
         """The cheapest runs that slow no unit down by more than a share of what the start does."""
         plan = self._start
-        duration_s, _ = plan.profile.lookup(plan.frequency_mhz, plan.schedule.is_backward)
+        duration_s, _ = plan.profile.lookup(plan.schedule, plan.frequency_mhz)
         fastest_s = self._table.time_s.min(axis=2).T
         return self._within(plan, fastest_s + share * (duration_s - fastest_s), self._price_w)
 

@@ -6,6 +6,8 @@ forwards and backwards follow from it.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import bmat, csr_matrix
@@ -161,24 +163,23 @@ def _hulls(
 ) -> list[tuple[IntArray, FloatArray]]:
     """For each run, the clocks on the lower hull of its cost over its time, and its cost at them.
 
-    Runs with as many forwards and backwards of one stage have the same hull.
+    Runs with as many units of each key have the same hull.
     """
     width = schedule.units_per_stage
-    is_backward = schedule.is_backward.ravel()
+    keys: list[int] = table.key.T.ravel().tolist()
     end = np.append(begin[1:], schedule.num_units)
-    known: dict[tuple[int, int, int], tuple[IntArray, FloatArray]] = {}
+    known: dict[frozenset[tuple[int, int]], tuple[IntArray, FloatArray]] = {}
     hulls = []
     for node, stop in zip(begin.tolist(), end.tolist(), strict=True):
         stage, position = divmod(node, width)
-        backwards = int(np.count_nonzero(is_backward[node:stop]))
-        key = (stage, stop - node - backwards, backwards)
-        if key not in known:
+        counts = frozenset(Counter(keys[node:stop]).items())
+        if counts not in known:
             at = slice(position, position + stop - node)
             clocks = np.flatnonzero(table.profiled[at, stage].all(axis=0))
             time_s = table.time_s[at, stage].sum(axis=0)[clocks].tolist()
             cost_j = table.cost_j[at, stage].sum(axis=0)[clocks].tolist()
             kept = unbeaten(zip(time_s, cost_j, clocks.tolist(), strict=True))
             _, hull_j, hull = zip(*(kept[index] for index in lower_hull(kept)), strict=True)
-            known[key] = np.array(hull, dtype=np.int64), np.array(hull_j)
-        hulls.append(known[key])
+            known[counts] = np.array(hull, dtype=np.int64), np.array(hull_j)
+        hulls.append(known[counts])
     return hulls

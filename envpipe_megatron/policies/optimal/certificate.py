@@ -55,7 +55,7 @@ def energy_lower_bound_j(
 
     `tail_s`, [num_stages], is the time after each stage's last unit. The prices need not be exact.
     """
-    key = node_keys(schedule)
+    key = node_keys(schedule, choices)
     latency = latency_by_node(schedule, latency_s)
     price, cross_price = price_flow(schedule, prices)
     total = 0.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile import Profile, ProfileRow
 from envpipe_megatron.core.schedule import Kind, Schedule
 
 Choice = tuple[float, float, int]  #: time in s, cost in J, and whose they are
@@ -22,7 +22,7 @@ Choice = tuple[float, float, int]  #: time in s, cost in J, and whose they are
 
 @dataclass(frozen=True)
 class UnitChoices:
-    """The frequencies of one stage and kind that no other beats in both time and planning cost.
+    """The frequencies of one part and kind that no other beats in both time and planning cost.
 
     Args:
         frequency_mhz: [n], the fastest first.
@@ -43,7 +43,7 @@ class Choices:
     """All choices of a pipeline under one waiting power.
 
     Args:
-        units: for each stage its forward and its backward, at index `2 * stage + is_backward`.
+        units: for each part of the profile its forward, then its backward.
         waiting_power_w: power of all the pipeline's GPUs by which waiting is priced.
     """
 
@@ -51,31 +51,30 @@ class Choices:
     waiting_power_w: float
 
 
-def node_keys(schedule: Schedule) -> IntArray:
-    """[num_units] the index of each node's stage and kind in `Choices.units`."""
-    stages = np.arange(schedule.num_stages, dtype=np.int64)[:, None]
-    return (2 * stages + schedule.is_backward).ravel()
+def node_keys(schedule: Schedule, choices: Choices) -> IntArray:
+    """[num_units] the index of each node's choices in `Choices.units`."""
+    listed_chunks = len(choices.units) // (len(Kind) * schedule.num_stages)
+    return schedule.unit_keys(listed_chunks).ravel().astype(np.int64)
 
 
 def make_choices(profile: Profile, waiting_power_w: FloatArray, gpus_by_stage: IntArray) -> Choices:
-    """The choices of each stage and kind.
+    """The choices of each part and kind.
 
     `waiting_power_w`, [num_stages], is of one GPU; `gpus_by_stage`, [num_stages], follow one plan.
     """
     units = tuple(
-        _unit_choices(profile, stage, kind, float(waiting_power_w[stage]), int(gpus))
+        _unit_choices(part[kind], float(waiting_power_w[stage]), int(gpus))
         for stage, gpus in enumerate(gpus_by_stage)
+        for part in profile.parts(stage)
         for kind in Kind
     )
     return Choices(units, float(np.dot(waiting_power_w, gpus_by_stage)))
 
 
-def _unit_choices(
-    profile: Profile, stage: int, kind: Kind, waiting_power_w: float, gpus: int
-) -> UnitChoices:
+def _unit_choices(rows: Sequence[ProfileRow], waiting_power_w: float, gpus: int) -> UnitChoices:
     kept = unbeaten(
         (row.time_s, gpus * (row.energy_j - waiting_power_w * row.time_s), row.frequency_mhz)
-        for row in profile.rows[stage][kind]
+        for row in rows
     )
     times, costs, frequencies = zip(*kept, strict=True)
     return UnitChoices(

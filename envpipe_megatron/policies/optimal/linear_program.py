@@ -74,7 +74,7 @@ class DurationProgram:
     ) -> None:
         self._schedule, self._choices = schedule, choices
         self._latency_s, self._tail_s = latency_s, tail_s
-        key = node_keys(schedule)
+        key = node_keys(schedule, choices)
         fastest_s = np.array([unit.time_s[0] for unit in choices.units])
         # Seconds and joules of any size become numbers around 1, for which tolerances are made.
         self._time_unit_s = float(fastest_s.mean())

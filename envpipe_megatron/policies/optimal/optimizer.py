@@ -182,7 +182,7 @@ class Optimizer:
             relaxed.duration_s,
             (1 + self._good_gap) * relaxed.cost_j - waiting_j,
         )
-        key = node_keys(schedule)
+        key = node_keys(schedule, choices)
         frequency = np.array(
             [choices.units[k].frequency_mhz[index] for k, index in zip(key, chosen, strict=True)]
         ).reshape(schedule.is_backward.shape)

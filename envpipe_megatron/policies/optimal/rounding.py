@@ -72,7 +72,7 @@ def round_durations(
 
 def hull_floor(schedule: Schedule, choices: Choices, duration_s: FloatArray) -> list[int]:
     """[num_units] for each node the slowest hull choice that takes no longer than given."""
-    key = node_keys(schedule)
+    key = node_keys(schedule, choices)
     chosen = np.empty(schedule.num_units, dtype=np.int64)
     for index, unit in enumerate(choices.units):
         nodes = key == index
@@ -99,7 +99,7 @@ class Rounding:
         chosen: Sequence[int],
     ) -> None:
         self._last_end_s: list[float] = (deadline_s - tail_s).tolist()
-        key = node_keys(schedule).tolist()
+        key = node_keys(schedule, choices).tolist()
         hull: list[list[int]] = [unit.hull.tolist() for unit in choices.units]
         self._hull: list[list[int]] = [hull[k] for k in key]
         time_s: list[list[float]] = [unit.time_s.tolist() for unit in choices.units]

@@ -32,8 +32,8 @@ def waiting_floor_w(profile: Profile, conditions: Conditions, parking: bool = Fa
     if parking:
         return np.array([min(curve.values()) for curve in conditions.wait_power_w])
     least_w = []
-    for stage, kinds in enumerate(profile.rows):
-        clocks = sorted({row.frequency_mhz for rows in kinds.values() for row in rows})
+    for stage in range(profile.num_stages):
+        clocks = sorted(profile.clocks_mhz(stage))
         power_w = conditions.waiting_power_w(np.tile(clocks, (profile.num_stages, 1)))
         least_w.append(float(power_w[stage].min()))
     return np.array(least_w)

@@ -181,10 +181,7 @@ def _marker(shape: str, label: str) -> Line2D:
 
 
 def _draw_valley(axes: Axes, profile: Profile, stage: int) -> None:
-    curve = {
-        kind: {row.frequency_mhz: row.energy_j for row in profile.rows[stage][kind]}
-        for kind in Kind
-    }
+    curve = {kind: profile.energy_by_clock_j(stage, kind) for kind in Kind}
     for kind, colour, style in (
         (Kind.BACKWARD, _BACKWARD_LINE, "--"),
         (Kind.FORWARD, _FORWARD_LINE, "-."),

@@ -1,5 +1,7 @@
 """Independent models that the core is held against: slow, obvious, and sharing no code with it."""
 
+from dataclasses import replace
+
 from envpipe_megatron.core.profile import ProfileRow, make_profile
 from envpipe_megatron.core.schedule import Kind, Schedule, Unit
 
@@ -132,6 +134,33 @@ def profile_of(table, **options):
         for frequency, (time_s, energy_j) in curve.items()
     ]
     return make_profile(rows, source="made for a test", **options)
+
+
+def for_chunks(rng, profile, num_chunks):
+    """A profile for as many chunks: all alike, or each with times and powers of its own."""
+    if num_chunks == 1 or rng.random() < 0.5:
+        return profile.for_chunks(num_chunks)
+    rows = []
+    for stage, kinds in enumerate(profile.rows):
+        for kind, listed in kinds.items():
+            for chunk in range(num_chunks):
+                slow, hungry = rng.uniform(0.2, 1), rng.uniform(0.8, 1.2)
+                rows += [
+                    (
+                        stage * num_chunks + chunk,
+                        kind,
+                        replace(r, time_s=slow * r.time_s, energy_j=slow * hungry * r.energy_j),
+                    )
+                    for r in listed
+                ]
+    return make_profile(rows, source="made for a test", listed_chunks=num_chunks)
+
+
+def rows_of(profile, stage, unit):
+    """The rows of a unit of a stage."""
+    if profile.listed_chunks > 1:
+        return profile.rows[stage * profile.listed_chunks + unit.chunk][unit.kind]
+    return profile.rows[stage][unit.kind]
 
 
 def uniform_profile(num_stages, curve, *, backward=2.0, slowness=None, **options):

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from core_cases import random_orders
+from core_cases import for_chunks, random_orders
 from planning_cases import random_job
 
 from envpipe_megatron.core import builders
@@ -48,10 +48,10 @@ class Case:
         self.schedule = any_schedule(self.rng, job.num_stages, job.num_microbatches)
         self.conditions = job.conditions
         self.tail_s = job.conditions.tail_by_stage_s
-        self.profile = job.profile.for_chunks(self.schedule.num_chunks)
+        self.profile = for_chunks(self.rng, job.profile, self.schedule.num_chunks)
         self.powers_w = np.array(job.conditions.blocking_power_w)
         self.choices = make_choices(self.profile, self.powers_w, job.conditions.gpus_by_stage)
-        self.units = [self.choices.units[key] for key in node_keys(self.schedule)]
+        self.units = [self.choices.units[key] for key in node_keys(self.schedule, self.choices)]
         self.hulls = [(unit.time_s[unit.hull], unit.cost_j[unit.hull]) for unit in self.units]
         self.fastest_s = self.iteration_s([times[0] for times, _ in self.hulls])
         self.deadline_s = self.rng.choice(factors) * self.fastest_s

@@ -80,7 +80,7 @@ def test_first_runs_keep_the_dwell_time_and_some_the_durations(case):
             assert chosen(case.table.profiled, index).all()
             assert shortest_dwell_s(case.search._plan(index)) >= case.dwell_s * (1 - 1e-9)
     start = case.search._start
-    start_s, _ = start.profile.lookup(start.frequency_mhz, start.schedule.is_backward)
+    start_s, _ = start.profile.lookup(start.schedule, start.frequency_mhz)
     fastest_s = case.table.time_s.min(axis=2)
     for share, index in shares.items():
         if index is not None:

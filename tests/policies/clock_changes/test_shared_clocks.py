@@ -31,7 +31,7 @@ class Case:
         self.total_w = float(np.dot(self.power_w, conditions.gpus_by_stage))
         self.table = make_clock_table(self.schedule, profile, conditions, self.power_w)
         self.choices = make_choices(profile, self.power_w, conditions.gpus_by_stage)
-        self.key = node_keys(self.schedule).reshape(self.schedule.is_backward.shape)
+        self.key = node_keys(self.schedule, self.choices).reshape(self.schedule.is_backward.shape)
         fastest_s = np.array([unit.time_s[0] for unit in self.choices.units])[self.key]
         self.fastest_s = self.iteration_s(fastest_s)
 

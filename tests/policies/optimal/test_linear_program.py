@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_cases import B, F, needs, profile_of
+from core_cases import B, F, needs, profile_of, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import Job, random_profile
@@ -37,7 +37,7 @@ def slow_optimum_j(case):
     stages, chunks = schedule.num_stages, schedule.num_chunks
     hops_s = np.broadcast_to(conditions.latency_s, (stages - 1,))
     nodes = [(stage, unit) for stage, order in enumerate(schedule.stages) for unit in order]
-    rows = [case.profile.rows[stage][unit.kind] for stage, unit in nodes]
+    rows = [rows_of(case.profile, stage, unit) for stage, unit in nodes]
     first_weight = np.cumsum([0, *map(len, rows)])
     num_weights, iteration = int(first_weight[-1]), int(first_weight[-1]) + len(nodes)
     start = {node: num_weights + index for index, node in enumerate(nodes)}
@@ -121,7 +121,7 @@ def test_both_solvers_agree_where_pipelines_are_longer(schedule, factor):
         DurationProgram(schedule, choices, 0.01, np.zeros(4), units)
         for units in (SIMPLEX, INTERIOR_POINT)
     )
-    fastest_s = np.array([unit.time_s[0] for unit in choices.units])[node_keys(schedule)]
+    fastest_s = np.array([unit.time_s[0] for unit in choices.units])[node_keys(schedule, choices)]
     timeline = Timeline(schedule, fastest_s.reshape(schedule.is_backward.shape), 0.01)
     deadline_s = factor * timeline.iteration_time_s
     vertex, point = simplex.solve(deadline_s), interior_point.solve(deadline_s)
@@ -130,7 +130,9 @@ def test_both_solvers_agree_where_pipelines_are_longer(schedule, factor):
     between = [
         sum(
             np.abs(choices.units[key].time_s / duration_s - 1).min() > 1e-4
-            for key, duration_s in zip(node_keys(schedule), relaxed.duration_s, strict=True)
+            for key, duration_s in zip(
+                node_keys(schedule, choices), relaxed.duration_s, strict=True
+            )
         )
         for relaxed in (vertex, point)
     ]
@@ -240,8 +242,8 @@ def test_units_without_a_choice_are_no_trouble(max_simplex_units):
     choices = make_choices(replace(profile, rows=rows), np.zeros(3), np.ones(3, dtype=np.int64))
     schedule = builders.one_f_one_b(3, 5)
     program = DurationProgram(schedule, choices, 0.0, np.zeros(3), max_simplex_units)
-    times_s = np.array([unit.time_s[0] for unit in choices.units])[node_keys(schedule)]
-    energies_j = np.array([unit.cost_j[0] for unit in choices.units])[node_keys(schedule)]
+    times_s = np.array([unit.time_s[0] for unit in choices.units])[node_keys(schedule, choices)]
+    energies_j = np.array([unit.cost_j[0] for unit in choices.units])[node_keys(schedule, choices)]
     relaxed = program.solve(2 * float(times_s.sum()))
     assert relaxed.duration_s == pytest.approx(times_s)
     assert relaxed.cost_j == pytest.approx(energies_j.sum())

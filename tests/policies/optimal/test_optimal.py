@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_cases import B, F, profile_of, random_orders
+from core_cases import B, F, for_chunks, profile_of, random_orders, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import random_job
@@ -39,7 +39,7 @@ def any_schedule(rng, job):
 def optimizer_of(rng, schedule=None):
     job = random_job(rng)
     schedule = schedule or any_schedule(rng, job)
-    return Optimizer(schedule, job.profile.for_chunks(schedule.num_chunks), job.conditions)
+    return Optimizer(schedule, for_chunks(rng, job.profile, schedule.num_chunks), job.conditions)
 
 
 def one_f_one_b(rng):
@@ -143,7 +143,7 @@ def test_without_a_deadline_in_the_way_every_unit_costs_its_least(seed):
     plan = optimizer.plan(1e3 * optimizer.fastest_s)
     profile, gpus = optimizer.profile, free.gpus_by_stage
     least_j = sum(
-        gpus[stage] * min(row.energy_j for row in profile.rows[stage][unit.kind])
+        gpus[stage] * min(row.energy_j for row in rows_of(profile, stage, unit))
         for stage, order in enumerate(optimizer.schedule.stages)
         for unit in order
     )
