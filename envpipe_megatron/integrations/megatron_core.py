@@ -38,7 +38,7 @@ from envpipe_megatron.runtime.job.session import Session
 
 Tensors = list[torch.Tensor | None]
 
-#: Until 0.18; it mattered for models of encoders and decoders alone.
+#: In 0.16 alone; it mattered for models of encoders and decoders.
 _BACKWARD_TAKES_MODEL_TYPE = "model_type" in inspect.signature(backward_step).parameters
 
 
@@ -323,6 +323,8 @@ def check_supported(config: Any, num_chunks: int, num_stages: int) -> None:
     refused = {
         "variable_seq_lengths": config.variable_seq_lengths,
         "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
+        # From 0.18 on; megatron-core's own function resets the stash as it begins.
+        "moe_paged_stash": getattr(config, "moe_paged_stash", False),
         "fine_grained_activation_offloading": config.fine_grained_activation_offloading,
         # What a unit costs then depends on the order that plans choose.
         "num_microbatches_with_partial_activation_checkpoints": (

@@ -37,12 +37,19 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a hook answered; the detail is the module's file, the dependency, or the error."""
+    """What a hook answered.
+
+    Attributes:
+        detail: the module's file, the dependency, or the error.
+        stood_in: packages for GPUs alone that are missing here, in whose place the checkout's
+            modules got a stand-in.
+    """
 
     hook: Hook
     outcome: Outcome
     detail: str
     remedy: str
+    stood_in: tuple[str, ...] = ()
 
 
 def ask_hooks(root: Path, hooks: Sequence[Hook], name: str = "the checkout") -> tuple[Answer, ...]:
@@ -72,9 +79,9 @@ def ask_hooks(root: Path, hooks: Sequence[Hook], name: str = "the checkout") -> 
         except subprocess.TimeoutExpired:
             failure = f"importing took more than {_TIMEOUT_S} s"
         if answers.exists():
-            found, missing = json.loads(answers.read_text())
+            found, missing, stood_in = json.loads(answers.read_text())
         else:
-            found, missing = [(Outcome.IMPORT_FAILED, failure)] * len(hooks), []
+            found, missing, stood_in = [(Outcome.IMPORT_FAILED, failure)] * len(hooks), [], []
     answered = []
     for hook, (outcome, detail) in zip(hooks, found, strict=True):
         package = hook.module.partition(".")[0]
@@ -90,7 +97,7 @@ def ask_hooks(root: Path, hooks: Sequence[Hook], name: str = "the checkout") -> 
             ),
             Outcome.IMPORT_FAILED: f"Make this import work first{_newer_python(root, name)}",
         }[outcome]
-        answered.append(Answer(hook, Outcome(outcome), detail, remedy))
+        answered.append(Answer(hook, Outcome(outcome), detail, remedy, tuple(stood_in)))
     return tuple(answered)
 
 

@@ -4,19 +4,21 @@ It gets two file names: the request (JSON: root, hooks) and where the answers go
 of EnvPipe, so that it sees what a training script sees which is started from the checkout.
 """
 
+import builtins
 import importlib
 import importlib.util
 import inspect
 import json
 import sys
 import traceback
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from operator import attrgetter
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 from unittest.mock import MagicMock
+
+#: What comes with torch for GPUs alone, and is called in kernels alone, by no hook.
+_GPU_ONLY = ("triton",)
 
 
 def main() -> None:
@@ -26,33 +28,50 @@ def main() -> None:
     # In the place that a script's own folder has.
     own = str(Path(__file__).parent)
     sys.path[:] = [root, *(entry for entry in sys.path if entry != own)]
-    answers = [ask(hook, Path(root)) for hook in request["hooks"]]
-    Path(sys.argv[2]).write_text(json.dumps([answers, missing_packages(request["hooks"])]))
+    hooks = request["hooks"]
+    stand_ins = StandIns({hook["module"].partition(".")[0] for hook in hooks})
+    stand_ins.names += [name for name in _GPU_ONLY if importlib.util.find_spec(name) is None]
+    answers = [ask(hook, Path(root)) for hook in hooks]
+    stood_in = sorted(stand_ins.imported)
+    missing = missing_packages(hooks, stand_ins)
+    Path(sys.argv[2]).write_text(json.dumps([answers, missing, stood_in]))
 
 
-class StandIns(MetaPathFinder, Loader):
-    """Imports packages that are missing as if they were there, with whatever is asked of them."""
+class StandIns:
+    """Lets projects import packages that are missing, with whatever is asked of them.
 
-    def __init__(self) -> None:
+    Others do not see them: torch looks for Triton itself, and does without.
+
+    Attributes:
+        names: the packages that are stood in for.
+        imported: those of them that a project has imported.
+    """
+
+    def __init__(self, projects: set[str]) -> None:
         self.names: list[str] = []
+        self.imported: set[str] = set()
+        self._projects = projects
+        self._import = builtins.__import__
+        builtins.__import__ = self
 
-    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
-        """Take the place of the named packages and all within them."""
-        known = fullname.partition(".")[0] in self.names
-        return ModuleSpec(fullname, self, is_package=True) if known else None
+    def __call__(
+        self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
+    ) -> Any:
+        """Do what `__import__` does, for every import statement."""
+        importer = (globals or {}).get("__name__", "").partition(".")[0]
+        package = name.partition(".")[0]
+        if level or package not in self.names or importer not in self._projects:
+            return self._import(name, globals, locals, fromlist, level)
+        self.imported.add(package)
+        return MagicMock(__version__="9999")
 
-    def exec_module(self, module: ModuleType) -> None:
-        """Give the module any name that is asked for."""
-        vars(module)["__getattr__"] = lambda _: MagicMock()
 
-
-def missing_packages(hooks: list[dict[str, Any]]) -> list[str]:
+def missing_packages(hooks: list[dict[str, Any]], stand_ins: StandIns) -> list[str]:
     """Return the packages that imports of the hooks' modules ask for in vain, one after the other.
 
     Only after the hooks were asked: each that is missing gets a stand-in, to come to the next one.
     """
-    stand_ins = StandIns()
-    sys.meta_path.append(stand_ins)
+    missing: list[str] = []
     for hook in hooks:
         while True:
             try:
@@ -62,10 +81,11 @@ def missing_packages(hooks: list[dict[str, Any]]) -> list[str]:
                 name = (error.name or "").partition(".")[0]
                 if name in ("", *stand_ins.names) or importlib.util.find_spec(name) is not None:
                     break
+                missing.append(name)
                 stand_ins.names.append(name)
             except BaseException:  # a stand-in will not do; what is behind it stays unknown
                 break
-    return stand_ins.names
+    return missing
 
 
 def ask(hook: dict[str, Any], root: Path) -> tuple[str, str]:

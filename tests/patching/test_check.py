@@ -157,6 +157,45 @@ def test_all_missing_packages_are_named_as_pip_knows_them(patched, tmp_path, mon
     assert loop.remedy == schedules.remedy
 
 
+NEEDS_TRITON = """\
+import outside, triton
+import triton.language as tl
+from triton.runtime import driver
+assert triton.__version__ >= "3.4.0"
+@triton.jit
+def kernel(size: tl.constexpr = tl.constexpr(1)):
+    pass
+"""
+SEES_NO_TRITON = """\
+try:
+    import triton
+except ImportError:
+    pass
+else:
+    raise AssertionError("torch would call it")
+"""
+
+
+def test_triton_is_stood_in_for_and_said(run, patched, tmp_path, monkeypatch):
+    hidden = {"sitecustomize.py": "import sys; sys.modules['triton'] = None\n"}
+    site = write_tree(tmp_path / "site", {**hidden, "outside.py": SEES_NO_TRITON})
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    write_tree(patched, {"toy/training/__init__.py": NEEDS_TRITON})
+    said = run("check", patched)
+    assert said.exit_code == 0, said.output
+    assert "stood in for, as no hook calls it: triton\n" in said.output
+    assert json.loads(run("check", "--json", patched).output)["stood_in"] == ["triton"]
+
+
+def test_what_is_not_for_gpus_alone_is_still_missing(patched, tmp_path, monkeypatch):
+    hidden = {"sitecustomize.py": "import sys; sys.modules['triton'] = None\n"}
+    monkeypatch.setenv("PYTHONPATH", str(write_tree(tmp_path / "site", hidden)))
+    write_tree(patched, {"toy/training/loop.py": "import triton, no_such_thing\n"})
+    (answer,) = ask_hooks(patched, [LOOP])
+    assert (answer.outcome, answer.detail) == (Outcome.DEPENDENCY, "no_such_thing")
+    assert answer.remedy.startswith("In this Python environment pip install no_such_thing;")
+
+
 def test_the_probes_own_folder_is_not_on_the_path(patched):
     """As a training script sees it; this package has a diff.py there."""
     write_tree(patched, {"toy/training/loop.py": "import diff\n"})

@@ -26,36 +26,11 @@ from envpipe_megatron.patching.liveness import Outcome, ask_hooks
 
 CATALOG = load_catalog()
 SCHEDULES = "megatron/core/pipeline_parallel/schedules.py"
-#: Megatron-LM imports Triton unasked, whose wheel has 286 MB, and core_v0.19.0 takes a decorator of
-#: Python 3.12 from typing. Torch must have looked for Triton before. Megatron-DeepSpeed imports
-#: torchvision unasked, and what DeepSpeed has not any more.
+#: From core_v0.18.2 on Megatron-LM takes a decorator of Python 3.12 from typing. Megatron-DeepSpeed
+#: imports torchvision unasked, and what DeepSpeed has not any more.
 STAND_INS = """\
 import importlib.machinery, sys, types, typing
-import torch._inductor.runtime.triton_compat
-from torch.utils._triton import has_triton_package
 
-
-class Name:
-    def __call__(self, *given, **_):
-        return given[0] if given and callable(given[0]) else self
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-
-class Module(types.ModuleType):
-    def __getattr__(self, name):
-        return getattr(Name(), name)
-
-
-if not has_triton_package():
-    for name in ("triton", "triton.language"):
-        sys.modules[name] = Module(name)
-        sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
-    language = sys.modules["triton.language"]
-    vars(sys.modules["triton"]).update(__version__="3.4.0", __path__=[], language=language)
 typing.override = getattr(typing, "override", lambda function: function)
 
 

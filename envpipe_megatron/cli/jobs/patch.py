@@ -113,7 +113,8 @@ def check(ctx: click.Context, directory: Path, as_json: bool) -> None:
 
     The patched modules are imported in a fresh Python that has DIR first on its path, and each hook
     is asked. A module that comes from elsewhere, such as an installed megatron-core, is named with
-    its path. Nothing is written. Run it in the environment that trains.
+    its path. Triton, which comes with torch for GPUs, is stood in for where it is missing, as no
+    hook calls it. Nothing is written. Run it in the environment that trains.
 
     Exits 0 when patched and every hook is live; 3 when patched, but a package that the framework
     imports is missing here, so that nothing is proven; 1 otherwise.
@@ -178,6 +179,13 @@ def _report(
         if answer.remedy not in shown:
             shown.add(answer.remedy)
             say(console, f"  {answer.remedy}")
+    if stood_in := _stood_in(answers):
+        names = ", ".join(stood_in)
+        say(console, f"Not installed here, and stood in for, as no hook calls it: {names}")
+
+
+def _stood_in(answers: tuple[Answer, ...]) -> list[str]:
+    return sorted({name for answer in answers for name in answer.stood_in})
 
 
 def _facts(found: Checkout, answers: tuple[Answer, ...]) -> dict[str, Any]:
@@ -207,5 +215,6 @@ def _facts(found: Checkout, answers: tuple[Answer, ...]) -> dict[str, Any]:
             }
             for answer in answers
         ],
+        "stood_in": _stood_in(answers),
         "live": _exit_status(found, answers) == 0,
     }
