@@ -17,13 +17,15 @@ from envpipe_megatron.core.schedule import Kind
 class Measured:
     """One stage at one setting of clocks: means of one forward and one backward.
 
-    `pair_j` is the energy of both without waiting, with its standard uncertainty.
+    `pair_j` is the energy of both without waiting, with its standard uncertainty. `chunk_share`,
+    [num_chunks, 2], is what each chunk's forward and backward take over those means.
     """
 
     forward_s: float
     backward_s: float
     pair_j: float
     pair_uncertainty_j: float = 0.0
+    chunk_share: Sequence[Sequence[float]] = ((1.0, 1.0),)
 
 
 def mean_without_outliers(values: ArrayLike) -> float:
@@ -66,7 +68,7 @@ class Split:
     """Both kinds of one stage.
 
     Args:
-        rows: rows of each kind, the highest clock first.
+        rows: rows of each kind, the highest clock first; with chunks, of their mean.
         late_s: mean time for which a unit ran at the clock of the unit before it.
         told_apart: False if the sweeps do not tell forwards from backwards; the energy of each
             pair is then shared by time.

@@ -157,12 +157,7 @@ def _profile(job: PhaseParts, schedule: Schedule) -> PhaseRun[Profile]:
     hops_s = [
         total / job.collectives.num_replicas for total in job.collectives.by_stage(hop_s, sum)
     ]
-    known = replace(
-        job.config.facts,
-        gpu=job.gpu.name,
-        num_chunks=schedule.num_chunks,
-        p2p_latency_s=tuple(hops_s[:-1]),
-    )
+    known = replace(job.config.facts, gpu=job.gpu.name, p2p_latency_s=tuple(hops_s[:-1]))
     profiler = OnlineProfiler(
         schedule,
         clocks,

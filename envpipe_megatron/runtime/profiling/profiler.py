@@ -10,6 +10,10 @@ their times against the first sweep's tell by how much, and the energies are cor
 Only the difference of energy between clocks can be told apart, not its level: every stage runs as
 many forwards as backwards, so a constant moved from one to the other changes no iteration's energy.
 The level at the maximum clock is split as if both drew the same power.
+
+Virtual stages (chunks) are profiled one by one where the order has them. Their times are measured;
+of their energies the meter knows the sum alone, and all chunks' units of a kind are taken to draw
+the same power: the stage's mean energy of that kind is shared by time.
 """
 
 from __future__ import annotations
@@ -89,7 +93,8 @@ class _Point:
 
     def read(self, meter: EnergyMeter, wait_power: WaitPower) -> Measured:
         """Unit times, and the energy of a pair: NaN if the meter failed."""
-        backward = self.order.schedule.is_backward[self.stage]
+        schedule = self.order.schedule
+        backward, chunks = schedule.is_backward[self.stage], schedule.chunks[self.stage]
         times = np.array([record.unit_time_s for record in self.records])
         pairs = int((~backward).sum()) * len(self.records)
         begin_s, end_s = self.records[0].begin_s, self.records[-1].end_of_iteration_s
@@ -107,11 +112,22 @@ class _Point:
         block_s = _BLOCK_REFRESHES * meter.refresh_s
         durations_s = [record.iteration_time_s for record in self.records]
         scatter_j = error_of_sum(energies_j, durations_s, block_s)
+        chunk_s = np.array(
+            [
+                [
+                    self.average(times[:, (chunks == c) & kind].ravel())
+                    for kind in (~backward, backward)
+                ]
+                for c in range(schedule.num_chunks)
+            ]
+        )
+        forward_s, backward_s = chunk_s.mean(axis=0).tolist()
         return Measured(
-            self.average(times[:, ~backward].ravel()),
-            self.average(times[:, backward].ravel()),
+            forward_s,
+            backward_s,
             sum(energies_j) / pairs,
             math.hypot(metered_j, scatter_j) / pairs,
+            (chunk_s / (forward_s, backward_s)).tolist(),
         )
 
     def _waiting_j(self, record: StageRecord, wait_power: WaitPower) -> float:
@@ -131,7 +147,7 @@ class _Parts:
     """What replicas of a stage have measured: added up but for the last two.
 
     Args:
-        rows: for each kind and clock, time in s, energy in J and its variance in J^2.
+        rows: for each chunk, kind and clock, time in s, energy in J and its variance in J^2.
         power_w: waiting power, at each clock at which it was measured.
         tail_s: one number; none if no iteration followed another.
         late_s: how late changes of the clock are, at most.
@@ -198,7 +214,7 @@ class OnlineProfiler:
         tails = self._collectives.in_pipeline(
             tuple(np.concatenate(of_points) for of_points in zip(*self._tails, strict=True))
         )
-        own = on_every_rank(self._collectives, lambda: self._own(split, tails))
+        own = on_every_rank(self._collectives, lambda: self._own(split, together, tails))
         stages = self._collectives.to_planner(own, _added)
         # One rank's arithmetic for all, so that every rank plans from the same bits.
         return by_planner(self._collectives, lambda: self._merge(split, stages, sidecar))
@@ -267,12 +283,21 @@ class OnlineProfiler:
             past = past or rises >= _RISES_TO_STOP
         return self._collectives.on_all(past)
 
-    def _own(self, split: Split, tails: Sequence[tuple[FloatArray, ...]]) -> _Parts:
+    def _own(
+        self, split: Split, together: Sequence[Measured], tails: Sequence[tuple[FloatArray, ...]]
+    ) -> _Parts:
         ends_s, gaps_s = zip(*tails, strict=True)
         own_tail_s = tail_times_s(ends_s, gaps_s)[[self._stage]] if ends_s[0].size else np.empty(0)
-        rows = [row for kind in Kind for row in split.rows[kind]]
+        rows = [
+            share * np.array([row.time_s, row.energy_j, row.energy_uncertainty_j or 0.0])
+            for chunk in range(self._schedule.num_chunks)
+            for at, kind in enumerate(Kind)
+            for row, share in zip(
+                split.rows[kind], [m.chunk_share[chunk][at] for m in together], strict=True
+            )
+        ]
         return _Parts(
-            np.array([(r.time_s, r.energy_j, (r.energy_uncertainty_j or 0.0) ** 2) for r in rows]),
+            np.array([(time_s, energy_j, error_j**2) for time_s, energy_j, error_j in rows]),
             np.array([self._wait_power.at(clock) for clock in self._wait_power.power_w]),
             own_tail_s,
             split.late_s,
@@ -282,7 +307,13 @@ class OnlineProfiler:
     def _merge(self, split: Split, stages: Sequence[_Parts], sidecar: Sidecar) -> Profile:
         """The profile of the whole pipeline; all of its ranks have measured at the same clocks."""
         replicas = self._collectives.num_replicas
-        clocks = [(kind, row.frequency_mhz) for kind in Kind for row in split.rows[kind]]
+        num_chunks = self._schedule.num_chunks
+        units = [
+            (chunk, kind, row.frequency_mhz)
+            for chunk in range(num_chunks)
+            for kind in Kind
+            for row in split.rows[kind]
+        ]
         rows = []
         for stage, parts in enumerate(stages):
             if not parts.told_apart:
@@ -291,13 +322,15 @@ class OnlineProfiler:
                     "their energy; the energy of both is shared by time, and plans can save less. "
                     "Larger microbatches, or more iterations at each clock, help"
                 )
-            for (kind, frequency), (time_s, energy_j, variance) in zip(
-                clocks, (parts.rows / replicas).tolist(), strict=True
+            for (chunk, kind, frequency), (time_s, energy_j, variance) in zip(
+                units, (parts.rows / replicas).tolist(), strict=True
             ):
                 error_j = math.sqrt(variance / replicas)  # of the mean of replicas
-                rows.append((stage, kind, ProfileRow(frequency, time_s, energy_j, error_j)))
+                row = ProfileRow(frequency, time_s, energy_j, error_j)
+                rows.append((stage * num_chunks + chunk, kind, row))
         waits_mhz = list(self._wait_power.power_w)
         facts = {
+            "num_chunks": num_chunks,
             "wait_power_w": tuple(
                 dict(zip(waits_mhz, (parts.power_w / replicas).tolist(), strict=True))
                 for parts in stages
@@ -308,7 +341,9 @@ class OnlineProfiler:
             or None,
         }
         full = Sidecar(**{**vars(sidecar), **facts})
-        return make_profile(rows, source="the online profile", sidecar=full)
+        return make_profile(
+            rows, source="the online profile", sidecar=full, listed_chunks=num_chunks
+        )
 
 
 def _added(replicas: Sequence[_Parts]) -> _Parts:

@@ -74,6 +74,7 @@ class Hand:
         gap_s: from an iteration to the next.
         other: what the stages before say, from what this one says.
         replica: what another replica of a stage says, from what the first says.
+        slowness: what units of each chunk take over those of a stage with one.
     """
 
     pair_j: Callable[[int, int], float]
@@ -87,6 +88,7 @@ class Hand:
     gap_s: float = 0.0
     other: Callable[[Any], Any] = lambda own: own
     replica: Callable[[Any], Any] | None = None
+    slowness: tuple[float, ...] = (1.0,)
     error: Exception | None = None
     said: list[str] = field(default_factory=list)
     #: Forward and backward clock of each iteration that was run.
@@ -102,8 +104,10 @@ class Hand:
             two = SimpleNamespace(leads=True, broadcast=lambda own: own)
             two.gather = lambda own: [own, self.replica(own)]  # type: ignore[misc]
             tree.append(two)
+        job = self.stage + 1, self.microbatches
+        chunks = len(self.slowness)
         profiler = OnlineProfiler(
-            builders.one_f_one_b(self.stage + 1, self.microbatches),
+            builders.interleaved(*job, chunks) if chunks > 1 else builders.one_f_one_b(*job),
             self.clocks_mhz,
             self.stage,
             SimpleNamespace(error=self.error),  # type: ignore[arg-type]
@@ -130,6 +134,7 @@ class Hand:
         self.ran.append((forward_mhz, backward_mhz))
         top = self.clocks_mhz[0]
         units_s = np.where(backward, BACKWARD_S, FORWARD_S) * top / clocks
+        units_s *= np.array(self.slowness)[order.schedule.chunks[self.stage]]
         if forward_mhz != backward_mhz:
             units_s[0] -= self.microbatches * self.late_s * (top / forward_mhz - 1)
         end_s = np.cumsum(units_s + self.wait_s)
@@ -139,7 +144,8 @@ class Hand:
             wait_s * WAIT_POWER.at(int(clock))
             for wait_s, clock in zip(waits_s, [*clocks, clocks[0]], strict=True)
         )
-        units_j = self.microbatches * self.pair_j(forward_mhz, backward_mhz)
+        pairs = self.microbatches * len(self.slowness)
+        units_j = pairs * self.pair_j(forward_mhz, backward_mhz)
         waits = np.full(len(clocks), self.wait_s)
         record = StageRecord(end_s - units_s, end_s, waits, now_s, total_s, total_s)
         self.meter.iterations_j[now_s, record.end_of_iteration_s] = units_j + waits_j
@@ -287,6 +293,21 @@ def test_units_at_the_wrong_clock_count_in_the_second_sweep_alone():
     assert profile.sidecar.frequency_change_s == pytest.approx(0.01)
     assert profile.sidecar.gpu == "A100"
     assert profile.row(0, Kind.FORWARD, 1200).time_s == pytest.approx(FORWARD_S * 1400 / 1200)
+
+
+def test_chunks_are_measured_one_by_one_and_draw_the_same_power():
+    hand = Hand(told_apart, slowness=(0.5, 1.7, 0.8), meter=MeterByHand(0.6), microbatches=4)
+    profile = hand.profile()
+    assert (profile.num_stages, profile.listed_chunks, profile.sidecar.num_chunks) == (1, 3, 3)
+    for chunk, slow in enumerate(hand.slowness):
+        for clock in CLOCKS_MHZ:
+            forward, backward = (profile.row(chunk, kind, clock) for kind in Kind)
+            assert forward.time_s == pytest.approx(slow * FORWARD_S * 1400 / clock)
+            assert backward.time_s == pytest.approx(slow * BACKWARD_S * 1400 / clock)
+            assert forward.energy_j == pytest.approx(slow * FORWARD_J[clock])
+            assert backward.energy_j == pytest.approx(slow * BACKWARD_J[clock])
+        row = profile.row(chunk, Kind.FORWARD, 1400)
+        assert row.energy_uncertainty_j == pytest.approx(slow * 0.6 / (3 * 4 * 5) / 3)
 
 
 def test_tails_are_those_of_the_iterations_that_followed_each_other():
