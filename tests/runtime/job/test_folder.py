@@ -56,6 +56,7 @@ def test_a_jobs_fingerprint_has_all_that_profile_and_plan_rest_on(tmp_path):
         "envpipe_policy": "envelope",
         "envpipe_reconfigure": "greedy",
         "envpipe_num_chunks": 1,
+        "envpipe_group_size": None,
         "envpipe_max_extra_forwards": None,
         "envpipe_max_in_flight": None,
         "envpipe_max_warmup_step": None,
