@@ -59,7 +59,7 @@ def apply_patch(
                 remedy="Run `envpipe patch revert` first, then apply again",
             )
         if found.foreign:
-            raise _does_not_fit(found)
+            raise does_not_fit(found)
         _clean_up(root, found.patch)
         results = {
             file.change.path: file.change.apply(file.content or b"")
@@ -81,7 +81,7 @@ def revert_patch(directory: Path, catalog: Sequence[Patch] | None = None) -> Out
     with _locked(directory) as root:
         found = look_at(root, catalog)
         if found.tree is TreeState.CHANGED_AFTER:
-            raise _does_not_fit(found)
+            raise does_not_fit(found)
         _clean_up(root, found.patch)
         results = {
             file.change.path: None
@@ -121,7 +121,8 @@ def _locked(directory: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _does_not_fit(found: Checkout) -> PatchError:
+def does_not_fit(found: Checkout) -> PatchError:
+    """Return the error that names a checkout's foreign files, and what to do."""
     files = [file.shown for file in found.foreign]
     commit = found.patch.commit[:12]
     if found.tree is TreeState.CHANGED_AFTER:

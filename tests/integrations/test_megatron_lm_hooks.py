@@ -203,7 +203,12 @@ def test_models_of_another_kind_are_named(hooks: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "feature", ["variable_seq_lengths", "num_microbatches_with_partial_activation_checkpoints"]
+    "feature",
+    [
+        "variable_seq_lengths",
+        "moe_paged_stash",
+        "num_microbatches_with_partial_activation_checkpoints",
+    ],
 )
 def test_a_configuration_is_refused_before_the_first_iteration(feature: str) -> None:
     """Also where megatron-core's own function would run that one."""

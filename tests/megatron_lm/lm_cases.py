@@ -83,7 +83,7 @@ ENVPIPE = "--envpipe-type envelope --envpipe-scheduling envpipe --envpipe-reconf
 AUTO = "--envpipe-type optimal"
 
 
-def run_case(checkout: Path, case: Case, args: str, folder: Path) -> Run:
+def run_case(checkout: Path, case: Case, args: str, folder: Path, *, attached: bool = False) -> Run:
     """Train it, on emulated GPUs where EnvPipe asks for some."""
     run = run_pretrain(
         checkout,
@@ -95,6 +95,7 @@ def run_case(checkout: Path, case: Case, args: str, folder: Path) -> Run:
             "ENVPIPE_EMULATED_FORWARD_S": str(FORWARD_S),
             "ENVPIPE_EMULATED_ROOT": str(folder / "gpus"),
         },
+        attached=attached,
         timeout_s=600,
     )
     return run.require_success()
@@ -113,7 +114,9 @@ def write_profile(path: Path, num_stages: int) -> None:
     make_profile(rows, source=PRESET).write(path)
 
 
-def run_envpipe(checkout: Path, case: Case, folder: Path, how: str = ENVPIPE) -> Run:
+def run_envpipe(
+    checkout: Path, case: Case, folder: Path, how: str = ENVPIPE, *, attached: bool = False
+) -> Run:
     """Train it with --envpipe, by a profile that lies beside the folder."""
     profile = folder.with_suffix(".csv")
     write_profile(profile, case.num_stages)
@@ -123,4 +126,5 @@ def run_envpipe(checkout: Path, case: Case, folder: Path, how: str = ENVPIPE) ->
         f"--envpipe {how} --envpipe-profile {profile} --envpipe-baseline-steps {WARMUP} "
         "--envpipe-output output",
         folder,
+        attached=attached,
     )

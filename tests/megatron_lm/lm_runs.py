@@ -156,6 +156,7 @@ def run_pretrain(
     nproc: int = 4,
     env: Mapping[str, str] | None = None,
     script: str = "pretrain_gpt.py",
+    attached: bool = False,
     timeout_s: float = 180,
 ) -> Run:
     """Run a checkout's training script under torchrun on the CPU, until it ends.
@@ -167,15 +168,21 @@ def run_pretrain(
         nproc: Number of ranks.
         env: Environment variables on top of this process's.
         script: The entry script.
+        attached: Run it by `envpipe_megatron.attach`, as in an unpatched checkout.
         timeout_s: After this time the ranks print their stacks, and all are killed.
     """
     folder.mkdir(parents=True)
     mark = uuid.uuid4().hex
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(nproc), "--redirects", "3", "--log-dir", "logs"]
+    command += ["-m", "envpipe_megatron.attach"] if attached else []
     command += [str(CPU_RUN), str(checkout.resolve() / script), *shlex.split(f"{CPU_ARGS} {args}")]
+    imports = [os.environ.get("PYTHONPATH", "")]
+    if attached:  # cpu_run, which is the script there, lies elsewhere
+        imports.insert(0, str(checkout.resolve()))
     environment = {
         **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, imports)),
         "OMP_NUM_THREADS": "1",
         "PYTHONPYCACHEPREFIX": str(folder.parent / "pycache"),
         **(env or {}),
@@ -242,7 +249,7 @@ def _print_stacks(mark: str, folder: Path) -> None:
     ranks = list(folder.glob("logs/*/attempt_0/*/stderr.log"))
     for pid in _started_by(mark):
         with contextlib.suppress(OSError):
-            if str(CPU_RUN).encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:3]:
+            if str(CPU_RUN).encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:5]:
                 os.kill(pid, signal.SIGUSR1)
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline and not all("Current thread" in r.read_text() for r in ranks):

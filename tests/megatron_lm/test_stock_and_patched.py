@@ -111,6 +111,14 @@ def test_the_optimal_plan_trains_the_same(name, tag, stock, patched, tmp_path):
     _check(name, tag, AUTO, stock, patched, tmp_path / "run")
 
 
+@full
+@pytest.mark.parametrize("tag", TAGS)
+def test_attached_to_an_unpatched_checkout_it_trains_the_same(tag, checkout, stock, tmp_path):
+    run = run_envpipe(checkout(tag), CASES["pp4"], tmp_path / "run", attached=True)
+    _assert_planned(run, CASES["pp4"], ENVPIPE)
+    _assert_same(run, stock("pp4", tag))
+
+
 @oldest_tag
 def test_flag_off_nothing_of_envpipe_is_imported(tag, stock, patched, tmp_path):
     run = run_case(patched(tag), CASES["pp4"], "", tmp_path / "run")

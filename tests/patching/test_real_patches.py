@@ -72,7 +72,7 @@ def stand_ins(tmp_path, monkeypatch):
     folder = tmp_path / "stand_ins"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(STAND_INS)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
 
 
 def needs(patch):

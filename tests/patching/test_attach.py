@@ -1,0 +1,158 @@
+"""A patch that is attached as modules are imported, to a checkout that stays as it is."""
+
+import compileall
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from patch_project import (
+    REPOSITORY,
+    copy_tree,
+    edited_files,
+    make_catalog,
+    snapshot,
+    stock_files,
+    write_tree,
+)
+
+from envpipe_megatron.patching.attach import attach
+from envpipe_megatron.patching.change import apply_patch
+from envpipe_megatron.patching.diff import PatchError
+
+SCRIPT = """\
+import json, sys
+import toy.schedules, toy.training.loop
+from neighbour import NAME
+
+toy.schedules.envpipe_hook = lambda chosen: "hooked"
+print(json.dumps({
+    "name": __name__, "main": sys.modules["__main__"].NAME, "file": __file__,
+    "argv": sys.argv, "path": sys.path[0], "chosen": toy.schedules.get_func(),
+    "modules": [toy.schedules.__file__, toy.training.loop.envpipe.__file__],
+}))
+"""
+FAILS = """\
+import toy.schedules
+
+def hook(chosen):
+    raise ValueError("in a hook")
+
+toy.schedules.envpipe_hook = hook
+toy.schedules.get_func()
+"""
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory):
+    """Patches of modules alone, as those of Megatron-LM are, and where they lie."""
+
+    def edited(minor):
+        files = {**edited_files(minor), "run.sh": stock_files(minor)["run.sh"]}
+        del files["toy/new/parts/__init__.py"]
+        files["toy/training/envpipe.py"] = files.pop("toy/new/parts/envpipe.py")
+        loop = files["toy/training/loop.py"].replace("toy.new.parts", "toy.training")
+        return files | {"toy/training/loop.py": loop}
+
+    folder = tmp_path_factory.mktemp("project")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("patch_project.edited_files", edited)
+        return make_catalog(folder), folder / "patches"
+
+
+@pytest.fixture
+def start(modules, tmp_path):
+    """Runs a script in a Python whose package has these patches, attached or by itself."""
+    catalog = "import pathlib, envpipe_megatron.patching.catalog as catalog\n"
+    patches = f"catalog.patches_folder = lambda: pathlib.Path({str(modules[1])!r})\n"
+    site = write_tree(tmp_path / "site", {"sitecustomize.py": catalog + patches})
+
+    def run(*words, attached=True, imports=()):
+        how = ["-m", "envpipe_megatron.attach"] if attached else []
+        path = os.pathsep.join(map(str, (site, REPOSITORY, *imports)))
+        return subprocess.run(
+            [sys.executable, "-B", *how, *map(str, words)],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def checkout(checkout):
+    files = {"train.py": SCRIPT, "fails.py": FAILS, "neighbour.py": "NAME = 'beside it'\n"}
+    write_tree(checkout, files)
+    compileall.compile_dir(checkout, quiet=1)
+    return checkout
+
+
+def test_a_script_runs_as_in_a_patched_checkout_and_nothing_is_written(
+    start, modules, checkout, tmp_path
+):
+    words = ["--tag", "of its own", "--envpipe", "-h"]
+    patched = copy_tree(checkout, tmp_path / "patched")
+    apply_patch(patched, modules[0])
+    by_itself = start(patched / "train.py", *words, attached=False)
+    seen = json.loads(by_itself.stdout)
+    assert seen["chosen"] == "hooked"
+    assert seen["argv"][1:] == words
+    assert seen["path"] == str(patched)
+
+    before = snapshot(checkout)
+    attached = start(checkout / "train.py", *words)
+    assert attached.stdout == by_itself.stdout.replace(str(patched), str(checkout)), attached.stderr
+    assert snapshot(checkout) == before
+    assert start(patched / "train.py", *words).stdout == by_itself.stdout
+
+
+def test_what_a_script_elsewhere_imports_is_patched_too(start, checkout, tmp_path):
+    script = write_tree(tmp_path / "mine", {"train.py": SCRIPT, "neighbour.py": "NAME = 1\n"})
+    said = start(script / "train.py", imports=[checkout])
+    seen = json.loads(said.stdout)
+    assert seen["modules"][0] == str(checkout / "toy/schedules.py")
+    assert (seen["chosen"], seen["path"]) == ("hooked", str(script))
+
+
+def test_tracebacks_show_the_lines_that_ran(start, checkout):
+    said = start(checkout / "fails.py")
+    file = checkout / "toy/schedules.py"
+    shown = f'File "{file}", line 11, in get_func\n    chosen = envpipe_hook(chosen)\n'
+    assert shown in said.stderr
+    assert said.stderr.endswith("ValueError: in a hook\n")
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({"toy/schedules.py": "mine\n"}, "toy/schedules.py (changed: lines that the patch"),
+        ({"toy/training/envpipe.py": "mine\n"}, "toy/training/envpipe.py (changed: in the way"),
+        ({"toy/version.py": "MAJOR = 9\n"}, "toy/version.py says MAJOR = 9"),
+    ],
+)
+def test_what_apply_refuses_is_refused_alike(start, modules, checkout, files, named):
+    write_tree(checkout, files)
+    with pytest.raises(PatchError) as refused:
+        apply_patch(checkout, modules[0])
+    assert named in str(refused.value)
+    said = start(checkout / "train.py")
+    assert (said.returncode, said.stderr) == (1, f"Error: {refused.value}\n")
+
+
+def test_more_than_modules_cannot_be_attached(checkout, catalog):
+    finders = list(sys.meta_path)
+    with pytest.raises(PatchError, match=r"more than Python modules.*run\.sh"):
+        attach(checkout, catalog)
+    assert sys.meta_path == finders
+
+
+def test_a_fork_takes_a_tag_and_no_checkout_is_told(start, checkout, tmp_path):
+    write_tree(checkout, {"toy/version.py": "MAJOR = 9\n"})
+    said = start("--tag", "v1.0", checkout / "train.py")
+    assert json.loads(said.stdout)["chosen"] == "hooked"
+    write_tree(tmp_path, {"train.py": SCRIPT})
+    assert "This is no checkout of a supported project" in start("train.py").stderr
