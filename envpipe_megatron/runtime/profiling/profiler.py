@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -43,6 +43,7 @@ from envpipe_megatron.runtime.energy.split import (
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
+from envpipe_megatron.runtime.profiling.stretches import Stretches
 from envpipe_megatron.runtime.profiling.tail import ends_and_gaps_s, tail_times_s
 from envpipe_megatron.runtime.profiling.wait_power import WaitPower
 
@@ -89,7 +90,7 @@ class _Point:
     order: IterationOrder
     stage: int
     average: Callable[[FloatArray], float]
-    records: list[StageRecord] = field(default_factory=list)
+    records: list[StageRecord]
 
     def read(self, meter: EnergyMeter, wait_power: WaitPower) -> Measured:
         """Unit times, and the energy of a pair: NaN if the meter failed."""
@@ -189,7 +190,7 @@ class OnlineProfiler:
         self._collectives = collectives
         self._settings = settings
         self._progress = progress
-        self._shortest_s: float | None = None
+        self._stretches = Stretches(settings.settle_iterations, settings.min_window_s, collectives)
         #: For each point: ends of the last units, and gaps to the next iterations.
         self._tails: list[tuple[FloatArray, FloatArray]] = []
 
@@ -232,8 +233,7 @@ class OnlineProfiler:
         for index, (forward_mhz, backward_mhz) in enumerate([*clocks, clocks[-1]]):
             order = constant_order(Phase.PROFILE, self._schedule, forward_mhz, backward_mhz)
             # These iterations let the new clock settle, and the counter pass the window before.
-            for _ in range(self._settings.settle_iterations):
-                settled = yield order
+            yield from self._stretches.settle(order)
             if open_point is not None:
                 points.append(self._read(open_point))
                 if stop_early and self._all_past_valley(points):
@@ -244,17 +244,9 @@ class OnlineProfiler:
                 f"profile: forward {forward_mhz} MHz, backward {backward_mhz} MHz "
                 f"({index + 1} of at most {len(clocks)})"
             )
-            iterations = self._iterations(measured, settled)
-            open_point = _Point(order, self._stage, average)
-            for _ in range(iterations):
-                open_point.records.append((yield order))
+            records = yield from self._stretches.measure(order, measured)
+            open_point = _Point(order, self._stage, average, records)
         return points
-
-    def _iterations(self, measured: int, settled: StageRecord) -> int:
-        """Iterations that fill the least window, on every rank the same."""
-        if self._shortest_s is None:
-            self._shortest_s = min(self._collectives.by_stage(settled.iteration_time_s, min))
-        return max(measured, math.ceil(self._settings.min_window_s / self._shortest_s))
 
     def _read(self, point: _Point) -> Measured:
         """What was measured; raise on every rank if one's clock or meter is wrong."""

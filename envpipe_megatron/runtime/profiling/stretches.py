@@ -1,0 +1,43 @@
+"""Stretches of iterations at one setting of clocks, long enough for the energy counter."""
+
+from __future__ import annotations
+
+import math
+
+from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.execution.executor import StageRecord
+from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun
+
+
+class Stretches:
+    """Runs them on all ranks alike, the first at the clocks at which iterations are shortest.
+
+    Args:
+        settle_iterations: run and not measured after each change of clocks, one at least.
+        min_window_s: iterations are added until they last so long.
+        collectives: to all ranks.
+    """
+
+    def __init__(
+        self, settle_iterations: int, min_window_s: float, collectives: Collectives
+    ) -> None:
+        self._settle_iterations = settle_iterations
+        self._min_window_s = min_window_s
+        self._collectives = collectives
+        self._shortest_s: float | None = None
+
+    def settle(self, order: IterationOrder) -> PhaseRun[None]:
+        """Let new clocks settle."""
+        for _ in range(self._settle_iterations):
+            settled = yield order
+        if self._shortest_s is None:
+            self._shortest_s = min(self._collectives.by_stage(settled.iteration_time_s, min))
+
+    def measure(self, order: IterationOrder, at_least: int) -> PhaseRun[list[StageRecord]]:
+        """What this stage measures in iterations that fill a window, once clocks have settled."""
+        assert self._shortest_s is not None
+        count = max(at_least, math.ceil(self._min_window_s / self._shortest_s))
+        records = []
+        for _ in range(count):
+            records.append((yield order))
+        return records
