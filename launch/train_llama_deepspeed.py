@@ -28,7 +28,7 @@ from envpipe_megatron.integrations.deepspeed.models import (
     language_model_loss,
     llama_layers,
 )
-from envpipe_megatron.integrations.options import RECONFIGURES, SCHEDULINGS, TYPES
+from envpipe_megatron.integrations.flags import RECONFIGURES, SCHEDULINGS, TYPES
 
 SHAPES = {
     "tiny": TransformerShape(8, 64, 4, 2, 128, 512, 2048),

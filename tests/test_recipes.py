@@ -126,7 +126,7 @@ def test_a_new_policy_is_planned_with(command, tmp_path):
 def test_a_job_takes_both_names(command):
     program = """
 import argparse
-from envpipe_megatron.integrations.options import add_arguments
+from envpipe_megatron.integrations.flags import add_arguments
 from envpipe_megatron.integrations.options import read_options
 parser = argparse.ArgumentParser()
 add_arguments(parser.add_argument_group("envpipe"))

@@ -108,6 +108,16 @@ def forward_only(
     return Schedule("forward-only", num_microbatches, num_chunks, (order,) * num_stages)
 
 
+def whole_iteration(num_stages: int) -> Schedule:
+    """One unit a stage, the whole iteration: of a job whose units no code on the host sees.
+
+    So it is where CUDA graphs hold whole iterations. The unit is written as a forward.
+    """
+    _check_job(num_stages, 1)
+    order = (unit(Kind.FORWARD, 0),)
+    return Schedule("whole-iteration", 1, 1, (order,) * num_stages, linked=False)
+
+
 def one_f_one_b_warmups(num_stages: int) -> list[int]:
     """1F1B's warm-up forwards of each stage, before a limit by the number of microbatches."""
     return [num_stages - stage - 1 for stage in range(num_stages)]

@@ -106,12 +106,15 @@ class Schedule:
         num_chunks: V, the virtual pipeline stages on each stage; chunk `c` of the last stage feeds
             chunk `c + 1` of the first (Narayanan et al., SC'21, section 2.2).
         stages: the order of each stage.
+        linked: whether units get their inputs from the stages beside theirs; False for units that
+            are whole iterations, between which nothing is known.
     """
 
     name: str
     num_microbatches: int
     num_chunks: int
     stages: tuple[tuple[Unit, ...], ...]
+    linked: bool = True
 
     def __post_init__(self) -> None:
         counts = (len(self.stages), self.num_microbatches, self.num_chunks)
@@ -175,7 +178,7 @@ class Schedule:
         source_chunk = self.chunks
         source_chunk[source_stage < 0] -= 1
         source_chunk[source_stage >= self.num_stages] += 1
-        exists = (source_chunk >= 0) & (source_chunk < self.num_chunks)
+        exists = self.linked & (source_chunk >= 0) & (source_chunk < self.num_chunks)
         source_code = (
             self.is_backward * self.num_chunks + source_chunk % self.num_chunks
         ) * self.num_microbatches + self._codes % self.num_microbatches

@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 
 from envpipe_megatron.gpu.emulated.presets import ControlOverride, list_presets, load_preset
 
-_SWEEP_STEP = 0.04
-"""Clocks are this share of the maximum apart, so the valley lies some ten clocks down."""
+SWEEP_STEP = 0.04
+"""Profiled clocks are this share of the maximum apart: the valley lies some ten clocks down."""
 
 
 def override_for(nvml_name: str) -> ControlOverride | None:
@@ -22,22 +22,26 @@ def override_for(nvml_name: str) -> ControlOverride | None:
     return None
 
 
-def sweep_range(supported_mhz: Sequence[int], override: ControlOverride | None) -> tuple[int, ...]:
-    """Return the clocks to profile, from the highest downwards; `supported_mhz` has at least one.
+def sweep_range(
+    supported_mhz: Sequence[int],
+    override: ControlOverride | None,
+    step: float = SWEEP_STEP,
+) -> tuple[int, ...]:
+    """Return the clocks to measure, from the highest downwards; `supported_mhz` has at least one.
 
-    Each is the highest supported clock at least a step below the one before. An override's range
-    that leaves fewer than two of this GPU's clocks is for another variant of it, and is not
-    followed.
+    Each is the highest supported clock at least a step, which is a share of the highest clock,
+    below the one before. An override's range that leaves fewer than two of this GPU's clocks is for
+    another variant of it, and is not followed.
     """
     clocks = sorted(set(supported_mhz), reverse=True)
-    step_mhz = _SWEEP_STEP * clocks[0]
+    step_mhz = step * clocks[0]
     if override is not None:
         highest = override.profile_max_mhz or clocks[0]
         lowest = override.profile_min_mhz or 0
         within = [clock for clock in clocks if lowest <= clock <= highest]
         if len(within) > 1:
             clocks = within
-            step_mhz = override.profile_step_mhz or _SWEEP_STEP * clocks[0]
+            step_mhz = override.profile_step_mhz or step * clocks[0]
     swept = [clocks[0]]
     for clock in clocks:
         if clock <= swept[-1] - step_mhz:

@@ -39,7 +39,7 @@ class InstructionError(EnvPipeError):
 
 
 class InstrumentedPipeline:
-    """Saves energy in a pipeline that keeps its own order of units.
+    """Saves energy in a pipeline that keeps its own order of units, or in a job without one.
 
     Every rank of the job makes one, calls the methods from its training thread, and reports each
     training step: `step` around it, the optimizer included, and `instruction` around each forward
@@ -51,7 +51,8 @@ class InstrumentedPipeline:
 
     Args:
         pipeline_group: the ranks of this rank's pipeline, in order of their stages; of gloo or
-            NCCL. The i-th forward and the i-th backward are those of microbatch i.
+            NCCL. The i-th forward and the i-th backward are those of microbatch i. A job without a
+            pipeline has a group of each rank alone, and gets one clock.
         num_microbatches: M, of each pipeline and step.
         message: shape and type of what a stage sends to the next. The latency between stages is
             measured with it.
@@ -63,7 +64,8 @@ class InstrumentedPipeline:
         say: prints a line; called on one rank.
         settings: EnvPipe's options, as in docs/megatron_lm.md, without `--envpipe-` and with
             underscores: `type`, `reconfigure`, `baseline_steps`, `profile_steps`, `profile`,
-            `plan`, `output`, `gpu_control`, `require_control`, `min_dwell_ms`, `gpu`.
+            `plan`, `max_slowdown`, `output`, `gpu_control`, `require_control`, `min_dwell_ms`,
+            `gpu`.
 
     Raises EnvPipeError if an option or a file is wrong, or would change the order.
     """
@@ -88,11 +90,8 @@ class InstrumentedPipeline:
             )
         self._placement = Placement(pipeline_group, num_microbatches, timeout)
         num_stages = self._placement.num_stages
-        if num_stages < 2 or num_microbatches < 1:
-            raise InstructionError(
-                "A pipeline has at least two stages and one microbatch",
-                value=(num_stages, num_microbatches),
-            )
+        if num_microbatches < 1:
+            raise InstructionError("A step has at least one microbatch", value=num_microbatches)
         on_gpu = torch.cuda.is_available()
         # Of the orders that flags know, the one whose defaults leave the order alone.
         self._options = read_settings(
@@ -302,6 +301,7 @@ class InstrumentedPipeline:
             placement,
             JobFacts(Sidecar(), self._facts or {}, self._same_job()),
             self._say,
+            one_clock=placement.num_stages == 1 and self._options.policy == "uniform",
         )
         if job.collectives.is_planner:
             self._say(job.banner())

@@ -25,6 +25,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.device import open_device
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import end_of_job
+from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import (
     Collectives,
     all_pipelines,
@@ -84,7 +85,12 @@ class Job:
     """What a rank keeps from the first iteration to the last.
 
     Every rank of the job makes one, at the same point of the program. Nothing of it outlives
-    `close`, which gives the clock back. `say` prints a line, on the planning rank alone.
+    `close`, which gives the clock back.
+
+    Args:
+        say: prints a line, on the planning rank alone.
+        one_clock: whether the whole job gets one clock, within the slowdown that options allow, in
+            place of what else they ask for.
 
     Raises:
         JobError: ranks that were started differently, or too few microbatches in flight.
@@ -97,8 +103,11 @@ class Job:
         placement: Placement,
         facts: JobFacts,
         say: Callable[[str], None],
+        *,
+        one_clock: bool = False,
     ) -> None:
         self.options = options
+        self._one_clock = one_clock
         self.say = say
         pipeline = dist.get_process_group_ranks(placement.pipeline_group)
         num_microbatches = placement.num_microbatches
@@ -120,6 +129,9 @@ class Job:
             carrier=options.channel,
             vary=placement.messages_vary,
         )
+        request = options.request(num_microbatches)
+        if one_clock:
+            request = PlanRequest(num_microbatches, policy="uniform")
         # A profile that is asked for is measured, whatever an earlier start left.
         fingerprint = (
             None
@@ -128,13 +140,14 @@ class Job:
         )
         self.session = Session(
             SessionConfig(
-                options.request(num_microbatches),
+                request,
                 warmup_iterations=options.baseline_steps,
                 profiler=ProfilerSettings(measured_iterations=options.profile_steps),
                 profile_file=options.profile_file,
                 plan_file=options.plan_file,
                 output_dir=options.output_dir,
                 min_dwell_s=options.min_dwell_s,
+                one_clock_slowdown_percent=options.max_slowdown_percent if one_clock else None,
                 gpu_preset=options.gpu_preset,
                 labels={"emulated": True} if self.device.gpu.is_emulated else {},
                 facts=facts.sidecar,
@@ -149,9 +162,9 @@ class Job:
         self.session.describe_job(
             {
                 **facts.bill,
-                "type": options.policy,
-                "scheduling": options.scheduling,
-                "reconfigure": options.reconfigure,
+                "type": request.policy,
+                "scheduling": request.schedule,
+                "reconfigure": request.reconfigure,
                 "notes": list(self.session.state.notes),
             }
         )
@@ -164,6 +177,10 @@ class Job:
         )
         if options.plan_file is not None:
             asked = f"the plan {options.plan_file}"
+        if self._one_clock:
+            asked = (
+                f"one clock for the whole job, at most {options.max_slowdown_percent:g} % slower"
+            )
         if control.backend is None:
             asked = (
                 "measuring alone, in the framework's order and at the clocks as they are, "

@@ -1,9 +1,9 @@
-"""The options of a job: one table of flags, and what becomes of them; no framework, no torch.
+"""The options of a job: what becomes of its flags; no framework, no torch.
 
-`FLAGS` says what there is. `add_arguments` adds them to a framework's command line, `settings`
-takes them by name and value, and `read_options` checks both ways' against each other. EnvPipe's
-environment variables ENVPIPE_TYPE, ENVPIPE_SCHEDULING and ENVPIPE_RECONFIGURE stand for the options
-of those names where these are not given.
+`flags` says what there is and adds them to a framework's command line, `settings` takes them by
+name and value, and `read_options` checks both ways' against each other. EnvPipe's environment
+variables ENVPIPE_TYPE, ENVPIPE_SCHEDULING and ENVPIPE_RECONFIGURE stand for the options of those
+names where these are not given.
 """
 
 from __future__ import annotations
@@ -14,32 +14,21 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
 from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.integrations.flags import RECONFIGURES, SCHEDULINGS, TYPES
 from envpipe_megatron.integrations.levels import AUTO, Level
 from envpipe_megatron.policies.planner import (
     BY_MEMORY,
     LIMITED_SCHEDULES,
-    POLICIES,
     SCHEDULE_ALIASES,
-    SCHEDULES,
     PlannerError,
     PlanRequest,
     check_request,
 )
-
-TYPES = POLICIES
-#: Not those that the framework's own options decide.
-SCHEDULINGS = tuple(
-    name for name in (*SCHEDULES, *SCHEDULE_ALIASES) if name not in ("gpipe", "interleaved")
-)
-RECONFIGURES = ("default", "greedy", "balanced", "optimal")
 
 #: What a type goes with if the user does not say; others go with 1F1B. EnvPipe in full is the
 #: default: its clocks follow what is measured in each iteration, so a profile that errs costs no
@@ -49,104 +38,6 @@ _GOES_WITH = {
     "optimal": ("auto", "default"),
 }
 
-#: Each option by its name without `--envpipe-`, as argparse takes it.
-FLAGS: dict[str, dict[str, Any]] = {
-    "level": {
-        "choices": (AUTO, *map(str, Level)),
-        "default": AUTO,
-        "help": "observe: only measure; uniform: one clock for the whole job; units: a clock for "
-        "each forward and backward, in the framework's order; order: EnvPipe's order too; auto "
-        "(default): the highest of these that the job can have.",
-    },
-    "type": {
-        "choices": TYPES,
-        "help": "baseline: measure, at the highest clock; uniform: each stage at its optimal "
-        "clock; envelope: highest on the outer envelope, optimal inside; optimal: least energy by "
-        "a linear program. Default: $ENVPIPE_TYPE, else envelope.",
-    },
-    "scheduling": {
-        "choices": SCHEDULINGS,
-        "help": "Order of forwards and backwards: 1f1b; ours or envpipe: EnvPipe's; auto: planned "
-        "together with the clocks, with type optimal. Default: $ENVPIPE_SCHEDULING, else ours with "
-        "type envelope, auto with optimal, 1f1b with the others.",
-    },
-    "reconfigure": {
-        "choices": RECONFIGURES,
-        "help": "With type envelope, adjust clocks from measured iterations: greedy, balanced; "
-        "default: do not; optimal: the same as type optimal. Default: $ENVPIPE_RECONFIGURE, else "
-        "balanced with type envelope.",
-    },
-    "max-in-flight": {
-        "metavar": "N[,N...]|memory",
-        "help": "Most microbatches whose activations a stage holds, one number or one for each "
-        "stage; memory (default on GPUs): as many as fit, by what the first steps measure.",
-    },
-    "baseline-steps": {
-        "type": int,
-        "default": 10,
-        "metavar": "N",
-        "help": "Steps in the framework's own order at the highest clock, which savings are "
-        "measured against. Default: 10.",
-    },
-    "profile-steps": {
-        "type": int,
-        "default": 5,
-        "metavar": "N",
-        "help": "Steps measured at each clock while profiling, at least; short ones are repeated "
-        "for a second. Default: 5.",
-    },
-    "profile": {
-        "type": Path,
-        "metavar": "FILE",
-        "help": "A profile CSV, instead of profiling.",
-    },
-    "plan": {
-        "type": Path,
-        "metavar": "FILE",
-        "help": "A plan JSON to run as it stands, whatever type and order; needs the profile that "
-        "prices it.",
-    },
-    "profile-only": {
-        "action": "store_true",
-        "help": "End the job when the profile is written.",
-    },
-    "gpu-control": {
-        "choices": GPU_CONTROLS,
-        "default": "auto",
-        "help": "What changes clocks; auto (default): the first that is allowed; dry_run: log what "
-        "would be done; none: only measure.",
-    },
-    "require-control": {
-        "action": "store_true",
-        "help": "Refuse to train where clocks may not be changed, instead of measuring alone.",
-    },
-    "channel": {
-        "choices": CARRIERS,
-        "default": "auto",
-        "help": "What carries messages between GPUs; auto (default): one-sided copies where two "
-        "stages reach each other's memory, else NCCL's receives, posted when their unit begins; "
-        "receives: such receives everywhere; posted: receives posted ahead.",
-    },
-    "min-dwell-ms": {
-        "type": float,
-        "default": 0.0,
-        "metavar": "X",
-        "help": "Least time between two changes of a GPU's clock. Default: 0.",
-    },
-    "gpu": {
-        "default": "auto",
-        "metavar": "PRESET",
-        "help": "The kind of GPU whose range of clocks is profiled, such as v100; auto (default): "
-        "by the name of the GPU. Without a GPU: the kind that is emulated.",
-    },
-    "output": {
-        "type": Path,
-        "metavar": "DIR",
-        "help": "Folder for profile, plan, energy log and summary. Default: 'envpipe' in the "
-        "folder of --save, else nothing is written.",
-    },
-}
-
 
 class OptionError(EnvPipeError):
     """An option of EnvPipe that is wrong, or does not go with another."""
@@ -154,7 +45,7 @@ class OptionError(EnvPipeError):
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `FLAGS`, checked, with defaults filled in.
+    """The options of `flags.FLAGS`, checked, with defaults filled in.
 
     `policy` is the type. None as the level is the highest that the job can have; as the limit of
     microbatches in flight it is no limit; as a file, folder or preset, none.
@@ -170,6 +61,7 @@ class Options:
     profile_file: Path | None
     plan_file: Path | None
     profile_only: bool
+    max_slowdown_percent: float
     gpu_control: str
     require_control: bool
     channel: str
@@ -189,12 +81,6 @@ class Options:
         )
 
 
-def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the options that go with --envpipe to a framework's command line."""
-    for name, keywords in FLAGS.items():
-        group.add_argument(f"--envpipe-{name}", **keywords)
-
-
 def read_options(
     args: argparse.Namespace,
     environment: Mapping[str, str] | None = None,
@@ -206,7 +92,7 @@ def read_options(
     """Check the options against each other, and fill in what was not given.
 
     Args:
-        args: has what `add_arguments` added, parsed.
+        args: has what `flags.add_arguments` added, parsed.
         environment: environment variables; by default this process's.
         num_stages: p.
         save_folder: where the job keeps its checkpoints, if it does.
@@ -215,7 +101,8 @@ def read_options(
     Raises OptionError for an option that is wrong, or does not go with another.
     """
     variables = os.environ if environment is None else environment
-    policy = _chosen(args.envpipe_type, variables, "ENVPIPE_TYPE", TYPES) or "envelope"
+    policy = _chosen(args.envpipe_type, variables, "ENVPIPE_TYPE", TYPES)
+    policy = policy or ("envelope" if num_stages > 1 else "uniform")
     # Of a variable that does not go with the flags, the flags win.
     fits = variables if args.envpipe_plan is None else {}
     scheduling = _chosen(args.envpipe_scheduling, fits, "ENVPIPE_SCHEDULING", SCHEDULINGS)
@@ -261,6 +148,7 @@ def read_options(
         profile_file=_existing("--envpipe-profile", args.envpipe_profile, variables),
         plan_file=_existing("--envpipe-plan", args.envpipe_plan, variables),
         profile_only=args.envpipe_profile_only,
+        max_slowdown_percent=args.envpipe_max_slowdown,
         gpu_control=args.envpipe_gpu_control,
         require_control=args.envpipe_require_control,
         channel=args.envpipe_channel,
@@ -347,6 +235,13 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool) -> None:
             "dry_run runs a plan and changes no clock.",
         ),
         (
+            num_stages == 1
+            and (options.policy not in ("baseline", "uniform") or options.profile_only or by_file),
+            "Without a pipeline there is nothing to profile and plan: the job has one clock",
+            "Use --envpipe-type uniform or baseline, without --envpipe-profile, -profile-only and "
+            "-plan.",
+        ),
+        (
             options.gpu_control == "emulated" and on_gpu,
             "--envpipe-gpu-control emulated is for jobs without GPUs",
             "Use dry_run, which logs what would be done.",
@@ -357,6 +252,7 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool) -> None:
     for name, value, least in (
         ("--envpipe-baseline-steps", options.baseline_steps, 2),
         ("--envpipe-profile-steps", options.profile_steps, 1),
+        ("--envpipe-max-slowdown", options.max_slowdown_percent, 0),
         ("--envpipe-min-dwell-ms", options.min_dwell_s * 1e3, 0),
     ):
         if not least <= value < math.inf:

@@ -7,13 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import NoReturn
 
-from envpipe_megatron.integrations.options import (
-    FLAGS,
-    OptionError,
-    Options,
-    add_arguments,
-    read_options,
-)
+from envpipe_megatron.integrations.flags import FLAGS, add_arguments
+from envpipe_megatron.integrations.options import OptionError, Options, read_options
 
 #: EnvPipe's names of what has a longer one here.
 _SHORT_NAMES = {"reconfig": "reconfigure"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from envpipe_megatron.core import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.integrations.recorded_order import OrderError, recognized
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
 
@@ -126,11 +128,17 @@ def given_plan(folder: Path, preset: Path, schedule: str, policy: str) -> dict[s
 
 
 def run_letters(
-    pool: RankPool, folder: Path, preset: Path, schedule: Schedule, **settings: Any
+    pool: RankPool,
+    folder: Path,
+    preset: Path,
+    schedule: Schedule,
+    steps: int = 8,
+    **settings: Any,
 ) -> list[Any]:
     order: Sequence[str] = letters(schedule)
     root = folder / f"letters-{len(list(folder.iterdir()))}"
-    return pool.run(instruction_ranks.train_letters, root, preset, order, 8, {**QUICK, **settings})
+    given = {**QUICK, **settings}
+    return pool.run(instruction_ranks.train_letters, root, preset, order, steps, given)
 
 
 def test_a_gpipe_is_planned_as_one(pool, folder, preset):
@@ -163,6 +171,47 @@ def test_replicas_share_a_job(pool, folder, preset):
     first, *_, last = told[0]["reports"]
     assert first == "", "nothing was metered in the first step"
     assert "envpipe phase: steady" in last
+
+
+def test_a_job_without_a_pipeline_gets_one_clock(pool, folder, preset):
+    """Four GPUs that all run the whole model; and the job is started again."""
+    gpu, output = load_preset(str(preset)), folder / "one-clock"
+    own = builders.one_f_one_b(1, 2)
+    job = {"max_slowdown": 20, "baseline_steps": 5, "facts": {"model": "m"}, "output": str(output)}
+    first = run_letters(pool, folder, preset, own, 50, **job)
+    units = [(kind.value, time_s) for kind, time_s in ((Kind.FORWARD, 0.05), (Kind.BACKWARD, 0.1))]
+    step_s, energy_j = {}, {}
+    for clock in gpu.supported_frequencies_mhz:
+        times_s = [2 * gpu.unit_time_s(kind, clock, time_s) for kind, time_s in units]
+        step_s[clock] = sum(times_s)
+        powers_w = [gpu.busy_power_w(kind, clock) for kind, _ in units]
+        energy_j[clock] = sum(t * watts for t, watts in zip(times_s, powers_w, strict=True))
+    top, best, *_ = gpu.supported_frequencies_mhz
+    for rank in first:
+        assert rank["phase"] == "steady"
+        phases = [phase for phase, _ in rank["iterations"]]
+        assert list(dict.fromkeys(phases)) == ["warm-up", "profile", "steady"]
+        assert rank["iterations"][-1] == ("steady", pytest.approx(step_s[best], rel=1e-6))
+        choice, *clocks = rank["summary"]["notes"]
+        assert choice == f"One clock for the whole job: {best} MHz; at most 20 % slower was allowed"
+        assert [line.split(":")[0] for line in clocks] == ["1410 MHz", "1210 MHz", "1010 MHz"]
+    compared = first[0]["summary"]["job"]["comparison"]
+    saved = 100 * (1 - energy_j[best] / energy_j[top])
+    assert compared["saving_percent"] == pytest.approx(saved, abs=1.0)
+    slower = 100 * (step_s[best] / step_s[top] - 1)
+    assert compared["slowdown_percent"] == pytest.approx(slower, abs=0.1)
+    (line,) = (output / "one_clock.jsonl").read_text().splitlines()
+    assert json.loads(line)["chosen_mhz"] == best
+    units_seen = [json.loads(line) for line in (output / "timeline.jsonl").read_text().splitlines()]
+    steady = [seen for seen in units_seen if seen.get("phase") == "steady"]
+    assert {seen["rank"] for seen in steady} == {0, 1, 2, 3}
+    assert {clock for seen in steady for clock in seen["frequency_mhz"]} == {best}
+    for rank in run_letters(pool, folder, preset, own, 8, **job):
+        assert [phase for phase, _ in rank["iterations"]] == ["warm-up"] + ["steady"] * 6
+        assert rank["iterations"][-1] == ("steady", pytest.approx(step_s[best], rel=1e-6))
+        assert rank["summary"]["notes"] == [
+            f"One clock for the whole job: {best} MHz, as found before"
+        ]
 
 
 def test_a_plan_of_another_order_is_refused_on_all_ranks(pool, folder, preset):

@@ -17,13 +17,13 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
+from envpipe_megatron.integrations.flags import add_arguments
 from envpipe_megatron.integrations.hooking import HookError
 from envpipe_megatron.integrations.megatron_deepspeed import hooks
 from envpipe_megatron.integrations.megatron_deepspeed.refusals import (
     REFUSED,
     check_supported,
 )
-from envpipe_megatron.integrations.options import add_arguments
 from envpipe_megatron.integrations.refusals import RefusedError
 
 LOG_INTERVAL = 4

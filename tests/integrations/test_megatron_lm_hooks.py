@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.integrations.flags import add_arguments
 from envpipe_megatron.integrations.hooking import HookError
 from envpipe_megatron.integrations.job import Job, JobError
-from envpipe_megatron.integrations.options import add_arguments
 from envpipe_megatron.integrations.refusals import RefusedError
 
 pytestmark = pytest.mark.xdist_group("megatron")

@@ -12,13 +12,9 @@ import pytest
 from envpipe_megatron.core.profile import ProfileRow, make_profile
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.flags import add_arguments
 from envpipe_megatron.integrations.levels import Level
-from envpipe_megatron.integrations.options import (
-    Options,
-    add_arguments,
-    prepare_files,
-    read_options,
-)
+from envpipe_megatron.integrations.options import Options, prepare_files, read_options
 
 PLANNED = ("--envpipe-profile", __file__, "--envpipe-plan", __file__)
 
@@ -60,6 +56,25 @@ def test_a_level_is_named_or_left_to_the_job() -> None:
     assert read("--envpipe-level", "auto").level is None
     for level in Level:
         assert read("--envpipe-level", str(level)).level is level
+
+
+def test_a_job_without_a_pipeline_has_one_clock() -> None:
+    def alone(*words: str) -> Options:
+        return read_options(parsed(*words), {}, num_stages=1, on_gpu=True)
+
+    assert (alone().policy, alone().max_slowdown_percent) == ("uniform", 0.0)
+    assert alone("--envpipe-max-slowdown", "2.5").max_slowdown_percent == 2.5
+    assert alone("--envpipe-type", "baseline").policy == "baseline"
+    for words in (
+        ("--envpipe-type", "envelope"),
+        ("--envpipe-profile", __file__),
+        ("--envpipe-profile-only", "--envpipe-output", "here"),
+    ):
+        with pytest.raises(EnvPipeError, match="uniform or baseline"):
+            alone(*words)
+    for wrong in ("-1", "nan", "inf"):
+        with pytest.raises(EnvPipeError, match="max-slowdown is at least 0, and finite"):
+            alone("--envpipe-max-slowdown", wrong)
 
 
 def test_memory_is_not_measured_where_there_is_no_gpu() -> None:

@@ -17,6 +17,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.deepspeed.configuration import check_version
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
 from envpipe_megatron.integrations.deepspeed.initialize import begin
+from envpipe_megatron.integrations.flags import add_arguments as add_arguments  # for the patch
 from envpipe_megatron.integrations.hooking import (
     NEEDED_BY_ITERATION,
     check_profiled,
@@ -32,7 +33,6 @@ from envpipe_megatron.integrations.megatron_deepspeed.refusals import (
     deepspeed_config,
 )
 from envpipe_megatron.integrations.options import Options
-from envpipe_megatron.integrations.options import add_arguments as add_arguments  # for the patch
 from envpipe_megatron.integrations.refusals import RefusedError
 
 _NEEDED = ("validate", "begin_training", "end_step")

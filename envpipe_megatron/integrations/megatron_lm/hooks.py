@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.flags import add_arguments as add_arguments  # for the patch
 from envpipe_megatron.integrations.hooking import (
     NEEDED_BY_ITERATION,
     HookError,
@@ -31,7 +32,6 @@ from envpipe_megatron.integrations.megatron_core import ForwardBackward
 from envpipe_megatron.integrations.megatron_lm.job import make_job
 from envpipe_megatron.integrations.megatron_lm.limits import LIMITS
 from envpipe_megatron.integrations.options import Options
-from envpipe_megatron.integrations.options import add_arguments as add_arguments  # for the patch
 from envpipe_megatron.integrations.refusals import RefusedError
 from envpipe_megatron.integrations.reporting import IntervalReport
 

@@ -123,6 +123,8 @@ class TrainingEnergy:
         #: When the last lap ended, and where the counter was taken to stand then (J).
         self._lap_end: tuple[float, float] | None = None
         self._warmup: list[Window] | None = None if baseline else []
+        #: What the steps of the present measurement are added to as well.
+        self._measured: Interval | None = None
         self._job_phases: dict[str, PhaseMean] = {}
         #: When the step began whose iteration is still to come.
         self._begun_s: float | None = None
@@ -204,6 +206,21 @@ class TrainingEnergy:
                 "steps it needs at least two more, lasting %.1f s together",
                 self._meter.min_window_s,
             )
+
+    def measure_into(self, interval: Interval | None) -> None:
+        """Add each step that ends from now on to an interval, until the next call."""
+        self._count()
+        self._measured = interval
+
+    def mean_step(self, interval: Interval) -> StepEnergy | None:
+        """An average step of the intervals that all ranks measured; on all ranks together.
+
+        It is that of an average GPU of the job; None if a rank has no step in its interval. Waits
+        for a look at the counter if there was none since the last step.
+        """
+        if interval.spans and self._meter.last_refresh_s < interval.spans[-1][1]:
+            self._meter.catch_up()
+        return self._over_gpus(interval.measure(self._meter).step)[0]
 
     def lap(self) -> IntervalEnergy:
         """What training took on this GPU since the last lap; neither reads nor waits.
@@ -295,6 +312,8 @@ class TrainingEnergy:
         self._counted = True
         self.log.add(step)
         self._lap.add(step)
+        if self._measured is not None:
+            self._measured.add(step)
         if self._warmup is not None and step.phase == Phase.WARMUP:
             self._warmup.append(step)
 

@@ -27,6 +27,8 @@ class SessionConfig:
         plan_file: a plan to run as it stands; needs the profile file that prices it.
         relock: call the driver at every request, even if the clock stays. Beside a job without,
             it shows what the calls alone cost: some drivers hold up NCCL at each of them.
+        one_clock_slowdown_percent: instead of a plan, one clock for all units, found in training:
+            that of least energy of those by which steps last no longer than this allows.
         gpu_preset: the kind of GPU whose range of clocks is profiled; by default this GPU's.
         guarded: whether the node's guard holds the GPU; by default if it is real.
         labels: labels for each line of the energy log, beside the rank's own.
@@ -44,6 +46,7 @@ class SessionConfig:
     output_dir: Path | None = None
     min_dwell_s: float = 0.0
     relock: bool = False
+    one_clock_slowdown_percent: float | None = None
     gpu_preset: str | None = None
     guarded: bool | None = None
     labels: Mapping[str, object] = field(default_factory=dict)
@@ -57,6 +60,14 @@ class SessionConfig:
                 "A plan by file needs the profile that prices it",
                 value=str(self.plan_file),
                 remedy="Give the profile file too.",
+            )
+        if self.one_clock_slowdown_percent is not None and (
+            self.request.policy != "uniform" or self.profile_file is not None
+        ):
+            raise SessionError(
+                "One clock for the whole job is policy 'uniform', and found without a profile",
+                value=self.request.policy if self.profile_file is None else str(self.profile_file),
+                remedy="Leave profile and plan out, or let units have clocks of their own.",
             )
         needed = least_warmup(self.request)
         if self.warmup_iterations < needed:
@@ -75,7 +86,13 @@ class SessionConfig:
             schedule="interleaved" if chunks > 1 else "1f1b",
             num_chunks=chunks,
         )
-        return replace(self, request=request, profile_file=None, plan_file=None)
+        return replace(
+            self,
+            request=request,
+            profile_file=None,
+            plan_file=None,
+            one_clock_slowdown_percent=None,
+        )
 
 
 def least_warmup(request: PlanRequest) -> int:

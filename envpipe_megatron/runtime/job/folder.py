@@ -149,6 +149,10 @@ class JobFolder:
         if self._path is not None and source != self._path / PLAN_FILE:
             self._written(PLAN_FILE, plan)
 
+    def keep_one_clock(self, frequency_mhz: int) -> None:
+        """Keep the clock that was found for the whole job."""
+        self._store(one_clock_mhz=frequency_mhz)
+
     def forget_profile(self) -> None:
         """Let the next start measure a profile: an earlier start's was of no use."""
         if self._job is not None and self.found_profile and self._job.profile:
@@ -211,6 +215,7 @@ def _fingerprint(
     clocks = gpu.supported_frequencies_mhz
     own = {
         **{name: value for name, value in request.items() if name not in _NOT_COMPARED},
+        "one_clock_slowdown_percent": config.one_clock_slowdown_percent,
         "num_stages": num_stages,
         "channel_capacity": channel.capacity,
         "clocks_mhz": [max(clocks), min(clocks)],

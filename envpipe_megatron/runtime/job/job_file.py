@@ -7,7 +7,7 @@
  "plan": {"plan.json": "<sha256>"},
  "baseline": {"mean": {"iterations": 9, "time_s": 0.6, "time_uncertainty_s": 0.001,
                        "energy_j": 210.0, "metering_uncertainty_j": 0.4}, "by_stage": ["..."]},
- "reconfigure": {"steps": 12, "ended": "..."}}
+ "reconfigure": {"steps": 12, "ended": "..."}, "one_clock_mhz": null}
 ```
 
 It stands in the output folder, beside the files it names, and is replaced as a whole: a kill leaves
@@ -52,6 +52,7 @@ class StoredJob:
         plan: the same of the plan, once reconfiguring has ended.
         baseline: without this GPU's own.
         reconfigure_steps: those that raised a clock.
+        one_clock_mhz: the clock that was found for the whole job, if it has one.
     """
 
     fingerprint: Mapping[str, Any]
@@ -61,6 +62,7 @@ class StoredJob:
     baseline: BaselineEnergy | None = None
     reconfigure_steps: int = 0
     reconfigure_ended: Ended | None = None
+    one_clock_mhz: int | None = None
 
     @property
     def phases_done(self) -> tuple[str, ...]:
@@ -70,6 +72,7 @@ class StoredJob:
             "profile": self.profile,
             "plan": self.plan,
             "reconfigure": self.reconfigure_ended,
+            "one clock": self.one_clock_mhz,
         }
         return tuple(phase for phase, result in done.items() if result)
 
@@ -88,6 +91,7 @@ class StoredJob:
             "plan": dict(self.plan),
             "baseline": baseline,
             "reconfigure": {"steps": self.reconfigure_steps, "ended": self.reconfigure_ended},
+            "one_clock_mhz": self.one_clock_mhz,
         }
 
 
@@ -149,6 +153,7 @@ def _parse(data: Any) -> StoredJob:
         raise ValueError(f"its format is {data['format']!r}, not {JOB_FORMAT!r}")
     baseline = data["baseline"]
     ended = data["reconfigure"]
+    clock = data["one_clock_mhz"]
     return StoredJob(
         fingerprint=dict(data["fingerprint"]),
         starts=tuple(str(start) for start in data["starts"]),
@@ -158,6 +163,7 @@ def _parse(data: Any) -> StoredJob:
         and BaselineEnergy(_step(baseline["mean"]), tuple(map(_step, baseline["by_stage"]))),
         reconfigure_steps=int(ended["steps"]),
         reconfigure_ended=None if ended["ended"] is None else Ended(ended["ended"]),
+        one_clock_mhz=None if clock is None else int(clock),
     )
 
 

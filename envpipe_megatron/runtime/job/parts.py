@@ -17,6 +17,7 @@ from envpipe_megatron.runtime.channel.messages import StageSpecs
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.clocks.controller import ClockController
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
+from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import Executor
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.runtime.job.folder import JobFolder
@@ -65,6 +66,7 @@ class PhaseParts:
     executor: Executor
     clock: ClockController
     meter: EnergyMeter
+    energy: TrainingEnergy
     collectives: Collectives
     memory: JobMemory
     say: Callable[[str], None]

@@ -1,4 +1,7 @@
-"""The phases of a job: warm-up, profile, plan, reconfigure, steady. Training goes on in all."""
+"""The phases of a job: warm-up, profile, plan, reconfigure, steady. Training goes on in all.
+
+Where the job has one clock, the search for it stands in the place of profile, plan and reconfigure.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.gpu.overrides import override_for, sweep_range
+from envpipe_megatron.gpu.overrides import SWEEP_STEP, override_for, sweep_range
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
 from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.one_clock import ONE_CLOCK_STEP, find_one_clock
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.planning import adopt_plan
 from envpipe_megatron.runtime.job.reconfigurer import measured_threshold_s, reconfigure_online
@@ -45,18 +49,21 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
         job.memory.watch = Watch.PEAK if left else Watch.UNITS
         records.append((yield at_top))
     job.memory.watch = Watch.PEAK
-    order = replace(at_top, phase=Phase.STEADY)
-    if _is_baseline(config, schedule):
-        _keep_own_order(job, schedule)
-    else:
-        try:
+    order, own_order = replace(at_top, phase=Phase.STEADY), True
+    try:
+        if config.one_clock_slowdown_percent is not None:
+            clock = yield from find_one_clock(job, schedule, _swept_clocks(job, ONE_CLOCK_STEP))
+            order = constant_order(Phase.STEADY, schedule, clock, clock)
+        elif not _is_baseline(config, schedule):
             order = yield from _save_energy(job, schedule, records[1:])
-        except GoesOnError as error:
-            state.plan = None
-            state.notes = (f"The framework's own order, at the highest clock: {error}",)
-            job.say(state.notes[0])
-            job.folder.forget_profile()
-            _keep_own_order(job, schedule)
+            own_order = False
+    except GoesOnError as error:
+        state.plan = None
+        state.notes = (f"The framework's own order, at the highest clock: {error}",)
+        job.say(state.notes[0])
+        job.folder.forget_profile()
+    if own_order:
+        _keep_own_order(job, schedule)
     yield from _steady(job, order)
 
 
@@ -177,19 +184,19 @@ def _profile(job: PhaseParts, schedule: Schedule) -> PhaseRun[Profile]:
     return profile
 
 
-def _swept_clocks(job: PhaseParts) -> tuple[int, ...]:
-    """The clocks to profile; ProfilerError on all ranks if GPUs differ or have one clock."""
+def _swept_clocks(job: PhaseParts, step: float = SWEEP_STEP) -> tuple[int, ...]:
+    """The clocks to measure; ProfilerError on all ranks if GPUs differ or have one clock."""
     preset = job.config.gpu_preset
 
     def own() -> tuple[int, ...]:
         override = load_preset(preset).control if preset else override_for(job.gpu.name)
-        return sweep_range(job.gpu.supported_frequencies_mhz, override)
+        return sweep_range(job.gpu.supported_frequencies_mhz, override, step)
 
     here = on_every_rank(job.collectives, own)
     clocks = job.collectives.from_planner(here)
     if not job.collectives.on_all(here == clocks):
         raise ProfilerError(
-            "The GPUs of the pipeline support different clocks",
+            "The GPUs of the job support different clocks",
             remedy="Profile each kind of GPU alone and give the profile by file.",
         )
     if len(clocks) < 2:

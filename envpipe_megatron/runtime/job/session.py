@@ -39,9 +39,6 @@ logger = logging.getLogger(__name__)
 __all__ = ["Session", "SessionConfig", "SessionError", "SessionState"]
 
 
-def _silent(text: str) -> None: ...
-
-
 class Session:
     """Executes iterations for one rank; the clock comes back when it is closed.
 
@@ -74,15 +71,15 @@ class Session:
         channel: P2PChannel,
         collectives: Collectives,
         *,
-        say: Callable[[str], None] = _silent,
-        print_grid: Callable[[str], None] = _silent,
+        say: Callable[[str], None] = lambda text: None,
+        print_grid: Callable[[str], None] = lambda text: None,
         memory: CudaMemory | None = None,
     ) -> None:
         self._gpu = gpu
         self._channel = channel
         self._collectives = collectives
         self._stage, num_stages = collectives.stage, len(channel.ranks)
-        self._say = say if collectives.is_planner else _silent
+        self._say = say if collectives.is_planner else lambda text: None
         self._print_grid = print_grid
         self.state = SessionState()
         memory = memory or device_memory()
@@ -356,6 +353,7 @@ class Session:
                     executor=self.executor,
                     clock=self.clock,
                     meter=self.meter,
+                    energy=self._energy,
                     collectives=self._collectives,
                     memory=self._memory,
                     say=self._say,

@@ -63,6 +63,7 @@ def test_a_jobs_fingerprint_has_all_that_profile_and_plan_rest_on(tmp_path):
         "envpipe_deadline_factor": 1.0,
         "envpipe_min_dwell_s": 0.0,
         "envpipe_park": False,
+        "envpipe_one_clock_slowdown_percent": None,
         "envpipe_num_stages": 2,
         "envpipe_channel_capacity": 3,
         "envpipe_clocks_mhz": [1400, 1000],

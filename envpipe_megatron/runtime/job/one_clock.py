@@ -1,0 +1,214 @@
+"""One clock for the whole job, found while training goes on. Called by `phases`.
+
+It is for jobs without a pipeline, and for those whose units no code on the host sees: all units of
+an iteration, on all GPUs, run at the same clock, and so do gradient reduction and optimizer. Whole
+training steps are measured at a few clocks, on all GPUs, with all that they wait for. Kept is the
+clock of least energy among those at which a step lasts no longer than the user allows. With 0 %,
+these are the clocks that a power cap makes free, and those of a job that waits for something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.runtime.energy.steps import Comparison, StepEnergy, compare, percent
+from envpipe_megatron.runtime.energy.training import Interval
+from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
+from envpipe_megatron.runtime.going_on import by_planner, on_every_rank
+from envpipe_megatron.runtime.job.parts import PhaseParts
+from envpipe_megatron.runtime.profiling.profiler import ProfilerError
+from envpipe_megatron.runtime.profiling.stretches import Stretches
+
+#: Clocks are at least this share of the highest apart: closer ones differ by less than noise.
+ONE_CLOCK_STEP = 0.0075
+#: Clocks that the search first goes down at once, a power of two: some sixth of the highest.
+_COARSE = 16
+#: It goes no further down after this many rises of energy in a row.
+_RISES_TO_STOP = 2
+#: The highest clock and the best are measured this often.
+_ROUNDS = 2
+#: Two steps are the least whose scatter is known.
+_LEAST_STEPS = 2
+#: Noise may not excuse a slower clock by more, percent.
+_MOST_EXCUSED_PERCENT = 0.25
+#: Times that differ by no more are equal but for rounding, percent.
+_ROUNDING_PERCENT = 1e-6
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The mean step at a clock, on an average GPU of the job, and how often it was measured."""
+
+    step: StepEnergy
+    rounds: int
+
+
+@dataclass
+class ClockSearch:
+    """Which clock to measure next, and which is the best, from what was measured so far.
+
+    Args:
+        clocks_mhz: the highest first; slowdowns and savings are against it.
+        slowdown_percent: what the user allows.
+        tried: what was measured at each clock, all energies known.
+    """
+
+    clocks_mhz: Sequence[int]
+    slowdown_percent: float
+    tried: dict[int, Tried] = field(default_factory=dict)
+
+    def next_mhz(self) -> int | None:
+        """The clock to measure next; None once the best one is known.
+
+        First a sixth of the highest clock at a time, until steps last too long or energy rises;
+        then, with half of that distance and so on down to the next clocks, to both sides of the
+        best. Last, the highest clock and the best are measured again, next to each other: the best
+        of several noisy measurements looks better than it is, and GPUs grow warm meanwhile.
+        """
+        coarse = self.clocks_mhz[::_COARSE]
+        down = [clock for clock in coarse if clock in self.tried]
+        if len(down) < len(coarse) and not self._ends(down):
+            return coarse[len(down)]
+        best = self.best_mhz()
+        at = self.clocks_mhz.index(best)
+        distance = _COARSE
+        while distance := distance // 2:
+            for near in (at + distance, at - distance) if at % distance == 0 else ():
+                if 0 <= near < len(self.clocks_mhz) and self.clocks_mhz[near] not in self.tried:
+                    return self.clocks_mhz[near]
+        if at:
+            for clock in (self.clocks_mhz[0], best):
+                if self.tried[clock].rounds < _ROUNDS:
+                    return clock
+        return None
+
+    def best_mhz(self) -> int:
+        """The clock of least energy of those that are fast enough, as the highest always is.
+
+        Below it, the lowest that cannot be told from it, by time nor energy: where a power cap
+        holds the clock, requests above it are all alike.
+        """
+        fast = [clock for clock in self.tried if not self._too_slow(clock)]
+        least = min(fast, key=lambda clock: self.tried[clock].step.energy_j or 0.0)
+        below = [clock for clock in fast if clock <= least and not self._slower(clock, least)]
+        return min(clock for clock in below if not self._takes_more(clock, least))
+
+    def by_clock(self) -> list[int]:
+        """The clocks that were measured, the highest first."""
+        return sorted(self.tried, reverse=True)
+
+    def told(self, clock: int) -> str:
+        """What a clock measured, in words."""
+        step, compared = self.tried[clock].step, self._compared(clock, self.clocks_mhz[0])
+        saved = percent(compared.saving_percent, compared.saving_uncertainty_percent)
+        slower = percent(compared.slowdown_percent, compared.slowdown_uncertainty_percent)
+        return (
+            f"{clock} MHz: {step.time_s:.4f} s and {step.energy_j:.1f} J a step on an average GPU, "
+            f"saved: {saved}, slower: {slower}"
+        )
+
+    def _compared(self, clock: int, other: int) -> Comparison:
+        return compare(self.tried[clock].step, self.tried[other].step)
+
+    def _too_slow(self, clock: int) -> bool:
+        return self._slower(clock, self.clocks_mhz[0], self.slowdown_percent)
+
+    def _slower(self, clock: int, other: int, allowed_percent: float = 0.0) -> bool:
+        """Whether a clock's steps last longer than allowed by more than can be noise.
+
+        That is one standard uncertainty of the two means' ratio, if it is not large.
+        """
+        compared = self._compared(clock, other)
+        noise = min(compared.slowdown_uncertainty_percent or 0.0, _MOST_EXCUSED_PERCENT)
+        return compared.slowdown_percent > allowed_percent + noise + _ROUNDING_PERCENT
+
+    def _takes_more(self, clock: int, other: int) -> bool:
+        """Whether a clock's steps take more energy, by more than can be noise."""
+        compared = self._compared(clock, other)
+        noise = (compared.saving_uncertainty_percent or 0.0) + _ROUNDING_PERCENT
+        return (compared.saving_percent or 0.0) < -noise
+
+    def _ends(self, down: Sequence[int]) -> bool:
+        """Whether no lower clock than these, which were tried, can be better."""
+        rises = [self._takes_more(low, high) for high, low in pairwise(down)]
+        past_valley = len(rises) >= _RISES_TO_STOP and all(rises[-_RISES_TO_STOP:])
+        return bool(down) and (past_valley or self._too_slow(down[-1]))
+
+
+def find_one_clock(job: PhaseParts, schedule: Schedule, swept_mhz: Sequence[int]) -> PhaseRun[int]:
+    """Measure a few clocks; the one to keep, in MHz, the same on every rank.
+
+    A measurement takes the profiler's iterations, a second and two steps at least, and those in
+    which clock and counter settle: seven steps or more, by default. There are six to 18. In one to
+    three of them steps last longer than allowed, by what a clock lower by a sixth, a twelfth and a
+    25th costs: about two steps' time in all. What an earlier start of the job found is kept.
+
+    Args:
+        job: this rank's parts; its configuration allows a slowdown.
+        schedule: the framework's order, in which all iterations run.
+        swept_mhz: the clocks to choose from, beside the highest.
+
+    Raises GoesOnError on all ranks if a meter or the control of a clock failed on one.
+    """
+    limit_percent = job.config.one_clock_slowdown_percent
+    assert limit_percent is not None
+    found = job.folder.found
+    if found is not None and found.one_clock_mhz is not None:
+        kept = found.one_clock_mhz
+        if job.collectives.on_all(kept in job.gpu.supported_frequencies_mhz):
+            job.state.notes = (f"One clock for the whole job: {kept} MHz, as found before",)
+            job.say(job.state.notes[0])
+            return kept
+    top = max(job.gpu.supported_frequencies_mhz)
+    search = ClockSearch([top, *(clock for clock in swept_mhz if clock < top)], limit_percent)
+    stretches = Stretches(
+        job.config.profiler.settle_iterations, job.config.profiler.min_window_s, job.collectives
+    )
+    steps: dict[int, Interval] = {}
+    while (clock := by_planner(job.collectives, search.next_mhz)) is not None:
+        job.say(f"one clock: measuring {clock} MHz")
+        order = constant_order(Phase.PROFILE, schedule, clock, clock)
+        yield from stretches.settle(order)
+        job.energy.measure_into(steps.setdefault(clock, Interval()))
+        yield from stretches.measure(
+            order, max(_LEAST_STEPS, job.config.profiler.measured_iterations)
+        )
+        job.energy.measure_into(None)
+        yield from stretches.settle(order)  # the counter passes the last step's end
+        rounds = search.tried[clock].rounds + 1 if clock in search.tried else 1
+        search.tried[clock] = Tried(_mean_step(job, steps[clock]), rounds)
+    best = by_planner(job.collectives, search.best_mhz)
+    why = f"at most {limit_percent:g} % slower was allowed"
+    if not job.collectives.on_all(job.gpu.changes_clock):
+        best, why = top, "a dry run changes no clock, so what was measured shows the loop alone"
+    choice = f"One clock for the whole job: {best} MHz; {why}"
+    told = by_planner(job.collectives, lambda: [search.told(clock) for clock in search.by_clock()])
+    job.state.notes = (choice, *told)
+    for note in job.state.notes:
+        job.say(note)
+    if job.collectives.is_planner:
+        clocks = [
+            {"frequency_mhz": clock, **asdict(search.tried[clock].step)}
+            for clock in search.by_clock()
+        ]
+        job.folder.append("one_clock", {"chosen_mhz": best, "clocks": clocks})
+    job.folder.keep_one_clock(best)
+    return best
+
+
+def _mean_step(job: PhaseParts, steps: Interval) -> StepEnergy:
+    """What all GPUs measured in steps at a clock; ProfilerError on all ranks if one could not."""
+    mean = job.energy.mean_step(steps)
+
+    def checked() -> StepEnergy:
+        if job.clock.error is not None:
+            raise ProfilerError(f"Clock control ended while measuring: {job.clock.error}")
+        if mean is None or mean.energy_j is None:
+            raise ProfilerError("The energy counter failed while clocks were measured")
+        return mean
+
+    return on_every_rank(job.collectives, checked)

@@ -1,0 +1,64 @@
+"""What the ranks of the tests of one clock for a whole job run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import plain_stages
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.gpu.backends.read_through import DryRunGpu
+from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.policies.planner import PlanRequest
+from envpipe_megatron.runtime.job.session import SessionConfig
+from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
+
+#: Of an iteration of each stage at the highest clock.
+UNSEEN_S = (1.0, 1.2, 0.8)
+
+
+def train_unseen(
+    rank: int,
+    root: Path,
+    allowed_percent: float,
+    dry_run: bool,
+    clocks_mhz: tuple[int, ...] = (),
+) -> Any:
+    """Train a framework that runs whole iterations of which no unit is seen."""
+    config = SessionConfig(
+        PlanRequest(1, policy="uniform"),
+        warmup_iterations=2,
+        profiler=ProfilerSettings(1, 1, 1),
+        one_clock_slowdown_percent=allowed_percent,
+    )
+
+    def seen_as(gpu: EmulatedGpu) -> Gpu:
+        gpu.supported_frequencies_mhz = clocks_mhz or gpu.supported_frequencies_mhz
+        return DryRunGpu(gpu) if dry_run else gpu
+
+    session, gpu = plain_stages.session(
+        rank, config, root, time_at_max_s={Kind.FORWARD: UNSEEN_S[rank]}, seen_as=seen_as
+    )
+    order = builders.whole_iteration(len(UNSEEN_S))
+    requested: dict[str, set[int | None]] = {"warm-up": set(), "profile": set(), "steady": set()}
+    try:
+        while not requested["steady"]:
+            session.begin_step()
+            run = session.open_iteration(order, plain_stages.SPECS)
+            run.begin_unit()
+            run.end_unit()
+            session.close_iteration(run)
+            session.end_step()
+            requested[session.state.phase.value].add(gpu.requested_frequency_mhz)
+        state = session.state
+        return {
+            "notes": state.notes,
+            "requested": requested,
+            "executed": session.executed,
+            "iterations": [time_s for _, time_s, _ in state.iterations],
+        }
+    finally:
+        session.close()
