@@ -19,7 +19,7 @@ from benchmarks.claims import markdown_line
 from benchmarks.outputs import output_option, write_csv
 from benchmarks.planner.workloads import Workload, read_workloads
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.planner import PlanRequest, make_plan
 
 _MICROBATCHES = (24, 96)
 _CHUNKS = (2, 4)
@@ -95,23 +95,22 @@ def workloads(data_dir: Path) -> list[Workload]:
 def compare(workload: Workload) -> Iterator[Row]:
     """The rows of one workload."""
 
-    def planned(*how: str, num_chunks: int = 1, deadline_factor: float = 1.0) -> Plan:
-        request = workload.request(*how, deadline_factor=deadline_factor)
-        return make_plan(workload.profile, replace(request, num_chunks=num_chunks)).plan
+    def planned(request: PlanRequest) -> Plan:
+        return make_plan(workload.profile, request).plan
 
-    full = planned()
-    for order, clocks, how in (
-        ("1F1B", "optimal", ("1f1b", "optimal")),
-        ("EnvPipe's", "envelope, balanced", ("envpipe", "envelope", "balanced")),
-        ("joint", "optimal", ("auto", "optimal")),
+    full = planned(workload.request())
+    for order, clocks, request in (
+        ("1F1B", "optimal", workload.request("1f1b", "optimal")),
+        ("EnvPipe's", "envelope, balanced", workload.request("envpipe", "envelope", "balanced")),
+        ("joint", "optimal", workload.request("auto", "optimal")),
     ):
-        plan = planned(*how)
+        plan = planned(request)
         yield Row(workload, order, clocks, plan, plan, full)
     for chunks in _CHUNKS:
-        how = ("interleaved", "optimal")
-        own = planned(*how, num_chunks=chunks)
+        request = replace(workload.request("interleaved", "optimal"), num_chunks=chunks)
+        own = planned(request)
         factor = full.cost.iteration_time_s / own.baseline.cost.iteration_time_s
-        same = planned(*how, num_chunks=chunks, deadline_factor=factor)
+        same = planned(replace(request, deadline_factor=factor))
         yield Row(workload, f"interleaved, V = {chunks}", "optimal", own, same, full)
 
 
