@@ -37,8 +37,8 @@ def pool() -> Iterator[RankPool]:
         "torch.distributed.pipelining",
         "megatron.core.models.gpt.gpt_layer_specs",
         "megatron.core.optimizer",
-        "envpipe_megatron.integrations.megatron_core",
-        "envpipe_megatron.integrations.megatron_cpu",
+        "envpipe_megatron.integrations.megatron.core",
+        "envpipe_megatron.integrations.megatron.cpu",
     )
     with RankPool(4, preload=preload) as ranks:
         yield ranks

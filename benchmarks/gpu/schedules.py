@@ -36,7 +36,7 @@ from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.integrations.megatron_core import ForwardBackward
+from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import all_pipelines, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel

@@ -47,6 +47,13 @@ class Device:
     make_executor: Callable[[Callable[[], None]], Executor]
 
 
+def current_device() -> torch.device:
+    """What tensors of this process are on: its GPU, or the CPU if there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def open_device(
     collectives: Collectives,
     num_stages: int,

@@ -22,6 +22,7 @@ from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import FRAMEWORK
+from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.integrations.job import Job, JobFacts, Placement, close_at_exit
 from envpipe_megatron.integrations.options import prepare_files
 from envpipe_megatron.integrations.recorded_order import recognized
@@ -88,7 +89,7 @@ class InstrumentedPipeline:
                 value=refused,
                 remedy="Leave it out.",
             )
-        self._placement = Placement(pipeline_group, num_microbatches, timeout)
+        self._placement = Placement(pipeline_group, num_microbatches, timeout, keeps_order=True)
         num_stages = self._placement.num_stages
         if num_microbatches < 1:
             raise InstructionError("A step has at least one microbatch", value=num_microbatches)
@@ -99,10 +100,7 @@ class InstrumentedPipeline:
         )
         prepare_files(self._options, num_stages)
         shape, dtype = message
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        )
-        self._specs = StageSpecs.alike(TensorSpec((tuple(shape),), (dtype,), device))
+        self._specs = StageSpecs.alike(TensorSpec((tuple(shape),), (dtype,), current_device()))
         self._facts = facts
         self._say = say
         self._job: Job | None = None

@@ -47,13 +47,15 @@ class Placement:
     """Where a rank stands: its pipeline's ranks in order of their stages, and M of each pipeline.
 
     A rank that is silent for the time-out is an error. With `messages_vary`, stages may send
-    another shape each time.
+    another shape each time. With `keeps_order`, the framework runs units and sends messages, and
+    the channel only measures what those take.
     """
 
     pipeline_group: dist.ProcessGroup
     num_microbatches: int
     timeout: timedelta
     messages_vary: bool = False
+    keeps_order: bool = False
 
     @property
     def stage(self) -> int:
@@ -126,7 +128,8 @@ class Job:
             placement.pipeline_group,
             self.collectives,
             timeout=placement.timeout,
-            carrier=options.channel,
+            # A wait of the framework's is one of NCCL's, which takes more than a one-sided one.
+            carrier="receives" if placement.keeps_order else options.channel,
             vary=placement.messages_vary,
         )
         request = options.request(num_microbatches)

@@ -118,18 +118,18 @@ class Planned:
     notes: tuple[str, ...]
 
 
-def make_plan(profile: Profile, request: PlanRequest) -> Planned:
-    """Plan order and frequencies as requested.
+def make_plan(profile: Profile, request: PlanRequest, order: Schedule | None = None) -> Planned:
+    """Plan order and frequencies as requested; or the frequencies of an order that is given.
 
     EnvPipeError: PlannerError for parts of the request that contradict each other, ScheduleError
     for a job that the schedule does not fit, ProfileError for a profile that the policy cannot work
     with, LinearProgramError for a deadline that no frequencies meet.
     """
     check_request(request)
-    profile = profile.for_chunks(request.num_chunks)
+    profile = profile.for_chunks(request.num_chunks if order is None else order.num_chunks)
     if request.schedule == "auto":
         return _plan_order_too(profile, request)
-    schedule, notes = build_schedule(profile, request)
+    schedule, notes = (order, ()) if order is not None else build_schedule(profile, request)
     conditions = request_conditions(profile, request)
     if request.policy == "optimal":
         deadline_s = request.deadline_factor * all_maximum_s(schedule, profile, conditions)

@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,6 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.flags import add_arguments
 from envpipe_megatron.integrations.hooking import HookError
 from envpipe_megatron.integrations.job import Job, JobError
-from envpipe_megatron.integrations.refusals import RefusedError
 
 pytestmark = pytest.mark.xdist_group("megatron")
 
@@ -118,7 +118,7 @@ def test_a_checkpoint_pauses_and_one_after_training_does_not(hooks: Any, job: An
 def test_arguments_that_were_not_validated(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "_state", hooks._State())
     with pytest.raises(HookError, match="came from elsewhere"):
-        hooks.begin_training(SimpleNamespace())
+        hooks.begin_training(SimpleNamespace(), [gpt()])
 
 
 def test_an_unpatched_megatron_core_is_named(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,11 +159,13 @@ def test_what_is_wrong_is_told_once_a_node_and_without_a_stack(
     ("given", "told"),
     [
         ({"pipeline_model_parallel_size": 1}, "level uniform; against units: no pipeline"),
-        ({"pipeline_model_parallel_size": 2, "num_experts": 8}, "against order: mixture of exp"),
-        ({"pipeline_model_parallel_size": 2, "envpipe_level": "units"}, "was not asked for"),
+        (
+            {"pipeline_model_parallel_size": 2, "num_experts": 8, "envpipe_level": "order"},
+            "Level order cannot be had with: mixture of exp",
+        ),
     ],
 )
-def test_a_level_that_is_not_built_ends_the_job(
+def test_a_level_that_cannot_be_had_ends_the_job(
     hooks: Any,
     given: dict[str, Any],
     told: str,
@@ -193,13 +195,23 @@ def test_megatrons_energy_monitor_asks_for_no_device_that_it_lacks(
     monitor.resume()
 
 
-def test_models_of_another_kind_are_named(hooks: Any) -> None:
-    wrapped = SimpleNamespace(module=SimpleNamespace(module=gpt()))
-    hooks.check_model([wrapped])
-    hooks.check_model(gpt())
-    for model in (torch.nn.Linear(1, 1), [SimpleNamespace(module=torch.nn.Linear(1, 1))]):
-        with pytest.raises(RefusedError, match="Linear"):
-            hooks.check_model(model)
+def test_a_model_that_flags_do_not_tell_keeps_megatrons_order(hooks: Any) -> None:
+    from megatron.core.transformer import TransformerConfig
+
+    from envpipe_megatron.integrations.megatron_lm.job import limits_of
+
+    config = TransformerConfig(
+        num_layers=2, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32
+    )
+    known, other = gpt(), torch.nn.Linear(1, 1)
+    vars(known)["config"] = config
+    vars(other)["config"] = varying = copy(config)
+    varying.variable_seq_lengths = True
+    assert limits_of([known]) == []
+    assert [str(limit.highest) for limit in limits_of([other])] == ["units", "units"]
+    text = " ".join(map(str, limits_of([other])))
+    assert "variable_seq_lengths" in text
+    assert "Linear" in text
 
 
 @pytest.mark.parametrize(
@@ -215,7 +227,7 @@ def test_a_configuration_is_refused_before_the_first_iteration(feature: str) -> 
     pytest.importorskip("megatron.core")
     from megatron.core.transformer import TransformerConfig
 
-    from envpipe_megatron.integrations.megatron_core import ForwardBackward, UnsupportedModelError
+    from envpipe_megatron.integrations.megatron.core import ForwardBackward, UnsupportedModelError
 
     def train(**_: Any) -> Any:
         raise AssertionError("it trained")

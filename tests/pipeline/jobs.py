@@ -7,6 +7,7 @@ from pathlib import Path
 
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.schedule import Schedule
 
 #: Iterations in the steady phase, where a job ends when it got there.
 STEADY_STEPS = 2
@@ -19,6 +20,8 @@ class Job:
     """What both runs train.
 
     Args:
+        group: microbatches of a chunk before the next one's, in Megatron's interleaved order; None
+            for as many as there are stages.
         steps: how many; None ends `STEADY_STEPS` after EnvPipe has come to its steady phase.
         reducer: options of megatron-core's DistributedDataParallel that are on, or
             `align_grad_reduce` (a grad_sync_func); None trains replicas apart, by plain Adam.
@@ -28,6 +31,7 @@ class Job:
     stages: int
     microbatches: int = 6
     chunks: int = 1
+    group: int | None = None
     steps: int | None = 3
     tied: bool = False
     deallocate: bool = True
@@ -42,9 +46,11 @@ class Ours:
     """How EnvPipe runs it; none of it may change a bit of the result.
 
     Args:
+        kept_order: the order that Megatron's own function is said to run, with hooks around units.
         clocks_mhz: of the emulated GPUs; None for those of the preset.
     """
 
+    kept_order: Schedule | None = None
     schedule: str = "1f1b"
     policy: str = "baseline"
     reconfigure: str = "default"

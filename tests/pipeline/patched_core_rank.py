@@ -16,7 +16,7 @@ from forked_ranks import run_forked
 from jobs import Job, Ours
 from megatron.core.pipeline_parallel import schedules
 
-from envpipe_megatron.integrations.megatron_core import ForwardBackward
+from envpipe_megatron.integrations.megatron.core import ForwardBackward
 
 STAGES = 4
 

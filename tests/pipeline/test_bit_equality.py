@@ -106,7 +106,7 @@ def assert_executed(job: Job, results: list[Result], steady: Schedule) -> None:
 def assert_locked(results: list[Result], frequency_mhz: np.ndarray) -> None:
     """After one warm-up iteration, every GPU was told the frequency of each unit, in order."""
     for result in results:
-        steady = len(result.losses) - 1
+        steady = result.phases.count("steady")
         wanted = [1410, *(frequency_mhz[result.stage].tolist() * steady)]
         changes = [clock for clock, _ in itertools.groupby(wanted)]
         # Behind the last unit the clock of the next iteration's first may have been set, or not.

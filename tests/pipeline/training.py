@@ -36,8 +36,9 @@ from torch.overrides import TorchFunctionMode
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.integrations.megatron_core import ForwardBackward
-from envpipe_megatron.integrations.megatron_cpu import use_cpu
+from envpipe_megatron.integrations.megatron.core import ForwardBackward
+from envpipe_megatron.integrations.megatron.cpu import use_cpu
+from envpipe_megatron.integrations.megatron.kept import KeptOrder
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import Collectives, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
@@ -90,7 +91,7 @@ def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result:
         if ours is not None:
             session = _session(rank, job, ours, root, result)
             stack.callback(session.close)
-        _train(job, session, result)
+        _train(job, ours, session, result)
         if session is not None:
             result.phases = [str(phase) for phase, *_ in session.state.iterations]
             result.plan, result.profile = session.state.plan, session.state.profile
@@ -135,10 +136,11 @@ def _use_parallel_state(job: Job) -> None:
     vars(parallel_state).update(_PARALLEL_STATES[key])
 
 
-def _train(job: Job, session: Session | None, result: Result) -> None:
+def _train(job: Job, ours: Ours | None, session: Session | None, result: Result) -> None:
     chunks, clear_grads, finish_step = _build(job)
+    stand_in = session and _stand_in(job, ours, session)
     call = partial(
-        ForwardBackward(session) if session else get_forward_backward_func(),
+        stand_in or get_forward_backward_func(),
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=job.microbatches,
         seq_length=SEQUENCE,
@@ -157,12 +159,27 @@ def _train(job: Job, session: Session | None, result: Result) -> None:
         if last:
             result.grads = _named_bits(chunks, _gradient)
         finish_step()
+        if stand_in is not None:
+            stand_in.end_step(skipped=False)
         if job.evaluate_after == step:
             _evaluate(job, call, result)
         if last:
             break
         step += 1
     result.weights = _named_bits(chunks, lambda parameter: parameter.detach())
+
+
+def _stand_in(job: Job, ours: Ours, session: Session) -> ForwardBackward | KeptOrder:
+    if ours.kept_order is None:
+        return ForwardBackward(session)
+    return KeptOrder(
+        session,
+        get_forward_backward_func(),
+        ours.kept_order,
+        None,
+        _stage(),
+        _collectives(job.stages).on_all,
+    )
 
 
 def _evaluate(job: Job, call: Any, result: Result) -> None:
@@ -186,6 +203,7 @@ def _build(job: Job) -> tuple[list[torch.nn.Module], Callable[[], None], Callabl
         num_attention_heads=4,
         pipeline_model_parallel_size=job.stages,
         virtual_pipeline_model_parallel_size=job.chunks if job.chunks > 1 else None,
+        microbatch_group_size_per_vp_stage=job.group,
         pipeline_dtype=torch.float32,
         use_cpu_initialization=True,
         hidden_dropout=0.0,
@@ -316,6 +334,10 @@ class _RecordingSession(Session):
         super().__init__(*args, **kwargs)
         self._result = result
         self._num_chunks = num_chunks
+
+    def close_iteration(self, run: Any) -> Any:
+        self._result.executed.append(run.executed)
+        return super().close_iteration(run)
 
     def run_iteration(self, num_microbatches: int, spec: Any, make_work: Any) -> Any:
         return super().run_iteration(num_microbatches, spec, self._recording(make_work))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +27,10 @@ from envpipe_megatron.integrations.hooking import (
     validated,
 )
 from envpipe_megatron.integrations.job import Job, JobError, close_at_exit
-from envpipe_megatron.integrations.levels import Level, decide
-from envpipe_megatron.integrations.megatron_core import ForwardBackward
-from envpipe_megatron.integrations.megatron_lm.job import make_job
+from envpipe_megatron.integrations.levels import Level, LevelError, decide
+from envpipe_megatron.integrations.megatron.core import ForwardBackward
+from envpipe_megatron.integrations.megatron.kept import KeptOrder
+from envpipe_megatron.integrations.megatron_lm.job import limits_of, make_job, make_stand_in
 from envpipe_megatron.integrations.megatron_lm.limits import LIMITS
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.refusals import RefusedError
@@ -44,8 +45,9 @@ class _State:
 
     options: Options | None = None
     job: Job | None = None
-    #: What runs in place of Megatron's own 1F1B function, once Megatron has asked for it.
-    forward_backward: ForwardBackward | None = None
+    #: What runs in place of Megatron's own function, once Megatron has asked for it.
+    stand_in: ForwardBackward | KeptOrder | None = None
+    replaced: Callable[..., Any] | None = None
     reached: Counter[str] = field(default_factory=Counter)
 
 
@@ -59,41 +61,41 @@ def validate(args: argparse.Namespace) -> None:
     """
     _state.reached["validate"] += 1
     try:
-        _state.options = options = options_of(args)
-        decision = decide(args, LIMITS, options.level)
-        if decision.level < Level.ORDER:
-            raise RefusedError(f"Levels below order are not built yet; this job has {decision}")
+        _state.options = options_of(args)
+        decision = decide(args, LIMITS, _state.options.level)
+        if decision.level < Level.UNITS:
+            raise RefusedError(f"Levels below units are not built yet; this job has {decision}")
         _hooked_schedules()
     except EnvPipeError as error:
         refuse(error)
 
 
-def begin_training(args: argparse.Namespace) -> None:
+def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
     """Make the job; from here on Megatron gets EnvPipe's forward-backward function.
 
-    Raises HookError if Megatron does not get that function, and SystemExit and EnvPipeError as
-    `Job` raises JobError and EnvPipeError.
+    `model` has the chunks of this rank. Raises HookError if Megatron does not get that function,
+    and SystemExit and EnvPipeError as `Job` raises JobError and EnvPipeError.
     """
     _state.reached["begin_training"] += 1
     options = validated(_state.options, "megatron/training/arguments.py")
     if not args.log_energy:
         _quiet_energy_monitor()
     try:
-        job = _state.job = make_job(args, options, _say)
-    except JobError as error:
+        decision = decide(args, (*LIMITS, *limits_of(model)), options.level)
+        job = _state.job = make_job(args, options, decision.level, _say)
+    except (JobError, LevelError) as error:
         refuse(error)
     close_at_exit(_close)
 
     schedules = _hooked_schedules()
 
     def hook(framework_function: Callable[..., Any]) -> Callable[..., Any]:
-        if framework_function is not schedules.forward_backward_pipelining_without_interleaving:
-            return framework_function  # of another model, without a pipeline
-        if _state.forward_backward is None:
-            _state.forward_backward = ForwardBackward(
-                job.session, framework_function=framework_function
-            )
-        return _reaching(_state.forward_backward)
+        if _state.stand_in is None:
+            _state.replaced = framework_function
+            _state.stand_in = make_stand_in(args, model, decision.level, job, framework_function)
+        if framework_function is not _state.replaced:
+            return framework_function  # of another model
+        return _reaching(_state.stand_in)
 
     schedules.envpipe_hook = hook
     training = sys.modules["megatron.training.training"]
@@ -104,7 +106,7 @@ def begin_training(args: argparse.Namespace) -> None:
             remedy="Something replaced get_forward_backward_func; `envpipe patch check` looks.",
         )
     if job.collectives.is_planner:
-        _say(job.banner())
+        _say(f"{decision}; {job.banner()}")
         if args.train_iters is not None and args.train_iters <= job.options.baseline_steps:
             _say("training ends within its baseline steps, so nothing will be planned")
 
@@ -124,9 +126,9 @@ def end_step(skipped: int) -> None:
     """
     _state.reached["end_step"] += 1
     job = running(_state.job)
+    if _state.stand_in is not None:
+        _state.stand_in.end_step(skipped=bool(skipped))
     job.session.end_step()
-    if skipped and _state.forward_backward is not None:
-        _state.forward_backward.stay_with_framework()
     if _state.reached["end_step"] >= NEEDED_BY_ITERATION:
         check_reached(_state.reached, _NEEDED)
     if job.has_its_profile():
@@ -182,29 +184,12 @@ def _reaching(stand_in: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward_backward(**arguments: Any) -> Any:
         _state.reached["forward_backward"] += 1
-        if _state.reached["forward_backward"] == 1:
-            check_model(arguments["model"])
         if _state.reached["forward_backward"] > NEEDED_BY_ITERATION:
             check_reached(_state.reached, _NEEDED)
         return stand_in(**arguments)
 
     forward_backward.is_envpipe = True  # type: ignore[attr-defined]  # what `begin_training` asks
     return forward_backward
-
-
-def check_model(model: Any) -> None:
-    """Refuse by a RefusedError models that flags do not tell, such as other entry scripts'."""
-    from megatron.core.models.gpt import GPTModel
-
-    inner = model[0] if isinstance(model, list) else model
-    while not isinstance(inner, GPTModel) and hasattr(inner, "module"):
-        inner = inner.module
-    if not isinstance(inner, GPTModel):
-        raise RefusedError(
-            "Under --envpipe, models other than GPTModel are refused until they are proven",
-            value=type(inner).__name__,
-            remedy="Train without --envpipe.",
-        )
 
 
 def _hooked_schedules() -> Any:
@@ -223,7 +208,7 @@ def _hooked_schedules() -> Any:
 
 def _close() -> None:
     if _state.job is not None:
-        job, _state.job, _state.forward_backward = _state.job, None, None
+        job, _state.job, _state.stand_in = _state.job, None, None
         job.close()
 
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import get_model_config, unwrap_model
 
+from envpipe_megatron.core import builders
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.integrations.job import Job, JobFacts, Placement
+from envpipe_megatron.integrations.levels import Level, Limit
+from envpipe_megatron.integrations.megatron.core import ForwardBackward, unsupported
+from envpipe_megatron.integrations.megatron.kept import KeptOrder
+from envpipe_megatron.integrations.megatron_lm.limits import NOT_PROVEN
 from envpipe_megatron.integrations.options import Options
 
 #: What a stored profile and plan were made for; another value of one of these makes them useless.
@@ -30,7 +38,23 @@ _SAME_JOB = (
     "params_dtype",
     "world_size",
     "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
     "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_token_dispatcher_type",
+    "moe_layer_freq",
+    "multi_latent_attention",
+    "mtp_num_layers",
+    "fp8",
+    "fp4",
+    "fp8_recipe",
+    "cuda_graph_impl",
+    "tp_comm_overlap",
     "sequence_parallel",
     "use_distributed_optimizer",
     "transformer_impl",
@@ -59,12 +83,28 @@ _SAME_JOB = (
 )
 
 
-def make_job(args: argparse.Namespace, options: Options, say: Callable[[str], None]) -> Job:
+def limits_of(model: Sequence[Any]) -> list[Limit]:
+    """What the model that was built has against EnvPipe's order, whatever the flags say."""
+    config = get_model_config(model[0])
+    found = unsupported(config, len(model), config.pipeline_model_parallel_size)
+    if not isinstance(unwrap_model(model[0]), GPTModel):
+        found.append(f"models other than GPTModel: {type(unwrap_model(model[0])).__name__}")
+    return [Limit(feature, lambda args: True, Level.UNITS, NOT_PROVEN) for feature in found]
+
+
+def make_job(
+    args: argparse.Namespace, options: Options, level: Level, say: Callable[[str], None]
+) -> Job:
     """Make the job of this rank, as `Job` says, from Megatron's arguments."""
+    if level is not Level.ORDER:
+        options = replace(options, scheduling=_own_order(args), max_in_flight=None)
+    if level is Level.OBSERVE:
+        options = replace(options, gpu_control="none")
     placement = Placement(
         parallel_state.get_pipeline_model_parallel_group(),
-        get_num_microbatches(),
+        _num_microbatches(args),
         timedelta(minutes=args.distributed_timeout_minutes),
+        keeps_order=level is not Level.ORDER,
     )
     facts = JobFacts(
         Sidecar(
@@ -81,3 +121,41 @@ def make_job(args: argparse.Namespace, options: Options, say: Callable[[str], No
         {name: getattr(args, name, None) for name in _SAME_JOB},
     )
     return Job(options, placement, facts, say)
+
+
+def make_stand_in(
+    args: argparse.Namespace,
+    model: Sequence[Any],
+    level: Level,
+    job: Job,
+    framework_function: Callable[..., Any],
+) -> ForwardBackward | KeptOrder:
+    """What runs in place of Megatron's forward-backward function."""
+    if level is Level.ORDER:
+        return ForwardBackward(job.session, framework_function=framework_function)
+    stages, microbatches = args.pipeline_model_parallel_size, _num_microbatches(args)
+    if _own_order(args) == "interleaved":
+        group = get_model_config(model[0]).microbatch_group_size_per_vp_stage
+        kept = builders.interleaved(stages, microbatches, len(model), group)
+    else:
+        kept = builders.one_f_one_b(stages, microbatches)
+    return KeptOrder(
+        job.session,
+        framework_function,
+        kept,
+        None,
+        job.collectives.stage,
+        job.collectives.on_all,
+    )
+
+
+def _own_order(args: argparse.Namespace) -> str:
+    return "1f1b" if args.virtual_pipeline_model_parallel_size is None else "interleaved"
+
+
+def _num_microbatches(args: argparse.Namespace) -> int:
+    """M of a batch of full size, to which --rampup-batch-size leads."""
+    num_microbatches: int = args.global_batch_size // (
+        args.micro_batch_size * args.data_parallel_size
+    )
+    return num_microbatches

@@ -97,7 +97,7 @@ def make_online(job: PhaseParts, profile: Profile) -> tuple[Plan, tuple[str, ...
     limit = in_flight_limit(request, profile, job.memory.stages)
     if limit is not None:
         request = replace(request, max_in_flight=limit)
-    made = make_plan(profile, request)
+    made = make_plan(profile, request, job.kept_order)
     notes = made.notes
     if limit is not None:
         notes = (*notes, f"Memory holds at most {plain(limit)} microbatches in flight.")

@@ -229,6 +229,10 @@ class Session:
     def pause(self) -> None:
         """Prepare for an evaluation or a checkpoint: it runs at the highest clock, not billed."""
         self._energy.pause()
+        self.highest_clock()
+
+    def highest_clock(self) -> None:
+        """Ask for it: what follows is no iteration that is planned for."""
         self._request(max(self._gpu.supported_frequencies_mhz), Done())
 
     def lap(self) -> IntervalEnergy:

@@ -45,6 +45,7 @@ def test_late_clocks_make_no_online_plan_slow():
     job = SimpleNamespace(
         config=SimpleNamespace(request=PlanRequest(1, "1f1b", "optimal")),
         num_microbatches=8,
+        kept_order=None,
         channel=SimpleNamespace(capacity=None),
         memory=SimpleNamespace(stages=None),
     )
@@ -237,7 +238,8 @@ def test_a_solver_may_fail_anywhere(monkeypatch, tmp_path):
 def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, limit):
     asked = []
 
-    def make(profile, request):
+    def make(profile, request, order):
+        assert order == "order"
         asked.append((profile, request))
         return SimpleNamespace(plan="plan", notes=("A note.",))
 
@@ -252,6 +254,7 @@ def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, l
     job: Any = Starting(
         tmp_path / "none", request=request, num_microbatches=7, capacity=1, known_memory="memory"
     )
+    job.kept_order = "order"
     profile = replace(profile_of_two(), sidecar=Sidecar(wait_power_w=({1410: 80.0},) * 2))
     plan, notes = make_online(job, profile)
     wanted = replace(

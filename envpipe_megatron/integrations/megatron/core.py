@@ -32,6 +32,7 @@ from megatron.core.utils import get_model_config, get_model_type
 
 from envpipe_megatron.core.schedule import Kind, Schedule, Unit
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.job.session import Session
@@ -148,7 +149,7 @@ class ForwardBackward:
                     remedy="Run without --envpipe.",
                 )
         spec = TensorSpec.of_one_type(
-            tuple(tuple(shape) for shape in shapes), config.pipeline_dtype, _device()
+            tuple(tuple(shape) for shape in shapes), config.pipeline_dtype, current_device()
         )
         works: list[_MegatronWork] = []
 
@@ -183,13 +184,13 @@ class ForwardBackward:
             config.timers("forward-backward").stop()
         return work.losses
 
-    def stay_with_framework(self) -> None:
-        """Run megatron-core's own function once more if nothing else has run yet.
+    def end_step(self, *, skipped: bool) -> None:
+        """The optimizer has stepped, or has skipped the step.
 
-        Call it after a skipped step: optimizer state, and so its memory, is allocated at the first
-        step that is not skipped.
+        If it skipped, and nothing else has run yet, megatron-core's own function runs once more:
+        optimizer state, and so its memory, is allocated at the first step that is not skipped.
         """
-        if self.last_record is None:
+        if skipped and self.last_record is None:
             self._framework_iterations_left += 1
 
     def _check_ranks(self, groups: ProcessGroupCollection) -> None:
@@ -235,7 +236,7 @@ class _MegatronWork:
         self._no_sync = contextlib.ExitStack()
         self._sync_held = False
         self.losses: list[Any] = []
-        self.num_tokens = torch.zeros([], dtype=torch.int, device=_device())
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=current_device())
         self._hold_sync()
 
     def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
@@ -317,8 +318,8 @@ class _MegatronWork:
         self._sync_held = False
 
 
-def check_supported(config: Any, num_chunks: int, num_stages: int) -> None:
-    """Refuse by an UnsupportedModelError what EnvPipe's interpreter does not do."""
+def unsupported(config: Any, num_chunks: int, num_stages: int) -> list[str]:
+    """What of a model's configuration EnvPipe's interpreter does not do."""
     group = config.microbatch_group_size_per_vp_stage
     refused = {
         "variable_seq_lengths": config.variable_seq_lengths,
@@ -335,11 +336,16 @@ def check_supported(config: Any, num_chunks: int, num_stages: int) -> None:
         ),
         f"cuda_graph_impl '{config.cuda_graph_impl}'": config.cuda_graph_impl != "none",
     }
-    for feature, used in refused.items():
-        if used:
-            raise UnsupportedModelError(
-                f"EnvPipe does not run {feature}", remedy="Switch it off, or run without --envpipe."
-            )
+    return [feature for feature, used in refused.items() if used]
+
+
+def check_supported(config: Any, num_chunks: int, num_stages: int) -> None:
+    """Refuse by an UnsupportedModelError what EnvPipe's interpreter does not do."""
+    if features := unsupported(config, num_chunks, num_stages):
+        raise UnsupportedModelError(
+            f"EnvPipe does not run {'; '.join(features)}",
+            remedy="Switch it off, or run without --envpipe.",
+        )
     if config.pipeline_dtype is None:
         raise UnsupportedModelError(
             "pipeline_dtype is not set", remedy="Set it to the type of the activations."
@@ -362,9 +368,3 @@ def _default_groups() -> ProcessGroupCollection:
     )
     groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups
-
-
-def _device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

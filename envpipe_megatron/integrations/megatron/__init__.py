@@ -1,0 +1,1 @@
+"""megatron-core under EnvPipe: in EnvPipe's order, or in its own."""

@@ -1,0 +1,226 @@
+"""Megatron's own forward-backward function, with hooks around its units.
+
+Order and messages stay Megatron's, so nothing can differ and nothing can hang: EnvPipe times each
+unit and sets its clock. Its functions call `forward_step` and `backward_step` as names of
+`megatron.core.pipeline_parallel.schedules`, so that putting others there for the time of a call
+reaches every unit (seen in 0.16 to 0.19).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron.core.pipeline_parallel import schedules
+
+from envpipe_megatron.core.schedule import Kind, Schedule, Unit
+from envpipe_megatron.integrations.device import current_device
+from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.execution.stage_run import StageRun
+from envpipe_megatron.runtime.job.session import Session
+
+logger = logging.getLogger(__name__)
+
+_FUNCTIONS = {Kind.FORWARD: "forward_step", Kind.BACKWARD: "backward_step"}
+
+
+class Reporter(Protocol):
+    """What is told of each unit."""
+
+    def begin(self, kind: Kind, microbatch: int | None, chunk: int | None) -> None:
+        """A unit begins; its microbatch and chunk where Megatron says them."""
+
+    def end(self) -> None:
+        """The unit's work has been handed to the device."""
+
+
+class KeptOrder:
+    """Stands in for the function that `get_forward_backward_func` returns, and calls it.
+
+    The first iteration is Megatron's alone: its units are held against the order that is planned
+    for. Iterations of another number of microbatches run at the highest clock.
+
+    Args:
+        session: gets an iteration for each call but the first.
+        framework_function: Megatron's.
+        schedule: the order that is planned for.
+        otherwise: what to go on with if units come in another order, or none is seen: one unit a
+            stage, which is the whole call; None to let Megatron train as it would without EnvPipe.
+        on_all: whether something holds on all ranks of the job; they call it together.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        framework_function: Callable[..., list[Any]],
+        schedule: Schedule,
+        otherwise: Schedule | None,
+        stage: int,
+        on_all: Callable[[bool], bool],
+    ) -> None:
+        self._session = session
+        self._framework_function = framework_function
+        self._schedule: Schedule | None = schedule
+        self._otherwise = otherwise
+        self._stage = stage
+        self._on_all = on_all
+        #: Whether a call's units are seen; None until the first iteration.
+        self._sees_units: bool | None = None
+        self._run: StageRun | None = None
+
+    def __call__(self, **arguments: Any) -> list[Any]:
+        """Call Megatron's function with its arguments; what it returns."""
+        if arguments.get("forward_only"):
+            self._session.pause()
+            return self._framework_function(**arguments)
+        self.end_step()  # Megatron may run an iteration again before its step ends
+        if self._schedule is None:
+            return self._framework_function(**arguments)
+        if self._sees_units is False:
+            run = self._open(self._schedule, arguments)
+            run.begin_unit()
+            losses = self._framework_function(**arguments)
+            run.end_unit()
+            return losses
+        if arguments["num_microbatches"] != self._schedule.num_microbatches:
+            self._session.highest_clock()
+            return self._framework_function(**arguments)
+        if self._sees_units is None:
+            return self._first(self._schedule, arguments)
+        followed = _Followed(self._open(self._schedule, arguments))
+        with _told_of_units(followed):
+            losses = self._framework_function(**arguments)
+        followed.complete()
+        return losses
+
+    def end_step(self, *, skipped: bool = False) -> None:
+        """The optimizer has stepped: read the iteration's times, for which the device is waited.
+
+        Not before, since a host that waits between units and optimizer would cost time.
+        """
+        run, self._run = self._run, None
+        if run is not None:
+            self._session.close_iteration(run)
+
+    def _open(self, schedule: Schedule, arguments: dict[str, Any]) -> StageRun:
+        specs = StageSpecs.alike(_message(arguments))
+        self._run = self._session.open_iteration(schedule, specs)
+        return self._run
+
+    def _first(self, schedule: Schedule, arguments: dict[str, Any]) -> list[Any]:
+        seen = _Recorded()
+        with _told_of_units(seen):
+            losses = self._framework_function(**arguments)
+        planned = schedule.stages[self._stage]
+        own = seen.shows(planned)
+        self._sees_units = self._on_all(own)
+        if not self._sees_units:
+            self._schedule = self._otherwise
+        if not own:
+            logger.warning(
+                "Units come in another order than EnvPipe plans for: %s, and not %s. %s",
+                " ".join(map(str, seen.units)) or "none is seen",
+                " ".join(map(str, planned)),
+                "It leaves this job alone"
+                if self._otherwise is None
+                else "It takes an iteration as a whole",
+            )
+        return losses
+
+
+@dataclass(frozen=True)
+class _Seen:
+    kind: Kind
+    microbatch: int | None
+    chunk: int | None
+
+    def may_be(self, unit: Unit) -> bool:
+        known = self.microbatch in (None, unit.microbatch) and self.chunk in (None, unit.chunk)
+        return self.kind is unit.kind and known
+
+    def __str__(self) -> str:
+        microbatch = "" if self.microbatch is None else self.microbatch
+        return f"{self.kind.letter}{microbatch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+class _Recorded:
+    """The units of a call."""
+
+    def __init__(self) -> None:
+        self.units: list[_Seen] = []
+
+    def begin(self, kind: Kind, microbatch: int | None, chunk: int | None) -> None:
+        self.units.append(_Seen(kind, microbatch, chunk))
+
+    def end(self) -> None: ...
+
+    def shows(self, units: tuple[Unit, ...]) -> bool:
+        """Whether they may be these; a backward does not say of which microbatch it is."""
+        return len(units) == len(self.units) and all(
+            seen.may_be(unit) for seen, unit in zip(self.units, units, strict=True)
+        )
+
+
+class _Followed:
+    """Tells an iteration of its units, as long as they come in its order."""
+
+    def __init__(self, run: StageRun) -> None:
+        self._run = run
+        self._in_order = True
+
+    def begin(self, kind: Kind, microbatch: int | None, chunk: int | None) -> None:
+        expected = self._run.next_unit
+        seen = _Seen(kind, microbatch, chunk)
+        if self._in_order and (expected is None or not seen.may_be(expected)):
+            self._in_order = False
+            logger.warning("In this iteration, %s came in place of %s", seen, expected)
+        if self._in_order:
+            self._run.begin_unit()
+
+    def end(self) -> None:
+        if self._in_order:
+            self._run.end_unit()
+
+    def complete(self) -> None:
+        """Give a run whose units came otherwise the rest of them, as if they took no time."""
+        while self._run.next_unit is not None:
+            self._run.begin_unit()
+            self._run.end_unit()
+
+
+@contextmanager
+def _told_of_units(reporter: Reporter) -> Iterator[None]:
+    """Within, `reporter` is told of each unit that a function of Megatron's runs."""
+
+    def around(kind: Kind, step: Callable[..., Any]) -> Callable[..., Any]:
+        def unit(*args: Any, **kwargs: Any) -> Any:
+            reporter.begin(kind, kwargs.get("current_microbatch"), kwargs.get("vp_stage"))
+            result = step(*args, **kwargs)
+            reporter.end()
+            return result
+
+        return unit
+
+    own = {name: getattr(schedules, name) for name in _FUNCTIONS.values()}
+    for kind, name in _FUNCTIONS.items():
+        setattr(schedules, name, around(kind, own[name]))
+    try:
+        yield
+    finally:
+        for name, step in own.items():
+            setattr(schedules, name, step)
+
+
+def _message(arguments: dict[str, Any]) -> TensorSpec:
+    """What a stage sends to the next, near enough to measure what a message takes."""
+    model = arguments["model"]
+    config = schedules.get_model_config(model[0] if isinstance(model, list) else model)
+    parts = config.context_parallel_size
+    if config.sequence_parallel:
+        parts *= config.tensor_model_parallel_size
+    shape = arguments["seq_length"] // parts, arguments["micro_batch_size"], config.hidden_size
+    dtype = config.pipeline_dtype or config.params_dtype
+    return TensorSpec.of_one_type((shape,), dtype, current_device())
