@@ -206,7 +206,7 @@ def framework_schedule(schedule: Schedule) -> Schedule:
         if schedule.forward_only:
             return builders.forward_only(stages, microbatches)
         return builders.one_f_one_b(stages, microbatches)
-    first_group = int(schedule.chunks[0].argmax())  # the first stage goes on to chunk 1
+    first_group = int((schedule.chunks[0] > 0).argmax())  # the first stage goes on to chunk 1
     job = stages, microbatches, schedule.num_chunks, max(stages, first_group)
     if schedule.forward_only:
         return builders.forward_only(*job)

@@ -85,10 +85,11 @@ def test_the_baseline_order_is_the_frameworks(schedule, expected):
     assert framework.num_microbatches == schedule.num_microbatches
 
 
+@pytest.mark.parametrize("num_chunks", [2, 3, 4])
 @pytest.mark.parametrize("group_size", [3, 4, 7, 11])
-def test_the_baseline_of_megatrons_order_has_its_groups(group_size):
+def test_the_baseline_of_megatrons_order_has_its_groups(group_size, num_chunks):
     for build in (builders.interleaved, builders.forward_only):
-        schedule = build(3, 11, 2, group_size)
+        schedule = build(3, 11, num_chunks, group_size)
         assert framework_schedule(schedule) == schedule
 
 
