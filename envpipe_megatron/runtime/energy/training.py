@@ -35,7 +35,7 @@ from envpipe_megatron.runtime.execution.executor import StageRecord
 
 logger = logging.getLogger(__name__)
 
-#: A first step of a baseline that takes this much longer than the median loads or compiles.
+#: A step of a baseline that takes this much longer than the median loads, compiles or captures.
 _REPRESENTATIVE = 1.2
 
 
@@ -74,14 +74,17 @@ class Interval:
 
 
 def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | None:
-    """An average step of a warm-up, without the first and others at the start that last longer.
+    """An average step of a warm-up, without the first and all up to the last that lasts longer.
 
-    None if they are too few, or together shorter than ten refreshes of the counter.
+    One in the second half counts, as a hiccup of training; before that, it prepares what follows:
+    Megatron captures CUDA graphs ahead of its fourth step, and those before run without them. None
+    if steps are too few, or together shorter than ten refreshes of the counter.
     """
     steps = warmup[1:]
     usual_s = statistics.median([step.duration_s for step in steps] or [0.0])
-    while steps and steps[0].duration_s > _REPRESENTATIVE * usual_s:
-        steps = steps[1:]
+    first_half = range((len(steps) + 1) // 2)
+    slow = [i for i in first_half if steps[i].duration_s > _REPRESENTATIVE * usual_s]
+    steps = steps[slow[-1] + 1 :] if slow else steps
     if len(steps) < 2 or sum(step.duration_s for step in steps) < meter.min_window_s:
         return None
     interval = Interval()

@@ -304,7 +304,8 @@ def test_the_baseline_is_the_warm_up_without_its_slow_steps(three_ranks, tmp_pat
         ([1.0, 0.75, 0.5], 2),  # just ten refreshes; 0.75 s is just 1.2 of the median
         ([1.0, 0.6875, 0.5], 0),
         ([1.0, 1.25, 1.0, 1.0, 1.0], 3),
-        ([1.0, 1.0, 1.25, 1.0, 1.0], 4),  # not at the start
+        ([1.0, 1.0, 1.0, 1.25, 1.0], 4),  # not in the first half
+        ([0.5, 0.28125, 0.28125, 2.0, *[0.25] * 6], 6),  # CUDA graphs are captured
         ([0.125] * 10, 0),  # together they are too short
         ([0.125] * 12, 11),
     ],
