@@ -32,6 +32,7 @@ from envpipe_megatron.runtime.channel.collectives import (
     make_collectives,
 )
 from envpipe_megatron.runtime.channel.links import make_channel
+from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
 
@@ -110,6 +111,7 @@ class Job:
     ) -> None:
         self.options = options
         self._one_clock = one_clock
+        self._keeps_order = placement.keeps_order
         self.say = say
         pipeline = dist.get_process_group_ranks(placement.pipeline_group)
         num_microbatches = placement.num_microbatches
@@ -124,14 +126,18 @@ class Job:
             require=options.require_control
             or (options.profile_only and options.gpu_control != "dry_run"),
         )
-        self.channel = make_channel(
-            placement.pipeline_group,
-            self.collectives,
-            timeout=placement.timeout,
-            # A wait of the framework's is one of NCCL's, which takes more than a one-sided one.
-            carrier="receives" if placement.keeps_order else options.channel,
-            vary=placement.messages_vary,
-        )
+        controlled = self.collectives.on_all(not self.device.gpu.read_only)
+        if placement.keeps_order and (one_clock or not controlled):
+            self.channel = P2PChannel(pipeline, placement.stage, {})  # nothing asks it
+        else:
+            self.channel = make_channel(
+                placement.pipeline_group,
+                self.collectives,
+                timeout=placement.timeout,
+                # The framework's waits are NCCL's, which take more power than one-sided ones.
+                carrier="receives" if placement.keeps_order else options.channel,
+                vary=placement.messages_vary,
+            )
         request = options.request(num_microbatches)
         if one_clock:
             request = PlanRequest(num_microbatches, policy="uniform")
@@ -195,7 +201,7 @@ class Job:
             f"in flight: {options.max_in_flight or 'no limit'}; "
             f"output: {options.output_dir or 'none'}",
         ]
-        if self.channel.about:
+        if self.channel.about and not self._keeps_order:
             lines.append(f"messages: {self.channel.about}")
         if self.channel.capacity is not None:  # over one hardware queue
             lines.append(

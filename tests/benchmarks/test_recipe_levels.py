@@ -104,12 +104,12 @@ def test_functional_tests_below_a_folder(tmp_path: Path) -> None:
     pipeline = "--pipeline-model-parallel-size: 2"
     functional_test(tmp_path, "gpt", f"{pipeline}\n  --fp8-format: hybrid")
     functional_test(tmp_path, "bert", pipeline)
-    functional_test(tmp_path, "moe", f'{pipeline}\n  --rampup-batch-size: "[8 8 64]"')
+    functional_test(tmp_path, "moe", f'{pipeline}\n  --step-batch-size-schedule: "0:8 64:16"')
     functional_test(tmp_path, "inference", pipeline, trains=False)
     assert [job["against_the_next"] for job in job_rows(read_jobs(tmp_path))] == [
         ["a model other than GPTModel"],
         ["FP8 and FP4"],
-        ["batch-size ramp-up (--rampup-batch-size, --step-batch-size-schedule)"],
+        ["--step-batch-size-schedule"],
     ]
 
 

@@ -158,7 +158,10 @@ def test_what_is_wrong_is_told_once_a_node_and_without_a_stack(
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"pipeline_model_parallel_size": 1}, "level uniform; against units: no pipeline"),
+        (
+            {"pipeline_model_parallel_size": 1, "envpipe_level": "units"},
+            "Level units cannot be had with: no pipeline",
+        ),
         (
             {"pipeline_model_parallel_size": 2, "num_experts": 8, "envpipe_level": "order"},
             "Level order cannot be had with: mixture of exp",

@@ -120,10 +120,8 @@ ASKING: dict[str, tuple[dict[str, Any], ...]] = {
         {"use_torch_fsdp2": True},
         {"use_custom_fsdp": True},
     ),
-    "batch-size ramp-up (--rampup-batch-size, --step-batch-size-schedule)": (
-        {"rampup_batch_size": ["8", "8", "100"]},
-        {"step_batch_size_schedule": "0:8"},
-    ),
+    "batch-size ramp-up (--rampup-batch-size)": ({"rampup_batch_size": ["8", "8", "100"]},),
+    "--step-batch-size-schedule": ({"step_batch_size_schedule": "0:8"},),
     "hybrid or dynamic context parallelism": (
         {"hybrid_context_parallel": True},
         {"dynamic_context_parallel": True},

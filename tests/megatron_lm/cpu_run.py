@@ -212,6 +212,20 @@ def let_torch_norm_be_sequence_parallel() -> None:
     WrappedTorchNorm.__new__ = make_and_mark
 
 
+def keep_what_gloo_still_sends() -> None:
+    """Keep a chunk's output while it is sent: a stream orders NCCL's sends, nothing gloo's."""
+    from megatron.core.transformer import TransformerConfig
+
+    finish = TransformerConfig.__post_init__
+
+    def finish_and_keep(self: Any) -> None:
+        finish(self)
+        if self.virtual_pipeline_model_parallel_size is not None:
+            self.deallocate_pipeline_outputs = False
+
+    TransformerConfig.__post_init__ = finish_and_keep
+
+
 def take_built_helpers(checkout: Path) -> None:
     """Take the dataset helpers in C++ from the installed megatron-core, if built from this source.
 
@@ -297,6 +311,7 @@ def main() -> None:
     with _CudaOnCpu():
         allow_no_cuda()
         let_torch_norm_be_sequence_parallel()
+        keep_what_gloo_still_sends()
         take_built_helpers(checkout)
         spawn_without_the_script()
         chunks = remember_model()

@@ -120,7 +120,7 @@ def make_job(
         },
         {name: getattr(args, name, None) for name in _SAME_JOB},
     )
-    return Job(options, placement, facts, say)
+    return Job(options, placement, facts, say, one_clock=level is Level.UNIFORM)
 
 
 def make_stand_in(
@@ -143,7 +143,7 @@ def make_stand_in(
         job.session,
         framework_function,
         kept,
-        None,
+        None if level is Level.UNITS else builders.whole_iteration(stages),
         job.collectives.stage,
         job.collectives.on_all,
     )

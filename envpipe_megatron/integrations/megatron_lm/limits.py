@@ -199,9 +199,14 @@ LIMITS: tuple[Limit, ...] = (
         on("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"),
         "weights are gathered ahead, across units",
     ),
+    _against_order(
+        "batch-size ramp-up (--rampup-batch-size)",
+        on("rampup_batch_size"),
+        "planned for the full batch alone; until then, the highest clock",
+    ),
     _against_units(
-        "batch-size ramp-up (--rampup-batch-size, --step-batch-size-schedule)",
-        on("rampup_batch_size", "step_batch_size_schedule"),
+        "--step-batch-size-schedule",
+        on("step_batch_size_schedule"),
         "the number of microbatches changes",
     ),
     _against_units(
