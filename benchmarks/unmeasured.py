@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+
+import numpy as np
 
 from benchmarks.planner.workloads import preset_profile
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.policies.frequencies import envelope
+from envpipe_megatron.policies.frequencies import Frequencies, envelope
 from envpipe_megatron.policies.limits import order_limits
 
 PRESET = "h200"
@@ -27,13 +30,24 @@ def stepped_order(
     return builders.envpipe(num_stages, num_microbatches, limits.fit(wanted))
 
 
-def write_unmeasured_plan(schedule: Schedule, folder: Path) -> tuple[Path, Path]:
-    """Write profile.csv and plan.json of an order, with clocks to ask for on its inner units."""
+def another_each_unit(schedule: Schedule, profile: Profile) -> Frequencies:
+    """Clocks that change at every unit, in MHz, [num_stages, units_per_stage]."""
+    clocks_mhz = [row.frequency_mhz for row in profile.rows[0][Kind.FORWARD]]
+    return np.resize(np.array(clocks_mhz, dtype=np.int64), schedule.is_backward.shape)
+
+
+def write_unmeasured_plan(
+    schedule: Schedule,
+    folder: Path,
+    frequencies: Callable[[Schedule, Profile], Frequencies] = envelope,
+) -> tuple[Path, Path]:
+    """Write profile.csv and plan.json of an order; by default its inner units ask for clocks."""
     profile_file, plan_file = folder / "profile.csv", folder / "plan.json"
     clocks_mhz = load_preset(PRESET).supported_frequencies_mhz[:60:6]
     times_s = dict.fromkeys(Kind, 0.01)
     preset_profile(PRESET, schedule.num_stages, times_s, clocks_mhz).write(profile_file)
-    profile = read_profile(profile_file)
+    profile = read_profile(profile_file).for_chunks(schedule.num_chunks)
     conditions = Conditions((0.0,) * schedule.num_stages)
-    Plan("envelope", schedule, envelope(schedule, profile), profile, conditions).write(plan_file)
+    plan = Plan("envelope", schedule, frequencies(schedule, profile), profile, conditions)
+    plan.write(plan_file)
     return profile_file, plan_file

@@ -259,19 +259,22 @@ def observe_session(recorder: Recorder, measures: Callable[[], bool]) -> None:
     """Keep the units that EnvPipe's session executed last, in which phase, and measured times."""
     from envpipe_megatron.runtime.job.session import Session
 
-    inner = Session.run_iteration
+    def observed(inner: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(inner)
+        def iteration(self: Session, *args: Any, **kwargs: Any) -> Any:
+            record = inner(self, *args, **kwargs)
+            recorder.executed, recorder.phase = self.executed, self.state.phase.value
+            recorder.orders[recorder.phase] = recorder.orders.get(recorder.phase, 0) + 1
+            recorder.different_orders.add(tuple(self.executed))
+            if measures():
+                recorder.add_times(record)
+            return record
 
-    @functools.wraps(inner)
-    def run_iteration(self: Session, *args: Any, **kwargs: Any) -> Any:
-        record = inner(self, *args, **kwargs)
-        recorder.executed, recorder.phase = self.executed, self.state.phase.value
-        recorder.orders[recorder.phase] = recorder.orders.get(recorder.phase, 0) + 1
-        recorder.different_orders.add(tuple(self.executed))
-        if measures():
-            recorder.add_times(record)
-        return record
+        return iteration
 
-    Session.run_iteration = run_iteration  # type: ignore[method-assign]
+    # An iteration ends in one of both: EnvPipe runs its units, or Megatron does.
+    for name in ("run_iteration", "close_iteration"):
+        setattr(Session, name, observed(getattr(Session, name)))
 
 
 def synchronize() -> None:

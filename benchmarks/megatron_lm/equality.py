@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.megatron_lm.jobs import Job, Site, State
+from benchmarks.megatron_lm.jobs import DETERMINISTIC, Job, Site, State
 from benchmarks.megatron_lm.models import (
-    ARMS,
-    ENVPIPE,
+    KEPT_ARMS,
     MAPPINGS,
     NO_EVALUATION,
     OFF,
-    ONE_F_ONE_B,
+    ORDER_ARMS,
     PP2,
+    PP2CP2,
     PP2DP2,
     PP2TP2,
     PP4,
     STOCK,
     TINY,
     TINY_ON_CPU,
+    UNITS,
     Mapping,
     Planned,
     Size,
@@ -30,6 +32,7 @@ from benchmarks.megatron_lm.models import (
     planned,
     training,
 )
+from envpipe_megatron.formats.energy import Phase
 
 PART = "equality"
 #: Of the framework's order before the plan's, beyond those that the framework makes itself.
@@ -45,22 +48,42 @@ _EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --disable-bias-linear"
 )
+_EXPERT_PARALLEL = "--expert-model-parallel-size 2"
+#: Of DeepSeek-V3's kind: latent attention, a dense layer before those of experts, a shared expert,
+#: a router without auxiliary loss, and a further token that is predicted.
+_DEEPSEEK = (
+    "--multi-latent-attention --q-lora-rank 128 --kv-lora-rank 64 --qk-head-dim 64 "
+    "--qk-pos-emb-head-dim 32 --v-head-dim 64 --qk-layernorm --no-rope-fusion "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --moe-layer-freq [0]+[1]*7 --moe-ffn-hidden-size 128 "
+    "--moe-shared-expert-intermediate-size 128 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-aux-loss-coeff 1e-4 --mtp-num-layers 1"
+)
 
 
 @dataclass(frozen=True)
 class Setting:
     """One job that all arms train; `checkpoints` is a format to save, end and load half-way.
 
-    `lifts` are limits of EnvPipe's order that do not count.
+    `lifts` are limits of EnvPipe's order that do not count in arms that run it. A setting with
+    Transformer Engine runs on GPUs alone, where that is installed.
     """
 
     name: str
     mapping: Mapping
     features: tuple[str, ...] = (_BF16,)
-    arms: tuple[str, ...] = (STOCK, ONE_F_ONE_B, ENVPIPE)
+    arms: tuple[str, ...] = ORDER_ARMS
     checkpoints: str | None = None
     corpus: bool = False
     lifts: tuple[str, ...] = ()
+    transformer_engine: bool = False
+
+    @property
+    def environment(self) -> dict[str, str | None]:
+        """Beyond what every job gets."""
+        return {**self.mapping.environment, **(DETERMINISTIC if self.transformer_engine else {})}
 
 
 def size_of(cpu: bool) -> Size:
@@ -73,7 +96,8 @@ def settings(num_gpus: int, cpu: bool) -> list[Setting]:
     made = []
     for mapping in MAPPINGS:
         gpt = f"gpt-{mapping.name}"
-        made.append(Setting(gpt, mapping, arms=ARMS))
+        kept = (UNITS,) if mapping in (PP2, PP4) else ()
+        made.append(Setting(gpt, mapping, arms=(*ORDER_ARMS, OFF, *kept)))
         flags = (_BF16, mapping.distributed_optimizer())
         made.append(Setting(f"{gpt}-distopt", mapping, flags))
     llama, untied = size_of(cpu).llama, "--untie-embeddings-and-output-weights"
@@ -92,15 +116,65 @@ def settings(num_gpus: int, cpu: bool) -> list[Setting]:
         Setting("restart-pp4", PP4, (_BF16,), checkpoints="torch"),
         Setting("fp32-pp2", PP2, ()),
         Setting("restart-pp2dp2-distopt", PP2DP2, (_BF16, overlapped), checkpoints="torch_dist"),
-        Setting("moe-pp2", PP2, (_BF16, _EXPERTS), lifts=("mixture of experts",)),
+        Setting(
+            "moe-pp2",
+            PP2,
+            (_BF16, _EXPERTS),
+            arms=(*ORDER_ARMS, UNITS),
+            lifts=("mixture of experts",),
+        ),
         Setting(
             "moe-pp2ep2",
             PP2DP2,
-            (_BF16, _EXPERTS, "--expert-model-parallel-size 2"),
+            (_BF16, _EXPERTS, _EXPERT_PARALLEL),
+            arms=(*ORDER_ARMS, UNITS),
             lifts=("mixture of experts", "expert parallelism"),
         ),
     ]
+    for mapping, chunks in itertools.product((PP2, PP4), (2, 4)):
+        split = replace(mapping, chunks=chunks)
+        made.append(Setting(f"gpt-{split.name}", split, arms=KEPT_ARMS))
+    if not cpu:
+        made += _with_transformer_engine()
     return [setting for setting in made if setting.mapping.num_ranks <= num_gpus]
+
+
+def _with_transformer_engine() -> list[Setting]:
+    made = []
+    for mapping in (PP2, PP4):
+        made += [
+            Setting(f"te-bf16-{mapping.name}", mapping, arms=(*ORDER_ARMS, UNITS)),
+            Setting(
+                f"te-fp8-{mapping.name}",
+                mapping,
+                (_BF16, "--fp8-format hybrid"),
+                arms=(*ORDER_ARMS, UNITS),
+                lifts=("FP8 and FP4",),
+            ),
+        ]
+    kept = {
+        "te-fp8-pp2vp2": (replace(PP2, chunks=2), "--fp8-format hybrid"),
+        "te-deepseek-pp2": (PP2, _DEEPSEEK),
+        "te-deepseek-pp2ep2": (PP2DP2, f"{_DEEPSEEK} {_EXPERT_PARALLEL}"),
+        "te-experts-pp2": (PP2, f"{_EXPERTS} --moe-grouped-gemm"),
+        "te-experts-pp2ep2": (PP2DP2, f"{_EXPERTS} --moe-grouped-gemm {_EXPERT_PARALLEL}"),
+        "te-graphs-local-pp2": (PP2, "--cuda-graph-impl local"),
+        "te-graphs-te-pp2": (PP2, "--cuda-graph-impl transformer_engine"),
+        "te-pp2cp2": (PP2CP2, ""),
+    }
+    made += [
+        Setting(name, mapping, (_BF16, features), arms=KEPT_ARMS)
+        for name, (mapping, features) in kept.items()
+    ]
+    return [replace(setting, transformer_engine=True) for setting in made]
+
+
+def left_out(site: Site) -> list[str]:
+    """Names of settings that fit, but for Transformer Engine, which is not installed."""
+    if site.transformer_engine:
+        return []
+    fitting = settings(site.num_gpus, site.cpu)
+    return [setting.name for setting in fitting if setting.transformer_engine]
 
 
 def jobs(site: Site, iterations: int) -> list[Job]:
@@ -108,7 +182,8 @@ def jobs(site: Site, iterations: int) -> list[Job]:
     made = [
         job
         for setting in settings(site.num_gpus, site.cpu)
-        if site.corpus or not setting.corpus
+        if (site.corpus or not setting.corpus)
+        and (site.transformer_engine or not setting.transformer_engine)
         for arm in setting.arms
         for job in _jobs_of(setting, arm, site, iterations)
     ]
@@ -116,7 +191,7 @@ def jobs(site: Site, iterations: int) -> list[Job]:
 
 
 def _jobs_of(setting: Setting, arm: str, site: Site, iterations: int) -> list[Job]:
-    size = size_of(site.cpu)
+    size = size_of(site.cpu).fitting(setting.mapping)
     plan = planned(setting.mapping, size, arm)
     job = Job(
         name=f"{PART}/{setting.name}/{arm}",
@@ -128,13 +203,14 @@ def _jobs_of(setting: Setting, arm: str, site: Site, iterations: int) -> list[Jo
             corpus_data() if setting.corpus else size.mock_data,
             training(iterations),
             plan.arguments(_WARMUP) if plan else "",
+            transformer_engine=setting.transformer_engine,
         ),
         num_ranks=setting.mapping.num_ranks,
         iterations=iterations,
         patched=arm != STOCK,
-        environment=setting.mapping.environment,
+        environment=setting.environment,
         plan=plan,
-        lifts=setting.lifts if plan else (),
+        lifts=setting.lifts if plan and arm != UNITS else (),
         mark_norms="--sequence-parallel" in setting.features,
     )
     if setting.checkpoints is None:
@@ -171,7 +247,7 @@ def rows(state: State, site_is_cpu: bool) -> list[dict[str, Any]]:
 
     `printed` and `exact` say whether all printed digits are equal, and losses and gradient norms
     to the last bit; `executed`, whether the last iteration ran the planned order on every rank
-    (None where the framework's own function ran it); `imported`, whether EnvPipe was.
+    (None where nothing was planned); `imported`, whether EnvPipe was.
     """
     mappings = {s.name: s.mapping for s in settings(10**6, site_is_cpu)}
     found = []
@@ -182,7 +258,8 @@ def rows(state: State, site_is_cpu: bool) -> list[dict[str, Any]]:
         stock = state.runs.get("/".join([PART, setting, STOCK, *half]), {})
         if arm == STOCK or run["status"] != "ok" or stock.get("status") != "ok":
             continue
-        plan = planned(mappings[setting], size_of(site_is_cpu), arm)
+        mapping = mappings[setting]
+        plan = planned(mapping, size_of(site_is_cpu).fitting(mapping), arm)
         name = "/".join([setting, *half])
         found.append({"setting": name, "arm": arm, **_compared(run, stock, plan)})
     return found
@@ -218,12 +295,15 @@ def _exact(run: dict[str, Any]) -> list[Any]:
 
 
 def _executed(run: dict[str, Any], plan: Planned) -> bool:
-    """Whether each rank's last iteration ran its stage's units in the planned order."""
+    """Whether each rank's last iteration ran its stage's units in the planned order, by the plan.
+
+    The phase tells where the warm-up has the same order.
+    """
     ranks: Sequence[Any] = run["ranks"]
     per_stage = len(ranks) // plan.mapping.pipeline  # Megatron's stages are outermost
-    stages = plan.schedule.stages
+    labels = plan.schedule.labels()
     return bool(ranks) and all(
-        rank["executed"] == [str(unit) for unit in stages[rank["rank"] // per_stage]]
+        rank["phase"] == Phase.STEADY and rank["executed"] == labels[rank["rank"] // per_stage]
         for rank in ranks
     )
 
@@ -249,7 +329,8 @@ _REFUSED = (
 def fault_jobs(site: Site) -> list[Job]:
     """One job for each fault; none of them trains."""
     size = size_of(site.cpu)
-    good = f"{size.mock_data} {NO_EVALUATION} --bf16 --envpipe --envpipe-gpu-control {{control}}"
+    envpipe = "--envpipe --envpipe-level order --envpipe-gpu-control {control}"
+    good = f"{size.mock_data} {NO_EVALUATION} --bf16 {envpipe}"
     return [
         Job(
             name=f"{FAULTS}/{name}",

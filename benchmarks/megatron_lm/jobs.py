@@ -22,6 +22,11 @@ from envpipe_megatron.gpu.base import FORBID_VARIABLE
 
 #: Back ends that change no clock of a GPU.
 HARMLESS = ("dry_run", "emulated")
+#: With Transformer Engine, two runs of the same job differ without.
+DETERMINISTIC = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
 
 
 class HarmfulError(Exception):
@@ -39,6 +44,7 @@ class Site:
         cpu: on gloo and emulated GPUs, through tests/megatron_lm/cpu_run.py.
         corpus: folder of a corpus by tests/megatron_lm/make_corpus.py.
         channel: what carries messages under EnvPipe, one of `channel_model.CARRIERS`.
+        transformer_engine: whether it is installed.
     """
 
     stock: Path
@@ -48,6 +54,7 @@ class Site:
     num_gpus: int
     corpus: Path | None = None
     channel: str = "auto"
+    transformer_engine: bool = False
 
     @property
     def control(self) -> str:
@@ -169,7 +176,7 @@ class Launch:
 
     def shown(self) -> str:
         """The command as one may type it."""
-        kept = (FORBID_VARIABLE, "CUDA_DEVICE_MAX_CONNECTIONS")
+        kept = (FORBID_VARIABLE, "CUDA_DEVICE_MAX_CONNECTIONS", *DETERMINISTIC)
         variables = [
             f"{name}={self.environment[name]}" for name in kept if name in self.environment
         ]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.unmeasured import stepped_order, write_unmeasured_plan
+from benchmarks.unmeasured import another_each_unit, stepped_order, write_unmeasured_plan
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.policies.frequencies import envelope
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_RUN = ROOT / "tests" / "megatron_lm" / "cpu_run.py"
@@ -17,6 +18,12 @@ CPU_RUN = ROOT / "tests" / "megatron_lm" / "cpu_run.py"
 GPU_BASE = (
     "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
     "--no-masked-softmax-fusion --no-rope-fusion"
+)
+#: With Transformer Engine, still without Apex. Kernels of attention that repeat to the last bit
+#: have no dropout.
+GPU_BASE_TRANSFORMER_ENGINE = (
+    "--transformer-impl transformer_engine --no-gradient-accumulation-fusion "
+    "--attention-dropout 0 --hidden-dropout 0"
 )
 
 
@@ -27,30 +34,42 @@ class Mapping:
     pipeline: int
     tensor: int = 1
     data: int = 1
+    #: Parts of each sequence.
+    context: int = 1
+    #: Virtual stages of a stage.
+    chunks: int = 1
 
     @property
     def num_ranks(self) -> int:
         """GPUs that it takes."""
-        return self.pipeline * self.tensor * self.data
+        return self.pipeline * self.tensor * self.data * self.context
 
     @property
     def name(self) -> str:
         """Such as pp2tp2."""
-        sizes = (("pp", self.pipeline), ("tp", self.tensor), ("dp", self.data))
+        sizes = (
+            ("pp", self.pipeline),
+            ("vp", self.chunks),
+            ("tp", self.tensor),
+            ("cp", self.context),
+            ("dp", self.data),
+        )
         return "".join(f"{kind}{size}" for kind, size in sizes if size > 1)
 
     @property
     def arguments(self) -> str:
         """Megatron's."""
+        chunks = f" --num-virtual-stages-per-pipeline-rank {self.chunks}" if self.chunks > 1 else ""
         return (
             f"--pipeline-model-parallel-size {self.pipeline} "
-            f"--tensor-model-parallel-size {self.tensor}"
+            f"--tensor-model-parallel-size {self.tensor} "
+            f"--context-parallel-size {self.context}{chunks}"
         )
 
     @property
     def environment(self) -> dict[str, str | None]:
-        """Megatron demands one hardware queue for tensor parallelism before Blackwell."""
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if self.tensor > 1 else {}
+        """Before Blackwell, Megatron demands one hardware queue where a layer is split."""
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if self.tensor * self.context > 1 else {}
 
     def distributed_optimizer(self) -> str:
         """Its flags, with the overlaps where there are replicas to overlap with."""
@@ -59,6 +78,7 @@ class Mapping:
 
 
 PP2, PP4, PP2TP2, PP2DP2 = Mapping(2), Mapping(4), Mapping(2, tensor=2), Mapping(2, data=2)
+PP2CP2 = Mapping(2, context=2)
 PP8, PP4TP2, PP2TP2DP2 = Mapping(8), Mapping(4, tensor=2), Mapping(2, tensor=2, data=2)
 MAPPINGS = (PP4, PP2TP2, PP2DP2, PP2, PP8, PP4TP2, PP2TP2DP2)
 
@@ -83,6 +103,20 @@ class Size:
             f"--num-attention-heads {heads} --seq-length {self.sequence} "
             f"--max-position-embeddings {self.sequence} --micro-batch-size {self.microbatch} "
             f"--global-batch-size {batch}"
+        )
+
+    def fitting(self, mapping: Mapping) -> Size:
+        """The same, or if stages have chunks, with layers for all and whole groups of microbatches.
+
+        Megatron refuses a last group of less than a microbatch a stage.
+        """
+        if mapping.chunks == 1:
+            return self
+        layers, group = mapping.pipeline * mapping.chunks, mapping.pipeline
+        return replace(
+            self,
+            layers=-(-self.layers // layers) * layers,
+            microbatches=-(-self.microbatches // group) * group,
         )
 
     @property
@@ -126,20 +160,22 @@ def joined(parts: Iterable[str]) -> tuple[str, ...]:
     return tuple(argument for part in parts for argument in part.split())
 
 
-def base_arguments(cpu: bool) -> tuple[str, ...]:
-    """What every run gets."""
+def base_arguments(cpu: bool, *, transformer_engine: bool = False) -> tuple[str, ...]:
+    """What every run gets; there is no Transformer Engine for the CPU."""
     if not cpu:
-        return joined([GPU_BASE])
+        return joined([GPU_BASE_TRANSFORMER_ENGINE if transformer_engine else GPU_BASE])
     sys.path.append(str(CPU_RUN.parent))
     from lm_runs import CPU_ARGS  # type: ignore[import-not-found]  # a helper of the tests
 
     return joined([CPU_ARGS])
 
 
-def job_arguments(cpu: bool, size: Size, mapping: Mapping, *parts: str) -> tuple[str, ...]:
+def job_arguments(
+    cpu: bool, size: Size, mapping: Mapping, *parts: str, transformer_engine: bool = False
+) -> tuple[str, ...]:
     """What every run gets, a model spread over GPUs, and pieces of a command line."""
-    model = size.arguments(mapping), mapping.arguments
-    return (*base_arguments(cpu), *joined([*model, *parts]))
+    base = base_arguments(cpu, transformer_engine=transformer_engine)
+    return (*base, *joined([size.arguments(mapping), mapping.arguments, *parts]))
 
 
 def corpus_data() -> str:
@@ -152,9 +188,11 @@ def corpus_data() -> str:
     return f"{arguments} --data-cache-path {{folder}}/cache"
 
 
-#: The arms of a comparison: unmodified Megatron-LM, and the patched one in its ways.
-STOCK, OFF, ONE_F_ONE_B, ENVPIPE = "stock", "off", "1f1b", "envpipe"
-ARMS = (STOCK, OFF, ONE_F_ONE_B, ENVPIPE)
+#: The arms of a comparison: unmodified Megatron-LM, and the patched one in its ways. The last but
+#: one run at level `order`; UNITS runs Megatron's own function and order, at level `units`.
+STOCK, OFF, ONE_F_ONE_B, ENVPIPE, UNITS = "stock", "off", "1f1b", "envpipe", "units"
+#: Those of jobs that may run in another order than Megatron's, and of those that may not.
+ORDER_ARMS, KEPT_ARMS = (STOCK, ONE_F_ONE_B, ENVPIPE), (STOCK, UNITS)
 
 
 @dataclass(frozen=True)
@@ -167,17 +205,21 @@ class Planned:
 
     @property
     def schedule(self) -> Schedule:
-        """1F1B, or EnvPipe's with one extra forward more than the next stage's."""
+        """Megatron's, or EnvPipe's with one extra forward more than the next stage's."""
         p, m = self.mapping.pipeline, self.num_microbatches
-        if self.arm == ONE_F_ONE_B:
-            return builders.one_f_one_b(p, m)
-        return stepped_order(p, m, capacity=1 if self.mapping.environment else None)
+        if self.arm == ENVPIPE:
+            return stepped_order(p, m, capacity=1 if self.mapping.environment else None)
+        if self.mapping.chunks > 1:
+            return builders.interleaved(p, m, self.mapping.chunks)
+        return builders.one_f_one_b(p, m)
 
     def arguments(self, warmup_iterations: int) -> str:
         """EnvPipe's flags; `{folder}` and `{control}` are filled in when the job starts."""
-        scheduling = "1f1b" if self.arm == ONE_F_ONE_B else "ours"
+        level = "units" if self.arm == UNITS else "order"
+        scheduling = "ours" if self.arm == ENVPIPE else "1f1b"
         return (
-            f"--envpipe --envpipe-type envelope --envpipe-scheduling {scheduling} "
+            f"--envpipe --envpipe-level {level} "
+            f"--envpipe-type envelope --envpipe-scheduling {scheduling} "
             f"--envpipe-reconfigure default --envpipe-baseline-steps {warmup_iterations} "
             "--envpipe-profile {folder}/profile.csv --envpipe-plan {folder}/plan.json "
             "--envpipe-gpu-control {control} --envpipe-output {folder}/envpipe"
@@ -185,9 +227,10 @@ class Planned:
 
     def write(self, folder: Path) -> None:
         """Write the files that `arguments` names."""
-        write_unmeasured_plan(self.schedule, folder)
+        frequencies = another_each_unit if self.arm == UNITS else envelope
+        write_unmeasured_plan(self.schedule, folder, frequencies)
 
 
 def planned(mapping: Mapping, size: Size, arm: str) -> Planned | None:
-    """The order of an arm; None where the framework's own function runs."""
-    return Planned(mapping, size.microbatches, arm) if arm in (ONE_F_ONE_B, ENVPIPE) else None
+    """The order of an arm; None where EnvPipe does nothing."""
+    return None if arm in (STOCK, OFF) else Planned(mapping, size.microbatches, arm)

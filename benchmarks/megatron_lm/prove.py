@@ -5,15 +5,17 @@
 Parts: `equality` of losses and gradient norms; `ratio` of iteration times, with peak memory and
 what the units of one order predict of another; `stress` by random orders and delays; `energy` as
 both sides print it; `faults` that must be refused; `lost`, what others do when a rank is killed or
-stopped; `report` of all that is in OUT. What is done already is not done again, so a call that ran
-out of time is simply repeated. Another --channel than auto has a folder of its own in OUT. No clock
-is ever changed: all runs get a back end that sets nothing and ENVPIPE_FORBID_CLOCK_CONTROL=1, and
-none is started without.
+stopped; `report` of all that is in OUT. Level `units` has arms of its own, and is the only one for
+jobs that another order is not proven for; those with Transformer Engine run where it is installed.
+What is done already is not done again, so a call that ran out of time is simply repeated. Another
+--channel than auto has a folder of its own in OUT. No clock is ever changed: all runs get a back
+end that sets nothing and ENVPIPE_FORBID_CLOCK_CONTROL=1, and none is started without.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import importlib.util
 import json
 import os
 import platform
@@ -63,7 +65,7 @@ _FOR_AN_END_S = 20.0
 @click.option("--start-s", default=240.0, show_default=True, help="Until a job's first turn.")
 @click.option("--hang-s", default=60.0, show_default=True, help="Without progress, a hang.")
 @click.option("--most-failures", default=8, show_default=True, help="Then it starts no more.")
-@click.option("--only", help="Names of runs, with wildcards; see --list.")
+@click.option("--only", multiple=True, help="Names of runs, with wildcards; see --list.")
 @click.option("--list", "listed", is_flag=True, help="Runs of the parts, and what is done.")
 @click.option("--iterations", type=int, help="Of `equality`. [default: 50; 10 on the CPU]")
 @click.option("--corpus", type=click.Path(path_type=Path), help="Made if need be. [in scratch]")
@@ -72,6 +74,7 @@ _FOR_AN_END_S = 20.0
 @click.option("--turn-iterations", default=10, show_default=True, help="Of a turn of `ratio`.")
 @click.option("--warmup-iterations", default=12, show_default=True, help="Of its first turns.")
 @click.option("--microbatches", type=int, help="Of `ratio`. [default: 14; 6 on the CPU]")
+@click.option("--chunks", default=1, show_default=True, help="Of a stage, in `ratio`.")
 @click.option("--energy-iterations", default=60, show_default=True)
 @click.option("--stress-iterations", default=1000, show_default=True)
 @click.option("--stress-delay-ms", default=2.0, show_default=True, help="Of a unit, at most.")
@@ -85,7 +88,16 @@ def main(**options: Any) -> None:
     scratch = options["scratch"] or Path(tempfile.gettempdir()) / f"envpipe-proof-{tag}"
     gpus = options["gpus"] or (4 if cpu else torch.cuda.device_count())
     corpus = (options["corpus"] or scratch / "corpus").resolve()
-    site = Site(options["stock"], options["patched"], scratch.resolve(), cpu, gpus, corpus, channel)
+    site = Site(
+        options["stock"],
+        options["patched"],
+        scratch.resolve(),
+        cpu,
+        gpus,
+        corpus,
+        channel,
+        transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
+    )
     output.mkdir(parents=True, exist_ok=True)
     state = State(output / f"proof-{tag}.json")
     if options["listed"]:
@@ -129,6 +141,8 @@ class _Proof:
         return any("{corpus}" in argument for job in jobs for argument in job.arguments)
 
     def run(self) -> None:
+        if "equality" in self._parts and (names := equality.left_out(self._site)):
+            click.echo(f"left out, for want of transformer_engine: {', '.join(names)}")
         shared = self._jobs("faults", "equality")
         slots = self._options["slots"]
         run_jobs(self._site, self._state, shared, self._limits(), slots=slots)
@@ -157,11 +171,11 @@ class _Proof:
 
         def goes_on(left: int) -> bool:
             # A round that is begun should end.
-            in_round = len(ratio.ARMS) * self._rounds.turns
+            in_round = len(jobs) * self._rounds.turns
             turns = in_round if left % in_round == 0 else 1
             return self._limits().left_s > 1.05 * turns * longest_s + _FOR_AN_END_S
 
-        keeper = Keeper(self._state, self._rounds)
+        keeper = Keeper(self._state, self._rounds, [job.name.split("/")[-1] for job in jobs])
         order = ratio.order(jobs)
         limits = self._limits(concurrency=len(jobs))
         run_jobs(
@@ -182,7 +196,7 @@ class _Proof:
         site, options, only = self._site, self._options, self._options["only"]
         iterations = options["iterations"] or (10 if site.cpu else 50)
         delay_s = options["stress_delay_ms"] / 1e3
-        setting = ratio.setting(site, options["microbatches"])
+        setting = ratio.setting(site, options["microbatches"], options["chunks"])
         makers: dict[str, Callable[[], list[Job]]] = {
             "faults": lambda: equality.fault_jobs(site),
             "equality": lambda: equality.jobs(site, iterations),
@@ -197,7 +211,7 @@ class _Proof:
             job
             for part in asked
             for job in makers[part]()
-            if only is None or part == "ratio" or fnmatch.fnmatch(job.name, only)
+            if not only or part == "ratio" or any(fnmatch.fnmatch(job.name, name) for name in only)
         ]
 
 

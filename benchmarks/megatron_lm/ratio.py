@@ -1,6 +1,8 @@
 """Iteration time, peak memory and joules of the patched checkout against the unmodified one's.
 
-And how well the iteration of one order is predicted by the units of the other (`unit_times`).
+At level `units` too, where clocks are to change at every unit; jobs with chunks have that arm
+alone. And how well the iteration of one order is predicted by the units of the other
+(`unit_times`).
 
 All arms are started together on the same GPUs and take short turns, in an order that is turned
 round each time, so that what drifts meets all of them alike. A round is a block of iterations of
@@ -22,14 +24,17 @@ from benchmarks.megatron_lm.jobs import Job, Site, State
 from benchmarks.megatron_lm.models import (
     ENVPIPE,
     GPT_1_3B,
+    KEPT_ARMS,
     MAPPINGS,
     NO_EVALUATION,
     ONE_F_ONE_B,
+    ORDER_ARMS,
     PP2,
     PP4,
     PP8,
     STOCK,
     TINY_ON_CPU,
+    UNITS,
     Mapping,
     Planned,
     Size,
@@ -41,10 +46,9 @@ from benchmarks.megatron_lm.turns import Block
 from envpipe_megatron.core.schedule import Schedule
 
 PART = "ratio"
-ARMS = (STOCK, ONE_F_ONE_B, ENVPIPE)
 #: The framework's order before the plan's; within the first turn, which is not counted.
 _WARMUP = 3
-TARGET = 1.005
+TARGET, TARGET_OF_UNITS = 1.005, 1.003
 LEAST_ITERATION_S = 0.5
 _LOG_INTERVAL = 10
 
@@ -74,12 +78,18 @@ class Setting:
         """Such as pp4-m14, for 14 microbatches."""
         return f"{self.mapping.name}-m{self.size.microbatches}"
 
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """What takes turns; with chunks, Megatron's order alone."""
+        return KEPT_ARMS if self.mapping.chunks > 1 else (*ORDER_ARMS, UNITS)
 
-def setting(site: Site, microbatches: int | None = None) -> Setting:
-    """A stage on each GPU; by default as many microbatches as the model has."""
+
+def setting(site: Site, microbatches: int | None = None, chunks: int = 1) -> Setting:
+    """A stage on each GPU; by default about as many microbatches as the model has."""
     size = TINY_ON_CPU if site.cpu else GPT_1_3B
     size = replace(size, microbatches=microbatches or size.microbatches)
-    return Setting({2: PP2, 4: PP4, 8: PP8}[site.num_gpus], size)
+    mapping = replace({2: PP2, 4: PP4, 8: PP8}[site.num_gpus], chunks=chunks)
+    return Setting(mapping, size.fitting(mapping))
 
 
 def _job(
@@ -119,11 +129,11 @@ def jobs(site: Site, state: State, of: Setting, rounds: Rounds) -> list[Job]:
     if missing <= 0:
         return []
     start = f"{PART}/{of.name} start"
-    number = 1 + sum(name.startswith(f"{start} ") for name in state.runs) // len(ARMS)
+    number = 1 + len({n.split("/")[1] for n in state.runs if n.startswith(f"{start} ")})
     turns = (rounds.warmup, *[rounds.iterations] * (rounds.turns * missing))
     # One more: a turn ends where the next iteration would begin.
     iterations = sum(turns) + 1
-    return [_job(site, of, f"{start} {number}/{arm}", arm, iterations, turns) for arm in ARMS]
+    return [_job(site, of, f"{start} {number}/{arm}", arm, iterations, turns) for arm in of.arms]
 
 
 def order(jobs_made: Sequence[Job]) -> list[str]:
@@ -138,9 +148,10 @@ def order(jobs_made: Sequence[Job]) -> list[str]:
 class Keeper:
     """Puts turns together to rounds, and each round into the state as soon as it is whole."""
 
-    def __init__(self, state: State, rounds: Rounds) -> None:
+    def __init__(self, state: State, rounds: Rounds, arms: Sequence[str]) -> None:
         self._state = state
         self._rounds = rounds
+        self._arms = arms
         self._turns: dict[tuple[str, int], dict[str, list[Block]]] = {}
 
     def __call__(self, run: str, block: Block) -> None:
@@ -149,7 +160,7 @@ class Keeper:
             return
         _, start, arm = run.split("/")
         number = (block.turn - 1) // self._rounds.turns
-        turns = self._turns.setdefault((start, number), {name: [] for name in ARMS})
+        turns = self._turns.setdefault((start, number), {name: [] for name in self._arms})
         turns[arm].append(block)
         if all(len(blocks) == self._rounds.turns for blocks in turns.values()):
             self._keep(start, turns)
@@ -187,7 +198,11 @@ def ratio_rows(state: State) -> list[dict[str, Any]]:
     rows = []
     for name in dict.fromkeys(found["setting"] for found in state.rounds if "setting" in found):
         times = [found["iteration_time_s"] for found in measured(state, name)]
-        rows += [{"setting": name, **_ratio_row(times, arm)} for arm in ARMS[1:]]
+        arms = dict.fromkeys(arm for found in times for arm in found if arm != STOCK)
+        rows += [
+            {"setting": name, **_ratio_row([found for found in times if arm in found], arm)}
+            for arm in arms
+        ]
     return rows
 
 
@@ -200,6 +215,7 @@ def _ratio_row(times: Sequence[dict[str, float]], arm: str) -> dict[str, Any]:
     def bound(quantile: float) -> float:
         return math.exp(mean + stats.t.ppf(quantile, max(1, count - 1)) * error)
 
+    target = TARGET_OF_UNITS if arm == UNITS else TARGET
     stock_s = statistics.median(t[STOCK] for t in times)
     return {
         "arm": arm,
@@ -211,7 +227,7 @@ def _ratio_row(times: Sequence[dict[str, float]], arm: str) -> dict[str, Any]:
         "upper": bound(0.95),
         "stock (s)": stock_s,
         "own (s)": statistics.median(t[arm] for t in times),
-        "target met": bound(0.95) <= TARGET and stock_s >= LEAST_ITERATION_S,
+        "target met": bound(0.95) <= target and stock_s >= LEAST_ITERATION_S,
     }
 
 
@@ -221,24 +237,25 @@ def memory_rows(state: State) -> list[dict[str, Any]]:
     `predicted` is what the package said of EnvPipe's order before it ran; the others were measured
     in the forward-backward function at the end of each arm's last turn.
     """
-    last = {start.split()[0]: runs for start, runs in _starts(state).items()}
+    last = {start.split()[0]: runs for start, runs in _starts(state).items() if ENVPIPE in runs}
     return [
         {"setting": name, **_memory_row(number, stage, runs)}
         for name, runs in last.items()
-        for number, stage in enumerate((runs[-1].get("summary") or {}).get("memory") or [])
+        for number, stage in enumerate((runs[ENVPIPE].get("summary") or {}).get("memory") or [])
     ]
 
 
-def _starts(state: State) -> dict[str, list[dict[str, Any]]]:
-    """The runs of each start whose arms all ended well, in the order of the arms."""
-    names = dict.fromkeys(name.split("/")[1] for name in state.runs if name.startswith(f"{PART}/"))
-    starts = {
-        start: [state.runs.get(f"{PART}/{start}/{arm}", {}) for arm in ARMS] for start in names
-    }
+def _starts(state: State) -> dict[str, dict[str, dict[str, Any]]]:
+    """The runs of each start whose arms all ended well, by arm."""
+    starts: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, run in state.runs.items():
+        part, start, *arm = name.split("/")
+        if part == PART:
+            starts.setdefault(start, {})[arm[0]] = run
     return {
         start: runs
         for start, runs in starts.items()
-        if all(run.get("status") == "ok" for run in runs)
+        if all(run["status"] == "ok" for run in runs.values())
     }
 
 
@@ -252,7 +269,7 @@ def rows_of_units(
     rows = []
     for start, runs in _starts(state).items():
         mapping, microbatches = start.split()[0].split("-m")
-        times = {arm: run["times"] for arm, run in zip(ARMS, runs, strict=True) if run.get("times")}
+        times = {arm: run["times"] for arm, run in runs.items() if run.get("times")}
         if ONE_F_ONE_B in times and ENVPIPE in times:
             (spread,) = (known for known in MAPPINGS if known.name == mapping)
             schedules = {arm: Planned(spread, int(microbatches), arm).schedule for arm in times}
@@ -261,18 +278,18 @@ def rows_of_units(
 
 
 def _memory_row(
-    number: int, stage: dict[str, Any], runs: Sequence[dict[str, Any]]
+    number: int, stage: dict[str, Any], runs: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
     more = stage["in_flight"] - stage["baseline_in_flight"]
     predicted = stage["baseline_peak_bytes"] + more * stage["activation_bytes"]
-    peaks = [run["ranks"][number]["forward_backward_bytes"] for run in runs]
+    peaks = {arm: run["ranks"][number]["forward_backward_bytes"] for arm, run in runs.items()}
     return {
         "stage": number,
         "in flight, 1F1B": stage["baseline_in_flight"],
         "in flight": stage["in_flight"],
-        **dict(zip(ARMS, peaks, strict=True)),
+        **{arm: peaks.get(arm) for arm in (*ORDER_ARMS, UNITS)},
         "predicted": predicted,
-        "error (%)": 100 * (predicted / peaks[-1] - 1),
+        "error (%)": 100 * (predicted / peaks[ENVPIPE] - 1),
     }
 
 

@@ -10,10 +10,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fake_checkout import no_limits, processes_of
 
 from envpipe_megatron.core import builders
+from envpipe_megatron.core.plan import read_plan
+from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.integrations.megatron_lm.limits import LIMITS
 
 pytest.importorskip("torch")
@@ -29,11 +32,13 @@ from benchmarks.megatron_lm.jobs import (
 from benchmarks.megatron_lm.models import (
     ENVPIPE,
     ONE_F_ONE_B,
+    ORDER_ARMS,
     PP2,
     PP2TP2,
     PP4,
     PP8,
     STOCK,
+    UNITS,
     Planned,
 )
 from benchmarks.megatron_lm.pool import Limits, printed_energies, printed_results, run_jobs
@@ -82,8 +87,8 @@ def _wait(reached):
 def test_jobs_take_turns_and_never_compute_together(site, state):
     turns = (2, 3, 3)
     iterations = sum(turns) + 1
-    jobs = [_job(f"ratio/start 1/{arm}", iterations, turns) for arm in ratio.ARMS]
-    keeper = ratio.Keeper(state, ratio.Rounds(1, 2, 3, 2))
+    jobs = [_job(f"ratio/start 1/{arm}", iterations, turns) for arm in ORDER_ARMS]
+    keeper = ratio.Keeper(state, ratio.Rounds(1, 2, 3, 2), ORDER_ARMS)
     order = ratio.order(jobs)
     run_jobs(site, state, jobs, no_limits(), order=order, on_block=keeper)
 
@@ -106,9 +111,9 @@ def test_jobs_take_turns_and_never_compute_together(site, state):
 
 @takes_minutes
 def test_turns_end_early_and_jobs_end_well_where_time_runs_out(site, state):
-    jobs = [_job(f"ratio/start 1/{arm}", 100, (2, 3, 3)) for arm in ratio.ARMS]
+    jobs = [_job(f"ratio/start 1/{arm}", 100, (2, 3, 3)) for arm in ORDER_ARMS]
     order = ratio.order(jobs)
-    keeper = ratio.Keeper(state, ratio.Rounds(2, 1, 3, 2))
+    keeper = ratio.Keeper(state, ratio.Rounds(2, 1, 3, 2), ORDER_ARMS)
     asked = []
 
     def goes_on(left):
@@ -214,11 +219,12 @@ def test_nothing_is_started_that_might_change_a_clock(flags, forbidden):
 def test_every_run_there_is_changes_no_clock(num_gpus, site, state, monkeypatch):
     monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "0")
     monkeypatch.setenv("ENVPIPE_TYPE", "optimal")
-    machine = replace(site, num_gpus=num_gpus, corpus=site.scratch)
+    machine = replace(site, num_gpus=num_gpus, corpus=site.scratch, transformer_engine=True)
     jobs = [
         *equality.jobs(machine, 50),
         *stress.jobs(machine, 1000, 0.002),
         *ratio.jobs(machine, state, ratio.setting(machine), ratio.Rounds(5, 5, 10, 12)),
+        *ratio.jobs(machine, state, ratio.setting(machine, chunks=2), ratio.Rounds(5, 5, 10, 12)),
         *ratio.energy_jobs(machine, 60),
         *lost.jobs(machine),
     ]
@@ -265,16 +271,16 @@ def test_only_results_are_compared():
     ]
 
 
-def _equality_run(planned=None, *, loss="1.0", exact="0x1p+0", imported=False):
-    stages = planned.schedule.stages if planned else [[]] * 4
+def _equality_run(planned=None, *, loss="1.0", exact="0x1p+0", imported=False, phase="steady"):
+    labels = planned.schedule.labels() if planned else [[]] * 4
     rank = {"losses": [{"lm loss": exact}], "grad_norms": [exact], "skipped": 0}
     return {
         "status": "ok",
         "printed": [{"iteration": "1", "lm loss": loss}],
         "ranks": [
             rank
-            | {"rank": number, "executed": [str(unit) for unit in stages[number]]}
-            | {"imported_envpipe": imported}
+            | {"rank": number, "executed": labels[number]}
+            | {"imported_envpipe": imported, "phase": phase}
             for number in range(4)
         ],
     }
@@ -283,6 +289,7 @@ def _equality_run(planned=None, *, loss="1.0", exact="0x1p+0", imported=False):
 def test_equal_is_what_has_the_same_digits_and_ran_the_planned_order(state):
     planned = Planned(PP4, equality.TINY.microbatches, ENVPIPE)
     other = Planned(PP4, equality.TINY.microbatches, ONE_F_ONE_B)
+    units = Planned(replace(PP4, chunks=2), equality.TINY.microbatches, UNITS)
     runs = {
         "gpt-pp4/stock": _equality_run(),
         "gpt-pp4/off": _equality_run(),
@@ -293,6 +300,9 @@ def test_equal_is_what_has_the_same_digits_and_ran_the_planned_order(state):
         "llama-pp4/stock": _equality_run(),
         "llama-pp4/envpipe": _equality_run(planned, loss="1.1", exact="0x2p+0", imported=True),
         "llama-pp4/1f1b": _equality_run(other, exact="0x2p+0", imported=True),
+        "gpt-pp4/units": _equality_run(other, imported=True, phase="warm-up"),
+        "gpt-pp4vp2/stock": _equality_run(),
+        "gpt-pp4vp2/units": _equality_run(units, imported=True),
     }
     state.runs.update({f"equality/{name}": run for name, run in runs.items()})
     found = {f"{row['setting']}/{row['arm']}": row for row in equality.rows(state, False)}
@@ -303,6 +313,8 @@ def test_equal_is_what_has_the_same_digits_and_ran_the_planned_order(state):
         "gpt-pp4-distopt/envpipe": False,  # the order is another
         "llama-pp4/envpipe": False,
         "llama-pp4/1f1b": True,  # to all printed digits
+        "gpt-pp4/units": False,  # nothing was planned yet
+        "gpt-pp4vp2/units": True,
     }
     assert not found["llama-pp4/1f1b"]["exact"]
     assert "lm loss 1.0 -> 1.1" in found["llama-pp4/envpipe"]["differs_at"]
@@ -320,16 +332,55 @@ def test_envpipes_jobs_get_the_channel_that_is_asked_for(channel, site):
         assert given == channels
 
 
-def test_limits_are_lifted_for_envpipes_arms_of_experts_alone(site):
-    four = equality.jobs(replace(site, num_gpus=4), 5)
+def test_limits_are_lifted_for_arms_of_level_order_alone(site):
+    four = equality.jobs(replace(site, num_gpus=4, transformer_engine=True), 5)
     lifted = {job.name: set(job.lifts) for job in four if job.lifts}
     experts = {"mixture of experts"}
-    assert lifted == {
-        f"equality/{name}/{arm}": lifts
-        for name, lifts in (("moe-pp2", experts), ("moe-pp2ep2", experts | {"expert parallelism"}))
-        for arm in (ONE_F_ONE_B, ENVPIPE)
+    lifts = {
+        "moe-pp2": experts,
+        "moe-pp2ep2": experts | {"expert parallelism"},
+        "te-fp8-pp2": {"FP8 and FP4"},
+        "te-fp8-pp4": {"FP8 and FP4"},
     }
-    assert experts | {"expert parallelism"} <= {limit.feature for limit in LIMITS}
+    assert lifted == {
+        f"equality/{name}/{arm}": lifts[name] for name in lifts for arm in (ONE_F_ONE_B, ENVPIPE)
+    }
+    assert set().union(*lifts.values()) <= {limit.feature for limit in LIMITS}
+
+
+def test_settings_with_transformer_engine_run_where_it_is(site):
+    without = replace(site, num_gpus=4)
+    installed = replace(without, transformer_engine=True)
+    names = {job.name.split("/")[1] for job in equality.jobs(without, 5)}
+    more = {job.name.split("/")[1]: job for job in equality.jobs(installed, 5)}
+    assert more.keys() - names == set(equality.left_out(without))
+    assert not equality.left_out(installed)
+    assert not equality.left_out(replace(without, cpu=True))
+    job = more["te-pp2cp2"]
+    assert dict(job.environment) == {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+    assert job.num_ranks == 4
+    assert ("--transformer-impl", "transformer_engine") in pairwise(job.arguments)
+    assert "NVTE_ALLOW_NONDETERMINISTIC_ALGO" not in more["gpt-pp2"].environment
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (2, 4), (4, 2), (4, 4)])
+def test_chunks_run_in_megatrons_order_with_another_clock_at_each_unit(stages, chunks, site):
+    machine = replace(site, num_gpus=4, cpu=True)
+    name = f"equality/gpt-pp{stages}vp{chunks}/units"
+    (job,) = [one for one in equality.jobs(machine, 5) if one.name == name]
+    given = dict(pairwise(job.arguments))
+    assert given["--envpipe-level"] == "units"
+    assert int(given["--num-layers"]) % (stages * chunks) == 0
+    microbatches = int(given["--global-batch-size"])
+    assert microbatches % stages == 0
+    assert job.plan.schedule.stages == builders.interleaved(stages, microbatches, chunks).stages
+    job.plan.write(site.scratch)
+    plan = read_plan(site.scratch / "plan.json", read_profile(site.scratch / "profile.csv"))
+    assert (np.diff(plan.frequency_mhz, axis=1) != 0).all()
 
 
 def test_orders_of_the_arms(site):

@@ -12,21 +12,22 @@ from envpipe_megatron.core.timeline import Timeline
 pytest.importorskip("torch")
 from benchmarks.megatron_lm import ratio, unit_times
 from benchmarks.megatron_lm.jobs import State
-from benchmarks.megatron_lm.models import ENVPIPE, ONE_F_ONE_B, STOCK
+from benchmarks.megatron_lm.models import ENVPIPE, ONE_F_ONE_B, ORDER_ARMS, STOCK, UNITS
 from benchmarks.megatron_lm.turns import Block
 
 
 def test_ratio_and_its_bound(state):
-    keeper = ratio.Keeper(state, ratio.Rounds(5, 2, 25, 12))
+    arms = STOCK, ONE_F_ONE_B, ENVPIPE, UNITS
+    keeper = ratio.Keeper(state, ratio.Rounds(5, 2, 25, 12), arms)
     times = [(30.0, 30.03), (31.0, 31.062), (30.5, 30.5), (30.2, 30.1698), (30.0, 30.06)]
     for number, (stock, own) in enumerate(times):
-        blocks = {STOCK: stock, ONE_F_ONE_B: own, ENVPIPE: own * 1.02}
+        blocks = {STOCK: stock, ONE_F_ONE_B: own, ENVPIPE: own * 1.02, UNITS: own * 1.001}
         for turn, share in ((2 * number + 1, 0.6), (2 * number + 2, 0.4)):
             for arm, time_s in blocks.items():
                 keeper(f"ratio/pp4-m14 start 1/{arm}", Block(turn, share * time_s, ()))
     keeper("ratio/pp4-m14 start 1/stock", Block(0, 5.0, ()))
     keeper("energy/envpipe", Block(1, 5.0, ()))
-    found, slower = ratio.ratio_rows(State(state.path))
+    found, slower, units = ratio.ratio_rows(State(state.path))
     logs = [math.log(b / a) for a, b in times]
     mean = sum(logs) / 5
     error = math.sqrt(sum((x - mean) ** 2 for x in logs) / 4 / 5)
@@ -36,6 +37,8 @@ def test_ratio_and_its_bound(state):
     assert found["stock (s)"] == pytest.approx(30.2 / 50)
     assert (found["arm"], slower["arm"]) == (ONE_F_ONE_B, ENVPIPE)
     assert (found["target met"], slower["target met"]) == (True, False)
+    assert 1.003 < units["upper"] < 1.005
+    assert not units["target met"]
     assert found["setting"] == "pp4-m14"
     assert not ratio.measured(state, "pp4-m22")
 
@@ -56,6 +59,18 @@ def test_rounds_that_are_missing_are_measured_later(site, state):
     pair = ratio.setting(replace(site, num_gpus=2), microbatches=22)
     (mapping,) = {job.num_ranks for job in ratio.jobs(site, state, pair, rounds)}
     assert (pair.name, mapping) == ("pp2-m22", 2)
+
+
+def test_jobs_with_chunks_run_in_megatrons_order_alone(site, state):
+    machine, rounds = replace(site, num_gpus=4), ratio.Rounds(5, 2, 25, 12)
+    chunks = ratio.setting(machine, chunks=2)
+    jobs = ratio.jobs(machine, state, chunks, rounds)
+    assert [job.name for job in jobs] == [
+        "ratio/pp4vp2-m16 start 1/stock",
+        "ratio/pp4vp2-m16 start 1/units",
+    ]
+    assert jobs[0].plan is None
+    assert jobs[1].plan.schedule.num_chunks == 2
 
 
 #: Forward and backward of each stage, the boundaries' latencies, and what clocks differ by; s.
@@ -109,7 +124,7 @@ def test_the_times_of_1f1bs_units_predict_the_other_order(state):
     assert unit_times.median_times([{"times": []}]) is None
 
     for number, name in enumerate(("pp4-m6 start 1", "pp4-m6 start 2")):
-        for arm in ratio.ARMS:
+        for arm in ORDER_ARMS:
             run = {"status": "ok", "times": times.get(arm)}
             state.runs[f"ratio/{name}/{arm}"] = run | ({"status": "hung"} if number else {})
     rows = ratio.rows_of_units(state, lambda found, orders: [{"same": found == times}])
