@@ -37,6 +37,8 @@ _GOES_WITH = {
     "envelope": ("ours", "balanced"),
     "optimal": ("auto", "default"),
 }
+#: Types that a job without a pipeline may have.
+_WITHOUT_PIPELINE = ("baseline", "uniform")
 
 
 class OptionError(EnvPipeError):
@@ -102,7 +104,9 @@ def read_options(
     """
     variables = os.environ if environment is None else environment
     policy = _chosen(args.envpipe_type, variables, "ENVPIPE_TYPE", TYPES)
-    policy = policy or ("envelope" if num_stages > 1 else "uniform")
+    if args.envpipe_type is None and num_stages == 1 and policy not in _WITHOUT_PIPELINE:
+        policy = "uniform"  # a site's variable is for its pipelines
+    policy = policy or "envelope"
     # Of a variable that does not go with the flags, the flags win.
     fits = variables if args.envpipe_plan is None else {}
     scheduling = _chosen(args.envpipe_scheduling, fits, "ENVPIPE_SCHEDULING", SCHEDULINGS)
@@ -236,7 +240,7 @@ def _check(options: Options, num_stages: int, *, on_gpu: bool) -> None:
         ),
         (
             num_stages == 1
-            and (options.policy not in ("baseline", "uniform") or options.profile_only or by_file),
+            and (options.policy not in _WITHOUT_PIPELINE or options.profile_only or by_file),
             "Without a pipeline there is nothing to profile and plan: the job has one clock",
             "Use --envpipe-type uniform or baseline, without --envpipe-profile, -profile-only and "
             "-plan.",

@@ -101,6 +101,18 @@ def test_variables_that_do_not_go_with_the_flags_give_way() -> None:
     assert read(*PLANNED, **environment).reconfigure == "default"
 
 
+def test_variables_for_pipelines_give_way_in_a_job_without_one() -> None:
+    environment = {
+        "ENVPIPE_TYPE": "envelope",
+        "ENVPIPE_SCHEDULING": "ours",
+        "ENVPIPE_RECONFIGURE": "balanced",
+    }
+    options = read_options(parsed(), environment, num_stages=1, on_gpu=True)
+    assert (options.policy, options.reconfigure) == ("uniform", "default")
+    measured = read_options(parsed(), {"ENVPIPE_TYPE": "baseline"}, num_stages=1, on_gpu=True)
+    assert measured.policy == "baseline"
+
+
 def test_refusals_name_the_options_of_megatron() -> None:
     for words in (
         ("--envpipe-type", "uniform", "--envpipe-reconfigure", "greedy"),
