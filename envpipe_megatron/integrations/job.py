@@ -203,7 +203,7 @@ class Job:
         ]
         if self.channel.about and not self._keeps_order:
             lines.append(f"messages: {self.channel.about}")
-        if self.channel.capacity is not None:  # over one hardware queue
+        if self.channel.capacity is not None and not self._keeps_order:  # over one hardware queue
             lines.append(
                 f"{QUEUES_VARIABLE} is below 8: {self.channel.capacity} message(s) may wait "
                 "between neighbours, so their extra forwards are kept close"

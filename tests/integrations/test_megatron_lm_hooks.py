@@ -182,6 +182,45 @@ def test_a_level_that_cannot_be_had_ends_the_job(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", ["inprocess_restart", "fake_process_group"])
+def test_what_cannot_be_metered_is_refused(
+    hooks: Any, given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hooks, "_state", hooks._State())
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit):
+        hooks.validate(arguments(pipeline_model_parallel_size=2, **{given: True}))
+    assert "cannot meter" in capsys.readouterr().err
+
+
+def test_whole_steps_are_opened_and_closed_outside_of_megatrons_function() -> None:
+    """So that a CUDA graph may hold all of it."""
+    pytest.importorskip("megatron.core")
+    from envpipe_megatron.core.builders import whole_iteration
+    from envpipe_megatron.integrations.megatron.kept import WholeSteps
+
+    told: list[str] = []
+
+    def note(name: str) -> Any:
+        return lambda *_: (
+            told.append(name)
+            or SimpleNamespace(begin_unit=note("begin_unit"), end_unit=note("end_unit"))
+        )
+
+    session: Any = SimpleNamespace(
+        open_iteration=note("open"), close_iteration=note("close"), highest_clock=note("highest")
+    )
+    full = [True, False]
+    steps = WholeSteps(
+        session, lambda **_: told.append("train") or [], whole_iteration(1), lambda: full.pop(0)
+    )
+    for _ in range(2):
+        steps.begin_step()
+        steps(num_microbatches=1)
+        steps.end_step()
+    assert told == ["open", "begin_unit", "train", "end_unit", "close", "highest", "train"]
+
+
 def test_megatrons_energy_monitor_asks_for_no_device_that_it_lacks(
     hooks: Any,
     monkeypatch: pytest.MonkeyPatch,

@@ -129,8 +129,6 @@ ASKING: dict[str, tuple[dict[str, Any], ...]] = {
     "--freeze-all-layers": ({"freeze_all_layers": True},),
     "reinforcement learning": ({"perform_rl_step": True},),
     "--skip-train": ({"skip_train": True},),
-    "in-process restart": ({"inprocess_restart": True},),
-    "--fake-process-group": ({"fake_process_group": True},),
 }
 DEFAULTS: dict[str, Any] = {
     "virtual_pipeline_model_parallel_size": None,
@@ -159,7 +157,7 @@ def job(**asked: Any) -> argparse.Namespace:
 
 @pytest.fixture(autouse=True)
 def no_allocator_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING"):
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -169,7 +167,8 @@ def test_defaults_of_megatron_get_the_highest_level() -> None:
 
 
 def test_each_row_is_asked_for_and_leaves_its_level() -> None:
-    rows = {limit.feature: limit for limit in LIMITS if limit.feature != FREES_WHILE_TRAINING}
+    of_the_environment = FREES_WHILE_TRAINING, "CUDA_LAUNCH_BLOCKING"
+    rows = {limit.feature: limit for limit in LIMITS if limit.feature not in of_the_environment}
     assert rows.keys() == ASKING.keys()
     for feature, several in ASKING.items():
         for asked in several:

@@ -176,7 +176,6 @@ def _stand_in(job: Job, ours: Ours, session: Session) -> ForwardBackward | KeptO
         session,
         get_forward_backward_func(),
         ours.kept_order,
-        None,
         _stage(),
         _collectives(job.stages).on_all,
     )

@@ -184,6 +184,9 @@ class ForwardBackward:
             config.timers("forward-backward").stop()
         return work.losses
 
+    def begin_step(self) -> None:
+        """A training step begins."""
+
     def end_step(self, *, skipped: bool) -> None:
         """The optimizer has stepped, or has skipped the step.
 

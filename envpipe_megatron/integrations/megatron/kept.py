@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from megatron.core.pipeline_parallel import schedules
 
 from envpipe_megatron.core.schedule import Kind, Schedule, Unit
@@ -41,14 +42,13 @@ class KeptOrder:
     """Stands in for the function that `get_forward_backward_func` returns, and calls it.
 
     The first iteration is Megatron's alone: its units are held against the order that is planned
-    for. Iterations of another number of microbatches run at the highest clock.
+    for. If they come otherwise, Megatron trains on as it would without EnvPipe. Iterations of
+    another number of microbatches run at the highest clock.
 
     Args:
         session: gets an iteration for each call but the first.
         framework_function: Megatron's.
         schedule: the order that is planned for.
-        otherwise: what to go on with if units come in another order, or none is seen: one unit a
-            stage, which is the whole call; None to let Megatron train as it would without EnvPipe.
         on_all: whether something holds on all ranks of the job; they call it together.
     """
 
@@ -57,19 +57,20 @@ class KeptOrder:
         session: Session,
         framework_function: Callable[..., list[Any]],
         schedule: Schedule,
-        otherwise: Schedule | None,
         stage: int,
         on_all: Callable[[bool], bool],
     ) -> None:
         self._session = session
         self._framework_function = framework_function
-        self._schedule: Schedule | None = schedule
-        self._otherwise = otherwise
+        self._schedule = schedule
         self._stage = stage
         self._on_all = on_all
-        #: Whether a call's units are seen; None until the first iteration.
-        self._sees_units: bool | None = None
+        #: Whether units come as planned; None until the first iteration.
+        self._as_planned: bool | None = None
         self._run: StageRun | None = None
+
+    def begin_step(self) -> None:
+        """A training step begins."""
 
     def __call__(self, **arguments: Any) -> list[Any]:
         """Call Megatron's function with its arguments; what it returns."""
@@ -77,20 +78,16 @@ class KeptOrder:
             self._session.pause()
             return self._framework_function(**arguments)
         self.end_step()  # Megatron may run an iteration again before its step ends
-        if self._schedule is None:
-            return self._framework_function(**arguments)
-        if self._sees_units is False:
-            run = self._open(self._schedule, arguments)
-            run.begin_unit()
-            losses = self._framework_function(**arguments)
-            run.end_unit()
-            return losses
         if arguments["num_microbatches"] != self._schedule.num_microbatches:
             self._session.highest_clock()
             return self._framework_function(**arguments)
-        if self._sees_units is None:
-            return self._first(self._schedule, arguments)
-        followed = _Followed(self._open(self._schedule, arguments))
+        if self._as_planned is None:
+            return self._first(arguments)
+        if not self._as_planned:
+            return self._framework_function(**arguments)
+        specs = StageSpecs.alike(_message(arguments))
+        self._run = run = self._session.open_iteration(self._schedule, specs)
+        followed = _Followed(run, self._session.highest_clock)
         with _told_of_units(followed):
             losses = self._framework_function(**arguments)
         followed.complete()
@@ -105,30 +102,68 @@ class KeptOrder:
         if run is not None:
             self._session.close_iteration(run)
 
-    def _open(self, schedule: Schedule, arguments: dict[str, Any]) -> StageRun:
-        specs = StageSpecs.alike(_message(arguments))
-        self._run = self._session.open_iteration(schedule, specs)
-        return self._run
-
-    def _first(self, schedule: Schedule, arguments: dict[str, Any]) -> list[Any]:
+    def _first(self, arguments: dict[str, Any]) -> list[Any]:
         seen = _Recorded()
         with _told_of_units(seen):
             losses = self._framework_function(**arguments)
-        planned = schedule.stages[self._stage]
+        planned = self._schedule.stages[self._stage]
         own = seen.shows(planned)
-        self._sees_units = self._on_all(own)
-        if not self._sees_units:
-            self._schedule = self._otherwise
+        self._as_planned = self._on_all(own)
         if not own:
             logger.warning(
-                "Units come in another order than EnvPipe plans for: %s, and not %s. %s",
+                "Units come in another order than EnvPipe plans for, so it leaves this job alone: "
+                "%s, and not %s",
                 " ".join(map(str, seen.units)) or "none is seen",
                 " ".join(map(str, planned)),
-                "It leaves this job alone"
-                if self._otherwise is None
-                else "It takes an iteration as a whole",
             )
         return losses
+
+
+class WholeSteps:
+    """Stands in likewise where each training step is one unit a stage, from begin to end.
+
+    Megatron's function is called and nothing more: a CUDA graph may hold all of it.
+
+    Args:
+        session: gets an iteration for each training step.
+        framework_function: Megatron's.
+        schedule: of one unit a stage.
+        is_full: whether the step that begins has the batch's full size; others run at the highest
+            clock.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        framework_function: Callable[..., list[Any]],
+        schedule: Schedule,
+        is_full: Callable[[], bool],
+    ) -> None:
+        self._session = session
+        self._framework_function = framework_function
+        self._schedule = schedule
+        self._is_full = is_full
+        self._run: StageRun | None = None
+
+    def begin_step(self) -> None:
+        """A training step begins."""
+        if not self._is_full():
+            self._session.highest_clock()
+            return
+        no_message = StageSpecs.alike(TensorSpec(((1,),), (torch.uint8,), current_device()))
+        self._run = self._session.open_iteration(self._schedule, no_message)
+        self._run.begin_unit()
+
+    def __call__(self, **arguments: Any) -> list[Any]:
+        """Call Megatron's function with its arguments; what it returns."""
+        return self._framework_function(**arguments)
+
+    def end_step(self, *, skipped: bool = False) -> None:
+        """The optimizer has stepped."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.end_unit()
+            self._session.close_iteration(run)
 
 
 @dataclass(frozen=True)
@@ -167,8 +202,9 @@ class _Recorded:
 class _Followed:
     """Tells an iteration of its units, as long as they come in its order."""
 
-    def __init__(self, run: StageRun) -> None:
+    def __init__(self, run: StageRun, highest_clock: Callable[[], None]) -> None:
         self._run = run
+        self._highest_clock = highest_clock
         self._in_order = True
 
     def begin(self, kind: Kind, microbatch: int | None, chunk: int | None) -> None:
@@ -177,6 +213,7 @@ class _Followed:
         if self._in_order and (expected is None or not seen.may_be(expected)):
             self._in_order = False
             logger.warning("In this iteration, %s came in place of %s", seen, expected)
+            self._highest_clock()
         if self._in_order:
             self._run.begin_unit()
 

@@ -27,12 +27,13 @@ from envpipe_megatron.integrations.hooking import (
     validated,
 )
 from envpipe_megatron.integrations.job import Job, JobError, close_at_exit
-from envpipe_megatron.integrations.levels import LevelError, decide
+from envpipe_megatron.integrations.levels import Level, LevelError, decide
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
-from envpipe_megatron.integrations.megatron.kept import KeptOrder
+from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
 from envpipe_megatron.integrations.megatron_lm.job import limits_of, make_job, make_stand_in
-from envpipe_megatron.integrations.megatron_lm.limits import LIMITS
+from envpipe_megatron.integrations.megatron_lm.limits import LIMITS, REFUSED
 from envpipe_megatron.integrations.options import Options
+from envpipe_megatron.integrations.refusals import RefusedError
 from envpipe_megatron.integrations.reporting import IntervalReport
 
 _NEEDED = ("validate", "begin_training", "begin_step", "forward_backward", "end_step", "log")
@@ -45,7 +46,7 @@ class _State:
     options: Options | None = None
     job: Job | None = None
     #: What runs in place of Megatron's own function, once Megatron has asked for it.
-    stand_in: ForwardBackward | KeptOrder | None = None
+    stand_in: ForwardBackward | KeptOrder | WholeSteps | None = None
     replaced: Callable[..., Any] | None = None
     reached: Counter[str] = field(default_factory=Counter)
 
@@ -60,6 +61,10 @@ def validate(args: argparse.Namespace) -> None:
     """
     _state.reached["validate"] += 1
     try:
+        if refused := [feature for feature, asks in REFUSED.items() if asks(args)]:
+            raise RefusedError(
+                "EnvPipe cannot meter such a job", value=refused, remedy="Leave out --envpipe."
+            )
         _state.options = options_of(args)
         decide(args, LIMITS, _state.options.level)
         _hooked_schedules()
@@ -78,7 +83,9 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
     if not args.log_energy:
         _quiet_energy_monitor()
     try:
-        decision = decide(args, (*LIMITS, *limits_of(model)), options.level)
+        limits = *LIMITS, *limits_of(model)
+        # Stages may have models of different classes.
+        decision = decide(args, limits, _lowest(decide(args, limits, options.level).level))
         job = _state.job = make_job(args, options, decision.level, _say)
     except (JobError, LevelError) as error:
         refuse(error)
@@ -89,7 +96,7 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
     def hook(framework_function: Callable[..., Any]) -> Callable[..., Any]:
         if _state.stand_in is None:
             _state.replaced = framework_function
-            _state.stand_in = make_stand_in(args, model, decision.level, job, framework_function)
+            _state.stand_in = make_stand_in(args, model, decision, job, framework_function)
         if framework_function is not _state.replaced:
             return framework_function  # of another model
         return _reaching(_state.stand_in)
@@ -112,6 +119,8 @@ def begin_step(iteration: int) -> None:
     """The training step of this iteration begins; the first is 0."""
     _state.reached["begin_step"] += 1
     running(_state.job).session.begin_step(iteration)
+    if _state.stand_in is not None:
+        _state.stand_in.begin_step()
 
 
 def end_step(skipped: int) -> None:
@@ -165,6 +174,13 @@ def end_training() -> None:
     check_profiled(job.options, job.session.state.profile is not None)
 
 
+def _lowest(level: Level) -> Level:
+    """Of all ranks."""
+    levels = [level] * dist.get_world_size()
+    dist.all_gather_object(levels, level)
+    return min(levels)
+
+
 def _quiet_energy_monitor() -> None:
     """Keep Megatron's monitor from asking NVML at each checkpoint of a device that it has not.
 
@@ -180,7 +196,8 @@ def _reaching(stand_in: Callable[..., Any]) -> Callable[..., Any]:
     """The forward-backward function, which notes that Megatron called it."""
 
     def forward_backward(**arguments: Any) -> Any:
-        _state.reached["forward_backward"] += 1
+        # Forwards alone may be many in a step.
+        _state.reached["forward_backward"] += not arguments.get("forward_only")
         if _state.reached["forward_backward"] > NEEDED_BY_ITERATION:
             check_reached(_state.reached, _NEEDED)
         return stand_in(**arguments)

@@ -8,16 +8,18 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config, unwrap_model
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.integrations.job import Job, JobFacts, Placement
-from envpipe_megatron.integrations.levels import Level, Limit
+from envpipe_megatron.integrations.job import Job, JobError, JobFacts, Placement
+from envpipe_megatron.integrations.levels import Decision, Level, Limit
 from envpipe_megatron.integrations.megatron.core import ForwardBackward, unsupported
-from envpipe_megatron.integrations.megatron.kept import KeptOrder
+from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
 from envpipe_megatron.integrations.megatron_lm.limits import NOT_PROVEN
 from envpipe_megatron.integrations.options import Options
 
@@ -96,10 +98,17 @@ def make_job(
     args: argparse.Namespace, options: Options, level: Level, say: Callable[[str], None]
 ) -> Job:
     """Make the job of this rank, as `Job` says, from Megatron's arguments."""
+    if level < Level.UNITS and (options.profile_file or options.plan_file or options.profile_only):
+        raise JobError(
+            "A profile is of units, and this job's level is below that",
+            value=str(level),
+            remedy="Leave out --envpipe-profile, -profile-only and -plan.",
+        )
     if level is not Level.ORDER:
         options = replace(options, scheduling=_own_order(args), max_in_flight=None)
     if level is Level.OBSERVE:
-        options = replace(options, gpu_control="none")
+        control = "none" if torch.cuda.is_available() else options.gpu_control
+        options = replace(options, policy="baseline", reconfigure="default", gpu_control=control)
     placement = Placement(
         parallel_state.get_pipeline_model_parallel_group(),
         _num_microbatches(args),
@@ -120,20 +129,28 @@ def make_job(
         },
         {name: getattr(args, name, None) for name in _SAME_JOB},
     )
-    return Job(options, placement, facts, say, one_clock=level is Level.UNIFORM)
+    one_clock = level is Level.UNIFORM and options.policy != "baseline"
+    return Job(options, placement, facts, say, one_clock=one_clock)
 
 
 def make_stand_in(
     args: argparse.Namespace,
     model: Sequence[Any],
-    level: Level,
+    decision: Decision,
     job: Job,
     framework_function: Callable[..., Any],
-) -> ForwardBackward | KeptOrder:
+) -> ForwardBackward | KeptOrder | WholeSteps:
     """What runs in place of Megatron's forward-backward function."""
-    if level is Level.ORDER:
+    if decision.level is Level.ORDER:
         return ForwardBackward(job.session, framework_function=framework_function)
     stages, microbatches = args.pipeline_model_parallel_size, _num_microbatches(args)
+    if decision.level is Level.UNIFORM or decision.against.get(Level.UNITS):
+        return WholeSteps(
+            job.session,
+            framework_function,
+            builders.whole_iteration(stages),
+            lambda: get_num_microbatches() == microbatches,
+        )
     if _own_order(args) == "interleaved":
         group = get_model_config(model[0]).microbatch_group_size_per_vp_stage
         kept = builders.interleaved(stages, microbatches, len(model), group)
@@ -143,7 +160,6 @@ def make_stand_in(
         job.session,
         framework_function,
         kept,
-        None if level is Level.UNITS else builders.whole_iteration(stages),
         job.collectives.stage,
         job.collectives.on_all,
     )

@@ -7,6 +7,8 @@ order that is known beforehand. Level `order` needs proof that another order giv
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Mapping
 
 from envpipe_megatron.integrations.levels import (
     Asks,
@@ -169,14 +171,19 @@ LIMITS: tuple[Limit, ...] = (
         on("save_activations_interval", "save_dgrads_interval", "save_wgrads_interval"),
         "its kernels are first used in mid-training, beside a receive that is posted",
     ),
-    _against_order(
+    _against_units(
         "other transfers in the pipeline (--pipeline-model-parallel-comm-backend ucc, "
         "--use-ring-exchange-p2p)",
         any_of(
             on("use_ring_exchange_p2p"),
             _other_than("nccl", "pipeline_model_parallel_comm_backend"),
         ),
-        "EnvPipe's order has messages of its own",
+        "what their waits take is not measured",
+    ),
+    _against_units(
+        "CUDA_LAUNCH_BLOCKING",
+        lambda args: os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0",
+        "a message that is measured would stop its host for ever",
     ),
     _against_order("--yaml-cfg", on("yaml_cfg")),
     _against_units(
@@ -223,12 +230,11 @@ LIMITS: tuple[Limit, ...] = (
         "GPUs also generate, which no clock was tried for",
     ),
     _against_uniform("--skip-train", on("skip_train"), "nothing is trained"),
-    _against_uniform(
-        "in-process restart",
-        on("inprocess_restart"),
-        "ranks start again within processes that hold clocks",
-    ),
-    _against_uniform(
-        "--fake-process-group", on("fake_process_group"), "one process stands for all ranks"
-    ),
 )
+
+#: With these there is no bill either: ranks start again within processes that hold clocks and
+#: connections, or one process stands for all ranks.
+REFUSED: Mapping[str, Asks] = {
+    "in-process restart": on("inprocess_restart"),
+    "--fake-process-group": on("fake_process_group"),
+}
