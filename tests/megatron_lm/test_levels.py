@@ -63,17 +63,3 @@ def test_below_units_too(case, level, checkout, patched, tmp_path):
     assert run.digits == stock.digits
     assert run.weights == stock.weights
     assert run.iterations[-1].phase == {"observe": "steady", "uniform": "profile"}[level]
-
-
-def test_a_batch_that_grows_is_planned_for_when_it_is_full(checkout, patched, tmp_path):
-    growing = "--rampup-batch-size 4 2 8 --train-samples 96 --lr-decay-samples 96"
-    case = Case(PP4, growing)
-    tag = TAGS[0]  # later ones have another option
-    assert "rampup" in growing
-    stock = run_case(checkout(tag), case, "", tmp_path / "stock")
-    run = run_envpipe(patched(tag), case, tmp_path / "ours", "--envpipe-level units")
-    assert run.digits == stock.digits
-    assert run.weights == stock.weights
-    phases = [iteration.phase for iteration in run.iterations]
-    assert "framework" in phases[1:3]
-    assert phases[-1] in ("reconfigure", "steady")
