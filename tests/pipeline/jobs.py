@@ -46,11 +46,10 @@ class Ours:
     """How EnvPipe runs it; none of it may change a bit of the result.
 
     Args:
-        kept_order: the order that Megatron's own function is said to run, with hooks around units.
         clocks_mhz: of the emulated GPUs; None for those of the preset.
+        kept_order: the order that Megatron's own function is said to run, with hooks around units.
     """
 
-    kept_order: Schedule | None = None
     schedule: str = "1f1b"
     policy: str = "baseline"
     reconfigure: str = "default"
@@ -60,6 +59,7 @@ class Ours:
     profiler: tuple[int, int, int] = (1, 1, 1)
     unit_s: float = 0.001
     clocks_mhz: tuple[int, ...] | None = None
+    kept_order: Schedule | None = None
 
 
 Bits = dict[str, bytes]
