@@ -208,7 +208,10 @@ def test_whole_steps_are_opened_and_closed_outside_of_megatrons_function() -> No
         )
 
     session: Any = SimpleNamespace(
-        open_iteration=note("open"), close_iteration=note("close"), highest_clock=note("highest")
+        open_iteration=note("open"),
+        close_iteration=note("close"),
+        highest_clock=note("highest"),
+        pause=note("pause"),
     )
     full = [True, False]
     steps = WholeSteps(
@@ -218,7 +221,9 @@ def test_whole_steps_are_opened_and_closed_outside_of_megatrons_function() -> No
         steps.begin_step()
         steps(num_microbatches=1)
         steps.end_step()
-    assert told == ["open", "begin_unit", "train", "end_unit", "close", "highest", "train"]
+    steps(forward_only=True)
+    assert told[:5] == ["open", "begin_unit", "train", "end_unit", "close"]
+    assert told[5:] == ["highest", "train", "pause", "train"]
 
 
 def test_megatrons_energy_monitor_asks_for_no_device_that_it_lacks(

@@ -156,6 +156,8 @@ class WholeSteps:
 
     def __call__(self, **arguments: Any) -> list[Any]:
         """Call Megatron's function with its arguments; what it returns."""
+        if arguments.get("forward_only") and self._run is None:
+            self._session.pause()
         return self._framework_function(**arguments)
 
     def end_step(self, *, skipped: bool = False) -> None:
