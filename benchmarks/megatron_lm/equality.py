@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.megatron_lm.jobs import DETERMINISTIC, Job, Site, State
 from benchmarks.megatron_lm.models import (
+    APEX,
     KEPT_ARMS,
     MAPPINGS,
     NO_EVALUATION,
@@ -22,6 +23,7 @@ from benchmarks.megatron_lm.models import (
     STOCK,
     TINY,
     TINY_ON_CPU,
+    TRANSFORMER_ENGINE,
     UNITS,
     Mapping,
     Planned,
@@ -67,8 +69,8 @@ _DEEPSEEK = (
 class Setting:
     """One job that all arms train; `checkpoints` is a format to save, end and load half-way.
 
-    `lifts` are limits of EnvPipe's order that do not count in arms that run it. A setting with
-    Transformer Engine runs on GPUs alone, where that is installed.
+    `lifts` are limits of EnvPipe's order that do not count in arms that run it. A setting that
+    needs modules runs on GPUs alone, where these are installed.
     """
 
     name: str
@@ -78,12 +80,12 @@ class Setting:
     checkpoints: str | None = None
     corpus: bool = False
     lifts: tuple[str, ...] = ()
-    transformer_engine: bool = False
+    needs: tuple[str, ...] = ()
 
     @property
     def environment(self) -> dict[str, str | None]:
         """Beyond what every job gets."""
-        return {**self.mapping.environment, **(DETERMINISTIC if self.transformer_engine else {})}
+        return {**self.mapping.environment, **(DETERMINISTIC if self.needs else {})}
 
 
 def size_of(cpu: bool) -> Size:
@@ -96,7 +98,7 @@ def settings(num_gpus: int, cpu: bool) -> list[Setting]:
     made = []
     for mapping in MAPPINGS:
         gpt = f"gpt-{mapping.name}"
-        kept = (UNITS,) if mapping in (PP2, PP4) else ()
+        kept = (UNITS,) if mapping.pipeline == mapping.num_ranks else ()
         made.append(Setting(gpt, mapping, arms=(*ORDER_ARMS, OFF, *kept)))
         flags = (_BF16, mapping.distributed_optimizer())
         made.append(Setting(f"{gpt}-distopt", mapping, flags))
@@ -166,15 +168,16 @@ def _with_transformer_engine() -> list[Setting]:
         Setting(name, mapping, (_BF16, features), arms=KEPT_ARMS)
         for name, (mapping, features) in kept.items()
     ]
-    return [replace(setting, transformer_engine=True) for setting in made]
+    fused = Setting("te-apex-pp2", PP2, arms=(*ORDER_ARMS, UNITS), needs=(APEX,))
+    return [
+        replace(setting, needs=(TRANSFORMER_ENGINE, *setting.needs)) for setting in [*made, fused]
+    ]
 
 
 def left_out(site: Site) -> list[str]:
-    """Names of settings that fit, but for Transformer Engine, which is not installed."""
-    if site.transformer_engine:
-        return []
+    """Names of settings that fit, but for modules that are not installed."""
     fitting = settings(site.num_gpus, site.cpu)
-    return [setting.name for setting in fitting if setting.transformer_engine]
+    return [setting.name for setting in fitting if not site.has.issuperset(setting.needs)]
 
 
 def jobs(site: Site, iterations: int) -> list[Job]:
@@ -182,8 +185,7 @@ def jobs(site: Site, iterations: int) -> list[Job]:
     made = [
         job
         for setting in settings(site.num_gpus, site.cpu)
-        if (site.corpus or not setting.corpus)
-        and (site.transformer_engine or not setting.transformer_engine)
+        if (site.corpus or not setting.corpus) and site.has.issuperset(setting.needs)
         for arm in setting.arms
         for job in _jobs_of(setting, arm, site, iterations)
     ]
@@ -203,7 +205,7 @@ def _jobs_of(setting: Setting, arm: str, site: Site, iterations: int) -> list[Jo
             corpus_data() if setting.corpus else size.mock_data,
             training(iterations),
             plan.arguments(_WARMUP) if plan else "",
-            transformer_engine=setting.transformer_engine,
+            needs=setting.needs,
         ),
         num_ranks=setting.mapping.num_ranks,
         iterations=iterations,

@@ -44,7 +44,7 @@ class Site:
         cpu: on gloo and emulated GPUs, through tests/megatron_lm/cpu_run.py.
         corpus: folder of a corpus by tests/megatron_lm/make_corpus.py.
         channel: what carries messages under EnvPipe, one of `channel_model.CARRIERS`.
-        transformer_engine: whether it is installed.
+        has: modules that settings may need and that are installed.
     """
 
     stock: Path
@@ -54,7 +54,7 @@ class Site:
     num_gpus: int
     corpus: Path | None = None
     channel: str = "auto"
-    transformer_engine: bool = False
+    has: frozenset[str] = frozenset()
 
     @property
     def control(self) -> str:

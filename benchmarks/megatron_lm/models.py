@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,12 +19,12 @@ GPU_BASE = (
     "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
     "--no-masked-softmax-fusion --no-rope-fusion"
 )
-#: With Transformer Engine, still without Apex. Kernels of attention that repeat to the last bit
-#: have no dropout.
+#: With Transformer Engine. Kernels of attention that repeat to the last bit have no dropout.
 GPU_BASE_TRANSFORMER_ENGINE = (
-    "--transformer-impl transformer_engine --no-gradient-accumulation-fusion "
-    "--attention-dropout 0 --hidden-dropout 0"
+    "--transformer-impl transformer_engine --attention-dropout 0 --hidden-dropout 0"
 )
+#: Modules that a setting may need; the second is the part of Apex that adds up weight gradients.
+TRANSFORMER_ENGINE, APEX = "transformer_engine", "fused_weight_gradient_mlp_cuda"
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,13 @@ def joined(parts: Iterable[str]) -> tuple[str, ...]:
     return tuple(argument for part in parts for argument in part.split())
 
 
-def base_arguments(cpu: bool, *, transformer_engine: bool = False) -> tuple[str, ...]:
-    """What every run gets; there is no Transformer Engine for the CPU."""
+def base_arguments(cpu: bool, needs: Collection[str] = ()) -> tuple[str, ...]:
+    """What every run gets, with modules that it needs; there are none of these for the CPU."""
+    if not cpu and TRANSFORMER_ENGINE in needs:
+        fusion = "" if APEX in needs else "--no-gradient-accumulation-fusion"
+        return joined([GPU_BASE_TRANSFORMER_ENGINE, fusion])
     if not cpu:
-        return joined([GPU_BASE_TRANSFORMER_ENGINE if transformer_engine else GPU_BASE])
+        return joined([GPU_BASE])
     sys.path.append(str(CPU_RUN.parent))
     from lm_runs import CPU_ARGS  # type: ignore[import-not-found]  # a helper of the tests
 
@@ -171,10 +174,10 @@ def base_arguments(cpu: bool, *, transformer_engine: bool = False) -> tuple[str,
 
 
 def job_arguments(
-    cpu: bool, size: Size, mapping: Mapping, *parts: str, transformer_engine: bool = False
+    cpu: bool, size: Size, mapping: Mapping, *parts: str, needs: Collection[str] = ()
 ) -> tuple[str, ...]:
     """What every run gets, a model spread over GPUs, and pieces of a command line."""
-    base = base_arguments(cpu, transformer_engine=transformer_engine)
+    base = base_arguments(cpu, needs)
     return (*base, *joined([size.arguments(mapping), mapping.arguments, *parts]))
 
 

@@ -6,7 +6,8 @@ Parts: `equality` of losses and gradient norms; `ratio` of iteration times, with
 what the units of one order predict of another; `stress` by random orders and delays; `energy` as
 both sides print it; `faults` that must be refused; `lost`, what others do when a rank is killed or
 stopped; `report` of all that is in OUT. Level `units` has arms of its own, and is the only one for
-jobs that another order is not proven for; those with Transformer Engine run where it is installed.
+jobs that another order is not proven for; those with Transformer Engine or Apex run where these are
+installed.
 What is done already is not done again, so a call that ran out of time is simply repeated. Another
 --channel than auto has a folder of its own in OUT. No clock is ever changed: all runs get a back
 end that sets nothing and ENVPIPE_FORBID_CLOCK_CONTROL=1, and none is started without.
@@ -36,6 +37,7 @@ import torch
 from benchmarks.claims import markdown_line
 from benchmarks.megatron_lm import checkouts, equality, lost, ratio, stress
 from benchmarks.megatron_lm.jobs import Job, Site, State
+from benchmarks.megatron_lm.models import APEX, TRANSFORMER_ENGINE
 from benchmarks.megatron_lm.pool import Limits, run_jobs
 from benchmarks.megatron_lm.ratio import Keeper, Rounds
 from benchmarks.megatron_lm.unit_times import prediction_rows, unit_rows
@@ -74,7 +76,7 @@ _FOR_AN_END_S = 20.0
 @click.option("--turn-iterations", default=10, show_default=True, help="Of a turn of `ratio`.")
 @click.option("--warmup-iterations", default=12, show_default=True, help="Of its first turns.")
 @click.option("--microbatches", type=int, help="Of `ratio`. [default: 14; 6 on the CPU]")
-@click.option("--chunks", default=1, show_default=True, help="Of a stage, in `ratio`.")
+@click.option("--like", help="Setting of `equality` that `ratio` measures. [default: gpt-ppN]")
 @click.option("--energy-iterations", default=60, show_default=True)
 @click.option("--stress-iterations", default=1000, show_default=True)
 @click.option("--stress-delay-ms", default=2.0, show_default=True, help="Of a unit, at most.")
@@ -96,7 +98,9 @@ def main(**options: Any) -> None:
         gpus,
         corpus,
         channel,
-        transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
+        has=frozenset(
+            name for name in (TRANSFORMER_ENGINE, APEX) if importlib.util.find_spec(name)
+        ),
     )
     output.mkdir(parents=True, exist_ok=True)
     state = State(output / f"proof-{tag}.json")
@@ -142,7 +146,7 @@ class _Proof:
 
     def run(self) -> None:
         if "equality" in self._parts and (names := equality.left_out(self._site)):
-            click.echo(f"left out, for want of transformer_engine: {', '.join(names)}")
+            click.echo(f"left out, for want of Transformer Engine or Apex: {', '.join(names)}")
         shared = self._jobs("faults", "equality")
         slots = self._options["slots"]
         run_jobs(self._site, self._state, shared, self._limits(), slots=slots)
@@ -196,7 +200,7 @@ class _Proof:
         site, options, only = self._site, self._options, self._options["only"]
         iterations = options["iterations"] or (10 if site.cpu else 50)
         delay_s = options["stress_delay_ms"] / 1e3
-        setting = ratio.setting(site, options["microbatches"], options["chunks"])
+        setting = ratio.setting(site, options["microbatches"], options["like"])
         makers: dict[str, Callable[[], list[Job]]] = {
             "faults": lambda: equality.fault_jobs(site),
             "equality": lambda: equality.jobs(site, iterations),

@@ -1,8 +1,8 @@
 """Iteration time, peak memory and joules of the patched checkout against the unmodified one's.
 
-At level `units` too, where clocks are to change at every unit; jobs with chunks have that arm
-alone. And how well the iteration of one order is predicted by the units of the other
-(`unit_times`).
+At level `units` too, where clocks are to change at every unit. The job is a GPT with a stage on
+each GPU, or is like another setting of `equality`, in a real size. And how well the iteration of
+one order is predicted by the units of the other (`unit_times`).
 
 All arms are started together on the same GPUs and take short turns, in an order that is turned
 round each time, so that what drifts meets all of them alike. A round is a block of iterations of
@@ -20,18 +20,16 @@ from typing import Any
 import click
 from scipy import stats
 
+from benchmarks.megatron_lm import equality
 from benchmarks.megatron_lm.jobs import Job, Site, State
 from benchmarks.megatron_lm.models import (
     ENVPIPE,
     GPT_1_3B,
-    KEPT_ARMS,
     MAPPINGS,
     NO_EVALUATION,
+    OFF,
     ONE_F_ONE_B,
     ORDER_ARMS,
-    PP2,
-    PP4,
-    PP8,
     STOCK,
     TINY_ON_CPU,
     UNITS,
@@ -68,28 +66,35 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Setting:
-    """The model and how it is spread."""
+    """The model, how it is spread, and the setting of `equality` that it is like."""
 
-    mapping: Mapping
     size: Size
+    like: equality.Setting
+
+    @property
+    def mapping(self) -> Mapping:
+        """How it is spread."""
+        return self.like.mapping
 
     @property
     def name(self) -> str:
-        """Such as pp4-m14, for 14 microbatches."""
-        return f"{self.mapping.name}-m{self.size.microbatches}"
-
-    @property
-    def arms(self) -> tuple[str, ...]:
-        """What takes turns; with chunks, Megatron's order alone."""
-        return KEPT_ARMS if self.mapping.chunks > 1 else (*ORDER_ARMS, UNITS)
+        """Such as gpt-pp4-m14, for 14 microbatches."""
+        return f"{self.like.name}-m{self.size.microbatches}"
 
 
-def setting(site: Site, microbatches: int | None = None, chunks: int = 1) -> Setting:
-    """A stage on each GPU; by default about as many microbatches as the model has."""
+def setting(site: Site, microbatches: int | None = None, like: str | None = None) -> Setting:
+    """A stage on each GPU if none is named; by default about as many microbatches as the model has.
+
+    Raises click.UsageError if no such setting fits.
+    """
+    fitting = {known.name: known for known in equality.settings(site.num_gpus, site.cpu)}
+    like = like or f"gpt-pp{site.num_gpus}"
+    if like not in fitting:
+        raise click.UsageError(f"No setting {like} for {site.num_gpus} GPUs: {', '.join(fitting)}")
+    arms = tuple(arm for arm in fitting[like].arms if arm != OFF)
     size = TINY_ON_CPU if site.cpu else GPT_1_3B
     size = replace(size, microbatches=microbatches or size.microbatches)
-    mapping = replace({2: PP2, 4: PP4, 8: PP8}[site.num_gpus], chunks=chunks)
-    return Setting(mapping, size.fitting(mapping))
+    return Setting(size.fitting(fitting[like].mapping), replace(fitting[like], arms=arms))
 
 
 def _job(
@@ -110,15 +115,19 @@ def _job(
             of.mapping,
             of.size.mock_data,
             training(iterations, log_interval=_LOG_INTERVAL),
-            f"{NO_EVALUATION} --bf16",
+            *of.like.features,
+            NO_EVALUATION,
             plan.arguments(_WARMUP) if plan else "",
             energy,
+            needs=of.like.needs,
         ),
-        num_ranks=site.num_gpus,
+        num_ranks=of.mapping.num_ranks,
         iterations=iterations,
         patched=arm != STOCK,
         turns=turns,
+        environment=of.like.environment,
         plan=plan,
+        lifts=of.like.lifts if plan and arm != UNITS else (),
         limit_s=3600.0,
     )
 
@@ -133,7 +142,9 @@ def jobs(site: Site, state: State, of: Setting, rounds: Rounds) -> list[Job]:
     turns = (rounds.warmup, *[rounds.iterations] * (rounds.turns * missing))
     # One more: a turn ends where the next iteration would begin.
     iterations = sum(turns) + 1
-    return [_job(site, of, f"{start} {number}/{arm}", arm, iterations, turns) for arm in of.arms]
+    return [
+        _job(site, of, f"{start} {number}/{arm}", arm, iterations, turns) for arm in of.like.arms
+    ]
 
 
 def order(jobs_made: Sequence[Job]) -> list[str]:
@@ -268,7 +279,8 @@ def rows_of_units(
     """What `unit_times` makes of each start whose arms all ended well."""
     rows = []
     for start, runs in _starts(state).items():
-        mapping, microbatches = start.split()[0].split("-m")
+        setting, _, microbatches = start.split()[0].rpartition("-m")
+        mapping = setting.split("-")[-1]
         times = {arm: run["times"] for arm, run in runs.items() if run.get("times")}
         if ONE_F_ONE_B in times and ENVPIPE in times:
             (spread,) = (known for known in MAPPINGS if known.name == mapping)

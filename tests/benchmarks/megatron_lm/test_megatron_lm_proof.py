@@ -30,6 +30,7 @@ from benchmarks.megatron_lm.jobs import (
     make_launch,
 )
 from benchmarks.megatron_lm.models import (
+    APEX,
     ENVPIPE,
     ONE_F_ONE_B,
     ORDER_ARMS,
@@ -38,11 +39,13 @@ from benchmarks.megatron_lm.models import (
     PP4,
     PP8,
     STOCK,
+    TRANSFORMER_ENGINE,
     UNITS,
     Planned,
 )
 from benchmarks.megatron_lm.pool import Limits, printed_energies, printed_results, run_jobs
 
+HAS = frozenset({TRANSFORMER_ENGINE, APEX})
 takes_minutes = pytest.mark.skipif(
     os.environ.get("ENVPIPE_LM_FULL") != "1", reason="takes minutes: ENVPIPE_LM_FULL=1 runs it"
 )
@@ -219,12 +222,13 @@ def test_nothing_is_started_that_might_change_a_clock(flags, forbidden):
 def test_every_run_there_is_changes_no_clock(num_gpus, site, state, monkeypatch):
     monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "0")
     monkeypatch.setenv("ENVPIPE_TYPE", "optimal")
-    machine = replace(site, num_gpus=num_gpus, corpus=site.scratch, transformer_engine=True)
+    machine = replace(site, num_gpus=num_gpus, corpus=site.scratch, has=HAS)
+    rounds = ratio.Rounds(5, 5, 10, 12)
     jobs = [
         *equality.jobs(machine, 50),
         *stress.jobs(machine, 1000, 0.002),
-        *ratio.jobs(machine, state, ratio.setting(machine), ratio.Rounds(5, 5, 10, 12)),
-        *ratio.jobs(machine, state, ratio.setting(machine, chunks=2), ratio.Rounds(5, 5, 10, 12)),
+        *ratio.jobs(machine, state, ratio.setting(machine), rounds),
+        *ratio.jobs(machine, state, ratio.setting(machine, like="te-fp8-pp2vp2"), rounds),
         *ratio.energy_jobs(machine, 60),
         *lost.jobs(machine),
     ]
@@ -333,7 +337,7 @@ def test_envpipes_jobs_get_the_channel_that_is_asked_for(channel, site):
 
 
 def test_limits_are_lifted_for_arms_of_level_order_alone(site):
-    four = equality.jobs(replace(site, num_gpus=4, transformer_engine=True), 5)
+    four = equality.jobs(replace(site, num_gpus=4, has=HAS), 5)
     lifted = {job.name: set(job.lifts) for job in four if job.lifts}
     experts = {"mixture of experts"}
     lifts = {
@@ -350,7 +354,7 @@ def test_limits_are_lifted_for_arms_of_level_order_alone(site):
 
 def test_settings_with_transformer_engine_run_where_it_is(site):
     without = replace(site, num_gpus=4)
-    installed = replace(without, transformer_engine=True)
+    installed = replace(without, has=HAS)
     names = {job.name.split("/")[1] for job in equality.jobs(without, 5)}
     more = {job.name.split("/")[1]: job for job in equality.jobs(installed, 5)}
     assert more.keys() - names == set(equality.left_out(without))
@@ -364,6 +368,8 @@ def test_settings_with_transformer_engine_run_where_it_is(site):
     }
     assert job.num_ranks == 4
     assert ("--transformer-impl", "transformer_engine") in pairwise(job.arguments)
+    unfused = {n for n in more if "--no-gradient-accumulation-fusion" in more[n].arguments}
+    assert more.keys() - unfused == {"te-apex-pp2"}
     assert "NVTE_ALLOW_NONDETERMINISTIC_ALGO" not in more["gpt-pp2"].environment
 
 

@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
+import click
 import numpy as np
 import pytest
 
@@ -24,8 +26,8 @@ def test_ratio_and_its_bound(state):
         blocks = {STOCK: stock, ONE_F_ONE_B: own, ENVPIPE: own * 1.02, UNITS: own * 1.001}
         for turn, share in ((2 * number + 1, 0.6), (2 * number + 2, 0.4)):
             for arm, time_s in blocks.items():
-                keeper(f"ratio/pp4-m14 start 1/{arm}", Block(turn, share * time_s, ()))
-    keeper("ratio/pp4-m14 start 1/stock", Block(0, 5.0, ()))
+                keeper(f"ratio/gpt-pp4-m14 start 1/{arm}", Block(turn, share * time_s, ()))
+    keeper("ratio/gpt-pp4-m14 start 1/stock", Block(0, 5.0, ()))
     keeper("energy/envpipe", Block(1, 5.0, ()))
     found, slower, units = ratio.ratio_rows(State(state.path))
     logs = [math.log(b / a) for a, b in times]
@@ -39,8 +41,8 @@ def test_ratio_and_its_bound(state):
     assert (found["target met"], slower["target met"]) == (True, False)
     assert 1.003 < units["upper"] < 1.005
     assert not units["target met"]
-    assert found["setting"] == "pp4-m14"
-    assert not ratio.measured(state, "pp4-m22")
+    assert found["setting"] == "gpt-pp4-m14"
+    assert not ratio.measured(state, "gpt-pp4-m22")
 
 
 def test_rounds_that_are_missing_are_measured_later(site, state):
@@ -49,28 +51,43 @@ def test_rounds_that_are_missing_are_measured_later(site, state):
     first = ratio.jobs(machine, state, own, rounds)
     assert first[0].turns == (12, *[25] * 10)
     state.runs.update({job.name: {"status": "out of time"} for job in first})
-    state.rounds.extend([{"setting": "pp4-m14"}] * 3 + [{"setting": "pp4-m22"}, {}])
+    state.rounds.extend([{"setting": "gpt-pp4-m14"}] * 3 + [{"setting": "gpt-pp4-m22"}, {}])
     second = ratio.jobs(machine, state, own, rounds)
     assert second[0].turns == (12, *[25] * 4)
     assert ratio.jobs(machine, state, other, rounds)[0].turns == (12, *[25] * 8)
     assert not {job.name for job in first} & {job.name for job in second}
-    state.rounds.extend([{"setting": "pp4-m14"}] * 2)
+    state.rounds.extend([{"setting": "gpt-pp4-m14"}] * 2)
     assert not ratio.jobs(machine, state, own, rounds)
     pair = ratio.setting(replace(site, num_gpus=2), microbatches=22)
     (mapping,) = {job.num_ranks for job in ratio.jobs(site, state, pair, rounds)}
-    assert (pair.name, mapping) == ("pp2-m22", 2)
+    assert (pair.name, mapping) == ("gpt-pp2-m22", 2)
 
 
 def test_jobs_with_chunks_run_in_megatrons_order_alone(site, state):
     machine, rounds = replace(site, num_gpus=4), ratio.Rounds(5, 2, 25, 12)
-    chunks = ratio.setting(machine, chunks=2)
+    chunks = ratio.setting(machine, like="gpt-pp4vp2")
     jobs = ratio.jobs(machine, state, chunks, rounds)
     assert [job.name for job in jobs] == [
-        "ratio/pp4vp2-m16 start 1/stock",
-        "ratio/pp4vp2-m16 start 1/units",
+        "ratio/gpt-pp4vp2-m16 start 1/stock",
+        "ratio/gpt-pp4vp2-m16 start 1/units",
     ]
     assert jobs[0].plan is None
     assert jobs[1].plan.schedule.num_chunks == 2
+
+
+def test_a_ratio_is_of_any_setting_of_equality_in_a_real_size(site, state):
+    machine = replace(site, num_gpus=2)
+    jobs = ratio.jobs(
+        machine, state, ratio.setting(machine, like="te-fp8-pp2"), ratio.Rounds(5, 2, 25, 12)
+    )
+    assert [job.name.split("/")[-1] for job in jobs] == [*ORDER_ARMS, UNITS]
+    for job in jobs:
+        given = dict(pairwise(job.arguments))
+        assert (given["--fp8-format"], given["--hidden-size"]) == ("hybrid", "2048")
+        assert job.environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+    assert [bool(job.lifts) for job in jobs] == [False, True, True, False]
+    with pytest.raises(click.UsageError, match="te-fp8-pp2"):
+        ratio.setting(machine, like="te-fp8-pp4")
 
 
 #: Forward and backward of each stage, the boundaries' latencies, and what clocks differ by; s.
@@ -123,12 +140,12 @@ def test_the_times_of_1f1bs_units_predict_the_other_order(state):
         assert row["F longer (%)"] == pytest.approx(25)
     assert unit_times.median_times([{"times": []}]) is None
 
-    for number, name in enumerate(("pp4-m6 start 1", "pp4-m6 start 2")):
+    for number, name in enumerate(("gpt-pp4-m6 start 1", "gpt-pp4-m6 start 2")):
         for arm in ORDER_ARMS:
             run = {"status": "ok", "times": times.get(arm)}
             state.runs[f"ratio/{name}/{arm}"] = run | ({"status": "hung"} if number else {})
     rows = ratio.rows_of_units(state, lambda found, orders: [{"same": found == times}])
-    assert rows == [{"start": "pp4-m6 start 1", "same": True}]
+    assert rows == [{"start": "gpt-pp4-m6 start 1", "same": True}]
 
 
 def test_energies_of_whole_intervals_are_compared(state):
