@@ -90,7 +90,7 @@ def tell(engines: list[torch.nn.Module]) -> None:
     for engine in engines:
         for name, parameter in engine.named_parameters():
             digest.update(name.encode())
-            digest.update(parameter.detach().view(torch.uint8).numpy().tobytes())
+            digest.update(parameter.detach().cpu().view(torch.uint8).numpy().tobytes())
     print(f"\ncpu_run: weights {digest.hexdigest()}")
     print(f"\ncpu_run: envpipe {'imported' if 'envpipe_megatron' in sys.modules else 'absent'}")
 

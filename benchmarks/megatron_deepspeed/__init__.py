@@ -1,0 +1,1 @@
+"""Megatron-DeepSpeed under EnvPipe, compared."""
