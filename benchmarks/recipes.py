@@ -25,7 +25,7 @@ import click
 from benchmarks.outputs import make_console, make_table
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide, on
-from envpipe_megatron.integrations.megatron_lm.limits import LIMITS, NOT_PROVEN
+from envpipe_megatron.integrations.megatron.limits import LIMITS, NOT_PROVEN
 
 RECIPES = Path("../shared/data/recipes/megatron_bridge.json")
 FUNCTIONAL_TEST = "model_config.yaml"

@@ -186,7 +186,7 @@ def main() -> None:
             first = job["turns"][0] if job["turns"] else math.inf
             observe_session(recorder, lambda: turns.begun > first)
         if job["lifts"]:
-            from envpipe_megatron.integrations.megatron_lm import limits
+            from envpipe_megatron.integrations.megatron import limits
 
             # The hooks, which take the table, are imported later, by the patch.
             limits.LIMITS = tuple(

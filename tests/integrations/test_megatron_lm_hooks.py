@@ -20,6 +20,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.flags import add_arguments
 from envpipe_megatron.integrations.hooking import HookError
 from envpipe_megatron.integrations.job import Job, JobError
+from envpipe_megatron.integrations.reporting import IntervalReport
 
 pytestmark = pytest.mark.xdist_group("megatron")
 
@@ -50,13 +51,16 @@ def job(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     made = SimpleNamespace(
         session=session,
         options=SimpleNamespace(profile_only=False),
+        end=lambda: session.told.append("end"),
         close=lambda: session.told.append("close"),
     )
     made.has_its_profile = lambda: Job.has_its_profile(made)  # type: ignore[arg-type]
-    state = hooks._State(job=made, reached=Counter({"validate": 1, "begin_training": 1}))
+    training = object.__new__(hooks.Training)
+    training.job, training._stand_in = made, None
+    state = hooks._State(training=training, reached=Counter({"validate": 1, "begin_training": 1}))
     monkeypatch.setattr(hooks, "_state", state)
     monkeypatch.setattr(
-        hooks.IntervalReport,
+        IntervalReport,
         "gather",
         lambda session: SimpleNamespace(
             scalars=lambda: {"envpipe-power/gpu": 300.0}, line=lambda: " envpipe |"
@@ -106,11 +110,16 @@ def test_scalars_go_to_both_writers(hooks: Any, job: Any) -> None:
     assert written == [("envpipe-power/gpu", 300.0, 7), ({"envpipe-power/gpu": 300.0}, 7)]
 
 
-def test_a_checkpoint_pauses_and_one_after_training_does_not(hooks: Any, job: Any) -> None:
+def test_a_checkpoint_pauses_and_one_after_training_does_not(
+    hooks: Any, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedules = SimpleNamespace(envpipe_hook=object())
+    monkeypatch.setattr(hooks, "_hooked_schedules", lambda: schedules)
     hooks.pause()
-    hooks._close()
+    hooks.end_training()
     hooks.pause()
-    assert job.session.told == ["pause", "close"]
+    assert job.session.told == ["pause", "end", "close"]
+    assert schedules.envpipe_hook is None
     with pytest.raises(HookError, match="outside training"):
         hooks.end_step(0)
 
@@ -245,7 +254,7 @@ def test_megatrons_energy_monitor_asks_for_no_device_that_it_lacks(
 def test_a_model_that_flags_do_not_tell_keeps_megatrons_order(hooks: Any) -> None:
     from megatron.core.transformer import TransformerConfig
 
-    from envpipe_megatron.integrations.megatron_lm.job import limits_of
+    from envpipe_megatron.integrations.megatron.job import limits_of
 
     config = TransformerConfig(
         num_layers=2, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32

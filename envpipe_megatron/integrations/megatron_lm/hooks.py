@@ -12,29 +12,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
+from megatron.core import parallel_state
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.flags import add_arguments as add_arguments  # for the patch
 from envpipe_megatron.integrations.hooking import (
     NEEDED_BY_ITERATION,
     HookError,
-    check_profiled,
     check_reached,
     options_of,
     refuse,
     running,
     validated,
 )
-from envpipe_megatron.integrations.job import Job, JobError, close_at_exit
-from envpipe_megatron.integrations.levels import Level, LevelError, decide
-from envpipe_megatron.integrations.megatron.core import ForwardBackward
-from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
-from envpipe_megatron.integrations.megatron_lm.job import limits_of, make_job, make_stand_in
-from envpipe_megatron.integrations.megatron_lm.limits import LIMITS, REFUSED
+from envpipe_megatron.integrations.job import JobError
+from envpipe_megatron.integrations.levels import LevelError, decide
+from envpipe_megatron.integrations.megatron.limits import LIMITS, REFUSED
+from envpipe_megatron.integrations.megatron.training import Training
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.refusals import RefusedError
-from envpipe_megatron.integrations.reporting import IntervalReport
 
 _NEEDED = ("validate", "begin_training", "begin_step", "forward_backward", "end_step", "log")
 
@@ -44,10 +40,7 @@ class _State:
     """One process trains one job at a time."""
 
     options: Options | None = None
-    job: Job | None = None
-    #: What runs in place of Megatron's own function, once Megatron has asked for it.
-    stand_in: ForwardBackward | KeptOrder | WholeSteps | None = None
-    replaced: Callable[..., Any] | None = None
+    training: Training | None = None
     reached: Counter[str] = field(default_factory=Counter)
 
 
@@ -83,44 +76,30 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
     if not args.log_energy:
         _quiet_energy_monitor()
     try:
-        limits = *LIMITS, *limits_of(model)
-        # Stages may have models of different classes.
-        decision = decide(args, limits, _lowest(decide(args, limits, options.level).level))
-        job = _state.job = make_job(args, options, decision.level, _say)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        training = _state.training = Training(args, options, LIMITS, model, group, _say)
     except (JobError, LevelError) as error:
         refuse(error)
-    close_at_exit(_close)
-
-    schedules = _hooked_schedules()
 
     def hook(framework_function: Callable[..., Any]) -> Callable[..., Any]:
-        if _state.stand_in is None:
-            _state.replaced = framework_function
-            _state.stand_in = make_stand_in(args, model, decision, job, framework_function)
-        if framework_function is not _state.replaced:
-            return framework_function  # of another model
-        return _reaching(_state.stand_in)
+        chosen = training.in_place_of(framework_function)
+        return chosen if chosen is framework_function else _reaching(chosen)
 
-    schedules.envpipe_hook = hook
-    training = sys.modules["megatron.training.training"]
-    if not hasattr(training.get_forward_backward_func(), "is_envpipe"):
+    _hooked_schedules().envpipe_hook = hook
+    loop = sys.modules["megatron.training.training"]
+    if not hasattr(loop.get_forward_backward_func(), "is_envpipe"):
         raise HookError(
             "Megatron's training loop does not get EnvPipe's forward-backward function",
-            value=training.get_forward_backward_func.__module__,
+            value=loop.get_forward_backward_func.__module__,
             remedy="Something replaced get_forward_backward_func; `envpipe patch check` looks.",
         )
-    if job.collectives.is_planner:
-        _say(f"{decision}; {job.banner()}")
-        if args.train_iters is not None and args.train_iters <= job.options.baseline_steps:
-            _say("training ends within its baseline steps, so nothing will be planned")
+    training.announce()
 
 
 def begin_step(iteration: int) -> None:
     """The training step of this iteration begins; the first is 0."""
     _state.reached["begin_step"] += 1
-    running(_state.job).session.begin_step(iteration)
-    if _state.stand_in is not None:
-        _state.stand_in.begin_step()
+    running(_state.training).begin_step(iteration)
 
 
 def end_step(skipped: int) -> None:
@@ -131,16 +110,9 @@ def end_step(skipped: int) -> None:
         SystemExit: only the profile was asked for, and it is written.
     """
     _state.reached["end_step"] += 1
-    job = running(_state.job)
-    if _state.stand_in is not None:
-        _state.stand_in.end_step(skipped=bool(skipped))
-    job.session.end_step()
+    running(_state.training).end_step(skipped=bool(skipped))
     if _state.reached["end_step"] >= NEEDED_BY_ITERATION:
         check_reached(_state.reached, _NEEDED)
-    if job.has_its_profile():
-        end_training()
-        dist.barrier()  # the planner has written it
-        raise SystemExit(0)
 
 
 def log(iteration: int, writer: Any, wandb_writer: Any) -> str:
@@ -149,36 +121,20 @@ def log(iteration: int, writer: Any, wandb_writer: Any) -> str:
     Every rank calls it at the same iteration; all but one without writers.
     """
     _state.reached["log"] += 1
-    job = running(_state.job)
-    report = IntervalReport.gather(job.session)
-    for name, value in report.scalars().items():
-        if writer:
-            writer.add_scalar(name, value, iteration)
-        if wandb_writer:
-            wandb_writer.log({name: value}, iteration)
-    return report.line()
+    return running(_state.training).log(iteration, writer, wandb_writer)
 
 
 def pause() -> None:
     """Something that is not training follows, until the next iteration begins."""
-    if _state.job is not None:  # a checkpoint may be saved after training, too
-        _state.job.session.pause()
+    if _state.training is not None:  # a checkpoint may be saved after training, too
+        _state.training.pause()
 
 
 def end_training() -> None:
     """Give clocks back, and print the bill; Megatron gets its own function again."""
-    job = running(_state.job)
+    training, _state.training = running(_state.training), None
     _hooked_schedules().envpipe_hook = None
-    job.end()
-    _close()
-    check_profiled(job.options, job.session.state.profile is not None)
-
-
-def _lowest(level: Level) -> Level:
-    """Of all ranks."""
-    levels = [level] * dist.get_world_size()
-    dist.all_gather_object(levels, level)
-    return min(levels)
+    training.end()
 
 
 def _quiet_energy_monitor() -> None:
@@ -218,12 +174,6 @@ def _hooked_schedules() -> Any:
             "megatron-core; `envpipe patch check` looks at it.",
         )
     return schedules
-
-
-def _close() -> None:
-    if _state.job is not None:
-        job, _state.job, _state.stand_in = _state.job, None, None
-        job.close()
 
 
 def _say(text: str) -> None:

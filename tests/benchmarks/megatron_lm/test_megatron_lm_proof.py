@@ -17,7 +17,7 @@ from fake_checkout import no_limits, processes_of
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.integrations.megatron_lm.limits import LIMITS
+from envpipe_megatron.integrations.megatron.limits import LIMITS
 
 pytest.importorskip("torch")
 from benchmarks.megatron_lm import equality, lost, prove, ratio, stress

@@ -1,7 +1,8 @@
-"""What in a Megatron-LM job stands against which level, by its arguments; free of Megatron.
+"""What in a job of megatron-core stands against which level, by Megatron-LM's names of arguments.
 
-Level `units` needs that each iteration calls Megatron's `forward_step` and `backward_step` in one
-order that is known beforehand. Level `order` needs proof that another order gives the same result.
+It is free of Megatron. Level `units` needs that each iteration calls Megatron's `forward_step` and
+`backward_step` in one order that is known beforehand. Level `order` needs proof that another order
+gives the same result.
 """
 
 from __future__ import annotations

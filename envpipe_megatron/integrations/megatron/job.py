@@ -1,4 +1,4 @@
-"""The job of a patched Megatron-LM, from Megatron's arguments and groups."""
+"""The job of a framework on megatron-core, from Megatron-LM's names of arguments, and groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config, unwrap_model
@@ -20,7 +20,7 @@ from envpipe_megatron.integrations.job import Job, JobError, JobFacts, Placement
 from envpipe_megatron.integrations.levels import Decision, Level, Limit
 from envpipe_megatron.integrations.megatron.core import ForwardBackward, unsupported
 from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
-from envpipe_megatron.integrations.megatron_lm.limits import NOT_PROVEN
+from envpipe_megatron.integrations.megatron.limits import NOT_PROVEN
 from envpipe_megatron.integrations.options import Options
 
 #: What a stored profile and plan were made for; another value of one of these makes them useless.
@@ -95,7 +95,11 @@ def limits_of(model: Sequence[Any]) -> list[Limit]:
 
 
 def make_job(
-    args: argparse.Namespace, options: Options, level: Level, say: Callable[[str], None]
+    args: argparse.Namespace,
+    options: Options,
+    level: Level,
+    pipeline_group: dist.ProcessGroup,
+    say: Callable[[str], None],
 ) -> Job:
     """Make the job of this rank, as `Job` says, from Megatron's arguments."""
     if level < Level.UNITS and (options.profile_file or options.plan_file or options.profile_only):
@@ -110,7 +114,7 @@ def make_job(
         control = "none" if torch.cuda.is_available() else options.gpu_control
         options = replace(options, policy="baseline", reconfigure="default", gpu_control=control)
     placement = Placement(
-        parallel_state.get_pipeline_model_parallel_group(),
+        pipeline_group,
         _num_microbatches(args),
         timedelta(minutes=args.distributed_timeout_minutes),
         keeps_order=level is not Level.ORDER,

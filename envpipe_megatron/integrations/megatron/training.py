@@ -1,0 +1,129 @@
+"""A rank's training by megatron-core's functions: what the hooks of each framework on it share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from envpipe_megatron.integrations.hooking import check_profiled
+from envpipe_megatron.integrations.job import close_at_exit
+from envpipe_megatron.integrations.levels import Level, Limit, decide
+from envpipe_megatron.integrations.megatron.core import ForwardBackward
+from envpipe_megatron.integrations.megatron.job import limits_of, make_job, make_stand_in
+from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
+from envpipe_megatron.integrations.options import Options
+from envpipe_megatron.integrations.reporting import IntervalReport
+
+
+class Training:
+    """What a rank does from before its first step to after its last, at the job's level.
+
+    Every rank makes one, at the same point of the program.
+
+    Args:
+        args: the job's arguments, by the names that Megatron-LM has for them.
+        limits: what stands against which level, besides what the model has.
+        model: the chunks of this rank.
+        pipeline_group: the ranks of its pipeline.
+        say: prints a line, on the planning rank alone.
+
+    Raises:
+        LevelError: the level that options name cannot be had.
+        EnvPipeError: as `Job` raises it.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        options: Options,
+        limits: Iterable[Limit],
+        model: Sequence[Any],
+        pipeline_group: dist.ProcessGroup,
+        say: Callable[[str], None],
+    ) -> None:
+        self._args = args
+        self._model = model
+        limits = *limits, *limits_of(model)
+        # Stages may have models of different classes.
+        self._decision = decide(args, limits, _lowest(decide(args, limits, options.level).level))
+        self.job = make_job(args, options, self._decision.level, pipeline_group, say)
+        close_at_exit(self.close)
+        #: What runs in place of Megatron's own function, once there is one.
+        self._stand_in: ForwardBackward | KeptOrder | WholeSteps | None = None
+        self._replaced: Callable[..., Any] | None = None
+
+    def announce(self) -> None:
+        """Say what the job does."""
+        if self.job.collectives.is_planner:
+            self.job.say(f"{self._decision}; {self.job.banner()}")
+            steps = self._args.train_iters
+            if steps is not None and steps <= self.job.options.baseline_steps:
+                self.job.say("training ends within its baseline steps, so nothing will be planned")
+
+    def in_place_of(self, framework_function: Callable[..., Any]) -> Callable[..., Any]:
+        """What to call in place of Megatron's forward-backward function.
+
+        The first such function is that of the model that is trained; another one stays.
+        """
+        if self._stand_in is None:
+            self._replaced = framework_function
+            self._stand_in = make_stand_in(
+                self._args, self._model, self._decision, self.job, framework_function
+            )
+        return self._stand_in if framework_function is self._replaced else framework_function
+
+    def begin_step(self, iteration: int) -> None:
+        """The training step of this iteration begins; the first is 0."""
+        self.job.session.begin_step(iteration)
+        if self._stand_in is not None:
+            self._stand_in.begin_step()
+
+    def end_step(self, *, skipped: bool) -> None:
+        """The iteration ends after the optimizer, which may have skipped: gradients overflowed.
+
+        Raises SystemExit if only the profile was asked for, and it is written.
+        """
+        if self._stand_in is not None:
+            self._stand_in.end_step(skipped=skipped)
+        self.job.session.end_step()
+        if self.job.has_its_profile():
+            self.end()
+            dist.barrier()  # the planner has written it
+            raise SystemExit(0)
+
+    def log(self, iteration: int, tensorboard: Any, wandb: Any) -> str:
+        """Energy since the last call: scalars for the writers, text for a log line.
+
+        Every rank calls it at the same iteration; all but one without writers.
+        """
+        report = IntervalReport.gather(self.job.session)
+        for name, value in report.scalars().items():
+            if tensorboard:
+                tensorboard.add_scalar(name, value, iteration)
+            if wandb:
+                wandb.log({name: value}, iteration)
+        return report.line()
+
+    def pause(self) -> None:
+        """Something that is not training follows, until the next iteration begins."""
+        self.job.session.pause()
+
+    def end(self) -> None:
+        """Give clocks back, and print the bill; every rank calls it."""
+        self.job.end()
+        self.close()
+        check_profiled(self.job.options, self.job.session.state.profile is not None)
+
+    def close(self) -> None:
+        """Give the clock back; safe to call twice."""
+        self.job.close()
+
+
+def _lowest(level: Level) -> Level:
+    """Of all ranks."""
+    levels = [level] * dist.get_world_size()
+    dist.all_gather_object(levels, level)
+    return min(levels)
