@@ -13,7 +13,7 @@ import torch
 
 from envpipe_megatron.runtime.channel.carrier import first_line
 from envpipe_megatron.runtime.channel.flag_page import MASK, FlagPage, Word
-from envpipe_megatron.runtime.channel.puts import Stream
+from envpipe_megatron.runtime.channel.puts import GRACE_S, Stream
 
 try:
     from cuda.bindings import driver
@@ -28,8 +28,6 @@ _WAIT_GEQ = _WRITE_DEFAULT = 0
 _PEER_ACCESS = _NON_BLOCKING = 1
 #: Smaller memory would lie in a block with other memory, which its handle would share, too.
 _WHOLE_BYTES = 2 * 2**20
-#: For a process that has lost a neighbour to end by itself.
-_GRACE_S = 15.0
 _STDERR = 2
 
 
@@ -123,7 +121,14 @@ class CudaDevice:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         library = ctypes.CDLL(None)
         library.on_exit(library._exit, None)
-        faulthandler.dump_traceback_later(_GRACE_S, exit=True, file=_STDERR)
+        self.expect_again(GRACE_S)
+
+    def expect_again(self, within_s: float | None) -> None:
+        """As `Device`'s, by a thread of C that does not need Python's lock; with all stacks."""
+        if within_s is None:
+            faulthandler.cancel_dump_traceback_later()
+        else:
+            faulthandler.dump_traceback_later(within_s, exit=True, file=_STDERR)
 
 
 class CudaStream:

@@ -54,6 +54,8 @@ _LOOKS_EVERY_S = 0.25
 #: A neighbour that has said within this time that it waits for another is not to blame, until the
 #: time-out has passed twice.
 _NEWS_S = 1.0
+#: For a process that has lost a neighbour to end by itself.
+GRACE_S = 15.0
 #: For the first message, which shows that puts work.
 _PROBE_S = 20.0
 
@@ -99,6 +101,9 @@ class Device(Protocol):
     def abandon(self) -> None:
         """The process is to end, and its streams never will."""
 
+    def expect_again(self, within_s: float | None) -> None:
+        """End the process unless this is called again in time; None: no longer."""
+
 
 class PutSide:
     """What the one-sided carriers of a rank share: the device, slots, and the watch over losses.
@@ -108,6 +113,10 @@ class PutSide:
     host raises ChannelError. The streams are never let go: so nothing that was enqueued behind the
     message that never came will run, and nothing of it can reach a replica or the weights. The
     process has a short while to end by itself.
+
+    A host that fills the queue of a stream that stands is held in a launch with Python's lock, and
+    no thread of Python's looks any more (nor does NCCL's watchdog end the process: it asks for the
+    lock). So the device ends a process whose thread has not looked for the time-out and a while.
 
     Args:
         timeout: time without a sign of a neighbour that one waits for.
@@ -123,6 +132,7 @@ class PutSide:
         self.carriers: list[PutCarrier] = []
         self._loss: ChannelError | None = None
         self._looking = threading.Lock()
+        self._leaves = False
         self._waits: SimpleQueue[tuple[Callable[[], Any], futures.Future[Any]]] = SimpleQueue()
 
     def slots(self, schedule: Schedule, slot_bytes: int) -> int:
@@ -170,12 +180,22 @@ class PutSide:
         return self._loss
 
     def _keep_looking(self) -> None:
+        expected_s = -math.inf
         while self.loss() is None:
+            with self._looking:
+                if not self._leaves and time.monotonic() - expected_s > self.timeout_s / 8:
+                    expected_s = time.monotonic()
+                    self.device.expect_again(self.timeout_s + GRACE_S)
             time.sleep(_LOOKS_EVERY_S)
 
     def _leave(self) -> None:
         """Python ends: do not wait for streams that stand where nobody may come any more."""
-        if self.loss() is None and any(carrier.waits for carrier in self.carriers):
+        if self.loss() is not None:
+            return
+        with self._looking:
+            self._leaves = True
+            self.device.expect_again(None)
+        if any(carrier.waits for carrier in self.carriers):
             self.device.abandon()
 
     def _keep_waiting(self) -> None:

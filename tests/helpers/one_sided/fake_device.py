@@ -92,6 +92,9 @@ class FakeDevice:
         self.abandoned = True
         self.turns.ends_at[self.rank] = self.turns.now_s + _GRACE_S
 
+    def expect_again(self, within_s: float | None) -> None:
+        """As `Device`'s; here no thread looks by itself."""
+
     def idle(self) -> bool:
         """Whether all has been done."""
         return not any(queue.work for queue in self._queues)

@@ -130,6 +130,7 @@ class Watched:
         self.found: Any = None
         self.waits = False
         self.calls: list[str] = []
+        self.expected: list[float | None] = []
         self.told = threading.Event()
         self.side = puts.PutSide(self, timedelta(seconds=1), 1)  # type: ignore[arg-type]
         self.side.carriers = [self, self]  # type: ignore[list-item]
@@ -144,6 +145,9 @@ class Watched:
     def abandon(self) -> None:
         self.calls.append("abandon")
         self.told.set()
+
+    def expect_again(self, within_s: float | None) -> None:
+        self.expected.append(within_s)
 
     def bind_thread(self) -> None:
         """The thread that waits in place of the host."""
@@ -174,9 +178,41 @@ def test_a_process_that_ends_waits_for_no_stream_that_stands(monkeypatch, waits)
     watched.waits = waits
     watched.side._leave()
     assert watched.calls == ["abandon"] * waits
+    assert watched.expected[-1] is None  # what still runs at exit may take as long as it likes
     watched.waits = False
     watched.found = ChannelError("of a test"), 5  # its thread ends
     assert watched.told.wait(20)
+
+
+HELD_IN_A_LAUNCH = """
+import ctypes, datetime, threading
+from envpipe_megatron.runtime.channel import puts
+from envpipe_megatron.runtime.channel.cuda_device import CudaDevice
+puts.GRACE_S, puts._LOOKS_EVERY_S = 0.8, 0.015
+device, looks = CudaDevice.__new__(CudaDevice), threading.Semaphore(0)
+class Carrier:
+    waits = True
+    def trouble(self, now_s): looks.release()
+    def say_it_waits(self): ...
+side = puts.PutSide(device, datetime.timedelta(seconds=0.2), 1)
+side.carriers = [Carrier()]
+device.bind_thread = lambda: None
+side.watch()
+for _ in range(100): looks.acquire()
+print("alive", flush=True)
+ctypes.PyDLL(None).pause()  # keeps Python's lock
+"""
+
+
+def test_a_process_that_is_held_with_pythons_lock_is_ended():
+    """As by a launch into a queue that is full; it lives as long as its thread can look."""
+    held = subprocess.run(
+        [sys.executable, "-c", HELD_IN_A_LAUNCH], capture_output=True, text=True, timeout=60
+    )
+    assert held.returncode == 1
+    assert held.stdout == "alive\n"
+    assert "Timeout" in held.stderr
+    assert 'File "<string>"' in held.stderr  # where it was held
 
 
 def test_a_host_gets_what_its_wait_for_the_device_gives(monkeypatch):
