@@ -51,7 +51,8 @@ class Turns:
         self._ends = {*self._boundaries[1:], iterations}
         self._iterations = iterations
         self._turn = 0
-        self._begin_s = time.monotonic()
+        #: When iterations of the present turn began, as the host sees it.
+        self._begins_s: list[float] = []
         self._gone = False
         #: Iterations that have begun.
         self.begun = 0
@@ -72,7 +73,8 @@ class Turns:
             if "end" in answer:
                 return False
             self._turn += 1
-            self._begin_s = time.monotonic()
+            self._begins_s.clear()
+        self._begins_s.append(time.monotonic())
         self.at(self.begun)
         self.begun += 1
         return True
@@ -88,7 +90,7 @@ class Turns:
 
     def _end_of_turn(self) -> dict[str, Any]:
         synchronize()
-        return {"begin_s": self._begin_s, "end_s": time.monotonic(), "memory": memory()}
+        return {"begins_s": self._begins_s, "end_s": time.monotonic(), "memory": memory()}
 
     def _tell(self, **message: Any) -> None:
         if self._gone:

@@ -77,6 +77,7 @@ _FOR_AN_END_S = 20.0
 @click.option("--warmup-iterations", default=12, show_default=True, help="Of its first turns.")
 @click.option("--microbatches", type=int, help="Of `ratio`. [default: 14; 6 on the CPU]")
 @click.option("--like", help="Setting of `equality` that `ratio` measures. [default: gpt-ppN]")
+@click.option("--arm", multiple=True, help="Of `ratio`, beside the unmodified. [default: all]")
 @click.option("--energy-iterations", default=60, show_default=True)
 @click.option("--stress-iterations", default=1000, show_default=True)
 @click.option("--stress-delay-ms", default=2.0, show_default=True, help="Of a unit, at most.")
@@ -200,7 +201,7 @@ class _Proof:
         site, options, only = self._site, self._options, self._options["only"]
         iterations = options["iterations"] or (10 if site.cpu else 50)
         delay_s = options["stress_delay_ms"] / 1e3
-        setting = ratio.setting(site, options["microbatches"], options["like"])
+        setting = ratio.setting(site, options["microbatches"], options["like"], options["arm"])
         makers: dict[str, Callable[[], list[Job]]] = {
             "faults": lambda: equality.fault_jobs(site),
             "equality": lambda: equality.jobs(site, iterations),

@@ -13,17 +13,24 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Block:
-    """One turn of one job; its time is from the first rank's begin to the last one's end."""
+    """One turn of one job; its time is from the first rank's begin to the last one's end.
+
+    `median_s` is the median of its iterations, each from begin to begin on the first rank: what now
+    and then holds up a host alone does not count.
+    """
 
     turn: int
     time_s: float
     memory: tuple[dict[str, int], ...]
+    median_s: float
 
 
 @dataclass
@@ -171,9 +178,11 @@ class Referee:
     def _end_turn(self, name: str, run: _Run) -> None:
         ends = [rank.ended for _, rank in sorted(run.ranks.items())]
         if run.turn and not run.ended:
-            time_s = max(end["end_s"] for end in ends) - min(end["begin_s"] for end in ends)
+            time_s = max(end["end_s"] for end in ends) - min(end["begins_s"][0] for end in ends)
             memory = tuple(end["memory"] for end in ends)
-            run.blocks.append(Block(run.turn - 1, time_s, memory))
+            instants_s = *ends[0]["begins_s"], ends[0]["end_s"]
+            median_s = median(after - at for at, after in pairwise(instants_s))
+            run.blocks.append(Block(run.turn - 1, time_s, memory, median_s))
             self._on_block(name, run.blocks[-1])
         run.started = True
         if name in self._holders:
