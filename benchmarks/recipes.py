@@ -41,7 +41,8 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "pipeline_layout": {},
     "context_parallel": {},
     "mixture_of_experts": {"num_experts": 8},
-    "fp8_or_fp4": {"fp8": "hybrid"},
+    # Which recipe is not said.
+    "fp8_or_fp4": {"fp8": "hybrid", "fp8_recipe": "other"},
     "tp_comm_overlap": {"tp_comm_overlap": True},
     "cuda_graph_transformer_engine": {"cuda_graph_impl": "transformer_engine"},
     "cuda_graph_local": {"cuda_graph_impl": "local"},

@@ -151,7 +151,6 @@ def _with_transformer_engine() -> list[Setting]:
                 mapping,
                 (_BF16, "--fp8-format hybrid"),
                 arms=(*ORDER_ARMS, UNITS),
-                lifts=("FP8 and FP4",),
             ),
         ]
     kept = {

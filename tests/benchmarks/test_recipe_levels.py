@@ -102,13 +102,15 @@ def functional_test(root: Path, kind: str, flags: str, *, trains: bool = True) -
 
 def test_functional_tests_below_a_folder(tmp_path: Path) -> None:
     pipeline = "--pipeline-model-parallel-size: 2"
-    functional_test(tmp_path, "gpt", f"{pipeline}\n  --fp8-format: hybrid")
+    functional_test(
+        tmp_path, "gpt", f"{pipeline}\n  --fp8-format: hybrid\n  --fp8-recipe: blockwise"
+    )
     functional_test(tmp_path, "bert", pipeline)
     functional_test(tmp_path, "moe", f'{pipeline}\n  --step-batch-size-schedule: "0:8 64:16"')
     functional_test(tmp_path, "inference", pipeline, trains=False)
     assert [job["against_the_next"] for job in job_rows(read_jobs(tmp_path))] == [
         ["a model other than GPTModel"],
-        ["FP8 and FP4"],
+        ["FP4, and FP8 but for plain delayed scaling"],
         ["--step-batch-size-schedule"],
     ]
 

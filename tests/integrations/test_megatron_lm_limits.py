@@ -31,8 +31,10 @@ ASKING: dict[str, tuple[dict[str, Any], ...]] = {
         {"experimental_attention_variant": "dsa"},
         {"linear_attention_freq": 3},
     ),
-    "FP8 and FP4": (
-        {"fp8": "hybrid"},
+    "FP4, and FP8 but for plain delayed scaling": (
+        {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+        {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": True},
+        {"fp8": "e4m3", "fp8_recipe": "delayed", "recompute_granularity": "full"},
         {"fp4": "e2m1"},
         {"te_precision_config_file": "recipe.yaml"},
         {"kitchen_config_file": "kitchen.yaml"},
@@ -140,7 +142,8 @@ DEFAULTS: dict[str, Any] = {
     "cuda_graph_impl": "none",
     "cuda_graph_scope": [],
     "cuda_graph_modules": [],
-    "fp8": None,
+    "fp8": "hybrid",
+    "fp8_recipe": "delayed",
     "timing_log_level": 0,
     "rerun_mode": "validate_results",
     "pipeline_model_parallel_comm_backend": None,

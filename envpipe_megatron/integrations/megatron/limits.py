@@ -52,6 +52,12 @@ def _full_iteration_graph(args: argparse.Namespace) -> bool:
     return "full_iteration" in (getattr(args, "cuda_graph_impl", None), *scopes)
 
 
+def _fp8_unproven(args: argparse.Namespace) -> bool:
+    """Whether FP8 has another recipe than delayed scaling, holds weights, or computes again."""
+    more = on("fp8_param_gather", "recompute_granularity")
+    return on("fp8")(args) and any_of(_other_than("delayed", "fp8_recipe"), more)(args)
+
+
 def _other_than(default: str, name: str) -> Asks:
     """Whether the argument is there and has another value; empty is the default."""
     return lambda args: (getattr(args, name, None) or default) != default
@@ -75,13 +81,15 @@ LIMITS: tuple[Limit, ...] = (
         on("experimental_attention_variant", "linear_attention_freq"),
     ),
     _against_order(
-        "FP8 and FP4",
-        on(
-            "fp8",
-            "fp4",
-            "te_precision_config_file",
-            "kitchen_config_file",
-            "kitchen_recipe_number",
+        "FP4, and FP8 but for plain delayed scaling",
+        any_of(
+            _fp8_unproven,
+            on(
+                "fp4",
+                "te_precision_config_file",
+                "kitchen_config_file",
+                "kitchen_recipe_number",
+            ),
         ),
     ),
     _against_order(

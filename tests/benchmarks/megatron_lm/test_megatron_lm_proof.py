@@ -343,8 +343,6 @@ def test_limits_are_lifted_for_arms_of_level_order_alone(site):
     lifts = {
         "moe-pp2": experts,
         "moe-pp2ep2": experts | {"expert parallelism"},
-        "te-fp8-pp2": {"FP8 and FP4"},
-        "te-fp8-pp4": {"FP8 and FP4"},
     }
     assert lifted == {
         f"equality/{name}/{arm}": lifts[name] for name in lifts for arm in (ONE_F_ONE_B, ENVPIPE)
