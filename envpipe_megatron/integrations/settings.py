@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NoReturn
 
 from envpipe_megatron.integrations.flags import FLAGS, add_arguments
@@ -12,8 +13,8 @@ from envpipe_megatron.integrations.options import OptionError, Options, read_opt
 
 #: EnvPipe's names of what has a longer one here.
 _SHORT_NAMES = {"reconfig": "reconfigure"}
-#: Frameworks whose options come by name have one level each.
-_NOT_BY_NAME = ("level",)
+#: What goes with frameworks that have more than one level.
+_OF_LEVELS = ("level",)
 #: What goes with some types only.
 _OF_TYPE = ("scheduling", "reconfigure")
 _FLAG = re.compile(r"--envpipe-([a-z-]*[a-z])")
@@ -51,30 +52,48 @@ def read_settings(settings: Mapping[str, object], *, num_stages: int, on_gpu: bo
     """Make of settings what the same flags would be: {"type": "uniform"} is --envpipe-type uniform.
 
     Args:
-        settings: option names without `--envpipe-`, with underscores or dashes; `reconfig` stands
-            for `reconfigure`. Values are words, numbers, paths, truth values for flags without a
-            value, lists for one number per stage; None is as if the name were not there.
+        settings: as `parse_settings` takes them.
         num_stages: p.
         on_gpu: whether memory can be measured.
 
     Raises OptionError, with the settings' names, as `read_options` does.
     """
+    with named_as_settings():
+        return read_options(parse_settings(settings), num_stages=num_stages, on_gpu=on_gpu)
+
+
+def parse_settings(
+    settings: Mapping[str, object], *, has_levels: bool = False
+) -> argparse.Namespace:
+    """Parse settings as the same flags would be; what goes with what is not looked at.
+
+    Args:
+        settings: option names without `--envpipe-`, with underscores or dashes; `reconfig` stands
+            for `reconfigure`. Values are words, numbers, paths, truth values for flags without a
+            value, lists for one number per stage; None is as if the name were not there.
+        has_levels: whether the framework has more than one level.
+
+    Raises OptionError, with the settings' names.
+    """
     parser = _Parser(prog="envpipe", allow_abbrev=False, add_help=False)
     add_arguments(parser.add_argument_group())
+    names = [name for name in FLAGS if has_levels or name not in _OF_LEVELS]
+    with named_as_settings():
+        return parser.parse_args(_words(plain_names(settings), names))
+
+
+@contextmanager
+def named_as_settings() -> Iterator[None]:
+    """Within, an OptionError has the settings' names in place of the flags'."""
     try:
-        args = parser.parse_args(_words(plain_names(settings)))
-        return read_options(args, num_stages=num_stages, on_gpu=on_gpu)
+        yield
     except OptionError as error:
         raise OptionError(_FLAG.sub(lambda flag: flag[1].replace("-", "_"), str(error))) from None
 
 
-def _words(settings: Mapping[str, object]) -> list[str]:
-    """The settings as a command line."""
-    takes_value = {
-        name.replace("-", "_"): "action" not in flag
-        for name, flag in FLAGS.items()
-        if name not in _NOT_BY_NAME
-    }
+def _words(settings: Mapping[str, object], names: Iterable[str]) -> list[str]:
+    """The settings, of which there are those names, as a command line."""
+    takes_value = {name.replace("-", "_"): "action" not in FLAGS[name] for name in names}
     words: list[str] = []
     for name, value in settings.items():
         if name not in takes_value:

@@ -17,6 +17,8 @@ TAGS = tuple(patch.tag for patch in _PATCHES)
 VARIABLE = "ENVPIPE_MEGATRON_LM"
 #: Names a stock checkout of Megatron-DeepSpeed.
 DEEPSPEED_VARIABLE = "ENVPIPE_MEGATRON_DEEPSPEED"
+#: Names a checkout of Megatron-Bridge, with its submodule Megatron-LM.
+BRIDGE_VARIABLE = "ENVPIPE_MEGATRON_BRIDGE"
 
 
 def folder_of_checkouts() -> Path:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import re
 import shlex
-import signal
-import subprocess
-import sys
-import time
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from torchrun_ranks import Ended, run_ranks
 
 CPU_RUN = Path(__file__).with_name("cpu_run.py")
 
@@ -44,9 +40,6 @@ _COMPUTED = (
     "number of skipped iterations",
     "number of nan iterations",
 )
-
-# The variable by which everything that a run started is found again.
-_MARK = "ENVPIPE_LM_RUN"
 
 
 @dataclass(frozen=True)
@@ -130,12 +123,7 @@ class Run:
 
     def require_success(self) -> Run:
         """The run itself; an AssertionError with what the ranks said where it failed."""
-        if self.returncode != 0:
-            ended = "took too long" if self.returncode is None else f"exit {self.returncode}"
-            tails = [
-                f"--- rank {rank}\n{output[-2500:]}" for rank, output in enumerate(self.outputs)
-            ]
-            raise AssertionError("\n".join([ended, *tails, "--- torchrun", self.torchrun[-1000:]]))
+        Ended(self.returncode, self.outputs, self.torchrun).require_success()
         return self
 
 
@@ -171,45 +159,33 @@ def run_pretrain(
         attached: Run it by `envpipe_megatron.attach`, as in an unpatched checkout.
         timeout_s: After this time the ranks print their stacks, and all are killed.
     """
-    folder.mkdir(parents=True)
-    mark = uuid.uuid4().hex
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(nproc), "--redirects", "3", "--log-dir", "logs"]
-    command += ["-m", "envpipe_megatron.attach"] if attached else []
-    command += [str(CPU_RUN), str(checkout.resolve() / script), *shlex.split(f"{CPU_ARGS} {args}")]
+    program = ["-m", "envpipe_megatron.attach"] if attached else []
+    program += [
+        str(CPU_RUN),
+        str(checkout.resolve() / script),
+        *shlex.split(f"{CPU_ARGS} {args}"),
+    ]
     imports = [os.environ.get("PYTHONPATH", "")]
     if attached:  # cpu_run, which is the script there, lies elsewhere
         imports.insert(0, str(checkout.resolve()))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, imports)),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPYCACHEPREFIX": str(folder.parent / "pycache"),
-        **(env or {}),
-        _MARK: mark,
-    }
-    torchrun = folder / "torchrun.txt"
-    with torchrun.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
-        )
-        returncode: int | None = None
-        try:
-            returncode = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            _print_stacks(mark, folder)
-        finally:
-            _kill(process, mark)
-    outputs = tuple(_output(folder, rank) for rank in range(nproc))
+    ended = run_ranks(
+        program,
+        CPU_RUN,
+        folder,
+        nproc=nproc,
+        env={"PYTHONPATH": os.pathsep.join(filter(None, imports)), **(env or {})},
+        timeout_s=timeout_s,
+    )
+    outputs = ended.outputs
     told = [dict(re.findall(r"^cpu_run: (\w+) (\w+)$", output, re.M)) for output in outputs]
     return Run(
-        returncode,
+        ended.returncode,
         tuple(iterations_in("\n".join(outputs))),
         tuple(evaluations_in("\n".join(outputs))),
         tuple(rank.get("weights") for rank in told),
         any(rank.get("envpipe") == "imported" for rank in told),
         outputs,
-        torchrun.read_text(errors="replace"),
+        ended.torchrun,
         folder,
     )
 
@@ -227,41 +203,3 @@ def iterations_in(output: str) -> Iterable[Iteration]:
 def evaluations_in(output: str) -> list[tuple[str, str]]:
     """What was evaluated, and its loss."""
     return re.findall(r"validation loss at (.*?) \| lm loss value: (\S+)", output)
-
-
-def _output(folder: Path, rank: int) -> str:
-    found = sorted(folder.glob(f"logs/*/attempt_0/{rank}/std*.log"), reverse=True)
-    return "\n".join(file.read_text(errors="replace") for file in found)
-
-
-def _started_by(mark: str) -> list[int]:
-    """All processes of a run; no process group holds them: torchrun's ranks lead their own."""
-    pids = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if f"{_MARK}={mark}".encode() in environ.read_bytes().split(b"\0"):
-                pids.append(int(environ.parent.name))
-    return pids
-
-
-def _print_stacks(mark: str, folder: Path) -> None:
-    """Let each rank print the stacks of its threads, which `cpu_run` does on SIGUSR1."""
-    ranks = list(folder.glob("logs/*/attempt_0/*/stderr.log"))
-    for pid in _started_by(mark):
-        with contextlib.suppress(OSError):
-            if str(CPU_RUN).encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:5]:
-                os.kill(pid, signal.SIGUSR1)
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and not all("Current thread" in r.read_text() for r in ranks):
-        time.sleep(0.1)
-
-
-def _kill(process: subprocess.Popen[bytes], mark: str) -> None:
-    while pids := [
-        pid for pid in _started_by(mark) if process.poll() is None or pid != process.pid
-    ]:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.poll()
-    process.wait()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from lm_cases import full
-from lm_runs import _started_by, evaluations_in, iterations_in, run_pretrain
+from lm_runs import evaluations_in, iterations_in, run_pretrain
+from torchrun_ranks import started_by
 
 TIME = "[2026-05-04 10:11:12.131415]"
 LINE = (
@@ -77,11 +78,13 @@ def test_a_run_that_hangs_is_ended_with_its_stacks(checkout, tmp_path, monkeypat
     )
     (tmp_path / "megatron").symlink_to(checkout("core_v0.16.1") / "megatron")
     marks: list[str] = []
-    monkeypatch.setattr("lm_runs._started_by", lambda mark: marks.append(mark) or _started_by(mark))
+    monkeypatch.setattr(
+        "torchrun_ranks.started_by", lambda mark: marks.append(mark) or started_by(mark)
+    )
     run = run_pretrain(tmp_path, "", tmp_path / "run", nproc=2, script="hangs.py", timeout_s=60)
     assert run.returncode is None
     assert all("waits_for_ever" in output for output in run.outputs)
     assert marks
-    assert not _started_by(marks[0])
+    assert not started_by(marks[0])
     with pytest.raises(AssertionError, match="took too long"):
         run.require_success()

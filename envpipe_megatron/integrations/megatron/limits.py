@@ -19,7 +19,11 @@ from envpipe_megatron.integrations.levels import (
     any_of,
     on,
 )
-from envpipe_megatron.integrations.refusals import FREES_WHILE_TRAINING, frees_while_training
+from envpipe_megatron.integrations.refusals import (
+    FREES_WHILE_TRAINING,
+    RefusedError,
+    frees_while_training,
+)
 
 #: What stands against EnvPipe's order if nothing else does.
 NOT_PROVEN = "not proven in another order than Megatron's"
@@ -247,3 +251,9 @@ REFUSED: Mapping[str, Asks] = {
     "in-process restart": on("inprocess_restart"),
     "--fake-process-group": on("fake_process_group"),
 }
+
+
+def check_metered(args: argparse.Namespace, refused: Mapping[str, Asks] = REFUSED) -> None:
+    """Raise a RefusedError that names what EnvPipe has not even a bill for."""
+    if found := [feature for feature, asks in refused.items() if asks(args)]:
+        raise RefusedError("EnvPipe cannot meter such a job", value=found, remedy="Leave it out.")

@@ -28,7 +28,6 @@ class Training:
         limits: what stands against which level, besides what the model has.
         model: the chunks of this rank.
         pipeline_group: the ranks of its pipeline.
-        say: prints a line, on the planning rank alone.
 
     Raises:
         LevelError: the level that options name cannot be had.
@@ -42,7 +41,6 @@ class Training:
         limits: Iterable[Limit],
         model: Sequence[Any],
         pipeline_group: dist.ProcessGroup,
-        say: Callable[[str], None],
     ) -> None:
         self._args = args
         self._model = model
@@ -58,10 +56,10 @@ class Training:
     def announce(self) -> None:
         """Say what the job does."""
         if self.job.collectives.is_planner:
-            self.job.say(f"{self._decision}; {self.job.banner()}")
+            say(f"{self._decision}; {self.job.banner()}")
             steps = self._args.train_iters
             if steps is not None and steps <= self.job.options.baseline_steps:
-                self.job.say("training ends within its baseline steps, so nothing will be planned")
+                say("training ends within its baseline steps, so nothing will be planned")
 
     def in_place_of(self, framework_function: Callable[..., Any]) -> Callable[..., Any]:
         """What to call in place of Megatron's forward-backward function.
@@ -120,6 +118,11 @@ class Training:
     def close(self) -> None:
         """Give the clock back; safe to call twice."""
         self.job.close()
+
+
+def say(text: str) -> None:
+    """Print a line of the log; the planning rank alone does."""
+    print(f" [envpipe] {text}", flush=True)
 
 
 def _lowest(level: Level) -> Level:

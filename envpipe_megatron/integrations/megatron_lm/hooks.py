@@ -27,10 +27,9 @@ from envpipe_megatron.integrations.hooking import (
 )
 from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.levels import LevelError, decide
-from envpipe_megatron.integrations.megatron.limits import LIMITS, REFUSED
+from envpipe_megatron.integrations.megatron.limits import LIMITS, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
 from envpipe_megatron.integrations.options import Options
-from envpipe_megatron.integrations.refusals import RefusedError
 
 _NEEDED = ("validate", "begin_training", "begin_step", "forward_backward", "end_step", "log")
 
@@ -54,10 +53,7 @@ def validate(args: argparse.Namespace) -> None:
     """
     _state.reached["validate"] += 1
     try:
-        if refused := [feature for feature, asks in REFUSED.items() if asks(args)]:
-            raise RefusedError(
-                "EnvPipe cannot meter such a job", value=refused, remedy="Leave out --envpipe."
-            )
+        check_metered(args)
         _state.options = options_of(args)
         decide(args, LIMITS, _state.options.level)
         _hooked_schedules()
@@ -77,7 +73,7 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
         _quiet_energy_monitor()
     try:
         group = parallel_state.get_pipeline_model_parallel_group()
-        training = _state.training = Training(args, options, LIMITS, model, group, _say)
+        training = _state.training = Training(args, options, LIMITS, model, group)
     except (JobError, LevelError) as error:
         refuse(error)
 
@@ -174,7 +170,3 @@ def _hooked_schedules() -> Any:
             "megatron-core; `envpipe patch check` looks at it.",
         )
     return schedules
-
-
-def _say(text: str) -> None:
-    print(f" [envpipe] {text}", flush=True)

@@ -1,0 +1,157 @@
+"""`EnvPipeCallback`, for `pretrain(config, forward_step, callbacks=[EnvPipeCallback()])`.
+
+Callbacks of Megatron-Bridge see steps, evaluations and checkpoints, but not the forward-backward
+function, which its training loop asks for ahead of the first of them, nor that training ends early.
+So the callback puts two functions of its own into the module of that loop; they call Bridge's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.hooking import options_of
+from envpipe_megatron.integrations.megatron.limits import check_metered
+from envpipe_megatron.integrations.megatron.training import Training, say
+from envpipe_megatron.integrations.megatron_bridge.arguments import (
+    BRIDGE_LIMITS,
+    BRIDGE_REFUSED,
+    arguments_of,
+)
+from envpipe_megatron.integrations.settings import named_as_settings, parse_settings
+
+_LOOP = "megatron.bridge.training.train"
+
+
+class BridgeError(EnvPipeError):
+    """A version of Megatron-Bridge, or a loop of its, that EnvPipe does not fit."""
+
+
+class EnvPipeCallback:
+    """EnvPipe in one training by Megatron-Bridge; every rank makes one before `pretrain`.
+
+    Args:
+        options: those of the flags by name, without `--envpipe-` and with underscores
+            (`level="units"`, `max_slowdown=3`), as a block of a configuration has them.
+
+    Raises:
+        OptionError: no such option, or a value that it cannot have.
+        BridgeError: another version of Megatron-Bridge than EnvPipe can follow.
+
+    When training begins, an EnvPipeError ends a job that cannot have what it asks for, before its
+    first step.
+    """
+
+    def __init__(self, **options: object) -> None:
+        self._options = parse_settings(options, has_levels=True)
+        self._training: Training | None = None
+        #: Megatron's own, once the loop has asked for it.
+        self._framework_function: Callable[..., Any] | None = None
+        loop = _checked_loop()
+        self._put_back = self._put_into(loop)
+
+    def on_train_start(self, context: Any) -> None:
+        """The model is built, and no step has begun."""
+        from megatron.bridge.training.utils.pg_utils import get_pg_collection
+
+        if self._framework_function is None:
+            raise BridgeError(
+                "Megatron-Bridge's training loop does not get EnvPipe's forward-backward function",
+                remedy="Make the callback before `pretrain` is called, in the same process.",
+            )
+        args = arguments_of(context.state.cfg, dist.get_world_size())
+        vars(args).update(vars(self._options))
+        check_metered(args, BRIDGE_REFUSED)
+        with named_as_settings():
+            options = options_of(args)
+        group = get_pg_collection(context.model).pp
+        self._training = Training(args, options, BRIDGE_LIMITS, context.model, group)
+        self._training.in_place_of(self._framework_function)
+        self._training.announce()
+
+    def on_train_step_start(self, context: Any) -> None:
+        """A step begins."""
+        if self._training is not None:
+            self._training.begin_step(context.state.train_state.step)
+
+    def on_train_step_end(self, context: Any) -> None:
+        """The optimizer has stepped; Bridge logs after this."""
+        if self._training is None:
+            return
+        self._training.end_step(skipped=bool(context.skipped_iter))
+        state, iteration = context.state, context.state.train_state.step + 1
+        interval = state.cfg.logger.log_interval
+        if interval and iteration % interval == 0:
+            line = self._training.log(iteration, state.tensorboard_logger, state.wandb_logger)
+            if line and self._training.job.collectives.is_planner:
+                say(f"iteration {iteration} |{line}")
+
+    def on_train_end(self, context: Any) -> None:
+        """Training has ended; evaluations may follow."""
+        self._end()
+
+    def on_eval_start(self, context: Any) -> None:
+        """No training until the next step begins."""
+        if self._training is not None:
+            self._training.pause()
+
+    on_test_start = on_eval_start
+    #: Bridge calls it once a checkpoint is saved: what that took is no step's.
+    on_checkpoint_save = on_eval_start
+
+    def _end(self) -> None:
+        training, self._training = self._training, None
+        self._put_back()
+        if training is not None:
+            training.end()
+
+    def _put_into(self, loop: Any) -> Callable[[], None]:
+        """Let the loop call this callback; what is returned takes that back."""
+        get_function, is_leaving = loop.get_forward_backward_func, loop.checkpoint_and_decide_exit
+
+        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+            own = self._framework_function = get_function(*args, **kwargs)
+
+            def forward_backward(**arguments: Any) -> Any:
+                function = own if self._training is None else self._training.in_place_of(own)
+                return function(**arguments)
+
+            return forward_backward
+
+        def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
+            leaving = is_leaving(*args, **kwargs)
+            if leaving:  # by sys.exit, without another callback
+                self._end()
+            return leaving
+
+        def put_back() -> None:
+            loop.get_forward_backward_func = get_function
+            loop.checkpoint_and_decide_exit = is_leaving
+
+        loop.get_forward_backward_func = get_forward_backward_func
+        loop.checkpoint_and_decide_exit = checkpoint_and_decide_exit
+        return put_back
+
+
+def _checked_loop() -> Any:
+    """The module of Bridge's training loop; a BridgeError if it is not as EnvPipe needs it."""
+    try:
+        events = importlib.import_module("megatron.bridge.training.callbacks").VALID_EVENTS
+        loop = importlib.import_module(_LOOP)
+    except ImportError as error:
+        events, loop, missing = (), None, [str(error)]
+    else:
+        needed = {name for name in vars(EnvPipeCallback) if name.startswith("on_")}
+        bound = ("get_forward_backward_func", "checkpoint_and_decide_exit")
+        missing = sorted(needed - events) + [name for name in bound if not hasattr(loop, name)]
+    if missing:
+        raise BridgeError(
+            "EnvPipe needs Megatron-Bridge 0.5 or later, whose training loop calls callbacks",
+            value=missing,
+            remedy="Install one, or train without EnvPipeCallback.",
+        )
+    return loop

@@ -1,0 +1,297 @@
+"""The callback for Megatron-Bridge, called as its training loop calls it; Bridge is not needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from envpipe_megatron.integrations.levels import LevelError, decide
+from envpipe_megatron.integrations.options import OptionError
+from envpipe_megatron.integrations.refusals import RefusedError
+
+pytestmark = pytest.mark.xdist_group("megatron")
+
+EVENTS = {
+    "on_data_init_start",
+    "on_train_start",
+    "on_train_step_start",
+    "on_train_step_end",
+    "on_train_end",
+    "on_eval_start",
+    "on_test_start",
+    "on_checkpoint_save",
+}
+
+
+def config(**changes: Any) -> Any:
+    """As a ConfigContainer is when training begins; changes by dotted name, with `__`."""
+    part = SimpleNamespace
+    made = part(
+        model=part(
+            pipeline_model_parallel_size=2,
+            num_moe_experts=None,
+            gated_linear_unit=True,
+            share_embeddings_and_output_weights=False,
+            vocab_size=64,
+            seq_length=32,
+        ),
+        train=part(train_iters=12, micro_batch_size=1, global_batch_size=4),
+        validation=part(skip_train=False),
+        optimizer=part(optimizer="adam", optimizer_cuda_graph=False),
+        ddp=part(use_megatron_fsdp=False),
+        dist=part(use_megatron_fsdp=False, use_decentralized_pg=False),
+        logger=part(log_interval=2, timing_log_level=0),
+        checkpoint=part(save=None),
+        rerun_state_machine=part(rerun_mode="disabled"),
+        dataset=part(dataloader_type="single", seq_length=7),
+        ft=None,
+        peft=None,
+        inprocess_restart=None,
+        tensor_inspect=None,
+        data_parallel_size=1,
+    )
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        where = made
+        for step in path:
+            where = getattr(where, step)
+        setattr(where, last, value)
+    return made
+
+
+class FakeTraining:
+    """Notes what it is told, and stands in by a function that says so."""
+
+    made: list[FakeTraining]
+
+    def __init__(self, args: Any, options: Any, limits: Any, model: Any, group: Any) -> None:
+        decide(args, limits, options.level)
+        self.options, self.group = options, group
+        self.told: list[str] = []
+        self.job = SimpleNamespace(collectives=SimpleNamespace(is_planner=True))
+        self.made.append(self)
+
+    def in_place_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda **arguments: f"ours for {function(**arguments)}"
+
+    def end_step(self, *, skipped: bool) -> None:
+        self.told.append(f"end_step {skipped}")
+
+    def log(self, iteration: int, tensorboard: Any, wandb: Any) -> str:
+        self.told.append(f"log {iteration} {tensorboard} {wandb}")
+        return " energy |"
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: self.told.append(" ".join((name, *map(str, args))))
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of Bridge's training loop."""
+    pytest.importorskip("megatron.core")
+    modules = {
+        name: ModuleType(f"megatron.bridge.training.{name}")
+        for name in ("callbacks", "train", "utils.pg_utils")
+    }
+    vars(modules["callbacks"])["VALID_EVENTS"] = frozenset(EVENTS)
+    vars(modules["train"]).update(
+        get_forward_backward_func=lambda **_: lambda **arguments: f"Megatron {arguments}",
+        checkpoint_and_decide_exit=lambda leaving: leaving,
+    )
+    vars(modules["utils.pg_utils"])["get_pg_collection"] = lambda model: SimpleNamespace(pp="pp")
+    for module in modules.values():
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return modules["train"]
+
+
+@pytest.fixture
+def arguments() -> Any:
+    """The module that reads a configuration."""
+    pytest.importorskip("megatron.core")
+    from envpipe_megatron.integrations.megatron_bridge import arguments
+
+    return arguments
+
+
+@pytest.fixture
+def trainings(loop: Any, monkeypatch: pytest.MonkeyPatch) -> list[FakeTraining]:
+    from envpipe_megatron.integrations.megatron_bridge import callback
+
+    monkeypatch.setattr(FakeTraining, "made", [], raising=False)
+    monkeypatch.setattr(callback, "Training", FakeTraining)
+    monkeypatch.setattr(callback.dist, "get_world_size", lambda: 2)
+    for name in ("TYPE", "SCHEDULING", "RECONFIGURE"):
+        monkeypatch.delenv(f"ENVPIPE_{name}", raising=False)
+    return FakeTraining.made
+
+
+def make(**options: Any) -> Any:
+    from envpipe_megatron.integrations.megatron_bridge import EnvPipeCallback
+
+    return EnvPipeCallback(**options)
+
+
+def context(settings: Any, step: int = 0, **more: Any) -> Any:
+    state = SimpleNamespace(
+        cfg=settings,
+        train_state=SimpleNamespace(step=step),
+        tensorboard_logger="tensorboard",
+        wandb_logger=None,
+    )
+    return SimpleNamespace(state=state, model=["chunk"], **more)
+
+
+def begin(callback: Any, loop: Any, settings: Any) -> Callable[..., Any]:
+    """As the loop begins; the function that it then calls at each step."""
+    function: Callable[..., Any] = loop.get_forward_backward_func(pp_size=2, vp_size=None)
+    callback.on_train_start(context(settings))
+    return function
+
+
+def test_a_training_from_begin_to_end(
+    loop: Any, trainings: list[FakeTraining], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    own = dict(vars(loop))
+    settings = config(checkpoint__save=str(tmp_path))
+    callback = make(level="units", baseline_steps=3)
+    function = begin(callback, loop, settings)
+    (training,) = trainings
+    assert training.group == "pp"
+    assert training.options.output_dir == tmp_path / "envpipe"
+    assert training.options.baseline_steps == 3
+    for step in range(2):
+        callback.on_train_step_start(context(settings, step))
+        assert function(n=step) == f"ours for Megatron {{'n': {step}}}"
+        callback.on_train_step_end(context(settings, step, skipped_iter=bool(step)))
+    for event in ("eval_start", "test_start", "checkpoint_save"):
+        getattr(callback, f"on_{event}")(context(settings))
+    assert not loop.checkpoint_and_decide_exit(False)
+    callback.on_train_end(context(settings))
+    callback.on_eval_start(context(settings))  # one more, after training
+    assert training.told == [
+        "announce",
+        "begin_step 0",
+        "end_step False",
+        "begin_step 1",
+        "end_step True",
+        "log 2 tensorboard None",
+        *["pause"] * 3,
+        "end",
+    ]
+    assert "iteration 2 | energy |" in capsys.readouterr().out
+    assert vars(loop) == own
+    assert function(n=2) == "Megatron {'n': 2}"
+
+
+def test_a_loop_that_is_left_early_ends_training(loop: Any, trainings: list[FakeTraining]) -> None:
+    begin(make(), loop, config())
+    assert loop.checkpoint_and_decide_exit(True)
+    assert trainings[0].told[-1] == "end"
+
+
+def test_a_loop_that_is_not_reached(loop: Any, trainings: list[FakeTraining]) -> None:
+    from envpipe_megatron.integrations.megatron_bridge import BridgeError
+
+    with pytest.raises(BridgeError, match="does not get EnvPipe's forward-backward function"):
+        make().on_train_start(context(config()))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"tpye": "uniform"}, "No such option.*'tpye'.* level, "),
+        ({"level": "best"}, "invalid choice: 'best'"),
+        ({"profile_only": 3}, "takes true or false"),
+    ],
+)
+def test_wrong_options_are_told_at_once(loop: Any, options: dict[str, Any], told: str) -> None:
+    own = dict(vars(loop))
+    with pytest.raises(OptionError, match=told):
+        make(**options)
+    assert vars(loop) == own
+
+
+def test_options_that_do_not_go_together_have_the_callbacks_names(
+    loop: Any, trainings: list[FakeTraining]
+) -> None:
+    with pytest.raises(OptionError, match=r"^plan needs the profile"):
+        begin(make(plan=__file__), loop, config())
+
+
+def test_what_a_job_cannot_have_is_told_before_its_first_step(
+    loop: Any, trainings: list[FakeTraining]
+) -> None:
+    with pytest.raises(LevelError, match="mixture of experts"):
+        begin(make(level="order"), loop, config(model__num_moe_experts=8))
+    restarting = config(inprocess_restart=SimpleNamespace(enabled=True))
+    with pytest.raises(RefusedError, match="in-process restart"):
+        begin(make(), loop, restarting)
+
+
+def test_another_version_is_named(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from envpipe_megatron.integrations.megatron_bridge import BridgeError
+
+    callbacks = sys.modules["megatron.bridge.training.callbacks"]
+    monkeypatch.setattr(callbacks, "VALID_EVENTS", frozenset(EVENTS - {"on_checkpoint_save"}))
+    with pytest.raises(BridgeError, match=r"Megatron-Bridge 0\.5 or later.*on_checkpoint_save"):
+        make()
+    monkeypatch.setitem(sys.modules, callbacks.__name__, None)
+    with pytest.raises(BridgeError, match=r"Megatron-Bridge 0\.5 or later"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "against"),
+    [
+        ({}, "order", None),
+        ({"model__num_moe_experts": 8}, "units", "mixture of experts"),
+        ({"model__virtual_pipeline_model_parallel_size": 2}, "units", "virtual pipeline"),
+        ({"model__transformer": SimpleNamespace(fp8="hybrid")}, "units", "FP8"),
+        ({"peft": object()}, "units", "--sft"),
+        ({"dataset__dataloader_type": "batch"}, "units", "--sft"),
+        ({"model__restore_modelopt_state": True}, "units", "ModelOpt"),
+        ({"ft": SimpleNamespace(enable_ft_package=True)}, "units", "fault tolerance"),
+        ({"dist__use_decentralized_pg": True}, "units", "use_decentralized_pg"),
+        ({"tensor_inspect": SimpleNamespace(enabled=True)}, "units", "tensor inspection"),
+        ({"tensor_inspect": SimpleNamespace(enabled=False)}, "order", None),
+        ({"rerun_state_machine__rerun_mode": "report_stats"}, "units", "report_stats"),
+        ({"train__rampup_batch_size": [4, 4, 8]}, "units", "ramp-up"),
+        ({"model__pipeline_model_parallel_size": 1}, "uniform", "no pipeline"),
+        ({"ddp__use_megatron_fsdp": True}, "uniform", "FSDP"),
+        ({"model__cuda_graph_scope": ["full_iteration"]}, "uniform", "full iteration"),
+        ({"validation__skip_train": True}, "observe", "--skip-train"),
+    ],
+)
+def test_the_level_is_that_of_the_same_arguments(
+    changes: dict[str, Any],
+    level: str,
+    against: str | None,
+    arguments: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+    args = arguments.arguments_of(config(**changes), 2)
+    decision = decide(args, arguments.BRIDGE_LIMITS)
+    assert str(decision.level) == level
+    assert against is None or against in str(decision)
+
+
+def test_arguments_have_megatron_lms_names(arguments: Any) -> None:
+    args = arguments.arguments_of(config(model__num_moe_experts=8), 16)
+    assert args.num_experts == 8
+    assert args.swiglu
+    assert args.untie_embeddings_and_output_weights
+    assert args.padded_vocab_size == 64
+    assert args.world_size == 16
+    assert args.seq_length == 32
+    assert args.optimizer == "adam"
+
+
+def test_stages_of_two_models_are_refused(loop: Any, trainings: list[FakeTraining]) -> None:
+    with pytest.raises(RefusedError, match="dist_train"):
+        begin(make(), loop, config(model__dist_train=SimpleNamespace(use_dist_train=True)))
