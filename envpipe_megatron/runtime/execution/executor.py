@@ -7,6 +7,7 @@ the device; the executor knows when the device began and ended it. Each ended un
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from envpipe_megatron.runtime.execution.completion import Completion
 
 #: Two refreshes of an energy counter.
 METER_MARGIN_S = 0.2
+
+#: How long clocks of host and device are taken to keep step, s: some microseconds a second apart.
+_SEEN_FOR_S = 30.0
 
 #: Whether one who waits for an event of a unit sleeps until an interrupt, or keeps a core busy.
 BLOCKING_EVENTS = True
@@ -98,7 +102,7 @@ def same_device() -> Callable[[], None]:
 
 
 class CudaExecutor:
-    """CUDA events around each unit; the host waits for them only at the end of the iteration.
+    """CUDA events around each unit; the host waits for the last one only, when an iteration ends.
 
     Events are used again in the iteration after the next: the clock controller's thread may be a
     few units behind, never an iteration.
@@ -107,6 +111,8 @@ class CudaExecutor:
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
         self._other_events: list[torch.cuda.Event] = []
+        #: When the host saw which event pass: it counts from there to others on its own clock.
+        self._seen_s, self._seen = -math.inf, self._new_event()
 
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
         """Record the iteration's start on the current stream, which all its units run on."""
@@ -128,21 +134,24 @@ class CudaExecutor:
         return self._ends[-1]
 
     def end_iteration(self) -> StageRecord:
-        """Wait for all that the stream holds, and read the events.
+        """Wait for the last unit, and read the events.
 
-        The begin on the host's clock is counted back from the end that the host has just seen: when
-        it was recorded, work of the optimizer may still have been queued before it. That end may
-        come after the last unit's: a framework that runs units itself has stepped its optimizer.
+        A framework that runs units itself has stepped its optimizer since: the last unit has ended
+        mostly, and waiting for what the stream holds now would take away the host's lead.
         """
-        now = self._record()
-        now.synchronize()
-        end_s = time.monotonic()
+        if not self._ends[-1].query() or time.monotonic() - self._seen_s > _SEEN_FOR_S:
+            self._seen = self._new_event()
+            self._seen.record(self._stream)
+            self._seen.synchronize()
+            self._seen_s = time.monotonic()
+            begin_s = self._seen_s - self._begin.elapsed_time(self._seen) / 1e3
+        else:
+            begin_s = self._seen_s + self._seen.elapsed_time(self._begin) / 1e3
         starts, ends = (
             [self._begin.elapsed_time(event) / 1e3 for event in events]
             for events in (self._starts, self._ends)
         )
-        begin_s = end_s - self._begin.elapsed_time(now) / 1e3
-        return make_record(starts, ends, begin_s, ends[-1], end_s - self._begin_s)
+        return make_record(starts, ends, begin_s, ends[-1], time.monotonic() - self._begin_s)
 
     def now_s(self) -> float:
         """The host's monotonic clock, which the meters of real GPUs use."""
@@ -162,12 +171,14 @@ class CudaExecutor:
 
     def _record(self) -> torch.cuda.Event:
         if self._recorded == len(self._events):
-            event = torch.cuda.Event(enable_timing=True, blocking=BLOCKING_EVENTS)  # type: ignore[no-untyped-call]  # torch's
-            self._events.append(event)
+            self._events.append(self._new_event())
         event = self._events[self._recorded]
         self._recorded += 1
         event.record(self._stream)
         return event
+
+    def _new_event(self) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True, blocking=BLOCKING_EVENTS)  # type: ignore[no-untyped-call]  # torch's
 
 
 def make_record(

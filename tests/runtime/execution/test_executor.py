@@ -13,6 +13,7 @@ class Cuda:
 
     def __init__(self):
         self.time_s, self.made = 100.0, 0
+        self.host_is_late = False
         self.waited: list[str] = []
         self.stream = SimpleNamespace(synchronize=lambda: self.waited.append("stream"))
         cuda = self
@@ -32,6 +33,9 @@ class Cuda:
 
             def synchronize(self):
                 cuda.waited.append("event")
+
+            def query(self):
+                return cuda.host_is_late
 
         self.Event = Event
 
@@ -62,6 +66,7 @@ def test_units_and_waits_are_timed_by_events_that_are_used_every_other_iteration
         assert not cuda.waited
         record = timed.end_iteration()
         assert cuda.waited.pop() == "event"
+        cuda.made -= 1  # the one that was waited for
         assert record.start_s.tolist() == pytest.approx([0.0, 0.75, 1.75])
         assert record.end_s.tolist() == pytest.approx([0.5, 1.75, 3.75])
         assert record.receive_wait_s.tolist() == pytest.approx([0.0, 0.25, 0.0])
@@ -71,6 +76,25 @@ def test_units_and_waits_are_timed_by_events_that_are_used_every_other_iteration
             made = cuda.made
             assert not set(ends[:3]) & set(ends[3:])  # the controller may still look at them
     assert cuda.made == made
+
+
+def test_a_host_that_comes_after_the_last_unit_waits_for_nothing(cuda):
+    """It knows when an earlier event passed, and counts from there, for half a minute."""
+    timed, schedule = executor.CudaExecutor(), builders.one_f_one_b(1, 1)
+    waits = []
+    for begin_s in (100.0, 110.0, 125.0, 145.0):
+        cuda.time_s, cuda.host_is_late = begin_s, begin_s > 100
+        timed.begin_iteration(schedule, 0)
+        for _ in range(2):
+            timed.begin_unit()
+            cuda.time_s += 1.5
+            timed.end_unit()
+        cuda.time_s += 2.0  # the optimizer's
+        record = timed.end_iteration()
+        assert record.begin_s == pytest.approx(begin_s)
+        assert record.iteration_time_s == pytest.approx(3.0)
+        waits.append(len(cuda.waited))
+    assert waits == [1, 1, 1, 2]
 
 
 def test_outside_iterations_the_hosts_clock_tells_the_time(cuda, monkeypatch):
