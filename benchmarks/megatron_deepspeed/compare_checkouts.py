@@ -23,8 +23,8 @@ from pathlib import Path
 import click
 
 from benchmarks.claims import markdown_line
-from benchmarks.megatron_lm.jobs import Launch, check_harmless
 from benchmarks.megatron_lm.models import ENVPIPE, ONE_F_ONE_B, ROOT, STOCK, Mapping, Planned, Size
+from benchmarks.megatron_lm.running.jobs import Launch, check_harmless
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 
 RUNNER = ROOT / "tests" / "megatron_deepspeed" / "mds_cpu_run.py"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.megatron_lm.jobs import DETERMINISTIC, Job, Site, State
 from benchmarks.megatron_lm.models import (
     APEX,
     KEPT_ARMS,
@@ -34,6 +33,7 @@ from benchmarks.megatron_lm.models import (
     planned,
     training,
 )
+from benchmarks.megatron_lm.running.jobs import DETERMINISTIC, Job, Site, State
 from envpipe_megatron.formats.energy import Phase
 
 PART = "equality"

@@ -25,7 +25,6 @@ import click
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
 
 from benchmarks.megatron_lm.equality import size_of
-from benchmarks.megatron_lm.jobs import Job, Launch, Site, State, free_port, make_launch
 from benchmarks.megatron_lm.models import (
     ENVPIPE,
     NO_EVALUATION,
@@ -35,8 +34,9 @@ from benchmarks.megatron_lm.models import (
     job_arguments,
     training,
 )
-from benchmarks.megatron_lm.pool import Limits
-from benchmarks.megatron_lm.turns import Referee
+from benchmarks.megatron_lm.running.jobs import Job, Launch, Site, State, free_port, make_launch
+from benchmarks.megatron_lm.running.pool import Limits
+from benchmarks.megatron_lm.running.turns import Referee
 
 PART = "lost"
 _WARMUP = 3

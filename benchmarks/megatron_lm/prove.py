@@ -35,11 +35,12 @@ import click
 import torch
 
 from benchmarks.claims import markdown_line
-from benchmarks.megatron_lm import checkouts, equality, lost, ratio, stress
-from benchmarks.megatron_lm.jobs import Job, Site, State
+from benchmarks.megatron_lm import equality, lost, ratio, stress
 from benchmarks.megatron_lm.models import APEX, TRANSFORMER_ENGINE
-from benchmarks.megatron_lm.pool import Limits, run_jobs
 from benchmarks.megatron_lm.ratio import Keeper, Rounds
+from benchmarks.megatron_lm.running import checkouts
+from benchmarks.megatron_lm.running.jobs import Job, Site, State
+from benchmarks.megatron_lm.running.pool import Limits, run_jobs
 from benchmarks.megatron_lm.unit_times import prediction_rows, unit_rows
 from envpipe_megatron.core.channel_model import CARRIERS
 

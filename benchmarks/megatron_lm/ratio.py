@@ -21,7 +21,6 @@ import click
 from scipy import stats
 
 from benchmarks.megatron_lm import equality
-from benchmarks.megatron_lm.jobs import Job, Site, State
 from benchmarks.megatron_lm.models import (
     ENVPIPE,
     GPT_1_3B,
@@ -40,7 +39,8 @@ from benchmarks.megatron_lm.models import (
     planned,
     training,
 )
-from benchmarks.megatron_lm.turns import Block
+from benchmarks.megatron_lm.running.jobs import Job, Site, State
+from benchmarks.megatron_lm.running.turns import Block
 from envpipe_megatron.core.schedule import Schedule
 
 PART = "ratio"

@@ -14,7 +14,6 @@ from unittest import mock
 
 import torch
 
-from benchmarks.megatron_lm.jobs import Job, Site, State
 from benchmarks.megatron_lm.models import (
     LEAST,
     LEAST_ON_CPU,
@@ -27,6 +26,7 @@ from benchmarks.megatron_lm.models import (
     job_arguments,
     training,
 )
+from benchmarks.megatron_lm.running.jobs import Job, Site, State
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.schedule import Schedule, Unit
 from envpipe_megatron.formats.energy import Phase

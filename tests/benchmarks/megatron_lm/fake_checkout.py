@@ -48,7 +48,7 @@ def write_checkout(folder):
 
 def no_limits():
     """No limits that a busy machine reaches."""
-    from benchmarks.megatron_lm.pool import Limits
+    from benchmarks.megatron_lm.running.pool import Limits
 
     return Limits(time.monotonic() + 200.0, 300.0, 300.0, 99, concurrency=4, least_s=0.0)
 

@@ -7,7 +7,7 @@ from fake_checkout import no_limits, processes_of
 
 pytest.importorskip("torch")
 from benchmarks.megatron_lm import lost
-from benchmarks.megatron_lm.jobs import Job, State
+from benchmarks.megatron_lm.running.jobs import Job, State
 
 # Rank 0 makes each step after rank 1, and notices if that is gone; the arguments are iterations and
 # the loss that it goes on with then.

@@ -21,14 +21,6 @@ from envpipe_megatron.integrations.megatron.limits import LIMITS
 
 pytest.importorskip("torch")
 from benchmarks.megatron_lm import equality, lost, prove, ratio, stress
-from benchmarks.megatron_lm.jobs import (
-    HarmfulError,
-    Job,
-    Launch,
-    State,
-    check_harmless,
-    make_launch,
-)
 from benchmarks.megatron_lm.models import (
     APEX,
     ENVPIPE,
@@ -43,7 +35,15 @@ from benchmarks.megatron_lm.models import (
     UNITS,
     Planned,
 )
-from benchmarks.megatron_lm.pool import Limits, printed_energies, printed_results, run_jobs
+from benchmarks.megatron_lm.running.jobs import (
+    HarmfulError,
+    Job,
+    Launch,
+    State,
+    check_harmless,
+    make_launch,
+)
+from benchmarks.megatron_lm.running.pool import Limits, printed_energies, printed_results, run_jobs
 
 HAS = frozenset({TRANSFORMER_ENGINE, APEX})
 takes_minutes = pytest.mark.skipif(
@@ -415,9 +415,9 @@ def test_a_report_can_be_made_at_any_time(site, state, tmp_path):
 DRIVER = """
 import sys, time
 from pathlib import Path
-from benchmarks.megatron_lm.jobs import Job, Site
-from benchmarks.megatron_lm.pool import Limits, run_jobs
-from benchmarks.megatron_lm.jobs import State
+from benchmarks.megatron_lm.running.jobs import Job, Site
+from benchmarks.megatron_lm.running.pool import Limits, run_jobs
+from benchmarks.megatron_lm.running.jobs import State
 
 checkout, scratch = Path(sys.argv[1]), Path(sys.argv[2])
 job = Job("part/hangs/stock", ("9", "5"), 2, 9, patched=False)

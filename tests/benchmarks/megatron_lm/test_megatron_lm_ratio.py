@@ -13,9 +13,9 @@ from envpipe_megatron.core.timeline import Timeline
 
 pytest.importorskip("torch")
 from benchmarks.megatron_lm import ratio, unit_times
-from benchmarks.megatron_lm.jobs import State
 from benchmarks.megatron_lm.models import ENVPIPE, ONE_F_ONE_B, ORDER_ARMS, STOCK, UNITS
-from benchmarks.megatron_lm.turns import Block
+from benchmarks.megatron_lm.running.jobs import State
+from benchmarks.megatron_lm.running.turns import Block
 
 
 def test_ratio_and_its_bound(state):

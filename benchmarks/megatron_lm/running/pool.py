@@ -17,8 +17,8 @@ from typing import Any
 
 import click
 
-from benchmarks.megatron_lm.jobs import Job, Launch, Site, State, make_launch
-from benchmarks.megatron_lm.turns import Referee
+from benchmarks.megatron_lm.running.jobs import Job, Launch, Site, State, make_launch
+from benchmarks.megatron_lm.running.turns import Referee
 from benchmarks.megatron_lm.unit_times import median_times
 
 #: The thread that trains is the last in a dump.

@@ -4,7 +4,7 @@ Trains each model through a patched Megatron-LM with clocks left alone: first a 
 then jobs of other numbers of microbatches, each in Megatron's order and in EnvPipe's, which
 `benchmarks/planner/h200_validation.py` predicts from that profile. Run from the checkout:
 
-    ENVPIPE_FORBID_CLOCK_CONTROL=1 python benchmarks/megatron_lm/measure_profile.py \
+    ENVPIPE_FORBID_CLOCK_CONTROL=1 python benchmarks/megatron_lm/profiles/measure_profile.py \
         --patched CHECKOUT --output benchmarks/h200/one-sided
 
 Leaves in OUTPUT/MODEL: `profile.csv` with its sidecar `profile.json`, at the one clock there was,
@@ -27,9 +27,6 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.megatron_lm import checkouts
-from benchmarks.megatron_lm.jobs import Launch, check_harmless
-from benchmarks.megatron_lm.measured_jobs import as_lines, at_its_clock, runs_of
 from benchmarks.megatron_lm.models import (
     CPU_RUN,
     GPT_1_3B,
@@ -41,6 +38,9 @@ from benchmarks.megatron_lm.models import (
     joined,
     training,
 )
+from benchmarks.megatron_lm.profiles.measured_jobs import as_lines, at_its_clock, runs_of
+from benchmarks.megatron_lm.running import checkouts
+from benchmarks.megatron_lm.running.jobs import Launch, check_harmless
 from benchmarks.unmeasured import stepped_order
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.plan import Plan, max_frequencies

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.megatron_lm.entry import die_with_parent
 from benchmarks.megatron_lm.models import CPU_RUN, ROOT, Planned
+from benchmarks.megatron_lm.running.entry import die_with_parent
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 
 #: Back ends that change no clock of a GPU.

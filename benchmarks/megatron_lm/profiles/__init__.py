@@ -1,0 +1,1 @@
+"""What a job measures of a model, for later predictions."""
