@@ -55,14 +55,21 @@ def envpipe(num_stages: int, num_microbatches: int, extra_forwards: Sequence[int
 
 
 def interleaved(
-    num_stages: int, num_microbatches: int, num_chunks: int, group_size: int | None = None
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int,
+    group_size: int | None = None,
+    *,
+    combined: bool = False,
 ) -> Schedule:
     """Megatron's virtual pipeline order (Narayanan et al., SC'21, section 2.2).
 
     `group_size` microbatches pass a chunk before the next chunk's turn (Megatron's
     `microbatch_group_size_per_vp_stage`; the number of stages by default), fewer in the last group.
     Stage s warms up with `2 (p - s - 1) + (V - 1) group_size` forwards, or with all there are;
-    overlapped communication changes none of it.
+    overlapped communication between stages changes none of it. With `combined`, as Megatron does
+    to overlap the communication of experts, each stage warms up with one more, and each forward
+    that it then runs in turn with a backward is combined with it.
 
     Megatron wants groups, the last one too, no smaller than the pipeline. ScheduleError for less
     than that only where stages would wait in circles, and for one chunk, which is no virtual stage.
@@ -78,14 +85,17 @@ def interleaved(
         group_size = num_stages
     virtual = _in_groups(num_microbatches, num_chunks, group_size)
     forwards = [unit(Kind.FORWARD, m, c) for m, c in virtual]
+    in_turn = [unit(Kind.FORWARD, m, c, combined) for m, c in virtual]
     backwards = [unit(Kind.BACKWARD, m, num_chunks - 1 - c) for m, c in virtual]
-    of_chunks = (num_chunks - 1) * min(group_size, num_microbatches)
+    least = (num_chunks - 1) * min(group_size, num_microbatches) + combined
+    warmups = [2 * (num_stages - stage - 1) + least for stage in range(num_stages)]
     stages = tuple(
-        _one_f_one_b_order(forwards, backwards, 2 * (num_stages - stage - 1) + of_chunks)
-        for stage in range(num_stages)
+        _one_f_one_b_order([*forwards[:warmup], *in_turn[warmup:]], backwards, warmup)
+        for warmup in warmups
     )
+    name = "interleaved-combined" if combined else "interleaved"
     try:
-        return Schedule("interleaved", num_microbatches, num_chunks, stages)
+        return Schedule(name, num_microbatches, num_chunks, stages)
     except ScheduleError as error:
         raise ScheduleError(
             f"The interleaved schedule over {num_stages} stages, in groups of "

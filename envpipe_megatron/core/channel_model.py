@@ -77,8 +77,14 @@ class StuckStage:
 def check_message_order(schedule: Schedule) -> None:
     """Refuse a schedule where messages are taken in another order than they are sent.
 
-    A channel knows no names of messages: units would get the wrong tensors.
+    A channel knows no names of messages: units would get the wrong tensors. Combined units are
+    refused too: a framework runs those alone.
     """
+    if schedule.combined.any():
+        raise EnvPipeError(
+            f"Schedule '{schedule.name}' has combined units, which EnvPipe cannot run itself",
+            remedy="Plan so for a job whose framework runs its units by itself.",
+        )
     if schedule.num_stages == 1:
         return
     width = schedule.units_per_stage

@@ -1,14 +1,14 @@
 """The longest path through a schedule: the one place that says how early and late units can end.
 
 A unit starts when its stage has ended the unit before it and its input has arrived from the
-neighbour stage. Where a duration depends on the start, as with late clocks, callers go through
-`LongestPath.order` themselves.
+neighbour stage. A combined forward takes no time here, and what needs its output waits for the
+backward that it is combined with. Where a duration depends on the start, as with late clocks,
+callers go through `LongestPath.order` themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from heapq import heappop, heappush
 from typing import Any
 
@@ -42,11 +42,6 @@ class LongestPath:
         self._schedule, self._width = schedule, schedule.units_per_stage
         self._cross: list[int] = schedule.cross_dependency.tolist()
         self._last_end_s: Sequence[float] = ()
-
-    @cached_property
-    def _successor(self) -> list[int]:
-        successor: list[int] = self._schedule.cross_successor.tolist()
-        return successor
 
     def start_s(self, node: int) -> float:
         """The earliest start of a node, by the ends of those it waits for."""
@@ -82,10 +77,9 @@ class LongestPath:
             end_s = latest[node + 1] - duration_s[node + 1]
         else:
             end_s = self._last_end_s[node // self._width]
-        receiver = self._successor[node]
-        if receiver < 0:
-            return end_s
-        return min(end_s, latest[receiver] - duration_s[receiver] - self.hop_s[receiver])
+        for waiting in self._schedule.waiting[node]:
+            end_s = min(end_s, latest[waiting] - duration_s[waiting] - self.hop_s[waiting])
+        return end_s
 
     def change(self, node: int, duration_s: float) -> set[int]:
         """Change one duration, and move only what depends on it, once all ends have been found.
@@ -105,8 +99,8 @@ class LongestPath:
             moved.add(here)
             if (here + 1) % width:
                 heappush(pending, rank[here + 1])
-            if self._successor[here] >= 0:
-                heappush(pending, rank[self._successor[here]])
+            for waiting in self._schedule.waiting[here]:
+                heappush(pending, rank[waiting])
         # Upwards: ranks negated, so that the heap yields the last node first.
         self._push_sources(node, pending)
         while pending:
@@ -149,8 +143,9 @@ def latency_by_node(schedule: Schedule, latency_s: float | Sequence[float]) -> l
     cross = schedule.cross_dependency
     stage = np.arange(schedule.num_units) // schedule.units_per_stage
     source_stage = cross // schedule.units_per_stage
-    chunk = schedule.chunks.ravel()
-    wraps = chunk[cross] != chunk  # only the hop back to stage 0 changes the chunk
+    backward = schedule.is_backward.ravel()
+    # Between the last stage and the first, the wrong way round for the unit's kind.
+    wraps = np.where(backward, source_stage < stage, source_stage > stage)
     boundary = np.where(wraps, boundaries, np.minimum(stage, source_stage))
     by_node = np.where(cross >= 0, hop[boundary], 0.0)
     hops_s: list[float] = by_node.tolist()

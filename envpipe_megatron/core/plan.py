@@ -73,7 +73,7 @@ class Plan:
 
     Args:
         policy: how the plan was made.
-        frequency_mhz: [num_stages, units_per_stage].
+        frequency_mhz: [num_stages, units_per_stage]; a pair runs at its backward's.
         profile: already for the schedule's number of chunks.
         park_mhz: as `evaluation.evaluate` takes it.
         energy_lower_bound_j: certificate that no plan of this schedule, profile and conditions is
@@ -107,6 +107,7 @@ class Plan:
                     value=clocks.shape,
                     remedy=f"The schedule is {shape[0]} x {shape[1]}.",
                 )
+        object.__setattr__(self, "frequency_mhz", self.schedule.pair_clocks(self.frequency_mhz))
         if self.conditions.num_stages != shape[0]:
             raise PlanError(
                 f"The plan has {shape[0]} stages, and its conditions have "
@@ -211,7 +212,7 @@ def framework_schedule(schedule: Schedule) -> Schedule:
     if schedule.forward_only:
         return builders.forward_only(*job)
     try:
-        return builders.interleaved(*job)
+        return builders.interleaved(*job, combined=bool(schedule.combined.any()))
     except ScheduleError:
         return schedule
 

@@ -3,8 +3,9 @@
 The CSV is Zeus's and lowtime's, `stage,instruction,frequency,time,energy` with MHz, s and J for one
 GPU and one microbatch, its columns in any order. Columns `energy_uncertainty_j` (the standard
 uncertainty, empty if not known) and `chunk` may follow; others are kept out. With `chunk`, each
-row is of that virtual stage; without, all chunks of a stage are alike. Zeus writes a row for each
-`rank`: a stage's time is that of its slowest GPU, for which the others wait, and its energy the
+row is of that virtual stage, and its instruction may also be `combined`: a backward of it and the
+forward that runs as one with that; without, all chunks of a stage are alike. Zeus writes a row for
+each `rank`: a stage's time is that of its slowest GPU, for which the others wait, its energy the
 mean of its GPUs. A sidecar JSON of the same name holds what else was measured about the job.
 """
 
@@ -41,6 +42,9 @@ COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
 _RANK = "rank"
 _UNCERTAINTY = "energy_uncertainty_j"
 _CHUNK = "chunk"
+_COMBINED = "combined"
+#: What a combined forward takes beside its backward: nothing, to those who do not divide by it.
+_NOTHING_S = 1e-9
 #: Mean power of a unit. A GPU draws more than the first when idle; none draws nearly the second.
 _POWERS_W = (5.0, 5000.0)
 
@@ -90,13 +94,16 @@ class Profile:
 
     Args:
         rows: for each part and kind, the rows with the highest frequency first. A part is a stage,
-            or chunk `c` of stage `s` at `s * listed_chunks + c`.
+            or chunk `c` of stage `s` at `s * parts_per_stage + c`. With `combined`, as many parts
+            of each stage follow: the backward of such a part stands for a pair of combined units,
+            and its forward costs nothing.
         sha256: hash of the file's bytes, or of the CSV that `write` would make.
         source: where it came from, for messages.
         interpolates: whether units may run between profiled clocks. Time and energy are then linear
             in the clock from one row to the next: a convex mixture of the two, so a lower bound
             over their convex hull holds for it too.
         listed_chunks: 1, or the sidecar's number of chunks where each has rows of its own.
+        combined: whether there are rows of combined units.
     """
 
     rows: tuple[Mapping[Kind, tuple[ProfileRow, ...]], ...]
@@ -105,6 +112,7 @@ class Profile:
     sidecar: Sidecar
     interpolates: bool = False
     listed_chunks: int = 1
+    combined: bool = False
 
     def __post_init__(self) -> None:
         if self.listed_chunks not in (1, self.sidecar.num_chunks):
@@ -115,13 +123,18 @@ class Profile:
             )
 
     @property
+    def parts_per_stage(self) -> int:
+        """How many parts each stage has."""
+        return self.listed_chunks * (1 + self.combined)
+
+    @property
     def num_stages(self) -> int:
         """Number of pipeline stages, p."""
-        return len(self.rows) // self.listed_chunks
+        return len(self.rows) // self.parts_per_stage
 
     def parts(self, stage: int) -> tuple[Mapping[Kind, tuple[ProfileRow, ...]], ...]:
-        """The rows of a stage: those of each listed chunk."""
-        return self.rows[stage * self.listed_chunks : (stage + 1) * self.listed_chunks]
+        """The rows of a stage: those of each of its parts."""
+        return self.rows[stage * self.parts_per_stage : (stage + 1) * self.parts_per_stage]
 
     def clocks_mhz(self, stage: int) -> set[int]:
         """All frequencies that something of a stage was profiled at."""
@@ -135,14 +148,14 @@ class Profile:
             if row.frequency_mhz == frequency_mhz:
                 return row
         raise ProfileError(
-            f"{self.source}: {_describe(part, self.listed_chunks)} {kind.value} was not profiled "
-            "at this frequency (MHz)",
+            f"{self.source}: {_describe(part, kind, self.listed_chunks, self.combined)} was not "
+            "profiled at this frequency (MHz)",
             value=frequency_mhz,
             remedy=f"Profiled there: {', '.join(str(row.frequency_mhz) for row in rows)}.",
         )
 
     def energy_by_clock_j(self, stage: int, kind: Kind) -> dict[int, float]:
-        """Energy (J) of a kind in all listed chunks of a stage, at each clock that all have."""
+        """Energy (J) of a kind in all parts of a stage, at each clock that all have."""
         parts = [{r.frequency_mhz: r.energy_j for r in part[kind]} for part in self.parts(stage)]
         return {f: sum(part[f] for part in parts) for f in set(parts[0]).intersection(*parts)}
 
@@ -150,7 +163,7 @@ class Profile:
     def optimal_frequency_mhz(self) -> tuple[int, ...]:
         """For each stage, the frequency at the bottom of its energy valley.
 
-        The one with the least energy of one forward plus one backward of all its chunks (Choi et
+        The one with the least energy of one forward plus one backward of all its parts (Choi et
         al., ATC'23, section 3.2); of equal ones the highest. ProfileError: forwards and backwards
         have none in common.
         """
@@ -188,8 +201,16 @@ class Profile:
         return replace(self, rows=rows, sidecar=replace(self.sidecar, num_chunks=num_chunks))
 
     def keys(self, schedule: Schedule) -> NDArray[np.int32]:
-        """[num_stages, units_per_stage] where `curves` has each unit of a schedule."""
-        return schedule.unit_keys(self.listed_chunks)
+        """[num_stages, units_per_stage] where `curves` has each unit of a schedule.
+
+        ProfileError: it has combined units, and the profile has not.
+        """
+        if not self.combined and schedule.combined.any():
+            raise ProfileError(
+                f"Schedule '{schedule.name}' has combined units, and {self.source} no rows of any",
+                remedy="Use a profile that was measured on such an order.",
+            )
+        return schedule.unit_keys(self.parts_per_stage)
 
     def lookup(self, schedule: Schedule, frequency_mhz: IntArray) -> tuple[FloatArray, FloatArray]:
         """Time (s) and energy (J) of each unit, [num_stages, units_per_stage] as the frequencies.
@@ -202,7 +223,7 @@ class Profile:
         energy_j = np.empty(frequency_mhz.shape)
         for key, (clocks, times_s, energies_j) in enumerate(self.curves):
             part = key // 2
-            stage = part // self.listed_chunks
+            stage = part // self.parts_per_stage
             mask = keys[stage] == key
             wanted = frequency_mhz[stage][mask]
             at = np.searchsorted(clocks, wanted, side="right") - 1
@@ -231,13 +252,19 @@ class Profile:
         """The table as CSV text."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        listed = [(p, k, r) for p, kinds in enumerate(self.rows) for k in Kind for r in kinds[k]]
-        known = any(row.energy_uncertainty_j is not None for _, _, row in listed)
+        listed = [
+            (*named, row)
+            for part, kinds in enumerate(self.rows)
+            for kind in Kind
+            for named in [_named(part, kind, self.listed_chunks, self.combined)]
+            if (kind, named[2]) != (Kind.FORWARD, _COMBINED)  # it costs nothing
+            for row in kinds[kind]
+        ]
+        known = any(row.energy_uncertainty_j is not None for *_, row in listed)
         more = (_UNCERTAINTY,) * known + (_CHUNK,) * (self.listed_chunks > 1)
         writer.writerow([*COLUMNS, *more])
-        for part, kind, row in listed:
-            stage, chunk = divmod(part, self.listed_chunks)
-            cells = [stage, kind.value, row.frequency_mhz, row.time_s, row.energy_j]
+        for stage, chunk, instruction, row in listed:
+            cells = [stage, instruction, row.frequency_mhz, row.time_s, row.energy_j]
             optional = {_UNCERTAINTY: row.energy_uncertainty_j, _CHUNK: chunk}
             writer.writerow([*cells, *(optional[name] for name in more)])
         return out.getvalue()
@@ -262,18 +289,20 @@ def make_profile(
     source: str,
     sidecar: Sidecar | None = None,
     listed_chunks: int = 1,
+    combined: bool = False,
 ) -> Profile:
     """A checked profile from rows in any order, each with the part (see `Profile`) that it is of.
 
-    ProfileError if a kind of a part has none, or the sidecar says another number of chunks.
+    Of combined units there are the backwards' rows alone. ProfileError if a kind of a part has
+    none, or the sidecar says another number of chunks.
     """
     table: dict[int, dict[Kind, list[ProfileRow]]] = {}
     for part, kind, row in rows:
         known = table.setdefault(part, {}).setdefault(kind, [])
         if any(other.frequency_mhz == row.frequency_mhz for other in known):
             raise ProfileError(
-                f"{source} has two rows for {_describe(part, listed_chunks)} {kind.value} at this "
-                "frequency (MHz)",
+                f"{source} has two rows for {_describe(part, kind, listed_chunks, combined)} at "
+                "this frequency (MHz)",
                 value=row.frequency_mhz,
                 remedy="Keep one.",
             )
@@ -283,14 +312,20 @@ def make_profile(
             f"{source} has no rows, or a stage below 0",
             remedy="A profile lists every stage and instruction.",
         )
-    last_stage = max(table) // listed_chunks
+    per_stage = listed_chunks * (1 + combined)
+    last_stage = max(table) // per_stage
     parts: list[dict[Kind, tuple[ProfileRow, ...]]] = []
-    for part in range((last_stage + 1) * listed_chunks):
+    for part in range((last_stage + 1) * per_stage):
         kinds: dict[Kind, tuple[ProfileRow, ...]] = {}
+        if part % per_stage >= listed_chunks and part in table:
+            table[part][Kind.FORWARD] = [
+                ProfileRow(pair.frequency_mhz, _NOTHING_S, 0.0)
+                for pair in table[part][Kind.BACKWARD]
+            ]
         for kind in Kind:
             if kind not in table.get(part, {}):
                 raise ProfileError(
-                    f"{source} has no row for {_describe(part, listed_chunks)} {kind.value}",
+                    f"{source} has no row for {_describe(part, kind, listed_chunks, combined)}",
                     remedy=f"Profile the forward and the backward of stages 0 to {last_stage}.",
                 )
             kinds[kind] = tuple(
@@ -298,7 +333,9 @@ def make_profile(
             )
         parts.append(kinds)
     sidecar = sidecar or Sidecar(num_chunks=listed_chunks)
-    profile = Profile(tuple(parts), "", source, sidecar, listed_chunks=listed_chunks)
+    profile = Profile(
+        tuple(parts), "", source, sidecar, listed_chunks=listed_chunks, combined=combined
+    )
     return replace(profile, sha256=hashlib.sha256(profile.to_csv().encode()).hexdigest())
 
 
@@ -313,19 +350,27 @@ def read_profile(path: Path) -> Profile:
         line.read(_CHUNK, Number(whole=True)) if _CHUNK in line.cells else 0 for line in lines
     ]
     listed_chunks = max(chunks) + 1
+    pairs = [line.cells["instruction"] == _COMBINED for line in lines]
+    combined = any(pairs)
+    if combined and listed_chunks == 1:
+        raise ProfileError(
+            f"{path} has rows of combined units, which only pipelines with chunks have",
+            remedy=f"Add a column {_CHUNK}.",
+        )
     first_line: dict[tuple[int, Kind, int, str], str] = {}
     by_rank: dict[tuple[int, Kind, int], list[ProfileRow]] = {}
     implausible: list[tuple[float, str]] = []
-    for line, chunk in zip(lines, chunks, strict=True):
-        kind, row = read_unit(line)
+    for line, chunk, is_pair in zip(lines, chunks, pairs, strict=True):
+        kind, row = (Kind.BACKWARD, _read_row(line)) if is_pair else read_unit(line)
         stage, rank = line.read("stage", Number(whole=True)), line.cells.get(_RANK, "")
-        part = stage * listed_chunks + chunk
+        part = (stage * (1 + combined) + is_pair) * listed_chunks + chunk
         key = (part, kind, row.frequency_mhz)
         if (*key, rank) in first_line:
             of_rank = f" of rank {rank}" if rank else ""
             raise ProfileError(
-                f"{line.where}: a second row for {_describe(part, listed_chunks)} "
-                f"{kind.value}{of_rank} at this frequency (MHz)",
+                f"{line.where}: a second row for "
+                f"{_describe(part, kind, listed_chunks, combined)}{of_rank} at this frequency "
+                "(MHz)",
                 value=row.frequency_mhz,
                 remedy=f"The first is {first_line[*key, rank]}; keep one.",
             )
@@ -337,7 +382,7 @@ def read_profile(path: Path) -> Profile:
         (part, kind, _one_gpu(frequency_mhz, ranks))
         for (part, kind, frequency_mhz), ranks in by_rank.items()
     ]
-    profile = make_profile(rows, source=str(path), listed_chunks=listed_chunks)
+    profile = make_profile(rows, source=str(path), listed_chunks=listed_chunks, combined=combined)
     _check_powers(profile, implausible)
     beside = sidecar_path(path)
     sidecar = read_sidecar(beside, profile.num_stages) if beside.exists() else Sidecar()
@@ -355,22 +400,25 @@ def read_unit(line: Row) -> tuple[Kind, ProfileRow]:
             value=instruction,
             remedy="Use forward or backward.",
         )
+    return Kind(instruction), _read_row(line)
+
+
+def _read_row(line: Row) -> ProfileRow:
     uncertain = bool(line.cells.get(_UNCERTAINTY))
-    row = ProfileRow(
+    return ProfileRow(
         line.read("frequency", FREQUENCY, "MHz"),
         line.read("time", Number(positive=True), "s"),
         line.read("energy", AMOUNT, "J"),
         line.read(_UNCERTAINTY, AMOUNT, "J") if uncertain else None,
     )
-    return Kind(instruction), row
 
 
 def _check_powers(profile: Profile, implausible: Sequence[tuple[float, str]]) -> None:
     for part, kinds in enumerate(profile.rows):
         if not any(row.energy_j for rows in kinds.values() for row in rows):
+            where = _describe(part, Kind.BACKWARD, profile.listed_chunks, profile.combined)
             raise ProfileError(
-                f"{profile.source}: {_describe(part, profile.listed_chunks)} has no energy in any "
-                "row",
+                f"{profile.source}: {where.rsplit(' ', 1)[0]} has no energy in any row",
                 remedy="Energy is what a plan saves: give J of one GPU and one microbatch.",
             )
     if implausible:
@@ -382,10 +430,19 @@ def _check_powers(profile: Profile, implausible: Sequence[tuple[float, str]]) ->
         )  # fmt: skip
 
 
-def _describe(part: int, listed_chunks: int) -> str:
-    """A part for messages: `stage 2`, or `stage 2 chunk 1`."""
-    stage, chunk = divmod(part, listed_chunks)
-    return f"stage {stage} chunk {chunk}" if listed_chunks > 1 else f"stage {stage}"
+def _named(part: int, kind: Kind, listed_chunks: int, combined: bool) -> tuple[int, int, str]:
+    """Stage, chunk and instruction of rows."""
+    stage, place = divmod(part, listed_chunks * (1 + combined))
+    if place < listed_chunks:
+        return stage, place, kind.value
+    return stage, place - listed_chunks, _COMBINED
+
+
+def _describe(part: int, kind: Kind, listed_chunks: int, combined: bool) -> str:
+    """What rows are of, for messages: `stage 2 forward`, or `stage 2 chunk 1 combined`."""
+    stage, chunk, instruction = _named(part, kind, listed_chunks, combined)
+    of_chunk = f" chunk {chunk}" if listed_chunks > 1 else ""
+    return f"stage {stage}{of_chunk} {instruction}"
 
 
 def _one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:

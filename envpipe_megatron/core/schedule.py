@@ -39,34 +39,39 @@ class Kind(StrEnum):
 
 
 _KIND_BY_LETTER = {kind.letter: kind for kind in Kind}
-_UNIT_PATTERN = re.compile(r"([FB])(\d{1,9})(?:\.(\d{1,9}))?")
+_UNIT_PATTERN = re.compile(r"([FB])(\d{1,9})(?:\.(\d{1,9}))?(\+?)")
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """The forward or backward of one microbatch of one chunk, on whichever stage lists it."""
+    """The forward or backward of one microbatch of one chunk, on whichever stage lists it.
+
+    A `combined` forward runs as one with the backward that its stage lists next: the *pair* begins
+    when the inputs of both are there, and their outputs leave at its end.
+    """
 
     kind: Kind
     microbatch: int
     chunk: int = 0
+    combined: bool = False
 
     def label(self, num_chunks: int = 1) -> str:
-        """The unit as plans write it: `F3`, or `F3.1` if the pipeline has chunks."""
+        """The unit as plans write it: `F3`, or `F3.1` if the pipeline has chunks; `+`: combined."""
         chunk = f".{self.chunk}" if num_chunks > 1 else ""
-        return f"{self.kind.letter}{self.microbatch}{chunk}"
+        return f"{self.kind.letter}{self.microbatch}{chunk}{'+' * self.combined}"
 
     def __str__(self) -> str:
         return self.label(self.chunk + 1)
 
 
 @lru_cache(maxsize=1 << 16)
-def unit(kind: Kind, microbatch: int, chunk: int = 0) -> Unit:
+def unit(kind: Kind, microbatch: int, chunk: int = 0, combined: bool = False) -> Unit:
     """A shared `Unit`: every stage of a pipeline lists the same ones."""
-    return Unit(kind, microbatch, chunk)
+    return Unit(kind, microbatch, chunk, combined)
 
 
 def parse_unit(text: str) -> Unit:
-    """Read `F3` or `F3.1`; ScheduleError if the text is neither."""
+    """Read `F3`, `F3.1` or `F3.1+`; ScheduleError if the text is none of them."""
     match = _UNIT_PATTERN.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise ScheduleError(
@@ -74,8 +79,8 @@ def parse_unit(text: str) -> Unit:
             value=text,
             remedy="Write F or B, the microbatch, and .chunk if there are chunks: F3, B0, F3.1.",
         )
-    letter, microbatch, chunk = match.groups()
-    return unit(_KIND_BY_LETTER[letter], int(microbatch), int(chunk or 0))
+    letter, microbatch, chunk, combined = match.groups()
+    return unit(_KIND_BY_LETTER[letter], int(microbatch), int(chunk or 0), bool(combined))
 
 
 def check_size(num_stages: int, num_microbatches: int, num_chunks: int) -> None:
@@ -124,6 +129,7 @@ class Schedule:
             )
         if not self.forward_only:
             self._check_forward_before_backward()
+        self._check_combined()
         self.topological_order  # noqa: B018 - computed now, so that a deadlock is found here
 
     @property
@@ -165,8 +171,28 @@ class Schedule:
         return self._codes >= self.num_microbatches * self.num_chunks
 
     @cached_property
+    def combined(self) -> BoolArray:
+        """[num_stages, units_per_stage] whether the unit there is a combined forward.
+
+        The backward behind it stands for the pair, in which such a forward takes no time.
+        """
+        return np.array([[unit.combined for unit in order] for order in self.stages])
+
+    def pair_clocks(self, frequency_mhz: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[num_stages, units_per_stage] clocks as given, but a pair's forward at its backward's."""
+        return np.where(self.combined, np.roll(frequency_mhz, -1, axis=1), frequency_mhz)
+
+    @cached_property
     def cross_dependency(self) -> IntArray:
-        """[num_units] the node on a neighbour stage that a node receives from, or -1.
+        """[num_units] the node on a neighbour stage whose end a node waits for, or -1.
+
+        That is the unit that makes its input, or the backward that this unit is combined with.
+        """
+        return self._sender + np.where(self._sender >= 0, self.combined.ravel()[self._sender], 0)
+
+    @cached_property
+    def _sender(self) -> IntArray:
+        """[num_units] the node on a neighbour stage that makes a node's input, or -1.
 
         A forward receives its input from the stage before, a backward its gradient from the stage
         after; with chunks the last stage and the first are neighbours too. The last backward chunk
@@ -185,15 +211,18 @@ class Schedule:
         source = node_of_code[source_stage % self.num_stages, source_code]
         return np.where(exists, source, -1).astype(np.int32).ravel()
 
-    def unit_keys(self, listed_chunks: int) -> IntArray:
+    def unit_keys(self, parts_per_stage: int) -> IntArray:
         """[num_stages, units_per_stage] where a list of costs has each unit's.
 
-        The list goes by stage, then by kind; with `listed_chunks` = V by stage, chunk and kind, and
-        with 1 all chunks of a stage cost the same.
+        The list goes by stage, then by kind; with V parts a stage by stage, chunk and kind, and
+        with 1 all chunks of a stage cost the same. Of 2 V parts the second half is of combined
+        units, by the chunk of each: of the forward, which costs nothing, and of the backward.
         """
-        part: IntArray = np.arange(self.num_stages, dtype=np.int32)[:, None] * listed_chunks
-        if listed_chunks > 1:
+        part: IntArray = np.arange(self.num_stages, dtype=np.int32)[:, None] * parts_per_stage
+        if parts_per_stage > 1:
             part = part + self.chunks
+        if parts_per_stage > self.num_chunks:
+            part = part + self.num_chunks * (self.combined | np.roll(self.combined, 1, axis=1))
         return 2 * part + self.is_backward
 
     @property
@@ -203,18 +232,26 @@ class Schedule:
 
     @cached_property
     def cross_successor(self) -> IntArray:
-        """[num_units] the node that receives from a node, or -1: `cross_dependency` inverted."""
-        successor = np.full_like(self.cross_dependency, -1)
-        receivers = np.flatnonzero(self.cross_dependency >= 0)
-        successor[self.cross_dependency[receivers]] = receivers
+        """[num_units] the node that needs a node's output, or -1."""
+        successor = np.full_like(self._sender, -1)
+        receivers = np.flatnonzero(self._sender >= 0)
+        successor[self._sender[receivers]] = receivers
         return successor
+
+    @cached_property
+    def waiting(self) -> list[tuple[int, ...]]:
+        """[num_units] the nodes on other stages that wait for a node's end: two for a pair's."""
+        waiting: list[tuple[int, ...]] = [()] * self.num_units
+        for node, source in enumerate(self.cross_dependency.tolist()):
+            if source >= 0:
+                waiting[source] += (node,)
+        return waiting
 
     @cached_property
     def topological_order(self) -> list[int]:
         """All nodes, each after those it depends on; ScheduleError if stages wait in circles."""
         width = self.units_per_stage
         cross = self.cross_dependency.tolist()
-        successor = self.cross_successor.tolist()
         done = bytearray(self.num_units)
         next_node = [stage * width for stage in range(self.num_stages)]
         order: list[int] = []
@@ -225,9 +262,9 @@ class Schedule:
             while node < end and (cross[node] < 0 or done[cross[node]]):
                 done[node] = 1
                 order.append(node)
-                waiting = successor[node]
-                if next_node[waiting // width] == waiting:  # which -1, nobody, never is
-                    runnable.append(waiting // width)
+                for waiting in self.waiting[node]:
+                    if next_node[waiting // width] == waiting:
+                        runnable.append(waiting // width)
                 node += 1
             next_node[stage] = node
         if len(order) < self.num_units:
@@ -303,9 +340,10 @@ class Schedule:
         for stage, order in enumerate(self.stages):
             codes = np.array(
                 [code_of_id.get(id(u), -1) for u in order], dtype=np.int32
-            )  # -1: not one of the shared units, perhaps an equal one
+            )  # -1: not one of the shared units, perhaps an equal one or a combined one
             for position in np.flatnonzero(codes < 0):
-                codes[position] = code_of.get(order[position], -1)
+                own = order[position]
+                codes[position] = code_of.get(unit(own.kind, own.microbatch, own.chunk), -1)
             counts = np.bincount(codes + 1, minlength=expected + 1)
             unknown, repeated = counts[0], np.flatnonzero(counts[1:] > 1)
             missing = np.flatnonzero(counts[1:] == 0)
@@ -354,6 +392,20 @@ class Schedule:
             raise ScheduleError(
                 f"Stage {stage} runs {backward.label(self.num_chunks)} before its forward",
                 remedy="A backward needs the activations of its own forward: put it later.",
+            )
+
+    def _check_combined(self) -> None:
+        own_backward = self.num_microbatches * self.num_chunks
+        following = np.pad(self._codes[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+        pairs = ~self.is_backward & (following >= own_backward)
+        pairs &= following != self._codes + own_backward
+        wrong = np.argwhere(self.combined & ~pairs)
+        if wrong.size:
+            stage, position = (int(x) for x in wrong[0])
+            raise ScheduleError(
+                f"Stage {stage} lists a unit as combined that cannot be",
+                value=self.stages[stage][position].label(self.num_chunks),
+                remedy="A forward is combined with the backward behind it, of other activations.",
             )
 
 

@@ -14,7 +14,9 @@ from envpipe_megatron.policies.planner import POLICIES, SCHEDULE_ALIASES, SCHEDU
 TYPES = POLICIES
 #: Not those that the framework's own options decide.
 SCHEDULINGS = tuple(
-    name for name in (*SCHEDULES, *SCHEDULE_ALIASES) if name not in ("gpipe", "interleaved")
+    name
+    for name in (*SCHEDULES, *SCHEDULE_ALIASES)
+    if name not in ("gpipe", "interleaved", "interleaved-combined")
 )
 RECONFIGURES = ("default", "greedy", "balanced", "optimal")
 

@@ -103,6 +103,13 @@ BUILDERS: Registry[Callable[[Profile, PlanRequest], Schedule]] = Registry(
         "interleaved": lambda profile, request: builders.interleaved(
             profile.num_stages, request.num_microbatches, request.num_chunks, request.group_size
         ),
+        "interleaved-combined": lambda profile, request: builders.interleaved(
+            profile.num_stages,
+            request.num_microbatches,
+            request.num_chunks,
+            request.group_size,
+            combined=True,
+        ),
     },
 )
 SCHEDULES = tuple(dict.fromkeys(("1f1b", "gpipe", "interleaved", *LIMITED_SCHEDULES, *BUILDERS)))

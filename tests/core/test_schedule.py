@@ -73,6 +73,7 @@ def test_topological_order_respects_stage_order_and_messages(seed):
         if source >= 0:
             assert rank[source] < rank[node]
             assert int(schedule.cross_successor[source]) == node
+            assert schedule.waiting[source] == (node,)
 
 
 GOOD = ("F0 F1 B0 B1", "F0 B0 F1 B1")

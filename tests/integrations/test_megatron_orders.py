@@ -1,6 +1,7 @@
 """Our interleaved orders against megatron-core's own table and warm-ups."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -31,29 +32,38 @@ def accepted(num_stages):
                 yield num_microbatches, group_size
 
 
-def as_megatron_runs(num_microbatches, num_chunks, group_size, rank):
-    """Units in the order of its loops: warm-up, then one forward and one backward, the rest."""
+def as_megatron_runs(num_microbatches, num_chunks, group_size, rank, combined):
+    """Units in the order of its loops: warm-up, then one forward and one backward, the rest.
+
+    With `combined` (overlapped communication of experts) the two in turn are one call.
+    """
     table = schedules.get_schedule_table(num_microbatches, num_chunks, group_size)
     forwards = [unit(Kind.FORWARD, m, c) for m, c in table]
     # `get_model_chunk_id`: backwards follow the same table, the last chunk first.
     backwards = [unit(Kind.BACKWARD, m, num_chunks - 1 - c) for m, c in table]
     _, all_in_warmup, warmup, remaining = schedules.get_pp_rank_microbatches(
-        num_microbatches, num_chunks, group_size, p2p_communicator=rank
+        num_microbatches,
+        num_chunks,
+        group_size,
+        overlap_moe_expert_parallel_comm=combined,
+        p2p_communicator=rank,
     )
     assert all_in_warmup == (remaining == 0)
     order = forwards[:warmup]
     for k in range(remaining):
-        order += [forwards[warmup + k], backwards[k]]
+        order += [replace(forwards[warmup + k], combined=combined), backwards[k]]
     return (*order, *backwards[remaining:])
 
 
+@pytest.mark.parametrize("combined", [False, True])
 @pytest.mark.parametrize("num_stages", range(2, 9))
-def test_every_job_that_megatron_accepts_runs_in_its_order(num_stages):
-    for (microbatches, group_size), chunks in itertools.product(accepted(num_stages), (2, 3, 4)):
-        ours = builders.interleaved(num_stages, microbatches, chunks, group_size)
+def test_every_job_that_megatron_accepts_runs_in_its_order(num_stages, combined):
+    jobs = list(accepted(num_stages))[:: 5 if combined else 1]
+    for (microbatches, group_size), chunks in itertools.product(jobs, (2, 3, 4)):
+        ours = builders.interleaved(num_stages, microbatches, chunks, group_size, combined=combined)
         for stage, order in enumerate(ours.stages):
             rank = Rank(num_stages, stage, chunks)
-            assert order == as_megatron_runs(microbatches, chunks, group_size, rank)
+            assert order == as_megatron_runs(microbatches, chunks, group_size, rank, combined)
 
 
 def test_evaluation_takes_forwards_from_the_same_table():

@@ -22,6 +22,8 @@ class Job:
     Args:
         group: microbatches of a chunk before the next one's, in Megatron's interleaved order; None
             for as many as there are stages.
+        combined: whether Megatron overlaps the communication of experts: its interleaved function
+            then calls another one, in whose place `training.in_turn` stands.
         steps: how many; None ends `STEADY_STEPS` after EnvPipe has come to its steady phase.
         reducer: options of megatron-core's DistributedDataParallel that are on, or
             `align_grad_reduce` (a grad_sync_func); None trains replicas apart, by plain Adam.
@@ -32,6 +34,7 @@ class Job:
     microbatches: int = 6
     chunks: int = 1
     group: int | None = None
+    combined: bool = False
     steps: int | None = 3
     tied: bool = False
     deallocate: bool = True

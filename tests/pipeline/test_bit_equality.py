@@ -47,15 +47,26 @@ def ours(pool: RankPool) -> Iterator[Callable[[Job, Ours], list[Result]]]:
 
 
 def synthetic_profile(
-    num_stages: int, valley_mhz: int = 1200, clocks_mhz: Sequence[int] = CLOCKS_MHZ
+    num_stages: int,
+    valley_mhz: int = 1200,
+    clocks_mhz: Sequence[int] = CLOCKS_MHZ,
+    combined_chunks: int = 0,
 ) -> Profile:
-    """A valley of energy, and stages that differ."""
+    """A valley of energy, and stages that differ; with rows of pairs if units are combined."""
     rows = []
     for stage, kind, clock in itertools.product(range(num_stages), Kind, clocks_mhz):
         time_s = (1 + 0.1 * stage) * (1 + (kind is Kind.BACKWARD)) * (0.2 + 0.8 * 1410 / clock)
         rows.append(
             (stage, kind, ProfileRow(clock, time_s, 100 + ((clock - valley_mhz) / 100) ** 2))
         )
+    if combined_chunks:
+        parts = [
+            (combined_chunks * (2 * stage + pair) + chunk, kind, row.per_chunk(combined_chunks))
+            for stage, kind, row in rows
+            for pair in ((0, 1) if kind is Kind.BACKWARD else (0,))
+            for chunk in range(combined_chunks)
+        ]
+        return make_profile(parts, source="synthetic", listed_chunks=combined_chunks, combined=True)
     return make_profile(rows, source="synthetic")
 
 
@@ -64,7 +75,8 @@ def by_plan(folder: Path, schedule: Schedule, frequency_mhz: np.ndarray | None =
     if frequency_mhz is None:
         clocks = itertools.cycle(CLOCKS_MHZ)
         frequency_mhz = np.array([[next(clocks) for _ in order] for order in schedule.stages])
-    profile = synthetic_profile(schedule.num_stages)
+    pairs = schedule.num_chunks if schedule.combined.any() else 0
+    profile = synthetic_profile(schedule.num_stages, combined_chunks=pairs)
     profile.write(folder / "profile_in.csv")
     conditions = Conditions((80.0,) * schedule.num_stages)
     chunk_profile = profile.for_chunks(schedule.num_chunks)

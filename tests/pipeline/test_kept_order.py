@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 from jobs import Job, Ours
-from test_bit_equality import assert_locked, assert_same_bits, by_plan, ours, stock
+from on_request import on_request
+from test_bit_equality import (
+    CLOCKS_MHZ,
+    assert_locked,
+    assert_same_bits,
+    by_plan,
+    ours,
+    stock,
+)
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.schedule import Kind, Schedule
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 __all__ = ["ours", "stock"]
+F, B = Kind
 
 
 def kept(job: Job) -> Schedule:
     if job.chunks == 1:
         return builders.one_f_one_b(job.stages, job.microbatches)
-    return builders.interleaved(job.stages, job.microbatches, job.chunks)
+    return builders.interleaved(
+        job.stages, job.microbatches, job.chunks, job.group, combined=job.combined
+    )
 
 
 JOBS = {
@@ -30,12 +42,23 @@ JOBS = {
     "two chunks": Job(2, 6, chunks=2),
     "four chunks": Job(2, 4, chunks=4),
     "four stages": Job(4, 8, chunks=2),
+    "overlapped experts": Job(2, 5, chunks=2, group=3, combined=True, evaluate_after=1),
+    "overlapped experts, four stages": Job(4, 8, chunks=2, combined=True),
+    "overlapped experts, few microbatches": Job(2, 2, chunks=2, combined=True, reducer=()),
     "recompute": Job(2, 4, chunks=2, recompute=True),
     "reduced and evaluated": Job(2, 6, tied=True, reducer=(), evaluate_after=1),
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+SLOW = {
+    "overlapped experts, four chunks": Job(2, 8, chunks=4, group=3, combined=True, tied=True),
+}
+JOBS |= SLOW
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=on_request("PIPELINE") if n in SLOW else ()) for n in JOBS]
+)
 def test_every_unit_has_its_clock_and_nothing_else_changes(stock, ours, tmp_path, name):
     job = replace(JOBS[name], steps=5, deallocate=JOBS[name].chunks == 1)
     schedule = kept(job)
@@ -47,6 +70,42 @@ def test_every_unit_has_its_clock_and_nothing_else_changes(stock, ours, tmp_path
         assert result.phases == ["warm-up", *["steady"] * 3]
         assert result.executed == [schedule.labels()[result.stage]] * 4
     assert_locked(results, read_plan(how.plan_file, read_profile(how.profile_file)).frequency_mhz)
+
+
+@on_request("PIPELINE")
+def test_pairs_are_measured_planned_and_run_at_their_clocks(stock, ours):
+    job = Job(2, 4, chunks=2, combined=True, steps=None, deallocate=False)
+    schedule = kept(job)
+    results = ours(
+        job,
+        Ours(
+            schedule.name,
+            "optimal",
+            warmup_iterations=2,
+            unit_s=0.05,
+            clocks_mhz=CLOCKS_MHZ,
+            kept_order=schedule,
+        ),
+    )
+    assert_same_bits(results, stock(replace(job, steps=len(results[0].losses))))
+    plan, profile = results[0].plan, results[0].profile
+    assert plan.schedule == schedule
+    assert profile.combined
+    for stage, chunk in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        for pair, kind, time_s in ((0, F, 0.05), (0, B, 0.1), (1, B, 0.15)):
+            row = profile.row(4 * stage + 2 * pair + chunk, kind, 1410)
+            assert row.time_s == pytest.approx(time_s, rel=0.01)
+    assert plan.cost.energy_j < plan.baseline.cost.energy_j
+    for result in results:
+        assert result.executed == [schedule.labels()[result.stage]] * len(result.executed)
+        assert set(plan.frequency_mhz[result.stage].tolist()) <= set(result.locked_mhz)
+        units = zip(schedule.stages[result.stage], plan.frequency_mhz[result.stage], strict=True)
+        clocks = [int(clock) for _, clock in units]
+        steady = [clock for clock, _ in itertools.groupby(clocks * 2)]
+        assert any(
+            result.locked_mhz[at : at + len(steady)] == steady
+            for at in range(len(result.locked_mhz))
+        )
 
 
 def test_a_job_whose_units_come_otherwise_is_left_alone(stock, ours):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -27,7 +28,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 from plain_stages import FastTime
@@ -85,7 +86,7 @@ def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result:
     use_cpu()
     _use_parallel_state(job)
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    with cuda_on_cpu(), contextlib.ExitStack() as stack:
+    with cuda_on_cpu(), patch.object(schedules, COMBINED, in_turn), contextlib.ExitStack() as stack:
         result = Result(_stage(), parallel_state.get_data_parallel_rank())
         session = None
         if ours is not None:
@@ -97,6 +98,81 @@ def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result:
             result.plan, result.profile = session.state.plan, session.state.profile
             result.reconfigure_steps = session.state.reconfigure_steps
         return result
+
+
+COMBINED = "combined_1f1b_schedule_for_interleaved_pipelining"
+_FORWARD_STEP, _BACKWARD_STEP = schedules.forward_step, schedules.backward_step
+_BACKWARD_PARAMETERS = inspect.signature(_BACKWARD_STEP).parameters
+
+
+def in_turn(
+    config: Any,
+    forward_step_func: Any,
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    forward_data_store: Any,
+    forward_step_helper_preprocess: Any,
+    forward_step_helper_postprocess: Any,
+    backward_step_helper_preprocess: Any,
+    backward_step_helper_postprocess: Any,
+    get_microbatch_id_in_model_chunk: Any,
+    get_model_chunk_id: Any,
+    check_first_val_step: Any,
+    is_first_microbatch_for_model_chunk: Any,
+    collect_non_loss_data: Any,
+    f_virtual_microbatch_id: int | None = None,
+    b_virtual_microbatch_id: int | None = None,
+    pre_forward: Any = None,
+    pre_backward: Any = None,
+    post_forward: Any = None,
+    post_backward: Any = None,
+) -> Any:
+    """In place of megatron-core's combined function, which needs CUDA and Transformer Engine.
+
+    It calls all that this calls, and runs forward and backward one after the other.
+    """
+    output = gradient = None
+    f, b = f_virtual_microbatch_id, b_virtual_microbatch_id
+    if f is not None:
+        microbatch = get_microbatch_id_in_model_chunk(f, forward=True)
+        chunk = get_model_chunk_id(f, forward=True)
+        inputs = forward_step_helper_preprocess(f, chunk, microbatch)
+    if b is not None:
+        b_chunk = get_model_chunk_id(b, forward=False)
+        saved = backward_step_helper_preprocess(b, b_chunk)
+    if pre_forward is not None:
+        pre_forward(chunk)
+    if pre_backward is not None:
+        pre_backward(b_chunk)
+    if f is not None:
+        output, num_tokens = _FORWARD_STEP(
+            forward_step_func,
+            data_iterator[chunk],
+            model[chunk],
+            num_microbatches,
+            inputs,
+            forward_data_store,
+            config,
+            cp_group_size=1,
+            collect_non_loss_data=collect_non_loss_data,
+            is_first_microbatch=check_first_val_step(is_first_microbatch_for_model_chunk(f)),
+            current_microbatch=microbatch,
+            vp_stage=chunk,
+            is_last_stage=parallel_state.is_pipeline_last_stage(False, chunk),
+        )
+    if b is not None:
+        of_version = {"model_type": None} if "model_type" in _BACKWARD_PARAMETERS else {}
+        gradient = _BACKWARD_STEP(*saved, config=config, **of_version)
+    if post_forward is not None:
+        post_forward(output, chunk)
+    if post_backward is not None:
+        post_backward(gradient, b_chunk)
+    if f is not None:
+        forward_step_helper_postprocess(chunk, output, num_tokens)
+    if b is not None:
+        backward_step_helper_postprocess(b)
+    return output, gradient
 
 
 def _globals_of_parallel_state() -> dict[str, Any]:
@@ -221,6 +297,7 @@ def _build(job: Job) -> tuple[list[torch.nn.Module], Callable[[], None], Callabl
         recompute_method="block" if job.recompute else None,
         recompute_num_layers=1 if job.recompute else None,
     )
+    config.overlap_moe_expert_parallel_comm = job.combined  # it wants experts and CUDA
     chunks: list[torch.nn.Module] = []
     for chunk in range(job.chunks):
         vp_stage = chunk if job.chunks > 1 else None

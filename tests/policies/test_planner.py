@@ -27,6 +27,8 @@ from envpipe_megatron.policies.planner import (
 from envpipe_megatron.policies.reconfigure import Ended
 
 CURVE = {f: (1 + (1200 - f) / 480, 10 + (f - 1080) / 20) for f in (1200, 1170, 1140, 1110, 1080)}
+#: Plans of combined units are in `test_combined_units`.
+ONE_BY_ONE = [name for name in SCHEDULES if name != "interleaved-combined"]
 PROFILE = uniform_profile(4, CURVE)  # 1.25 s at the optimum: EnvPipe wants 4, 3, 1, 0 extra
 
 
@@ -36,6 +38,7 @@ PROFILE = uniform_profile(4, CURVE)  # 1.25 s at the optimum: EnvPipe wants 4, 3
         ("1f1b", 1, builders.one_f_one_b(4, 8)),
         ("gpipe", 1, builders.gpipe(4, 8)),
         ("interleaved", 2, builders.interleaved(4, 8, 2)),
+        ("interleaved-combined", 2, builders.interleaved(4, 8, 2, combined=True)),
         ("envpipe", 1, builders.envpipe(4, 8, [4, 3, 1, 0])),
         ("ours", 1, builders.envpipe(4, 8, [4, 3, 1, 0])),
     ],
@@ -197,7 +200,7 @@ def optimal(schedule="1f1b", microbatches=8, **wishes):
     )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ONE_BY_ONE)
 def test_optimal_plans_on_every_schedule(schedule):
     planned = make_plan(PROFILE, optimal(schedule))
     plan, baseline = planned.plan, planned.plan.baseline.cost
@@ -264,7 +267,7 @@ def test_parking_and_dwell_times_reach_the_plan_and_the_frontier(schedule, wishe
         assert f"save more than {most:.2f} %" in planned.notes[0]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ONE_BY_ONE)
 def test_a_later_deadline_is_used_and_kept(schedule):
     costs = []
     for factor in (1.0, 1.02, 1.1):
@@ -278,7 +281,7 @@ def test_a_later_deadline_is_used_and_kept(schedule):
     assert all(later.energy_j < earlier.energy_j for earlier, later in pairwise(costs))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ONE_BY_ONE)
 def test_a_deadline_that_no_clock_meets_is_told(schedule):
     with pytest.raises(LinearProgramError, match=r"deadline \(s\).*Its fastest iteration takes"):
         make_plan(PROFILE, optimal(schedule, deadline_factor=0.9))

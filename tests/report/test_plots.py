@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import run_made
+from combined_cases import combined_profile
 from matplotlib.figure import Figure
 
 from envpipe_megatron.core import builders
@@ -94,6 +95,16 @@ def test_each_unit_is_a_box_at_its_times_and_in_its_row():
         waiting[row] += x1 - x0
     busy = timeline.duration_s.sum(axis=1)
     assert np.allclose(busy + waiting, p.cost.iteration_time_s), "waits and boxes fill it exactly"
+
+
+def test_a_pair_is_one_box():
+    schedule = builders.interleaved(2, 4, 2, combined=True)
+    profile = combined_profile()
+    clocks = POLICIES["envelope"](schedule, profile)
+    drawn = draw(Plan("x", schedule, clocks, profile, Conditions((80.0, 80.0))), width_in=40)
+    names = {text.get_text() for text in drawn.labels}
+    assert {"F0.0", "F3.0+B0.1", "F1.1+B0.1", "B3.0"} <= names
+    assert len(drawn.labels) == schedule.num_units - schedule.combined.sum()
 
 
 def test_colour_is_the_frequency():

@@ -102,7 +102,8 @@ from envpipe_megatron.policies.planner import (
 )
 @click.option(
     "--num-chunks", type=click.IntRange(min=1), default=1, show_default=True,
-    help="Chunks (virtual stages) of each stage, with --schedule interleaved.",
+    help="Chunks (virtual stages) of each stage, with --schedule interleaved or "
+    "interleaved-combined.",
 )  # fmt: skip
 @click.option(
     "--group-size", type=click.IntRange(min=1),

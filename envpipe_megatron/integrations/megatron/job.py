@@ -45,6 +45,7 @@ _SAME_JOB = (
     "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
+    "overlap_moe_expert_parallel_comm",
     "num_experts",
     "moe_ffn_hidden_size",
     "moe_router_topk",
@@ -155,9 +156,15 @@ def make_stand_in(
             builders.whole_iteration(stages),
             lambda: get_num_microbatches() == microbatches,
         )
-    if _own_order(args) == "interleaved":
-        group = get_model_config(model[0]).microbatch_group_size_per_vp_stage
-        kept = builders.interleaved(stages, microbatches, len(model), group)
+    if len(model) > 1:
+        config = get_model_config(model[0])
+        kept = builders.interleaved(
+            stages,
+            microbatches,
+            len(model),
+            config.microbatch_group_size_per_vp_stage,
+            combined=config.overlap_moe_expert_parallel_comm,
+        )
     else:
         kept = builders.one_f_one_b(stages, microbatches)
     return KeptOrder(
@@ -170,7 +177,10 @@ def make_stand_in(
 
 
 def _own_order(args: argparse.Namespace) -> str:
-    return "1f1b" if args.virtual_pipeline_model_parallel_size is None else "interleaved"
+    if args.virtual_pipeline_model_parallel_size is None:
+        return "1f1b"
+    combined = getattr(args, "overlap_moe_expert_parallel_comm", False)
+    return "interleaved-combined" if combined else "interleaved"
 
 
 def _num_microbatches(args: argparse.Namespace) -> int:

@@ -3,11 +3,13 @@
 Order and messages stay Megatron's, so nothing can differ and nothing can hang: EnvPipe times each
 unit and sets its clock. Its functions call `forward_step` and `backward_step` as names of
 `megatron.core.pipeline_parallel.schedules`, so that putting others there for the time of a call
-reaches every unit (seen in 0.16 to 0.19).
+reaches every unit (seen in 0.16 to 0.19). Where the communication of experts is overlapped, the
+interleaved function calls one of other name for a forward, a backward, or both as one.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,13 +28,14 @@ from envpipe_megatron.runtime.job.session import Session
 logger = logging.getLogger(__name__)
 
 _FUNCTIONS = {Kind.FORWARD: "forward_step", Kind.BACKWARD: "backward_step"}
+_COMBINED = "combined_1f1b_schedule_for_interleaved_pipelining"
 
 
 class Reporter(Protocol):
     """What is told of each unit."""
 
-    def begin(self, kind: Kind, microbatch: int | None, chunk: int | None) -> None:
-        """A unit begins; its microbatch and chunk where Megatron says them."""
+    def begin(self, seen: Seen) -> None:
+        """A unit begins."""
 
     def end(self) -> None:
         """The unit's work has been handed to the device."""
@@ -169,33 +172,38 @@ class WholeSteps:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class Seen:
+    """A unit as Megatron runs it; its microbatch and chunk where Megatron says them."""
+
     kind: Kind
     microbatch: int | None
     chunk: int | None
+    combined: bool = False
 
     def may_be(self, unit: Unit) -> bool:
+        """Whether it may be this one; a backward does not say of which microbatch it is."""
         known = self.microbatch in (None, unit.microbatch) and self.chunk in (None, unit.chunk)
-        return self.kind is unit.kind and known
+        return (self.kind, self.combined) == (unit.kind, unit.combined) and known
 
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else self.microbatch
-        return f"{self.kind.letter}{microbatch}" + (f".{self.chunk}" if self.chunk else "")
+        chunk = f".{self.chunk}" if self.chunk else ""
+        return f"{self.kind.letter}{microbatch}{chunk}{'+' * self.combined}"
 
 
 class _Recorded:
     """The units of a call."""
 
     def __init__(self) -> None:
-        self.units: list[_Seen] = []
+        self.units: list[Seen] = []
 
-    def begin(self, kind: Kind, microbatch: int | None, chunk: int | None) -> None:
-        self.units.append(_Seen(kind, microbatch, chunk))
+    def begin(self, seen: Seen) -> None:
+        self.units.append(seen)
 
     def end(self) -> None: ...
 
     def shows(self, units: tuple[Unit, ...]) -> bool:
-        """Whether they may be these; a backward does not say of which microbatch it is."""
+        """Whether they may be these."""
         return len(units) == len(self.units) and all(
             seen.may_be(unit) for seen, unit in zip(self.units, units, strict=True)
         )
@@ -209,9 +217,8 @@ class _Followed:
         self._highest_clock = highest_clock
         self._in_order = True
 
-    def begin(self, kind: Kind, microbatch: int | None, chunk: int | None) -> None:
+    def begin(self, seen: Seen) -> None:
         expected = self._run.next_unit
-        seen = _Seen(kind, microbatch, chunk)
         if self._in_order and (expected is None or not seen.may_be(expected)):
             self._in_order = False
             logger.warning("In this iteration, %s came in place of %s", seen, expected)
@@ -236,7 +243,7 @@ def _told_of_units(reporter: Reporter) -> Iterator[None]:
 
     def around(kind: Kind, step: Callable[..., Any]) -> Callable[..., Any]:
         def unit(*args: Any, **kwargs: Any) -> Any:
-            reporter.begin(kind, kwargs.get("current_microbatch"), kwargs.get("vp_stage"))
+            reporter.begin(Seen(kind, kwargs.get("current_microbatch"), kwargs.get("vp_stage")))
             result = step(*args, **kwargs)
             reporter.end()
             return result
@@ -244,13 +251,65 @@ def _told_of_units(reporter: Reporter) -> Iterator[None]:
         return unit
 
     own = {name: getattr(schedules, name) for name in _FUNCTIONS.values()}
-    for kind, name in _FUNCTIONS.items():
-        setattr(schedules, name, around(kind, own[name]))
+    told = {name: around(kind, own[name]) for kind, name in _FUNCTIONS.items()}
+    if hasattr(schedules, _COMBINED):
+        own[_COMBINED] = getattr(schedules, _COMBINED)
+        told[_COMBINED] = _told_of_combined(own[_COMBINED], reporter)
+    for name, step in told.items():
+        setattr(schedules, name, step)
     try:
         yield
     finally:
         for name, step in own.items():
             setattr(schedules, name, step)
+
+
+def _told_of_combined(step: Callable[..., Any], reporter: Reporter) -> Callable[..., Any]:
+    """Megatron's combined function, `reporter` told of what it runs: F alone, B alone, or a pair.
+
+    A pair may wait for its inputs within the call, in `pre_forward` and `pre_backward`, which come
+    in this order: its units begin behind these.
+    """
+    signature = inspect.signature(step)
+
+    def units(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        of = given.arguments
+        forward, backward = of.get("f_virtual_microbatch_id"), of.get("b_virtual_microbatch_id")
+        pair = forward is not None and backward is not None
+
+        def begin_forward() -> None:
+            microbatch = of["get_microbatch_id_in_model_chunk"](forward, forward=True)
+            chunk = of["get_model_chunk_id"](forward, forward=True)
+            reporter.begin(Seen(Kind.FORWARD, microbatch, chunk, combined=pair))
+            if pair:
+                reporter.end()
+
+        def begin_backward() -> None:
+            chunk = of["get_model_chunk_id"](backward, forward=False)
+            reporter.begin(Seen(Kind.BACKWARD, None, chunk))
+
+        def behind(name: str, begin: Callable[[], None]) -> None:
+            wait = of.get(name)
+            if wait is None:
+                begin()
+                return
+
+            def waited(*args: Any, **kwargs: Any) -> None:
+                wait(*args, **kwargs)
+                begin()
+
+            of[name] = waited
+
+        if forward is not None:
+            behind("pre_forward", begin_forward)
+        if backward is not None:
+            behind("pre_backward", begin_backward)
+        result = step(*given.args, **given.kwargs)
+        reporter.end()
+        return result
+
+    return units
 
 
 def _message(arguments: dict[str, Any]) -> TensorSpec:

@@ -209,7 +209,7 @@ LIMITS: tuple[Limit, ...] = (
         _full_iteration_graph,
         "the host does nothing between units",
     ),
-    _against_units(
+    _against_order(
         "overlapped expert communication (--overlap-moe-expert-parallel-comm)",
         on("overlap_moe_expert_parallel_comm"),
         "one call runs a forward and a backward",

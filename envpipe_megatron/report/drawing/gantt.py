@@ -47,15 +47,19 @@ def draw_timeline(
     colours: dict[bool, list[tuple[float, ...]]] = {False: [], True: []}
     for node in range(schedule.num_units):
         stage, position = divmod(node, schedule.units_per_stage)
+        if schedule.combined[stage, position]:
+            continue  # the backward behind it is the box of both
         backward = bool(schedule.is_backward[stage, position])
         start, end = float(start_s[stage, position]), float(end_s[stage, position])
         colour = tuple(rgba[stage, position])
         boxes[backward].append(_box(stage, start, end, backward))
         colours[backward].append(colour)
         name = schedule.unit_at(node).label(schedule.num_chunks)
+        if position and schedule.combined[stage, position - 1]:
+            name = schedule.unit_at(node - 1).label(schedule.num_chunks) + name
         if _fits(name, (end - start) * points_per_s):
             _add_label(axes, (start + end) / 2, stage, name, colour)
-    narrow = float(np.median(end_s - start_s)) * points_per_s < _NARROW_POINTS
+    narrow = float(np.median((end_s - start_s)[~schedule.combined])) * points_per_s < _NARROW_POINTS
     _add(axes, _wait_boxes(start_s, end_s), **_WAIT, linewidth=0.0, zorder=1)
     edge = 0.15 if narrow else 0.6
     for kind in (False, True):

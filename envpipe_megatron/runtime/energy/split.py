@@ -17,15 +17,17 @@ from envpipe_megatron.core.schedule import Kind
 class Measured:
     """One stage at one setting of clocks: means of one forward and one backward.
 
-    `pair_j` is the energy of both without waiting, with its standard uncertainty. `chunk_share`,
-    [num_chunks, 2], is what each chunk's forward and backward take over those means.
+    `pair_j` is the energy of both without waiting, with its standard uncertainty. `part_share`,
+    [parts, 2], is what the forward and backward of each part (see `Profile`) take over those means.
+    Where a stage runs units combined, these pairs are added to the backwards' time, and the means
+    are over the forwards that run alone.
     """
 
     forward_s: float
     backward_s: float
     pair_j: float
     pair_uncertainty_j: float = 0.0
-    chunk_share: Sequence[Sequence[float]] = ((1.0, 1.0),)
+    part_share: Sequence[Sequence[float]] = ((1.0, 1.0),)
 
 
 def mean_without_outliers(values: ArrayLike) -> float:

@@ -57,7 +57,8 @@ class EmulatedExecutor:
     pipeline: neither the channel nor a framework's own messages carry any of it.
 
     Args:
-        time_at_max_s: time of one forward and one backward of this stage at the maximum clock.
+        time_at_max_s: time of one forward and one backward of this stage at the maximum clock;
+            combined they take as long as one after the other.
         settle_clock: returns when every clock request that is due has reached the GPU. A real GPU
             gets them in its own time; here they must be in before the unit's time is modelled, or
             emulated time would depend on the host's thread scheduling.
@@ -85,6 +86,8 @@ class EmulatedExecutor:
             (nodes.reshape(-1, width)[stage] // width).tolist()
             for nodes in (schedule.cross_dependency, schedule.cross_successor)
         )
+        #: What the present unit takes at the maximum clock, and whose output leaves at its end.
+        self._work_s, self._outputs = 0.0, list[tuple[Unit, int]]()
         self._starts: list[float] = []
         self._ends: list[float] = []
         #: Sends under way, and what they send.
@@ -113,10 +116,16 @@ class EmulatedExecutor:
         real_s = time.monotonic() - self._real_start_s
         self._settle_clock()
         unit, destination = self._units[len(self._ends)], self._destinations[len(self._ends)]
-        kind = unit.kind
-        run = self._gpu.run_unit(kind.value, self._time_at_max_s[kind], self._ready_s)
+        self._work_s += self._time_at_max_s[unit.kind]
+        if destination >= 0:
+            self._outputs.append((unit, destination))
+        work_s = 0.0 if unit.combined else self._work_s
+        run = self._gpu.run_unit(unit.kind.value, work_s, self._ready_s)
         self._starts.append(run.start_s - self._begin_s)
         self._ends.append(run.end_s - self._begin_s)
+        if unit.combined:
+            return Done()
+        self._work_s = 0.0
         share = real_s / (run.end_s - run.start_s)
         self.fidelity.units += 1
         self.fidelity.overruns += share > MAX_REAL_SHARE
@@ -124,10 +133,10 @@ class EmulatedExecutor:
         remaining_s = self._anchor_s + run.end_s - time.monotonic()
         if remaining_s > 0:
             time.sleep(remaining_s)  # the emulated GPU computes; nothing could end this early
-        if destination >= 0:
+        while self._outputs:
+            made, receiver = self._outputs.pop(0)
             with suppress(RuntimeError):  # who sends the output finds out that the stage is gone
-                hosts = self._collectives.pipeline
-                self._sent += hosts.send(run.end_s, destination, _tag(unit))
+                self._sent += self._collectives.pipeline.send(run.end_s, receiver, _tag(made))
         return Done()  # the sleep is over: so is the unit
 
     def end_iteration(self) -> StageRecord:

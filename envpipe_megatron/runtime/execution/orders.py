@@ -33,6 +33,6 @@ PhaseRun = Generator[IterationOrder, StageRecord, T]
 def constant_order(
     phase: Phase, schedule: Schedule, forward_mhz: int, backward_mhz: int
 ) -> IterationOrder:
-    """All forwards at one frequency and all backwards at another."""
+    """All forwards at one frequency; all backwards, and what is combined with one, at another."""
     frequency = np.where(schedule.is_backward, backward_mhz, forward_mhz).astype(np.int64)
-    return IterationOrder(phase, schedule, frequency)
+    return IterationOrder(phase, schedule, schedule.pair_clocks(frequency))

@@ -60,7 +60,9 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
         return plan, notes
 
     def predict(plan: Plan) -> None:
-        job.memory.predict(plan.schedule, job.channel.more_bytes(plan.schedule))
+        # A framework that runs its units itself carries their messages too.
+        own = job.channel.more_bytes(plan.schedule) if job.kept_order is None else 0
+        job.memory.predict(plan.schedule, own)
 
     path = job.config.plan_file
     if path is not None and not job.folder.found_plan:
@@ -112,7 +114,7 @@ def _read(job: PhaseParts, path: Path, profile: Profile) -> Plan:
             f"{job.num_microbatches}",
             remedy="Plan again with the job's number of microbatches, or let the job plan.",
         )
-    if stuck := find_stall(plan.schedule, job.channel.capacity):
+    if job.kept_order is None and (stuck := find_stall(plan.schedule, job.channel.capacity)):
         stall = "; ".join(map(str, stuck))
         raise SessionError(
             f"The order of plan {path} needs a deeper channel than this job has: {stall}",

@@ -46,7 +46,8 @@ def measured_threshold_s(
 ) -> float:
     """`no_bubble_threshold_s` of a pipeline's iterations at full clock; every rank calls it."""
     own_waits_s = np.array([record.receive_wait_s for record in records])
-    shortest_s = min(float(record.unit_time_s.min()) for record in records)
+    timed = ~schedule.combined[collectives.stage]
+    shortest_s = min(float(record.unit_time_s[timed].min()) for record in records)
     by_stage = collectives.medians(own_waits_s)
     shortest = collectives.to_planner(shortest_s, min)
     receives = schedule.receives.copy()
@@ -101,7 +102,8 @@ def reconfigure_online(
     steps = seen = 0
     ended = Ended.STEP_LIMIT
     for iteration in range(policy.max_steps):
-        record = yield IterationOrder(Phase.RECONFIGURE, schedule, frequency.reshape(shape))
+        clocks = schedule.pair_clocks(frequency.reshape(shape))
+        record = yield IterationOrder(Phase.RECONFIGURE, schedule, clocks)
         # The hiccup of one replica must not look like a bubble.
         waits_s = collectives.medians(record.receive_wait_s)
         raised, why = by_planner(collectives, functools.partial(look, iteration, waits_s))

@@ -13,7 +13,8 @@ The level at the maximum clock is split as if both drew the same power.
 
 Virtual stages (chunks) are profiled one by one where the order has them. Their times are measured;
 of their energies the meter knows the sum alone, and all chunks' units of a kind are taken to draw
-the same power: the stage's mean energy of that kind is shared by time.
+the same power: the stage's mean energy of that kind is shared by time. Combined units count among
+the backwards in this.
 """
 
 from __future__ import annotations
@@ -94,10 +95,8 @@ class _Point:
 
     def read(self, meter: EnergyMeter, wait_power: WaitPower) -> Measured:
         """Unit times, and the energy of a pair: NaN if the meter failed."""
-        schedule = self.order.schedule
-        backward, chunks = schedule.is_backward[self.stage], schedule.chunks[self.stage]
-        times = np.array([record.unit_time_s for record in self.records])
-        pairs = int((~backward).sum()) * len(self.records)
+        part_s, units_s, alone = self._times_s()
+        pairs = alone * len(self.records)
         begin_s, end_s = self.records[0].begin_s, self.records[-1].end_of_iteration_s
         if meter.last_refresh_s < end_s:
             meter.catch_up()
@@ -113,23 +112,31 @@ class _Point:
         block_s = _BLOCK_REFRESHES * meter.refresh_s
         durations_s = [record.iteration_time_s for record in self.records]
         scatter_j = error_of_sum(energies_j, durations_s, block_s)
-        chunk_s = np.array(
-            [
-                [
-                    self.average(times[:, (chunks == c) & kind].ravel())
-                    for kind in (~backward, backward)
-                ]
-                for c in range(schedule.num_chunks)
-            ]
-        )
-        forward_s, backward_s = chunk_s.mean(axis=0).tolist()
+        forward_s, backward_s = (units_s / alone).tolist()
         return Measured(
             forward_s,
             backward_s,
             sum(energies_j) / pairs,
             math.hypot(metered_j, scatter_j) / pairs,
-            (chunk_s / (forward_s, backward_s)).tolist(),
+            (part_s / (forward_s, backward_s)).tolist(),
         )
+
+    def _times_s(self) -> tuple[FloatArray, FloatArray, int]:
+        """[parts, 2] means by part and kind, their sums over all units, and forwards run alone."""
+        schedule, chunks = self.order.schedule, self.order.schedule.num_chunks
+        parts = chunks * (1 + bool(schedule.combined.any()))
+        keys = schedule.unit_keys(parts)[self.stage] - 2 * parts * self.stage
+        times = np.array([record.unit_time_s for record in self.records])
+        part_s = np.zeros((parts, len(Kind)))
+        for key in np.unique(keys):
+            part_s.flat[key] = self.average(times[:, keys == key].ravel())
+        part_s[chunks:, 0] = 0.0  # forwards whose time is that of their backwards
+        count = np.bincount(keys, minlength=part_s.size).reshape(part_s.shape)
+        units_s = (count * part_s).sum(axis=0)
+        for part in range(chunks, parts):
+            if not count[part, 1]:  # no pair of this stage: as if one unit followed the other
+                part_s[part, 1] = part_s[part - chunks].sum()
+        return part_s, units_s, int(count[:chunks, 0].sum())
 
     def _waiting_j(self, record: StageRecord, wait_power: WaitPower) -> float:
         """A wait runs at the clock of the unit after it; the last, at that of the first unit."""
@@ -148,7 +155,7 @@ class _Parts:
     """What replicas of a stage have measured: added up but for the last two.
 
     Args:
-        rows: for each chunk, kind and clock, time in s, energy in J and its variance in J^2.
+        rows: for each part, kind and clock, time in s, energy in J and its variance in J^2.
         power_w: waiting power, at each clock at which it was measured.
         tail_s: one number; none if no iteration followed another.
         late_s: how late changes of the clock are, at most.
@@ -191,6 +198,11 @@ class OnlineProfiler:
         self._settings = settings
         self._progress = progress
         self._stretches = Stretches(settings.settle_iterations, settings.min_window_s, collectives)
+        #: The parts of a stage and the kinds that a profile has rows of; see `Profile`.
+        self._listed = [(chunk, kind) for chunk in range(schedule.num_chunks) for kind in Kind]
+        if schedule.combined.any():
+            pairs = range(schedule.num_chunks, 2 * schedule.num_chunks)
+            self._listed += [(part, Kind.BACKWARD) for part in pairs]
         #: For each point: ends of the last units, and gaps to the next iterations.
         self._tails: list[tuple[FloatArray, FloatArray]] = []
 
@@ -282,10 +294,11 @@ class OnlineProfiler:
         own_tail_s = tail_times_s(ends_s, gaps_s)[[self._stage]] if ends_s[0].size else np.empty(0)
         rows = [
             share * np.array([row.time_s, row.energy_j, row.energy_uncertainty_j or 0.0])
-            for chunk in range(self._schedule.num_chunks)
-            for at, kind in enumerate(Kind)
+            for part, kind in self._listed
             for row, share in zip(
-                split.rows[kind], [m.chunk_share[chunk][at] for m in together], strict=True
+                split.rows[kind],
+                [m.part_share[part][list(Kind).index(kind)] for m in together],
+                strict=True,
             )
         ]
         return _Parts(
@@ -299,11 +312,10 @@ class OnlineProfiler:
     def _merge(self, split: Split, stages: Sequence[_Parts], sidecar: Sidecar) -> Profile:
         """The profile of the whole pipeline; all of its ranks have measured at the same clocks."""
         replicas = self._collectives.num_replicas
-        num_chunks = self._schedule.num_chunks
+        num_chunks, combined = self._schedule.num_chunks, bool(self._schedule.combined.any())
         units = [
-            (chunk, kind, row.frequency_mhz)
-            for chunk in range(num_chunks)
-            for kind in Kind
+            (part, kind, row.frequency_mhz)
+            for part, kind in self._listed
             for row in split.rows[kind]
         ]
         rows = []
@@ -314,12 +326,12 @@ class OnlineProfiler:
                     "their energy; the energy of both is shared by time, and plans can save less. "
                     "Larger microbatches, or more iterations at each clock, help"
                 )
-            for (chunk, kind, frequency), (time_s, energy_j, variance) in zip(
+            for (part, kind, frequency), (time_s, energy_j, variance) in zip(
                 units, (parts.rows / replicas).tolist(), strict=True
             ):
                 error_j = math.sqrt(variance / replicas)  # of the mean of replicas
                 row = ProfileRow(frequency, time_s, energy_j, error_j)
-                rows.append((stage * num_chunks + chunk, kind, row))
+                rows.append((stage * num_chunks * (1 + combined) + part, kind, row))
         waits_mhz = list(self._wait_power.power_w)
         facts = {
             "num_chunks": num_chunks,
@@ -334,7 +346,11 @@ class OnlineProfiler:
         }
         full = Sidecar(**{**vars(sidecar), **facts})
         return make_profile(
-            rows, source="the online profile", sidecar=full, listed_chunks=num_chunks
+            rows,
+            source="the online profile",
+            sidecar=full,
+            listed_chunks=num_chunks,
+            combined=combined,
         )
 
 

@@ -43,6 +43,7 @@ def test_hiccups_of_single_replicas_are_no_bubbles():
     #: For each stage, that of each replica: waits [ITERATIONS, units_per_stage], shortest units.
     gathered = [np.array(warmup).transpose(1, 2, 0, 3), np.full((shape[0], REPLICAS), 0.02)]
     collectives = SimpleNamespace(
+        stage=0,
         medians=lambda own: [np.median(stage, axis=0) for stage in gathered.pop(0)],
         to_planner=lambda own, merge: [merge(list(stage)) for stage in gathered.pop(0)],
         is_planner=True,
@@ -79,7 +80,11 @@ def test_only_receives_behind_the_filling_of_the_pipeline_are_looked_at():
         return [0.5, 0.25]
 
     collectives: Any = SimpleNamespace(
-        medians=medians, to_planner=to_planner, is_planner=True, from_planner=lambda own: own
+        stage=1,
+        medians=medians,
+        to_planner=to_planner,
+        is_planner=True,
+        from_planner=lambda own: own,
     )
     units_s = [np.array([0.5, 0.75, 0.375, 1.0]), np.array([0.5, 0.625, 0.75, 1.0])]
     records: Any = [
