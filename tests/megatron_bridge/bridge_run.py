@@ -54,8 +54,10 @@ SMALL = {
 }
 #: Bridge imports Transformer Engine's classes here whether or not a model has them.
 _WANTS_CLASSES = (
+    "megatron.bridge.peft.lora",  # 0.5
     "megatron.bridge.peft.lora_layers",
     "megatron.bridge.models.gpt_full_te_layer_autocast_spec",
+    "megatron.bridge.diffusion.models.wan.utils",  # 0.5
 )
 
 

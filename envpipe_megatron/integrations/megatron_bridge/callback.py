@@ -55,7 +55,11 @@ class EnvPipeCallback:
         self._put_back = self._put_into(loop)
 
     def on_train_start(self, context: Any) -> None:
-        """The model is built, and no step has begun."""
+        """The model is built, and no step has begun.
+
+        Bridge has an earlier event too, `on_data_init_start`, but refuses `train.num_epochs` where
+        a callback has that.
+        """
         from megatron.bridge.training.utils.pg_utils import get_pg_collection
 
         if self._framework_function is None:
