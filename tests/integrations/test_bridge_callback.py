@@ -251,7 +251,7 @@ def test_another_version_is_named(loop: Any, monkeypatch: pytest.MonkeyPatch) ->
         ({}, "order", None),
         ({"model__num_moe_experts": 8}, "units", "mixture of experts"),
         ({"model__virtual_pipeline_model_parallel_size": 2}, "units", "virtual pipeline"),
-        ({"model__transformer": SimpleNamespace(fp8="hybrid")}, "units", "FP8"),
+        ({"model__transformer": SimpleNamespace(mtp_num_layers=1)}, "units", "multi-token"),
         ({"peft": object()}, "units", "--sft"),
         ({"dataset__dataloader_type": "batch"}, "units", "--sft"),
         ({"model__restore_modelopt_state": True}, "units", "ModelOpt"),
