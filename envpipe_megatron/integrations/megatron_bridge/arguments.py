@@ -24,6 +24,18 @@ BRIDGE_REFUSED: Mapping[str, Asks] = {
     "stages of two models (dist_train)": on("of_two_models"),
 }
 
+#: Megatron-LM's names of arguments, and what the fields of these are called here.
+_RENAMED = {
+    "num_experts": "num_moe_experts",
+    "swiglu": "gated_linear_unit",
+    "padded_vocab_size": "vocab_size",
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "heterogeneous_layers_config_path": "heterogeneous_block_specs",
+    "te_precision_config_file": "quant_recipe",
+    "kitchen_recipe_number": "use_kitchen",
+}
+
 
 def arguments_of(config: Any, world_size: int) -> argparse.Namespace:
     """What `limits` and `job` ask of arguments, from a validated ConfigContainer.
@@ -49,13 +61,12 @@ def arguments_of(config: Any, world_size: int) -> argparse.Namespace:
     named: dict[str, Any] = {}
     for part in parts:
         named |= {} if part is None else vars(part)
+    named |= {name: named.get(field) for name, field in _RENAMED.items()}
+    tuned = config.peft is not None or config.dataset.dataloader_type == "batch"
     named |= {
         "world_size": world_size,
-        "num_experts": named.get("num_moe_experts"),
-        "swiglu": named.get("gated_linear_unit"),
         "untie_embeddings_and_output_weights": not named.get("share_embeddings_and_output_weights"),
-        "padded_vocab_size": named.get("vocab_size"),
-        "sft": config.peft is not None or config.dataset.dataloader_type == "batch",
+        "sft": tuned or _is_on(config.dataset, "enable_in_batch_packing"),
         "modelopt_enabled": bool(named.get("restore_modelopt_state") or named.get("kd_config")),
         "inprocess_restart": _is_on(config.inprocess_restart, "enabled"),
         "inspects_tensors": _is_on(config.tensor_inspect, "enabled"),
