@@ -12,9 +12,10 @@ Instants are on the GPU's time base, which for real GPUs is the node's monotonic
 within a node alone. The three times add up to the duration: units, waits in receives, and the rest
 (optimizer, data, the wait for the slowest stage; all of phase `framework`, which is steps that the
 framework ran by itself, of `plan`, which is what lies between other phases, and of `between`, which
-is what a node's agent metered outside all training: evaluations, checkpoints, restarts). A writer
-may add fields, such as the name of a run. What many ranks wrote and some were killed while writing
-may hold torn lines; readers pass over them and count them.
+is what a node's agent metered outside all training: evaluations, checkpoints, restarts). Steps of a
+batch of another size than the full one have phases of their own: `steady m24` with 24 microbatches.
+A writer may add fields, such as the name of a run. What many ranks wrote and some were killed while
+writing may hold torn lines; readers pass over them and count them.
 
 A node's agent adds notes, which carry no energy. A node whose last `begun` has no `ended` was lost:
 
@@ -64,6 +65,16 @@ class Phase(StrEnum):
     PROFILE = "profile"
     RECONFIGURE = "reconfigure"
     STEADY = "steady"
+
+
+def phase_in_batch(phase: str, batch: str) -> str:
+    """A phase of steps of a batch that has not its full size: `steady m24`; `batch` is `m24`."""
+    return f"{phase} {batch}".strip()
+
+
+def batch_of(phase: str) -> str:
+    """The batch that a phase's steps are of: empty for that of full size."""
+    return phase.partition(" ")[2]
 
 
 #: All phases, in the order in which a job comes to them.

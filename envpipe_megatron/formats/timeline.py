@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.core.schedule import ScheduleError, Unit, parse_unit
-from envpipe_megatron.formats.energy import Phase, read_amount, read_text
+from envpipe_megatron.formats.energy import Phase, batch_of, phase_in_batch, read_amount, read_text
 
 TIMELINE_FORMAT = "envpipe-timeline/1"
 CLOCK_FORMAT = "envpipe-clock/1"
@@ -48,9 +48,10 @@ STEADY_STRIDE = 100
 MOST_CLOCK_SAMPLES = 7200
 
 
-def is_recorded(phase: Phase, index: int) -> bool:
+def is_recorded(phase: str, index: int) -> bool:
     """Whether the iteration of a phase is recorded; its first one has index 0."""
-    return phase is not Phase.STEADY or index < FIRST_STEADY or index % STEADY_STRIDE == 0
+    steady = phase == phase_in_batch(Phase.STEADY, batch_of(phase))
+    return not steady or index < FIRST_STEADY or index % STEADY_STRIDE == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ SUMMARY_FORMAT = "envpipe-summary/1"
 class IntervalReport:
     """Training since the last log line, on an average GPU of the job.
 
-    Without a whole step there is no energy, and before the baseline's end no comparison.
+    Without a whole step there is no energy, and before the baseline's end no comparison; nor are
+    steps of several sizes of batches compared.
     """
 
     energy: IntervalEnergy | None
@@ -33,8 +34,11 @@ class IntervalReport:
     @classmethod
     def gather(cls, session: Session) -> IntervalReport:
         """End the interval; every rank of the job calls it at the same iteration."""
-        energy, baseline = session.gather(session.lap()), session.baseline
-        if energy is None or energy.step is None or baseline is None:
+        energy = session.gather(session.lap())
+        if energy is None or energy.step is None:
+            return cls(energy, None)
+        baseline = session.baseline_of(energy)
+        if baseline is None:
             return cls(energy, None)
         return cls(energy, compare(energy.step, baseline.mean))
 
@@ -112,10 +116,12 @@ def _bill(summary: Mapping[str, Any]) -> Iterator[str]:
                 f"{phase}: {step['iterations']} iterations, {step['time_s']:.4f} s and "
                 f"{step['energy_j']:.1f} J each on an average GPU ({step['power_w']:.1f} W)"
             )
-    if summary["job"]["comparison"] is not None:
-        yield "steady against baseline: " + ", ".join(
-            comparison_parts(Comparison(**summary["job"]["comparison"]))
-        )
+    compared = {"": summary["job"]["comparison"], **summary["job"]["other_batches"]}
+    for batch, comparison in compared.items():
+        if comparison is not None:
+            of_batch = f" of {batch}" if batch else ""
+            parts = ", ".join(comparison_parts(Comparison(**comparison)))
+            yield f"steady against baseline{of_batch}: {parts}"
     yield from dict.fromkeys(note for rank in summary["ranks"] for note in rank["notes"])
     warnings = {
         followed["warning"]

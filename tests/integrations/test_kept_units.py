@@ -18,14 +18,13 @@ M = 2
 class Session:
     """Notes what it is told; its runs are of one stage."""
 
-    def __init__(self, schedule: Schedule, *, begins: bool = False) -> None:
+    def __init__(self, *, begins: bool = False) -> None:
         self.told: list[str] = []
         self._begins = begins
-        self._units = schedule.stages[0]
 
-    def open_iteration(self, schedule: Schedule, specs: Any) -> Any:
-        self.told.append("open")
-        left = list(self._units)
+    def open_iteration(self, schedule: Schedule, specs: Any, *, full_batch: bool) -> Any:
+        self.told.append("open" if full_batch else "open part")
+        left = list(schedule.stages[0])
         run = SimpleNamespace(next_unit=left[0])
 
         def end_unit() -> None:
@@ -73,9 +72,12 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
                 schedules.backward_step()
         return ["loss"]
 
-    schedule = builders.one_f_one_b(1, M)
-    session: Any = Session(schedule)
-    stand_in = kept.KeptOrder(session, framework_function, schedule, 0, lambda own: own)
+    session: Any = Session()
+
+    def order_of(count: int) -> Schedule:
+        return builders.one_f_one_b(1, count)
+
+    stand_in = kept.KeptOrder(session, framework_function, order_of, M, 0, lambda own: own)
 
     def call(letters: str = "FBFB", *, ends: bool = True, **more: Any) -> list[str]:
         arguments = {"num_microbatches": letters.count("F"), "letters": letters, **more}
@@ -99,10 +101,21 @@ def test_forwards_alone_are_a_pause(job: Any) -> None:
     assert job("FF", forward_only=True) == ["pause"]
 
 
-def test_another_number_of_microbatches_runs_at_the_highest_clock(job: Any) -> None:
-    """As while a batch grows; the order is looked at when it has grown."""
-    assert job("FB") == ["highest"]
-    assert job() == []
+def test_each_number_of_microbatches_has_an_order(job: Any) -> None:
+    """As a batch grows and shrinks; another's clocks are not left for what is Megatron's alone."""
+    assert job("FB") == []
+    assert job("FB") == ["open part", "F0", "B0", "close"]
+    assert job() == ["highest"]
+    assert job() == ["open", "F0", "B0", "F1", "B1", "close"]
+    assert job("FB") == ["open part", "F0", "B0", "close"]
+    assert job("FBFBFB") == ["highest"]
+    assert job("FBFBFB")[0] == "open part"
+    assert job()[0] == "open"
+
+
+def test_a_number_whose_units_come_otherwise_is_left_alone(job: Any) -> None:
+    job()
+    assert job("FFFBBB") == ["highest"]
     assert job("FBFBFB") == ["highest"]
     assert job()[0] == "open"
 
@@ -141,7 +154,7 @@ def overlapped(monkeypatch: pytest.MonkeyPatch) -> Any:
     from envpipe_megatron.integrations.megatron import kept
 
     schedule = Schedule("x", 2, 2, (tuple(parse_unit(text) for text in IN_PAIRS.split()),))
-    session: Any = Session(schedule, begins=True)
+    session: Any = Session(begins=True)
 
     def combined(
         get_microbatch_id_in_model_chunk: Any,
@@ -185,7 +198,9 @@ def overlapped(monkeypatch: pytest.MonkeyPatch) -> Any:
             assert outputs == "outputs"
         return ["loss"]
 
-    stand_in = kept.KeptOrder(session, framework_function, schedule, 0, lambda own: own)
+    stand_in = kept.KeptOrder(
+        session, framework_function, lambda count: schedule, 2, 0, lambda own: own
+    )
 
     def call(calls: Any = CALLS, *, waits: bool = False) -> list[str]:
         assert stand_in(num_microbatches=2, calls=calls, waits=waits) == ["loss"]

@@ -24,6 +24,7 @@ class Job:
             for as many as there are stages.
         combined: whether Megatron overlaps the communication of experts: its interleaved function
             then calls another one, in whose place `training.in_turn` stands.
+        counts: number of microbatches of each step, where that changes.
         steps: how many; None ends `STEADY_STEPS` after EnvPipe has come to its steady phase.
         reducer: options of megatron-core's DistributedDataParallel that are on, or
             `align_grad_reduce` (a grad_sync_func); None trains replicas apart, by plain Adam.
@@ -35,6 +36,7 @@ class Job:
     chunks: int = 1
     group: int | None = None
     combined: bool = False
+    counts: tuple[int, ...] = ()
     steps: int | None = 3
     tied: bool = False
     deallocate: bool = True
@@ -50,7 +52,8 @@ class Ours:
 
     Args:
         clocks_mhz: of the emulated GPUs; None for those of the preset.
-        kept_order: the order that Megatron's own function is said to run, with hooks around units.
+        kept_orders: the orders that Megatron's own function is said to run, with hooks around
+            units: one for each number of microbatches.
     """
 
     schedule: str = "1f1b"
@@ -62,7 +65,7 @@ class Ours:
     profiler: tuple[int, int, int] = (1, 1, 1)
     unit_s: float = 0.001
     clocks_mhz: tuple[int, ...] | None = None
-    kept_order: Schedule | None = None
+    kept_orders: tuple[Schedule, ...] = ()
 
 
 Bits = dict[str, bytes]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from jobs import Job, Ours
 from on_request import on_request
@@ -21,6 +23,7 @@ from envpipe_megatron.core import builders
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.policies.planner import PlanRequest, make_plan
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 __all__ = ["ours", "stock"]
@@ -63,13 +66,57 @@ def test_every_unit_has_its_clock_and_nothing_else_changes(stock, ours, tmp_path
     job = replace(JOBS[name], steps=5, deallocate=JOBS[name].chunks == 1)
     schedule = kept(job)
     how = by_plan(tmp_path, schedule)
-    results = ours(job, replace(how, kept_order=schedule))
+    results = ours(job, replace(how, kept_orders=(schedule,)))
     assert_same_bits(results, stock(job))
     for result in results:
         # The first iteration is Megatron's, and the next the warm-up.
         assert result.phases == ["warm-up", *["steady"] * 3]
         assert result.executed == [schedule.labels()[result.stage]] * 4
     assert_locked(results, read_plan(how.plan_file, read_profile(how.profile_file)).frequency_mhz)
+
+
+CHANGING = {
+    "1f1b": Job(4, 6, tied=True),
+    "two chunks": Job(2, 6, chunks=2, reducer=()),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_each_number_of_microbatches_has_its_clocks(stock, ours, tmp_path, name):
+    """Up, down and back; the full batch's plan is by file, others are planned when they come."""
+    counts = (2, 2, 2, 6, 6, 6, 2, 4, 6, 4, 4, 2)
+    job = replace(CHANGING[name], counts=counts, steps=len(counts), deallocate=name == "1f1b")
+    orders = {count: kept(replace(job, microbatches=count)) for count in set(counts)}
+    how = by_plan(tmp_path, orders[6])
+    results = ours(
+        job,
+        replace(how, kept_orders=tuple(orders.values()), policy="optimal", schedule=orders[6].name),
+    )
+    assert_same_bits(results, stock(job))
+    profile = read_profile(how.profile_file)
+    clocks_mhz = {6: read_plan(how.plan_file, profile).frequency_mhz}
+    for count in (2, 4):
+        request = PlanRequest(count, orders[6].name, "optimal", num_chunks=job.chunks)
+        clocks_mhz[count] = make_plan(profile, request, orders[count]).plan.frequency_mhz
+        assert len(np.unique(clocks_mhz[count])) > 1
+    for result in results:
+        seen: Counter[int] = Counter()
+        steps = []  # number of microbatches and clocks; none of the very first, which sets none
+        for count in counts:
+            seen[count] += 1
+            planned = clocks_mhz[count][result.stage].tolist()
+            steps.append((count, [1410] * len(planned) if seen[count] < 3 else planned))
+        # The first iteration of each is Megatron's, and the next the warm-up.
+        own = [index for index in range(len(counts)) if counts.index(counts[index]) != index]
+        assert result.executed == [
+            orders[count].labels()[result.stage] for count in (counts[index] for index in own)
+        ]
+        wanted = [clock for _, clocks in steps for clock in clocks]
+        changes = [clock for clock, _ in itertools.groupby(wanted)]
+        # Behind a last unit the clock of its iteration's first may have been set, or not.
+        locked = iter(result.locked_mhz)
+        assert all(clock in locked for clock in changes)
+        assert len(result.locked_mhz) <= len(changes) + 2 * len(counts)
 
 
 @on_request("PIPELINE")
@@ -84,7 +131,7 @@ def test_pairs_are_measured_planned_and_run_at_their_clocks(stock, ours):
             warmup_iterations=2,
             unit_s=0.05,
             clocks_mhz=CLOCKS_MHZ,
-            kept_order=schedule,
+            kept_orders=(schedule,),
         ),
     )
     assert_same_bits(results, stock(replace(job, steps=len(results[0].losses))))
@@ -110,6 +157,6 @@ def test_pairs_are_measured_planned_and_run_at_their_clocks(stock, ours):
 
 def test_a_job_whose_units_come_otherwise_is_left_alone(stock, ours):
     job = Job(2, 6)
-    results = ours(job, Ours(kept_order=builders.gpipe(2, 6)))
+    results = ours(job, Ours(kept_orders=(builders.gpipe(2, 6),)))
     assert_same_bits(results, stock(job))
     assert [(result.phases, result.locked_mhz) for result in results] == [([], [])] * 4

@@ -218,15 +218,17 @@ def _train(job: Job, ours: Ours | None, session: Session | None, result: Result)
     call = partial(
         stand_in or get_forward_backward_func(),
         model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=job.microbatches,
         seq_length=SEQUENCE,
         micro_batch_size=MICROBATCH,
     )
     steady_steps = step = 0
     while True:
         clear_grads()
+        count = job.counts[step] if job.counts else job.microbatches
         reduced = call(
-            forward_step_func=_forward_step, data_iterator=_data(job, step, result.replica)
+            forward_step_func=_forward_step,
+            data_iterator=_data(job, step, result.replica, count),
+            num_microbatches=count,
         )
         result.losses.append([_bits(entry["loss"]) for entry in reduced])
         steady_steps += session is not None and session.state.phase is Phase.STEADY
@@ -246,12 +248,14 @@ def _train(job: Job, ours: Ours | None, session: Session | None, result: Result)
 
 
 def _stand_in(job: Job, ours: Ours, session: Session) -> ForwardBackward | KeptOrder:
-    if ours.kept_order is None:
+    if not ours.kept_orders:
         return ForwardBackward(session)
+    orders = {order.num_microbatches: order for order in ours.kept_orders}
     return KeptOrder(
         session,
         get_forward_backward_func(),
-        ours.kept_order,
+        orders.__getitem__,
+        job.microbatches,
         _stage(),
         _collectives(job.stages).on_all,
     )
@@ -263,7 +267,8 @@ def _evaluate(job: Job, call: Any, result: Result) -> None:
         with torch.no_grad():
             reduced = call(
                 forward_step_func=_forward_step,
-                data_iterator=_data(job, 1000, result.replica),
+                data_iterator=_data(job, 1000, result.replica, job.microbatches),
+                num_microbatches=job.microbatches,
                 forward_only=True,
                 collect_non_loss_data=collect,
             )
@@ -473,12 +478,12 @@ def _stage() -> int:
     return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
-def _data(job: Job, step: int, replica: int) -> Any:
+def _data(job: Job, step: int, replica: int, count: int) -> Any:
     """An iterator over this replica's microbatches of a step; with chunks one for each."""
     generator = torch.Generator().manual_seed(step * 97 + replica)
     tokens = [
         torch.randint(0, VOCAB, (MICROBATCH, SEQUENCE + 1), generator=generator)
-        for _ in range(job.microbatches)
+        for _ in range(count)
     ]
     iterators = [iter(tokens) for _ in range(job.chunks)]
     return iterators if job.chunks > 1 else iterators[0]

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import num_microbatches_calculator
 from megatron.core.models.gpt import GPTModel
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config, unwrap_model
 
 from envpipe_megatron.core import builders
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.integrations.job import Job, JobError, JobFacts, Placement
 from envpipe_megatron.integrations.levels import Decision, Level, Limit
@@ -37,6 +39,7 @@ _SAME_JOB = (
     "untie_embeddings_and_output_weights",
     "micro_batch_size",
     "global_batch_size",
+    "step_batch_size_schedule",
     "params_dtype",
     "world_size",
     "pipeline_model_parallel_size",
@@ -128,8 +131,8 @@ def make_job(
         ),
         {
             "model": f"GPT, {args.num_layers} layers, width {args.hidden_size}",
-            "tokens_per_iteration": args.global_batch_size * args.seq_length,
-            "samples_per_iteration": args.global_batch_size,
+            "tokens_per_iteration": _full_batch(args) * args.seq_length,
+            "samples_per_iteration": _full_batch(args),
             "microbatch_size": args.micro_batch_size,
         },
         {name: getattr(args, name, None) for name in _SAME_JOB},
@@ -156,21 +159,24 @@ def make_stand_in(
             builders.whole_iteration(stages),
             lambda: get_num_microbatches() == microbatches,
         )
-    if len(model) > 1:
-        config = get_model_config(model[0])
-        kept = builders.interleaved(
+    config = get_model_config(model[0])
+
+    def order_of(count: int) -> Schedule:
+        if len(model) == 1:
+            return builders.one_f_one_b(stages, count)
+        return builders.interleaved(
             stages,
-            microbatches,
+            count,
             len(model),
             config.microbatch_group_size_per_vp_stage,
             combined=config.overlap_moe_expert_parallel_comm,
         )
-    else:
-        kept = builders.one_f_one_b(stages, microbatches)
+
     return KeptOrder(
         job.session,
         framework_function,
-        kept,
+        order_of,
+        microbatches,
         job.collectives.stage,
         job.collectives.on_all,
     )
@@ -184,8 +190,16 @@ def _own_order(args: argparse.Namespace) -> str:
 
 
 def _num_microbatches(args: argparse.Namespace) -> int:
-    """M of a batch of full size, to which --rampup-batch-size leads."""
-    num_microbatches: int = args.global_batch_size // (
-        args.micro_batch_size * args.data_parallel_size
-    )
+    """M of a batch of full size."""
+    num_microbatches: int = _full_batch(args) // (args.micro_batch_size * args.data_parallel_size)
     return num_microbatches
+
+
+def _full_batch(args: argparse.Namespace) -> int:
+    """Samples of a batch of full size, to which ramp-up and step schedules lead.
+
+    With a step schedule, `global_batch_size` is a default that nothing uses.
+    """
+    calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    full: int = getattr(calculator, "global_batch_size", args.global_batch_size)
+    return full

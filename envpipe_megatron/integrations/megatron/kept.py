@@ -44,14 +44,15 @@ class Reporter(Protocol):
 class KeptOrder:
     """Stands in for the function that `get_forward_backward_func` returns, and calls it.
 
-    The first iteration is Megatron's alone: its units are held against the order that is planned
-    for. If they come otherwise, Megatron trains on as it would without EnvPipe. Iterations of
-    another number of microbatches run at the highest clock.
+    The first iteration of each number of microbatches is Megatron's alone: its units are held
+    against the order that is planned for. If they come otherwise, Megatron trains on as it would
+    without EnvPipe, at the highest clock where other numbers have others.
 
     Args:
         session: gets an iteration for each call but the first.
         framework_function: Megatron's.
-        schedule: the order that is planned for.
+        order_of: the order that is planned for, of a number of microbatches.
+        full_microbatches: number of a batch of full size.
         on_all: whether something holds on all ranks of the job; they call it together.
     """
 
@@ -59,17 +60,19 @@ class KeptOrder:
         self,
         session: Session,
         framework_function: Callable[..., list[Any]],
-        schedule: Schedule,
+        order_of: Callable[[int], Schedule],
+        full_microbatches: int,
         stage: int,
         on_all: Callable[[bool], bool],
     ) -> None:
         self._session = session
         self._framework_function = framework_function
-        self._schedule = schedule
+        self._order_of = order_of
+        self._full_microbatches = full_microbatches
         self._stage = stage
         self._on_all = on_all
-        #: Whether units come as planned; None until the first iteration.
-        self._as_planned: bool | None = None
+        #: By number of microbatches, of those that have come; None if their units come otherwise.
+        self._orders: dict[int, Schedule | None] = {}
         self._run: StageRun | None = None
 
     def begin_step(self) -> None:
@@ -81,15 +84,16 @@ class KeptOrder:
             self._session.pause()
             return self._framework_function(**arguments)
         self.end_step()  # Megatron may run an iteration again before its step ends
-        if arguments["num_microbatches"] != self._schedule.num_microbatches:
-            self._session.highest_clock()
-            return self._framework_function(**arguments)
-        if self._as_planned is None:
-            return self._first(arguments)
-        if not self._as_planned:
-            return self._framework_function(**arguments)
+        count = arguments["num_microbatches"]
+        order = self._orders.get(count)
+        if order is None:
+            if any(self._orders.values()):
+                self._session.highest_clock()
+            known = count in self._orders
+            return self._framework_function(**arguments) if known else self._first(arguments)
         specs = StageSpecs.alike(_message(arguments))
-        self._run = run = self._session.open_iteration(self._schedule, specs)
+        full = count == self._full_microbatches
+        self._run = run = self._session.open_iteration(order, specs, full_batch=full)
         followed = _Followed(run, self._session.highest_clock)
         with _told_of_units(followed):
             losses = self._framework_function(**arguments)
@@ -109,13 +113,16 @@ class KeptOrder:
         seen = _Recorded()
         with _told_of_units(seen):
             losses = self._framework_function(**arguments)
-        planned = self._schedule.stages[self._stage]
+        count = arguments["num_microbatches"]
+        order = self._order_of(count)
+        planned = order.stages[self._stage]
         own = seen.shows(planned)
-        self._as_planned = self._on_all(own)
+        self._orders[count] = order if self._on_all(own) else None
         if not own:
             logger.warning(
-                "Units come in another order than EnvPipe plans for, so it leaves this job alone: "
-                "%s, and not %s",
+                "Units of %d microbatches come in another order than EnvPipe plans for, so it "
+                "leaves them alone: %s, and not %s",
+                count,
                 " ".join(map(str, seen.units)) or "none is seen",
                 " ".join(map(str, planned)),
             )

@@ -67,6 +67,7 @@ def _other_than(default: str, name: str) -> Asks:
     return lambda args: (getattr(args, name, None) or default) != default
 
 
+_ONE_NUMBER = "messages and memory are made ready for one number of microbatches"
 _POSTED = "waits for the device, and so for a receive that is posted"
 
 #: Feature by feature; a job's arguments may ask for several.
@@ -222,13 +223,9 @@ LIMITS: tuple[Limit, ...] = (
     _against_order(
         "batch-size ramp-up (--rampup-batch-size)",
         on("rampup_batch_size"),
-        "planned for the full batch alone; until then, the highest clock",
+        _ONE_NUMBER,
     ),
-    _against_units(
-        "--step-batch-size-schedule",
-        on("step_batch_size_schedule"),
-        "the number of microbatches changes",
-    ),
+    _against_order("--step-batch-size-schedule", on("step_batch_size_schedule"), _ONE_NUMBER),
     _against_units(
         "hybrid or dynamic context parallelism",
         on("hybrid_context_parallel", "dynamic_context_parallel"),

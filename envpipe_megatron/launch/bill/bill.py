@@ -24,6 +24,7 @@ from envpipe_megatron.formats.energy import (
     EnergyNote,
     EnergyWindow,
     Phase,
+    batch_of,
 )
 from envpipe_megatron.runtime.energy.steps import Comparison, RunningMean, StepEnergy, compare
 
@@ -276,16 +277,18 @@ class Bill:
             return None
 
     def per_unit(self) -> Mapping[str, float]:
-        """J per iteration, token and sample of training; those that are known."""
+        """J per iteration, token and sample of training; those that are known.
+
+        What an iteration has is known where all batches have one size.
+        """
         iterations = len(self.iterations)
         if not iterations:
             return {}
         energy_j = self.total().energy_j
-        units = {
-            "iteration": 1,
-            "token": self.fact("tokens_per_iteration"),
-            "sample": self.fact("samples_per_iteration"),
-        }
+        units: dict[str, float | None] = {"iteration": 1}
+        if not any(batch_of(phase) for _, _, phase, _ in self.phases):
+            units["token"] = self.fact("tokens_per_iteration")
+            units["sample"] = self.fact("samples_per_iteration")
         return {name: energy_j / iterations / count for name, count in units.items() if count}
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.timeline import (
     CLOCK_FORMAT,
     MOST_CLOCK_SAMPLES,
@@ -43,7 +42,7 @@ class TimelineLog:
     ) -> None:
         self._append = append
         self._labels = dict(labels)
-        self._seen: Counter[Phase] = Counter()
+        self._seen: Counter[str] = Counter()
         self._left_out = 0
         self._samples: list[tuple[float, int | None, int]] = []
         self._samples_left = MOST_CLOCK_SAMPLES
@@ -58,7 +57,7 @@ class TimelineLog:
 
     def add(
         self,
-        phase: Phase,
+        phase: str,
         iteration: int,
         record: StageRecord,
         executed: list[str],
@@ -124,7 +123,7 @@ class TimelineLog:
 
 def timeline_line(
     labels: Mapping[str, object],
-    phase: Phase,
+    phase: str,
     iteration: int,
     record: StageRecord,
     executed: list[str],
@@ -142,7 +141,7 @@ def timeline_line(
     line = {
         "format": TIMELINE_FORMAT,
         **labels,
-        "phase": phase.value,
+        "phase": str(phase),
         "iteration": iteration,
         "begin_s": record.begin_s,
         "iteration_time_s": record.iteration_time_s,

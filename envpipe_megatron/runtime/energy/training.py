@@ -10,14 +10,15 @@ import contextlib
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from envpipe_megatron.formats.energy import FRAMEWORK, PLAN, Phase
+from envpipe_megatron.formats.energy import FRAMEWORK, PLAN, Phase, batch_of, phase_in_batch
 from envpipe_megatron.runtime.channel.collectives import SUM, Collectives
 from envpipe_megatron.runtime.energy.log import EnergyLog, Window
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
@@ -104,8 +105,9 @@ class TrainingEnergy:
 
     Args:
         now_s: the present instant on the meter's time base.
-        baseline: what an earlier start of the job measured; this one measures none then.
-        describe: called with the baseline's mean step as soon as it is known.
+        baselines: what an earlier start of the job measured, by batch; see `phase_in_batch`. This
+            one measures none of these batches.
+        describe: called with the full batch's baseline, its mean step, as soon as it is known.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class TrainingEnergy:
         log: EnergyLog,
         now_s: Callable[[], float],
         collectives: Collectives,
-        baseline: BaselineEnergy | None = None,
+        baselines: Mapping[str, BaselineEnergy] = MappingProxyType({}),
         describe: Callable[[Mapping[str, Any]], None] = lambda facts: None,
     ) -> None:
         self.log = log
@@ -125,7 +127,9 @@ class TrainingEnergy:
         self._lap = Interval()
         #: When the last lap ended, and where the counter was taken to stand then (J).
         self._lap_end: tuple[float, float] | None = None
-        self._warmup: list[Window] | None = None if baseline else []
+        #: Of batches whose baseline is to be measured, the warm-up.
+        self._warmups: dict[str, list[Window]] = {}
+        self._settled = set(baselines)
         #: What the steps of the present measurement are added to as well.
         self._measured: Interval | None = None
         self._job_phases: dict[str, PhaseMean] = {}
@@ -134,9 +138,9 @@ class TrainingEnergy:
         #: The last step since a pause, whether it is over, and whether it is counted.
         self._last: Window | None = None
         self._over = self._counted = False
-        self.baseline: BaselineEnergy | None = None
-        if baseline is not None:
-            self._know_baseline(baseline)
+        self.baselines: dict[str, BaselineEnergy] = {}
+        for batch, baseline in baselines.items():
+            self._know_baseline(batch, baseline)
 
     def begin_step(self) -> None:
         """The next step begins now."""
@@ -150,7 +154,7 @@ class TrainingEnergy:
         self._put(Window(PLAN, iteration, iteration, begin_s, self._now_s(), 0), over=True)
 
     def add(
-        self, phase: Phase, iteration: int, record: StageRecord, receives: NDArray[np.bool_]
+        self, phase: str, iteration: int, record: StageRecord, receives: NDArray[np.bool_]
     ) -> None:
         """An iteration has run: all units of its step. Neither reads nor waits.
 
@@ -161,7 +165,7 @@ class TrainingEnergy:
         self._begun_s = None
         self._put(
             Window(
-                phase.value,
+                str(phase),
                 iteration,
                 iteration,
                 begin_s,
@@ -194,21 +198,27 @@ class TrainingEnergy:
         self._count()
         self.log.close()
 
-    def settle_baseline(self) -> None:
-        """Measure the baseline, once the warm-up is over; on all ranks together, and once."""
-        if self._warmup is None:
+    def settle_baseline(self, batch: str = "") -> None:
+        """Measure a batch's baseline, once its warm-up is over; on all ranks together, and once."""
+        if batch in self._settled:
             return
-        own = measure_baseline(self._warmup, self._meter)
-        self._warmup = None
+        self._settled.add(batch)
+        own = measure_baseline(self._warmups.pop(batch, []), self._meter)
         mean, stages = self._over_gpus(own)
         if mean is not None:
-            self._know_baseline(BaselineEnergy(mean, stages, own))
+            self._know_baseline(batch, BaselineEnergy(mean, stages, own))
         elif self._collectives.is_planner:
             logger.info(
                 "The warm-up gave no baseline, so no saving is reported: after its slow first "
                 "steps it needs at least two more, lasting %.1f s together",
                 self._meter.min_window_s,
             )
+
+    def baseline_of(self, phases: Iterable[str]) -> BaselineEnergy | None:
+        """What steps of these phases compare with; None if they are not all of one batch."""
+        # A batch's first step is the framework's alone, which does not say of which batch it is.
+        batches = {p if p == FRAMEWORK else batch_of(p) for p in phases if p != PLAN}
+        return self.baselines.get(batches.pop()) if len(batches) == 1 else None
 
     def measure_into(self, interval: Interval | None) -> None:
         """Add each step that ends from now on to an interval, until the next call."""
@@ -264,7 +274,8 @@ class TrainingEnergy:
 
         Returns:
             `gpu` and `job`, each with `phases` (for each, `_step_facts` of an average step) and
-                `comparison` of the steady phase with the baseline, None if not known; `gpu` and
+                `comparison` of the steady phase with the baseline, None if not known, and likewise
+                `other_batches`, by batch, of those of another size than the full one; `gpu` and
                 each of its phases have `total_energy_j` and `total_duration_s` too, and its phase
                 `plan` no step. `baseline`, the mean step of all GPUs, or None.
         """
@@ -281,8 +292,8 @@ class TrainingEnergy:
             if total.iterations
         }
         job = {name: mean.step for name, mean in self._job_phases.items()}
-        baseline = self.baseline
-        facts = _facts(own, baseline.own if baseline else None)
+        baseline = self.baselines.get("")
+        facts = _facts(own, {batch: b.own for batch, b in self.baselines.items() if b.own})
         for name, total in totals.items():
             phase = facts["phases"].setdefault(name, {"iterations": 0})
             phase["total_energy_j"] = total.energy_j
@@ -293,7 +304,7 @@ class TrainingEnergy:
                 "total_duration_s": sum(total.duration_s for total in totals.values()),
                 **facts,
             },
-            "job": _facts(job, baseline.mean if baseline else None),
+            "job": _facts(job, {batch: b.mean for batch, b in self.baselines.items()}),
             "baseline": _step_facts(baseline.mean) if baseline else None,
         }
 
@@ -317,15 +328,17 @@ class TrainingEnergy:
         self._lap.add(step)
         if self._measured is not None:
             self._measured.add(step)
-        if self._warmup is not None and step.phase == Phase.WARMUP:
-            self._warmup.append(step)
+        batch = batch_of(step.phase)
+        if step.phase == phase_in_batch(Phase.WARMUP, batch) and batch not in self._settled:
+            self._warmups.setdefault(batch, []).append(step)
 
     def _counter_j(self, time_s: float) -> float:
         return self._meter.window(time_s, time_s).end.energy_j
 
-    def _know_baseline(self, baseline: BaselineEnergy) -> None:
-        self.baseline = baseline
-        self._describe({"baseline": asdict(baseline.mean)})
+    def _know_baseline(self, batch: str, baseline: BaselineEnergy) -> None:
+        self.baselines[batch] = baseline
+        if not batch:
+            self._describe({"baseline": asdict(baseline.mean)})
 
     def _over_gpus(
         self, step: StepEnergy | None
@@ -336,11 +349,17 @@ class TrainingEnergy:
         return mean_over_gpus(sums), tuple(mean for mean in means if mean is not None)
 
 
-def _facts(steps: dict[str, StepEnergy | None], baseline: StepEnergy | None) -> dict[str, Any]:
-    steady = steps.get(Phase.STEADY.value)
+def _facts(
+    steps: Mapping[str, StepEnergy | None], baselines: Mapping[str, StepEnergy]
+) -> dict[str, Any]:
     known = {name: _step_facts(step) for name, step in steps.items() if step is not None}
-    compared = asdict(compare(steady, baseline)) if steady and baseline else None
-    return {"phases": known, "comparison": compared}
+    compared = {
+        batch: asdict(compare(steady, baseline))
+        for batch, baseline in baselines.items()
+        if (steady := steps.get(phase_in_batch(Phase.STEADY, batch)))
+    }
+    full = compared.pop("", None)
+    return {"phases": known, "comparison": full, "other_batches": compared}
 
 
 def _step_facts(step: StepEnergy) -> dict[str, Any]:

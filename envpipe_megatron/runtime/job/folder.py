@@ -27,13 +27,14 @@ from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.energy.steps import BaselineEnergy
-from envpipe_megatron.runtime.job.config import SessionConfig, least_warmup
+from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.runtime.job.job_file import (
     JOB_FILE,
-    PLAN_FILE,
     PROFILE_FILE,
     StoredJob,
     digest,
+    plan_file,
+    plan_files,
     read_job,
     write_job,
 )
@@ -67,15 +68,16 @@ class JobFolder:
         """Whether the job's profile file is an earlier start's, and not the user's."""
         return self.found is not None and bool(self.found.profile)
 
-    @property
-    def found_plan(self) -> bool:
-        """Whether the job's plan file is an earlier start's, and not the user's."""
-        return self.found is not None and bool(self.found.plan)
+    def found_plan(self, batch: str) -> Path | None:
+        """The plan of a batch that an earlier start left; None without one."""
+        if self.found is None or self._path is None or plan_file(batch) not in self.found.plan:
+            return None
+        return self._path / plan_file(batch)
 
     def resume(
         self, config: SessionConfig, num_stages: int, channel: P2PChannel, gpu: Gpu
     ) -> SessionConfig:
-        """The options, with the profile and plan of an earlier start; every rank calls it.
+        """The options, with the profile of an earlier start; every rank calls it.
 
         Where the stored job is another one or damaged, the job starts over, with a warning, and the
         stored one is kept under other names.
@@ -86,14 +88,8 @@ class JobFolder:
         self.found, self.started = self._collectives.agreed(
             lambda: self._look(path, config, _fingerprint(config, num_stages, channel, gpu))
         )
-        if self.found is None:
-            return config
-        if self.found.baseline is not None:
-            config = replace(config, warmup_iterations=least_warmup(config.request))
         if self.found_profile and config.profile_file is None:
             config = replace(config, profile_file=path / PROFILE_FILE)
-        if self.found_plan and config.plan_file is None:
-            config = replace(config, plan_file=path / PLAN_FILE)
         return config
 
     def run_label(self, labels: Mapping[str, object]) -> dict[str, object]:
@@ -138,16 +134,17 @@ class JobFolder:
         if digests:
             self._store(profile=digests)
 
-    def keep_plan(self, plan: Plan, steps: int, ended: Ended | None) -> None:
-        """Write the plan once nothing changes it any more."""
-        digests = self._written(PLAN_FILE, plan)
-        if digests:
-            self._store(plan=digests, reconfigure_steps=steps, reconfigure_ended=ended)
+    def keep_plan(self, plan: Plan, steps: int, ended: Ended | None, batch: str = "") -> None:
+        """Write the plan of a batch once nothing changes it any more."""
+        digests = self._written(plan_file(batch), plan)
+        if digests and self._job is not None:
+            plans = {**self._job.plan, **digests}
+            self._store(plan=plans, reconfigure_steps=steps, reconfigure_ended=ended)
 
     def copy_plan(self, plan: Plan, source: Path) -> None:
         """Write a plan that the user gave, unless it is the file that would be written."""
-        if self._path is not None and source != self._path / PLAN_FILE:
-            self._written(PLAN_FILE, plan)
+        if self._path is not None and source != self._path / plan_file(""):
+            self._written(plan_file(""), plan)
 
     def keep_one_clock(self, frequency_mhz: int) -> None:
         """Keep the clock that was found for the whole job."""
@@ -158,12 +155,18 @@ class JobFolder:
         if self._job is not None and self.found_profile and self._job.profile:
             self._store(profile={}, plan={}, reconfigure_steps=0, reconfigure_ended=None)
 
-    def keep_baseline(self, baseline: BaselineEnergy | None) -> None:
-        """Keep the first baseline; one without energies is measured again by each start."""
-        if self._job is None or self._job.baseline is not None or baseline is None:
+    def keep_baselines(self, baselines: Mapping[str, BaselineEnergy]) -> None:
+        """Keep each batch's first; one without energies is measured again by each start."""
+        if self._job is None:
             return
-        if all(step.energy_j for step in (baseline.mean, *baseline.by_stage)):
-            self._store(baseline=replace(baseline, own=None))
+        new = {
+            batch: replace(baseline, own=None)
+            for batch, baseline in baselines.items()
+            if batch not in self._job.baselines
+            and all(step.energy_j for step in (baseline.mean, *baseline.by_stage))
+        }
+        if new:
+            self._store(baselines={**self._job.baselines, **new})
 
     def _look(
         self, path: Path, config: SessionConfig, fingerprint: Mapping[str, Any]
@@ -233,10 +236,10 @@ def _set_aside(folder: Path, config: SessionConfig, reason: Exception) -> bool:
     """Rename a job's files, so that another job may have their names; False if it failed."""
     profile = folder / PROFILE_FILE
     # The job file comes last: as long as it is there, the others do not pass for a new job's.
-    files = [profile, sidecar_path(profile), folder / PLAN_FILE, folder / JOB_FILE]
+    files = [profile, sidecar_path(profile), *plan_files(folder), folder / JOB_FILE]
     if config.profile_file == profile:  # the user's
         files = files[2:]
-    if config.plan_file == folder / PLAN_FILE:
+    if config.plan_file in files:
         files.remove(config.plan_file)
     number = 1
     while any(_aside(path, number).exists() for path in files):

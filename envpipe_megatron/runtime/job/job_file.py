@@ -7,8 +7,11 @@
  "plan": {"plan.json": "<sha256>"},
  "baseline": {"mean": {"iterations": 9, "time_s": 0.6, "time_uncertainty_s": 0.001,
                        "energy_j": 210.0, "metering_uncertainty_j": 0.4}, "by_stage": ["..."]},
- "reconfigure": {"steps": 12, "ended": "..."}, "one_clock_mhz": null}
+ "other_baselines": {}, "reconfigure": {"steps": 12, "ended": "..."}, "one_clock_mhz": null}
 ```
+
+Batches of another size than the full one (`m24`: of 24 microbatches) have a `plan-m24.json` beside
+`plan.json`, and a baseline among `other_baselines`.
 
 It stands in the output folder, beside the files it names, and is replaced as a whole: a kill leaves
 the old one or the new one. `folder` reads and writes it, on one rank of the job.
@@ -19,8 +22,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +38,21 @@ from envpipe_megatron.runtime.energy.steps import BaselineEnergy, StepEnergy
 JOB_FORMAT = "envpipe-job/1"
 JOB_FILE = "job.json"
 PROFILE_FILE = "profile.csv"
-PLAN_FILE = "plan.json"
+_PLAN_FILES = re.compile(r"plan(-m\d+)?\.json")
 
 
 class JobFileError(EnvPipeError):
     """A stored job that this start cannot continue."""
+
+
+def plan_file(batch: str) -> str:
+    """Where the plan of a batch is: of that of full size, whose name is empty, in `plan.json`."""
+    return f"plan-{batch}.json" if batch else "plan.json"
+
+
+def plan_files(folder: Path) -> list[Path]:
+    """All plans in a folder."""
+    return [path for path in sorted(folder.glob("plan*.json")) if _PLAN_FILES.fullmatch(path.name)]
 
 
 @dataclass(frozen=True)
@@ -49,9 +63,9 @@ class StoredJob:
         fingerprint: what must be the same for all of it to hold, of JSON's types.
         starts: each in UTC by ISO 8601.
         profile: SHA-256 of each of the profile's files, by name in the folder; empty without one.
-        plan: the same of the plan, once reconfiguring has ended.
-        baseline: without this GPU's own.
-        reconfigure_steps: those that raised a clock.
+        plan: the same of the plan of each batch, once reconfiguring has ended.
+        baselines: by batch, without this GPU's own.
+        reconfigure_steps: those that raised a clock, of the last plan.
         one_clock_mhz: the clock that was found for the whole job, if it has one.
     """
 
@@ -59,7 +73,7 @@ class StoredJob:
     starts: tuple[str, ...] = ()
     profile: Mapping[str, str] = field(default_factory=dict)
     plan: Mapping[str, str] = field(default_factory=dict)
-    baseline: BaselineEnergy | None = None
+    baselines: Mapping[str, BaselineEnergy] = field(default_factory=dict)
     reconfigure_steps: int = 0
     reconfigure_ended: Ended | None = None
     one_clock_mhz: int | None = None
@@ -68,7 +82,7 @@ class StoredJob:
     def phases_done(self) -> tuple[str, ...]:
         """The phases that need not be run again."""
         done = {
-            "warm-up": self.baseline,
+            "warm-up": self.baselines,
             "profile": self.profile,
             "plan": self.plan,
             "reconfigure": self.reconfigure_ended,
@@ -78,10 +92,10 @@ class StoredJob:
 
     def to_json(self) -> dict[str, Any]:
         """Return the job as JSON data."""
-        baseline = None
-        if self.baseline is not None:
-            baseline = asdict(self.baseline)
-            del baseline["own"]
+        others = {batch: asdict(replace(b, own=None)) for batch, b in self.baselines.items()}
+        for measured in others.values():
+            del measured["own"]
+        full = others.pop("", None)
         return {
             "format": JOB_FORMAT,
             "fingerprint": dict(self.fingerprint),
@@ -89,7 +103,8 @@ class StoredJob:
             "phases_done": list(self.phases_done),
             "profile": dict(self.profile),
             "plan": dict(self.plan),
-            "baseline": baseline,
+            "baseline": full,
+            "other_baselines": others,
             "reconfigure": {"steps": self.reconfigure_steps, "ended": self.reconfigure_ended},
             "one_clock_mhz": self.one_clock_mhz,
         }
@@ -129,8 +144,8 @@ def read_job(
             raise JobFileError(f"{folder / name} is gone, or not the one that {path} names")
     if job.profile or job.plan:
         profile = read_profile(profile_file or folder / PROFILE_FILE)
-        if job.plan:
-            read_plan(folder / PLAN_FILE, profile)
+        for name in job.plan:
+            read_plan(folder / name, profile)
     return job
 
 
@@ -151,28 +166,31 @@ def _parse(data: Any) -> StoredJob:
     """A job from its JSON; one of Python's own errors if it is something else."""
     if data["format"] != JOB_FORMAT:
         raise ValueError(f"its format is {data['format']!r}, not {JOB_FORMAT!r}")
-    baseline = data["baseline"]
+    baselines = {"": data["baseline"], **data.get("other_baselines", {})}
     ended = data["reconfigure"]
     clock = data["one_clock_mhz"]
     return StoredJob(
         fingerprint=dict(data["fingerprint"]),
         starts=tuple(str(start) for start in data["starts"]),
         profile=_files(data, "profile", PROFILE_FILE),
-        plan=_files(data, "plan", PLAN_FILE),
-        baseline=baseline
-        and BaselineEnergy(_step(baseline["mean"]), tuple(map(_step, baseline["by_stage"]))),
+        plan=_files(data, "plan", None),
+        baselines={
+            batch: BaselineEnergy(_step(measured["mean"]), tuple(map(_step, measured["by_stage"])))
+            for batch, measured in baselines.items()
+            if measured is not None
+        },
         reconfigure_steps=int(ended["steps"]),
         reconfigure_ended=None if ended["ended"] is None else Ended(ended["ended"]),
         one_clock_mhz=None if clock is None else int(clock),
     )
 
 
-def _files(data: Mapping[str, Any], part: str, needed: str) -> dict[str, str]:
+def _files(data: Mapping[str, Any], part: str, needed: str | None) -> dict[str, str]:
     files = {name: str(kept) for name, kept in data[part].items()}
     for name in files:
         if Path(name).name != name:
             raise ValueError(f"{name!r} is no file of its folder")
-    if files and needed not in files:
+    if files and needed and needed not in files:
         raise ValueError(f"its {part} is not {needed}")
     return files
 

@@ -35,6 +35,8 @@ class SessionState:
     iteration: int = -1
     profile: Profile | None = None
     plan: Plan | None = None
+    #: Whether batches of several sizes have come.
+    several_sizes: bool = False
     reconfigure_steps: int = 0
     reconfigure_ended: Ended | None = None
     notes: tuple[str, ...] = ()
@@ -50,12 +52,15 @@ class PhaseParts:
 
     Args:
         config: its profile and plan files may be an earlier start's, see `folder`.
+        batch: name of the batch whose iterations these phases run; empty for that of full size.
+            Profile and memory are of the job, whatever its batches.
         kept_order: order of a framework that runs its units itself; None if EnvPipe runs them.
     """
 
     config: SessionConfig
     state: SessionState
     folder: JobFolder
+    batch: str
     stage: int
     num_stages: int
     num_microbatches: int

@@ -59,9 +59,9 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
             own_order = False
     except GoesOnError as error:
         state.plan = None
-        state.notes = (f"The framework's own order, at the highest clock: {error}",)
-        job.say(state.notes[0])
-        job.folder.forget_profile()
+        _note(job, f"The framework's own order, at the highest clock: {error}")
+        if not state.several_sizes:
+            job.folder.forget_profile()
     if own_order:
         _keep_own_order(job, schedule)
     yield from _steady(job, order)
@@ -83,9 +83,7 @@ def _save_energy(
     clocks_mhz = job.collectives.by_stage(own, lambda replicas: set.intersection(*replicas))
     adopted = adopt_plan(job, profile, clocks_mhz)
     plan = state.plan = adopted.plan
-    state.notes = adopted.notes
-    for note in state.notes:
-        job.say(note)
+    _note(job, *adopted.notes)
     policy = RECONFIGURE_POLICIES.get(config.request.reconfigure)
     if policy and adopted.made_now:
         extra = list(plan.schedule.extra_forwards)
@@ -99,8 +97,8 @@ def _save_energy(
         ended = state.reconfigure_ended.value
         job.say(f"reconfigure: ended after {state.reconfigure_steps} steps, since {ended}")
     if adopted.made_now:
-        job.folder.keep_plan(plan, state.reconfigure_steps, state.reconfigure_ended)
-    elif config.plan_file is not None:
+        job.folder.keep_plan(plan, state.reconfigure_steps, state.reconfigure_ended, job.batch)
+    elif config.plan_file is not None and not job.batch:
         job.folder.copy_plan(plan, config.plan_file)
     return IterationOrder(Phase.STEADY, plan.schedule, plan.frequency_mhz)
 
@@ -115,6 +113,15 @@ def _steady(job: PhaseParts, order: IterationOrder) -> PhaseRun[None]:
     job.memory.watch = Watch.NOTHING
     while True:
         yield order
+
+
+def _note(job: PhaseParts, *notes: str) -> None:
+    """Say notes, and keep them: those of other batches too, if there are several."""
+    kept = job.state.notes if job.state.several_sizes else ()
+    own = (f"{job.batch}: {note}" if job.batch else note for note in notes)
+    job.state.notes = tuple(dict.fromkeys((*kept, *own)))
+    for note in notes:
+        job.say(note)
 
 
 def _keep_own_order(job: PhaseParts, schedule: Schedule) -> None:
@@ -143,6 +150,8 @@ def _is_baseline(config: SessionConfig, schedule: Schedule) -> bool:
 
 
 def _profile(job: PhaseParts, schedule: Schedule) -> PhaseRun[Profile]:
+    if job.state.profile is not None:  # of another batch: what units cost does not depend on it
+        return job.state.profile
     given = job.config.profile_file
     if given is not None:
 

@@ -35,12 +35,14 @@ class Adopted:
 def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Adopted:
     """The plan to start from, whose memory is ready; every rank calls it.
 
-    An earlier start's plan that does not run any more is replaced. Clocks are, for each stage,
-    those that all its GPUs have.
+    An earlier start's plan that does not run any more is replaced, and so is one by file where the
+    job has trained batches of another size before: that is for the full batch alone. Clocks are,
+    for each stage, those that all its GPUs have.
 
     Raises:
         GoesOnError: no plan can be made, or there is no memory for it.
-        EnvPipeError: a profile or plan that the user gave does not fit the job.
+        EnvPipeError: a profile or plan that the user gave does not fit the job, which has trained
+            batches of one size so far.
     """
 
     def by_file(path: Path) -> Plan:
@@ -53,7 +55,8 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
             plan, notes = make_online(job, profile)
             _check(job, plan, clocks_mhz)
         except EnvPipeError as error:
-            given = job.config.profile_file is not None and not job.folder.found_profile
+            named = job.config.profile_file is not None and not job.folder.found_profile
+            given = named and not job.state.several_sizes  # else training is under way
             if not given or isinstance(error, LinearProgramError):  # a solver's, or of conditions
                 raise
             return error  # it names what is wrong in the user's input
@@ -64,8 +67,9 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
         own = job.channel.more_bytes(plan.schedule) if job.kept_order is None else 0
         job.memory.predict(plan.schedule, own)
 
-    path = job.config.plan_file
-    if path is not None and not job.folder.found_plan:
+    given = None if job.batch else job.config.plan_file
+    path = job.folder.found_plan(job.batch) or given
+    if path is not None and path == given and not job.state.several_sizes:
         plan = job.collectives.agreed(lambda: by_file(path))
         predict(plan)
         return Adopted(plan, (), made_now=False)
@@ -75,7 +79,7 @@ def adopt_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
             predict(plan)
             return Adopted(plan, (), made_now=False)
         except (GoesOnError, MemoryFullError) as error:
-            job.say(f"the plan of an earlier start is made again: {error}")
+            job.say(f"the plan {path} is made again: {error}")
     made = by_planner_in_time(job.collectives, online, _LONGEST_S)
     if isinstance(made, EnvPipeError):
         raise made

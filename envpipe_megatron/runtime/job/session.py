@@ -6,10 +6,12 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.formats.energy import Phase, phase_in_batch
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.messages import StageSpecs
@@ -26,7 +28,8 @@ from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor
 from envpipe_megatron.runtime.execution.interpreter import StageWork, execute
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun
 from envpipe_megatron.runtime.execution.stage_run import StageRun
-from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
+from envpipe_megatron.runtime.job.batches import Batches
+from envpipe_megatron.runtime.job.config import SessionConfig, SessionError, least_warmup
 from envpipe_megatron.runtime.job.folder import JobFolder
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
 from envpipe_megatron.runtime.job.phases import run_phases
@@ -142,10 +145,10 @@ class Session:
             self.energy_log,
             self.executor.now_s,
             collectives,
-            self._folder.found.baseline if self._folder.found else None,
+            self._folder.found.baselines if self._folder.found else {},
             self.describe_job,
         )
-        self._phases: PhaseRun[None] | None = None
+        self._batches = Batches(self.state)
         #: The last iteration's record, which the phases have not got yet.
         self._record: StageRecord | None = None
         self._step_begun = False
@@ -163,7 +166,11 @@ class Session:
     @property
     def baseline(self) -> BaselineEnergy | None:
         """What a step of the warm-up took; None until it is known, or if it was too short."""
-        return self._energy.baseline
+        return self._energy.baselines.get("")
+
+    def baseline_of(self, interval: IntervalEnergy) -> BaselineEnergy | None:
+        """The baseline of the batches of an interval; None if it is not known, or not one size."""
+        return self._energy.baseline_of(interval.phases)
 
     @property
     def memory(self) -> tuple[StageMemory, ...] | None:
@@ -188,19 +195,27 @@ class Session:
                 an earlier iteration failed.
             ChannelError: a neighbour is gone or silent.
         """
-        run = self._open(num_microbatches, specs, None, self._channel)
+        run = self._open(num_microbatches, specs, None, self._channel, "")
         schedule = run.order.schedule
         work = self._memory.watched(make_work)(schedule)
         return self._close(run, execute(schedule, self._stage, work, run))
 
-    def open_iteration(self, kept_order: Schedule, specs: StageSpecs) -> StageRun:
+    def open_iteration(
+        self, kept_order: Schedule, specs: StageSpecs, *, full_batch: bool = True
+    ) -> StageRun:
         """Begin an iteration whose units and messages the framework runs; as `run_iteration`.
 
+        The number of microbatches may change: see `batches`.
+
         Args:
-            kept_order: the framework's own order of units, the same in every iteration.
+            kept_order: the framework's own order of units, the same in every iteration of as many
+                microbatches.
             specs: shapes of the messages that are sent between two phases, to measure.
+            full_batch: whether the batch has the size that the job is about; others are billed
+                apart, and their plans are kept in files of their own.
         """
-        run = self._open(kept_order.num_microbatches, specs, kept_order, None)
+        count = kept_order.num_microbatches
+        run = self._open(count, specs, kept_order, None, "" if full_batch else f"m{count}")
         run.begin()
         return run
 
@@ -307,11 +322,12 @@ class Session:
         specs: StageSpecs,
         kept_order: Schedule | None,
         channel: P2PChannel | None,
+        name: str,
     ) -> StageRun:
         if not self._step_begun:
             self.state.iteration += 1
         self._step_begun = False
-        order = self._next_order(num_microbatches, specs, kept_order)
+        order = self._next_order(num_microbatches, specs, kept_order, name)
         self.state.phase = order.phase
         self._broken = True  # until it is closed
         run = StageRun(order, self._stage, self.executor, self._request, channel, specs)
@@ -322,17 +338,19 @@ class Session:
         self._broken = False
         self._record, self.executed = record, run.executed
         self._memory.units_ended()
-        phase, receives = run.order.phase, run.order.schedule.receives[self._stage]
+        assert self._batches.now is not None
+        phase = phase_in_batch(run.order.phase, self._batches.now.name)
+        receives = run.order.schedule.receives[self._stage]
         self._energy.add(phase, self.state.iteration, record, receives)
         # Once control has ended, requests are dropped.
         controlled = self._controlled and self.clock.error is None
         clocks_mhz = run.frequencies_mhz if controlled else None
         self._timeline.add(phase, self.state.iteration, record, run.executed, clocks_mhz)
-        self.state.iterations.append((phase, record.iteration_time_s, record.wall_time_s))
+        self.state.iterations.append((run.order.phase, record.iteration_time_s, record.wall_time_s))
         return record
 
     def _next_order(
-        self, num_microbatches: int, specs: StageSpecs, kept_order: Schedule | None
+        self, num_microbatches: int, specs: StageSpecs, kept_order: Schedule | None, name: str
     ) -> IterationOrder:
         """What the next iteration runs, after the phases got the last one's record."""
         if self._broken:
@@ -340,50 +358,57 @@ class Session:
                 "An earlier iteration failed, so messages and phases do not match any more",
                 remedy="Close this session and make a new one on every rank.",
             )
-        if self._phases is None:
-            self._microbatches = num_microbatches
-            self._phases = run_phases(
-                PhaseParts(
-                    config=self._config,
-                    state=self.state,
-                    folder=self._folder,
-                    stage=self._stage,
-                    num_stages=len(self._channel.ranks),
-                    num_microbatches=num_microbatches,
-                    specs=specs,
-                    kept_order=kept_order,
-                    gpu=self._gpu,
-                    channel=self._channel,
-                    executor=self.executor,
-                    clock=self.clock,
-                    meter=self.meter,
-                    energy=self._energy,
-                    collectives=self._collectives,
-                    memory=self._memory,
-                    say=self._say,
-                    print_grid=self._show_grid,
-                )
-            )
-            self._order: IterationOrder = next(self._phases)
-        if num_microbatches != self._microbatches:
+        now = self._batches.now
+        if now is not None and kept_order is None and num_microbatches != now.num_microbatches:
             raise SessionError(
-                f"EnvPipe planned for {self._microbatches} microbatches",
+                f"EnvPipe planned for {now.num_microbatches} microbatches",
                 value=num_microbatches,
                 remedy="Keep the global batch size constant (no batch-size ramp-up).",
             )
-        if self._record is not None:
-            record, ended, self._record = self._record, self._order.phase, None
+        if now is not None and self._record is not None:
+            record, ended, self._record = self._record, now.order.phase, None
             begin_s, notes = self.executor.now_s(), self.state.notes
             self._broken = True  # even if the phases raise
             if ended is not Phase.WARMUP:
-                self._energy.settle_baseline()
-                self._folder.keep_baseline(self.baseline)
-            self._order = self._phases.send(record)
+                self._energy.settle_baseline(now.name)
+                self._folder.keep_baselines(self._energy.baselines)
+            now.order = now.phases.send(record)
             if self.state.notes != notes:
                 self.describe_job({"notes": list(self.state.notes)})
-            if self._order.phase is not ended:
+            if now.order.phase is not ended:
                 self._energy.add_between_phases(self.state.iteration, begin_s)
-        return self._order
+        begin = partial(self._begin_phases, name, num_microbatches, specs, kept_order)
+        return self._batches.turn_to(name, num_microbatches, begin).order
+
+    def _begin_phases(
+        self, name: str, num_microbatches: int, specs: StageSpecs, kept_order: Schedule | None
+    ) -> PhaseRun[None]:
+        config = self._config
+        if name in self._energy.baselines:
+            config = replace(config, warmup_iterations=least_warmup(config.request))
+        return run_phases(
+            PhaseParts(
+                config=config,
+                state=self.state,
+                folder=self._folder,
+                batch=name,
+                stage=self._stage,
+                num_stages=len(self._channel.ranks),
+                num_microbatches=num_microbatches,
+                specs=specs,
+                kept_order=kept_order,
+                gpu=self._gpu,
+                channel=self._channel,
+                executor=self.executor,
+                clock=self.clock,
+                meter=self.meter,
+                energy=self._energy,
+                collectives=self._collectives,
+                memory=self._memory,
+                say=_named(name, self._say),
+                print_grid=_named(name, self._show_grid),
+            )
+        )
 
     def _show_grid(self, text: str) -> None:
         """Called on the planning rank alone."""
@@ -393,6 +418,11 @@ class Session:
     def _request(self, frequency_mhz: int, after: Completion) -> None:
         if self._controlled:
             self.clock.request(frequency_mhz, after)
+
+
+def _named(name: str, put: Callable[[str], None]) -> Callable[[str], None]:
+    """Prints what a batch has a name for."""
+    return (lambda text: put(f"{name}: {text}")) if name else put
 
 
 def _prepare(config: SessionConfig, memory: CudaMemory | None, *, reads_files: bool) -> None:

@@ -104,7 +104,7 @@ class OneRank:
             EnergyLog(self.meter, self.lines.append, {}),
             lambda: self.now_s,
             self.collectives,
-            baseline,
+            {} if baseline is None else {"": baseline},
             self.described.append,
         )
 
@@ -161,15 +161,15 @@ def test_all_that_is_told_of_one_job(rank):
     energy.begin_step()
     energy.pause()  # a step that was begun and not run
     energy.end_step(0)
-    assert energy.baseline is None
+    assert energy.baselines.get("") is None
     energy.settle_baseline()
     warm = StepEnergy(2, 0.875, error_of([1.0, 0.75]), 112.0, 0.0005)
-    assert energy.baseline == BaselineEnergy(
+    assert energy.baselines.get("") == BaselineEnergy(
         replace(warm, metering_uncertainty_j=pytest.approx(0.0005 / math.sqrt(2))),
         (warm, warm),
         warm,
     )
-    assert job.described == [{"baseline": asdict(energy.baseline.mean)}]
+    assert job.described == [{"baseline": asdict(energy.baselines[""].mean)}]
     mixed = energy.lap()
     assert mixed.phases == {"framework": 1, "warm-up": 3}
     assert whole(mixed) == (384.0, 3.0)
@@ -194,7 +194,7 @@ def test_all_that_is_told_of_one_job(rank):
     steady = energy.gather(energy.lap()).step
     energy.settle_baseline()  # was settled
     job.step(Phase.WARMUP, 9.0, 9.0, 9.5)  # is not settled again
-    assert energy.baseline.mean.iterations == 2
+    assert energy.baselines[""].mean.iterations == 2
     energy.close()
 
     def told(step: StepEnergy) -> dict[str, object]:
@@ -229,12 +229,14 @@ def test_all_that_is_told_of_one_job(rank):
                 "plan": {"iterations": 0, "total_energy_j": 192.0, "total_duration_s": 1.5},
             },
             "comparison": summary["gpu"]["comparison"],
+            "other_batches": {},
         },
         "job": {
             "phases": {"steady": told(steady)},
-            "comparison": asdict(compare(steady, energy.baseline.mean)),
+            "comparison": asdict(compare(steady, energy.baselines[""].mean)),
+            "other_batches": {},
         },
-        "baseline": told(energy.baseline.mean),
+        "baseline": told(energy.baselines[""].mean),
     }
     assert summary["gpu"]["comparison"]["saving_percent"] == pytest.approx(100 / 3)
     assert summary["gpu"]["comparison"]["saving_uncertainty_percent"] == pytest.approx(
@@ -249,7 +251,7 @@ def test_a_baseline_of_an_earlier_start_is_not_measured_again(rank):
     for begin_s in (1.0, 2.0, 3.0):
         job.step(Phase.WARMUP, begin_s, begin_s, begin_s + 1)
     job.energy.settle_baseline()
-    assert job.energy.baseline == BaselineEnergy(mean, (mean, mean))
+    assert job.energy.baselines.get("") == BaselineEnergy(mean, (mean, mean))
     assert len(job.described) == 1
     job.step(Phase.STEADY, 4.0, 4.0, 4.5)
     job.energy.close()
@@ -265,14 +267,14 @@ def test_where_the_warm_up_is_no_baseline_that_is_said_once(rank, caplog, planne
     job.collectives.is_planner = planner
     job.energy.settle_baseline()
     job.energy.settle_baseline()
-    assert job.energy.baseline is None
+    assert job.energy.baselines.get("") is None
     assert caplog.text.count("needs at least two more, lasting 1.2 s together") == planner
     job.step(Phase.STEADY, 4.0, 4.0, 4.5)
     job.energy.close()
     summary = job.energy.summary()
     assert summary["baseline"] is None
     assert summary["gpu"]["comparison"] is None
-    assert summary["job"] == {"phases": {}, "comparison": None}
+    assert summary["job"] == {"phases": {}, "comparison": None, "other_batches": {}}
 
 
 # Baseline -------------------------------------------------------------------------------------

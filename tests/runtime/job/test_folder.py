@@ -88,7 +88,7 @@ def test_without_a_folder_or_a_fingerprint_nothing_is_looked_for_or_kept(tmp_pat
     assert config == SessionConfig(GREEDY, **given)
     assert folder.run_label({"run": "mine"}) == {"run": "mine"}
     folder.keep_profile(profiled())
-    folder.keep_baseline(BASELINE)
+    folder.keep_baselines({"": BASELINE})
     left = {"profile.csv", "profile.json"} if lacks == "fingerprint" else set()
     assert set(files(tmp_path)) == left
 
@@ -107,12 +107,10 @@ def test_what_was_found_is_not_made_again(whole):
         assert folder.run_label({"run": "mine"}) == {"run": "mine now"}
         return made
 
-    kept = {"profile_file": whole / "profile.csv", "plan_file": whole / "plan.json"}
-    assert found(config, stored) == replace(config, warmup_iterations=2, **kept)
-    assert found(replace(config, request=PlanRequest(4)), stored).warmup_iterations == 1
+    assert found(config, stored) == replace(config, profile_file=whole / "profile.csv")
     assert found(config, StoredJob({}, ("first",))) == found(config, None) == config
     own = replace(config, profile_file=Path("mine.csv"), plan_file=Path("mine.json"))
-    assert found(own, stored) == replace(own, warmup_iterations=2)
+    assert found(own, stored) == own
     assert files(whole) == before
 
 
@@ -172,7 +170,7 @@ def test_a_folder_whose_files_cannot_be_set_aside_keeps_them(whole, monkeypatch,
 
     monkeypatch.setattr(Path, "rename", refuse)
     folder = job_folder(whole, {"other": 1})
-    folder.keep_baseline(BASELINE)
+    folder.keep_baselines({"": BASELINE})
     assert folder.found is None
     assert files(whole) == before
     assert "Its files stay as they are" in caplog.text
@@ -181,10 +179,10 @@ def test_a_folder_whose_files_cannot_be_set_aside_keeps_them(whole, monkeypatch,
 def test_a_profile_of_no_use_is_forgotten_with_its_plan(whole):
     """But not one that this start has measured."""
     folder = job_folder(whole)
-    assert (folder.found_profile, folder.found_plan) == (True, True)
+    assert (folder.found_profile, folder.found_plan("")) == (True, whole / "plan.json")
     folder.forget_profile()
     job = read_job(whole, FINGERPRINT)
-    assert job == StoredJob(FINGERPRINT, job.starts, baseline=BASELINE)
+    assert job == StoredJob(FINGERPRINT, job.starts, baselines={"": BASELINE})
     again = job_folder(whole)
     again.keep_profile(profiled(watts=120.0))
     again.forget_profile()
@@ -198,7 +196,7 @@ def test_a_plan_by_a_given_profile_is_found_again(tmp_path):
     job_folder(tmp_path, profile_file=given).keep_plan(planned(), 2, None)
     again = job_folder(tmp_path, profile_file=given)
     assert (again.found.phases_done, again.found.reconfigure_steps) == (("plan",), 2)
-    assert (again.found_profile, again.found_plan) == (False, True)
+    assert (again.found_profile, again.found_plan("")) == (False, tmp_path / "plan.json")
     again.forget_profile()  # which is none of its own
     assert read_job(tmp_path, FINGERPRINT, given).phases_done == ("plan",)
 
@@ -209,11 +207,12 @@ def test_a_baseline_without_energies_is_measured_anew(tmp_path, energy_j):
     folder = job_folder(tmp_path)
     unmetered = replace(STEP, energy_j=energy_j)
     for mean, stage in ((STEP, unmetered), (unmetered, STEP)):
-        folder.keep_baseline(BaselineEnergy(mean, (STEP, stage)))
-    assert read_job(tmp_path, FINGERPRINT).baseline is None
-    folder.keep_baseline(BASELINE)
-    folder.keep_baseline(BaselineEnergy(replace(STEP, energy_j=1.0), ()))  # the first one stays
-    assert read_job(tmp_path, FINGERPRINT).baseline == BASELINE
+        folder.keep_baselines({"": BaselineEnergy(mean, (STEP, stage))})
+    assert read_job(tmp_path, FINGERPRINT).baselines == {}
+    folder.keep_baselines({"": BASELINE})
+    # The first one stays.
+    folder.keep_baselines({"": BaselineEnergy(replace(STEP, energy_j=1.0), ())})
+    assert read_job(tmp_path, FINGERPRINT).baselines == {"": BASELINE}
 
 
 def test_a_plan_that_the_user_gave_is_copied_unless_it_is_there(tmp_path):
@@ -238,7 +237,7 @@ def test_nothing_is_kept_of_what_could_not_be_written(tmp_path, caplog):
 def test_a_job_file_that_cannot_be_written_ends_no_training(tmp_path, caplog):
     gone = tmp_path / "gone"
     folder = job_folder(gone)
-    folder.keep_baseline(BASELINE)
+    folder.keep_baselines({"": BASELINE})
     assert caplog.text.count("could not be written") == 1
     assert not gone.exists()
     job_folder(tmp_path, {**FINGERPRINT, "type": object()})  # of none of JSON's types

@@ -29,12 +29,14 @@ def test_what_was_kept_is_found_again(folder):
     job = read_job(folder, {**FINGERPRINT, "stages": (1, 2)})  # JSON knows no tuples
     assert job.phases_done == ("warm-up", "profile", "plan", "reconfigure")
     assert (set(job.profile), set(job.plan)) == ({"profile.csv", "profile.json"}, {"plan.json"})
-    assert job.baseline == BASELINE  # one GPU's own is nobody else's
+    assert job.baselines == {"": BASELINE}  # one GPU's own is nobody else's
     assert (job.reconfigure_steps, job.reconfigure_ended) == (12, Ended.ENVELOPE)
     assert len(job.starts) == 1
     assert read_job(folder / "elsewhere", FINGERPRINT) is None
     exact = replace(STEP, time_s=1, time_uncertainty_s=0.0, metering_uncertainty_j=0)
-    whole = replace(job, baseline=BaselineEnergy(exact, (exact,)))  # whole numbers, and certain
+    whole = replace(
+        job, baselines={"": BaselineEnergy(exact, (exact,))}
+    )  # whole numbers, and certain
     write_job(folder, whole)
     assert read_job(folder, FINGERPRINT) == whole
 
@@ -134,7 +136,6 @@ def test_files_that_cannot_be_read_as_what_they_were_are_refused(folder, name, k
         ("mean", "energy_j", None, "'energy_j' of its baseline is None"),
         ("mean", "time_s", 0.0, "its baseline takes nothing"),
         (None, "profile", {"profile.json": "0"}, "its profile is not profile.csv"),
-        (None, "plan", {"other.json": "0"}, "its plan is not plan.json"),
         (None, "plan", {"../plan.json": "0"}, "'../plan.json' is no file of its folder"),
     ],
 )

@@ -92,6 +92,7 @@ class Rank:
     said: list[str] = field(default_factory=list)
     state: SessionState = field(default_factory=SessionState)
     specs: Any = SPECS
+    batch: str = ""
     stage: int = 0
     num_stages: int = STAGES
     num_microbatches: int = MICROBATCHES

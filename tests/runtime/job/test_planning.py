@@ -82,6 +82,7 @@ class Starting:
 
     path: Path
     keeps_plan: bool = False
+    batch: str = ""
     keeps_profile: bool = False
     named_profile: bool = False
     request: PlanRequest = field(default_factory=lambda: PlanRequest(4, "1f1b", "uniform"))
@@ -97,14 +98,19 @@ class Starting:
     def __post_init__(self) -> None:
         by_file = self.path if self.path.exists() else None
         named = Path("named.csv") if self.named_profile or self.keeps_profile else None
-        self.config = SimpleNamespace(plan_file=by_file, profile_file=named, request=self.request)
+        given = None if self.keeps_plan else by_file
+        self.config = SimpleNamespace(plan_file=given, profile_file=named, request=self.request)
+        found = by_file if self.keeps_plan else None
+        self.folder = SimpleNamespace(
+            found_profile=self.keeps_profile, found_plan=lambda batch: found
+        )
+        self.state = SimpleNamespace(several_sizes=False)
         self.channel = SimpleNamespace(capacity=self.capacity, more_bytes=lambda s: s.num_units)
         self.memory = SimpleNamespace(stages=self.known_memory, predict=self.predict)
         alone: Any = SimpleNamespace(
             leads=True, gather=lambda own: [own], broadcast=lambda own: own
         )
         self.collectives = Collectives(0, alone, [], 1)
-        self.folder = SimpleNamespace(found_profile=self.keeps_profile, found_plan=self.keeps_plan)
         self.say = self.said.append
 
     def predict(self, schedule: Any, more_bytes: Any) -> None:
@@ -163,7 +169,7 @@ def test_a_plan_by_file_that_cannot_run_is_refused_or_made_anew(by_file, options
     adopted = job.adopt()
     assert (adopted.plan.schedule.name, adopted.made_now) == ("1f1b", True)
     (told,) = job.said
-    assert told.startswith("the plan of an earlier start is made again: ")
+    assert told.startswith(f"the plan {by_file} is made again: ")
 
 
 def test_a_kept_plan_that_memory_does_not_hold_is_made_anew(by_file):
@@ -171,7 +177,7 @@ def test_a_kept_plan_that_memory_does_not_hold_is_made_anew(by_file):
     adopted = job.adopt()
     assert (adopted.plan.schedule.name, adopted.made_now) == ("1f1b", True)
     assert job.predicted == ["envpipe", "1f1b"]
-    assert job.said == ["the plan of an earlier start is made again: Too little of a test"]
+    assert job.said == [f"the plan {by_file} is made again: Too little of a test"]
     with pytest.raises(GoesOnError, match="Too little of a test"):
         Starting(by_file, keeps_plan=True, full=2).adopt()
     with pytest.raises(MemoryFullError):

@@ -79,7 +79,7 @@ class World:
         self.records: list[Any] = []
         self.summary = {"followed": None, "error": None}
         self.energy: Any = Noted("energy", self.calls, lap="lap", gather="all", summary={"j": 1})
-        self.energy.baseline = None
+        self.energy.baselines = {}
         self.timeline: Any = Noted("timeline", self.calls)
         self.log: Any = Noted("log", self.calls)
         self.meter: Any = Noted("meter", self.calls)
@@ -233,7 +233,7 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
         ("energy.begin_step",),
         ("energy.add_between_phases", 40, 77.0),
         ("energy.add", Phase.PROFILE, 40),
-        ("energy.settle_baseline",),
+        ("energy.settle_baseline", ""),
         ("energy.add", Phase.PROFILE, 41),
     ]
     session.begin_step(7)
@@ -294,7 +294,7 @@ def test_the_baseline_is_kept_and_notes_go_to_the_bill(world):
     world.agent = Noted("agent", world.calls)
     world.agent.node = "node of the agent"
     kept = []
-    world.monkeypatch.setattr(JobFolder, "keep_baseline", lambda self, found: kept.append(found))
+    world.monkeypatch.setattr(JobFolder, "keep_baselines", lambda self, found: kept.append(found))
 
     def note() -> None:
         session.state.notes = ("A note.",)
@@ -302,10 +302,10 @@ def test_the_baseline_is_kept_and_notes_go_to_the_bill(world):
     world.orders = [order(Phase.WARMUP, 1410), note, order(Phase.STEADY, 1410)]  # type: ignore[list-item]
     world.orders += [order(Phase.STEADY, 1410)]
     session = world.session()
-    world.energy.baseline = "baseline"
+    world.energy.baselines = {"": "baseline"}
     for _ in range(3):
         run(session)
-    assert kept == ["baseline"]  # as soon as the warm-up is over
+    assert kept == [{"": "baseline"}]  # as soon as the warm-up is over
     assert [call for call in world.calls if call[0] == "agent.job"] == [
         ("agent.job", {"notes": ["A note."]})
     ]

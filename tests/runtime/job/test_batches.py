@@ -1,0 +1,152 @@
+"""Jobs whose batches grow or shrink: each size has a plan, and they share a profile."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import batch_ranks
+import numpy as np
+import pytest
+import step_ranks
+from preset_profile import preset_profile
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import known_conditions
+from envpipe_megatron.core.plan import Plan, read_plan
+from envpipe_megatron.core.profile import Profile, read_profile
+from envpipe_megatron.formats.energy import batch_of, read_energy_logs
+from envpipe_megatron.launch.bill.bill import bill_of
+from envpipe_megatron.policies.planner import PlanRequest, make_plan
+from envpipe_megatron.report.run_folder import read_run_folder
+
+pytestmark = pytest.mark.xdist_group("pipeline")
+
+WARMUP = 3  # of `step_ranks.config`
+#: More steps than a profile takes.
+PROFILE = 24
+FILES = {2: "plan-m2.json", 3: "plan-m3.json", 4: "plan.json"}
+
+
+def planned(profile: Profile, count: int) -> Plan:
+    order = builders.one_f_one_b(3, count)
+    request = PlanRequest(count, "1f1b", "optimal", conditions=known_conditions(profile))
+    return make_plan(profile, request, order).plan
+
+
+def phases(told: dict[str, Any], counts: list[int], count: int) -> list[str]:
+    return [phase for (phase, _), of in zip(told["steps"], counts, strict=True) if of == count]
+
+
+def test_each_size_has_its_plan_and_a_restart_finds_it(three_ranks, tmp_path):
+    # Cut short in its warm-up, cut short in its profile, profiled, and then each size once more.
+    counts = [2] * 2 + [3] * (WARMUP + 4) + [2] * (WARMUP + PROFILE) + [3] * 2 + [4] * (WARMUP + 2)
+    counts += [2, 3, 4, 2]
+    ranks = three_ranks.run(batch_ranks.train_kept, tmp_path, counts, {})
+    profile = read_profile(tmp_path / "output" / "profile.csv")
+    for stage, told in enumerate(ranks):
+        assert [phase for phase, _ in told["steps"]] == [phase for phase, _ in ranks[0]["steps"]]
+        assert told["profile"].to_csv() == profile.to_csv()
+        for count, most_warm in ((2, WARMUP), (3, WARMUP + 1), (4, WARMUP)):
+            own = phases(told, counts, count)
+            assert own.count("warm-up") == most_warm
+            assert own[-1] == "steady"
+        assert phases(told, counts, 3).count("profile") == 4
+        assert "profile" not in phases(told, counts, 4)
+        for (phase, clocks), count in zip(told["steps"], counts, strict=True):
+            if phase == "warm-up":
+                assert set(clocks) == {1410}
+            elif phase == "steady":
+                assert clocks == tuple(planned(profile, count).frequency_mhz[stage])
+        assert [phase for phase, _ in told["steps"][-4:]] == ["steady"] * 4
+    plans = {count: planned(profile, count) for count in FILES}
+    assert all(len(set(plan.frequency_mhz.ravel().tolist())) > 1 for plan in plans.values())
+
+    output = tmp_path / "output"
+    kept = {name: (output / name).read_bytes() for name in (*FILES.values(), "profile.csv")}
+    for count, name in FILES.items():
+        found = read_plan(output / name, profile)
+        assert (found.frequency_mhz == plans[count].frequency_mhz).all()
+    job = json.loads((output / "job.json").read_text())
+    assert set(job["plan"]) == set(FILES.values())
+    assert set(job["other_baselines"]) == {"m2", "m3"}
+
+    again = [3, 3, 4, 4, 2, 2]
+    for stage, told in enumerate(three_ranks.run(batch_ranks.train_kept, tmp_path, again, {})):
+        assert [phase for phase, _ in told["steps"]] == ["warm-up", "steady"] * 3
+        for (_, clocks), count in zip(told["steps"][1::2], (3, 4, 2), strict=True):
+            assert clocks == tuple(plans[count].frequency_mhz[stage])
+        before = {name: b.mean for name, b in ranks[stage]["baselines"].items()}
+        assert {name: b.mean for name, b in told["baselines"].items()} == before
+    assert {name: (output / name).read_bytes() for name in kept} == kept
+
+
+def test_steps_are_compared_with_the_baseline_of_their_size(three_ranks, tmp_path):
+    counts = [2] * (WARMUP + PROFILE) + [4] * (WARMUP + 3) + [2] * 2
+    told = three_ranks.run(batch_ranks.train_kept, tmp_path, counts, {})[0]
+    times_s = {name: baseline.mean.time_s for name, baseline in told["baselines"].items()}
+    assert 1.3 < times_s[""] / times_s["m2"] < 2
+    steady = [
+        (count, report)
+        for count, (phase, _), report in zip(counts, told["steps"], told["reports"], strict=True)
+        if phase == "steady"
+    ]
+    # The baseline is known one step later, when the counter has been seen after its end.
+    assert [count for count, report in steady if report.comparison is None] == [4]
+    for _, report in steady:
+        if report.comparison is not None:
+            assert report.comparison.saving_percent > 3
+            assert abs(report.comparison.slowdown_percent) < 8  # steps are of whole 0.1 s
+    summary = told["summary"]["job"]
+    assert set(summary["other_batches"]) == {"m2"}
+    for compared in (summary["comparison"], summary["other_batches"]["m2"]):
+        assert compared["saving_percent"] > 3
+        assert abs(compared["slowdown_percent"]) < 8
+    # The log has them apart, and so has whoever reads it.
+    logs = read_energy_logs([tmp_path / "output" / "energy.jsonl"])
+    sizes = {batch_of(window.phase) for window in logs.windows}
+    assert sizes == {"", "m2"}
+    bill = bill_of(logs.lines)
+    assert bill.steps("steady").iterations == 3
+    assert bill.steps("warm-up m2").iterations == WARMUP
+    bill.facts |= {"tokens_per_iteration": 100}
+    assert set(bill.per_unit()) == {"iteration"}
+    folder = read_run_folder(tmp_path / "output")
+    assert folder.plan is not None
+    assert folder.plan.schedule.num_microbatches == 4
+
+
+def test_the_closed_loop_goes_on_where_it_was_left(three_ranks, tmp_path):
+    options = {"policy": "envelope", "reconfigure": "balanced"}
+    counts = [4] * (WARMUP + PROFILE) + [2] * (WARMUP + 1)
+    counts += [4, 2] * 30
+    ranks = three_ranks.run(batch_ranks.train_kept, tmp_path, counts, options)
+    for told in ranks:
+        for count in (2, 4):
+            own = phases(told, counts, count)
+            assert own[-1] == "steady"
+            assert own == sorted(own, key=["warm-up", "profile", "reconfigure", "steady"].index)
+    profile = read_profile(tmp_path / "output" / "profile.csv")
+    for count in (2, 4):
+        plan = read_plan(tmp_path / "output" / FILES[count], profile)
+        assert plan.policy == "envelope-balanced"
+        assert plan.cost.slowdown_percent(plan.baseline.cost) < 3
+
+
+def test_a_plan_of_the_users_is_for_the_full_batch(three_ranks, tmp_path):
+    profile = preset_profile("a100-sxm", 3, step_ranks.TIMES_S, (1305, 1200, 1095))
+    mine = planned(profile, 4)
+    clocks = np.full_like(mine.frequency_mhz, 1200)
+    mine = replace(mine, frequency_mhz=clocks, energy_lower_bound_j=None)
+    files = {"profile_file": tmp_path / "mine.csv", "plan_file": tmp_path / "plan_mine.json"}
+    profile.write(files["profile_file"])
+    mine.write(files["plan_file"])
+    counts = [2] * (WARMUP + 1) + [4] * (WARMUP + 1)
+    for stage, told in enumerate(
+        three_ranks.run(batch_ranks.train_kept, tmp_path, counts, {}, files)
+    ):
+        assert [phase for phase, _ in told["steps"]] == [*["warm-up"] * WARMUP, "steady"] * 2
+        of_two, of_four = told["steps"][WARMUP], told["steps"][-1]
+        assert of_two[1] == tuple(planned(profile, 2).frequency_mhz[stage])
+        assert set(of_four[1]) == {1200}
