@@ -139,7 +139,8 @@ class CudaExecutor:
         A framework that runs units itself has stepped its optimizer since: the last unit has ended
         mostly, and waiting for what the stream holds now would take away the host's lead.
         """
-        if not self._ends[-1].query() or time.monotonic() - self._seen_s > _SEEN_FOR_S:
+        ended = self._ends[-1].query()  # type: ignore[no-untyped-call]  # torch's
+        if not ended or time.monotonic() - self._seen_s > _SEEN_FOR_S:
             self._seen = self._new_event()
             self._seen.record(self._stream)
             self._seen.synchronize()
