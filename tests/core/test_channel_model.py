@@ -9,6 +9,7 @@ import pytest
 from channel_search import explore_all, stopping_points
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_request import on_request
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import (
@@ -92,12 +93,15 @@ def test_asynchronous_sends_carry_every_small_order(num_stages: int) -> None:
 
 @pytest.mark.parametrize(
     ("num_stages", "num_microbatches"),
-    [(p, m) for p, most in ((1, 4), (2, 8), (3, 5), (4, 3)) for m in range(1, most + 1)],
+    [
+        *((p, m) for p, most in ((1, 4), (2, 8), (3, 4), (4, 2)) for m in range(1, most + 1)),
+        *(pytest.param(*size, marks=on_request("CORE")) for size in ((3, 5), (4, 3))),
+    ],
 )
 def test_all_interleavings_end_where_the_one_simulation_ends(
     num_stages: int, num_microbatches: int
 ) -> None:
-    """All orders of the builders with p = 2, M <= 8; p = 3, M <= 5; p = 4, M <= 3."""
+    """All orders of the builders of these sizes."""
     orders = envpipe_orders(num_stages, num_microbatches)
     orders += other_orders(num_stages, num_microbatches, max_chunks=2)
     for schedule in orders:

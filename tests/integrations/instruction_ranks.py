@@ -11,7 +11,6 @@ from typing import Any
 import plain_stages
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
@@ -73,6 +72,9 @@ def seen(session: Session) -> dict[str, Any]:
 
 def train_example(rank: int, root: Path, preset: Path, steps: int, settings: Any) -> Any:
     """The example: its losses and weights with EnvPipe and without, and what the job came to."""
+    # Takes over a second to import, which nobody pays who only collects tests.
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
     emulate(rank, root, preset)
     spec = importlib.util.spec_from_file_location("torch_pipelining", EXAMPLE)
     example = importlib.util.module_from_spec(spec)

@@ -8,9 +8,14 @@ import pytest
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.schedule import Kind, unit
 
-schedules = pytest.importorskip(
-    "megatron.core.pipeline_parallel.schedules", reason="megatron-core is not installed"
-)
+# One worker imports megatron-core, which takes seconds, and none does to collect tests.
+pytestmark = pytest.mark.xdist_group("megatron")
+
+
+@pytest.fixture(scope="module")
+def schedules():
+    name = "megatron.core.pipeline_parallel.schedules"
+    return pytest.importorskip(name, reason="megatron-core is not installed")
 
 
 class Rank:
@@ -32,7 +37,7 @@ def accepted(num_stages):
                 yield num_microbatches, group_size
 
 
-def as_megatron_runs(num_microbatches, num_chunks, group_size, rank, combined):
+def as_megatron_runs(schedules, num_microbatches, num_chunks, group_size, rank, combined):
     """Units in the order of its loops: warm-up, then one forward and one backward, the rest.
 
     With `combined` (overlapped communication of experts) the two in turn are one call.
@@ -57,16 +62,18 @@ def as_megatron_runs(num_microbatches, num_chunks, group_size, rank, combined):
 
 @pytest.mark.parametrize("combined", [False, True])
 @pytest.mark.parametrize("num_stages", range(2, 9))
-def test_every_job_that_megatron_accepts_runs_in_its_order(num_stages, combined):
+def test_every_job_that_megatron_accepts_runs_in_its_order(schedules, num_stages, combined):
     jobs = list(accepted(num_stages))[:: 5 if combined else 1]
     for (microbatches, group_size), chunks in itertools.product(jobs, (2, 3, 4)):
         ours = builders.interleaved(num_stages, microbatches, chunks, group_size, combined=combined)
         for stage, order in enumerate(ours.stages):
             rank = Rank(num_stages, stage, chunks)
-            assert order == as_megatron_runs(microbatches, chunks, group_size, rank, combined)
+            assert order == as_megatron_runs(
+                schedules, microbatches, chunks, group_size, rank, combined
+            )
 
 
-def test_evaluation_takes_forwards_from_the_same_table():
+def test_evaluation_takes_forwards_from_the_same_table(schedules):
     for microbatches, group_size in accepted(3):
         ours = builders.forward_only(3, microbatches, 2, group_size)
         table = schedules.get_schedule_table(microbatches, 2, group_size)

@@ -1,4 +1,4 @@
-"""The patches that are shipped, on real checkouts where there are any, and on megatron-core."""
+"""The patches that are shipped, on real checkouts where there are any."""
 
 import argparse
 import importlib.util
@@ -25,7 +25,6 @@ from envpipe_megatron.patching.checkout import TreeState, look_at
 from envpipe_megatron.patching.liveness import Outcome, ask_hooks
 
 CATALOG = load_catalog()
-SCHEDULES = "megatron/core/pipeline_parallel/schedules.py"
 #: From core_v0.18.2 on Megatron-LM takes a decorator of Python 3.12 from typing. Megatron-DeepSpeed
 #: imports torchvision unasked, and what DeepSpeed has not any more.
 STAND_INS = """\
@@ -182,34 +181,3 @@ def test_descriptions_name_the_commits_of_their_project(patch):
     assert patch.commit == project["commits"][patch.tag]
     assert len(patch.commit) == 40
     assert patch.hooks
-
-
-# --- the megatron-core of PyPI -------------------------------------------------------------------
-
-
-@pytest.fixture
-def installed_copy(tmp_path):
-    """The installed megatron-core, linked, with a pipeline_parallel folder of its own."""
-    spec = importlib.util.find_spec("megatron.core")
-    if spec is None or spec.origin is None:
-        pytest.skip("megatron-core is not installed")
-    installed = Path(spec.origin).parent
-    core = tmp_path / "checkout" / "megatron" / "core"
-    core.mkdir(parents=True)
-    for entry in installed.iterdir():
-        if entry.name == "pipeline_parallel":
-            shutil.copytree(entry, core / entry.name)
-        elif entry.name != "__pycache__":
-            (core / entry.name).symlink_to(entry)
-    return core.parents[1]
-
-
-def test_get_forward_backward_func_returns_what_the_hook_gives(installed_copy):
-    pytest.importorskip("torch")
-    (patch,) = (patch for patch in CATALOG if patch.recognition.fits(installed_copy))
-    (file,) = (file for file in patch.files if file.path == SCHEDULES)
-    (hook,) = (hook for hook in patch.hooks if hook.module.endswith(".schedules"))
-    target = installed_copy / SCHEDULES
-    target.write_bytes(file.apply(target.read_bytes()))
-    (answer,) = ask_hooks(installed_copy, [hook])
-    assert (answer.outcome, answer.detail) == (Outcome.LIVE, str(target))

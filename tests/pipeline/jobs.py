@@ -27,7 +27,7 @@ class Job:
         counts: number of microbatches of each step, where that changes.
         steps: how many; None ends `STEADY_STEPS` after EnvPipe has come to its steady phase.
         reducer: options of megatron-core's DistributedDataParallel that are on, or
-            `align_grad_reduce` (a grad_sync_func); None trains replicas apart, by plain Adam.
+            `align_grad_reduce` (a grad_sync_func); None trains untied replicas alone, by Adam.
         evaluate_after: the step after which forwards alone are run, on other data.
     """
 
@@ -44,6 +44,11 @@ class Job:
     recompute: bool = False
     per_token_loss: bool = False
     evaluate_after: int | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether replicas exchange anything."""
+        return self.reducer is not None or self.tied
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class Result:
     reconfigure_steps: int = 0
 
 
-def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result:
+def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:
     """Run `training.train` in a rank."""
     import training
 

@@ -79,5 +79,5 @@ def train_and_watch(rank: int, job: Job, ours: Ours, root: Path) -> tuple[StageM
         live,
     ):
         training.train(rank, job, ours, root)
-    found: tuple[StageMemory, ...] | None = sessions[0].memory
+    found: tuple[StageMemory, ...] | None = sessions[0].memory if sessions else None
     return found

@@ -34,7 +34,7 @@ def stock(pool: RankPool) -> Callable[[Job], list[Result]]:
 
     @cache
     def run(job: Job) -> list[Result]:
-        return pool.run(train, job, None, Path())
+        return results_of(pool, job, None, Path())
 
     # With chunks megatron-core frees outputs whose gloo sends are still under way.
     return lambda job: run(job if job.chunks == 1 else replace(job, deallocate=False))
@@ -43,7 +43,12 @@ def stock(pool: RankPool) -> Callable[[Job], list[Result]]:
 @pytest.fixture
 def ours(pool: RankPool) -> Iterator[Callable[[Job, Ours], list[Result]]]:
     with memory_folder() as folder:
-        yield lambda job, how: pool.run(train, job, how, folder)
+        yield lambda job, how: results_of(pool, job, how, folder)
+
+
+def results_of(pool: RankPool, job: Job, how: Ours | None, folder: Path) -> list[Result]:
+    """Those of the ranks that have one."""
+    return [result for result in pool.run(train, job, how, folder) if result is not None]
 
 
 def synthetic_profile(
@@ -133,7 +138,6 @@ EXTRA_FORWARDS: dict[tuple[int, int], list[tuple[int, ...]]] = {
     (2, 2): [],
     (2, 3): [(1, 0)],
     (2, 6): [(2, 0), (4, 0), (4, 5)],
-    (2, 8): [(3, 0)],
     (4, 1): [],
     (4, 2): [],
     (4, 3): [(0, 0, 1, 0)],
@@ -171,10 +175,7 @@ def test_every_schedule(stock, ours, tmp_path, stages, microbatches, name, tied)
     assert_same_bits(results, stock(job))
 
 
-INTERLEAVED = [(2, 2), (2, 6), (4, 4), (4, 8)]
-
-
-@pytest.mark.parametrize(("stages", "microbatches"), INTERLEAVED)
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (4, 8)])
 def test_interleaved(stock, ours, tmp_path, stages, microbatches):
     schedule = builders.interleaved(stages, microbatches, 2)
     job = Job(stages, microbatches, chunks=2)
@@ -196,10 +197,10 @@ def test_interleaved_reference_is_right(stock):
 
 def test_backwards_in_another_order_are_noticed(stock, ours, tmp_path):
     """Gradients that add up in another order differ in their last bits: the comparison can fail."""
-    forwards = tuple(unit(Kind.FORWARD, m) for m in range(8))
-    backwards = tuple(unit(Kind.BACKWARD, m) for m in reversed(range(8)))
-    schedule = Schedule("descending", 8, 1, ((*forwards, *backwards),) * 2)
-    job = Job(2, 8)
+    forwards = tuple(unit(Kind.FORWARD, m) for m in range(6))
+    backwards = tuple(unit(Kind.BACKWARD, m) for m in reversed(range(6)))
+    schedule = Schedule("descending", 6, 1, ((*forwards, *backwards),) * 2)
+    job = Job(2, 6)
     results, references = ours(job, by_plan(tmp_path, schedule)), stock(job)
     assert_executed(job, results, schedule)
     for result, reference in zip(results, references, strict=True):
@@ -213,8 +214,9 @@ def test_backwards_in_another_order_are_noticed(stock, ours, tmp_path):
 # Policies ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["baseline", "uniform", "envelope"])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "envpipe"])
+@pytest.mark.parametrize(
+    ("schedule", "policy"), [("1f1b", "uniform"), ("gpipe", "baseline"), ("envpipe", "envelope")]
+)
 def test_policies_planned_by_the_session(stock, ours, tmp_path, schedule, policy):
     job = Job(4, 6)
     profile = synthetic_profile(4)
@@ -225,18 +227,6 @@ def test_policies_planned_by_the_session(stock, ours, tmp_path, schedule, policy
     assert sum(planned.schedule.extra_forwards) > 0 or schedule == "1f1b"
     assert_executed(job, results, planned.schedule)
     assert_locked(results, planned.frequency_mhz)
-    assert_same_bits(results, stock(job))
-
-
-@pytest.mark.parametrize("reconfigure", ["greedy", "balanced"])
-def test_reconfigured_plans(stock, ours, tmp_path, reconfigure):
-    job = Job(4, 6, tied=True)
-    request = PlanRequest(6, "envpipe", "envelope", reconfigure, blocking_power_w=80.0)
-    plan = make_plan(synthetic_profile(4), request).plan
-    assert len(np.unique(plan.frequency_mhz)) > 1
-    results = ours(job, by_plan(tmp_path, plan.schedule, plan.frequency_mhz))
-    assert_executed(job, results, plan.schedule)
-    assert_locked(results, plan.frequency_mhz)
     assert_same_bits(results, stock(job))
 
 
@@ -255,7 +245,7 @@ def test_random_frequencies(stock, ours, tmp_path, chunks):
 def test_whole_loop_online(stock, ours):
     """Warm-up, profile, plan, reconfigure, steady: training goes on through all of them."""
     # Few clocks, and units of which one iteration fills a window: else a hundred are trained twice.
-    few = {"unit_s": 0.05, "clocks_mhz": CLOCKS_MHZ}
+    few = {"unit_s": 0.05, "clocks_mhz": CLOCKS_MHZ[::2]}
     how = Ours("envpipe", "envelope", "balanced", warmup_iterations=2, **few)
     results = _run_online(stock, ours, Job(4, 6, steps=None), how)
     phases = [phase for phase, _ in itertools.groupby(results[0].phases)]
@@ -297,7 +287,7 @@ REDUCERS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "envpipe[4, 0]", "interleaved"])
+@pytest.mark.parametrize("name", ["envpipe[4, 0]", "interleaved"])
 @pytest.mark.parametrize("reducer", REDUCERS, ids="+".join)
 def test_two_stages_and_two_replicas(stock, ours, tmp_path, reducer, name):
     chunks = 2 if name == "interleaved" else 1
@@ -316,8 +306,7 @@ def test_two_stages_and_two_replicas(stock, ours, tmp_path, reducer, name):
 
 FEATURES = {
     "full recomputation": Job(2, 6, recompute=True),
-    "per-token loss": Job(2, 6, per_token_loss=True, reducer=()),
-    "per-token loss, overlap": Job(2, 6, per_token_loss=True, reducer=("overlap_grad_reduce",)),
+    "per-token loss": Job(2, 6, per_token_loss=True, reducer=("overlap_grad_reduce",)),
     "evaluation": Job(2, 6, evaluate_after=1),
     "evaluation, tied": Job(4, 3, evaluate_after=1, tied=True),
     "evaluation in the warm-up": Job(2, 6, evaluate_after=0),
@@ -349,13 +338,10 @@ def test_interleaved_evaluation(stock, ours, tmp_path):
     assert_same_bits(results, stock(job))
 
 
-@pytest.mark.parametrize("descending", [False, True])
-def test_gradients_are_reduced_behind_the_last_backward(ours, tmp_path, descending):
+def test_gradients_are_reduced_behind_the_last_backward(ours, tmp_path):
     """Whichever microbatch that is: replicas would drift apart silently otherwise."""
-    microbatches = range(6)
-    forwards = tuple(unit(Kind.FORWARD, m) for m in microbatches)
-    ordered = reversed(microbatches) if descending else microbatches
-    backwards = tuple(unit(Kind.BACKWARD, m) for m in ordered)
+    forwards = tuple(unit(Kind.FORWARD, m) for m in range(6))
+    backwards = tuple(unit(Kind.BACKWARD, m) for m in reversed(range(6)))
     schedule = Schedule("custom", 6, 1, ((*forwards, *backwards),) * 2)
     job = Job(2, 6, reducer=("overlap_grad_reduce",))
     results = ours(job, by_plan(tmp_path, schedule))

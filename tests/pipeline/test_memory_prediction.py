@@ -18,7 +18,6 @@ pytestmark = pytest.mark.xdist_group("pipeline")
 @pytest.mark.parametrize(
     ("stages", "extra", "options"),
     [
-        (4, (3, 2, 2, 0), {}),
         (4, (2, 2, 1, 0), {"tied": True, "reducer": ("overlap_grad_reduce",)}),
         (2, (4, 1), {"recompute": True, "deallocate": False}),
     ],

@@ -81,18 +81,26 @@ def cuda_on_cpu() -> Iterator[None]:
         yield
 
 
-def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result:
-    """Train on this rank; without `ours` by megatron-core's own forward-backward function."""
+def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:
+    """Train on this rank; without `ours` by megatron-core's own forward-backward function.
+
+    Replicas that nothing connects would show the same: all but the first rest, without a result.
+    """
     use_cpu()
     _use_parallel_state(job)
+    collectives = _collectives(job.stages)
+    result = Result(_stage(), parallel_state.get_data_parallel_rank())
+    if not job.connected:
+        if result.replica:
+            return None
+        collectives = Collectives(result.stage, collectives.pipeline, (), 1)
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     with cuda_on_cpu(), patch.object(schedules, COMBINED, in_turn), contextlib.ExitStack() as stack:
-        result = Result(_stage(), parallel_state.get_data_parallel_rank())
         session = None
         if ours is not None:
-            session = _session(rank, job, ours, root, result)
+            session = _session(rank, job, ours, root, result, collectives)
             stack.callback(session.close)
-        _train(job, ours, session, result)
+        _train(job, ours, session, result, collectives)
         if session is not None:
             result.phases = [str(phase) for phase, *_ in session.state.iterations]
             result.plan, result.profile = session.state.plan, session.state.profile
@@ -212,9 +220,11 @@ def _use_parallel_state(job: Job) -> None:
     vars(parallel_state).update(_PARALLEL_STATES[key])
 
 
-def _train(job: Job, ours: Ours | None, session: Session | None, result: Result) -> None:
+def _train(
+    job: Job, ours: Ours | None, session: Session | None, result: Result, collectives: Collectives
+) -> None:
     chunks, clear_grads, finish_step = _build(job)
-    stand_in = session and _stand_in(job, ours, session)
+    stand_in = session and _stand_in(job, ours, session, collectives)
     call = partial(
         stand_in or get_forward_backward_func(),
         model=chunks if len(chunks) > 1 else chunks[0],
@@ -247,7 +257,9 @@ def _train(job: Job, ours: Ours | None, session: Session | None, result: Result)
     result.weights = _named_bits(chunks, lambda parameter: parameter.detach())
 
 
-def _stand_in(job: Job, ours: Ours, session: Session) -> ForwardBackward | KeptOrder:
+def _stand_in(
+    job: Job, ours: Ours, session: Session, collectives: Collectives
+) -> ForwardBackward | KeptOrder:
     if not ours.kept_orders:
         return ForwardBackward(session)
     orders = {order.num_microbatches: order for order in ours.kept_orders}
@@ -257,7 +269,7 @@ def _stand_in(job: Job, ours: Ours, session: Session) -> ForwardBackward | KeptO
         orders.__getitem__,
         job.microbatches,
         _stage(),
-        _collectives(job.stages).on_all,
+        collectives.on_all,
     )
 
 
@@ -438,9 +450,10 @@ def _collectives(stages: int) -> Collectives:
     )
 
 
-def _session(rank: int, job: Job, ours: Ours, root: Path, result: Result) -> Session:
+def _session(
+    rank: int, job: Job, ours: Ours, root: Path, result: Result, collectives: Collectives
+) -> Session:
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    collectives = _collectives(job.stages)
     gpu = _RecordingGpu.create("a100-sxm", rank, root)
     gpu.history_mhz = result.locked_mhz
     if ours.clocks_mhz:

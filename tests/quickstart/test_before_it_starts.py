@@ -216,6 +216,7 @@ class TestText:
             load_text(tmp_path / "a.txt", 1)
 
 
+@pytest.mark.xdist_group("megatron")
 def test_microbatches_depend_on_the_iteration_alone(tmp_path):
     torch = pytest.importorskip("torch")
     pytest.importorskip("megatron.core")

@@ -325,6 +325,7 @@ def built_by_megatron(config):
     return tuple(get_num_layers_to_build(config, pp_rank=stage) for stage in stages)
 
 
+@pytest.mark.xdist_group("megatron")
 @pytest.mark.parametrize(
     "split", [(3, 4, 4, 2), (0, 1, 2, 0), (1, 1), (12, 13, 13, 11), (2, 1, 1, 2), (0, 10, 10, 1)]
 )
@@ -349,6 +350,7 @@ def test_megatron_reads_the_flags_alike(megatron_config, split):
         assert built_by_megatron(config) == split
 
 
+@pytest.mark.xdist_group("megatron")
 @pytest.mark.parametrize(("layers", "stages"), [(8, 4), (126, 16), (7, 4), (11, 4)])
 def test_megatron_makes_the_even_split(megatron_config, layers, stages):
     split, flags = megatron_even_split(layers, stages)

@@ -6,7 +6,7 @@ import channel_ranks
 import pytest
 import torch
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.xdist_group("pipeline")
 
 
 def test_sends_return_at_once_and_keep_their_order(three_ranks):

@@ -19,7 +19,7 @@ from envpipe_megatron.formats.timeline import read_timelines
 from envpipe_megatron.gpu.emulated.presets import load_preset, preset_folder
 from envpipe_megatron.runtime.execution.emulated_executor import Fidelity
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.xdist_group("pipeline")
 
 STAGES = 3
 SCHEDULES = {
