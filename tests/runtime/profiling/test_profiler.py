@@ -14,7 +14,7 @@ import pytest
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.schedule import Kind, Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.channel.collectives import Collectives
@@ -94,6 +94,10 @@ class Hand:
     #: Forward and backward clock of each iteration that was run.
     ran: list[tuple[int, int]] = field(default_factory=list)
 
+    def schedule(self) -> Schedule:
+        job, chunks = (self.stage + 1, self.microbatches), len(self.slowness)
+        return builders.interleaved(*job, chunks) if chunks > 1 else builders.one_f_one_b(*job)
+
     def profile(self) -> Profile:
         def gather(own: Any) -> list[Any]:
             return [*(self.other(own) for _ in range(self.stage)), own]
@@ -104,10 +108,8 @@ class Hand:
             two = SimpleNamespace(leads=True, broadcast=lambda own: own)
             two.gather = lambda own: [own, self.replica(own)]  # type: ignore[misc]
             tree.append(two)
-        job = self.stage + 1, self.microbatches
-        chunks = len(self.slowness)
         profiler = OnlineProfiler(
-            builders.interleaved(*job, chunks) if chunks > 1 else builders.one_f_one_b(*job),
+            self.schedule(),
             self.clocks_mhz,
             self.stage,
             SimpleNamespace(error=self.error),  # type: ignore[arg-type]
@@ -308,6 +310,61 @@ def test_chunks_are_measured_one_by_one_and_draw_the_same_power():
             assert backward.energy_j == pytest.approx(slow * BACKWARD_J[clock])
         row = profile.row(chunk, Kind.FORWARD, 1400)
         assert row.energy_uncertainty_j == pytest.approx(slow * 0.6 / (3 * 4 * 5) / 3)
+
+
+#: A pair takes less than both of its units one after the other.
+PAIR_S = 0.25
+
+
+class Pairs(Hand):
+    """Units run combined; backwards and pairs draw the same power."""
+
+    def schedule(self) -> Schedule:
+        return builders.interleaved(
+            self.stage + 1, self.microbatches, len(self.slowness), combined=True
+        )
+
+    def iterate(self, order: IterationOrder, now_s: float) -> StageRecord:
+        clocks, schedule = order.frequency_mhz[self.stage], order.schedule
+        free, backward = schedule.combined[self.stage], schedule.is_backward[self.stage]
+        whole_s = np.where(backward, np.where(np.roll(free, 1), PAIR_S, BACKWARD_S), FORWARD_S)
+        slow = np.where(free, 0.0, np.array(self.slowness)[schedule.chunks[self.stage]])
+        units_s = slow * whole_s * self.clocks_mhz[0] / clocks
+        units_j = [
+            part * (BACKWARD_J[clock] * s / BACKWARD_S if back else FORWARD_J[clock])
+            for part, clock, s, back in zip(slow, clocks.tolist(), whole_s, backward, strict=True)
+        ]
+        end_s = np.cumsum(units_s)
+        total_s = float(end_s[-1])
+        record = StageRecord(end_s - units_s, end_s, np.zeros(len(clocks)), now_s, total_s, total_s)
+        self.meter.iterations_j[now_s, record.end_of_iteration_s] = sum(units_j)
+        return record
+
+
+@pytest.mark.parametrize("microbatches", [2, 3, 6])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_pairs_have_rows_of_their_own(microbatches, stage):
+    hand = Pairs(told_apart, slowness=(0.5, 1.7), microbatches=microbatches, stage=stage)
+    profile = hand.profile()
+    assert (profile.num_stages, profile.listed_chunks, profile.combined) == (stage + 1, 2, True)
+    order = hand.schedule().stages[stage]
+    paired = {b.chunk for f, b in itertools.pairwise(order) if f.combined}
+    for chunk, slow in enumerate(hand.slowness):
+        # A chunk in no pair: as if one unit followed the other.
+        pair_s = PAIR_S if chunk in paired else FORWARD_S + BACKWARD_S
+        for clock in CLOCKS_MHZ:
+            part = 4 * stage + chunk
+            forward = profile.row(part, Kind.FORWARD, clock)
+            backward, pair = (profile.row(p, Kind.BACKWARD, clock) for p in (part, part + 2))
+            times_s = [row.time_s for row in (forward, backward, pair)]
+            assert times_s == pytest.approx(
+                [slow * s * 1400 / clock for s in (FORWARD_S, BACKWARD_S, pair_s)]
+            )
+            pair_j = BACKWARD_J[clock] * pair_s / BACKWARD_S
+            energies_j = [row.energy_j for row in (forward, backward, pair)]
+            assert energies_j == pytest.approx(
+                [slow * j for j in (FORWARD_J[clock], BACKWARD_J[clock], pair_j)]
+            )
 
 
 def test_tails_are_those_of_the_iterations_that_followed_each_other():
