@@ -34,12 +34,18 @@ DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 
 @dataclass(frozen=True)
 class Case:
-    """A job that stock and patched Megatron-LM train."""
+    """A job that stock and patched Megatron-LM train.
+
+    Args:
+        length: batch size and number of samples; by default a constant size, for so many
+            iterations.
+    """
 
     mapping: str
     features: str = ""
     model: str = GPT
     data: str = MOCK_DATA
+    length: str = ""
 
     @property
     def num_stages(self) -> int:
@@ -48,10 +54,13 @@ class Case:
     @property
     def args(self) -> str:
         replicas = 4 // self.num_stages if self.mapping == PP2 else 1
+        length = self.length or (
+            f"--global-batch-size {MICROBATCHES * replicas} --train-iters {ITERATIONS} "
+            "--lr-decay-iters 100"
+        )
         return (
-            f"{self.data} {self.model} {OPTIMIZER} {self.mapping} {self.features} "
-            f"--global-batch-size {MICROBATCHES * replicas} "
-            f"--train-iters {ITERATIONS} --log-interval 1 --eval-interval 5 --eval-iters 2"
+            f"{self.data} {self.model} {OPTIMIZER} {self.mapping} {self.features} {length} "
+            "--log-interval 1 --eval-interval 5 --eval-iters 2"
         )
 
     @property

@@ -30,7 +30,7 @@ LLAMA = (
     f"{GPT} --swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2 "
     "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights"
 )
-OPTIMIZER = "--lr 1e-3 --min-lr 1e-4 --lr-decay-iters 100 --micro-batch-size 1"
+OPTIMIZER = "--lr 1e-3 --min-lr 1e-4 --micro-batch-size 1"
 
 _COMPUTED = (
     "lm loss",

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from checkouts import TAGS
 from lm_cases import CASES, OVERLAPPED, PP2, PP4, Case, full, run_case, run_envpipe
+
+from envpipe_megatron.core.plan import read_plan
+from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.formats.timeline import read_timelines
 
 pytestmark = [pytest.mark.xdist_group("megatron_lm"), full]
 
@@ -49,6 +55,59 @@ def test_units_have_clocks_in_megatrons_own_order(name, tag, checkout, patched, 
     phases = [iteration.phase for iteration in run.iterations]
     assert phases[:2] == ["framework", "warm-up"]
     assert phases[-1] in ("reconfigure", "steady")
+
+
+TWO_CHUNKS = "--num-layers-per-virtual-pipeline-stage 1"
+SAMPLES = "--train-samples {} --lr-decay-samples 1000"
+RAMP_UP = f"{SAMPLES} --rampup-batch-size {{}} {{}} {{}} --global-batch-size {{}}"
+#: Its thresholds are in tokens.
+STEPS = f'{SAMPLES} --step-batch-size-schedule "0:{{}} {{}}:{{}} {{}}:{{}}"'
+#: Batches of 2, 4 and 6 microbatches, on one replica or two.
+GROWING = {
+    "ramp-up": Case(PP4, length=RAMP_UP.format(84, 2, 2, 48, 6)),
+    "ramp-up, two chunks": Case(PP2, TWO_CHUNKS, length=RAMP_UP.format(168, 4, 4, 96, 12)),
+}
+#: Since 0.18, which ignores a ramp-up. A batch to evaluate has one microbatch by default.
+SCHEDULED = {
+    "steps": Case(PP4, length=STEPS.format(72, 2, 12 * 32, 4, 36 * 32, 6)),
+    "steps, two chunks": Case(
+        PP2,
+        f"{TWO_CHUNKS} --eval-global-batch-size 4",
+        length=STEPS.format(144, 4, 24 * 32, 8, 72 * 32, 12),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("tag", "name"),
+    [
+        *itertools.product(("core_v0.16.1", "core_v0.17.1"), GROWING),
+        *itertools.product(("core_v0.18.2", "core_v0.19.0"), SCHEDULED),
+    ],
+)
+def test_each_size_of_a_batch_that_grows_has_a_plan(name, tag, checkout, patched, tmp_path):
+    case = (GROWING | SCHEDULED)[name]
+    stock = run_case(checkout(tag), case, "", tmp_path / "stock")
+    how = "--envpipe-level units --envpipe-type optimal"
+    run = run_envpipe(patched(tag), case, tmp_path / "ours", how)
+    assert _level(run) == "units"
+    assert run.digits == stock.digits
+    assert run.weights == stock.weights
+    phases = {iteration.phase for iteration in run.iterations}
+    assert {"framework", "warm-up", "steady", "steady m2", "steady m4"} <= phases
+    # What ran is what was planned, another plan for each size.
+    output = run.folder / "output"
+    profile = read_profile(run.folder.with_suffix(".csv"))
+    ran = read_timelines([output / "timeline.jsonl"]).iterations
+    for batch, count in (("", 6), (" m2", 2), (" m4", 4)):
+        plan = read_plan(output / f"plan{batch.replace(' ', '-')}.json", profile)
+        assert plan.schedule.num_microbatches == count
+        assert len(np.unique(plan.frequency_mhz)) > 1
+        steady = [iteration for iteration in ran if iteration.phase == f"steady{batch}"]
+        assert {iteration.labels.stage for iteration in steady} == set(range(case.num_stages))
+        for iteration in steady:
+            clocks = plan.frequency_mhz[iteration.labels.stage].tolist()
+            assert iteration.frequency_mhz.tolist() == clocks
 
 
 @pytest.mark.parametrize("level", ["observe", "uniform"])
