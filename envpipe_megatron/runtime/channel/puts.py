@@ -183,7 +183,9 @@ class PutSide:
         expected_s = -math.inf
         while self.loss() is None:
             with self._looking:
-                if not self._leaves and time.monotonic() - expected_s > self.timeout_s / 8:
+                # A loss that another thread has found since has set a short time.
+                goes_on = self._loss is None and not self._leaves
+                if goes_on and time.monotonic() - expected_s > self.timeout_s / 8:
                     expected_s = time.monotonic()
                     self.device.expect_again(self.timeout_s + GRACE_S)
             time.sleep(_LOOKS_EVERY_S)

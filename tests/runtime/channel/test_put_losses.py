@@ -184,6 +184,23 @@ def test_a_process_that_ends_waits_for_no_stream_that_stands(monkeypatch, waits)
     assert watched.told.wait(20)
 
 
+def test_a_loss_that_the_host_finds_keeps_its_short_time(monkeypatch):
+    """The thread that has just looked does not give the process the whole time-out again."""
+    monkeypatch.setattr(puts.PutSide, "watch", lambda side: None)
+    watched = Watched(monkeypatch)
+    look, before = watched.side.loss, iter([None])
+    watched.found = ChannelError("of a test"), 5
+
+    def look_just_before_the_host() -> ChannelError | None:
+        found = look()
+        return next(before, found)
+
+    monkeypatch.setattr(watched.side, "loss", look_just_before_the_host)
+    watched.side._keep_looking()
+    assert watched.calls[-1] == "abandon"
+    assert watched.expected == []
+
+
 HELD_IN_A_LAUNCH = """
 import ctypes, datetime, threading
 from envpipe_megatron.runtime.channel import puts
