@@ -194,6 +194,22 @@ def test_a_loop_that_is_left_early_ends_training(loop: Any, trainings: list[Fake
     assert trainings[0].told[-1] == "end"
 
 
+def test_a_training_that_an_error_ended_is_closed_by_the_next_callback(
+    loop: Any, trainings: list[FakeTraining]
+) -> None:
+    """It is not called again, by the next training of the same process for one."""
+    own = dict(vars(loop))
+    failed = make()
+    begin(failed, loop, config())
+    callback = make()
+    assert trainings[0].told[-1] == "close"
+    assert begin(callback, loop, config())(n=0) == "ours for Megatron {'n': 0}"
+    callback.on_train_end(context(config()))
+    failed.close()
+    assert trainings[0].told == ["announce", "close"]
+    assert vars(loop) == own
+
+
 def test_a_loop_that_is_not_reached(loop: Any, trainings: list[FakeTraining]) -> None:
     from envpipe_megatron.integrations.megatron_bridge import BridgeError
 

@@ -52,6 +52,9 @@ class EnvPipeCallback:
         #: Megatron's own, once the loop has asked for it.
         self._framework_function: Callable[..., Any] | None = None
         loop = _checked_loop()
+        before = getattr(loop.get_forward_backward_func, "callback", None)
+        if before is not None:
+            before.close()
         self._put_back = self._put_into(loop)
 
     def on_train_start(self, context: Any) -> None:
@@ -107,6 +110,16 @@ class EnvPipeCallback:
     #: Bridge calls it once a checkpoint is saved: what that took is no step's.
     on_checkpoint_save = on_eval_start
 
+    def close(self) -> None:
+        """Give the clock back where an error has ended training and the process goes on.
+
+        The next callback that is made does it too.
+        """
+        if self._training is not None:
+            self._training.close()
+            self._training = None
+            self._put_back()
+
     def _end(self) -> None:
         training, self._training = self._training, None
         self._put_back()
@@ -136,6 +149,7 @@ class EnvPipeCallback:
             loop.get_forward_backward_func = get_function
             loop.checkpoint_and_decide_exit = is_leaving
 
+        get_forward_backward_func.callback = self  # type: ignore[attr-defined]  # for the next one
         loop.get_forward_backward_func = get_forward_backward_func
         loop.checkpoint_and_decide_exit = checkpoint_and_decide_exit
         return put_back
