@@ -17,8 +17,10 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -96,12 +98,19 @@ def main(
                 [
                     arm,
                     str(len(runs[0].printed)),
-                    "equal" if all(r.printed == reference.printed for r in runs) else "DIFFER",
-                    "equal" if all(r.weights == reference.weights for r in runs) else "DIFFER",
+                    compared([run.printed for run in runs], reference.printed),
+                    compared([run.weights for run in runs], reference.weights),
                     ", ".join(f"{ratio:.4f}" for ratio in ratios),
                 ]
             )
         )
+
+
+def compared(found: Sequence[Sequence[Any]], reference: Sequence[Any]) -> str:
+    """Whether all that runs printed is what the reference printed."""
+    if not reference:
+        return "nothing to compare with"
+    return "equal" if all(own == reference for own in found) else "DIFFER"
 
 
 def _run(

@@ -91,12 +91,16 @@ def setting(
     """A stage on each GPU if none is named; by default about as many microbatches as the model has.
 
     With `only`, just these arms beside unmodified Megatron: all of them hold memory together.
-    Raises click.UsageError if no such setting fits.
+    Raises click.UsageError if no such setting fits, or it has no such arm.
     """
     fitting = {known.name: known for known in equality.settings(site.num_gpus, site.cpu)}
     like = like or f"gpt-pp{site.num_gpus}"
     if like not in fitting:
         raise click.UsageError(f"No setting {like} for {site.num_gpus} GPUs: {', '.join(fitting)}")
+    if unknown := set(only) - set(fitting[like].arms):
+        raise click.UsageError(
+            f"{like} has no arm {', '.join(unknown)}: {', '.join(fitting[like].arms)}"
+        )
     arms = tuple(
         arm for arm in fitting[like].arms if arm in (STOCK, *only) or not (only or arm == OFF)
     )

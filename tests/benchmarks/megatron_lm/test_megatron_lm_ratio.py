@@ -100,6 +100,8 @@ def test_a_ratio_is_of_any_setting_of_equality_in_a_real_size(site, state):
     assert list(map(bool, lifts)) == [False, True, True, False]
     with pytest.raises(click.UsageError, match="te-fp8-pp2"):
         ratio.setting(machine, like="te-fp8-pp4")
+    with pytest.raises(click.UsageError, match="no arm unit: stock, "):
+        ratio.setting(machine, like="te-fp8-pp2", only=["unit"])
 
 
 #: Forward and backward of each stage, the boundaries' latencies, and what clocks differ by; s.
