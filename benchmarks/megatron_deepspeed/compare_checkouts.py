@@ -178,7 +178,7 @@ def _run(
     try:
         exit_code = process.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        process.kill()
+        process.terminate()  # torchrun ends its workers then; a kill would leave them the GPUs
         exit_code = process.wait()
     files = sorted(folder.glob("logs/*/attempt_0/*/std*.log"))
     output = "\n".join(file.read_text(errors="replace") for file in files)

@@ -310,6 +310,12 @@ def test_arguments_have_megatron_lms_names(arguments: Any) -> None:
     assert args.optimizer == "adam"
 
 
+def test_the_page_has_the_limits_that_are_bridges_own(arguments: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "megatron_bridge.md").read_text().replace("`", "")
+    for limit in set(arguments.BRIDGE_LIMITS) - set(arguments.LIMITS):
+        assert f"\n| {limit.feature} | {limit.highest} |\n" in page
+
+
 def test_stages_of_two_models_are_refused(loop: Any, trainings: list[FakeTraining]) -> None:
     with pytest.raises(RefusedError, match="dist_train"):
         begin(make(), loop, config(model__dist_train=SimpleNamespace(use_dist_train=True)))
