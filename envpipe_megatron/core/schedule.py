@@ -77,7 +77,8 @@ def parse_unit(text: str) -> Unit:
         raise ScheduleError(
             "A unit is not readable",
             value=text,
-            remedy="Write F or B, the microbatch, and .chunk if there are chunks: F3, B0, F3.1.",
+            remedy="Write F or B, the microbatch, .chunk if there are chunks, and + if it is a "
+            "combined forward: F3, B0, F3.1, F3.1+.",
         )
     letter, microbatch, chunk, combined = match.groups()
     return unit(_KIND_BY_LETTER[letter], int(microbatch), int(chunk or 0), bool(combined))

@@ -63,7 +63,7 @@ class ReadThroughGpu(Gpu):
 
 
 class DryRunGpu(ReadThroughGpu):
-    """A GPU that sets nothing; it logs resets, and each of a thousand requests at level DEBUG."""
+    """A GPU that sets nothing; it logs resets, and requests (thousands of them) at level DEBUG."""
 
     backend = "dry_run"
     drives_hardware = False

@@ -46,7 +46,7 @@ class KeptOrder:
 
     The first iteration of each number of microbatches is Megatron's alone: its units are held
     against the order that is planned for. If they come otherwise, Megatron trains on as it would
-    without EnvPipe, at the highest clock where other numbers have others.
+    without EnvPipe: at the highest clock, should iterations of another number have set a lower one.
 
     Args:
         session: gets an iteration for each call but the first.

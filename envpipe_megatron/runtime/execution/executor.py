@@ -102,7 +102,7 @@ def same_device() -> Callable[[], None]:
 
 
 class CudaExecutor:
-    """CUDA events around each unit; the host waits for the last one only, when an iteration ends.
+    """CUDA events around each unit; the host waits at the end of an iteration, if at all.
 
     Events are used again in the iteration after the next: the clock controller's thread may be a
     few units behind, never an iteration.
@@ -134,10 +134,11 @@ class CudaExecutor:
         return self._ends[-1]
 
     def end_iteration(self) -> StageRecord:
-        """Wait for the last unit, and read the events.
+        """Read the events, once the last unit has ended.
 
-        A framework that runs units itself has stepped its optimizer since: the last unit has ended
-        mostly, and waiting for what the stream holds now would take away the host's lead.
+        A framework that runs units itself has stepped its optimizer since, so mostly it has. Then
+        the host does not wait for all that the stream holds now, which would take away its lead,
+        but for a look at the clock twice a minute.
         """
         ended = self._ends[-1].query()  # type: ignore[no-untyped-call]  # torch's
         if not ended or time.monotonic() - self._seen_s > _SEEN_FOR_S:
