@@ -54,6 +54,8 @@ PLAN = "plan"
 BETWEEN = "between"
 #: The label of a run ends in this if the job may be started again.
 _START = re.compile(r"(^| )\d{4}-\d\d-\d\dT\S+$")
+#: The phase of a batch of another size than the full one ends in this.
+_BATCH = re.compile(r" (m\d+)$")
 #: Where the time of a window went.
 SHARES = ("compute_s", "blocking_s", "idle_s")
 
@@ -74,7 +76,8 @@ def phase_in_batch(phase: str, batch: str) -> str:
 
 def batch_of(phase: str) -> str:
     """The batch that a phase's steps are of: empty for that of full size."""
-    return phase.partition(" ")[2]
+    found = _BATCH.search(phase)
+    return found[1] if found else ""
 
 
 #: All phases, in the order in which a job comes to them.

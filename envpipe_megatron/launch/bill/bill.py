@@ -295,9 +295,9 @@ class Bill:
 def _place(window: EnergyWindow) -> tuple[Any, ...]:
     """By what phases of GPUs are sorted."""
     numbers = (-1 if number is None else number for number in (window.rank, window.stage))
-    name = window.phase
+    name, _, batch = window.phase.partition(" ")
     phase = PHASES.index(name) if name in PHASES else len(PHASES)
-    return window.run, *numbers, *window.gpu_key, phase, name
+    return window.run, *numbers, *window.gpu_key, phase, name, batch
 
 
 def bill_of(lines: Iterable[EnergyWindow | EnergyNote]) -> Bill:

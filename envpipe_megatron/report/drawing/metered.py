@@ -134,8 +134,9 @@ def steps_figure(series: Sequence[StepSeries], title: str) -> Figure:
     for column, run in zip(panels.T, series, strict=True):
         for axes, values in zip(column, (run.time_s, run.energy_j), strict=True):
             for phase, first, last in run.phases:
+                colour = _PHASE_COLOURS.get(phase.partition(" ")[0], GREY)
                 axes.axvspan(
-                    first - 0.5, last + 0.5, color=_PHASE_COLOURS.get(phase, GREY), alpha=0.22,
+                    first - 0.5, last + 0.5, color=colour, alpha=0.22,
                     linewidth=0,
                 )  # fmt: skip
             axes.plot(
@@ -152,7 +153,7 @@ def steps_figure(series: Sequence[StepSeries], title: str) -> Figure:
     ):
         axes.set_ylabel(label, fontsize=9, color=MUTED)
         axes.set_ylim(bottom=0)
-    found = {phase for run in series for phase, *_ in run.phases}
+    found = {phase.partition(" ")[0] for run in series for phase, *_ in run.phases}
     handles = [
         Patch(color=colour, alpha=0.4, label=phase)
         for phase, colour in _PHASE_COLOURS.items()

@@ -132,7 +132,7 @@ class JobFolder:
         """Write the profile that was measured, even if no plan can be made from it."""
         digests = self._written(PROFILE_FILE, profile)
         if digests:
-            self._store(profile=digests)
+            self._store(profile=digests, plan={})  # plans of another profile are not this one's
 
     def keep_plan(self, plan: Plan, steps: int, ended: Ended | None, batch: str = "") -> None:
         """Write the plan of a batch once nothing changes it any more."""

@@ -34,6 +34,8 @@ class SessionState:
     phase: Phase = Phase.WARMUP
     iteration: int = -1
     profile: Profile | None = None
+    #: What that was measured on; None if it was read.
+    profiled: Schedule | None = None
     plan: Plan | None = None
     #: Whether batches of several sizes have come.
     several_sizes: bool = False

@@ -150,8 +150,9 @@ def _is_baseline(config: SessionConfig, schedule: Schedule) -> bool:
 
 
 def _profile(job: PhaseParts, schedule: Schedule) -> PhaseRun[Profile]:
-    if job.state.profile is not None:  # of another batch: what units cost does not depend on it
-        return job.state.profile
+    before = job.state.profile  # of another batch: what units cost does not depend on it
+    if before is not None and _has_all_pairs(job.state.profiled, schedule):
+        return before
     given = job.config.profile_file
     if given is not None:
 
@@ -190,7 +191,14 @@ def _profile(job: PhaseParts, schedule: Schedule) -> PhaseRun[Profile]:
     job.memory.learn(schedule, job.specs)
     profile = with_memory(profile, job.memory.stages)
     job.folder.keep_profile(profile)
+    job.state.profiled = schedule
     return profile
+
+
+def _has_all_pairs(measured: Schedule | None, schedule: Schedule) -> bool:
+    """Whether each stage with combined units ran some: with few microbatches there are none."""
+    pairs = schedule.combined.any(axis=1)
+    return measured is None or bool((measured.combined.any(axis=1) >= pairs).all())
 
 
 def _swept_clocks(job: PhaseParts, step: float = SWEEP_STEP) -> tuple[int, ...]:

@@ -189,6 +189,20 @@ def test_a_profile_of_no_use_is_forgotten_with_its_plan(whole):
     assert read_job(whole, FINGERPRINT).phases_done == ("warm-up", "profile")
 
 
+def test_plans_of_other_batches_stand_beside_it_as_long_as_their_profile_does(whole):
+    folder = job_folder(whole)
+    folder.keep_plan(planned(), 3, None, "m4")
+    again = job_folder(whole)
+    assert again.found_plan("m4") == whole / "plan-m4.json"
+    assert again.found_plan("") == whole / "plan.json"
+    assert again.found_plan("m8") is None
+    again.keep_profile(profiled(watts=120.0))
+    assert read_job(whole, FINGERPRINT).plan == {}
+    job_folder(whole, {"other": 1})
+    assert (whole / "plan-m4.old1.json").exists()
+    assert not (whole / "plan-m4.json").exists()
+
+
 def test_a_plan_by_a_given_profile_is_found_again(tmp_path):
     (tmp_path / "given").mkdir()
     given = tmp_path / "given" / "mine.csv"

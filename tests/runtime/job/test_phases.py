@@ -412,6 +412,35 @@ def test_an_online_profile_knows_what_surrounds_the_units(measuring, tmp_path, i
     assert (tmp_path / "profile.csv").exists() is is_planner
 
 
+def test_one_profile_serves_all_batches_that_have_no_other_units(measuring):
+    rank: Any = Rank(SessionConfig(ENVELOPE), memory=Measured())
+    few, more = (builders.interleaved(STAGES, count, 2, combined=True) for count in (2, 8))
+    assert not few.combined[0].any()
+    made = finish(phases._profile(rank, few))
+    rank.state.profile = made
+    assert finish(phases._profile(rank, few)) is made
+    assert finish(phases._profile(rank, builders.interleaved(STAGES, 8, 2))) is made
+    assert finish(phases._profile(rank, more)) is not made  # the first stage's pairs
+    assert measuring.profiler[0] is more
+    assert finish(phases._profile(rank, few)) is made
+
+
+def test_a_batch_that_cannot_be_planned_leaves_the_others_as_they_are(saving, monkeypatch):
+    def fails(*arguments: Any) -> Any:
+        raise GoesOnError("Of a test")
+
+    monkeypatch.setattr(phases, "adopt_plan", fails)
+    rank = Rank(SessionConfig(ENVELOPE, warmup_iterations=1), batch="m4")
+    rank.folder.forget_profile = lambda: pytest.fail("others use it")  # type: ignore[method-assign]
+    rank.state.several_sizes = True
+    rank.state.notes = ("Of another.",)
+    order, _ = rank.run(2)[-1]
+    assert (order.phase, clocks_of(order)) == (Phase.STEADY, {1410})
+    note = "The framework's own order, at the highest clock: Of a test"
+    assert rank.state.notes == ("Of another.", f"m4: {note}")
+    assert note in rank.said
+
+
 def test_a_dry_run_says_that_it_changes_no_clock(measuring):
     rank: Any = Rank(SessionConfig(ENVELOPE), changes_clock=False, memory=Measured())
     finish(phases._profile(rank, builders.one_f_one_b(STAGES, MICROBATCHES)))
