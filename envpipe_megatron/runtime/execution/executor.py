@@ -140,10 +140,15 @@ class CudaExecutor:
         the host does not wait for all that the stream holds now, which would take away its lead,
         but for a look at the clock twice a minute.
         """
-        ended = self._ends[-1].query()  # type: ignore[no-untyped-call]  # torch's
+        last = self._ends[-1]
+        ended = last.query()  # type: ignore[no-untyped-call]  # torch's
         if not ended or time.monotonic() - self._seen_s > _SEEN_FOR_S:
-            self._seen = self._new_event()
-            self._seen.record(self._stream)
+            new = self._new_event()
+            if ended:
+                new.record(self._stream)
+                self._seen = new
+            else:  # it is kept, and recorded no more
+                self._events[self._recorded - 1], self._seen = new, last
             self._seen.synchronize()
             self._seen_s = time.monotonic()
             begin_s = self._seen_s - self._begin.elapsed_time(self._seen) / 1e3

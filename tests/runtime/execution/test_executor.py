@@ -62,7 +62,6 @@ def test_units_and_waits_are_timed_by_events_that_are_used_every_other_iteration
             timed.begin_unit()
             cuda.time_s += unit_s
             ends.append(timed.end_unit())
-        cuda.time_s += 2.0  # the optimizer's
         assert not cuda.waited
         record = timed.end_iteration()
         assert cuda.waited.pop() == "event"
@@ -71,7 +70,7 @@ def test_units_and_waits_are_timed_by_events_that_are_used_every_other_iteration
         assert record.end_s.tolist() == pytest.approx([0.5, 1.75, 3.75])
         assert record.receive_wait_s.tolist() == pytest.approx([0.0, 0.25, 0.0])
         assert record.begin_s == pytest.approx(begin_s)
-        assert (record.iteration_time_s, record.wall_time_s) == pytest.approx((3.75, 5.75))
+        assert (record.iteration_time_s, record.wall_time_s) == pytest.approx((3.75, 3.75))
         if number == 1:
             made = cuda.made
             assert not set(ends[:3]) & set(ends[3:])  # the controller may still look at them
@@ -89,7 +88,8 @@ def test_a_host_that_comes_after_the_last_unit_waits_for_nothing(cuda):
             timed.begin_unit()
             cuda.time_s += 1.5
             timed.end_unit()
-        cuda.time_s += 2.0  # the optimizer's
+        if cuda.host_is_late:
+            cuda.time_s += 2.0  # the optimizer's
         record = timed.end_iteration()
         assert record.begin_s == pytest.approx(begin_s)
         assert record.iteration_time_s == pytest.approx(3.0)
