@@ -212,6 +212,49 @@ def let_torch_norm_be_sequence_parallel() -> None:
     WrappedTorchNorm.__new__ = make_and_mark
 
 
+def attend_as_transformer_engine() -> None:
+    """Let Megatron's own attention do two things that it leaves to Transformer Engine's.
+
+    It sees the keys of other context-parallel ranks, of which rank r has chunks r and 2n - 1 - r of
+    each sequence, and those rows of the mask; and keys may be wider than values, as latent ones.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    make, attend = DotProductAttention.__init__, DotProductAttention.forward
+
+    def make_anyhow(
+        self: Any,
+        config: Any,
+        *rest: Any,
+        k_channels: Any = None,
+        v_channels: Any = None,
+        **named: Any,
+    ) -> None:
+        width = v_channels or config.kv_channels
+        with patch.multiple(config, context_parallel_size=1, kv_channels=width):
+            make(self, config, *rest, **named)
+
+    def whole(part: torch.Tensor) -> torch.Tensor:
+        group = parallel_state.get_context_parallel_group()
+        n = group.size()
+        if n == 1:
+            return part
+        chunks = gather_from_sequence_parallel_region(part, group=group).chunk(2 * n)
+        return torch.cat([*chunks[::2], *reversed(chunks[1::2])])
+
+    def attend_to_all(
+        self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return attend(self, query, whole(key), whole(value), *args, **kwargs)
+
+    multi_latent_attention.HAVE_TE = False  # 0.16 finds its names, which are None
+    DotProductAttention.__init__ = make_anyhow
+    DotProductAttention.forward = attend_to_all
+
+
 def keep_what_gloo_still_sends() -> None:
     """Keep a chunk's output while it is sent: a stream orders NCCL's sends, nothing gloo's."""
     from megatron.core.transformer import TransformerConfig
@@ -311,6 +354,7 @@ def main() -> None:
     with _CudaOnCpu():
         allow_no_cuda()
         let_torch_norm_be_sequence_parallel()
+        attend_as_transformer_engine()
         keep_what_gloo_still_sends()
         take_built_helpers(checkout)
         spawn_without_the_script()

@@ -25,6 +25,7 @@ CLOCKS_MHZ = (1410, 1290)
 PP4 = "--pipeline-model-parallel-size 4"
 PP2 = "--pipeline-model-parallel-size 2"
 PP2TP2 = f"{PP2} --tensor-model-parallel-size 2"
+PP2CP2 = f"{PP2} --context-parallel-size 2"
 OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 # So high that the first iterations overflow, and are skipped.
@@ -46,6 +47,8 @@ class Case:
     model: str = GPT
     data: str = MOCK_DATA
     length: str = ""
+    #: Of a stage.
+    chunks: int = 1
 
     @property
     def num_stages(self) -> int:
@@ -66,7 +69,7 @@ class Case:
     @property
     def env(self) -> dict[str, str]:
         # Megatron-LM insists on it.
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if self.mapping == PP2TP2 else {}
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if self.mapping in (PP2TP2, PP2CP2) else {}
 
 
 CASES = {

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from checkouts import TAGS
-from lm_cases import CASES, OVERLAPPED, PP2, PP4, Case, full, run_case, run_envpipe
+from lm_cases import (
+    CASES,
+    MICROBATCHES,
+    OVERLAPPED,
+    PP2,
+    PP2CP2,
+    PP4,
+    Case,
+    full,
+    run_case,
+    run_envpipe,
+    write_profile,
+)
 
-from envpipe_megatron.core.plan import read_plan
+from benchmarks.unmeasured import another_each_unit
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.formats.timeline import read_timelines
 
@@ -21,12 +37,28 @@ EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
     "--disable-bias-linear --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
 )
+CHUNKS = "--num-layers-per-virtual-pipeline-stage 1"
+#: What multi-token prediction and latent attention take.
+ROTARY = "--position-embedding-type rope"
+LATENT = (
+    f"--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 {ROTARY} "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 8 --rope-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear"
+)
+LAYOUT = "--pipeline-model-parallel-layout"
 KEPT = {
-    "two chunks": Case(PP2, "--num-layers-per-virtual-pipeline-stage 1"),
-    "two chunks, overlapped": Case(PP2, f"--num-layers-per-virtual-pipeline-stage 1 {OVERLAPPED}"),
-    "four stages, two chunks": Case(
-        PP4, "--num-layers 8 --num-layers-per-virtual-pipeline-stage 1"
+    "two chunks": Case(PP2, CHUNKS, chunks=2),
+    "two chunks, overlapped": Case(PP2, f"{CHUNKS} {OVERLAPPED}", chunks=2),
+    "four stages, two chunks": Case(PP4, f"--num-layers 8 {CHUNKS}", chunks=2),
+    "context": Case(PP2CP2),
+    "multi-token prediction": Case(PP2, f"--mtp-num-layers 1 {ROTARY}"),
+    "multi-token prediction, two chunks": Case(
+        PP2, f"--mtp-num-layers 1 {ROTARY} {CHUNKS}", chunks=2
     ),
+    "latent attention": Case(PP4, LATENT),
+    "stages without layers": Case(PP4, f"{LAYOUT} E|t*3|t|L"),
+    "uneven chunks, one without layers": Case(PP2, f"{LAYOUT} Et|t|tt|L", chunks=2),
+    "one layer first": Case(PP4, "--num-layers 7 --decoder-first-pipeline-num-layers 1"),
     "experts": Case(PP2, EXPERTS),
     "experts on two ranks": Case(PP2, f"{EXPERTS} --expert-model-parallel-size 2"),
     "recompute": Case(PP4, "--recompute-granularity selective --recompute-modules mlp"),
@@ -43,21 +75,46 @@ def _level(run) -> str:
     )
 
 
+def _by_plan(case: Case, folder: Path) -> str:
+    """Write a plan whose clocks change at every unit, and say so."""
+    if case.chunks > 1:
+        order = builders.interleaved(case.num_stages, MICROBATCHES, case.chunks)
+    else:
+        order = builders.one_f_one_b(case.num_stages, MICROBATCHES)
+    write_profile(folder / "given.csv", case.num_stages)
+    profile = read_profile(folder / "given.csv").for_chunks(case.chunks)
+    conditions = Conditions((0.0,) * case.num_stages)
+    plan = Plan("custom", order, another_each_unit(order, profile), profile, conditions)
+    plan.write(folder / "plan.json")
+    return f"--envpipe-level units --envpipe-plan {folder / 'plan.json'}"
+
+
 @pytest.mark.parametrize("tag", TAGS)
 @pytest.mark.parametrize("name", KEPT)
 def test_units_have_clocks_in_megatrons_own_order(name, tag, checkout, patched, tmp_path):
     case = KEPT[name]
     stock = run_case(checkout(tag), case, "", tmp_path / "stock")
-    run = run_envpipe(patched(tag), case, tmp_path / "ours", "--envpipe-level units")
+    run = run_envpipe(patched(tag), case, tmp_path / "ours", _by_plan(case, tmp_path))
     assert _level(run) == "units"
     assert run.digits == stock.digits
     assert run.weights == stock.weights
     phases = [iteration.phase for iteration in run.iterations]
     assert phases[:2] == ["framework", "warm-up"]
-    assert phases[-1] in ("reconfigure", "steady")
+    assert phases[-1] == "steady"
+    units = 2 * MICROBATCHES * case.chunks * sum("steady" in phase for phase in phases)
+    requests = (tmp_path / "ours" / "output" / "clocks.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["changes"] >= units for line in requests)
 
 
-TWO_CHUNKS = "--num-layers-per-virtual-pipeline-stage 1"
+def test_clocks_are_adjusted_from_iteration_to_iteration(checkout, patched, tmp_path):
+    case = KEPT["two chunks"]
+    stock = run_case(checkout(TAGS[-1]), case, "", tmp_path / "stock")
+    run = run_envpipe(patched(TAGS[-1]), case, tmp_path / "ours", "--envpipe-level units")
+    assert run.digits == stock.digits
+    assert run.weights == stock.weights
+    assert "reconfigure" in [iteration.phase for iteration in run.iterations]
+
+
 SAMPLES = "--train-samples {} --lr-decay-samples 1000"
 RAMP_UP = f"{SAMPLES} --rampup-batch-size {{}} {{}} {{}} --global-batch-size {{}}"
 #: Its thresholds are in tokens.
@@ -65,14 +122,14 @@ STEPS = f'{SAMPLES} --step-batch-size-schedule "0:{{}} {{}}:{{}} {{}}:{{}}"'
 #: Batches of 2, 4 and 6 microbatches, on one replica or two.
 GROWING = {
     "ramp-up": Case(PP4, length=RAMP_UP.format(84, 2, 2, 48, 6)),
-    "ramp-up, two chunks": Case(PP2, TWO_CHUNKS, length=RAMP_UP.format(168, 4, 4, 96, 12)),
+    "ramp-up, two chunks": Case(PP2, CHUNKS, length=RAMP_UP.format(168, 4, 4, 96, 12)),
 }
 #: Since 0.18, which ignores a ramp-up. A batch to evaluate has one microbatch by default.
 SCHEDULED = {
     "steps": Case(PP4, length=STEPS.format(72, 2, 12 * 32, 4, 36 * 32, 6)),
     "steps, two chunks": Case(
         PP2,
-        f"{TWO_CHUNKS} --eval-global-batch-size 4",
+        f"{CHUNKS} --eval-global-batch-size 4",
         length=STEPS.format(144, 4, 24 * 32, 8, 72 * 32, 12),
     ),
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -297,6 +298,8 @@ def _build(job: Job) -> tuple[list[torch.nn.Module], Callable[[], None], Callabl
         virtual_pipeline_model_parallel_size=job.chunks if job.chunks > 1 else None,
         microbatch_group_size_per_vp_stage=job.group,
         pipeline_dtype=torch.float32,
+        variable_seq_lengths=bool(job.lengths),
+        moe_token_dispatcher_type="alltoall",  # varying lengths refuse the default, experts or not
         use_cpu_initialization=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -494,9 +497,9 @@ def _stage() -> int:
 def _data(job: Job, step: int, replica: int, count: int) -> Any:
     """An iterator over this replica's microbatches of a step; with chunks one for each."""
     generator = torch.Generator().manual_seed(step * 97 + replica)
+    lengths = itertools.islice(itertools.cycle(job.lengths or (SEQUENCE,)), count)
     tokens = [
-        torch.randint(0, VOCAB, (MICROBATCH, SEQUENCE + 1), generator=generator)
-        for _ in range(count)
+        torch.randint(0, VOCAB, (MICROBATCH, length + 1), generator=generator) for length in lengths
     ]
     iterators = [iter(tokens) for _ in range(job.chunks)]
     return iterators if job.chunks > 1 else iterators[0]
@@ -507,8 +510,9 @@ def _forward_step(
 ) -> tuple[torch.Tensor, Any]:
     config: Any = get_model_config(model)
     tokens = next(data_iterator)
-    positions = torch.arange(SEQUENCE).expand(MICROBATCH, SEQUENCE)
-    mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None]
+    length = tokens.shape[1] - 1
+    positions = torch.arange(length).expand(MICROBATCH, length)
+    mask = torch.ones(length, length).triu(1).bool()[None, None]
     output = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
 
     def loss_func(losses: torch.Tensor, non_loss_data: bool = False) -> Any:
