@@ -95,7 +95,15 @@ ENVPIPE = "--envpipe-type envelope --envpipe-scheduling envpipe --envpipe-reconf
 AUTO = "--envpipe-type optimal"
 
 
-def run_case(checkout: Path, case: Case, args: str, folder: Path, *, attached: bool = False) -> Run:
+def run_case(
+    checkout: Path,
+    case: Case,
+    args: str,
+    folder: Path,
+    *,
+    attached: bool = False,
+    forward_s: float = FORWARD_S,
+) -> Run:
     """Train it, on emulated GPUs where EnvPipe asks for some."""
     run = run_pretrain(
         checkout,
@@ -104,7 +112,7 @@ def run_case(checkout: Path, case: Case, args: str, folder: Path, *, attached: b
         env={
             **case.env,
             "ENVPIPE_EMULATED_GPU": PRESET,
-            "ENVPIPE_EMULATED_FORWARD_S": str(FORWARD_S),
+            "ENVPIPE_EMULATED_FORWARD_S": str(forward_s),
             "ENVPIPE_EMULATED_ROOT": str(folder / "gpus"),
         },
         attached=attached,

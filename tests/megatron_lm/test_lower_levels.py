@@ -63,6 +63,8 @@ KEPT = {
     "experts on two ranks": Case(PP2, f"{EXPERTS} --expert-model-parallel-size 2"),
     "recompute": Case(PP4, "--recompute-granularity selective --recompute-modules mlp"),
 }
+#: Warm-up, a profile of all clocks, and a steady phase.
+LOOP_STEPS = 200
 Find = Callable[[str], Path]
 
 
@@ -165,6 +167,26 @@ def test_each_size_of_a_batch_that_grows_has_a_plan(name, tag, checkout, patched
         for iteration in steady:
             clocks = plan.frequency_mhz[iteration.labels.stage].tolist()
             assert iteration.frequency_mhz.tolist() == clocks
+
+
+@pytest.mark.parametrize("policy", ["envelope", "optimal"])
+@pytest.mark.parametrize("name", ["two chunks", "four stages, two chunks"])
+def test_the_whole_loop_saves_as_simulated(name, policy, patched, tmp_path):
+    """Profile and plan while it trains, on one row of the profile for each chunk."""
+    case = KEPT[name]
+    how = (
+        f"--envpipe --envpipe-level units --envpipe-type {policy} --envpipe-output output "
+        f"--train-iters {LOOP_STEPS} --eval-interval {2 * LOOP_STEPS}"
+    )
+    run = run_case(patched(TAGS[-1]), case, how, tmp_path / "ours", forward_s=0.03)
+    output = run.folder / "output"
+    plan = read_plan(output / "plan.json", read_profile(output / "profile.csv"))
+    assert plan.schedule.num_chunks == case.chunks
+    simulated = plan.cost.saving_percent(plan.baseline.cost)
+    compared = json.loads((output / "summary.json").read_text())["job"]["comparison"]
+    print(f"{name}, {policy}: {simulated=:.2f} %, measured {compared}")
+    assert compared["saving_percent"] == pytest.approx(simulated, abs=1)
+    assert compared["slowdown_percent"] < 0.5
 
 
 @pytest.mark.parametrize("level", ["observe", "uniform"])

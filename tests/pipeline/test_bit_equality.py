@@ -282,7 +282,6 @@ def _run_online(stock, ours, job: Job, how: Ours) -> list[Result]:
 REDUCERS = [
     ("overlap_grad_reduce",),
     ("overlap_grad_reduce", "align_grad_reduce"),
-    ("use_distributed_optimizer", "overlap_grad_reduce"),
     ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
 ]
 

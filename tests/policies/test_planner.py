@@ -365,10 +365,10 @@ def test_envpipe_in_full_on_gpt3_175b(gpu, blocking_power_w, num_microbatches, l
     assert abs(plan.cost.slowdown_percent(baseline)) < 0.01
 
 
-def test_greedy_takes_2905_steps_on_the_a100_with_96_microbatches():
+def test_greedy_takes_340_steps_on_the_a100_with_24_microbatches():
     profile = published("emulation/stage_profile/gpt3-175b_a100_sxm.csv")
-    planned = make_plan(profile, PlanRequest(96, "envpipe", "envelope", "greedy", 83.64))
-    assert planned.reconfigured.steps == 2905
+    planned = make_plan(profile, PlanRequest(24, "envpipe", "envelope", "greedy", 83.64))
+    assert planned.reconfigured.steps == 340
     assert planned.reconfigured.ended is Ended.ENVELOPE
     assert planned.plan.schedule.peak_in_flight[0] == 18
 
