@@ -25,6 +25,7 @@ class Job:
         combined: whether Megatron overlaps the communication of experts: its interleaved function
             then calls another one, in whose place `training.in_turn` stands.
         counts: number of microbatches of each step, where that changes.
+        bert: whether the model is Megatron's BERT, in place of its GPT.
         lengths: of the sequences of each microbatch, in turn, where they vary.
         steps: how many; None ends `STEADY_STEPS` after EnvPipe has come to its steady phase.
         reducer: options of megatron-core's DistributedDataParallel that are on, or
@@ -38,6 +39,7 @@ class Job:
     group: int | None = None
     combined: bool = False
     counts: tuple[int, ...] = ()
+    bert: bool = False
     lengths: tuple[int, ...] = ()
     steps: int | None = 3
     tied: bool = False

@@ -49,6 +49,7 @@ JOBS = {
     "overlapped experts, four stages": Job(4, 8, chunks=2, combined=True),
     "overlapped experts, few microbatches": Job(2, 2, chunks=2, combined=True, reducer=()),
     "recompute": Job(2, 4, chunks=2, recompute=True),
+    "bert, two chunks": Job(2, 6, chunks=2, bert=True),
     "lengths vary": Job(4, 6, lengths=(16, 5, 11, 2)),
     "lengths vary, two chunks": Job(2, 6, chunks=2, lengths=(16, 5, 11, 2)),
     "reduced and evaluated": Job(2, 6, tied=True, reducer=(), evaluate_after=1),

@@ -26,6 +26,8 @@ from jobs import MAX_STEPS, STEADY_STEPS, Bits, Job, Ours, Result
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -318,14 +320,15 @@ def _build(job: Job) -> tuple[list[torch.nn.Module], Callable[[], None], Callabl
         recompute_num_layers=1 if job.recompute else None,
     )
     config.overlap_moe_expert_parallel_comm = job.combined  # it wants experts and CUDA
+    made: Callable[..., Any] = partial(GPTModel, config, get_gpt_layer_local_spec())
+    if job.bert:
+        made = partial(BertModel, config, 0, bert_layer_local_spec, add_binary_head=False)
     chunks: list[torch.nn.Module] = []
     for chunk in range(job.chunks):
         vp_stage = chunk if job.chunks > 1 else None
-        model = GPTModel(
-            config,
-            get_gpt_layer_local_spec(),
-            VOCAB,
-            SEQUENCE,
+        model = made(
+            vocab_size=VOCAB,
+            max_sequence_length=SEQUENCE,
             pre_process=parallel_state.is_pipeline_first_stage(False, vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(False, vp_stage),
             share_embeddings_and_output_weights=job.tied,
@@ -513,7 +516,12 @@ def _forward_step(
     length = tokens.shape[1] - 1
     positions = torch.arange(length).expand(MICROBATCH, length)
     mask = torch.ones(length, length).triu(1).bool()[None, None]
-    output = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
+    if isinstance(model, BertModel):
+        seen = torch.arange(length) < length - torch.arange(MICROBATCH)[:, None]  # one is padded
+        output = model(tokens[:, :-1], seen, lm_labels=tokens[:, 1:])
+        output = output[0] if model.post_process else output
+    else:
+        output = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
 
     def loss_func(losses: torch.Tensor, non_loss_data: bool = False) -> Any:
         if non_loss_data:
