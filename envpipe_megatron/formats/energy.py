@@ -74,10 +74,10 @@ def phase_in_batch(phase: str, batch: str) -> str:
     return f"{phase} {batch}".strip()
 
 
-def batch_of(phase: str) -> str:
-    """The batch that a phase's steps are of: empty for that of full size."""
+def split_phase(phase: str) -> tuple[str, str]:
+    """`phase_in_batch` undone: the phase and its batch, which is empty for that of full size."""
     found = _BATCH.search(phase)
-    return found[1] if found else ""
+    return (phase[: found.start()], found[1]) if found else (phase, "")
 
 
 #: All phases, in the order in which a job comes to them.

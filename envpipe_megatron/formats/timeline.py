@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.core.schedule import ScheduleError, Unit, parse_unit
-from envpipe_megatron.formats.energy import Phase, batch_of, phase_in_batch, read_amount, read_text
+from envpipe_megatron.formats.energy import Phase, read_amount, read_text, split_phase
 
 TIMELINE_FORMAT = "envpipe-timeline/1"
 CLOCK_FORMAT = "envpipe-clock/1"
@@ -50,7 +50,7 @@ MOST_CLOCK_SAMPLES = 7200
 
 def is_recorded(phase: str, index: int) -> bool:
     """Whether the iteration of a phase is recorded; its first one has index 0."""
-    steady = phase == phase_in_batch(Phase.STEADY, batch_of(phase))
+    steady = split_phase(phase)[0] == Phase.STEADY
     return not steady or index < FIRST_STEADY or index % STEADY_STRIDE == 0
 
 

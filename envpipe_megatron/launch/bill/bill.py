@@ -24,7 +24,7 @@ from envpipe_megatron.formats.energy import (
     EnergyNote,
     EnergyWindow,
     Phase,
-    batch_of,
+    split_phase,
 )
 from envpipe_megatron.runtime.energy.steps import Comparison, RunningMean, StepEnergy, compare
 
@@ -286,7 +286,7 @@ class Bill:
             return {}
         energy_j = self.total().energy_j
         units: dict[str, float | None] = {"iteration": 1}
-        if not any(batch_of(phase) for _, _, phase, _ in self.phases):
+        if not any(split_phase(phase)[1] for _, _, phase, _ in self.phases):
             units["token"] = self.fact("tokens_per_iteration")
             units["sample"] = self.fact("samples_per_iteration")
         return {name: energy_j / iterations / count for name, count in units.items() if count}
@@ -295,7 +295,7 @@ class Bill:
 def _place(window: EnergyWindow) -> tuple[Any, ...]:
     """By what phases of GPUs are sorted."""
     numbers = (-1 if number is None else number for number in (window.rank, window.stage))
-    name, _, batch = window.phase.partition(" ")
+    name, batch = split_phase(window.phase)
     phase = PHASES.index(name) if name in PHASES else len(PHASES)
     return window.run, *numbers, *window.gpu_key, phase, name, batch
 

@@ -15,7 +15,14 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.formats.energy import BETWEEN, PHASES, PLAN, EnergyWindow, name_of_run
+from envpipe_megatron.formats.energy import (
+    BETWEEN,
+    PHASES,
+    PLAN,
+    EnergyWindow,
+    name_of_run,
+    split_phase,
+)
 from envpipe_megatron.report.alignment import StartAndNode
 from envpipe_megatron.report.drawing.style import (
     BLUE,
@@ -134,7 +141,7 @@ def steps_figure(series: Sequence[StepSeries], title: str) -> Figure:
     for column, run in zip(panels.T, series, strict=True):
         for axes, values in zip(column, (run.time_s, run.energy_j), strict=True):
             for phase, first, last in run.phases:
-                colour = _PHASE_COLOURS.get(phase.partition(" ")[0], GREY)
+                colour = _PHASE_COLOURS.get(split_phase(phase)[0], GREY)
                 axes.axvspan(
                     first - 0.5, last + 0.5, color=colour, alpha=0.22,
                     linewidth=0,
@@ -153,7 +160,7 @@ def steps_figure(series: Sequence[StepSeries], title: str) -> Figure:
     ):
         axes.set_ylabel(label, fontsize=9, color=MUTED)
         axes.set_ylim(bottom=0)
-    found = {phase.partition(" ")[0] for run in series for phase, *_ in run.phases}
+    found = {split_phase(phase)[0] for run in series for phase, *_ in run.phases}
     handles = [
         Patch(color=colour, alpha=0.4, label=phase)
         for phase, colour in _PHASE_COLOURS.items()

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from envpipe_megatron.formats.energy import FRAMEWORK, PLAN, Phase, batch_of, phase_in_batch
+from envpipe_megatron.formats.energy import FRAMEWORK, PLAN, Phase, phase_in_batch, split_phase
 from envpipe_megatron.runtime.channel.collectives import SUM, Collectives
 from envpipe_megatron.runtime.energy.log import EnergyLog, Window
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
@@ -217,7 +217,7 @@ class TrainingEnergy:
     def baseline_of(self, phases: Iterable[str]) -> BaselineEnergy | None:
         """What steps of these phases compare with; None if they are not all of one batch."""
         # A batch's first step is the framework's alone, which does not say of which batch it is.
-        batches = {p if p == FRAMEWORK else batch_of(p) for p in phases if p != PLAN}
+        batches = {p if p == FRAMEWORK else split_phase(p)[1] for p in phases if p != PLAN}
         return self.baselines.get(batches.pop()) if len(batches) == 1 else None
 
     def measure_into(self, interval: Interval | None) -> None:
@@ -328,8 +328,8 @@ class TrainingEnergy:
         self._lap.add(step)
         if self._measured is not None:
             self._measured.add(step)
-        batch = batch_of(step.phase)
-        if step.phase == phase_in_batch(Phase.WARMUP, batch) and batch not in self._settled:
+        phase, batch = split_phase(step.phase)
+        if phase == Phase.WARMUP and batch not in self._settled:
             self._warmups.setdefault(batch, []).append(step)
 
     def _counter_j(self, time_s: float) -> float:

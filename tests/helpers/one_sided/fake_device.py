@@ -20,10 +20,9 @@ from taking_turns import Turns, always
 
 from envpipe_megatron.runtime.channel.flag_page import FlagPage, Word
 from envpipe_megatron.runtime.channel.messages import TensorSpec
+from envpipe_megatron.runtime.channel.puts import GRACE_S
 
 _CPU = torch.device("cpu")
-#: For a process that has lost a neighbour to end by itself.
-_GRACE_S = 15.0
 
 
 class FakeDevice:
@@ -90,7 +89,7 @@ class FakeDevice:
     def abandon(self) -> None:
         """As `Device`'s."""
         self.abandoned = True
-        self.turns.ends_at[self.rank] = self.turns.now_s + _GRACE_S
+        self.turns.ends_at[self.rank] = self.turns.now_s + GRACE_S
 
     def expect_again(self, within_s: float | None) -> None:
         """As `Device`'s; here no thread looks by itself."""

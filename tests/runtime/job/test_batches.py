@@ -16,7 +16,7 @@ from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
-from envpipe_megatron.formats.energy import batch_of, read_energy_logs
+from envpipe_megatron.formats.energy import read_energy_logs, split_phase
 from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
 from envpipe_megatron.report.run_folder import read_run_folder
@@ -105,7 +105,7 @@ def test_steps_are_compared_with_the_baseline_of_their_size(three_ranks, tmp_pat
         assert abs(compared["slowdown_percent"]) < 8
     # The log has them apart, and so has whoever reads it.
     logs = read_energy_logs([tmp_path / "output" / "energy.jsonl"])
-    sizes = {batch_of(window.phase) for window in logs.windows}
+    sizes = {split_phase(window.phase)[1] for window in logs.windows}
     assert sizes == {"", "m2"}
     bill = bill_of(logs.lines)
     assert bill.steps("steady").iterations == 3
