@@ -10,9 +10,10 @@ import numpy as np
 from benchmarks.planner.workloads import preset_profile
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.frequencies import Frequencies, envelope
 from envpipe_megatron.policies.limits import order_limits
@@ -44,7 +45,7 @@ def write_unmeasured_plan(
     """Write profile.csv and plan.json of an order; by default its inner units ask for clocks."""
     profile_file, plan_file = folder / "profile.csv", folder / "plan.json"
     clocks_mhz = load_preset(PRESET).supported_frequencies_mhz[:60:6]
-    times_s = dict.fromkeys(Kind, 0.01)
+    times_s = dict.fromkeys(WHOLE, 0.01)
     preset_profile(PRESET, schedule.num_stages, times_s, clocks_mhz).write(profile_file)
     profile = read_profile(profile_file).for_chunks(schedule.num_chunks)
     conditions = Conditions((0.0,) * schedule.num_stages)

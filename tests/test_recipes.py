@@ -13,7 +13,8 @@ CURVE = {1200: (0.10, 40.0), 1000: (0.11, 34.0), 800: (0.13, 31.0)}
 
 CODE = '''
 import numpy as np
-from envpipe_megatron.core.schedule import Kind, Schedule, unit
+from envpipe_megatron.core.kinds import WHOLE, Kind, unit
+from envpipe_megatron.core.schedule import Schedule
 
 
 def in_pairs(profile, request):
@@ -21,7 +22,7 @@ def in_pairs(profile, request):
     order = [
         unit(kind, first + m)
         for first in range(0, request.num_microbatches, 2)
-        for kind in Kind
+        for kind in WHOLE
         for m in range(2)
     ]
     stages = (tuple(order),) * profile.num_stages
@@ -31,7 +32,7 @@ def in_pairs(profile, request):
 def one_more(profile, request):
     """The order of another job than was asked for."""
     microbatches = request.num_microbatches + 1
-    order = [unit(kind, m) for kind in Kind for m in range(microbatches)]
+    order = [unit(kind, m) for kind in WHOLE for m in range(microbatches)]
     return Schedule("one-more", microbatches, 1, (tuple(order),) * profile.num_stages)
 
 

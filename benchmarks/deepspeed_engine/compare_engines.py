@@ -26,7 +26,7 @@ from deepspeed.pipe import PipelineModule
 from scipy import stats
 
 from benchmarks.planner.workloads import preset_profile
-from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.integrations.deepspeed import initialize
 from envpipe_megatron.integrations.deepspeed.layers import TransformerShape

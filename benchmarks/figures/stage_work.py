@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.figures.experiments import Model, Precision
 from benchmarks.figures.layers import Stage, loss_of
-from envpipe_megatron.core.schedule import Unit
+from envpipe_megatron.core.kinds import Unit
 
 
 class TrainingWork:

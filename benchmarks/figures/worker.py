@@ -28,7 +28,7 @@ from benchmarks.figures.requests import (
     RunRequest,
 )
 from benchmarks.figures.stage_work import TrainingWork, rehearse
-from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.emulated.presets import FitError, GpuPreset, Kind, KindModel, load_preset
+from envpipe_megatron.gpu.emulated.presets import FitError, GpuPreset, KindModel, load_preset
 
 Array = npt.NDArray[np.float64]
 
@@ -108,7 +108,7 @@ def errors(preset: GpuPreset, samples: Samples) -> FitError:
     for backward, frequency_mhz, ratio, power_w in zip(
         samples.backward, samples.frequency_mhz, samples.time_ratio, samples.power_w, strict=True
     ):
-        kind: Kind = "backward" if backward else "forward"
+        kind = "backward" if backward else "forward"
         time_error.append(abs(preset.unit_time_s(kind, frequency_mhz, 1.0) / ratio - 1) * 100)
         power_error.append(abs(preset.busy_power_w(kind, frequency_mhz) / power_w - 1) * 100)
     return FitError(

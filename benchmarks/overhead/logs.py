@@ -20,7 +20,7 @@ def leave_logs(rank: int, root: Path) -> tuple[dict[str, int], float]:
     import plain_stages  # type: ignore[import-not-found]  # of tests/
     import torch.distributed as dist
 
-    from envpipe_megatron.core.schedule import Kind
+    from envpipe_megatron.core.kinds import Kind
     from envpipe_megatron.formats.energy import Phase
     from envpipe_megatron.policies.planner import PlanRequest
     from envpipe_megatron.runtime.job.session import SessionConfig

@@ -34,9 +34,10 @@ from benchmarks.outputs import (
 from benchmarks.planner.memory import MemoryPrediction, memory_cells, memory_figure
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import make_conditions
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile, read_profile
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.schedule import Schedule
 
 MEASURED = Path(__file__).resolve().parents[1] / "h200"
 NAME = "h200_validation"

@@ -38,8 +38,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.core import builders
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile import Profile, ProfileRow
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 
 Recipe = Literal["zeus", "sosp24"]

@@ -37,9 +37,10 @@ from envpipe_megatron.core import builders
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.evaluation import evaluate
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile, read_profile
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.errors import EnvPipeError
 
@@ -131,7 +132,7 @@ def read_workload(folder: Path) -> Workload:
 def _parse_run(row: dict[str, str], plans: dict[str, Any], schedule: Schedule) -> MeasuredRun:
     name = f"{row['system']}-{row['plan']}"
     clocks = plans[name]
-    lengths = {len(stage[kind.value]) for stage in clocks for kind in Kind}
+    lengths = {len(stage[kind.value]) for stage in clocks for kind in WHOLE}
     if len(clocks) != schedule.num_stages or lengths != {schedule.num_microbatches}:
         raise ValueError(f"plan {name} has other stages or microbatches than meta.json")
     frequency_mhz = np.array(

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile, read_profile
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.planner import PlanRequest
 

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planner.workloads import preset_profile
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.formats.energy import ENERGY_FORMAT, Phase
 from envpipe_megatron.formats.timeline import FIRST_STEADY
 from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset

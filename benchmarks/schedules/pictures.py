@@ -19,9 +19,10 @@ from benchmarks.claims import markdown_line
 from benchmarks.planner.workloads import preset_profile
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import make_conditions
+from envpipe_megatron.core.kinds import WHOLE, Kind, unit
 from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.schedule import Kind, Schedule, unit
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.gpu.overrides import sweep_range
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
@@ -141,7 +142,7 @@ def emulated_profile() -> Profile:
 
 def one_at_a_time() -> Schedule:
     """Each microbatch goes forth and back before the next one starts: only one stage works."""
-    order = tuple(unit(kind, m) for m in range(MICROBATCHES) for kind in Kind)
+    order = tuple(unit(kind, m) for m in range(MICROBATCHES) for kind in WHOLE)
     return Schedule("no pipelining", MICROBATCHES, 1, (order,) * STAGES)
 
 

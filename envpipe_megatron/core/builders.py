@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from envpipe_megatron.core.schedule import Kind, Schedule, ScheduleError, Unit, check_size, unit
+from envpipe_megatron.core.kinds import Kind, ScheduleError, Unit, unit
+from envpipe_megatron.core.schedule import Placement, Schedule, check_size
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
@@ -125,7 +126,7 @@ def whole_iteration(num_stages: int) -> Schedule:
     """
     _check_job(num_stages, 1)
     order = (unit(Kind.FORWARD, 0),)
-    return Schedule("whole-iteration", 1, 1, (order,) * num_stages, linked=False)
+    return Schedule("whole-iteration", 1, 1, (order,) * num_stages, Placement.APART)
 
 
 def one_f_one_b_warmups(num_stages: int) -> list[int]:

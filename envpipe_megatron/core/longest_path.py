@@ -1,8 +1,8 @@
 """The longest path through a schedule: the one place that says how early and late units can end.
 
 A unit starts when its stage has ended the unit before it and its input has arrived from the
-neighbour stage. A combined forward takes no time here, and what needs its output waits for the
-backward that it is combined with. Where a duration depends on the start, as with late clocks,
+neighbour stage. Units that run as one with the next take no time here, and what needs their output
+waits for the last of them. Where a duration depends on the start, as with late clocks,
 callers go through `LongestPath.order` themselves.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.errors import EnvPipeError
 
 
@@ -146,6 +146,7 @@ def latency_by_node(schedule: Schedule, latency_s: float | Sequence[float]) -> l
     backward = schedule.is_backward.ravel()
     # Between the last stage and the first, the wrong way round for the unit's kind.
     wraps = np.where(backward, source_stage < stage, source_stage > stage)
+    wraps &= schedule.placement is Placement.LOOPED
     boundary = np.where(wraps, boundaries, np.minimum(stage, source_stage))
     by_node = np.where(cross >= 0, hop[boundary], 0.0)
     hops_s: list[float] = by_node.tolist()

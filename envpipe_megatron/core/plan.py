@@ -35,8 +35,9 @@ from envpipe_megatron.core.fields import (
     of_type,
     read_json,
 )
-from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.schedule import Schedule, ScheduleError, parse_unit
+from envpipe_megatron.core.kinds import Kind, ScheduleError, parse_unit
+from envpipe_megatron.core.profile import Profile, ProfileError, SplitBackward
+from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.sidecar import read_wait_power, wait_power_entries
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.files import replace_files
@@ -179,6 +180,10 @@ class Plan:
         }
         if self.park_mhz is not None and self.park_mhz.any():
             data["park_mhz"] = self.park_mhz.tolist()
+        if self.schedule.placement is not Placement.LOOPED:
+            data["placement"] = self.schedule.placement.value
+        if self.schedule.split and self.profile.assumed is not None:
+            data["assumed_split"] = vars(self.profile.assumed)
         if self.profile.interpolates:
             data["interpolated"] = True
         if self.energy_lower_bound_j is not None:
@@ -207,12 +212,15 @@ def framework_schedule(schedule: Schedule) -> Schedule:
         if schedule.forward_only:
             return builders.forward_only(stages, microbatches)
         return builders.one_f_one_b(stages, microbatches)
-    first_group = int((schedule.chunks[0] > 0).argmax())  # the first stage goes on to chunk 1
-    job = stages, microbatches, schedule.num_chunks, max(stages, first_group)
+    group = stages
+    if schedule.placement is Placement.LOOPED:
+        group = int((schedule.chunks[0] > 0).argmax())  # the first stage goes on to chunk 1
+    job = stages, microbatches, schedule.num_chunks, max(stages, group)
     if schedule.forward_only:
         return builders.forward_only(*job)
     try:
-        return builders.interleaved(*job, combined=bool(schedule.combined.any()))
+        combined = bool((schedule.combined & ~schedule.is_backward).any())
+        return builders.interleaved(*job, combined=combined)
     except ScheduleError:
         return schedule
 
@@ -258,6 +266,7 @@ def plan_of_fields(fields: Fields, profile: Profile) -> Plan:
             num_microbatches,
             num_chunks,
             tuple(tuple(parse_unit(text) for text in order) for order in orders),
+            fields.read("placement", _placement, Placement.LOOPED),
         )
     except ScheduleError as error:
         raise PlanError(f"{fields.path}: field 'schedule': {error}") from error
@@ -267,6 +276,8 @@ def plan_of_fields(fields: Fields, profile: Profile) -> Plan:
         return np.array(fields.read(name, by_stage), dtype=np.int64)
 
     profile = replace(profile, interpolates=fields.read("interpolated", FLAG, False))
+    if schedule.split and Kind.INPUT_GRADIENT not in profile.kinds:
+        profile = profile.with_split_backwards(fields.read("assumed_split", _assumed_split))
     plan = Plan(
         fields.read("policy", TEXT, "custom"),
         schedule,
@@ -277,6 +288,19 @@ def plan_of_fields(fields: Fields, profile: Profile) -> Plan:
         energy_lower_bound_j=fields.read("energy_lower_bound_j", AMOUNT, None),
     )
     return _compare_with_stored(plan, fields)
+
+
+def _placement(value: Any) -> Placement:
+    if value not in set(Placement):
+        raise ValueError(f"one of {', '.join(Placement)}")
+    return Placement(value)
+
+
+def _assumed_split(value: Any) -> SplitBackward:
+    try:
+        return SplitBackward(**{name: AMOUNT(share) for name, share in value.items()})
+    except (AttributeError, TypeError, ProfileError):
+        raise ValueError("an object of input_share and overhead") from None
 
 
 def _compare_with_stored(plan: Plan, fields: Fields) -> Plan:

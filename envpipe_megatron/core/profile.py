@@ -3,10 +3,12 @@
 The CSV is Zeus's and lowtime's, `stage,instruction,frequency,time,energy` with MHz, s and J for one
 GPU and one microbatch, its columns in any order. Columns `energy_uncertainty_j` (the standard
 uncertainty, empty if not known) and `chunk` may follow; others are kept out. With `chunk`, each
-row is of that virtual stage, and its instruction may also be `combined`: a backward of it and the
-forward that runs as one with that; without, all chunks of a stage are alike. Zeus writes a row for
-each `rank`: a stage's time is that of its slowest GPU, for which the others wait, its energy the
-mean of its GPUs. A sidecar JSON of the same name holds what else was measured about the job.
+row is of that virtual stage; without, all chunks of a stage are alike. An instruction is the name
+of a kind of unit: forwards and backwards always, both parts of a backward where that can be split,
+and `combined` (a backward of the chunk, and the forward that runs as one with it) where there are
+chunks. Zeus writes a row for each `rank`: a stage's time is that of its slowest GPU, for which the
+others wait, its energy the mean of its GPUs. A sidecar JSON of the same name holds what else was
+measured about the job.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +36,8 @@ from envpipe_megatron.core.fields import (
     Row,
     read_table,
 )
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar, read_sidecar, sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
@@ -42,8 +46,9 @@ COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
 _RANK = "rank"
 _UNCERTAINTY = "energy_uncertainty_j"
 _CHUNK = "chunk"
-_COMBINED = "combined"
-#: What a combined forward takes beside its backward: nothing, to those who do not divide by it.
+#: The kinds that a profile's file may list.
+_LISTED = tuple(kind for kind in Kind if kind is not Kind.NOTHING)
+#: What `Kind.NOTHING` takes: nothing, to those who do not divide by it.
 _NOTHING_S = 1e-9
 #: Mean power of a unit. A GPU draws more than the first when idle; none draws nearly the second.
 _POWERS_W = (5.0, 5000.0)
@@ -77,15 +82,37 @@ class ProfileRow:
         if known is not None and not 0 <= known < math.inf:
             raise ProfileError("The uncertainty of a row's energy is at least 0", value=known)
 
-    def per_chunk(self, num_chunks: int) -> ProfileRow:
-        """The row of one of `num_chunks` equal parts of the unit."""
+    def scaled(self, share: float) -> ProfileRow:
+        """The row of a share of the unit."""
         known = self.energy_uncertainty_j
         return ProfileRow(
             self.frequency_mhz,
-            self.time_s / num_chunks,
-            self.energy_j / num_chunks,
-            None if known is None else known / num_chunks,
+            self.time_s * share,
+            self.energy_j * share,
+            None if known is None else known * share,
         )
+
+
+@dataclass(frozen=True)
+class SplitBackward:
+    """What is assumed of a backward in two parts, where neither was measured.
+
+    Args:
+        input_share: the share of the input's gradient.
+        overhead: what both together take more than the whole backward, as a fraction of that, in
+            time and in energy.
+    """
+
+    input_share: float = 0.5
+    overhead: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.input_share < 1 and 0 <= self.overhead < math.inf):
+            raise ProfileError(
+                "A split backward has a share of its first part between 0 and 1, and an overhead "
+                "of zero or more",
+                value=(self.input_share, self.overhead),
+            )
 
 
 @dataclass(frozen=True)
@@ -93,17 +120,16 @@ class Profile:
     """A complete profile: at least one row for every stage, listed chunk and instruction.
 
     Args:
-        rows: for each part and kind, the rows with the highest frequency first. A part is a stage,
-            or chunk `c` of stage `s` at `s * parts_per_stage + c`. With `combined`, as many parts
-            of each stage follow: the backward of such a part stands for a pair of combined units,
-            and its forward costs nothing.
+        rows: for each part, of each kind the rows with the highest frequency first. A part is a
+            stage, or chunk `c` of stage `s` at `s * listed_chunks + c`. All parts have the same
+            kinds, in the same order.
         sha256: hash of the file's bytes, or of the CSV that `write` would make.
         source: where it came from, for messages.
         interpolates: whether units may run between profiled clocks. Time and energy are then linear
             in the clock from one row to the next: a convex mixture of the two, so a lower bound
             over their convex hull holds for it too.
         listed_chunks: 1, or the sidecar's number of chunks where each has rows of its own.
-        combined: whether there are rows of combined units.
+        assumed: what rows of split backwards were made by, if they were not measured.
     """
 
     rows: tuple[Mapping[Kind, tuple[ProfileRow, ...]], ...]
@@ -112,7 +138,7 @@ class Profile:
     sidecar: Sidecar
     interpolates: bool = False
     listed_chunks: int = 1
-    combined: bool = False
+    assumed: SplitBackward | None = None
 
     def __post_init__(self) -> None:
         if self.listed_chunks not in (1, self.sidecar.num_chunks):
@@ -123,18 +149,18 @@ class Profile:
             )
 
     @property
-    def parts_per_stage(self) -> int:
-        """How many parts each stage has."""
-        return self.listed_chunks * (1 + self.combined)
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds that each part has rows of."""
+        return tuple(self.rows[0])
 
     @property
     def num_stages(self) -> int:
         """Number of pipeline stages, p."""
-        return len(self.rows) // self.parts_per_stage
+        return len(self.rows) // self.listed_chunks
 
     def parts(self, stage: int) -> tuple[Mapping[Kind, tuple[ProfileRow, ...]], ...]:
         """The rows of a stage: those of each of its parts."""
-        return self.rows[stage * self.parts_per_stage : (stage + 1) * self.parts_per_stage]
+        return self.rows[stage * self.listed_chunks : (stage + 1) * self.listed_chunks]
 
     def clocks_mhz(self, stage: int) -> set[int]:
         """All frequencies that something of a stage was profiled at."""
@@ -148,8 +174,8 @@ class Profile:
             if row.frequency_mhz == frequency_mhz:
                 return row
         raise ProfileError(
-            f"{self.source}: {_describe(part, kind, self.listed_chunks, self.combined)} was not "
-            "profiled at this frequency (MHz)",
+            f"{self.source}: {_describe(part, kind, self.listed_chunks)} was not profiled at this "
+            "frequency (MHz)",
             value=frequency_mhz,
             remedy=f"Profiled there: {', '.join(str(row.frequency_mhz) for row in rows)}.",
         )
@@ -169,7 +195,7 @@ class Profile:
         """
         optimal = []
         for stage in range(self.num_stages):
-            forward_j, backward_j = (self.energy_by_clock_j(stage, kind) for kind in Kind)
+            forward_j, backward_j = (self.energy_by_clock_j(stage, kind) for kind in WHOLE)
             both = [(j + backward_j[f], -f) for f, j in forward_j.items() if f in backward_j]
             if not both:
                 raise ProfileError(
@@ -195,22 +221,56 @@ class Profile:
                 remedy="Plan for as many chunks, or profile without chunks.",
             )
         rows = tuple(
-            {kind: tuple(row.per_chunk(num_chunks) for row in rows) for kind, rows in kinds.items()}
+            {
+                kind: tuple(row.scaled(1 / num_chunks) for row in rows)
+                for kind, rows in kinds.items()
+            }
             for kinds in self.rows
         )
         return replace(self, rows=rows, sidecar=replace(self.sidecar, num_chunks=num_chunks))
 
+    def with_split_backwards(self, assumed: SplitBackward) -> Profile:
+        """The profile with rows for both parts of a backward, by an assumption.
+
+        ProfileError: it has such rows.
+        """
+        if Kind.INPUT_GRADIENT in self.kinds:
+            raise ProfileError(
+                f"{self.source} has rows of split backwards",
+                remedy="Leave the assumption of what splitting costs out.",
+            )
+        input_share, whole = assumed.input_share, 1 + assumed.overhead
+        shares = (whole * input_share, whole * (1 - input_share))
+        rows = tuple(
+            _in_order(
+                {
+                    **kinds,
+                    **{
+                        kind: tuple(row.scaled(share) for row in kinds[Kind.BACKWARD])
+                        for kind, share in zip(SPLIT[1:], shares, strict=True)
+                    },
+                }
+            )
+            for kinds in self.rows
+        )
+        return replace(self, rows=rows, assumed=assumed)
+
     def keys(self, schedule: Schedule) -> NDArray[np.int32]:
         """[num_stages, units_per_stage] where `curves` has each unit of a schedule.
 
-        ProfileError: it has combined units, and the profile has not.
+        ProfileError: it has units of a kind that the profile has no rows of.
         """
-        if not self.combined and schedule.combined.any():
+        keys = schedule.unit_keys(self.listed_chunks, self.kinds)
+        if keys.min() < 0:
+            places = set(schedule.priced_kinds[keys < 0].tolist())
+            missing = [kind for at, kind in enumerate(_LISTED) if at in places]
             raise ProfileError(
-                f"Schedule '{schedule.name}' has combined units, and {self.source} no rows of any",
-                remedy="Use a profile that was measured on such an order.",
+                f"Schedule '{schedule.name}' has units of the kind {' and '.join(missing)}, and "
+                f"{self.source} no rows of any",
+                remedy="Use a profile that was measured on such an order, or one for which it is "
+                "assumed what splitting a backward costs.",
             )
-        return schedule.unit_keys(self.parts_per_stage)
+        return keys
 
     def lookup(self, schedule: Schedule, frequency_mhz: IntArray) -> tuple[FloatArray, FloatArray]:
         """Time (s) and energy (J) of each unit, [num_stages, units_per_stage] as the frequencies.
@@ -222,9 +282,12 @@ class Profile:
         time_s = np.empty(frequency_mhz.shape)
         energy_j = np.empty(frequency_mhz.shape)
         for key, (clocks, times_s, energies_j) in enumerate(self.curves):
-            part = key // 2
-            stage = part // self.parts_per_stage
+            part, place = divmod(key, len(self.kinds))
+            stage, kind = part // self.listed_chunks, self.kinds[place]
             mask = keys[stage] == key
+            if kind is Kind.NOTHING:
+                time_s[stage][mask], energy_j[stage][mask] = _NOTHING_S, 0.0
+                continue
             wanted = frequency_mhz[stage][mask]
             at = np.searchsorted(clocks, wanted, side="right") - 1
             if self.interpolates:
@@ -232,7 +295,7 @@ class Profile:
             else:
                 known = clocks[at] == wanted
             if not known.all():
-                self.row(part, list(Kind)[key % 2], int(wanted[~known][0]))  # raises, says why
+                self.row(part, kind, int(wanted[~known][0]))  # raises, says why
             time_s[stage][mask] = np.interp(wanted, clocks, times_s)
             energy_j[stage][mask] = np.interp(wanted, clocks, energies_j)
         return time_s, energy_j
@@ -241,11 +304,9 @@ class Profile:
     def curves(self) -> tuple[FloatArray, ...]:
         """By part and kind: rows of frequencies (MHz), times (s), energies (J), lowest first."""
         return tuple(
-            np.array(
-                [(row.frequency_mhz, row.time_s, row.energy_j) for row in reversed(kinds[kind])]
-            ).T
+            np.array([(row.frequency_mhz, row.time_s, row.energy_j) for row in reversed(rows)]).T
             for kinds in self.rows
-            for kind in Kind
+            for rows in kinds.values()
         )
 
     def to_csv(self) -> str:
@@ -253,12 +314,12 @@ class Profile:
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         listed = [
-            (*named, row)
+            (*divmod(part, self.listed_chunks), kind.value, row)
             for part, kinds in enumerate(self.rows)
-            for kind in Kind
-            for named in [_named(part, kind, self.listed_chunks, self.combined)]
-            if (kind, named[2]) != (Kind.FORWARD, _COMBINED)  # it costs nothing
-            for row in kinds[kind]
+            for kind, rows in kinds.items()
+            if kind is not Kind.NOTHING
+            if self.assumed is None or kind not in SPLIT[1:]
+            for row in rows
         ]
         known = any(row.energy_uncertainty_j is not None for *_, row in listed)
         more = (_UNCERTAINTY,) * known + (_CHUNK,) * (self.listed_chunks > 1)
@@ -289,20 +350,18 @@ def make_profile(
     source: str,
     sidecar: Sidecar | None = None,
     listed_chunks: int = 1,
-    combined: bool = False,
 ) -> Profile:
     """A checked profile from rows in any order, each with the part (see `Profile`) that it is of.
 
-    Of combined units there are the backwards' rows alone. ProfileError if a kind of a part has
-    none, or the sidecar says another number of chunks.
+    ProfileError if a part lacks a kind, or the sidecar says another number of chunks.
     """
     table: dict[int, dict[Kind, list[ProfileRow]]] = {}
     for part, kind, row in rows:
         known = table.setdefault(part, {}).setdefault(kind, [])
         if any(other.frequency_mhz == row.frequency_mhz for other in known):
             raise ProfileError(
-                f"{source} has two rows for {_describe(part, kind, listed_chunks, combined)} at "
-                "this frequency (MHz)",
+                f"{source} has two rows for {_describe(part, kind, listed_chunks)} at this "
+                "frequency (MHz)",
                 value=row.frequency_mhz,
                 remedy="Keep one.",
             )
@@ -312,31 +371,45 @@ def make_profile(
             f"{source} has no rows, or a stage below 0",
             remedy="A profile lists every stage and instruction.",
         )
-    per_stage = listed_chunks * (1 + combined)
-    last_stage = max(table) // per_stage
-    parts: list[dict[Kind, tuple[ProfileRow, ...]]] = []
-    for part in range((last_stage + 1) * per_stage):
-        kinds: dict[Kind, tuple[ProfileRow, ...]] = {}
-        if part % per_stage >= listed_chunks and part in table:
-            table[part][Kind.FORWARD] = [
-                ProfileRow(pair.frequency_mhz, _NOTHING_S, 0.0)
-                for pair in table[part][Kind.BACKWARD]
-            ]
+    num_stages = max(table) // listed_chunks + 1
+    needed = {*WHOLE, *chain.from_iterable(table.values())}
+    if needed & set(SPLIT[1:]):
+        needed |= set(SPLIT[1:])
+    parts: list[Mapping[Kind, tuple[ProfileRow, ...]]] = []
+    for part in range(num_stages * listed_chunks):
         for kind in Kind:
-            if kind not in table.get(part, {}):
+            if kind in needed and kind not in table.get(part, {}):
                 raise ProfileError(
-                    f"{source} has no row for {_describe(part, kind, listed_chunks, combined)}",
-                    remedy=f"Profile the forward and the backward of stages 0 to {last_stage}.",
+                    f"{source} has no row for {_describe(part, kind, listed_chunks)}",
+                    remedy=f"Profile it on each of the stages 0 to {num_stages - 1}.",
                 )
-            kinds[kind] = tuple(
-                sorted(table[part][kind], key=lambda r: r.frequency_mhz, reverse=True)
+        parts.append(
+            _in_order(
+                {
+                    kind: tuple(sorted(known, key=lambda r: r.frequency_mhz, reverse=True))
+                    for kind, known in table[part].items()
+                }
             )
-        parts.append(kinds)
+        )
     sidecar = sidecar or Sidecar(num_chunks=listed_chunks)
-    profile = Profile(
-        tuple(parts), "", source, sidecar, listed_chunks=listed_chunks, combined=combined
-    )
+    profile = Profile(tuple(parts), "", source, sidecar, listed_chunks=listed_chunks)
     return replace(profile, sha256=hashlib.sha256(profile.to_csv().encode()).hexdigest())
+
+
+def _in_order(
+    kinds: Mapping[Kind, tuple[ProfileRow, ...]],
+) -> Mapping[Kind, tuple[ProfileRow, ...]]:
+    """Rows in the order of `Kind`; where units may run as one, with those of `Kind.NOTHING`.
+
+    Such units run at the clock of the last of them, so there is a row for any clock.
+    """
+    known = dict(kinds)
+    if len(kinds) > len(WHOLE):
+        clocks = {row.frequency_mhz for rows in kinds.values() for row in rows}
+        known[Kind.NOTHING] = tuple(
+            ProfileRow(clock, _NOTHING_S, 0.0) for clock in sorted(clocks, reverse=True)
+        )
+    return {kind: known[kind] for kind in Kind if kind in known}
 
 
 def read_profile(path: Path) -> Profile:
@@ -350,27 +423,25 @@ def read_profile(path: Path) -> Profile:
         line.read(_CHUNK, Number(whole=True)) if _CHUNK in line.cells else 0 for line in lines
     ]
     listed_chunks = max(chunks) + 1
-    pairs = [line.cells["instruction"] == _COMBINED for line in lines]
-    combined = any(pairs)
-    if combined and listed_chunks == 1:
-        raise ProfileError(
-            f"{path} has rows of combined units, which only pipelines with chunks have",
-            remedy=f"Add a column {_CHUNK}.",
-        )
     first_line: dict[tuple[int, Kind, int, str], str] = {}
     by_rank: dict[tuple[int, Kind, int], list[ProfileRow]] = {}
     implausible: list[tuple[float, str]] = []
-    for line, chunk, is_pair in zip(lines, chunks, pairs, strict=True):
-        kind, row = (Kind.BACKWARD, _read_row(line)) if is_pair else read_unit(line)
+    for line, chunk in zip(lines, chunks, strict=True):
+        kind, row = read_unit(line, _LISTED)
+        if kind is Kind.COMBINED and listed_chunks == 1:
+            raise line.error(
+                f"{line.where}: combined units, which only pipelines with chunks have",
+                value=kind.value,
+                remedy=f"Add a column {_CHUNK}.",
+            )
         stage, rank = line.read("stage", Number(whole=True)), line.cells.get(_RANK, "")
-        part = (stage * (1 + combined) + is_pair) * listed_chunks + chunk
+        part = stage * listed_chunks + chunk
         key = (part, kind, row.frequency_mhz)
         if (*key, rank) in first_line:
             of_rank = f" of rank {rank}" if rank else ""
             raise ProfileError(
-                f"{line.where}: a second row for "
-                f"{_describe(part, kind, listed_chunks, combined)}{of_rank} at this frequency "
-                "(MHz)",
+                f"{line.where}: a second row for {_describe(part, kind, listed_chunks)}{of_rank} "
+                "at this frequency (MHz)",
                 value=row.frequency_mhz,
                 remedy=f"The first is {first_line[*key, rank]}; keep one.",
             )
@@ -382,7 +453,7 @@ def read_profile(path: Path) -> Profile:
         (part, kind, _one_gpu(frequency_mhz, ranks))
         for (part, kind, frequency_mhz), ranks in by_rank.items()
     ]
-    profile = make_profile(rows, source=str(path), listed_chunks=listed_chunks, combined=combined)
+    profile = make_profile(rows, source=str(path), listed_chunks=listed_chunks)
     _check_powers(profile, implausible)
     beside = sidecar_path(path)
     sidecar = read_sidecar(beside, profile.num_stages) if beside.exists() else Sidecar()
@@ -391,21 +462,17 @@ def read_profile(path: Path) -> Profile:
     return replace(profile, sidecar=sidecar, sha256=hashlib.sha256(content).hexdigest())
 
 
-def read_unit(line: Row) -> tuple[Kind, ProfileRow]:
-    """A line's instruction, with its frequency, time and energy."""
+def read_unit(line: Row, kinds: Sequence[Kind] = WHOLE) -> tuple[Kind, ProfileRow]:
+    """A line's instruction, one of the kinds, with its frequency, time and energy."""
     instruction = line.cells["instruction"]
-    if instruction not in set(Kind):
+    if instruction not in set(kinds):
         raise line.error(
             f"{line.where}: unknown instruction",
             value=instruction,
-            remedy="Use forward or backward.",
+            remedy=f"Use {', '.join(kinds[:-1])} or {kinds[-1]}.",
         )
-    return Kind(instruction), _read_row(line)
-
-
-def _read_row(line: Row) -> ProfileRow:
     uncertain = bool(line.cells.get(_UNCERTAINTY))
-    return ProfileRow(
+    return Kind(instruction), ProfileRow(
         line.read("frequency", FREQUENCY, "MHz"),
         line.read("time", Number(positive=True), "s"),
         line.read("energy", AMOUNT, "J"),
@@ -416,7 +483,7 @@ def _read_row(line: Row) -> ProfileRow:
 def _check_powers(profile: Profile, implausible: Sequence[tuple[float, str]]) -> None:
     for part, kinds in enumerate(profile.rows):
         if not any(row.energy_j for rows in kinds.values() for row in rows):
-            where = _describe(part, Kind.BACKWARD, profile.listed_chunks, profile.combined)
+            where = _describe(part, Kind.BACKWARD, profile.listed_chunks)
             raise ProfileError(
                 f"{profile.source}: {where.rsplit(' ', 1)[0]} has no energy in any row",
                 remedy="Energy is what a plan saves: give J of one GPU and one microbatch.",
@@ -430,19 +497,11 @@ def _check_powers(profile: Profile, implausible: Sequence[tuple[float, str]]) ->
         )  # fmt: skip
 
 
-def _named(part: int, kind: Kind, listed_chunks: int, combined: bool) -> tuple[int, int, str]:
-    """Stage, chunk and instruction of rows."""
-    stage, place = divmod(part, listed_chunks * (1 + combined))
-    if place < listed_chunks:
-        return stage, place, kind.value
-    return stage, place - listed_chunks, _COMBINED
-
-
-def _describe(part: int, kind: Kind, listed_chunks: int, combined: bool) -> str:
+def _describe(part: int, kind: Kind, listed_chunks: int) -> str:
     """What rows are of, for messages: `stage 2 forward`, or `stage 2 chunk 1 combined`."""
-    stage, chunk, instruction = _named(part, kind, listed_chunks, combined)
+    stage, chunk = divmod(part, listed_chunks)
     of_chunk = f" chunk {chunk}" if listed_chunks > 1 else ""
-    return f"stage {stage}{of_chunk} {instruction}"
+    return f"stage {stage}{of_chunk} {kind}"
 
 
 def _one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:

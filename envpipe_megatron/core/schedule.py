@@ -1,17 +1,17 @@
-"""Units and schedules: the order in which each stage runs its forwards and backwards, as data."""
+"""Schedules: the order in which each stage runs its units, as data."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import BoolArray
-from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.core.kinds import SPLIT, TRAITS, WHOLE, Kind, ScheduleError, Unit, unit
 
 IntArray = NDArray[np.int32]
 
@@ -22,66 +22,22 @@ MAX_UNITS = 4_000_000
 _UNIT_BYTES, _UNIT_S = 750, 2e-5
 
 
-class ScheduleError(EnvPipeError):
-    """A schedule that cannot run: a unit is missing, repeated, too early, or never ready."""
+_KINDS = tuple(Kind)
+#: A forward, and both parts of a backward.
+_MOST_AS_ONE = 3
 
 
-class Kind(StrEnum):
-    """What a unit computes; the values are the `instruction` column of a profile."""
+class Placement(StrEnum):
+    """Where the chunks of a model lie on the stages of a pipeline."""
 
-    FORWARD = "forward"
-    BACKWARD = "backward"
-
-    @cached_property
-    def letter(self) -> str:
-        """`F` or `B`, as units are written."""
-        return self.value[0].upper()
-
-
-_KIND_BY_LETTER = {kind.letter: kind for kind in Kind}
-_UNIT_PATTERN = re.compile(r"([FB])(\d{1,9})(?:\.(\d{1,9}))?(\+?)")
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """The forward or backward of one microbatch of one chunk, on whichever stage lists it.
-
-    A `combined` forward runs as one with the backward that its stage lists next: the *pair* begins
-    when the inputs of both are there, and their outputs leave at its end.
-    """
-
-    kind: Kind
-    microbatch: int
-    chunk: int = 0
-    combined: bool = False
-
-    def label(self, num_chunks: int = 1) -> str:
-        """The unit as plans write it: `F3`, or `F3.1` if the pipeline has chunks; `+`: combined."""
-        chunk = f".{self.chunk}" if num_chunks > 1 else ""
-        return f"{self.kind.letter}{self.microbatch}{chunk}{'+' * self.combined}"
-
-    def __str__(self) -> str:
-        return self.label(self.chunk + 1)
-
-
-@lru_cache(maxsize=1 << 16)
-def unit(kind: Kind, microbatch: int, chunk: int = 0, combined: bool = False) -> Unit:
-    """A shared `Unit`: every stage of a pipeline lists the same ones."""
-    return Unit(kind, microbatch, chunk, combined)
-
-
-def parse_unit(text: str) -> Unit:
-    """Read `F3`, `F3.1` or `F3.1+`; ScheduleError if the text is none of them."""
-    match = _UNIT_PATTERN.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
-        raise ScheduleError(
-            "A unit is not readable",
-            value=text,
-            remedy="Write F or B, the microbatch, .chunk if there are chunks, and + if it is a "
-            "combined forward: F3, B0, F3.1, F3.1+.",
-        )
-    letter, microbatch, chunk, combined = match.groups()
-    return unit(_KIND_BY_LETTER[letter], int(microbatch), int(chunk or 0), bool(combined))
+    #: Chunk `c + 1` of the first stage follows chunk `c` of the last (Narayanan et al., SC'21,
+    #: section 2.2).
+    LOOPED = "looped"
+    #: Every other chunk goes back through the stages: chunk 1 of the last stage follows its chunk 0
+    #: (Qi et al., ICLR'24, section 6).
+    V = "v"
+    #: Units are whole iterations, between which nothing is known.
+    APART = "apart"
 
 
 def check_size(num_stages: int, num_microbatches: int, num_chunks: int) -> None:
@@ -101,26 +57,24 @@ def check_size(num_stages: int, num_microbatches: int, num_chunks: int) -> None:
 class Schedule:
     """For each stage, the order of its units; checked to be executable when it is made.
 
-    Every stage runs each forward once and either each backward once or none at all (forward-only).
-    Units are also numbered through the whole pipeline: *node* `stage * units_per_stage + position`
-    is the unit at that position of that stage's order. ScheduleError names the unit that is
-    missing, unknown, repeated, or can never run.
+    Every stage runs each forward once, and each backward once: all of them whole, or all of them in
+    two parts, or none at all (forward-only). Units are also numbered through the whole pipeline:
+    *node* `stage * units_per_stage + position` is the unit at that position of that stage's order.
+    ScheduleError names the unit that is missing, unknown, repeated, or can never run.
 
     Args:
         name: what the order is called, such as `1f1b`.
         num_microbatches: M.
-        num_chunks: V, the virtual pipeline stages on each stage; chunk `c` of the last stage feeds
-            chunk `c + 1` of the first (Narayanan et al., SC'21, section 2.2).
+        num_chunks: V, the virtual pipeline stages on each stage.
         stages: the order of each stage.
-        linked: whether units get their inputs from the stages beside theirs; False for units that
-            are whole iterations, between which nothing is known.
+        placement: where chunks lie, and so which unit feeds which.
     """
 
     name: str
     num_microbatches: int
     num_chunks: int
     stages: tuple[tuple[Unit, ...], ...]
-    linked: bool = True
+    placement: Placement = Placement.LOOPED
 
     def __post_init__(self) -> None:
         counts = (len(self.stages), self.num_microbatches, self.num_chunks)
@@ -128,8 +82,7 @@ class Schedule:
             raise ScheduleError(
                 "A schedule needs at least one stage, one microbatch and one chunk", value=counts
             )
-        if not self.forward_only:
-            self._check_forward_before_backward()
+        self._check_own_inputs()
         self._check_combined()
         self.topological_order  # noqa: B018 - computed now, so that a deadlock is found here
 
@@ -151,7 +104,19 @@ class Schedule:
     @property
     def forward_only(self) -> bool:
         """Whether the schedule has no backwards, as in evaluation."""
-        return self.units_per_stage == self.num_microbatches * self.num_chunks
+        return self.units_per_stage <= self.num_microbatches * self.num_chunks
+
+    @property
+    def split(self) -> bool:
+        """Whether backwards are two units each."""
+        return self.unit_kinds is SPLIT
+
+    @cached_property
+    def unit_kinds(self) -> tuple[Kind, ...]:
+        """The kinds of units that each stage runs."""
+        if any(own.kind in SPLIT[1:] for own in self.stages[0]):
+            return SPLIT
+        return WHOLE[: 1 if self.forward_only else 2]
 
     def unit_at(self, node: int) -> Unit:
         """The unit of a node."""
@@ -172,59 +137,95 @@ class Schedule:
         return self._codes >= self.num_microbatches * self.num_chunks
 
     @cached_property
-    def combined(self) -> BoolArray:
-        """[num_stages, units_per_stage] whether the unit there is a combined forward.
+    def kinds(self) -> NDArray[np.int8]:
+        """[num_stages, units_per_stage] the kind of the unit there, as its place in `Kind`."""
+        listed = np.array([_KINDS.index(kind) for kind in self.unit_kinds], dtype=np.int8)
+        return listed[self._codes // (self.num_microbatches * self.num_chunks)]
 
-        The backward behind it stands for the pair, in which such a forward takes no time.
+    @cached_property
+    def combined(self) -> BoolArray:
+        """[num_stages, units_per_stage] whether the unit there runs as one with the next.
+
+        The last of such units stands for them all; those before it take no time.
         """
         return np.array([[unit.combined for unit in order] for order in self.stages])
 
+    @cached_property
+    def priced_kinds(self) -> NDArray[np.int8]:
+        """[num_stages, units_per_stage] what the unit there costs, as the place of a kind.
+
+        Where units run as one, that is of them all for the last, and nothing for the others.
+        """
+        kinds = self.kinds.copy()
+        second = np.roll(self.combined, 1, axis=1) & ~self.combined
+        whole = second & (kinds == _KINDS.index(Kind.WEIGHT_GRADIENT))
+        kinds[second] = _KINDS.index(Kind.COMBINED)
+        kinds[whole & ~np.roll(self.combined, 2, axis=1)] = _KINDS.index(Kind.BACKWARD)
+        kinds[self.combined] = _KINDS.index(Kind.NOTHING)
+        return kinds
+
     def pair_clocks(self, frequency_mhz: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[num_stages, units_per_stage] clocks as given, but a pair's forward at its backward's."""
-        return np.where(self.combined, np.roll(frequency_mhz, -1, axis=1), frequency_mhz)
+        """[num_stages, units_per_stage] clocks as given, but one for units that run as one."""
+        for _ in range(_MOST_AS_ONE - 1):
+            following = np.roll(frequency_mhz, -1, axis=1)
+            frequency_mhz = np.where(self.combined, following, frequency_mhz)
+        return frequency_mhz
 
     @cached_property
     def cross_dependency(self) -> IntArray:
         """[num_units] the node on a neighbour stage whose end a node waits for, or -1.
 
-        That is the unit that makes its input, or the backward that this unit is combined with.
+        That is the unit that makes its input, or the last of those that this unit runs as one with.
         """
-        return self._sender + np.where(self._sender >= 0, self.combined.ravel()[self._sender], 0)
+        combined = self.combined.astype(np.int32)
+        last = (combined * (1 + np.roll(combined, -1, axis=1))).ravel()
+        return self._sender + np.where(self._sender >= 0, last[self._sender], 0)
 
     @cached_property
     def _sender(self) -> IntArray:
-        """[num_units] the node on a neighbour stage that makes a node's input, or -1.
+        """[num_units] the node on a neighbour stage that makes a node's input, or -1."""
+        sources = self._source.reshape(self.num_stages, -1)
+        own = sources // self.units_per_stage == np.arange(self.num_stages)[:, None]
+        return np.where(own, -1, sources).ravel().astype(np.int32)
 
-        A forward receives its input from the stage before, a backward its gradient from the stage
-        after; with chunks the last stage and the first are neighbours too. The last backward chunk
-        of the last stage needs its own forward only, which stands earlier on the same stage.
+    @cached_property
+    def _source(self) -> IntArray:
+        """[num_units] the node that makes a node's input, or -1.
+
+        A forward receives its input from the chunk before, a backward its gradient from the chunk
+        after. The last chunk's backward needs its own forward only.
         """
         stages = np.arange(self.num_stages)[:, None]
+        ways = np.array([TRAITS[kind].way for kind in self.unit_kinds])
+        way = ways[self._codes // (self.num_microbatches * self.num_chunks)]
+        chunks = self.chunks.astype(np.int64)
+        place = chunks * self.num_stages + self._along(chunks, stages) - way
+        chunk, along = np.divmod(place, self.num_stages)
+        exists = (way != 0) & (chunk >= 0) & (chunk < self.num_chunks)
+        exists &= self.placement is not Placement.APART
+        code = self._codes + (chunk - chunks) * self.num_microbatches
+        stage = self._along(chunk, along)
         node_of_code = self._position_of_code + stages * self.units_per_stage
-        source_stage = stages + np.where(self.is_backward, 1, -1)
-        source_chunk = self.chunks
-        source_chunk[source_stage < 0] -= 1
-        source_chunk[source_stage >= self.num_stages] += 1
-        exists = self.linked & (source_chunk >= 0) & (source_chunk < self.num_chunks)
-        source_code = (
-            self.is_backward * self.num_chunks + source_chunk % self.num_chunks
-        ) * self.num_microbatches + self._codes % self.num_microbatches
-        source = node_of_code[source_stage % self.num_stages, source_code]
+        source = node_of_code[stage, np.where(exists, code, 0)]
         return np.where(exists, source, -1).astype(np.int32).ravel()
 
-    def unit_keys(self, parts_per_stage: int) -> IntArray:
-        """[num_stages, units_per_stage] where a list of costs has each unit's.
+    def _along(self, chunk: NDArray[np.int64], stage: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How far along its chunk a stage stands; also its inverse."""
+        back = (self.placement is Placement.V) & (chunk % 2 == 1)
+        return np.where(back, self.num_stages - 1 - stage, stage)
 
-        The list goes by stage, then by kind; with V parts a stage by stage, chunk and kind, and
-        with 1 all chunks of a stage cost the same. Of 2 V parts the second half is of combined
-        units, by the chunk of each: of the forward, which costs nothing, and of the backward.
+    def unit_keys(self, parts_per_stage: int, kinds: Sequence[Kind]) -> IntArray:
+        """[num_stages, units_per_stage] where a list of costs has each unit's, or below zero.
+
+        The list goes by stage, then, where a stage has a part for each chunk, by chunk, then by the
+        given kinds; it is below zero for a kind that is not among them.
         """
         part: IntArray = np.arange(self.num_stages, dtype=np.int32)[:, None] * parts_per_stage
         if parts_per_stage > 1:
             part = part + self.chunks
-        if parts_per_stage > self.num_chunks:
-            part = part + self.num_chunks * (self.combined | np.roll(self.combined, 1, axis=1))
-        return 2 * part + self.is_backward
+        missing = -len(kinds) * parts_per_stage * self.num_stages
+        places = [kinds.index(kind) if kind in kinds else missing for kind in Kind]
+        return len(kinds) * part + np.array(places, dtype=np.int32)[self.priced_kinds]
 
     @property
     def receives(self) -> BoolArray:
@@ -292,7 +293,8 @@ class Schedule:
         """For each stage, the most microbatches (x chunks) whose activations it holds at once."""
         if self.forward_only:
             return (0,) * self.num_stages
-        held = np.cumsum(np.where(self.is_backward, -1, 1), axis=1)
+        holds = np.array([TRAITS[kind].holds for kind in self.unit_kinds])
+        held = holds[self._codes // (self.num_microbatches * self.num_chunks)].cumsum(axis=1)
         return tuple(int(peak) for peak in held.max(axis=1))
 
     @property
@@ -332,11 +334,10 @@ class Schedule:
     @cached_property
     def _codes(self) -> IntArray:
         """[num_stages, units_per_stage] each unit as a number, dense by kind, chunk, microbatch."""
-        known = all_units(self.num_microbatches, self.num_chunks)
+        known = all_units(self.num_microbatches, self.num_chunks, self.unit_kinds)
         code_of = {u: code for code, u in enumerate(known)}
         code_of_id = {id(u): code for u, code in code_of.items()}  # hashing an int is far cheaper
-        forwards = len(code_of) // 2
-        expected = forwards if len(self.stages[0]) <= forwards else 2 * forwards
+        expected = len(known)
         rows = np.empty((self.num_stages, expected), dtype=np.int32)
         for stage, order in enumerate(self.stages):
             codes = np.array(
@@ -381,40 +382,62 @@ class Schedule:
         """[num_stages, units_per_stage] the chunk of the unit there."""
         return (self._codes // self.num_microbatches) % self.num_chunks
 
-    def _check_forward_before_backward(self) -> None:
-        forwards = self.num_microbatches * self.num_chunks
+    def _check_own_inputs(self) -> None:
+        """Each unit after those that it needs on its own stage."""
+        block = self.num_microbatches * self.num_chunks
         position = self._position_of_code
-        early = np.argwhere(position[:, forwards:] < position[:, :forwards])
-        if early.size:
-            stage, code = (int(x) for x in early[0])
-            backward = unit(
-                Kind.BACKWARD, code % self.num_microbatches, code // self.num_microbatches
-            )
-            raise ScheduleError(
-                f"Stage {stage} runs {backward.label(self.num_chunks)} before its forward",
-                remedy="A backward needs the activations of its own forward: put it later.",
-            )
+        for at, kind in enumerate(self.unit_kinds):
+            after = TRAITS[kind].after
+            if after is None:
+                continue
+            first = self.unit_kinds.index(after) * block
+            late = position[:, first : first + block]
+            early = np.argwhere(position[:, at * block : (at + 1) * block] < late)
+            if early.size:
+                stage, code = (int(x) for x in early[0])
+                raise self._too_early(stage, at * block + code, first + code)
+        stage_of = np.arange(self.num_units) // self.units_per_stage
+        own = (self._source >= 0) & (self._source // self.units_per_stage == stage_of)
+        nodes = np.flatnonzero(own & (self._source > np.arange(self.num_units)))
+        if nodes.size:
+            codes, node = self._codes.ravel(), int(nodes[0])
+            source = int(codes[self._source[node]])
+            raise self._too_early(self.stage_of(node), int(codes[node]), source)
+
+    def _too_early(self, stage: int, code: int, needed: int) -> ScheduleError:
+        known = all_units(self.num_microbatches, self.num_chunks, self.unit_kinds)
+        unit, before = (known[at].label(self.num_chunks) for at in (code, needed))
+        return ScheduleError(
+            f"Stage {stage} runs {unit} before {before}",
+            remedy=f"{unit} needs what {before} makes: put it later.",
+        )
 
     def _check_combined(self) -> None:
-        own_backward = self.num_microbatches * self.num_chunks
-        following = np.pad(self._codes[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
-        pairs = ~self.is_backward & (following >= own_backward)
-        pairs &= following != self._codes + own_backward
+        block = self.num_microbatches * self.num_chunks
+        following = np.roll(self._codes, -1, axis=1)
+        same = following % block == self._codes % block
+        kind, kind_after = self._codes // block, following // block
+        # A forward with a whole backward of other activations, or the two parts of one backward.
+        whole = (not self.split) | np.roll(self.combined, -1, axis=1)
+        pairs = (kind == 0) & (kind_after == 1) & whole & ~same
+        pairs |= (kind == 1) & (kind_after == 2) & same
+        pairs[:, -1] = False
         wrong = np.argwhere(self.combined & ~pairs)
         if wrong.size:
             stage, position = (int(x) for x in wrong[0])
             raise ScheduleError(
                 f"Stage {stage} lists a unit as combined that cannot be",
                 value=self.stages[stage][position].label(self.num_chunks),
-                remedy="A forward is combined with the backward behind it, of other activations.",
+                remedy="A forward runs as one with the whole backward behind it, of other "
+                "activations, and I with its W behind it.",
             )
 
 
-def all_units(num_microbatches: int, num_chunks: int) -> list[Unit]:
+def all_units(num_microbatches: int, num_chunks: int, kinds: Sequence[Kind] = WHOLE) -> list[Unit]:
     """Every unit that one stage runs: by kind, then chunk, then microbatch."""
     return [
         unit(kind, microbatch, chunk)
-        for kind in Kind
+        for kind in kinds
         for chunk in range(num_chunks)
         for microbatch in range(num_microbatches)
     ]

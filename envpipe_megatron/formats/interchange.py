@@ -35,8 +35,9 @@ from numpy.typing import NDArray
 from envpipe_megatron import __version__
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.fields import MAX_FREQUENCY_MHZ
+from envpipe_megatron.core.kinds import WHOLE, Kind, Unit, unit
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.schedule import Kind, Schedule, Unit, unit
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text, replace_files
 
@@ -81,7 +82,7 @@ class FrequencyFile:
         return Schedule(name, num_microbatches, 1, stages)
 
     def _order(self, stage: int, num_microbatches: int) -> tuple[Unit, ...]:
-        next_microbatch = {kind: count() for kind in Kind}
+        next_microbatch = {kind: count() for kind in WHOLE}
         units: list[Unit] = []
         for entry in self.stages[stage]:
             if entry.kind is None:
@@ -169,7 +170,7 @@ class _Parser:
             case ast.Tuple([ast.Constant(str(name)), frequency]) | ast.List(
                 [ast.Constant(str(name)), frequency]
             ):
-                if name not in set(Kind):
+                if name not in set(WHOLE):
                     raise InterchangeError(
                         f"{self.path}, line {node.lineno}: unknown instruction",
                         value=name,
@@ -236,7 +237,7 @@ def _check_writable(plan: Plan, path: Path) -> None:
             remedy="Plan without parking.",
         )
     for stage, order in enumerate(plan.schedule.stages):
-        if not all(_ascending(order, kind) for kind in Kind):
+        if not all(_ascending(order, kind) for kind in WHOLE):
             raise InterchangeError(
                 "Plan files of Zeus number microbatches by counting, so a stage must run them in "
                 f"ascending order, and stage {stage} of '{plan.schedule.name}' does not",

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from envpipe_megatron.core.schedule import ScheduleError, Unit, parse_unit
+from envpipe_megatron.core.kinds import ScheduleError, Unit, parse_unit
 from envpipe_megatron.formats.energy import Phase, read_amount, read_text, split_phase
 
 TIMELINE_FORMAT = "envpipe-timeline/1"

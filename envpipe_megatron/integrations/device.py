@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.control import ChosenControl

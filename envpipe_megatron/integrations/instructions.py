@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import FRAMEWORK
@@ -335,5 +336,5 @@ def _kind(name: str) -> Kind:
         raise InstructionError(
             "No such instruction",
             value=name,
-            remedy=f"There are {', '.join(Kind)}.",
+            remedy=f"There are {', '.join(WHOLE)}.",
         ) from None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from envpipe_megatron.core import builders
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.kinds import WHOLE
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 
 
@@ -19,7 +20,7 @@ def recognized(letters: Sequence[str], num_microbatches: int) -> Schedule:
     Raises OrderError for another number of units, and for orders other than 1F1B and GPipe.
     """
     for stage, seen in enumerate(letters):
-        counts = {kind.value: seen.count(kind.letter) for kind in Kind}
+        counts = {kind.value: seen.count(kind.letter) for kind in WHOLE}
         if set(counts.values()) != {num_microbatches}:
             reported = " and ".join(f"{count} {kind}s" for kind, count in counts.items())
             raise OrderError(

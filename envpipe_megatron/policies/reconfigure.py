@@ -104,7 +104,7 @@ class Ladders:
             for rows in kinds.values():
                 rungs = profiled = sorted(row.frequency_mhz for row in rows)
                 if clocks_mhz is not None:
-                    known = sorted(clocks_mhz[part // profile.parts_per_stage])
+                    known = sorted(clocks_mhz[part // profile.listed_chunks])
                     rungs = [c for c in known if profiled[0] <= c <= profiled[-1]]
                 self._rungs.append(rungs)
         self._keys = profile.keys(schedule).ravel().tolist()
@@ -127,8 +127,8 @@ def step(
 ) -> Step:
     """One reconfigure step on a critical path (nodes, from its end).
 
-    `frequency_mhz`, [num_units], is the current frequency of each node. A combined forward runs at
-    its backward's and is not raised by itself.
+    `frequency_mhz`, [num_units], is the current frequency of each node. Units that run
+    as one have one clock, that of the last of them.
     """
     if is_envelope(schedule, path):
         return Step(path, {}, Ended.ENVELOPE)

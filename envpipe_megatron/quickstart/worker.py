@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.megatron.core import ForwardBackward

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 from preset_profile import preset_profile
 
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Cost
-from envpipe_megatron.core.schedule import Kind
 
 pytest.importorskip("matplotlib")
 from benchmarks import outputs

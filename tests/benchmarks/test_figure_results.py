@@ -10,7 +10,7 @@ from on_request import on_request
 from preset_profile import preset_profile
 from rich.console import Console
 
-from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.presets import load_preset
 

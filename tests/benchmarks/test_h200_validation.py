@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.megatron_lm.profiles.measured_jobs import at_its_clock
 from benchmarks.planner.h200_validation import MEASURED, peaks, predict
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.profile import ProfileRow, make_profile, read_profile
-from envpipe_megatron.core.schedule import Kind
 
 FOLDERS = sorted(path.parent for path in MEASURED.glob("*/*/measured.json"))
 
@@ -56,7 +56,7 @@ def test_rows_of_a_dry_run_are_measurements_of_one_clock():
         for f, time_s, energy_j in zip((1980, 1890), times, (300.0, 320.0), strict=True)
     ]
     made = at_its_clock(make_profile(rows, source="a dry run"), every_row=True)
-    forward, backward = (made.rows[0][kind] for kind in Kind)
+    forward, backward = (made.rows[0][kind] for kind in WHOLE)
     assert [row.frequency_mhz for row in (*forward, *backward)] == [1980, 1980]
     assert forward[0].time_s == pytest.approx(1.1)
     assert backward[0].time_s == pytest.approx(2.2)

@@ -10,8 +10,8 @@ from core_cases import uniform_profile
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
 
 pytest.importorskip("matplotlib")
@@ -40,7 +40,7 @@ def _plans(num_runs, clocks):
     rng = random.Random(0)
 
     def stage(choose):
-        return {kind.value: [choose(clocks)] * MICROBATCHES for kind in Kind}
+        return {kind.value: [choose(clocks)] * MICROBATCHES for kind in WHOLE}
 
     others = [[stage(rng.choice) for _ in range(STAGES)] for _ in range(num_runs - 1)]
     return [[stage(max)] * STAGES, *others]

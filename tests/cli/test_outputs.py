@@ -3,15 +3,15 @@
 import pytest
 from cli_helpers import plan_for, run, run_badly, run_well
 
+from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.core.schedule import Kind
 
 
 def layers_file(path):
     """Four layers whose stages make a profile."""
     rows = [
         f"{layer},{kind.value},{f},{f / 1e5},{f / 10}"
-        for layer in range(4) for kind in Kind for f in (1200, 1000)
+        for layer in range(4) for kind in WHOLE for f in (1200, 1000)
     ]  # fmt: skip
     path.write_text("\n".join(["layer,instruction,frequency,time,energy", *rows]) + "\n")
     return path

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.kinds import Kind, ScheduleError, parse_unit
 from envpipe_megatron.core.longest_path import LongestPath
 from envpipe_megatron.core.plan import Plan, framework_schedule, read_plan
 from envpipe_megatron.core.profile import ProfileError, make_profile, read_profile
-from envpipe_megatron.core.schedule import Schedule, ScheduleError, parse_unit
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.errors import EnvPipeError
 
@@ -165,13 +166,13 @@ def test_megatrons_order_of_2_by_4_by_2():
 
 def test_profiles_of_pairs_are_written_and_read(tmp_path):
     profile = combined_profile()
-    assert (profile.num_stages, profile.parts_per_stage) == (2, 4)
+    assert (profile.num_stages, profile.listed_chunks) == (2, 2)
     profile.write(tmp_path / "job.csv")
     lines = (tmp_path / "job.csv").read_text().splitlines()
     assert len(lines) == 1 + 2 * 2 * 3 * len(CLOCKS_MHZ)
     assert sum(",combined," in line for line in lines) == 2 * 2 * len(CLOCKS_MHZ)
     read = read_profile(tmp_path / "job.csv")
-    assert (read.rows, read.sidecar, read.combined) == (profile.rows, profile.sidecar, True)
+    assert (read.rows, read.sidecar, read.kinds) == (profile.rows, profile.sidecar, profile.kinds)
     (tmp_path / "short.csv").write_text("\n".join(lines[:-3]))
     with pytest.raises(ProfileError, match="no row for stage 1 chunk 1 combined"):
         read_profile(tmp_path / "short.csv")
@@ -198,7 +199,8 @@ def test_a_pair_costs_its_own_row_and_has_one_clock():
                 continue
             assert plan.frequency_mhz[stage, at] == clocks[stage, at]
             pair = at > 0 and order[at - 1].combined
-            row = profile.row(4 * stage + 2 * pair + unit.chunk, unit.kind, clocks[stage, at])
+            kind = Kind.COMBINED if pair else unit.kind
+            row = profile.row(2 * stage + unit.chunk, kind, clocks[stage, at])
             duration[stage, at] = row.time_s
             units_j[stage] += row.energy_j
     timeline = Timeline(schedule, duration)
@@ -221,12 +223,12 @@ def test_plans_of_pairs_are_written_and_read(tmp_path):
         [
             (2 * stage + chunk, kind, row)
             for stage, chunk, kind in itertools.product(range(2), range(2), (F, B))
-            for row in profile.rows[4 * stage + chunk][kind]
+            for row in profile.rows[2 * stage + chunk][kind]
         ],
         source="without pairs",
         listed_chunks=2,
     )
-    with pytest.raises(ProfileError, match="has combined units, and without pairs no rows"):
+    with pytest.raises(ProfileError, match="of the kind combined, and without pairs no rows"):
         read_plan(tmp_path / "plan.json", alone)
     # Orders without pairs are priced by the other rows alone.
     usual = builders.interleaved(2, 4, 2)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.errors import EnvPipeError
 
 

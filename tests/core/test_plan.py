@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.kinds import unit
 from envpipe_megatron.core.plan import (
     Cost,
     Plan,
@@ -22,7 +23,7 @@ from envpipe_megatron.core.plan import (
     read_plan,
 )
 from envpipe_megatron.core.profile import ProfileError, make_profile
-from envpipe_megatron.core.schedule import Schedule, unit
+from envpipe_megatron.core.schedule import Schedule
 
 CONDITIONS = Conditions((40.0, 50.0))
 FREQUENCY = np.array([[1200, 900, 900, 1200], [1200, 1200, 1200, 1200]])

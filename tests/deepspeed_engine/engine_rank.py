@@ -28,7 +28,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from forked_ranks import run_forked
 from preset_profile import preset_profile
 
-from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.control import ChosenControl
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
@@ -177,7 +177,7 @@ def batches(model: str, vary: bool) -> Iterator[Any]:
 def write_layers(path: Path, times_s: Sequence[float]) -> None:
     lines = ["layer,instruction,frequency,time,energy"]
     for layer, time_s in enumerate(times_s):
-        lines += [f"{layer},{kind.value},1410,{time_s},{300 * time_s}" for kind in Kind]
+        lines += [f"{layer},{kind.value},1410,{time_s},{300 * time_s}" for kind in WHOLE]
     path.write_text("\n".join(lines) + "\n")
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from envpipe_megatron.core.schedule import parse_unit
+from envpipe_megatron.core.kinds import parse_unit
 from envpipe_megatron.formats.timeline import ClockSamples, GpuLabels, read_timelines
 
 LABELS = {

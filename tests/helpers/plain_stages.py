@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron.core.schedule import Kind, Schedule, Unit
+from envpipe_megatron.core.kinds import Kind, Unit
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.emulated import store as emulated_store
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu

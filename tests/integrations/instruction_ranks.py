@@ -12,7 +12,7 @@ import plain_stages
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, PRESET_VARIABLE

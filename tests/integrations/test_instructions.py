@@ -16,9 +16,10 @@ from preset_profile import preset_profile
 from rank_pool import RankPool
 
 from envpipe_megatron.core import builders
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.integrations.recorded_order import OrderError, recognized
 from envpipe_megatron.policies.planner import PlanRequest, make_plan

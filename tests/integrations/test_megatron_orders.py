@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from envpipe_megatron.core import builders
-from envpipe_megatron.core.schedule import Kind, unit
+from envpipe_megatron.core.kinds import Kind, unit
 
 # One worker imports megatron-core, which takes seconds, and none does to collect tests.
 pytestmark = pytest.mark.xdist_group("megatron")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.profile import ProfileRow, make_profile
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.flags import add_arguments
 from envpipe_megatron.integrations.levels import Level
@@ -127,7 +127,7 @@ def test_refusals_name_the_options_of_megatron() -> None:
 
 
 def test_files_are_read_before_anything_is_built(tmp_path: Path, monkeypatch: Any) -> None:
-    rows = [(stage, kind, ProfileRow(1000, 0.1, 10.0)) for stage in range(4) for kind in Kind]
+    rows = [(stage, kind, ProfileRow(1000, 0.1, 10.0)) for stage in range(4) for kind in WHOLE]
     profile, plan = tmp_path / "profile.csv", tmp_path / "plan.json"
     make_profile(rows, source="a test's").write(profile)
     plan.write_text("{}")

@@ -23,8 +23,9 @@ from torchrun_ranks import Ended, run_ranks
 
 from envpipe_megatron.core.builders import envpipe, interleaved, one_f_one_b
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.timeline import parse_order
 
 pytestmark = pytest.mark.xdist_group("megatron_bridge")

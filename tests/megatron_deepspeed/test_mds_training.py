@@ -22,7 +22,7 @@ from mds_runs import (
 )
 from preset_profile import preset_profile
 
-from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.kinds import Kind
 
 pytestmark = pytest.mark.xdist_group("megatron_deepspeed")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from lm_runs import GPT, LLAMA, MOCK_DATA, OPTIMIZER, Run, run_pretrain
 
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.profile import ProfileRow, make_profile
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.gpu.emulated.presets import load_preset
 
 FULL = os.environ.get("ENVPIPE_LM_FULL") == "1"
@@ -125,7 +125,7 @@ def write_profile(path: Path, num_stages: int) -> None:
     """Write what profiling the emulated GPUs would find, without the minute that it takes."""
     gpu = load_preset(PRESET)
     rows = []
-    for stage, kind, clock in itertools.product(range(num_stages), Kind, CLOCKS_MHZ):
+    for stage, kind, clock in itertools.product(range(num_stages), WHOLE, CLOCKS_MHZ):
         at_max_s = FORWARD_S * (2 if kind is Kind.BACKWARD else 1)
         time_s = gpu.unit_time_s(kind, clock, at_max_s)
         rows.append(

@@ -17,9 +17,10 @@ from rank_pool import RankPool
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.kinds import WHOLE, Kind, unit
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile
-from envpipe_megatron.core.schedule import Kind, Schedule, unit
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
 
 # One worker runs them all: they share the ranks.
@@ -59,19 +60,19 @@ def synthetic_profile(
 ) -> Profile:
     """A valley of energy, and stages that differ; with rows of pairs if units are combined."""
     rows = []
-    for stage, kind, clock in itertools.product(range(num_stages), Kind, clocks_mhz):
+    for stage, kind, clock in itertools.product(range(num_stages), WHOLE, clocks_mhz):
         time_s = (1 + 0.1 * stage) * (1 + (kind is Kind.BACKWARD)) * (0.2 + 0.8 * 1410 / clock)
         rows.append(
             (stage, kind, ProfileRow(clock, time_s, 100 + ((clock - valley_mhz) / 100) ** 2))
         )
     if combined_chunks:
         parts = [
-            (combined_chunks * (2 * stage + pair) + chunk, kind, row.per_chunk(combined_chunks))
+            (combined_chunks * stage + chunk, priced, row.scaled(1 / combined_chunks))
             for stage, kind, row in rows
-            for pair in ((0, 1) if kind is Kind.BACKWARD else (0,))
+            for priced in ((kind, Kind.COMBINED) if kind is Kind.BACKWARD else (kind,))
             for chunk in range(combined_chunks)
         ]
-        return make_profile(parts, source="synthetic", listed_chunks=combined_chunks, combined=True)
+        return make_profile(parts, source="synthetic", listed_chunks=combined_chunks)
     return make_profile(rows, source="synthetic")
 
 

@@ -37,7 +37,7 @@ from megatron.core.utils import get_model_config
 from plain_stages import FastTime
 from torch.overrides import TorchFunctionMode
 
-from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.megatron.core import ForwardBackward

@@ -6,6 +6,7 @@ from combined_cases import CLOCKS_MHZ, combined_profile, naive_steps, steps_of
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
 
@@ -21,8 +22,8 @@ def try_everything(schedule, profile, latency):
     duration, energy_j = {}, np.zeros(shape)
     for axis, (stage, number) in enumerate(places):
         step = steps[stage][number]
-        part = (2 * stage + (len(step) == 2)) * schedule.num_chunks + step[-1].chunk
-        rows = profile.rows[part][step[-1].kind]
+        part = stage * schedule.num_chunks + step[-1].chunk
+        rows = profile.rows[part][Kind.COMBINED if len(step) == 2 else step[-1].kind]
         along = [-1 if other == axis else 1 for other in range(len(shape))]
         time_s, unit_j = (
             np.array([getattr(row, name) for row in rows]).reshape(along)

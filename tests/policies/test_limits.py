@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import completes
-from envpipe_megatron.core.schedule import ScheduleError
+from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.limits import (

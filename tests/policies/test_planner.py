@@ -122,7 +122,7 @@ def by_chunk(*slowness):
         for stage, kinds in enumerate(PROFILE.rows)
         for kind, listed in kinds.items()
         for chunk, slow in enumerate(slowness)
-        for part in (row.per_chunk(len(slowness)) for row in listed)
+        for part in (row.scaled(1 / len(slowness)) for row in listed)
     ]
     return make_profile(rows, source="made for a test", listed_chunks=len(slowness))
 

@@ -10,7 +10,7 @@ import plain_stages
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron.core.schedule import Kind, unit
+from envpipe_megatron.core.kinds import Kind, unit
 from envpipe_megatron.runtime.channel import links
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.p2p import P2PChannel

@@ -9,7 +9,7 @@ from typing import Any
 
 import plain_stages
 
-from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.runtime.job.session import SessionConfig
 from envpipe_megatron.runtime.profiling.profiler import ProfilerSettings
@@ -33,7 +33,11 @@ def run_plan(
         output_dir=root / "output",
     )
     session, _ = plain_stages.session(
-        rank, config, root, preset=preset, time_at_max_s=dict(zip(Kind, times_s[rank], strict=True))
+        rank,
+        config,
+        root,
+        preset=preset,
+        time_at_max_s=dict(zip(WHOLE, times_s[rank], strict=True)),
     )
     jitter = random.Random(rank)
     records = []
@@ -68,7 +72,7 @@ def profile(rank: int, root: Path, preset: str, times_s: tuple[float, float]) ->
         output_dir=root,
     )
     session, gpu = plain_stages.session(
-        rank, config, root, preset=preset, time_at_max_s=dict(zip(Kind, times_s, strict=True))
+        rank, config, root, preset=preset, time_at_max_s=dict(zip(WHOLE, times_s, strict=True))
     )
     try:
         while session.state.phase != "steady":

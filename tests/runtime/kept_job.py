@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.policies.planner import PlanRequest, make_plan
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.runtime.energy.steps import BaselineEnergy, StepEnergy
@@ -43,7 +43,7 @@ def profiled(watts: float = 100.0) -> Profile:
     rows = [
         (stage, kind, ProfileRow(f, 1410 / f, watts * f / 1e3))
         for stage in range(2)
-        for kind in Kind
+        for kind in WHOLE
         for f in (1410, 1200, 990)
     ]
     return make_profile(rows, source="made for a test")

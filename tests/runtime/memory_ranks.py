@@ -12,7 +12,8 @@ import torch
 from fake_memory import FakeMemory, FakeStage, Sizes
 from plain_stages import PlainWork
 
-from envpipe_megatron.core.schedule import Kind, Schedule, Unit
+from envpipe_megatron.core.kinds import Kind, Unit
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.policies.planner import PlanRequest
 from envpipe_megatron.runtime.job.session import SessionConfig

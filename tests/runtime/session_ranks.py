@@ -10,7 +10,7 @@ from typing import Any
 import plain_stages
 import torch
 
-from envpipe_megatron.core.schedule import Kind, Unit
+from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.policies.planner import PlanRequest

@@ -15,7 +15,7 @@ from typing import Any
 import plain_stages
 import torch.distributed as dist
 
-from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.policies.planner import PlanRequest

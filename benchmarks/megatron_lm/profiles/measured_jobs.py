@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.formats.energy import EnergyWindow, read_energy_logs
 from envpipe_megatron.formats.timeline import RankIteration, read_timelines
 
@@ -26,13 +26,13 @@ def at_its_clock(profile: Profile, *, every_row: bool) -> Profile:
     """
     rows = []
     for stage, kinds in enumerate(profile.rows):
-        taken = {kind: kinds[kind] if every_row else kinds[kind][:1] for kind in Kind}
-        time_s = {kind: float(np.mean([r.time_s for r in taken[kind]])) for kind in Kind}
+        taken = {kind: kinds[kind] if every_row else kinds[kind][:1] for kind in WHOLE}
+        time_s = {kind: float(np.mean([r.time_s for r in taken[kind]])) for kind in WHOLE}
         pairs = list(zip(*taken.values(), strict=True))
         pairs_j = [forward.energy_j + backward.energy_j for forward, backward in pairs]
         metering_j = [row.energy_uncertainty_j or 0.0 for pair in pairs for row in pair]
         error_j = math.hypot(_scatter(pairs_j), math.hypot(*metering_j) / len(pairs))
-        for kind in Kind:
+        for kind in WHOLE:
             share = time_s[kind] / sum(time_s.values())
             row = ProfileRow(
                 kinds[kind][0].frequency_mhz,

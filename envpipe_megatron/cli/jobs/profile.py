@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.signals import Signals

@@ -19,8 +19,8 @@ from envpipe_megatron.cli.common import (
     check_outputs,
 )
 from envpipe_megatron.console import say, table_of
+from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.plan import Cost
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
 from envpipe_megatron.errors import plain
 from envpipe_megatron.policies.partitions.energy import FoundEnergy, least_energy, plan_cost
@@ -169,7 +169,7 @@ def _stage_table(table: LayerTable, split: Split, num_microbatches: int) -> Tabl
         columns.append("1F1B memory (GiB)")
     slices = table.stage_slices(split)
     forward_s, backward_s = (
-        np.array([table.time_s[kind][own, 0].sum() for own in slices]) for kind in Kind
+        np.array([table.time_s[kind][own, 0].sum() for own in slices]) for kind in WHOLE
     )
     share = 100 * (forward_s + backward_s) / (forward_s + backward_s).max()
     rows = (

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuAddress, GpuError
-from envpipe_megatron.gpu.emulated.presets import GpuPreset, Kind, load_preset
+from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset
 from envpipe_megatron.gpu.emulated.state import EmulatedState, tick_number
 from envpipe_megatron.gpu.emulated.store import StateFile, default_root, stored_indices
 
@@ -92,7 +92,7 @@ class EmulatedGpu(Gpu):
 
     # --- work -----------------------------------------------------------------------------------
 
-    def run_unit(self, kind: Kind, time_at_max_s: float, ready_s: float) -> UnitRun:
+    def run_unit(self, kind: str, time_at_max_s: float, ready_s: float) -> UnitRun:
         """Run a unit as soon as it is ready and the one before has ended.
 
         The GPU waits (at waiting power) up to `ready_s`, a virtual instant. A clock change that

@@ -15,12 +15,9 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.toml_tables import build, parse_toml
-
-Kind: TypeAlias = Literal["forward", "backward"]
 
 FORMAT = "envpipe-gpu-preset/1"
 
@@ -120,7 +117,7 @@ class GpuPreset:
         """The clock that a full load reaches when the maximum is requested."""
         return min(self.max_frequency_mhz, self.power_cap_frequency_mhz or self.max_frequency_mhz)
 
-    def unit_time_s(self, kind: Kind, frequency_mhz: float, time_at_max_s: float) -> float:
+    def unit_time_s(self, kind: str, frequency_mhz: float, time_at_max_s: float) -> float:
         """Return the duration at a clock of a unit from that at the maximum."""
         memory_fraction = self._kind(kind).memory_fraction
         top_mhz = self.top_frequency_mhz
@@ -128,7 +125,7 @@ class GpuPreset:
             memory_fraction + (1.0 - memory_fraction) * (top_mhz / min(frequency_mhz, top_mhz))
         )
 
-    def busy_power_w(self, kind: Kind, frequency_mhz: float) -> float:
+    def busy_power_w(self, kind: str, frequency_mhz: float) -> float:
         """Return the power while a unit runs at a clock."""
         reached_mhz = min(frequency_mhz, self.top_frequency_mhz)
         dynamic_w = self._kind(kind).dynamic_power_w * (reached_mhz / self.top_frequency_mhz)
@@ -143,8 +140,8 @@ class GpuPreset:
             self.top_frequency_mhz - knee_mhz
         )
 
-    def _kind(self, kind: Kind) -> KindModel:
-        return {"forward": self.forward, "backward": self.backward}[kind]
+    def _kind(self, kind: str) -> KindModel:
+        return self.forward if kind == "forward" else self.backward
 
 
 def preset_folder() -> Path:

@@ -20,7 +20,7 @@ from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.utils import PartitionedTensor
 
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
-from envpipe_megatron.core.schedule import Kind, Unit
+from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.job import Job
 from envpipe_megatron.integrations.refusals import FREES_WHILE_TRAINING, frees_while_training

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
-from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.policies.partitions.layers import LAYER_COLUMNS
 from envpipe_megatron.runtime.energy.meter import EnergyMeter

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import torch
 from megatron.core.pipeline_parallel import schedules
 
-from envpipe_megatron.core.schedule import Kind, Schedule, Unit
+from envpipe_megatron.core.kinds import Kind, Unit
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import StageRun

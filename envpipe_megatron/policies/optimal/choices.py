@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile import Profile, ProfileRow
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.schedule import Schedule
 
 Choice = tuple[float, float, int]  #: time in s, cost in J, and whose they are
 
@@ -43,18 +44,20 @@ class Choices:
     """All choices of a pipeline under one waiting power.
 
     Args:
-        units: for each part of the profile its forward, then its backward.
+        units: for each part of the profile those of each kind.
+        kinds: the kinds of each part, as the profile has them.
         waiting_power_w: power of all the pipeline's GPUs by which waiting is priced.
     """
 
     units: tuple[UnitChoices, ...]
+    kinds: tuple[Kind, ...]
     waiting_power_w: float
 
 
 def node_keys(schedule: Schedule, choices: Choices) -> IntArray:
     """[num_units] the index of each node's choices in `Choices.units`."""
-    listed_chunks = len(choices.units) // (len(Kind) * schedule.num_stages)
-    return schedule.unit_keys(listed_chunks).ravel().astype(np.int64)
+    parts_per_stage = len(choices.units) // (len(choices.kinds) * schedule.num_stages)
+    return schedule.unit_keys(parts_per_stage, choices.kinds).ravel().astype(np.int64)
 
 
 def make_choices(profile: Profile, waiting_power_w: FloatArray, gpus_by_stage: IntArray) -> Choices:
@@ -63,12 +66,12 @@ def make_choices(profile: Profile, waiting_power_w: FloatArray, gpus_by_stage: I
     `waiting_power_w`, [num_stages], is of one GPU; `gpus_by_stage`, [num_stages], follow one plan.
     """
     units = tuple(
-        _unit_choices(part[kind], float(waiting_power_w[stage]), int(gpus))
+        _unit_choices(rows, float(waiting_power_w[stage]), int(gpus))
         for stage, gpus in enumerate(gpus_by_stage)
         for part in profile.parts(stage)
-        for kind in Kind
+        for rows in part.values()
     )
-    return Choices(units, float(np.dot(waiting_power_w, gpus_by_stage)))
+    return Choices(units, profile.kinds, float(np.dot(waiting_power_w, gpus_by_stage)))
 
 
 def _unit_choices(rows: Sequence[ProfileRow], waiting_power_w: float, gpus: int) -> UnitChoices:

@@ -16,8 +16,8 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.fields import AMOUNT, Row, read_table
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile, read_unit
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 
@@ -97,7 +97,7 @@ def stage_profile(
     rows = [
         (stage, kind, ProfileRow(int(frequency), float(time_s), float(energy_j)))
         for stage, own in enumerate(table.stage_slices(split))
-        for kind in Kind
+        for kind in WHOLE
         for frequency, time_s, energy_j in zip(
             table.frequency_mhz[kind],
             table.time_s[kind][own].sum(axis=0),
@@ -197,7 +197,7 @@ def read_layers(path: Path) -> LayerTable:
     layer_bytes: dict[str, dict[str, float]] = {}
     for line in lines:
         layer, (kind, row) = _layer(line), read_unit(line)
-        known = by_layer.setdefault(layer, {kind: {} for kind in Kind})[kind]
+        known = by_layer.setdefault(layer, {kind: {} for kind in WHOLE})[kind]
         if row.frequency_mhz in known:
             raise EnvPipeError(
                 f"{line.where}: a second row for layer {layer} {kind.value} at this frequency "
@@ -218,10 +218,10 @@ def read_layers(path: Path) -> LayerTable:
                 )
     names = _layer_names(by_layer, path)
     frequencies = {
-        kind: sorted(by_layer[names[0]][kind], reverse=True) for kind in Kind
+        kind: sorted(by_layer[names[0]][kind], reverse=True) for kind in WHOLE
     }  # those of any layer: all must have the same
     for name in names:
-        for kind in Kind:
+        for kind in WHOLE:
             listed = sorted(by_layer[name][kind], reverse=True)
             if not listed or listed != frequencies[kind]:
                 raise EnvPipeError(
@@ -236,7 +236,7 @@ def read_layers(path: Path) -> LayerTable:
             kind: np.array(
                 [[getattr(by_layer[n][kind][f], field) for f in frequencies[kind]] for n in names]
             )
-            for kind in Kind
+            for kind in WHOLE
         }
 
     def column(name: str) -> FloatArray | None:
@@ -245,7 +245,7 @@ def read_layers(path: Path) -> LayerTable:
 
     return LayerTable(
         names,
-        {kind: np.array(frequencies[kind]) for kind in Kind},
+        {kind: np.array(frequencies[kind]) for kind in WHOLE},
         table("time_s"),
         table("energy_j"),
         column("memory"),

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.longest_path import LongestPath
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.partitions.layers import (
@@ -135,7 +135,7 @@ class SplitSpace:
 
     def _layer_time_s(self) -> FloatArray:
         """[num_layers] forward plus backward of each layer at the highest clocks."""
-        forward_s, backward_s = (self.table.time_s[kind][:, 0] for kind in Kind)
+        forward_s, backward_s = (self.table.time_s[kind][:, 0] for kind in WHOLE)
         time_s: FloatArray = forward_s + backward_s
         return time_s
 

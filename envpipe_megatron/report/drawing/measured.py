@@ -9,7 +9,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from envpipe_megatron.core.schedule import Schedule, ScheduleError
+from envpipe_megatron.core.kinds import ScheduleError
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import name_of_run
 from envpipe_megatron.formats.timeline import RankIteration
 from envpipe_megatron.report.alignment import node_offsets_s

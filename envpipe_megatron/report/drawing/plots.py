@@ -21,9 +21,10 @@ from matplotlib.lines import Line2D
 from numpy.typing import ArrayLike, NDArray
 
 from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, ProfileError
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.report.drawing.gantt import draw_timeline, legend_handles
 from envpipe_megatron.report.drawing.style import (
@@ -134,7 +135,7 @@ def order_figure(
 def default_frequency_range_mhz(plan: Plan) -> tuple[float, float]:
     """From the profile's lowest optimal frequency, or the plan's lowest, to the highest."""
     profile = plan.profile
-    top = max(kinds[kind][0].frequency_mhz for kinds in profile.rows for kind in Kind)
+    top = max(kinds[kind][0].frequency_mhz for kinds in profile.rows for kind in WHOLE)
     lowest = int(plan.frequency_mhz.min())
     with contextlib.suppress(ProfileError):  # no valley: the plan's own range will do
         lowest = min(lowest, *profile.optimal_frequency_mhz)
@@ -181,7 +182,7 @@ def _marker(shape: str, label: str) -> Line2D:
 
 
 def _draw_valley(axes: Axes, profile: Profile, stage: int) -> None:
-    curve = {kind: profile.energy_by_clock_j(stage, kind) for kind in Kind}
+    curve = {kind: profile.energy_by_clock_j(stage, kind) for kind in WHOLE}
     for kind, colour, style in (
         (Kind.BACKWARD, _BACKWARD_LINE, "--"),
         (Kind.FORWARD, _FORWARD_LINE, "-."),

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from envpipe_megatron.core.schedule import Kind, Unit
+from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime.channel.messages import TensorSpec
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from envpipe_megatron.core.channel_model import hardware_capacity
-from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.runtime.channel import cuda_device
 from envpipe_megatron.runtime.channel.carrier import (
     Carrier,
@@ -215,7 +215,7 @@ class _Maker:
         for pipeline, needed in sorted(set(everyone)):
             for boundary in needed:
                 pair = sorted((pipeline[boundary], pipeline[(boundary + 1) % len(pipeline)]))
-                for kind in Kind:
+                for kind in WHOLE:
                     group = _new_group(pair, kind, self._timeout)
                     if pipeline == tuple(self._ranks) and boundary in self._own:
                         groups[boundary, kind] = group
@@ -229,7 +229,7 @@ class _Maker:
                     timeout=None,
                     ahead=ahead,
                 )
-                for kind in Kind:
+                for kind in WHOLE:
                     probe = torch.zeros(1, device=torch.cuda.current_device())
                     exchange = dist.recv if kind is peers.receives else dist.send
                     exchange(probe, peers.rank, group=groups[boundary, kind])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.kinds import WHOLE, Kind
 
 
 @dataclass(frozen=True)
@@ -66,5 +66,5 @@ class StageSpecs:
     @classmethod
     def alike(cls, spec: TensorSpec) -> StageSpecs:
         """Where all messages of the pipeline carry the same."""
-        both = dict.fromkeys(Kind, spec)
+        both = dict.fromkeys(WHOLE, spec)
         return cls(both, both)

@@ -14,7 +14,8 @@ from typing import TypeVar
 import torch
 
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE
-from envpipe_megatron.core.schedule import Kind, Schedule, Unit
+from envpipe_megatron.core.kinds import Kind, Unit
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel.carrier import Carrier, ChannelError, opposite
 from envpipe_megatron.runtime.channel.messages import StageSpecs
 from envpipe_megatron.runtime.channel.puts import PutSide

@@ -28,7 +28,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from envpipe_megatron.core.channel_model import slots_of
-from envpipe_megatron.core.schedule import Schedule, Unit
+from envpipe_megatron.core.kinds import Unit
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers
 from envpipe_megatron.runtime.channel.flag_page import (
     PUT,

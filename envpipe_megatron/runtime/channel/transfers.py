@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron.core.schedule import Kind, Unit
+from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
 from envpipe_megatron.runtime.channel.carrier import Peers
 from envpipe_megatron.runtime.channel.host_group import HostGroup
 from envpipe_megatron.runtime.channel.messages import TensorSpec
@@ -173,7 +173,7 @@ def _carried(payload: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _tag(kind: Kind) -> int:
     """Tag of the tensors of a kind, which come in the order in which they were sent."""
-    return list(Kind).index(kind)
+    return list(WHOLE).index(kind)
 
 
 def _header_tag(kind: Kind) -> int:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.profile import ProfileRow
-from envpipe_megatron.core.schedule import Kind
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Measured:
     """One stage at one setting of clocks: means of one forward and one backward.
 
     `pair_j` is the energy of both without waiting, with its standard uncertainty. `part_share`,
-    [parts, 2], is what the forward and backward of each part (see `Profile`) take over those means.
-    Where a stage runs units combined, these pairs are added to the backwards' time, and the means
-    are over the forwards that run alone.
+    [chunks, kinds], is what a chunk's forward, backward and, where a stage has any, combined pair
+    take over those means: a forward over the first, the others over the second. Pairs' time is
+    added to that of the backwards, and the means are over the forwards that run alone.
     """
 
     forward_s: float
@@ -139,7 +139,7 @@ def split_energies(
         forward_j > forward_u and backward_j > backward_u
         for forward_j, forward_u, backward_j, backward_u in energies[1:]
     )
-    rows: dict[Kind, list[ProfileRow]] = {kind: [] for kind in Kind}
+    rows: dict[Kind, list[ProfileRow]] = {kind: [] for kind in WHOLE}
     for clock, m, (forward_j, forward_u, backward_j, backward_u) in zip(
         clocks_mhz, together, energies if told_apart else shared, strict=True
     ):

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron.core.schedule import Kind, Schedule, Unit
+from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.completion import Completion, Done
@@ -175,4 +176,4 @@ class EmulatedExecutor:
 
 def _tag(unit: Unit) -> int:
     """Tag of the times of a kind's units, which come in the order in which they were sent."""
-    return _FIRST_TAG + list(Kind).index(unit.kind)
+    return _FIRST_TAG + list(WHOLE).index(unit.kind)

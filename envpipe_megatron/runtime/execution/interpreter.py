@@ -6,7 +6,8 @@ from typing import Protocol
 
 import torch
 
-from envpipe_megatron.core.schedule import Kind, Schedule, Unit
+from envpipe_megatron.core.kinds import Kind, Unit
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from envpipe_megatron.core.schedule import Unit
+from envpipe_megatron.core.kinds import Unit
 from envpipe_megatron.runtime.channel.messages import StageSpecs
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution.completion import Completion

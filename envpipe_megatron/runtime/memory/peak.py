@@ -20,7 +20,8 @@ from enum import Enum
 
 import numpy as np
 
-from envpipe_megatron.core.schedule import Kind, Schedule, Unit
+from envpipe_megatron.core.kinds import Kind, Unit
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError, plain
 from envpipe_megatron.runtime.channel.collectives import Collectives

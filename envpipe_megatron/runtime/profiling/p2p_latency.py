@@ -6,7 +6,7 @@ import statistics
 
 import torch
 
-from envpipe_megatron.core.schedule import Kind, unit
+from envpipe_megatron.core.kinds import Kind, unit
 from envpipe_megatron.runtime.channel.messages import StageSpecs
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution.executor import Executor

@@ -27,8 +27,9 @@ from itertools import pairwise
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.profile import Profile, ProfileRow, make_profile
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.channel.collectives import SUM, Collectives
@@ -84,6 +85,11 @@ class ProfilerSettings:
             )
 
 
+def profiled_kinds(schedule: Schedule) -> tuple[Kind, ...]:
+    """The kinds that the profile of an order that a framework runs has rows of."""
+    return (*WHOLE, Kind.COMBINED) if schedule.combined.any() else WHOLE
+
+
 @dataclass
 class _Point:
     """Measured iterations at one setting of clocks."""
@@ -95,7 +101,8 @@ class _Point:
 
     def read(self, meter: EnergyMeter, wait_power: WaitPower) -> Measured:
         """Unit times, and the energy of a pair: NaN if the meter failed."""
-        part_s, units_s, alone = self._times_s()
+        kinds = profiled_kinds(self.order.schedule)
+        part_s, units_s, alone = self._times_s(kinds)
         pairs = alone * len(self.records)
         begin_s, end_s = self.records[0].begin_s, self.records[-1].end_of_iteration_s
         if meter.last_refresh_s < end_s:
@@ -118,25 +125,25 @@ class _Point:
             backward_s,
             sum(energies_j) / pairs,
             math.hypot(metered_j, scatter_j) / pairs,
-            (part_s / (forward_s, backward_s)).tolist(),
+            (part_s / [forward_s, *[backward_s] * (len(kinds) - 1)]).tolist(),
         )
 
-    def _times_s(self) -> tuple[FloatArray, FloatArray, int]:
-        """[parts, 2] means by part and kind, their sums over all units, and forwards run alone."""
+    def _times_s(self, kinds: Sequence[Kind]) -> tuple[FloatArray, FloatArray, int]:
+        """[chunks, kinds] means, the times of all forwards and of all else, forwards run alone."""
         schedule, chunks = self.order.schedule, self.order.schedule.num_chunks
-        parts = chunks * (1 + bool(schedule.combined.any()))
-        keys = schedule.unit_keys(parts)[self.stage] - 2 * parts * self.stage
+        priced = (*kinds, Kind.NOTHING)
+        keys = schedule.unit_keys(chunks, priced)[self.stage]
+        keys = keys - len(priced) * chunks * self.stage
         times = np.array([record.unit_time_s for record in self.records])
-        part_s = np.zeros((parts, len(Kind)))
+        part_s = np.zeros((chunks, len(priced)))
         for key in np.unique(keys):
             part_s.flat[key] = self.average(times[:, keys == key].ravel())
-        part_s[chunks:, 0] = 0.0  # forwards whose time is that of their backwards
         count = np.bincount(keys, minlength=part_s.size).reshape(part_s.shape)
+        part_s, count = part_s[:, :-1], count[:, :-1]
         units_s = (count * part_s).sum(axis=0)
-        for part in range(chunks, parts):
-            if not count[part, 1]:  # no pair of this stage: as if one unit followed the other
-                part_s[part, 1] = part_s[part - chunks].sum()
-        return part_s, units_s, int(count[:chunks, 0].sum())
+        for pair_s, units, alone_s in zip(part_s[:, 2:], count[:, 2:], part_s[:, :2], strict=True):
+            pair_s[units == 0] = alone_s.sum()  # no pair: as if one followed the other
+        return part_s, np.array([units_s[0], units_s[1:].sum()]), int(count[:, 0].sum())
 
     def _waiting_j(self, record: StageRecord, wait_power: WaitPower) -> float:
         """A wait runs at the clock of the unit after it; the last, at that of the first unit."""
@@ -198,11 +205,12 @@ class OnlineProfiler:
         self._settings = settings
         self._progress = progress
         self._stretches = Stretches(settings.settle_iterations, settings.min_window_s, collectives)
-        #: The parts of a stage and the kinds that a profile has rows of; see `Profile`.
-        self._listed = [(chunk, kind) for chunk in range(schedule.num_chunks) for kind in Kind]
-        if schedule.combined.any():
-            pairs = range(schedule.num_chunks, 2 * schedule.num_chunks)
-            self._listed += [(part, Kind.BACKWARD) for part in pairs]
+        #: What a stage's profile has rows of: chunk, kind, and the kind that shares its energy.
+        self._listed = [
+            (chunk, kind, Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD)
+            for chunk in range(schedule.num_chunks)
+            for kind in profiled_kinds(schedule)
+        ]
         #: For each point: ends of the last units, and gaps to the next iterations.
         self._tails: list[tuple[FloatArray, FloatArray]] = []
 
@@ -292,12 +300,13 @@ class OnlineProfiler:
     ) -> _Parts:
         ends_s, gaps_s = zip(*tails, strict=True)
         own_tail_s = tail_times_s(ends_s, gaps_s)[[self._stage]] if ends_s[0].size else np.empty(0)
+        kinds = profiled_kinds(self._schedule)
         rows = [
             share * np.array([row.time_s, row.energy_j, row.energy_uncertainty_j or 0.0])
-            for part, kind in self._listed
+            for (chunk, kind, whole) in self._listed
             for row, share in zip(
-                split.rows[kind],
-                [m.part_share[part][list(Kind).index(kind)] for m in together],
+                split.rows[whole],
+                [m.part_share[chunk][kinds.index(kind)] for m in together],
                 strict=True,
             )
         ]
@@ -312,11 +321,11 @@ class OnlineProfiler:
     def _merge(self, split: Split, stages: Sequence[_Parts], sidecar: Sidecar) -> Profile:
         """The profile of the whole pipeline; all of its ranks have measured at the same clocks."""
         replicas = self._collectives.num_replicas
-        num_chunks, combined = self._schedule.num_chunks, bool(self._schedule.combined.any())
+        num_chunks = self._schedule.num_chunks
         units = [
-            (part, kind, row.frequency_mhz)
-            for part, kind in self._listed
-            for row in split.rows[kind]
+            (chunk, kind, row.frequency_mhz)
+            for chunk, kind, whole in self._listed
+            for row in split.rows[whole]
         ]
         rows = []
         for stage, parts in enumerate(stages):
@@ -326,12 +335,12 @@ class OnlineProfiler:
                     "their energy; the energy of both is shared by time, and plans can save less. "
                     "Larger microbatches, or more iterations at each clock, help"
                 )
-            for (part, kind, frequency), (time_s, energy_j, variance) in zip(
+            for (chunk, kind, frequency), (time_s, energy_j, variance) in zip(
                 units, (parts.rows / replicas).tolist(), strict=True
             ):
                 error_j = math.sqrt(variance / replicas)  # of the mean of replicas
                 row = ProfileRow(frequency, time_s, energy_j, error_j)
-                rows.append((stage * num_chunks * (1 + combined) + part, kind, row))
+                rows.append((stage * num_chunks + chunk, kind, row))
         waits_mhz = list(self._wait_power.power_w)
         facts = {
             "num_chunks": num_chunks,
@@ -346,11 +355,7 @@ class OnlineProfiler:
         }
         full = Sidecar(**{**vars(sidecar), **facts})
         return make_profile(
-            rows,
-            source="the online profile",
-            sidecar=full,
-            listed_chunks=num_chunks,
-            combined=combined,
+            rows, source="the online profile", sidecar=full, listed_chunks=num_chunks
         )
 
 

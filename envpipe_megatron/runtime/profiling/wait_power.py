@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from envpipe_megatron.core.schedule import Kind, unit
+from envpipe_megatron.core.kinds import Kind, unit
 from envpipe_megatron.runtime.channel.messages import StageSpecs
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.clocks.controller import ClockController

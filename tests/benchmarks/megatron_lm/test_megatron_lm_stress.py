@@ -8,7 +8,7 @@ import pytest
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import completes
-from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.kinds import Kind
 
 pytest.importorskip("torch")
 from benchmarks.megatron_lm import stress

@@ -14,7 +14,8 @@ import torch
 from fake_device import DeviceSpec, FakeDevice
 from taking_turns import Turns
 
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel import puts
 from envpipe_megatron.runtime.channel.carrier import Peers
 from envpipe_megatron.runtime.channel.flag_page import FlagPage, create_page_file

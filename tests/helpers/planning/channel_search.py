@@ -3,7 +3,8 @@
 It shares no code with `envpipe_megatron.core.channel_model`, which it checks.
 """
 
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.schedule import Schedule
 
 
 def explore_all(schedule: Schedule, capacity: int | None, max_states: int = 1_000_000) -> bool:

@@ -8,6 +8,7 @@ from functools import reduce
 import numpy as np
 from core_cases import B, F, needs
 
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile import ProfileRow, make_profile
 
 CLOCKS_MHZ = (1410, 1200, 900)
@@ -18,14 +19,14 @@ def combined_profile(seed=0, stages=2, chunks=2, clocks_mhz=CLOCKS_MHZ):
     rng = random.Random(seed)
     rows = []
     for stage, chunk in itertools.product(range(stages), range(chunks)):
-        for pairs, kind, work in ((0, F, 1.0), (0, B, 2.0), (1, B, 2.5)):
-            part = (2 * stage + pairs) * chunks + chunk
+        for kind, work in ((F, 1.0), (B, 2.0), (Kind.COMBINED, 2.5)):
+            part = stage * chunks + chunk
             base = work * rng.uniform(0.7, 1.4)
             for clock in clocks_mhz:
                 time_s = base * (0.3 + 0.7 * 1410 / clock)
                 energy_j = time_s * (60 + 240 * (clock / 1410) ** 2)
                 rows.append((part, kind, ProfileRow(clock, time_s, energy_j)))
-    return make_profile(rows, source="made for a test", listed_chunks=chunks, combined=True)
+    return make_profile(rows, source="made for a test", listed_chunks=chunks)
 
 
 def paired(orders, at):

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.profile import ProfileRow, make_profile
-from envpipe_megatron.core.schedule import Kind, Schedule, Unit
+from envpipe_megatron.core.schedule import Schedule
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 

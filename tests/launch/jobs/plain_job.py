@@ -9,8 +9,8 @@ from preset_profile import preset_profile
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import make_conditions
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.gpu.emulated.presets import load_preset
 
 PRESET = "a100-sxm"

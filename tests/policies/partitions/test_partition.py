@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envpipe_megatron.core import builders
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.partitions.energy import least_energy, plan_cost
@@ -44,9 +44,9 @@ def table_of(forward_s, backward_s, *, embedding=False, loss=False, curve=CURVE,
     times = {F: np.outer(forward_s, slowdown), B: np.outer(backward_s, slowdown)}
     return LayerTable(
         tuple(names),
-        {kind: np.array(list(curve)) for kind in Kind},
+        {kind: np.array(list(curve)) for kind in WHOLE},
         times,
-        {kind: times[kind] * power_w for kind in Kind},
+        {kind: times[kind] * power_w for kind in WHOLE},
         columns.get("memory_bytes"),
         columns.get("activation_bytes"),
         "made for a test",
@@ -85,12 +85,12 @@ def stage_times(table, split, kind):
 
 
 def bottleneck(table, split):
-    return max(map(sum, zip(*(stage_times(table, split, kind) for kind in Kind), strict=True)))
+    return max(map(sum, zip(*(stage_times(table, split, kind) for kind in WHOLE), strict=True)))
 
 
 def iteration_time(table, split, num_microbatches):
     schedule = builders.one_f_one_b(len(split), num_microbatches)
-    by_kind = np.array([stage_times(table, split, kind) for kind in Kind])
+    by_kind = np.array([stage_times(table, split, kind) for kind in WHOLE])
     durations = by_kind[schedule.is_backward.astype(int), np.arange(len(split))[:, None]]
     return Timeline(schedule, durations).iteration_time_s
 
@@ -116,7 +116,7 @@ def test_least_bottleneck_then_time_then_spread_of_all_splits(job):
     found = least_bottleneck(SplitSpace(table, num_stages, num_microbatches))
 
     def rank(split):
-        total = np.sum([stage_times(table, split, kind) for kind in Kind], axis=0)
+        total = np.sum([stage_times(table, split, kind) for kind in WHOLE], axis=0)
         figures = total.max(), iteration_time(table, split, num_microbatches), total.std()
         return tuple(round(float(figure), 9) for figure in figures)
 
@@ -147,7 +147,7 @@ def test_what_the_search_stands_on(job):
     splits = list(cheapest_splits(space.stage_time_s**2, space.allowed))
     assert sorted(splits) == sorted(all_splits(table, num_stages))
     squares = [
-        np.square(np.sum([stage_times(table, s, kind) for kind in Kind], axis=0)).sum()
+        np.square(np.sum([stage_times(table, s, kind) for kind in WHOLE], axis=0)).sum()
         for s in splits
     ]
     assert squares == pytest.approx(sorted(squares))

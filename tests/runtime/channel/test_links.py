@@ -16,7 +16,7 @@ from fake_device import FakeDevice
 from plain_stages import SHAPE, SPECS
 from taking_turns import Turns
 
-from envpipe_megatron.core.schedule import Kind, unit
+from envpipe_megatron.core.kinds import Kind, unit
 from envpipe_megatron.runtime.channel import links, puts
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.flag_page import FlagPage

@@ -13,7 +13,8 @@ from taking_turns import HangError
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.channel_model import completes, slots_of
-from envpipe_megatron.core.schedule import Kind, Schedule, unit
+from envpipe_megatron.core.kinds import WHOLE, Kind, unit
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.flag_page import PUT, TAKEN
 from envpipe_megatron.runtime.channel.messages import StageSpecs
@@ -53,7 +54,7 @@ def test_messages_come_as_they_were_sent(pipeline, one_queue):
 
     def host(stage: int) -> None:
         channel = made.channels[stage]
-        goes, comes = list(Kind) if stage == 0 else list(Kind)[::-1]
+        goes, comes = list(WHOLE) if stage == 0 else list(WHOLE)[::-1]
         channel.expect({comes: 3}, specs)
         got = []
         for number in range(3):
@@ -157,7 +158,7 @@ def test_a_message_that_is_not_as_agreed_ends_the_job(pipeline, lost):
         channel = made.channels[stage]
         channel.begin_step(order, made.specs)
         shape = (2, 4) if stage == lost else SHAPE
-        channel.send(unit(list(Kind)[stage], 0), [torch.zeros(shape)])
+        channel.send(unit(list(WHOLE)[stage], 0), [torch.zeros(shape)])
 
     outcomes = made.turns.run(lambda: host(0), lambda: host(1))
     name = "FB"[lost]

@@ -16,7 +16,7 @@ from plain_stages import SHAPE, SPECS
 from torch.futures import Future
 
 from envpipe_megatron.core.builders import one_f_one_b
-from envpipe_megatron.core.schedule import Kind, Unit
+from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
 from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers
 from envpipe_megatron.runtime.channel.messages import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
@@ -36,7 +36,7 @@ def channel_of(
 ) -> P2PChannel:
     """With both neighbours, on links that say the kind and who sends it."""
     carriers = {}
-    for kind, neighbour in zip(Kind, ((stage - 1) % stages, (stage + 1) % stages), strict=True):
+    for kind, neighbour in zip(WHOLE, ((stage - 1) % stages, (stage + 1) % stages), strict=True):
         peers = Peers(stage, neighbour, 10 + neighbour, kind)
         links: Any = ((kind, neighbour), (peers.sends, stage))
         carriers[kind] = TransferCarrier(peers, links, hosts, timeout=timeout, ahead=ahead)
@@ -304,12 +304,12 @@ def test_a_stage_sends_to_itself_in_order_on_links_of_their_own(monkeypatch, var
     for loopback.rank in range(2):
         for number in range(2):
             for kind in (Kind.BACKWARD, Kind.FORWARD):
-                text = 10 * loopback.rank + 2 * number + list(Kind).index(kind)
+                text = 10 * loopback.rank + 2 * number + list(WHOLE).index(kind)
                 ends[loopback.rank].send(Unit(kind, number), message(text))
     for loopback.rank in range(2):
         for number in range(2):
-            for kind in Kind:
-                text = 10 * (1 - loopback.rank) + 2 * number + list(Kind).index(kind)
+            for kind in WHOLE:
+                text = 10 * (1 - loopback.rank) + 2 * number + list(WHOLE).index(kind)
                 got = ends[loopback.rank].receive(Unit(kind, number))
                 for tensor, sent in zip(got, message(text), strict=True):
                     assert torch.equal(tensor.detach(), sent)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.runtime.energy.split import (
     Measured,
     error_of_sum,
@@ -47,7 +47,7 @@ def test_split_finds_the_energies_behind_late_clocks(forward_late_s, backward_la
     split = split_energies(clocks, together, apart)
     assert split.told_apart
     assert split.late_s == pytest.approx(max(forward_late_s, backward_late_s), rel=0.01, abs=1e-9)
-    for kind in Kind:
+    for kind in WHOLE:
         for row in split.rows[kind]:
             time_s, energy_j = truth(kind, row.frequency_mhz)
             assert row.time_s == pytest.approx(time_s)
@@ -70,7 +70,7 @@ def test_energies_that_are_not_told_apart_are_shared_by_time(apart):
     split = split_energies(clocks, together, [apart])
     assert not split.told_apart
     for index, pair in enumerate(together):
-        forward, backward = (split.rows[kind][index] for kind in Kind)
+        forward, backward = (split.rows[kind][index] for kind in WHOLE)
         assert forward.energy_j == pytest.approx(pair.pair_j / 3)
         assert backward.energy_j == pytest.approx(pair.pair_j * 2 / 3)
         assert forward.energy_uncertainty_j == pytest.approx(pair.pair_uncertainty_j / 3)
@@ -87,7 +87,7 @@ def test_split_carries_uncertainty_to_each_kind():
     apart = [Measured(0.116, 0.203, 57.8, 0.15), Measured(0.138, 0.206, 56.9, 0.35)]
     split = split_energies(clocks, together, apart)
     assert split.told_apart
-    moved = {kind: np.zeros((5, 3)) for kind in Kind}
+    moved = {kind: np.zeros((5, 3)) for kind in WHOLE}
     for index, pair in enumerate([*together, *apart]):
         pairs = [*together, *apart]
         pairs[index] = replace(pair, pair_j=pair.pair_j + pair.pair_uncertainty_j)
@@ -106,7 +106,7 @@ def test_split_carries_uncertainty_to_each_kind():
 def test_a_split_without_lower_clocks_or_with_early_ones():
     alone = split_energies([1400], [Measured(0.1, 0.3, 60.0)], [])
     assert (alone.told_apart, alone.late_s) == (True, 0.0)
-    assert [alone.rows[kind][0].energy_j for kind in Kind] == pytest.approx([15, 45])
+    assert [alone.rows[kind][0].energy_j for kind in WHOLE] == pytest.approx([15, 45])
     # Shorter than at its own clock: noise, since no unit runs at a clock before it was asked for.
     together = [Measured(0.1, 0.2, 60.0), Measured(0.13, 0.26, 50.0)]
     early = split_energies([1400, 1000], together, [Measured(0.131, 0.199, 55.0)])

@@ -11,9 +11,10 @@ import pytest
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import ProfileRow, make_profile
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.timeline import read_timelines
 from envpipe_megatron.gpu.emulated.presets import load_preset, preset_folder
@@ -49,7 +50,7 @@ def write_plan(folder: Path, schedule: Schedule, preset: str, seed: int) -> tupl
     rows = [
         (stage, kind, ProfileRow(clock, model.unit_time_s(kind.value, clock, time_s), 1.0))
         for stage in range(STAGES)
-        for kind, time_s in zip(Kind, times_s[stage], strict=True)
+        for kind, time_s in zip(WHOLE, times_s[stage], strict=True)
         for clock in clocks
     ]
     profile = make_profile(rows, source="random")
@@ -159,7 +160,7 @@ def test_profiler_finds_the_model(three_ranks, tmp_path):
     assert clocks[0] == preset.max_frequency_mhz
     assert len(clocks) >= 8
     model_j = {
-        clock: sum(model(preset, kind, clock, t)[1] for kind, t in zip(Kind, times_s, strict=True))
+        clock: sum(model(preset, kind, clock, t)[1] for kind, t in zip(WHOLE, times_s, strict=True))
         for clock in clocks
     }
     valley_mhz = min(model_j, key=model_j.__getitem__)
@@ -167,13 +168,13 @@ def test_profiler_finds_the_model(three_ranks, tmp_path):
     for stage in range(STAGES):
         # The bottom is flat: any clock that costs as little to within a percent will do.
         assert model_j[profile.optimal_frequency_mhz[stage]] <= 1.01 * model_j[valley_mhz]
-        for kind, time_at_max_s in zip(Kind, times_s, strict=True):
+        for kind, time_at_max_s in zip(WHOLE, times_s, strict=True):
             for row in profile.rows[stage][kind]:
                 time_s, energy_j = model(preset, kind, row.frequency_mhz, time_at_max_s)
                 assert row.time_s == pytest.approx(time_s, rel=0.02)
                 assert row.energy_j == pytest.approx(energy_j, rel=0.03), (stage, kind, row)
         for clock in clocks:
-            pair_j = sum(profile.row(stage, kind, clock).energy_j for kind in Kind)
+            pair_j = sum(profile.row(stage, kind, clock).energy_j for kind in WHOLE)
             assert pair_j == pytest.approx(model_j[clock], rel=0.005)
     waiting_w = [curve[clocks[0]] for curve in profile.sidecar.wait_power_w]
     assert waiting_w == pytest.approx([preset.wait_power_w] * STAGES, rel=0.02)

@@ -13,7 +13,8 @@ import torch
 from plain_stages import SPECS
 
 from envpipe_megatron.core import builders
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.execution import emulated_executor
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor

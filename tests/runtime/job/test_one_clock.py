@@ -11,7 +11,7 @@ from pathlib import Path
 import one_clock_ranks
 import pytest
 
-from envpipe_megatron.core.schedule import Kind
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.gpu.overrides import override_for, sweep_range
 from envpipe_megatron.policies.planner import PlanRequest

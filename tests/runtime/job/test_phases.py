@@ -15,8 +15,9 @@ from preset_profile import preset_profile
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan, PlanError
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.presets import load_preset

@@ -15,9 +15,9 @@ from preset_profile import preset_profile
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions, known_conditions
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import PlannerError, PlanRequest, make_plan

@@ -12,8 +12,8 @@ from preset_profile import preset_profile
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.core.timeline import critical_path
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended, Step

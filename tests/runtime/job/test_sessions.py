@@ -11,9 +11,9 @@ import session_ranks
 from preset_profile import preset_profile
 from rank_pool import RankPool
 
+from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.gpu.overrides import sweep_range
@@ -123,7 +123,7 @@ def test_energies_of_units_say_how_sure_they_are(three_ranks, tmp_path):
     assert header == "stage,instruction,frequency,time,energy,energy_uncertainty_j"
     shares, within = [], []
     for kinds in profile.rows:
-        for kind, time_s in zip(Kind, (0.1, 0.2), strict=True):
+        for kind, time_s in zip(WHOLE, (0.1, 0.2), strict=True):
             for row in kinds[kind]:
                 clock = row.frequency_mhz
                 unit_s = preset.unit_time_s(kind.value, clock, time_s)

@@ -12,8 +12,8 @@ import torch
 from fake_memory import SPECS, FakeJob, FakeMemory, Sizes, run_units
 
 from envpipe_megatron.core import builders
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.profile import ProfileRow, make_profile
-from envpipe_megatron.core.schedule import Kind
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.policies.limits import order_limits
 from envpipe_megatron.policies.planner import BY_MEMORY, PlanRequest
@@ -41,7 +41,7 @@ def profile(stages, sidecar=None):
     rows = [
         (stage, kind, ProfileRow(f, (8.0 if kind is Kind.BACKWARD else 1.0) * 1000 / f, f / 10))
         for stage in range(stages)
-        for kind in Kind
+        for kind in WHOLE
         for f in (1000, 900)
     ]
     return make_profile(rows, source="a test's", sidecar=sidecar)

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from envpipe_megatron.core import builders
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.schedule import Kind, Schedule
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.channel.collectives import Collectives
@@ -168,7 +169,7 @@ def test_energies_that_cannot_be_told_apart_are_shared_by_time_and_said():
 
     profile, said = profile_by_hand(MeterByHand(), pair_j)
     for clock in CLOCKS_MHZ:
-        forward, backward = (profile.row(0, kind, clock) for kind in Kind)
+        forward, backward = (profile.row(0, kind, clock) for kind in WHOLE)
         assert forward.energy_j == pytest.approx(clock / 20 / 3)
         assert backward.energy_j == pytest.approx(clock / 20 * 2 / 3)
     assert [text for text in said if "stage 0" in text and "shared by time" in text]
@@ -256,7 +257,7 @@ def test_the_energy_of_waits_is_none_of_a_unit():
     hand = Hand(told_apart, wait_s=0.04, meter=MeterByHand(0.6), microbatches=4)
     profile = hand.profile()
     for clock in CLOCKS_MHZ:
-        forward, backward = (profile.row(0, kind, clock) for kind in Kind)
+        forward, backward = (profile.row(0, kind, clock) for kind in WHOLE)
         assert (forward.energy_j, backward.energy_j) == pytest.approx(
             (FORWARD_J[clock], BACKWARD_J[clock])
         )
@@ -303,7 +304,7 @@ def test_chunks_are_measured_one_by_one_and_draw_the_same_power():
     assert (profile.num_stages, profile.listed_chunks, profile.sidecar.num_chunks) == (1, 3, 3)
     for chunk, slow in enumerate(hand.slowness):
         for clock in CLOCKS_MHZ:
-            forward, backward = (profile.row(chunk, kind, clock) for kind in Kind)
+            forward, backward = (profile.row(chunk, kind, clock) for kind in WHOLE)
             assert forward.time_s == pytest.approx(slow * FORWARD_S * 1400 / clock)
             assert backward.time_s == pytest.approx(slow * BACKWARD_S * 1400 / clock)
             assert forward.energy_j == pytest.approx(slow * FORWARD_J[clock])
@@ -346,16 +347,17 @@ class Pairs(Hand):
 def test_pairs_have_rows_of_their_own(microbatches, stage):
     hand = Pairs(told_apart, slowness=(0.5, 1.7), microbatches=microbatches, stage=stage)
     profile = hand.profile()
-    assert (profile.num_stages, profile.listed_chunks, profile.combined) == (stage + 1, 2, True)
+    assert (profile.num_stages, profile.listed_chunks) == (stage + 1, 2)
     order = hand.schedule().stages[stage]
     paired = {b.chunk for f, b in itertools.pairwise(order) if f.combined}
     for chunk, slow in enumerate(hand.slowness):
         # A chunk in no pair: as if one unit followed the other.
         pair_s = PAIR_S if chunk in paired else FORWARD_S + BACKWARD_S
         for clock in CLOCKS_MHZ:
-            part = 4 * stage + chunk
-            forward = profile.row(part, Kind.FORWARD, clock)
-            backward, pair = (profile.row(p, Kind.BACKWARD, clock) for p in (part, part + 2))
+            part = 2 * stage + chunk
+            forward, backward, pair = (
+                profile.row(part, kind, clock) for kind in (*WHOLE, Kind.COMBINED)
+            )
             times_s = [row.time_s for row in (forward, backward, pair)]
             assert times_s == pytest.approx(
                 [slow * s * 1400 / clock for s in (FORWARD_S, BACKWARD_S, pair_s)]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from envpipe_megatron.core.schedule import Kind, unit
+from envpipe_megatron.core.kinds import WHOLE, Kind, unit
 from envpipe_megatron.runtime.energy.meter import MeterError
 from envpipe_megatron.runtime.profiling.wait_power import WaitPower, measure_wait_power, wait_clocks
 
@@ -67,7 +67,7 @@ def test_what_a_stage_does_while_the_pipeline_stands_still(
     clock = SimpleNamespace(request=lambda mhz, after: done.append(("clock", mhz, after.query())))
     meter = SimpleNamespace(catch_up=lambda: done.append(("look",)), energy_j=energy_j)
     specs = SimpleNamespace(
-        sends={kind: SimpleNamespace(make=lambda zeros, kind=kind: kind) for kind in Kind}
+        sends={kind: SimpleNamespace(make=lambda zeros, kind=kind: kind) for kind in WHOLE}
     )
     power_w = measure_wait_power(1200, stage, 4, channel, specs, executor, clock, meter)
     assert power_w == pytest.approx(100) if seen else math.isnan(power_w)

@@ -1,0 +1,113 @@
+"""Kinds of units as data, and units: what one stage computes for one microbatch of one chunk."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property, lru_cache
+
+from envpipe_megatron.errors import EnvPipeError
+
+
+class ScheduleError(EnvPipeError):
+    """A schedule that cannot run: a unit is missing, repeated, too early, or never ready."""
+
+
+class Kind(StrEnum):
+    """What a unit computes; the values are the `instruction` column of a profile.
+
+    A backward is run whole, or as two units: the gradient of its input, which the stage before
+    waits for, and that of its weights, for which nobody waits (Qi et al., ICLR'24, section 2).
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INPUT_GRADIENT = "input-gradient"
+    WEIGHT_GRADIENT = "weight-gradient"
+    #: A forward and a backward that run as one: a price, not a unit of an order.
+    COMBINED = "combined"
+    #: The price of units that run as one with the next of their stage, whose price is of them all.
+    NOTHING = "nothing"
+
+    @cached_property
+    def letter(self) -> str:
+        """`F`, `B`, `I` or `W`, as units are written."""
+        return self.value[0].upper()
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """How a unit of a kind stands between others.
+
+    Args:
+        way: 1 if its input comes from the unit of the chunk before and its output goes to that of
+            the chunk after, -1 the other way round, 0 if it has neither.
+        after: the kind that must have run before it for the same microbatch and chunk.
+        holds: how many microbatches' activations more its stage holds once it has run.
+    """
+
+    way: int
+    after: Kind | None
+    holds: int
+
+
+#: The kinds of units that orders list, and what is to be known of each. The activations of a split
+#: backward are held until the gradient of the weights is there.
+TRAITS = {
+    Kind.FORWARD: Traits(1, None, 1),
+    Kind.BACKWARD: Traits(-1, Kind.FORWARD, -1),
+    Kind.INPUT_GRADIENT: Traits(-1, Kind.FORWARD, 0),
+    Kind.WEIGHT_GRADIENT: Traits(0, Kind.INPUT_GRADIENT, -1),
+}
+#: The kinds that a framework runs by itself; activations and gradients are sent by these names.
+WHOLE = (Kind.FORWARD, Kind.BACKWARD)
+#: The kinds of an order whose backwards are split.
+SPLIT = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+
+_KIND_BY_LETTER = {kind.letter: kind for kind in TRAITS}
+_UNIT_PATTERN = re.compile(r"([FBIW])(\d{1,9})(?:\.(\d{1,9}))?(\+?)")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One kind of work of one microbatch of one chunk, on whichever stage lists it.
+
+    A `combined` unit runs as one with the unit that its stage lists next. They begin when the
+    inputs of all are there, and their outputs leave at their end. So a forward runs with a
+    backward, and a gradient of an input with that of the weights: a whole backward among others
+    that are split.
+    """
+
+    kind: Kind
+    microbatch: int
+    chunk: int = 0
+    combined: bool = False
+
+    def label(self, num_chunks: int = 1) -> str:
+        """The unit as plans write it: `F3`, or `F3.1` if the pipeline has chunks; `+`: combined."""
+        chunk = f".{self.chunk}" if num_chunks > 1 else ""
+        return f"{self.kind.letter}{self.microbatch}{chunk}{'+' * self.combined}"
+
+    def __str__(self) -> str:
+        return self.label(self.chunk + 1)
+
+
+@lru_cache(maxsize=1 << 16)
+def unit(kind: Kind, microbatch: int, chunk: int = 0, combined: bool = False) -> Unit:
+    """A shared `Unit`: every stage of a pipeline lists the same ones."""
+    return Unit(kind, microbatch, chunk, combined)
+
+
+def parse_unit(text: str) -> Unit:
+    """Read `F3`, `F3.1` or `F3.1+`; ScheduleError if the text is none of them."""
+    match = _UNIT_PATTERN.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise ScheduleError(
+            "A unit is not readable",
+            value=text,
+            remedy="Write F, B, I or W, the microbatch, .chunk if there are chunks, and + if it "
+            "runs as one with the next: F3, B0, W3.1, F3.1+.",
+        )
+    letter, microbatch, chunk, combined = match.groups()
+    return unit(_KIND_BY_LETTER[letter], int(microbatch), int(chunk or 0), bool(combined))
