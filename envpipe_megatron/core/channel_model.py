@@ -4,8 +4,8 @@
 channel, if another stage makes it, (2) computes, (3) sends the output, if another stage needs it.
 
 **Channel.** Messages of one kind (activations, gradients) from one stage to one other, in the order
-they were sent. Two stages with chunks are each other's neighbour on both sides, which makes four
-channels (each kind each way), so whether a hop wraps need not be part of the name.
+they were sent. Two stages with chunks may be each other's neighbour on both sides, which makes four
+channels: each kind each way.
 
 **Taken, posted, matched.** A message is *taken* when the receiving stage stands at the unit that
 needs it and the message is there. A receive is *posted* when the communication library knows of it,
@@ -85,26 +85,21 @@ def check_message_order(schedule: Schedule) -> None:
             f"Schedule '{schedule.name}' has combined units, which EnvPipe cannot run itself",
             remedy="Plan so for a job whose framework runs its units by itself.",
         )
-    if schedule.num_stages == 1:
-        return
-    width = schedule.units_per_stage
-    successor = schedule.cross_successor.reshape(schedule.num_stages, width)
-    for stage in range(schedule.num_stages):
-        for backward in (False, True):
-            sends = (schedule.is_backward[stage] == backward) & (successor[stage] >= 0)
-            sender = np.flatnonzero(sends) + stage * width
-            receiver = schedule.cross_successor[sender]
-            early = np.flatnonzero(np.diff(receiver) < 0)
-            if early.size:
-                one, two = early[0], early[0] + 1
-                raise EnvPipeError(
-                    f"Schedule '{schedule.name}' runs {schedule.describe(sender[one])} before "
-                    f"{schedule.describe(sender[two])}, but their outputs are needed the other "
-                    f"way round: {schedule.describe(receiver[two])} comes before "
-                    f"{schedule.describe(receiver[one])}",
-                    remedy="Messages arrive in the order they are sent: list the units of "
-                    "neighbouring stages in the same order.",
-                )
+    channels = _Channels(schedule)
+    senders = np.flatnonzero(channels.sent_to >= 0)
+    senders = senders[np.argsort(channels.sent_to[senders], kind="stable")]
+    receivers = schedule.cross_successor[senders]
+    same = np.diff(channels.sent_to[senders]) == 0
+    early = np.flatnonzero(same & (np.diff(receivers) < 0))
+    if early.size:
+        one, two = early[0], early[0] + 1
+        raise EnvPipeError(
+            f"Schedule '{schedule.name}' runs {schedule.describe(senders[one])} before "
+            f"{schedule.describe(senders[two])}, but their outputs are needed the other way round: "
+            f"{schedule.describe(receivers[two])} comes before {schedule.describe(receivers[one])}",
+            remedy="Messages arrive in the order they are sent: list the units of neighbouring "
+            "stages in the same order.",
+        )
 
 
 def completes(schedule: Schedule, capacity: int | None) -> bool:
@@ -126,8 +121,10 @@ def find_stall(schedule: Schedule, capacity: int | None) -> list[StuckStage]:
     check_message_order(schedule)
     num_stages, width = schedule.num_stages, schedule.units_per_stage
     limit = schedule.num_units if capacity is None else capacity
-    source, target = _channels(schedule)
-    sent, taken = [0] * (2 * num_stages), [0] * (2 * num_stages)
+    channels = _Channels(schedule)
+    source, target = channels.taken_from.tolist(), channels.sent_to.tolist()
+    senders, receivers = channels.sender.tolist(), channels.receiver.tolist()
+    sent, taken = [0] * len(senders), [0] * len(senders)
     position = [stage * width for stage in range(num_stages)]
     behind_send = [-1] * num_stages  # the channel whose last send a stage still stands in
     runnable = list(range(num_stages))
@@ -143,11 +140,11 @@ def find_stall(schedule: Schedule, capacity: int | None) -> list[StuckStage]:
                 if sent[channel] == taken[channel]:
                     break
                 taken[channel] += 1
-                runnable.append(channel % num_stages)
+                runnable.append(senders[channel])
             behind = target[node]
             if behind >= 0:
                 sent[behind] += 1
-                runnable.append((stage + (1 if behind < num_stages else -1)) % num_stages)
+                runnable.append(receivers[behind])
             node += 1
         position[stage], behind_send[stage] = node, behind
 
@@ -184,22 +181,18 @@ def most_under_way(schedule: Schedule) -> int:
     it, and took their inputs. A channel with as many slots never lets a sender wait. With chunks
     there may be fewer: what a stage learns of its neighbour by way of the others is left out.
     """
-    num_stages, width = schedule.num_stages, schedule.units_per_stage
+    width = schedule.units_per_stage
+    channels = _Channels(schedule)
     most = 0
-    sources = schedule.cross_dependency.reshape(num_stages, width)
-    targets = schedule.cross_successor.reshape(num_stages, width)
-    for stage, target in enumerate(targets):
-        for backward in (False, True):
-            sends = (schedule.is_backward[stage] == backward) & (target >= 0)
-            if not sends.any():
-                continue
-            peer = int(target[sends][0]) // width
-            heard = np.where(sources[stage] // width == peer, sources[stage] % width, -1)
-            known = np.maximum.accumulate(np.where(sources[stage] >= 0, heard, -1))[sends]
-            takes = np.zeros(width, dtype=np.int64)
-            takes[target[sends] % width] = 1
-            taken = np.concatenate(([0], np.cumsum(takes)))[known + 1]
-            most = max(most, int((np.arange(1, len(taken) + 1) - taken).max()))
+    for channel, (stage, peer) in enumerate(zip(channels.sender, channels.receiver, strict=True)):
+        own = slice(stage * width, (stage + 1) * width)
+        sources, sends = schedule.cross_dependency[own], channels.sent_to[own] == channel
+        heard = np.where((sources >= 0) & (sources // width == peer), sources % width, -1)
+        known = np.maximum.accumulate(heard)[sends]
+        takes = np.zeros(width, dtype=np.int64)
+        takes[schedule.cross_successor[own][sends] % width] = 1
+        taken = np.concatenate(([0], np.cumsum(takes)))[known + 1]
+        most = max(most, int((np.arange(1, len(taken) + 1) - taken).max()))
     return most
 
 
@@ -216,16 +209,24 @@ def slots_of(schedule: Schedule, most: int) -> int:
     return max(needed, min(most, most_under_way(schedule), max(_USUAL_SLOTS, 2 * needed)))
 
 
-def _channels(schedule: Schedule) -> tuple[list[int], list[int]]:
-    """For each node the channel it takes from and the one it sends to, or -1.
+class _Channels:
+    """The channels of a schedule, each of one kind of message from one stage to one other.
 
-    A channel's number is its sending stage for activations, and p more for gradients.
+    `taken_from` and `sent_to`, [num_units], are the channel of each node's input and output, or -1;
+    `sender` and `receiver` the stages of each channel.
     """
-    num_stages, width = schedule.num_stages, schedule.units_per_stage
-    if num_stages == 1:
-        return [-1] * width, [-1] * width
-    first = schedule.is_backward.ravel() * num_stages
-    dependency, stages = schedule.cross_dependency, np.repeat(np.arange(num_stages), width)
-    source = np.where(dependency >= 0, first + dependency // width, -1)
-    target = np.where(schedule.cross_successor >= 0, first + stages, -1)
-    return source.tolist(), target.tolist()
+
+    def __init__(self, schedule: Schedule) -> None:
+        stages, width, sources = (
+            schedule.num_stages,
+            schedule.units_per_stage,
+            schedule.cross_dependency,
+        )
+        receivers = np.flatnonzero(sources >= 0)
+        names = schedule.is_backward.ravel()[receivers] * stages + sources[receivers] // width
+        names = names * stages + receivers // width
+        channels, own = np.unique(names, return_inverse=True)
+        self.taken_from = np.full(schedule.num_units, -1)
+        self.sent_to = self.taken_from.copy()
+        self.taken_from[receivers] = self.sent_to[sources[receivers]] = own
+        self.sender, self.receiver = channels // stages % stages, channels % stages

@@ -49,7 +49,7 @@ _CHUNK = "chunk"
 #: The kinds that a profile's file may list.
 _LISTED = tuple(kind for kind in Kind if kind is not Kind.NOTHING)
 #: What `Kind.NOTHING` takes: nothing, to those who do not divide by it.
-_NOTHING_S = 1e-9
+_NOTHING_S = 1e-15
 #: Mean power of a unit. A GPU draws more than the first when idle; none draws nearly the second.
 _POWERS_W = (5.0, 5000.0)
 

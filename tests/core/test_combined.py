@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 from combined_cases import CLOCKS_MHZ, combined_profile, naive_steps, paired, steps_of
-from core_cases import B, F, parse_stages, random_orders, run_naively
+from core_cases import B, F, I, W, parse_stages, random_orders, run_naively
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,13 +25,24 @@ from envpipe_megatron.errors import EnvPipeError
 SEEDS = st.integers(0, 2**32)
 
 
-def can_pair(order):
-    """Positions of forwards that the backward behind them does not need."""
+def can_pair(order, wholes=()):
+    """Positions of forwards that the whole backward behind them does not need."""
     return [
         at
         for at, (unit, after) in enumerate(itertools.pairwise(order))
-        if (unit.kind, after.kind) == (F, B)
+        if unit.kind is F
+        and (after.kind is B or at + 1 in wholes)
         and (unit.microbatch, unit.chunk) != (after.microbatch, after.chunk)
+    ]
+
+
+def can_be_whole(order):
+    """Positions of gradients of an input with that of the weights behind them."""
+    return [
+        at
+        for at, (unit, after) in enumerate(itertools.pairwise(order))
+        if (unit.kind, after.kind) == (I, W)
+        and (unit.microbatch, unit.chunk) == (after.microbatch, after.chunk)
     ]
 
 
@@ -39,9 +50,13 @@ def random_case(seed):
     """A pipeline whose orders run without pairs, some of its units paired, and durations."""
     rng = random.Random(seed)
     stages, microbatches, chunks = rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 2)
-    orders = random_orders(rng, stages, microbatches, chunks)
-    possible = [(s, at) for s, order in enumerate(orders) for at in can_pair(order)]
-    orders = paired(orders, {at for at in possible if rng.random() < 0.6})
+    orders = random_orders(rng, stages, microbatches, chunks, split=rng.random() < 0.5)
+    chosen = set()
+    for stage, order in enumerate(orders):
+        wholes = [at for at in can_be_whole(order) if rng.random() < 0.6]
+        pairs = [at for at in can_pair(order, wholes) if rng.random() < 0.6]
+        chosen |= {(stage, at) for at in (*wholes, *pairs)}
+    orders = paired(orders, chosen)
     # Steps are priced; a forward of a pair takes no time beside its backward.
     times = {
         (s, number): rng.choice([0.5, rng.uniform(0.1, 3)])

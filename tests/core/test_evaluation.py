@@ -23,6 +23,7 @@ from envpipe_megatron.core import builders
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.evaluation import PlanError, evaluate
 from envpipe_megatron.core.longest_path import latency_by_node
+from envpipe_megatron.core.profile import SplitBackward
 
 SCHEDULE = builders.one_f_one_b(2, 2)
 #: Stage 0: F0 0-1, F1 1-2.5, B0 4-7, B1 7-9.  Stage 1: F0 1-2, B0 2-4, F1 4-5, B1 5-7.
@@ -225,6 +226,8 @@ def random_case(seed):
     sides = [(stage, kind) for stage in range(stages) for kind in (F, B)]
     profile = profile_of({side: curve() for side in sides})
     profile = for_chunks(rng, profile, schedule.num_chunks)
+    if schedule.split:
+        profile = profile.with_split_backwards(SplitBackward(rng.uniform(0.2, 0.8), 0.1))
     frequency = np.array(
         [
             [rng.choice(rows_of(profile, stage, unit)).frequency_mhz for unit in order]
@@ -283,7 +286,9 @@ def clocks_over_time(schedule, frequency, profile, change_s, latency_s):
         unit, clock = schedule.unit_at(node), int(frequency[stage, position])
         before = done.get((stage, position - 1), 0.0)
         start = before
-        for source in needs(schedule.num_stages, schedule.num_chunks, stage, unit):
+        for source in needs(
+            schedule.num_stages, schedule.num_chunks, stage, unit, schedule.placement
+        ):
             place = (source[0], schedule.stages[source[0]].index(source[1]))
             if place[0] != stage or schedule.num_stages == 1:
                 start = max(start, done[place] + latency[node])

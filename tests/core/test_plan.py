@@ -22,7 +22,7 @@ from envpipe_megatron.core.plan import (
     max_frequencies,
     read_plan,
 )
-from envpipe_megatron.core.profile import ProfileError, make_profile
+from envpipe_megatron.core.profile import ProfileError, SplitBackward, make_profile
 from envpipe_megatron.core.schedule import Schedule
 
 CONDITIONS = Conditions((40.0, 50.0))
@@ -136,16 +136,16 @@ def random_conditions(rng, num_stages):
 @given(st.integers(0, 2**32))
 def test_round_trip_of_any_schedule(tmp_path_factory, seed):
     rng = random.Random(seed)
-    schedule = random_schedule(rng, max_chunks=1)
-    if rng.random() < 0.3:
-        schedule = builders.interleaved(rng.choice([1, 2]), 4, 2)
+    schedule = random_schedule(rng)
     profile = uniform_profile(schedule.num_stages, {1200: (0.1, 1 / 3), 900: (0.2, 0.1)})
-    profile = profile.for_chunks(schedule.num_chunks)
+    split = SplitBackward(0.4, 0.1)
+    priced = profile.with_split_backwards(split) if schedule.split else profile
+    priced = priced.for_chunks(schedule.num_chunks)
     frequency = np.array([[rng.choice([1200, 900]) for _ in order] for order in schedule.stages])
     latency = tuple(rng.choice([0.0, 0.1]) for _ in range(schedule.num_stages - 1))
     powers = tuple(rng.uniform(0, 99) for _ in schedule.stages)
     conditions = Conditions(powers, latency, **random_conditions(rng, schedule.num_stages))
-    plan = Plan("mine", schedule, frequency, profile, conditions)
+    plan = Plan("mine", schedule, frequency, priced, conditions)
     bound_j = rng.choice([None, plan.cost.energy_j / 3])
     plan = replace(plan, energy_lower_bound_j=bound_j)
     path = tmp_path_factory.getbasetemp() / "plan.json"

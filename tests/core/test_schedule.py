@@ -4,7 +4,17 @@ import random
 import re
 
 import pytest
-from core_cases import B, F, parse_stages, random_orders, random_schedule, run_naively, units_of
+from core_cases import (
+    B,
+    F,
+    I,
+    W,
+    parse_stages,
+    random_orders,
+    random_schedule,
+    run_naively,
+    units_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -134,9 +144,9 @@ def test_memory_and_warmup_are_those_of_a_walk_through_the_order(seed):
     for stage, order in enumerate(schedule.stages):
         held, peak, first = 0, 0, None
         for position, u in enumerate(order):
-            held += 1 if u.kind is F else -1
+            held += {F: 1, B: -1, I: 0, W: -1}[u.kind]
             peak = max(peak, held)
-            if u.kind is B and first is None:
+            if u.kind is not F and first is None:
                 first = position
         assert held == 0
         assert schedule.peak_in_flight[stage] == peak

@@ -15,13 +15,19 @@ from matplotlib.patches import Patch, Rectangle
 from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.kinds import SPLIT, Kind
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.report.drawing.style import INK, letters_on
 
 _PATH = "#d1116b"
 _WAIT: dict[str, Any] = {"facecolor": "#f1f1f1", "edgecolor": "#cfcfcf", "hatch": "////"}
-_BACKWARD_HEIGHT = 0.82  # of a row; forwards are lower, which no colour vision or print can lose
-_FORWARD_HEIGHT = 0.54
+#: Of a row, by kind, which no colour vision or print can lose.
+_HEIGHTS = {
+    Kind.FORWARD: 0.54,
+    Kind.BACKWARD: 0.82,
+    Kind.INPUT_GRADIENT: 0.82,
+    Kind.WEIGHT_GRADIENT: 0.3,
+}
 _LABEL_POINTS = 7.5
 _NARROW_POINTS = 6.0  # boxes below this are outlined in runs: single outlines would fill them
 
@@ -43,29 +49,29 @@ def draw_timeline(
     """
     points_per_s = _points_per_second(axes)
     rgba = np.asarray(scale.to_rgba(frequency_mhz.astype(np.float64)))
-    boxes: dict[bool, list[Rectangle]] = {False: [], True: []}
-    colours: dict[bool, list[tuple[float, ...]]] = {False: [], True: []}
+    boxes: dict[Kind, list[Rectangle]] = {kind: [] for kind in _HEIGHTS}
+    colours: dict[Kind, list[tuple[float, ...]]] = {kind: [] for kind in _HEIGHTS}
     for node in range(schedule.num_units):
         stage, position = divmod(node, schedule.units_per_stage)
         if schedule.combined[stage, position]:
-            continue  # the backward behind it is the box of both
-        backward = bool(schedule.is_backward[stage, position])
+            continue  # the unit behind it is the box of both
+        unit = schedule.unit_at(node)
         start, end = float(start_s[stage, position]), float(end_s[stage, position])
         colour = tuple(rgba[stage, position])
-        boxes[backward].append(_box(stage, start, end, backward))
-        colours[backward].append(colour)
-        name = schedule.unit_at(node).label(schedule.num_chunks)
+        kind, name = unit.kind, unit.label(schedule.num_chunks)
         if position and schedule.combined[stage, position - 1]:
+            kind = Kind.BACKWARD
             name = schedule.unit_at(node - 1).label(schedule.num_chunks) + name
+        boxes[kind].append(_box(stage, start, end, kind))
+        colours[kind].append(colour)
         if _fits(name, (end - start) * points_per_s):
             _add_label(axes, (start + end) / 2, stage, name, colour)
     narrow = float(np.median((end_s - start_s)[~schedule.combined])) * points_per_s < _NARROW_POINTS
     _add(axes, _wait_boxes(start_s, end_s), **_WAIT, linewidth=0.0, zorder=1)
     edge = 0.15 if narrow else 0.6
-    for kind in (False, True):
-        _add(
-            axes, boxes[kind], facecolor=colours[kind], edgecolor="white", linewidth=edge, zorder=2
-        )
+    for kind, drawn in boxes.items():
+        if drawn:
+            _add(axes, drawn, facecolor=colours[kind], edgecolor="white", linewidth=edge, zorder=2)
     _add(
         axes,
         _envelope_boxes(schedule, start_s, end_s, merge=narrow),
@@ -78,12 +84,17 @@ def draw_timeline(
         _draw_path(axes, schedule, start_s, end_s, critical_path)
 
 
-def legend_handles(with_path: bool) -> list[Patch | Line2D]:
-    """What the marks of `draw_timeline` mean."""
+def legend_handles(schedule: Schedule, with_path: bool) -> list[Patch | Line2D]:
+    """What the marks of `draw_timeline` mean on a schedule."""
     grey = "#9aa5b1"
     handles: list[Patch | Line2D] = [
         Line2D([], [], color=grey, linewidth=5, label="forward (low box)", solid_capstyle="butt"),
         Line2D([], [], color=grey, linewidth=9, label="backward (tall box)", solid_capstyle="butt"),
+        *[
+            Line2D([], [], color=grey, linewidth=3, label=f"{kind} (flat box)")
+            for kind in SPLIT[2:]
+            if schedule.split
+        ],
         Patch(**_WAIT, label="GPU waits"),
         Patch(facecolor="none", edgecolor=INK, linewidth=1.7, label="outer envelope"),
     ]
@@ -111,8 +122,8 @@ def _add_label(axes: Axes, x: float, stage: int, name: str, colour: Sequence[flo
     )  # fmt: skip
 
 
-def _box(stage: int, start: float, end: float, tall: bool) -> Rectangle:
-    height = _BACKWARD_HEIGHT if tall else _FORWARD_HEIGHT
+def _box(stage: int, start: float, end: float, kind: Kind = Kind.BACKWARD) -> Rectangle:
+    height = _HEIGHTS[kind]
     return Rectangle((start, stage - height / 2), end - start, height)
 
 
@@ -125,7 +136,7 @@ def _wait_boxes(start_s: FloatArray, end_s: FloatArray) -> list[Rectangle]:
         idle_to = np.concatenate([starts, [iteration_s]])
         for begin, until in zip(idle_from, idle_to, strict=True):
             if until - begin > 1e-6 * iteration_s:
-                boxes.append(_box(stage, float(begin), float(until), tall=True))
+                boxes.append(_box(stage, float(begin), float(until)))
     return boxes
 
 
@@ -134,7 +145,6 @@ def _envelope_boxes(
 ) -> list[Rectangle]:
     width = schedule.units_per_stage
     starts, ends = start_s.ravel(), end_s.ravel()
-    backward = schedule.is_backward.ravel()
     runs: list[list[int]] = []
     for node in sorted(schedule.outer_envelope):
         if merge and runs and node == runs[-1][-1] + 1 and node % width:
@@ -142,7 +152,12 @@ def _envelope_boxes(
         else:
             runs.append([node])
     return [
-        _box(run[0] // width, starts[run[0]], ends[run[-1]], bool(backward[run].any()))
+        _box(
+            run[0] // width,
+            starts[run[0]],
+            ends[run[-1]],
+            max((schedule.unit_at(node).kind for node in run), key=_HEIGHTS.__getitem__),
+        )
         for run in runs
     ]
 

@@ -123,7 +123,7 @@ def order_figure(
     # The layout decides how wide the axes become, and that which labels fit.
     axes.set_xlim(0, x_max_s or float(end_s.max()))
     _dress_timeline(axes, schedule, title, [caption, *([note] if note else [])])
-    legend_below(figure, legend_handles(bool(critical_path)), 5, handlelength=1.8)
+    legend_below(figure, legend_handles(schedule, bool(critical_path)), 5, handlelength=1.8)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     draw_timeline(

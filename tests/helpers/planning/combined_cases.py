@@ -71,12 +71,12 @@ def naive_steps(orders, num_chunks, duration, latency):
             arrivals = [] if number == 0 else [((stage, number - 1), 0.0)]
             for unit in steps[stage][number]:
                 for source, needed in needs(stages, num_chunks, stage, unit):
-                    if source == stage and stages > 1:
-                        continue
+                    if source == stage:
+                        continue  # the order puts it before
                     hop = max(latency, default=0.0)
                     if abs(source - stage) == 1 and needed.chunk == unit.chunk:
                         hop = latency[min(source, stage)]
-                    arrivals.append((of_unit[source, needed], hop if source != stage else 0.0))
+                    arrivals.append((of_unit[source, needed], hop))
             if all(at in known for at, _ in arrivals):
                 ready.append(((stage, number), arrivals))
         if not ready:

@@ -4,31 +4,42 @@ from dataclasses import replace
 
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.profile import ProfileRow, make_profile
-from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.schedule import Placement, Schedule
 
 F, B = Kind.FORWARD, Kind.BACKWARD
+I, W = Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741 - as units are written
 
 
-def units_of(num_microbatches, num_chunks):
+PLACEMENTS = (Placement.LOOPED, Placement.V)
+
+
+def units_of(num_microbatches, num_chunks, split=False):
     return [
         Unit(kind, m, c)
-        for kind in (F, B)
+        for kind in ((F, I, W) if split else (F, B))
         for c in range(num_chunks)
         for m in range(num_microbatches)
     ]
 
 
-def needs(num_stages, num_chunks, stage, unit):
+def way_of(num_stages, num_chunks, placement):
+    """(stage, chunk) in the order in which a microbatch passes them forwards."""
+    there = list(range(num_stages))
+    back = there[::-1] if placement == "v" else there
+    return [(s, c) for c in range(num_chunks) for s in (back if c % 2 else there)]
+
+
+def needs(num_stages, num_chunks, stage, unit, placement="looped"):
     """What must be done before a unit, as (stage, unit), by the definition of pipelining."""
     kind, m, c = unit.kind, unit.microbatch, unit.chunk
-    if kind is F:
-        if stage > 0:
-            return [(stage - 1, Unit(F, m, c))]
-        return [(num_stages - 1, Unit(F, m, c - 1))] if c > 0 else []
-    own = [(stage, Unit(F, m, c))]
-    if stage < num_stages - 1:
-        return [*own, (stage + 1, Unit(B, m, c))]
-    return [*own, (0, Unit(B, m, c + 1))] if c < num_chunks - 1 else own
+    if kind is W:
+        return [(stage, Unit(I, m, c))]
+    way = way_of(num_stages, num_chunks, placement)
+    at = way.index((stage, c)) + (-1 if kind is F else 1)
+    own = [] if kind is F else [(stage, Unit(F, m, c))]
+    if not 0 <= at < len(way):
+        return own
+    return [*own, (way[at][0], Unit(kind, m, way[at][1]))]
 
 
 def run_naively(orders, num_chunks):
@@ -49,17 +60,19 @@ def run_naively(orders, num_chunks):
     return position
 
 
-def random_orders(rng, num_stages, num_microbatches, num_chunks=1):
+def random_orders(
+    rng, num_stages, num_microbatches, num_chunks=1, *, split=False, placement="looped"
+):
     """Orders that can run, any of them: units are taken at random among those that are ready."""
     orders = [[] for _ in range(num_stages)]
-    left = [units_of(num_microbatches, num_chunks) for _ in range(num_stages)]
+    left = [units_of(num_microbatches, num_chunks, split) for _ in range(num_stages)]
     done = set()
     while any(left):
         ready = [
             (stage, unit)
             for stage, units in enumerate(left)
             for unit in units
-            if all(need in done for need in needs(num_stages, num_chunks, stage, unit))
+            if all(need in done for need in needs(num_stages, num_chunks, stage, unit, placement))
         ]
         stage, unit = rng.choice(ready)
         orders[stage].append(unit)
@@ -68,12 +81,25 @@ def random_orders(rng, num_stages, num_microbatches, num_chunks=1):
     return tuple(tuple(order) for order in orders)
 
 
-def random_schedule(rng, max_stages=4, max_microbatches=4, max_chunks=2):
-    num_stages = rng.randint(1, max_stages)
-    num_microbatches = rng.randint(1, max_microbatches)
+def random_schedule(
+    rng,
+    max_stages=4,
+    max_microbatches=4,
+    max_chunks=2,
+    *,
+    num_stages=None,
+    num_microbatches=None,
+    split=None,
+):
+    """Any order of a job that may be given in part, its backwards split or not."""
+    num_stages = num_stages or rng.randint(1, max_stages)
+    num_microbatches = num_microbatches or rng.randint(1, max_microbatches)
     num_chunks = rng.randint(1, max_chunks)
-    orders = random_orders(rng, num_stages, num_microbatches, num_chunks)
-    return Schedule("random", num_microbatches, num_chunks, orders)
+    split, placement = rng.random() < 0.4 if split is None else split, rng.choice(PLACEMENTS)
+    orders = random_orders(
+        rng, num_stages, num_microbatches, num_chunks, split=split, placement=placement
+    )
+    return Schedule("random", num_microbatches, num_chunks, orders, placement)
 
 
 def naive_times(schedule, duration, latency):
@@ -92,14 +118,11 @@ def naive_times(schedule, duration, latency):
             arrivals = [0.0]
             if position:
                 arrivals.append(end((stage, position - 1)))
-            for source in needs(num_stages, schedule.num_chunks, stage, orders[stage][position]):
-                if source[0] == stage and num_stages > 1:
-                    continue  # its own forward, which the order puts before it
+            u = orders[stage][position]
+            for source in needs(num_stages, schedule.num_chunks, stage, u, schedule.placement):
                 if source[0] == stage:
-                    hop = 0.0
-                elif (
-                    abs(source[0] - stage) == 1 and source[1].chunk == orders[stage][position].chunk
-                ):
+                    continue  # the order puts it before
+                if abs(source[0] - stage) == 1 and source[1].chunk == u.chunk:
                     hop = latency[min(source[0], stage)]
                 else:
                     hop = max(latency)  # the hop between the last stage and the first

@@ -4,10 +4,11 @@ import random
 
 import numpy as np
 import pytest
-from core_cases import for_chunks, random_orders
+from core_cases import for_chunks, random_orders, random_schedule
 from planning_cases import random_job
 
 from envpipe_megatron.core import builders
+from envpipe_megatron.core.profile import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.policies.optimal.choices import make_choices, node_keys
@@ -31,6 +32,7 @@ def any_schedule(rng, stages, microbatches):
         builders.gpipe(stages, microbatches),
         builders.envpipe(stages, microbatches, extra),
         Schedule("random", microbatches, 1, random_orders(rng, stages, microbatches)),
+        random_schedule(rng, split=True, num_stages=stages, num_microbatches=microbatches),
     ]
     if microbatches % stages == 0 and stages > 1:
         schedules.append(builders.interleaved(stages, microbatches, rng.choice([2, 3])))
@@ -49,6 +51,9 @@ class Case:
         self.conditions = job.conditions
         self.tail_s = job.conditions.tail_by_stage_s
         self.profile = for_chunks(self.rng, job.profile, self.schedule.num_chunks)
+        if self.schedule.split:
+            assumed = SplitBackward(self.rng.uniform(0.2, 0.8), self.rng.choice([0.0, 0.1]))
+            self.profile = self.profile.with_split_backwards(assumed)
         self.powers_w = np.array(job.conditions.blocking_power_w)
         self.choices = make_choices(self.profile, self.powers_w, job.conditions.gpus_by_stage)
         self.units = [self.choices.units[key] for key in node_keys(self.schedule, self.choices)]

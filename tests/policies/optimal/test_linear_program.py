@@ -65,7 +65,7 @@ def slow_optimum_j(case):
         row = np.zeros(iteration + 1)
         row[weights] = 1.0
         equal.append(row)
-        for source in needs(stages, chunks, stage, unit):
+        for source in needs(stages, chunks, stage, unit, schedule.placement):
             if source[0] == stage:
                 gap_s = 0.0
             elif abs(source[0] - stage) == 1 and source[1].chunk == unit.chunk:
