@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.policies.frequencies import Frequencies, envelope
 from envpipe_megatron.policies.limits import order_limits
@@ -45,9 +47,12 @@ def write_unmeasured_plan(
     """Write profile.csv and plan.json of an order; by default its inner units ask for clocks."""
     profile_file, plan_file = folder / "profile.csv", folder / "plan.json"
     clocks_mhz = load_preset(PRESET).supported_frequencies_mhz[:60:6]
-    times_s = dict.fromkeys(WHOLE, 0.01)
-    preset_profile(PRESET, schedule.num_stages, times_s, clocks_mhz).write(profile_file)
-    profile = read_profile(profile_file).for_chunks(schedule.num_chunks)
+    pairs = [Kind.COMBINED] if schedule.combined.any() else []
+    times_s = dict.fromkeys([*WHOLE, *pairs], 0.01)
+    chunks = schedule.num_chunks
+    parts = preset_profile(PRESET, schedule.num_stages * chunks, times_s, clocks_mhz)
+    replace(parts, listed_chunks=chunks, sidecar=Sidecar(num_chunks=chunks)).write(profile_file)
+    profile = read_profile(profile_file)
     conditions = Conditions((0.0,) * schedule.num_stages)
     plan = Plan("envelope", schedule, frequencies(schedule, profile), profile, conditions)
     plan.write(plan_file)

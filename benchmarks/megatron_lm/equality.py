@@ -51,6 +51,8 @@ _EXPERTS = (
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --disable-bias-linear"
 )
 _EXPERT_PARALLEL = "--expert-model-parallel-size 2"
+#: By Transformer Engine's buffers that ranks of a node share.
+_OVERLAPPED_TENSORS = "--sequence-parallel --tp-comm-overlap --tp-comm-bootstrap-backend gloo"
 #: Of DeepSeek-V3's kind: latent attention, a dense layer before those of experts, a shared expert,
 #: a router without auxiliary loss, and a further token that is predicted.
 _DEEPSEEK = (
@@ -93,7 +95,7 @@ def size_of(cpu: bool) -> Size:
     return TINY_ON_CPU if cpu else TINY
 
 
-def settings(num_gpus: int, cpu: bool) -> list[Setting]:
+def settings(num_ranks: int, cpu: bool) -> list[Setting]:
     """All settings that fit, the most important first."""
     made = []
     for mapping in MAPPINGS:
@@ -138,7 +140,7 @@ def settings(num_gpus: int, cpu: bool) -> list[Setting]:
         made.append(Setting(f"gpt-{split.name}", split, arms=KEPT_ARMS))
     if not cpu:
         made += _with_transformer_engine()
-    return [setting for setting in made if setting.mapping.num_ranks <= num_gpus]
+    return [setting for setting in made if setting.mapping.num_ranks <= num_ranks]
 
 
 def _with_transformer_engine() -> list[Setting]:
@@ -153,12 +155,15 @@ def _with_transformer_engine() -> list[Setting]:
                 arms=(*ORDER_ARMS, UNITS),
             ),
         ]
+    experts = f"{_EXPERTS} --moe-grouped-gemm {_EXPERT_PARALLEL}"
     kept = {
         "te-fp8-pp2vp2": (replace(PP2, chunks=2), "--fp8-format hybrid"),
         "te-deepseek-pp2": (PP2, _DEEPSEEK),
         "te-deepseek-pp2ep2": (PP2DP2, f"{_DEEPSEEK} {_EXPERT_PARALLEL}"),
         "te-experts-pp2": (PP2, f"{_EXPERTS} --moe-grouped-gemm"),
-        "te-experts-pp2ep2": (PP2DP2, f"{_EXPERTS} --moe-grouped-gemm {_EXPERT_PARALLEL}"),
+        "te-experts-pp2ep2": (PP2DP2, experts),
+        "te-overlapped-experts-pp2vp2ep2": (replace(PP2DP2, chunks=2, combined=True), experts),
+        "te-overlapped-tensors-pp2tp2": (PP2TP2, _OVERLAPPED_TENSORS),
         "te-graphs-local-pp2": (PP2, "--cuda-graph-impl local"),
         "te-graphs-te-pp2": (PP2, "--cuda-graph-impl transformer_engine"),
         "te-pp2cp2": (PP2CP2, ""),
@@ -175,7 +180,7 @@ def _with_transformer_engine() -> list[Setting]:
 
 def left_out(site: Site) -> list[str]:
     """Names of settings that fit, but for modules that are not installed."""
-    fitting = settings(site.num_gpus, site.cpu)
+    fitting = settings(site.num_ranks, site.cpu)
     return [setting.name for setting in fitting if not site.has.issuperset(setting.needs)]
 
 
@@ -183,7 +188,7 @@ def jobs(site: Site, iterations: int) -> list[Job]:
     """All jobs of all settings."""
     made = [
         job
-        for setting in settings(site.num_gpus, site.cpu)
+        for setting in settings(site.num_ranks, site.cpu)
         if (site.corpus or not setting.corpus) and site.has.issuperset(setting.needs)
         for arm in setting.arms
         for job in _jobs_of(setting, arm, site, iterations)

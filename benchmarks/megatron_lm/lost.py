@@ -53,7 +53,7 @@ _LOSS, _ERROR = re.compile(r"Stage \d+ lost .*"), re.compile(r"\w*Error: .*")
 def jobs(site: Site) -> list[Job]:
     """An undisturbed job, and one for each rank that is killed, and for one that is stopped."""
     size, iterations = size_of(site.cpu), 14 if site.cpu else 40
-    mapping = PP4 if site.num_gpus >= PP4.num_ranks else PP2
+    mapping = PP4 if site.num_ranks >= PP4.num_ranks else PP2
     plan = Planned(mapping, size.microbatches, ENVPIPE)
     undisturbed = Job(
         name=f"{PART}/{mapping.name}/undisturbed",

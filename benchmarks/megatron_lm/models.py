@@ -38,6 +38,8 @@ class Mapping:
     context: int = 1
     #: Virtual stages of a stage.
     chunks: int = 1
+    #: Whether a forward runs as one with a backward, to overlap what experts send with computing.
+    combined: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -60,10 +62,11 @@ class Mapping:
     def arguments(self) -> str:
         """Megatron's."""
         chunks = f" --num-virtual-stages-per-pipeline-rank {self.chunks}" if self.chunks > 1 else ""
+        combined = " --overlap-moe-expert-parallel-comm" if self.combined else ""
         return (
             f"--pipeline-model-parallel-size {self.pipeline} "
             f"--tensor-model-parallel-size {self.tensor} "
-            f"--context-parallel-size {self.context}{chunks}"
+            f"--context-parallel-size {self.context}{chunks}{combined}"
         )
 
     @property
@@ -213,7 +216,7 @@ class Planned:
         if self.arm == ENVPIPE:
             return stepped_order(p, m, capacity=1 if self.mapping.environment else None)
         if self.mapping.chunks > 1:
-            return builders.interleaved(p, m, self.mapping.chunks)
+            return builders.interleaved(p, m, self.mapping.chunks, combined=self.mapping.combined)
         return builders.one_f_one_b(p, m)
 
     def arguments(self, warmup_iterations: int) -> str:

@@ -7,10 +7,11 @@ what the units of one order predict of another; `stress` by random orders and de
 both sides print it; `faults` that must be refused; `lost`, what others do when a rank is killed or
 stopped; `report` of all that is in OUT. Level `units` has arms of its own, and is the only one for
 jobs that another order is not proven for; those with Transformer Engine or Apex run where these are
-installed.
+installed. With --ranks-per-gpu 4, one GPU is enough for all but times and energy.
 What is done already is not done again, so a call that ran out of time is simply repeated. Another
---channel than auto has a folder of its own in OUT. No clock is ever changed: all runs get a back
-end that sets nothing and ENVPIPE_FORBID_CLOCK_CONTROL=1, and none is started without.
+--channel than auto has a folder of its own in OUT, and so have ranks that share GPUs. No clock is
+ever changed: all runs get a back end that sets nothing and ENVPIPE_FORBID_CLOCK_CONTROL=1, and none
+is started without.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ _FOR_AN_END_S = 20.0
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="State, report.")
 @click.option("--tag", default="core_v0.16.1", show_default=True, help="Of both checkouts.")
 @click.option("--gpus", type=int, help="Default: those of this machine; 4 on the CPU.")
+@click.option("--ranks-per-gpu", default=1, show_default=True, help="See shared_gpu.py.")
 @click.option("--cpu", is_flag=True, help="gloo, emulated GPUs, and the smallest sizes.")
 @click.option("--channel", type=click.Choice(CARRIERS), default="auto", show_default=True)
 @click.option("--budget-s", default=540.0, show_default=True, help="Ends in time by itself.")
@@ -88,7 +90,11 @@ def main(**options: Any) -> None:
     """Run the parts that are named, and leave state, report and logs in a folder."""
     begin_s = time.monotonic()
     cpu, tag, channel = options["cpu"], options["tag"], options["channel"]
+    sharing = options["ranks_per_gpu"] > 1
+    if sharing and (timed := {"ratio", "energy"}.intersection(options["parts"])):
+        raise click.UsageError(f"Ranks that share a GPU say nothing of: {', '.join(timed)}")
     output = options["output"] if channel == "auto" else options["output"] / channel
+    output = output / f"ranks-per-gpu-{options['ranks_per_gpu']}" if sharing else output
     scratch = options["scratch"] or Path(tempfile.gettempdir()) / f"envpipe-proof-{tag}"
     gpus = options["gpus"] or (4 if cpu else torch.cuda.device_count())
     corpus = (options["corpus"] or scratch / "corpus").resolve()
@@ -103,6 +109,7 @@ def main(**options: Any) -> None:
         has=frozenset(
             name for name in (TRANSFORMER_ENGINE, APEX) if importlib.util.find_spec(name)
         ),
+        ranks_per_gpu=options["ranks_per_gpu"],
     )
     output.mkdir(parents=True, exist_ok=True)
     state = State(output / f"proof-{tag}.json")
@@ -225,6 +232,7 @@ def _machine(site: Site, tag: str, cpu: bool) -> dict[str, Any]:
     found = {
         "tag": tag,
         "channel": site.channel,
+        "ranks on a GPU": site.ranks_per_gpu,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "changed files": checkouts.modified(site.stock, site.patched),

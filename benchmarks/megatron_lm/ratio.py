@@ -93,10 +93,10 @@ def setting(
     With `only`, just these arms beside unmodified Megatron: all of them hold memory together.
     Raises click.UsageError if no such setting fits, or it has no such arm.
     """
-    fitting = {known.name: known for known in equality.settings(site.num_gpus, site.cpu)}
-    like = like or f"gpt-pp{site.num_gpus}"
+    fitting = {known.name: known for known in equality.settings(site.num_ranks, site.cpu)}
+    like = like or f"gpt-pp{site.num_ranks}"
     if like not in fitting:
-        raise click.UsageError(f"No setting {like} for {site.num_gpus} GPUs: {', '.join(fitting)}")
+        raise click.UsageError(f"No setting {like} for {site.num_ranks} GPUs: {', '.join(fitting)}")
     if unknown := set(only) - set(fitting[like].arms):
         raise click.UsageError(
             f"{like} has no arm {', '.join(unknown)}: {', '.join(fitting[like].arms)}"

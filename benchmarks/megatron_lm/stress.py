@@ -83,7 +83,7 @@ def jobs(site: Site, iterations: int, delay_s: float) -> list[Job]:
             limit_s=3600.0,
         )
         for setting in SETTINGS
-        if setting.mapping.num_ranks <= site.num_gpus
+        if setting.mapping.num_ranks <= site.num_ranks
     ]
 
 

@@ -45,6 +45,7 @@ class Site:
         corpus: folder of a corpus by tests/megatron_lm/make_corpus.py.
         channel: what carries messages under EnvPipe, one of `channel_model.CARRIERS`.
         has: modules that settings may need and that are installed.
+        ranks_per_gpu: above 1, ranks share GPUs by benchmarks/shared_gpu.py.
     """
 
     stock: Path
@@ -55,6 +56,12 @@ class Site:
     corpus: Path | None = None
     channel: str = "auto"
     has: frozenset[str] = frozenset()
+    ranks_per_gpu: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """How many a job may have."""
+        return self.num_gpus * self.ranks_per_gpu
 
     @property
     def control(self) -> str:
@@ -221,6 +228,8 @@ def make_launch(job: Job, site: Site, socket_path: Path, *, by_torchrun: bool = 
         command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
         # Together, the ranks would write into each other's lines.
         command += ["--redirects", "3", "--log-dir", str(folder / "ranks")]
+    if site.ranks_per_gpu > 1:
+        command += [str(ROOT / "benchmarks" / "shared_gpu.py"), str(site.ranks_per_gpu)]
     command += [str(Path(__file__).with_name("entry.py")), str(folder / "job.json"), *arguments]
     launch = Launch(tuple(command), _environment(job, site))
     check_harmless(launch)

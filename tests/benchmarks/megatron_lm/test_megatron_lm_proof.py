@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from fake_checkout import no_limits, processes_of
 
 from envpipe_megatron.core import builders
@@ -84,6 +85,9 @@ def _wait(reached):
     while not reached():
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
+
+
+_OPTIONS = ("--stock", ".", "--patched", ".", "--output", "nowhere", "--ranks-per-gpu", "4")
 
 
 @takes_minutes
@@ -334,6 +338,30 @@ def test_envpipes_jobs_get_the_channel_that_is_asked_for(channel, site):
         command = make_launch(job, site, Path("socket")).command
         given = [b for a, b in pairwise(command) if a == "--envpipe-channel"]
         assert given == channels
+
+
+def test_ranks_that_share_a_gpu_are_started_by_what_lets_nccl_take_them(site):
+    one = replace(site, num_gpus=1, ranks_per_gpu=4)
+    jobs = {job.name: job for job in equality.jobs(one, 5)}
+    assert jobs.keys() == {job.name for job in equality.jobs(replace(site, num_gpus=4), 5)}
+    job = jobs["equality/gpt-pp4/stock"]
+    job.folder(site).mkdir(parents=True, exist_ok=True)
+    command = make_launch(job, one, Path("socket")).command
+    started = [Path(part).name for part in command].index("shared_gpu.py")
+    assert [Path(part).name for part in command[started + 1 : started + 3]] == ["4", "entry.py"]
+    for part in ("ratio", "energy"):
+        ran = CliRunner().invoke(prove.main, [*_OPTIONS, part])
+        assert ran.exit_code == 2
+        assert part in ran.output
+
+
+def test_a_pair_of_overlapped_experts_is_planned_as_one(site):
+    four = {job.name: job for job in equality.jobs(replace(site, num_gpus=4, has=HAS), 5)}
+    job = four["equality/te-overlapped-experts-pp2vp2ep2/units"]
+    assert "--overlap-moe-expert-parallel-comm" in job.arguments
+    job.plan.write(site.scratch)
+    plan = read_plan(site.scratch / "plan.json", read_profile(site.scratch / "profile.csv"))
+    assert plan.schedule.combined.any()
 
 
 def test_limits_are_lifted_for_arms_of_level_order_alone(site):

@@ -1,0 +1,37 @@
+"""Runs a script as one of several ranks that share a GPU: proofs of equality need no other GPU.
+
+    torchrun --nproc-per-node 4 benchmarks/shared_gpu.py RANKS_PER_GPU SCRIPT ARGUMENTS...
+
+NCCL refuses two ranks of one GPU unless it takes them for ranks of two machines; it then sends over
+sockets. All else is as it would be with a GPU for each rank, but time, energy, and free memory.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def sharing(environment: Mapping[str, str], ranks_per_gpu: int) -> dict[str, str]:
+    """What to change in the environment of a rank, by what torchrun has put there."""
+    return {
+        "LOCAL_RANK": str(int(environment["LOCAL_RANK"]) // ranks_per_gpu),
+        "NCCL_HOSTID": f"rank {environment['RANK']}",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+
+
+def main() -> None:
+    """Run the script in this process, as if it had been named on the command line."""
+    ranks_per_gpu, script = int(sys.argv[1]), sys.argv[2]
+    os.environ.update(sharing(os.environ, ranks_per_gpu))
+    sys.argv = sys.argv[2:]
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Ranks on one GPU: each has its device, and a host of its own for NCCL."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks import shared_gpu
+
+
+def test_a_script_runs_as_a_rank_that_shares_its_gpu(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "print(__name__, sys.argv[1:], sys.path[0] == os.path.dirname(__file__))\n"
+        "print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'NCCL_HOSTID')), sep=', ')\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, Path(shared_gpu.__file__), "2", script, "--some", "argument"],
+        env={**os.environ, "RANK": "7", "LOCAL_RANK": "3"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.splitlines() == ["__main__ ['--some', 'argument'] True", "7, 1, rank 7"]
