@@ -19,6 +19,7 @@ from envpipe_megatron.cli.jobs.report import report
 from envpipe_megatron.cli.machine.clocks import clocks
 from envpipe_megatron.cli.machine.doctor import doctor
 from envpipe_megatron.cli.plans.interchange import export_freqs, import_freqs
+from envpipe_megatron.cli.plans.orders import export_schedule
 from envpipe_megatron.cli.plans.partition import partition
 from envpipe_megatron.cli.plans.plan import plan
 from envpipe_megatron.cli.plans.simulate import simulate
@@ -41,6 +42,7 @@ for command in (
     partition,
     import_freqs,
     export_freqs,
+    export_schedule,
     quickstart,
     launch,
     energy,

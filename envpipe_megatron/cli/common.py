@@ -171,5 +171,15 @@ def summary_table(plan: Plan) -> Table:
         rows.append(("extra forwards by stage", numbers(schedule.extra_forwards)))
     peaks = numbers(schedule.peak_in_flight), numbers(baseline.schedule.peak_in_flight)
     rows.append(("peak in flight by stage", *peaks))
+    held = plan.profile.sidecar.activation_bytes
+    if held is not None:
+        gib = [
+            " ".join(
+                f"{peak * each / of.num_chunks / 2**30:.3g}"
+                for peak, each in zip(of.peak_in_flight, held, strict=True)
+            )
+            for of in (schedule, baseline.schedule)
+        ]
+        rows.append(("activations (GiB) by stage", *gib))
     columns = ("", "plan", f"baseline ({baseline.schedule.name})")
     return table_of(f"{plan.policy} on {schedule.name}", columns, rows)

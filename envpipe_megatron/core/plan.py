@@ -251,8 +251,12 @@ def read_plan(path: Path, profile: Profile) -> Plan:
     return plan_of_fields(read_json(path, "Plan", PlanError), profile)
 
 
-def plan_of_fields(fields: Fields, profile: Profile) -> Plan:
-    """`read_plan` of fields."""
+def read_order(path: Path) -> Schedule:
+    """The order of a plan's JSON, which takes no profile; PlanError as `read_plan`."""
+    return _read_schedule(read_json(path, "Plan", PlanError))
+
+
+def _read_schedule(fields: Fields) -> Schedule:
     fields.check_format(PLAN_FORMAT)
     num_stages = fields.read("num_stages", COUNT)
     num_microbatches = fields.read("num_microbatches", COUNT)
@@ -261,7 +265,7 @@ def plan_of_fields(fields: Fields, profile: Profile) -> Plan:
     if num_microbatches * num_chunks > max(map(len, orders)):
         raise fields.wrong("num_microbatches", "The schedule lists fewer units than that needs.")
     try:
-        schedule = Schedule(
+        return Schedule(
             fields.read("schedule_name", TEXT, "custom"),
             num_microbatches,
             num_chunks,
@@ -271,8 +275,13 @@ def plan_of_fields(fields: Fields, profile: Profile) -> Plan:
     except ScheduleError as error:
         raise PlanError(f"{fields.path}: field 'schedule': {error}") from error
 
+
+def plan_of_fields(fields: Fields, profile: Profile) -> Plan:
+    """`read_plan` of fields."""
+    schedule = _read_schedule(fields)
+
     def clocks(name: str, clock: Number) -> IntArray:
-        by_stage = many(many(clock, schedule.units_per_stage), num_stages)
+        by_stage = many(many(clock, schedule.units_per_stage), schedule.num_stages)
         return np.array(fields.read(name, by_stage), dtype=np.int64)
 
     profile = replace(profile, interpolates=fields.read("interpolated", FLAG, False))
@@ -282,8 +291,8 @@ def plan_of_fields(fields: Fields, profile: Profile) -> Plan:
         fields.read("policy", TEXT, "custom"),
         schedule,
         clocks("frequency_mhz", FREQUENCY),
-        profile.for_chunks(num_chunks),
-        _read_conditions(fields, num_stages),
+        profile.for_chunks(schedule.num_chunks),
+        _read_conditions(fields, schedule.num_stages),
         park_mhz=clocks("park_mhz", _PARK) if "park_mhz" in fields.data else None,
         energy_lower_bound_j=fields.read("energy_lower_bound_j", AMOUNT, None),
     )

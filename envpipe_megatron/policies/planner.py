@@ -71,6 +71,7 @@ class PlanRequest:
         min_dwell_s: the optimal policy keeps each clock of a stage at least as long.
         park: the optimal policy may lower the clock in long waits; needs the waiting power by clock
             among the conditions.
+        order: an order that is there already, in place of one that `schedule` names.
     """
 
     num_microbatches: int
@@ -88,6 +89,19 @@ class PlanRequest:
     conditions: Conditions | None = None
     min_dwell_s: float = 0.0
     park: bool = False
+    order: Schedule | None = None
+
+    @property
+    def order_name(self) -> str:
+        """What the order is called: in quotes if it is there already, `auto` if it is planned."""
+        if self.order is not None:
+            return f"'{self.order.name}'"
+        return SCHEDULE_ALIASES.get(self.schedule, self.schedule)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of each stage."""
+        return self.num_chunks if self.order is None else self.order.num_chunks
 
 
 #: Orders that a function of the job returns; EnvPipe's comes with notes, and auto with its clocks.
@@ -125,18 +139,18 @@ class Planned:
     notes: tuple[str, ...]
 
 
-def make_plan(profile: Profile, request: PlanRequest, order: Schedule | None = None) -> Planned:
-    """Plan order and frequencies as requested; or the frequencies of an order that is given.
+def make_plan(profile: Profile, request: PlanRequest) -> Planned:
+    """Plan order and frequencies as requested.
 
     EnvPipeError: PlannerError for parts of the request that contradict each other, ScheduleError
     for a job that the schedule does not fit, ProfileError for a profile that the policy cannot work
     with, LinearProgramError for a deadline that no frequencies meet.
     """
     check_request(request)
-    profile = profile.for_chunks(request.num_chunks if order is None else order.num_chunks)
-    if request.schedule == "auto":
+    profile = profile.for_chunks(request.chunks)
+    if request.order_name == "auto":
         return _plan_order_too(profile, request)
-    schedule, notes = (order, ()) if order is not None else build_schedule(profile, request)
+    schedule, notes = build_schedule(profile, request)
     conditions = request_conditions(profile, request)
     if request.policy == "optimal":
         deadline_s = request.deadline_factor * all_maximum_s(schedule, profile, conditions)
@@ -157,8 +171,8 @@ def make_frontier(profile: Profile, request: PlanRequest, num_points: int) -> li
     Its deadline matters for the schedule auto alone, whose order is searched there.
     """
     check_frontier(request)
-    profile = profile.for_chunks(request.num_chunks)
-    if request.schedule == "auto":
+    profile = profile.for_chunks(request.chunks)
+    if request.order_name == "auto":
         search = _order_search(profile, request)
         optimizers = competing_orders(profile, search, request_limits(profile, request))
     else:
@@ -173,7 +187,7 @@ def make_frontier(profile: Profile, request: PlanRequest, num_points: int) -> li
 def make_memory_frontier(profile: Profile, request: PlanRequest) -> list[MemoryPoint]:
     """The best plans of a request's job for rising limits of extra forwards."""
     check_memory_frontier(request)
-    profile = profile.for_chunks(request.num_chunks)
+    profile = profile.for_chunks(request.chunks)
     search = _order_search(profile, request)
     return memory_frontier(search, request_limits(profile, request))
 
@@ -244,7 +258,7 @@ def check_request(request: PlanRequest) -> None:
             value=request.reconfigure,
             remedy="Use --policy envelope, or --reconfigure default.",
         )
-    if request.schedule == "auto" and request.policy != "optimal":
+    if request.order_name == "auto" and request.policy != "optimal":
         raise PlannerError(
             "The schedule auto is planned together with the frequencies, by the optimal policy",
             value=request.policy,
@@ -268,12 +282,11 @@ def check_request(request: PlanRequest) -> None:
             remedy="Give a number above 0: 1 for no slowdown, 1.02 for 2 %.",
         )
     limits = (request.max_extra_forwards, request.max_in_flight, request.max_warmup_step)
-    name = SCHEDULE_ALIASES.get(request.schedule, request.schedule)
-    if name not in LIMITED_SCHEDULES and limits != (None, None, None):
+    if request.order_name not in LIMITED_SCHEDULES and limits != (None, None, None):
         raise PlannerError(
             "Limits on extra forwards and on microbatches in flight go with the schedules "
             f"{' and '.join(LIMITED_SCHEDULES)}",
-            value=request.schedule,
+            value=request.order_name,
             remedy=f"Use --schedule {LIMITED_SCHEDULES[0]}, or leave the limits out.",
         )
 
@@ -290,10 +303,10 @@ def check_frontier(request: PlanRequest, what: str = "A frontier") -> None:
 def check_memory_frontier(request: PlanRequest) -> None:
     """Refuse (PlannerError) a request without a memory frontier."""
     check_frontier(request, "A memory frontier")
-    if request.schedule != "auto":
+    if request.order_name != "auto":
         raise PlannerError(
             "A memory frontier compares orders",
-            value=request.schedule,
+            value=request.order_name,
             remedy="Use --schedule auto.",
         )
 
@@ -303,17 +316,17 @@ def build_schedule(profile: Profile, request: PlanRequest) -> tuple[Schedule, tu
 
     Not for the schedule auto, whose order depends on the deadline.
     """
-    _check_chunks(request)
-    name = SCHEDULE_ALIASES.get(request.schedule, request.schedule)
-    stages, microbatches = profile.num_stages, request.num_microbatches
+    name, stages, microbatches = request.order_name, profile.num_stages, request.num_microbatches
+    if request.order is None:
+        _check_chunks(request)
     if name != "envpipe":
-        schedule = BUILDERS[name](profile, request)
-        job = (stages, microbatches, request.num_chunks)
+        schedule = request.order or BUILDERS[name](profile, request)
+        job = (stages, microbatches, request.chunks)
         built = (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks)
         if built != job:
             raise PlannerError(
                 f"Schedule {name} has {_counts(built)}, and the job has {_counts(job)}",
-                remedy="Fix the function that builds the schedule.",
+                remedy="Give an order of the job, or fix the function that builds it.",
             )
         return schedule, ()
     limits = request_limits(profile, request)

@@ -47,6 +47,7 @@ COMMANDS = {
     ("partition",): [["--help"]],
     ("import-freqs",): [["--help"]],
     ("export-freqs",): [["--help"]],
+    ("export-schedule",): [["--help"]],
     ("quickstart",): [["--help"]],  # emulated GPUs alone
     ("patch", "apply"): [["--help"]],
     ("patch", "check"): [["--help"]],

@@ -100,8 +100,8 @@ def test_each_number_of_microbatches_has_its_clocks(stock, ours, tmp_path, name)
     profile = read_profile(how.profile_file)
     clocks_mhz = {6: read_plan(how.plan_file, profile).frequency_mhz}
     for count in (2, 4):
-        request = PlanRequest(count, orders[6].name, "optimal", num_chunks=job.chunks)
-        clocks_mhz[count] = make_plan(profile, request, orders[count]).plan.frequency_mhz
+        request = PlanRequest(count, policy="optimal", order=orders[count])
+        clocks_mhz[count] = make_plan(profile, request).plan.frequency_mhz
         assert len(np.unique(clocks_mhz[count])) > 1
     for result in results:
         seen: Counter[int] = Counter()

@@ -10,8 +10,6 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from envpipe_megatron.cli.common import (
-    MICROBATCHES_OPTION,
-    NEW_PLAN_OPTION,
     OUTPUT_FILE,
     PROFILE_OPTION,
     Finite,
@@ -25,6 +23,7 @@ from envpipe_megatron.cli.plans.conditions import (
     conditions_options,
     read_conditions,
 )
+from envpipe_megatron.cli.plans.orders import SCHEDULE_OPTION, job_options
 from envpipe_megatron.console import say, table_of
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
@@ -36,8 +35,6 @@ from envpipe_megatron.policies.planner import (
     LIMITED_SCHEDULES,
     POLICIES,
     RECONFIGURE_NAMES,
-    SCHEDULE_ALIASES,
-    SCHEDULES,
     PlanRequest,
     check_frontier,
     check_memory_frontier,
@@ -49,18 +46,14 @@ from envpipe_megatron.policies.planner import (
 
 @click.command()
 @PROFILE_OPTION
-@MICROBATCHES_OPTION
-@NEW_PLAN_OPTION
 @click.option(
-    "--schedule",
-    type=click.Choice([*SCHEDULES, *SCHEDULE_ALIASES]),
-    default="1f1b",
-    show_default=True,
-    help="Order of units; 'ours' is EnvPipe's own name for 'envpipe', and 'auto' is planned "
-    "together with the frequencies.",
-)
+    "--num-microbatches", type=click.IntRange(min=1),
+    help="Microbatches of an iteration; with the file of an order, it has them.",
+)  # fmt: skip
+@click.option("--output", type=OUTPUT_FILE, help="Plan JSON; without it, a plan is shown alone.")
+@SCHEDULE_OPTION
 @click.option(
-    "--policy", type=click.Choice(POLICIES), default="baseline", show_default=True,
+    "--policy", type=click.Choice(POLICIES), default="optimal", show_default=True,
     help="How units get their frequencies.",
 )  # fmt: skip
 @click.option(
@@ -130,18 +123,19 @@ from envpipe_megatron.policies.planner import (
 )
 def plan(
     profile_path: Path,
-    output: Path,
+    output: Path | None,
+    schedule: str | Path | None,
     frontier_path: Path | None,
     frontier_points: int,
     memory_path: Path | None,
     **options: Any,
 ) -> None:
-    """Make a plan from a profile; needs no GPU.
+    """Make a plan from a profile; needs no GPU. By default the best order, and the best clocks.
 
     Example:
 
-      envpipe plan --profile profile.csv --num-microbatches 24 --schedule auto
-      --policy optimal --max-in-flight 12 --output plan.json
+      envpipe plan --profile profile.csv --num-microbatches 24 --max-in-flight 12
+      --output plan.json
 
     or as EnvPipe itself plans:
 
@@ -151,12 +145,17 @@ def plan(
     beside: dict[Path, str] = {}
     if frontier_path is not None:
         beside[frontier_path.with_suffix(".jsonl")] = FRONTIER_FORMAT
-    named = [path for path in (frontier_path, memory_path) if path is not None]
-    if named:
+    pictured = [path for path in (frontier_path, memory_path) if path is not None]
+    if pictured:
         from envpipe_megatron.report.drawing.style import PICTURE_MARK
 
-        beside |= {path.with_suffix(".png"): PICTURE_MARK for path in named}
-    check_outputs([output, *named], [profile_path, sidecar_path(profile_path)], beside)
+        beside |= {path.with_suffix(".png"): PICTURE_MARK for path in pictured}
+    written = [path for path in (output, frontier_path, memory_path) if path is not None]
+    read = [profile_path, sidecar_path(profile_path)]
+    if isinstance(schedule, Path):
+        read.append(schedule)
+    check_outputs(written, read, beside)
+    options |= job_options(schedule, options["num_microbatches"], options["policy"])
     profile = read_profile(profile_path)
     surroundings = {name: options.pop(name) for name in CONDITION_NAMES}
     request = PlanRequest(conditions=read_conditions(profile, **surroundings), **options)
@@ -167,15 +166,15 @@ def plan(
         raise click.UsageError("--frontier-points goes with --frontier.")
     if memory_path is not None:
         check_memory_frontier(request)
-    limited = (*LIMITED_SCHEDULES, *SCHEDULE_ALIASES)
-    if request.channel_capacity is not None and request.schedule not in limited:
+    if request.channel_capacity is not None and request.order_name not in LIMITED_SCHEDULES:
         raise EnvPipeError(
-            f"Schedule {request.schedule} is not lowered to what a channel holds",
+            f"Schedule {request.order_name} is not lowered to what a channel holds",
             value=request.channel_capacity,
             remedy=f"Use --schedule {' or '.join(LIMITED_SCHEDULES)}, or leave the capacity out.",
         )
     planned = make_plan(profile, request)
-    planned.plan.write(output)
+    if output is not None:
+        planned.plan.write(output)
     console = Console()
     for note in planned.notes:
         say(console, f"Note: {note}")
@@ -183,7 +182,8 @@ def plan(
         result = planned.reconfigured
         console.print(f"Reconfigured in {result.steps} steps, until {result.ended.value}.")
     console.print(summary_table(planned.plan))
-    say(console, f"Plan written to {output}")
+    if output is not None:
+        say(console, f"Plan written to {output}")
     if frontier_path is not None:
         _make_frontier(console, profile, request, frontier_points, frontier_path)
     if memory_path is not None:

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 GRIDS_FILE = "reconfigure.txt"
 #: Fields of a plan's request that are the job's own or follow from its fingerprint.
-_NOT_COMPARED = ("num_microbatches", "blocking_power_w", "conditions", "channel_capacity")
+_NOT_COMPARED = ("num_microbatches", "blocking_power_w", "conditions", "channel_capacity", "order")
 
 
 class JobFolder:

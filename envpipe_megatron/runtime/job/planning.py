@@ -99,11 +99,12 @@ def make_online(job: PhaseParts, profile: Profile) -> tuple[Plan, tuple[str, ...
         reconfigure="default",
         channel_capacity=job.channel.capacity,
         conditions=known_conditions(profile),
+        order=job.kept_order,
     )
     limit = in_flight_limit(request, profile, job.memory.stages)
     if limit is not None:
         request = replace(request, max_in_flight=limit)
-    made = make_plan(profile, request, job.kept_order)
+    made = make_plan(profile, request)
     notes = made.notes
     if limit is not None:
         notes = (*notes, f"Memory holds at most {plain(limit)} microbatches in flight.")

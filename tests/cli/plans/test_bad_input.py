@@ -97,7 +97,7 @@ def test_microbatches_that_are_no_number(profile_path, tmp_path, count):
     assert_says(plan_badly(profile_path, tmp_path, microbatches=count), "--num-microbatches")
 
 
-OPTIMAL = ("--policy", "optimal")
+BASELINE = ("--policy", "baseline")
 
 
 @pytest.mark.parametrize(
@@ -107,11 +107,17 @@ OPTIMAL = ("--policy", "optimal")
         (["--schedule", "envpipe", "--max-in-flight", "2,3"], ["(got 2, 3)", "4 stages"]),
         (["--schedule", "envpipe", "--max-in-flight", "4,x"], ["--max-in-flight", "'4,x'"]),
         (["--schedule", "envpipe", "--max-in-flight", "0"], ["--max-in-flight", "'0'"]),
-        (["--max-in-flight", "2"], ["in flight", "'1f1b'", "--schedule envpipe"]),
-        ([*OPTIMAL, "--max-in-flight", "memory"], ["in flight", "'1f1b'", "envpipe and auto"]),
+        (
+            ["--schedule", "1f1b", "--max-in-flight", "2"],
+            ["in flight", "'1f1b'", "--schedule envpipe"],
+        ),
+        (
+            ["--schedule", "1f1b", "--max-in-flight", "memory"],
+            ["in flight", "'1f1b'", "envpipe and auto"],
+        ),
         (["--schedule", "gpipe", "--max-extra-forwards", "2"], ["extra forwards", "'gpipe'"]),
         (["--max-extra-forwards", "-1"], ["--max-extra-forwards", "-1"]),
-        ([*OPTIMAL, "--schedule", "gpipe", "--max-warmup-step", "1"], ["'gpipe'"]),
+        (["--schedule", "gpipe", "--max-warmup-step", "1"], ["'gpipe'"]),
         (["--num-chunks", "2"], ["one chunk", "(got 2)", "interleaved"]),
         (["--schedule", "interleaved"], ["two chunks", "(got 1)", "1f1b"]),
         (
@@ -120,22 +126,25 @@ OPTIMAL = ("--policy", "optimal")
         ),
         (["--group-size", "5"], ["no groups", "(got 5)", "interleaved"]),
         (["--schedule", "zigzag"], ["--schedule", "zigzag", "envpipe"]),
-        (["--schedule", "auto"], ["auto", "'baseline'", "--policy optimal"]),
+        (["--schedule", "auto", *BASELINE], ["auto", "'baseline'", "--policy optimal"]),
         (["--policy", "magic"], ["--policy", "magic", "envelope"]),
         (["--blocking-power", "-5"], ["--blocking-power", "-5"]),
         (["--blocking-power", "nan"], ["--blocking-power", "nan"]),
-        (["--deadline-factor", "1.1"], ["baseline", "deadline", "1.1", "--policy optimal"]),
-        ([*OPTIMAL, "--deadline-factor", "nan"], ["--deadline-factor", "nan", "not a number"]),
-        ([*OPTIMAL, "--deadline-factor", "0"], ["--deadline-factor", "0"]),
-        ([*OPTIMAL, "--schedule", "auto", "--deadline-factor", 0.9], ["Its fastest iteration"]),
-        ([*OPTIMAL, "--schedule", "auto", "--channel-capacity", "0"], ["Not even 1F1B"]),
-        ([*OPTIMAL, "--channel-capacity", "1"], []),
-        (["--park"], ["optimal"]),
-        (["--min-dwell", "0.1"], ["optimal"]),
+        (
+            [*BASELINE, "--deadline-factor", "1.1"],
+            ["baseline", "deadline", "1.1", "--policy optimal"],
+        ),
+        (["--deadline-factor", "nan"], ["--deadline-factor", "nan", "not a number"]),
+        (["--deadline-factor", "0"], ["--deadline-factor", "0"]),
+        (["--schedule", "auto", "--deadline-factor", 0.9], ["Its fastest iteration"]),
+        (["--schedule", "auto", "--channel-capacity", "0"], ["Not even 1F1B"]),
+        (["--schedule", "1f1b", "--channel-capacity", "1"], []),
+        ([*BASELINE, "--park"], ["optimal"]),
+        ([*BASELINE, "--min-dwell", "0.1"], ["optimal"]),
         (["--policy", "envelope", "--frontier", "f.csv"], []),
-        ([*OPTIMAL, "--memory-frontier", "m.csv"], []),
-        ([*OPTIMAL, "--frontier-points", "5"], []),
-        ([*OPTIMAL, "--frontier", "refused.json"], ["overwrite"]),
+        (["--schedule", "1f1b", "--memory-frontier", "m.csv"], []),
+        (["--frontier-points", "5"], []),
+        (["--frontier", "refused.json"], ["overwrite"]),
     ],
 )
 def test_options_that_contradict_each_other(profile_path, tmp_path, monkeypatch, options, said):

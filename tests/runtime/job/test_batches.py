@@ -31,8 +31,9 @@ FILES = {2: "plan-m2.json", 3: "plan-m3.json", 4: "plan.json"}
 
 def planned(profile: Profile, count: int) -> Plan:
     order = builders.one_f_one_b(3, count)
-    request = PlanRequest(count, "1f1b", "optimal", conditions=known_conditions(profile))
-    return make_plan(profile, request, order).plan
+    conditions = known_conditions(profile)
+    request = PlanRequest(count, policy="optimal", conditions=conditions, order=order)
+    return make_plan(profile, request).plan
 
 
 def phases(told: dict[str, Any], counts: list[int], count: int) -> list[str]:

@@ -245,8 +245,7 @@ def test_a_solver_may_fail_anywhere(monkeypatch, tmp_path):
 def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, limit):
     asked = []
 
-    def make(profile, request, order):
-        assert order == "order"
+    def make(profile, request):
         asked.append((profile, request))
         return SimpleNamespace(plan="plan", notes=("A note.",))
 
@@ -270,6 +269,7 @@ def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, l
         reconfigure="default",
         channel_capacity=1,
         conditions=known_conditions(profile),
+        order="order",
     )
     assert known_conditions(profile) is not None
     given = replace(wanted, max_in_flight=limit or 3)

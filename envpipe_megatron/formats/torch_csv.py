@@ -1,0 +1,184 @@
+"""Orders as tables of torch.distributed.pipelining, in its format `compute_only`.
+
+A row is a rank, a cell one of its units in the order of execution:
+`{virtual stage}{F|B|I|W}{microbatch}`, or `(2F1;1B0)OVERLAP_F_B` for a forward and a backward that
+run as one. Empty cells are bubbles; they follow from the order and are not written. Virtual stages
+count through the whole model, and the table itself says on which ranks they lie. It is what
+`_PipelineScheduleRuntime._load_csv` of torch 2.11 to 2.13 reads.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from envpipe_megatron.core.kinds import SPLIT, TRAITS, WHOLE, Kind, ScheduleError, Unit, unit
+from envpipe_megatron.core.schedule import Placement, Schedule, check_size
+from envpipe_megatron.files import read_text
+
+_CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
+_OVERLAPPED = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
+_KIND_BY_LETTER = {kind.letter: kind for kind in TRAITS}
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """A unit of a table, whether it runs as one with the next, and where it stands."""
+
+    rank: int
+    virtual_stage: int
+    kind: Kind
+    microbatch: int
+    combined: bool
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.virtual_stage}{self.kind.letter}{self.microbatch}"
+
+    def units(self, chunk: int, split: bool) -> Iterator[Unit]:
+        """The unit as orders list it: two for a whole backward among others that are split."""
+        if split and self.kind is Kind.BACKWARD:
+            yield unit(Kind.INPUT_GRADIENT, self.microbatch, chunk, True)
+            yield unit(Kind.WEIGHT_GRADIENT, self.microbatch, chunk)
+        else:
+            yield unit(self.kind, self.microbatch, chunk, self.combined)
+
+
+def read_torch_csv(path: Path) -> Schedule:
+    """The order of a table.
+
+    ScheduleError names the cell that cannot be read, stands twice, is missing or is on another rank
+    than its virtual stage, or the units that could never run.
+    """
+    try:
+        rows = list(csv.reader(io.StringIO(read_text(path), newline="")))
+    except (OSError, ValueError, csv.Error) as error:
+        raise ScheduleError(f"The order {path} is not readable: {error}") from error
+    cells = [
+        cell
+        for rank, row in enumerate(rows)
+        for column, text in enumerate(map(str.strip, row), start=1)
+        for cell in _read_cell(text, rank, f"{path}, line {rank + 1}, column {column}")
+    ]
+    num_virtual, num_microbatches = _check_complete(path, cells)
+    num_chunks, rest = divmod(num_virtual, len(rows))
+    if rest:
+        raise ScheduleError(
+            f"{path}: virtual stages are not equally many on each of {len(rows)} ranks",
+            value=num_virtual,
+            remedy="A table has a row for each rank.",
+        )
+    check_size(len(rows), num_microbatches, num_chunks)
+    placement = _placement(cells, len(rows))
+    split = any(cell.kind in SPLIT[1:] for cell in cells)
+    stages: list[list[Unit]] = [[] for _ in rows]
+    for cell in cells:
+        stages[cell.rank] += cell.units(cell.virtual_stage // len(rows), split)
+    try:
+        return Schedule(
+            path.stem, num_microbatches, num_chunks, tuple(map(tuple, stages)), placement
+        )
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from error
+
+
+def torch_csv(schedule: Schedule) -> str:
+    """The table of an order; ScheduleError for one without backwards."""
+    if schedule.forward_only:
+        raise ScheduleError(
+            "An order of forwards alone is no table of torch's", value=schedule.name
+        )
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    ranks = schedule.num_stages
+    for rank, order in enumerate(schedule.stages):
+        row: list[str] = []
+        parts: list[str] = []
+        for at, own in enumerate(order):
+            if own.combined and own.kind is Kind.INPUT_GRADIENT:
+                continue  # its weights' gradient behind it stands for both
+            whole = own.kind is Kind.WEIGHT_GRADIENT and order[at - 1].combined
+            letter = Kind.BACKWARD.letter if whole else own.kind.letter
+            first = own.chunk * ranks
+            # The way from places along a chunk to ranks is also the way back.
+            virtual_stage = first + _rank(first + rank, ranks, schedule.placement)
+            parts.append(f"{virtual_stage}{letter}{own.microbatch}")
+            if not own.combined:
+                row.append(parts[0] if len(parts) == 1 else f"({';'.join(parts)})OVERLAP_F_B")
+                parts = []
+        writer.writerow(row)
+    return table.getvalue()
+
+
+def _read_cell(text: str, rank: int, where: str) -> Iterator[_Cell]:
+    overlapped = _OVERLAPPED.fullmatch(text)
+    parts = overlapped.groups() if overlapped else (text,) * bool(text)
+    matches = [match for part in parts if (match := _CELL.fullmatch(part.strip()))]
+    letters = "".join(match[2] for match in matches)
+    if len(matches) < len(parts) or (overlapped and letters != "FB"):
+        raise ScheduleError(
+            f"{where}: not a unit",
+            value=text,
+            remedy="Write the virtual stage, F, B, I or W, and the microbatch, as in 2F0; a "
+            "forward and a backward as one are (2F1;1B0)OVERLAP_F_B. Of torch's formats this is "
+            "compute_only, without SEND, RECV and UNSHARD.",
+        )
+    for at, match in enumerate(matches, start=1):
+        kind = _KIND_BY_LETTER[match[2]]
+        yield _Cell(rank, int(match[1]), kind, int(match[3]), at < len(matches), where)
+
+
+def _check_complete(path: Path, cells: Sequence[_Cell]) -> tuple[int, int]:
+    """How many virtual stages and microbatches there are; each has its units once."""
+    known: dict[tuple[int, int], dict[Kind, _Cell]] = {}
+    for cell in cells:
+        own = known.setdefault((cell.virtual_stage, cell.microbatch), {})
+        first = own.setdefault(cell.kind, cell)
+        if first is not cell:
+            raise ScheduleError(
+                f"{cell.where}: {cell} stands here a second time",
+                remedy=f"The first is {first.where}; keep one.",
+            )
+    if not cells:
+        raise ScheduleError(f"{path} lists no units", remedy="Give a row of units for each rank.")
+    num_virtual, num_microbatches = (1 + max(at) for at in zip(*known, strict=True))
+    for at in range(num_virtual * num_microbatches):
+        virtual_stage, microbatch = divmod(at, num_microbatches)
+        found = known.get((virtual_stage, microbatch), {})
+        if found.keys() not in (set(WHOLE), set(SPLIT)):
+            raise ScheduleError(
+                f"{path}: virtual stage {virtual_stage} lacks a unit of microbatch {microbatch}, "
+                "or has one too many",
+                value=list(map(str, found.values())) or "none",
+                remedy="It runs each microbatch once: F and B, or F, I and W.",
+            )
+    return num_virtual, num_microbatches
+
+
+def _placement(cells: Sequence[_Cell], ranks: int) -> Placement:
+    """Where the virtual stages lie."""
+    astray = {
+        placement: [
+            cell for cell in cells if _rank(cell.virtual_stage, ranks, placement) != cell.rank
+        ]
+        for placement in (Placement.LOOPED, Placement.V)
+    }
+    nearest = min(astray, key=lambda placement: len(astray[placement]))
+    if astray[nearest]:
+        cell = astray[nearest][0]
+        raise ScheduleError(
+            f"{cell.where}: virtual stage {cell.virtual_stage} is on rank {cell.rank}",
+            remedy=f"With {ranks} ranks it belongs on rank "
+            f"{_rank(cell.virtual_stage, ranks, Placement.LOOPED)}, in a V on rank "
+            f"{_rank(cell.virtual_stage, ranks, Placement.V)}.",
+        )
+    return nearest
+
+
+def _rank(virtual_stage: int, ranks: int, placement: Placement) -> int:
+    chunk, along = divmod(virtual_stage, ranks)
+    return ranks - 1 - along if placement is Placement.V and chunk % 2 else along

@@ -1,0 +1,127 @@
+"""What `envpipe plan` does by itself, and with an order from a file; `envpipe export-schedule`."""
+
+import json
+
+import pytest
+from cli_helpers import plan_badly, plan_for, run_badly, run_well
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.formats.torch_csv import torch_csv
+
+ORDER = builders.envpipe(4, 8, [2, 1, 1, 0])
+
+
+def plan(profile, *options):
+    return run_well("plan", "--profile", profile, "--blocking-power", 80, *options)
+
+
+def made(path):
+    return json.loads(path.read_text())
+
+
+@pytest.fixture
+def order_path(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(torch_csv(ORDER))
+    return path
+
+
+def test_the_best_order_and_clocks_by_default(profile_path, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    shown = plan(profile_path, "--num-microbatches", 8).stdout
+    assert sorted(tmp_path.iterdir()) == before  # a table, and no file
+    named = ("--schedule", "auto", "--policy", "optimal")
+    assert shown == plan(profile_path, "--num-microbatches", 8, *named).stdout
+    assert "optimal on envpipe" in shown
+    assert "No order at all can save more than" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "title"),
+    [
+        (["--schedule", "1f1b"], "optimal on 1f1b"),
+        (["--policy", "optimal"], "optimal on envpipe"),
+        (["--policy", "baseline"], "baseline on 1f1b"),
+        (["--policy", "envelope", "--reconfigure", "greedy"], "envelope-greedy on 1f1b"),
+        (["--max-in-flight", "5,4,3,1"], "optimal on envpipe"),
+    ],
+)
+def test_what_is_not_named_goes_with_what_is(profile_path, options, title):
+    assert title in plan(profile_path, "--num-microbatches", 8, *options).stdout
+
+
+def test_activations_are_shown_where_they_are_known(profile_path):
+    sidecar = {"format": "envpipe-profile/1", "activation_bytes": [2**30, 2**29, 2**28, 2**27]}
+    profile_path.with_suffix(".json").write_text(json.dumps(sidecar))
+    options = ("--schedule", "gpipe", "--num-microbatches", 8)
+    for chunks in ([], ["--schedule", "interleaved", "--num-chunks", 2]):
+        shown = plan(profile_path, *options, *chunks).stdout
+        rows = {cells[1].strip(): cells[2:4] for line in shown.splitlines()
+                if len(cells := line.split("│")) > 3}  # fmt: skip
+        peaks, held = (rows[f"{name} by stage"] for name in ("peak in flight", "activations (GiB)"))
+        for peak, gib in zip(peaks, held, strict=True):
+            wanted = [int(n) / 2**stage for stage, n in enumerate(peak.split())]
+            found = [float(n) * (2 if chunks else 1) for n in gib.split()]
+            assert found == pytest.approx(wanted, rel=5e-3)
+
+
+def test_clocks_for_the_order_of_a_table(profile_path, order_path, tmp_path):
+    output = tmp_path / "plan.json"
+    plan(profile_path, "--schedule", order_path, "--output", output)
+    found = made(output)
+    assert (found["policy"], found["schedule_name"]) == ("optimal", "mine")
+    assert found["schedule"] == ORDER.labels()
+    assert found["energy_lower_bound_j"] < found["energy_j"] < found["baseline"]["energy_j"]
+    assert found["baseline"]["schedule"] == "1f1b"
+    # Out and in again, as a table and as a plan, it is the same order with the same clocks.
+    assert run_well("export-schedule", output).stdout == order_path.read_text()
+    run_well("export-schedule", output, "--output", tmp_path / "again.csv")
+    for again in (tmp_path / "again.csv", output):
+        plan(profile_path, "--schedule", again, "--output", tmp_path / "second.json")
+        second = made(tmp_path / "second.json")
+        assert second | {"schedule_name": "mine"} == found
+
+
+def test_chunks_of_a_table_are_planned(profile_path, tmp_path):
+    order = builders.interleaved(4, 8, 2)
+    (tmp_path / "two.csv").write_text(torch_csv(order))
+    plan(profile_path, "--schedule", tmp_path / "two.csv", "--output", tmp_path / "two.json")
+    named = ("--schedule", "interleaved", "--num-chunks", 2)
+    plan_for(profile_path, tmp_path / "named.json", *named)
+    assert made(tmp_path / "two.json") | {"schedule_name": "interleaved"} == made(
+        tmp_path / "named.json"
+    )
+
+
+def test_a_frontier_and_other_policies_of_a_table(profile_path, order_path, tmp_path):
+    options = ("--schedule", order_path, "--frontier", tmp_path / "f.csv", "--frontier-points", 3)
+    plan(profile_path, *options)
+    _, *plans = map(json.loads, (tmp_path / "f.jsonl").read_text().splitlines())
+    assert {each["schedule_name"] for each in plans} == {"mine"}
+    options = ("--schedule", order_path, "--policy", "envelope", "--reconfigure", "balanced")
+    assert "envelope-balanced on mine" in plan(profile_path, *options).stdout
+
+
+def test_what_does_not_go_with_a_table(profile_path, order_path, tmp_path):
+    def told(*options, **job):
+        return plan_badly(profile_path, tmp_path, *options, **job)
+
+    assert "4 stages, 8 microbatches" in told("--schedule", order_path, microbatches=6)
+    assert "'mine'" in told("--schedule", order_path, "--max-in-flight", 6)
+    assert "'mine'" in told("--schedule", order_path, "--channel-capacity", 1)
+    assert "does not exist" in told("--schedule", tmp_path / "none.csv")
+    assert "overwrite" in run_badly(
+        "plan", "--profile", profile_path, "--schedule", order_path, "--output", order_path
+    )
+    assert "'--num-microbatches'" in run_badly("plan", "--profile", profile_path)
+    order_path.write_text(order_path.read_text().replace("0F3", "0F9"))
+    assert f"{order_path}: virtual stage 0" in told("--schedule", order_path)
+    assert "is not readable JSON" in run_badly("export-schedule", order_path)
+    (tmp_path / "mine.json").write_text('{"format": "envpipe-profile/1"}')
+    assert "field 'format'" in told("--schedule", tmp_path / "mine.json")
+
+
+def test_an_export_overwrites_no_plan(profile_path, tmp_path):
+    plan(profile_path, "--num-microbatches", 4, "--output", tmp_path / "plan.json")
+    words = ("export-schedule", tmp_path / "plan.json", "--output", tmp_path / "plan.json")
+    assert "overwrite" in run_badly(*words)

@@ -1,0 +1,164 @@
+"""Tables of torch.distributed.pipelining: what is an order there is one here, and comes back."""
+
+import csv
+import io
+import random
+from itertools import product
+
+import pytest
+from core_cases import random_schedule
+from torch.distributed.pipelining import schedules as of_torch
+
+from envpipe_megatron.core import builders
+from envpipe_megatron.core.kinds import ScheduleError
+from envpipe_megatron.core.schedule import Placement
+from envpipe_megatron.formats.torch_csv import read_torch_csv, torch_csv
+
+
+def read(tmp_path, text):
+    path = tmp_path / "order.csv"
+    path.write_text(text)
+    return read_torch_csv(path)
+
+
+def rank_of(virtual_stage, ranks, placement):
+    style = "v" if placement is Placement.V else "loop"
+    return of_torch.generate_stage_to_rank_mapping(ranks, 4 * ranks, style)[virtual_stage]
+
+
+def random_table(rng):
+    """Rows of cells, each unit once on its rank, perhaps in an order that cannot run."""
+    ranks, chunks, microbatches = rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 3)
+    placement = rng.choice([Placement.LOOPED, Placement.V])
+    split = rng.random() < 0.6
+    units = []
+    for virtual_stage, microbatch in product(range(ranks * chunks), range(microbatches)):
+        letters = "IW" if split and rng.random() < 0.7 else "B"
+        units += [(virtual_stage, letter, microbatch) for letter in "F" + letters]
+    # Mostly those that are ready, one after the other; at times any, which seldom can run.
+    rows, done = [[] for _ in range(ranks)], set()
+    while units:
+        ready = [unit for unit in units if is_ready(unit, done, ranks * chunks)]
+        unit = rng.choice(units if rng.random() < 0.02 or not ready else ready)
+        units.remove(unit)
+        done.add(unit)
+        rows[rank_of(unit[0], ranks, placement)].append("{}{}{}".format(*unit))
+    return rows, chunks, microbatches, placement
+
+
+def is_ready(unit, done, virtual_stages):
+    stage, letter, microbatch = unit
+    if letter == "F":
+        return stage == 0 or (stage - 1, "F", microbatch) in done
+    if letter == "W":
+        return (stage, "I", microbatch) in done
+    last = stage == virtual_stages - 1
+    gradient = any((stage + 1, of, microbatch) in done for of in "BI")
+    return (stage, "F", microbatch) in done and (last or gradient)
+
+
+def torch_runs(rows, virtual_stages, microbatches):
+    """Whether torch finds an order for its messages."""
+    actions = {rank: [of_torch._Action.from_str(cell) for cell in row] for rank, row in
+               enumerate(rows)}  # fmt: skip
+    try:
+        ranks = of_torch._validate_schedule(actions, len(rows), virtual_stages, microbatches)
+        of_torch._add_send_recv(actions, ranks.__getitem__, virtual_stages)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_an_order_of_torch_is_one_here_and_comes_back(tmp_path):
+    rng = random.Random(0)
+    seen = set()
+    for _ in range(400):
+        rows, chunks, microbatches, placement = random_table(rng)
+        table = io.StringIO()
+        # Bubbles anywhere.
+        padded = [[c for cell in row for c in [""] * rng.randint(0, 1) + [cell]] for row in rows]
+        csv.writer(table).writerows(padded)
+        runs = torch_runs(rows, chunks * len(rows), microbatches)
+        try:
+            order = read(tmp_path, table.getvalue())
+        except ScheduleError:
+            assert not runs, rows
+            seen.add("refused")
+            continue
+        assert runs, rows
+        assert (order.num_stages, order.num_microbatches, order.num_chunks) == (
+            len(rows), microbatches, chunks,
+        )  # fmt: skip
+        if len(rows) > 1 and chunks > 1:
+            assert order.placement is placement
+        assert [*csv.reader(io.StringIO(torch_csv(order)))] == rows
+        seen.add((order.placement, order.split))
+    assert len(seen) == 1 + 2 * 2
+
+
+def test_orders_of_ours_come_back(tmp_path):
+    rng = random.Random(1)
+    orders = [random_schedule(rng) for _ in range(50)]
+    orders += [
+        builders.gpipe(3, 4),
+        builders.envpipe(4, 8, [4, 3, 1, 0]),
+        builders.interleaved(2, 6, 3, 4),
+        builders.interleaved(2, 4, 2, combined=True),
+    ]
+    for order in orders:
+        back = read(tmp_path, torch_csv(order))
+        assert (back.stages, back.placement) == (order.stages, order.placement)
+
+
+def test_units_that_run_as_one(tmp_path):
+    text = "0F0,1F0,0F1,(1F1;1B0)OVERLAP_F_B,0I0,1I1,0W0,0B1,1W1\n"
+    order = read(tmp_path, text)
+    assert order.labels() == [
+        ["F0.0", "F0.1", "F1.0", "F1.1+", "I0.1+", "W0.1", "I0.0", "I1.1", "W0.0", "I1.0+", "W1.0",
+         "W1.1"],
+    ]  # fmt: skip
+    assert torch_csv(order) == text
+    pairs = builders.interleaved(2, 4, 2, combined=True)
+    assert "0F2,(0F3;2B0)OVERLAP_F_B" in torch_csv(pairs)
+
+
+GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (GOOD.replace("1F1", "1G1"), ["line 2, column 3: not a unit", "'1G1'", "compute_only"]),
+        (GOOD.replace("1F1", "1RECV_F1"), ["line 2, column 3: not a unit", "'1RECV_F1'"]),
+        (GOOD.replace("1F1", "(1F1)OVERLAP_F_B"), ["line 2, column 3", "(2F1;1B0)OVERLAP_F_B"]),
+        (GOOD.replace("1B0,1F1", "(1B0;1F1)OVERLAP_F_B"), ["line 2, column 2: not a unit"]),
+        (GOOD.replace("1F1", "1F0"), ["line 2, column 3: 1F0", "second time", "line 2, column 1"]),
+        (GOOD.replace("1F1,", ""), ["virtual stage 1", "microbatch 1", "(got 1B1)"]),
+        (GOOD.replace("1B1", "1W1"), ["virtual stage 1", "microbatch 1", "(got 1F1, 1W1)"]),
+        (GOOD.replace("1B1", "999999999B1"), ["virtual stage 1", "microbatch 1"]),
+        (GOOD + "2F0,2B0,2F1,2B1,3F0,3B0,3F1,3B1", ["equally many", "3 ranks", "(got 4)"]),
+        ("1F0,1B0\n0F0,0B0\n", ["line 1, column 1: virtual stage 1 is on rank 0", "on rank 1"]),
+        (GOOD.replace("1B0,1F1", "1F1,1B0").replace("0F1,0B0", "0B0,0F1"), ["deadlock", "F1 on"]),
+        (GOOD.replace("1F0,1B0", "1B0,1F0"), ["order.csv", "runs B0 before F0"]),
+        ("", ["lists no units"]),
+        (",,\n,\n", ["lists no units"]),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, text, said):
+    with pytest.raises(ScheduleError) as raised:
+        read(tmp_path, text)
+    for part in (*said, "order.csv"):
+        assert part in str(raised.value)
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    path = tmp_path / "order.csv"
+    path.write_bytes(b"\xff\xfe0\x00")
+    with pytest.raises(ScheduleError, match="UTF-16"):
+        read_torch_csv(path)
+
+
+@pytest.mark.parametrize("order", [builders.whole_iteration(2), builders.forward_only(2, 4)])
+def test_an_order_without_backwards_is_no_table(order):
+    with pytest.raises(ScheduleError, match="forwards alone"):
+        torch_csv(order)
