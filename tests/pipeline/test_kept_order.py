@@ -28,7 +28,7 @@ from envpipe_megatron.policies.planner import PlanRequest, make_plan
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 __all__ = ["ours", "stock"]
-F, B = Kind
+F, B = Kind.FORWARD, Kind.BACKWARD
 
 
 def kept(job: Job) -> Schedule:
