@@ -1,8 +1,9 @@
 """A lower bound on the energy of an iteration in whatever order its units run.
 
 A stage cannot start before one forward has passed all stages before it, and a backward must pass
-them after its last unit; in between it runs all its units. A solver prices these chains; any
-prices give a valid bound, checked by additions (weak duality).
+them after its last one; in between it runs all its units, but for those gradients of weights that
+may come last. Whichever microbatches these are, they take no less than the fastest of their stage.
+A solver prices these chains; any prices give a valid bound, checked by additions (weak duality).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import numpy as np
 from scipy.optimize import linprog
 
 from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.kinds import SPLIT, WHOLE
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.optimal.choices import Choices
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
@@ -23,42 +25,59 @@ def any_order_lower_bound_j(
     latency_s: float | tuple[float, ...],
     tail_s: FloatArray,
     deadline_s: float,
+    *,
+    num_chunks: int = 1,
+    split: bool = False,
 ) -> float:
-    """Energy, J, below which no order of a pipeline without chunks can go at a deadline.
+    """Energy, J, below which no order of a pipeline can go at a deadline.
 
-    A linear program of a handful of variables: for each stage and kind one unit that stands at the
-    ends of the longest chain, and the mean of the others. Even unsolved, it gives a lower bound.
-    Raises LinearProgramError if no order meets the deadline.
+    Of orders whose backwards are `split` all, or none. A linear program of a handful of variables:
+    for each stage and kind, of its first chunk, the fastest unit, which stands at the ends of the
+    longest chain, and the mean of the others. Even unsolved, it gives a lower bound.
+    LinearProgramError: no order meets the deadline.
     """
-    others = num_microbatches - 1
-    hulls = [(u.time_s[u.hull], u.cost_j[u.hull]) for u in choices.units]
-    # Columns: for each stage and kind the segments of the end unit, then those of the others' mean.
+    kinds = SPLIT if split else WHOLE
+    parts = len(choices.units) // (num_stages * len(choices.kinds))
+    units = np.array(choices.units, dtype=object).reshape(num_stages, parts, -1)
+    units = units[:, :, [choices.kinds.index(kind) for kind in kinds]]
+    # Columns: the segments of all first units, then those of the others' mean.
     cost: list[float] = []
     upper: list[float] = []
-    of_end: list[tuple[int, int]] = []
-    of_others: list[tuple[int, int]] = []
-    for multiple, at in ((1, of_end), (others, of_others)):
-        for time_s, cost_j in hulls:
-            at.append((len(cost), len(cost) + len(time_s) - 1))
-            upper.extend(np.diff(time_s))
+    fastest_j = 0.0
+    first: dict[tuple[int, int], tuple[slice, float]] = {}
+    others: dict[int, list[tuple[int, slice, int, float]]] = {s: [] for s in range(num_stages)}
+    for (stage, part, kind), unit in np.ndenumerate(units):
+        time_s, cost_j = unit.time_s[unit.hull], unit.cost_j[unit.hull]
+        count = num_microbatches * num_chunks // parts
+        fastest_j += count * float(cost_j[0])
+        counts = ((count, False),) if part else ((1, True), (count - 1, False))
+        for multiple, is_first in counts:
+            columns = slice(len(cost), len(cost) + len(time_s) - 1)
             cost.extend(multiple * np.diff(cost_j) / np.diff(time_s))
+            upper.extend(np.diff(time_s))
+            if is_first:
+                first[stage, kind] = columns, float(time_s[0])
+            others[stage].append((kind, columns, multiple, multiple * float(time_s[0])))
     hops = np.broadcast_to(np.asarray(latency_s, dtype=np.float64), (num_stages - 1,))
     rows, chains_s = [], []
     for stage in range(num_stages):
         way_s = float(hops[:stage].sum())
-        forwards = [2 * before for before in range(stage)]
-        for passed, beside_s in (
-            (forwards, way_s + tail_s[stage]),  # in, all units of the stage, its tail
-            ([*forwards, *(f + 1 for f in forwards)], 2 * way_s + tail_s[0]),  # in, all units, out
+        passed = [(before, 0) for before in range(stage)]
+        out = [(before, 1) for before in range(stage)]
+        # In, all units of the stage, its tail; and in, all but what may come last, out.
+        last = [(0, 2)] if split else []
+        for beside, most, chain_s in (
+            (passed, len(kinds), way_s + tail_s[stage]),
+            ([*passed, *out, *last], 2, 2 * way_s + tail_s[0]),
         ):
             row = np.zeros(len(cost))
-            chain_s = float(beside_s)
-            for kind in (*passed, 2 * stage, 2 * stage + 1):
-                row[slice(*of_end[kind])] = 1.0
-                chain_s += float(hulls[kind][0][0])
-            for kind in (2 * stage, 2 * stage + 1):
-                row[slice(*of_others[kind])] = others
-                chain_s += others * float(hulls[kind][0][0])
+            for columns, time_s in (first[at] for at in beside):
+                row[columns] += 1.0
+                chain_s += time_s
+            for kind, columns, multiple, time_s in others[stage]:
+                if kind < most:
+                    row[columns] += multiple
+                    chain_s += time_s
             rows.append(row)
             chains_s.append(chain_s)
     stretched, chain = np.array(rows), np.array(chains_s)
@@ -80,7 +99,6 @@ def any_order_lower_bound_j(
     if solved.status == 0:
         price_w = np.maximum(-solved.ineqlin.marginals, 0.0)
     remaining_w = choices.waiting_power_w - float(price_w.sum())
-    fastest_j = sum(num_microbatches * float(cost_j[0]) for _, cost_j in hulls)
     return (
         fastest_j
         + float(price_w @ chain)
