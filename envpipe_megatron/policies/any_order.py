@@ -8,6 +8,8 @@ A solver prices these chains; any prices give a valid bound, checked by addition
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from scipy.optimize import linprog
 
@@ -18,7 +20,20 @@ from envpipe_megatron.policies.optimal.choices import Choices
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 
 
-def any_order_lower_bound_j(
+@dataclass(frozen=True)
+class AnyOrder:
+    """What holds for all orders of a pipeline.
+
+    Args:
+        energy_lower_bound_j: no order takes less.
+        time_s: [num_stages, num_chunks, kinds] how long units take on average where it is reached.
+    """
+
+    energy_lower_bound_j: float
+    time_s: FloatArray
+
+
+def any_order(
     choices: Choices,
     num_stages: int,
     num_microbatches: int,
@@ -28,8 +43,8 @@ def any_order_lower_bound_j(
     *,
     num_chunks: int = 1,
     split: bool = False,
-) -> float:
-    """Energy, J, below which no order of a pipeline can go at a deadline.
+) -> AnyOrder:
+    """A lower bound on the energy of all orders of a pipeline that meet a deadline.
 
     Of orders whose backwards are `split` all, or none. A linear program of a handful of variables:
     for each stage and kind, of its first chunk, the fastest unit, which stands at the ends of the
@@ -46,6 +61,7 @@ def any_order_lower_bound_j(
     fastest_j = 0.0
     first: dict[tuple[int, int], tuple[slice, float]] = {}
     others: dict[int, list[tuple[int, slice, int, float]]] = {s: [] for s in range(num_stages)}
+    mean = np.empty(units.shape, dtype=object)
     for (stage, part, kind), unit in np.ndenumerate(units):
         time_s, cost_j = unit.time_s[unit.hull], unit.cost_j[unit.hull]
         count = num_microbatches * num_chunks // parts
@@ -58,6 +74,7 @@ def any_order_lower_bound_j(
             if is_first:
                 first[stage, kind] = columns, float(time_s[0])
             others[stage].append((kind, columns, multiple, multiple * float(time_s[0])))
+            mean[stage, part, kind] = columns
     hops = np.broadcast_to(np.asarray(latency_s, dtype=np.float64), (num_stages - 1,))
     rows, chains_s = [], []
     for stage in range(num_stages):
@@ -95,13 +112,22 @@ def any_order_lower_bound_j(
         b_ub=-chain,
         bounds=[*((0.0, width) for width in upper), (0.0, latest_s)],
     )
-    price_w = np.zeros(len(rows))
+    price_w, longer_s = np.zeros(len(rows)), np.zeros(len(cost))
     if solved.status == 0:
         price_w = np.maximum(-solved.ineqlin.marginals, 0.0)
+        longer_s = solved.x[:-1]
     remaining_w = choices.waiting_power_w - float(price_w.sum())
-    return (
+    bound_j = (
         fastest_j
         + float(price_w @ chain)
         + float(np.minimum(0.0, cost + price_w @ stretched) @ upper)
         + min(remaining_w * fastest_s, remaining_w * latest_s)
     )
+    time_s = np.array(
+        [
+            unit.time_s[0] + longer_s[own].sum()
+            for unit, own in zip(units.flat, mean.flat, strict=True)
+        ]
+    )
+    by_chunk_s = np.repeat(time_s.reshape(units.shape), num_chunks // parts, axis=1)
+    return AnyOrder(bound_j, by_chunk_s)

@@ -25,7 +25,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, ProfileError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
-from envpipe_megatron.policies.any_order import any_order_lower_bound_j
+from envpipe_megatron.policies.any_order import any_order
 from envpipe_megatron.policies.limits import OrderLimits, envpipe_counts
 from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
@@ -164,14 +164,14 @@ class OrderSearch:
         """What no order and no frequencies can go below at the deadline, J."""
         conditions = self._conditions
         powers = waiting_floor_w(self._profile, conditions, self._parking)
-        return any_order_lower_bound_j(
+        return any_order(
             make_choices(self._profile, powers, conditions.gpus_by_stage),
             self._profile.num_stages,
             self.num_microbatches,
             conditions.latency_s,
             conditions.tail_by_stage_s,
             self._deadline_s,
-        )
+        ).energy_lower_bound_j
 
     def optimizer(self, extra_forwards: Extra, good_gap: float = GOOD_GAP) -> Optimizer:
         """The optimizer of an order."""

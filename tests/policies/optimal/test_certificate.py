@@ -12,7 +12,7 @@ from scipy.optimize import OptimizeResult
 
 from envpipe_megatron.core import builders
 from envpipe_megatron.policies import any_order
-from envpipe_megatron.policies.any_order import any_order_lower_bound_j
+from envpipe_megatron.policies.any_order import any_order as bound_all_orders
 from envpipe_megatron.policies.optimal.certificate import Prices, energy_lower_bound_j
 from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.linear_program import DurationProgram, LinearProgramError
@@ -114,7 +114,7 @@ def test_the_bound_of_all_orders_refuses_a_deadline_that_none_meets(monkeypatch)
     """Additions say so; no solver is asked."""
     monkeypatch.setattr(any_order, "linprog", None)
     with pytest.raises(LinearProgramError, match="No order"):
-        any_order_lower_bound_j(small_job()[0], 2, 4, 0.0, np.zeros(2), 1e-6)
+        bound_all_orders(small_job()[0], 2, 4, 0.0, np.zeros(2), 1e-6)
 
 
 def test_the_bound_of_all_orders_trusts_no_solver(monkeypatch):
@@ -124,7 +124,7 @@ def test_the_bound_of_all_orders_trusts_no_solver(monkeypatch):
     def bound_j(answer=None):
         if answer is not None:
             monkeypatch.setattr(any_order, "linprog", lambda *_, **__: answer)
-        return any_order_lower_bound_j(choices, 2, 4, 0.0, np.zeros(2), deadline_s)
+        return bound_all_orders(choices, 2, 4, 0.0, np.zeros(2), deadline_s).energy_lower_bound_j
 
     best_j = bound_j()
     failed_j = bound_j(OptimizeResult(status=4, message="numerical difficulties"))
@@ -133,5 +133,5 @@ def test_the_bound_of_all_orders_trusts_no_solver(monkeypatch):
     for scale_w in (1.0, 100.0, 10_000.0):
         for _ in range(20):
             prices = OptimizeResult(marginals=scale_w * numbers.normal(size=4))
-            anything = OptimizeResult(status=0, fun=1e9, ineqlin=prices)
+            anything = OptimizeResult(status=0, fun=1e9, ineqlin=prices, x=np.zeros(99))
             assert bound_j(anything) <= best_j * (1 + 1e-9)
