@@ -87,31 +87,44 @@ def read_torch_csv(path: Path) -> Schedule:
 
 
 def torch_csv(schedule: Schedule) -> str:
-    """The table of an order; ScheduleError for one without backwards."""
+    """The table of an order.
+
+    ScheduleError for forwards alone, and where torch would take the wrong microbatch's loss: it
+    numbers losses as its last virtual stage comes to them.
+    """
+    ranks, last = schedule.num_stages, schedule.num_chunks - 1
     if schedule.forward_only:
+        raise ScheduleError("Forwards alone are no order of torch's", value=schedule.name)
+    order = schedule.stages[_rank(last * ranks + ranks - 1, ranks, schedule.placement)]
+    numbered = [u.microbatch for u in order if u.kind is Kind.FORWARD and u.chunk == last]
+    if numbered != sorted(numbered):
         raise ScheduleError(
-            "An order of forwards alone is no table of torch's", value=schedule.name
+            "The last virtual stage runs its forwards out of turn, and torch would take other "
+            "microbatches' losses",
+            value=numbered,
+            remedy="Order the forwards there by microbatch.",
         )
     table = io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
-    ranks = schedule.num_stages
-    for rank, order in enumerate(schedule.stages):
-        row: list[str] = []
-        parts: list[str] = []
-        for at, own in enumerate(order):
-            if own.combined and own.kind is Kind.INPUT_GRADIENT:
-                continue  # its weights' gradient behind it stands for both
-            whole = own.kind is Kind.WEIGHT_GRADIENT and order[at - 1].combined
-            letter = Kind.BACKWARD.letter if whole else own.kind.letter
-            first = own.chunk * ranks
-            # The way from places along a chunk to ranks is also the way back.
-            virtual_stage = first + _rank(first + rank, ranks, schedule.placement)
-            parts.append(f"{virtual_stage}{letter}{own.microbatch}")
-            if not own.combined:
-                row.append(parts[0] if len(parts) == 1 else f"({';'.join(parts)})OVERLAP_F_B")
-                parts = []
-        writer.writerow(row)
+    rows = (_row(schedule, rank) for rank in range(ranks))
+    csv.writer(table, lineterminator="\n").writerows(rows)
     return table.getvalue()
+
+
+def _row(schedule: Schedule, rank: int) -> Iterator[str]:
+    order, ranks = schedule.stages[rank], schedule.num_stages
+    parts: list[str] = []
+    for at, own in enumerate(order):
+        if own.combined and own.kind is Kind.INPUT_GRADIENT:
+            continue  # its weights' gradient behind it stands for both
+        whole = own.kind is Kind.WEIGHT_GRADIENT and order[at - 1].combined
+        letter = Kind.BACKWARD.letter if whole else own.kind.letter
+        first = own.chunk * ranks
+        # The way from places along a chunk to ranks is also the way back.
+        virtual_stage = first + _rank(first + rank, ranks, schedule.placement)
+        parts.append(f"{virtual_stage}{letter}{own.microbatch}")
+        if not own.combined:
+            yield parts[0] if len(parts) == 1 else f"({';'.join(parts)})OVERLAP_F_B"
+            parts = []
 
 
 def _read_cell(text: str, rank: int, where: str) -> Iterator[_Cell]:
