@@ -18,6 +18,7 @@ from envpipe_megatron.cli.jobs.quickstart import quickstart
 from envpipe_megatron.cli.jobs.report import report
 from envpipe_megatron.cli.machine.clocks import clocks
 from envpipe_megatron.cli.machine.doctor import doctor
+from envpipe_megatron.cli.plans.compare import compare
 from envpipe_megatron.cli.plans.interchange import export_freqs, import_freqs
 from envpipe_megatron.cli.plans.orders import export_schedule
 from envpipe_megatron.cli.plans.partition import partition
@@ -38,6 +39,7 @@ for command in (
     profile,
     plan,
     simulate,
+    compare,
     straggler,
     partition,
     import_freqs,

@@ -48,6 +48,7 @@ COMMANDS = {
     ("import-freqs",): [["--help"]],
     ("export-freqs",): [["--help"]],
     ("export-schedule",): [["--help"]],
+    ("compare",): [["--help"]],
     ("quickstart",): [["--help"]],  # emulated GPUs alone
     ("patch", "apply"): [["--help"]],
     ("patch", "check"): [["--help"]],
