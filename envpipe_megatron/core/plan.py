@@ -300,7 +300,7 @@ def plan_of_fields(fields: Fields, profile: Profile) -> Plan:
 
 
 def _placement(value: Any) -> Placement:
-    if value not in set(Placement):
+    if value not in list(Placement):
         raise ValueError(f"one of {', '.join(Placement)}")
     return Placement(value)
 

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envpipe_megatron.core.fields import AMOUNT, COUNT, FREQUENCY, TEXT, Number, many, read_json
+from envpipe_megatron.core.fields import (
+    AMOUNT,
+    COUNT,
+    FREQUENCY,
+    TEXT,
+    Number,
+    many,
+    of_type,
+    read_json,
+)
 from envpipe_megatron.errors import EnvPipeError
 
 SIDECAR_FORMAT = "envpipe-profile/1"
@@ -66,7 +75,7 @@ def read_wait_power(entries: Any) -> tuple[Mapping[int, float], ...]:
     """A reader of `[{"stage": 0, "frequency_mhz": 1410, "power_w": 83.6}]`: curves by stage."""
     by_stage: dict[int, dict[int, float]] = {}
     try:
-        for entry in entries:
+        for entry in many(of_type(dict, ""))(entries):
             stage = Number(whole=True)(entry["stage"])
             frequency, power_w = FREQUENCY(entry["frequency_mhz"]), AMOUNT(entry["power_w"])
             if frequency in by_stage.setdefault(stage, {}):

@@ -1,4 +1,4 @@
-"""README's and the guide's commands on the example profile, as they are written."""
+"""Commands and Python of the README and of the planner's page, as they are written."""
 
 import csv
 import re
@@ -6,10 +6,13 @@ import shlex
 from pathlib import Path
 
 import pytest
-from cli_helpers import run_well
+from cli_helpers import run_badly, run_well
+
+from envpipe_megatron import api
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "configs/profiles/quickstart.csv"
+PAGE = "docs/planner.md"
 
 
 def commands(page):
@@ -20,7 +23,7 @@ def commands(page):
 
 
 @pytest.mark.parametrize(
-    ("page", "names"), [("README.md", ["plan", "simulate"]), ("docs/guide.md", ["plan"])]
+    ("page", "names"), [("README.md", ["plan", "simulate"]), (PAGE, ["plan", "plan"])]
 )
 def test_documented_commands_run_as_written(tmp_path, monkeypatch, caplog, page, names):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -33,7 +36,7 @@ def test_documented_commands_run_as_written(tmp_path, monkeypatch, caplog, page,
     if page == "README.md":
         assert Path("pictures", "timeline.png").is_file()
         return
-    # The table under the guide's command is what it gives.
+    # The table under the last command is what it gives.
     text = (ROOT / page).read_text()
     rows = re.findall(r"^\| (\d+)[^|]*\| [\d ]+ \| (\d+) \| ([\d.]+) % ", text, re.MULTILINE)
     with Path("memory.csv").open() as file:
@@ -44,3 +47,19 @@ def test_documented_commands_run_as_written(tmp_path, monkeypatch, caplog, page,
         }  # fmt: skip
     assert len(rows) > 3
     assert set(rows) <= made
+
+
+def test_the_python_of_the_planners_page_runs_and_it_names_all_there_is(tmp_path, monkeypatch):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / PAGE).read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    names = {}
+    for block in blocks:
+        exec(compile(block, PAGE, "exec"), names)
+    assert run_well("export-schedule", "plan.json").stdout
+    refused = run_badly("plan", "--profile", EXAMPLE, "--schedule", "order.csv")
+    assert "has 2 stages, 3 microbatches" in refused
+    listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| `.*", text, re.MULTILINE))))
+    assert set(api.__all__) <= listed
