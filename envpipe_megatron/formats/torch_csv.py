@@ -4,7 +4,7 @@ A row is a rank, a cell one of its units in the order of execution:
 `{virtual stage}{F|B|I|W}{microbatch}`, or `(2F1;1B0)OVERLAP_F_B` for a forward and a backward that
 run as one. Empty cells are bubbles; they follow from the order and are not written. Virtual stages
 count through the whole model, and the table itself says on which ranks they lie. It is what
-`_PipelineScheduleRuntime._load_csv` of torch 2.11 to 2.13 reads.
+`_PipelineScheduleRuntime._load_csv` of torch 2.13 reads.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ import csv
 import io
 import random
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed.pipelining import schedules as of_torch
@@ -98,6 +99,33 @@ def test_an_order_of_torch_is_one_here_and_comes_back(tmp_path):
                 torch_csv(order)
         seen.add((order.placement, order.split))
     assert len(seen) == 1 + 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "peak"),
+    [
+        ("ScheduleLoopedBFS", Placement.LOOPED, (16,) * 4),
+        ("ScheduleInterleaved1F1B", Placement.LOOPED, (11, 9, 7, 5)),
+        ("ScheduleInterleavedZeroBubble", Placement.LOOPED, (8,) * 4),
+        ("ScheduleZBVZeroBubble", Placement.V, (8,) * 4),
+        ("ScheduleDualPipeV", Placement.V, (9,) * 4),
+    ],
+)
+def test_what_torch_writes_of_its_own_schedules(tmp_path, name, placement, peak):
+    stages = [
+        SimpleNamespace(num_stages=8, group_size=4, group_rank=0, stage_index=at, submod=None)
+        for at in (0, 7 if placement is Placement.V else 4)
+    ]
+    for stage in stages:
+        stage.is_last = stage.stage_index == 7
+    schedule = getattr(of_torch, name)(stages, 8, loss_fn=print)
+    path = tmp_path / "order.csv"
+    schedule._dump_csv(str(path), format="compute_only")
+    order = read_torch_csv(path)
+    assert (order.placement, order.peak_in_flight) == (placement, peak)
+    with path.open(newline="") as file:
+        cells = [list(filter(None, row)) for row in csv.reader(file)]
+    assert [*csv.reader(io.StringIO(torch_csv(order)))] == cells
 
 
 def test_orders_of_ours_come_back(tmp_path):

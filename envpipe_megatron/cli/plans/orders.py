@@ -29,9 +29,11 @@ class _NameOrFile(click.Choice[str]):
         return EXISTING_FILE.convert(path, param, ctx)
 
 
+_NAMES = (*SCHEDULES, *SCHEDULE_ALIASES)
 SCHEDULE_OPTION = click.option(
     "--schedule",
-    type=_NameOrFile([*SCHEDULES, *SCHEDULE_ALIASES]),
+    type=_NameOrFile(_NAMES),
+    metavar=f"[{'|'.join(_NAMES)}|FILE]",
     help="Order of units; 'ours' is EnvPipe's own name for 'envpipe', and 'auto', the default with "
     "the optimal policy, is planned together with the frequencies. Or a file with any order: a "
     "plan JSON, or a CSV of torch.distributed.pipelining (format compute_only). With other "

@@ -48,7 +48,7 @@ from envpipe_megatron.policies.planner import (
 @PROFILE_OPTION
 @click.option(
     "--num-microbatches", type=click.IntRange(min=1),
-    help="Microbatches of an iteration; with the file of an order, it has them.",
+    help="Microbatches of an iteration; by default those of the file that --schedule names.",
 )  # fmt: skip
 @click.option("--output", type=OUTPUT_FILE, help="Plan JSON; without it, a plan is shown alone.")
 @SCHEDULE_OPTION
