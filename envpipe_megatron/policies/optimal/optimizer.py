@@ -77,6 +77,7 @@ class Optimizer:
         parking: bool = False,
         good_gap: float = GOOD_GAP,
     ) -> None:
+        profile.keys(schedule)  # ProfileError, where a kind of the order has no rows
         self.schedule, self.profile, self.conditions = schedule, profile, conditions
         self._parking, self._good_gap = parking, good_gap
         self._tail_s = conditions.tail_by_stage_s

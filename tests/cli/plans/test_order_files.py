@@ -113,6 +113,10 @@ def test_what_does_not_go_with_a_table(profile_path, order_path, tmp_path):
     assert "overwrite" in run_badly(
         "plan", "--profile", profile_path, "--schedule", order_path, "--output", order_path
     )
+    split = torch_csv(ORDER).replace("0B0", "0I0,0W0")
+    (tmp_path / "split.csv").write_text(split)
+    message = told("--schedule", tmp_path / "split.csv")
+    assert "kind input-gradient and weight-gradient" in message
     assert "'--num-microbatches'" in run_badly("plan", "--profile", profile_path)
     order_path.write_text(order_path.read_text().replace("0F3", "0F9"))
     assert f"{order_path}: virtual stage 0" in told("--schedule", order_path)
