@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import random
 import re
 import socket
 import subprocess
@@ -275,8 +276,8 @@ def _environment(job: Job, site: Site) -> dict[str, str]:
 
 
 #: Below those that the kernel hands out: between the choice and the use, one of these would go to a
-#: connection of another job.
-_PORTS = itertools.cycle(range(15000, 30000))
+#: connection of another job. In an order that no other process of ours is likely to have.
+_PORTS = itertools.cycle(random.sample(range(15000, 30000), 15000))
 
 
 def free_port() -> int:
