@@ -20,6 +20,8 @@ from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.frontier import read_frontier, write_frontier
 from envpipe_megatron.formats.torch_csv import read_torch_csv, torch_csv
+from envpipe_megatron.policies.objectives.objective import Goal, Objective
+from envpipe_megatron.policies.objectives.power import peak_power_w
 from envpipe_megatron.policies.planner import (
     Planned,
     PlanRequest,
@@ -33,7 +35,9 @@ __all__ = [
     "Conditions",
     "Cost",
     "EnvPipeError",
+    "Goal",
     "Kind",
+    "Objective",
     "Placement",
     "Plan",
     "PlanRequest",
@@ -53,6 +57,7 @@ __all__ = [
     "make_plan",
     "make_profile",
     "parse_unit",
+    "peak_power_w",
     "read_frontier",
     "read_order",
     "read_plan",

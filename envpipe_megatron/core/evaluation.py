@@ -112,17 +112,32 @@ def _bill(
         wait_s = timeline.iteration_time_s - timeline.duration_s.sum(axis=1)
         waiting_j = np.array(conditions.blocking_power_w) * wait_s
     else:
-        wait_s = timeline.wait_s
-        power_w = conditions.waiting_power_w(frequency_mhz)
-        waiting_j = (power_w * wait_s).sum(axis=1)
+        waiting_j = waiting_energy_j(timeline, frequency_mhz, conditions, park_mhz).sum(axis=1)
+    if park_mhz is not None:
+        changes = _changes_with_parking(frequency_mhz, park_mhz)
+    by_stage_j = energy_j.sum(axis=1) + waiting_j + conditions.change_energy_j * changes
+    return Evaluation(timeline, energy_j, conditions.gpus_by_stage * by_stage_j, changes)
+
+
+def waiting_energy_j(
+    timeline: Timeline,
+    frequency_mhz: IntArray,
+    conditions: Conditions,
+    park_mhz: IntArray | None = None,
+) -> FloatArray:
+    """[num_stages, units_per_stage] energy, J, of one GPU in the wait before each unit.
+
+    Waits are `Timeline.wait_s`, and priced as `evaluate` says; PlanError as there.
+    """
+    wait_s = timeline.wait_s
+    power_w = conditions.waiting_power_w(frequency_mhz)
+    waiting_j: FloatArray = power_w * wait_s
     if park_mhz is not None:
         parked = park_mhz > 0
         parked_s = np.where(parked, wait_s - 2 * conditions.change_time_s, 0.0)
         _check_parking(timeline.schedule, parked, parked_s, wait_s)
-        waiting_j += ((conditions.waiting_power_w(park_mhz) - power_w) * parked_s).sum(axis=1)
-        changes = _changes_with_parking(frequency_mhz, park_mhz)
-    by_stage_j = energy_j.sum(axis=1) + waiting_j + conditions.change_energy_j * changes
-    return Evaluation(timeline, energy_j, conditions.gpus_by_stage * by_stage_j, changes)
+        waiting_j += (conditions.waiting_power_w(park_mhz) - power_w) * parked_s
+    return waiting_j
 
 
 def _check_parking(

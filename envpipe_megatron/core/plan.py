@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -59,6 +60,11 @@ class Cost:
     iteration_time_s: float
     energy_j: float
 
+    @property
+    def mean_power_w(self) -> float:
+        """Mean power of all GPUs over the iteration."""
+        return self.energy_j / self.iteration_time_s
+
     def saving_percent(self, baseline: Cost) -> float:
         """Energy saved against a baseline."""
         return 100.0 * (1.0 - self.energy_j / baseline.energy_j)
@@ -79,6 +85,7 @@ class Plan:
         park_mhz: as `evaluation.evaluate` takes it.
         energy_lower_bound_j: certificate that no plan of this schedule, profile and conditions is
             as fast and takes less.
+        objective: what was asked for beside the least energy; kept for readers.
 
     Raises PlanError if shapes do not fit; once it is evaluated, as `evaluation.evaluate` does.
     """
@@ -91,6 +98,7 @@ class Plan:
     _: KW_ONLY
     park_mhz: IntArray | None = None
     energy_lower_bound_j: float | None = None
+    objective: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_stages(self.profile, self.schedule.num_stages)
@@ -186,6 +194,8 @@ class Plan:
             data["assumed_split"] = vars(self.profile.assumed)
         if self.profile.interpolates:
             data["interpolated"] = True
+        if self.objective is not None:
+            data["objective"] = dict(self.objective)
         if self.energy_lower_bound_j is not None:
             data["energy_lower_bound_j"] = self.energy_lower_bound_j
         return data
@@ -295,6 +305,7 @@ def plan_of_fields(fields: Fields, profile: Profile) -> Plan:
         _read_conditions(fields, schedule.num_stages),
         park_mhz=clocks("park_mhz", _PARK) if "park_mhz" in fields.data else None,
         energy_lower_bound_j=fields.read("energy_lower_bound_j", AMOUNT, None),
+        objective=fields.read("objective", of_type(dict, "an object"), None),
     )
     return _compare_with_stored(plan, fields)
 

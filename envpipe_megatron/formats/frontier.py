@@ -28,7 +28,7 @@ from envpipe_megatron.files import read_text, replace_files
 
 FRONTIER_FORMAT = "envpipe-frontier/1"
 _REMEDY = "Give the .jsonl file that envpipe plan --frontier writes beside its CSV."
-CSV_COLUMNS = ("iteration_time_s", "energy_j", "energy_lower_bound_j")
+CSV_COLUMNS = ("iteration_time_s", "energy_j", "energy_lower_bound_j", "mean_power_w")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,12 @@ def write_frontier(plans: Sequence[Plan], csv_path: Path) -> Path:
     Returns the path of the plans.
     """
     figures = [
-        (plan.cost.iteration_time_s, plan.cost.energy_j, plan.energy_lower_bound_j)
+        (
+            plan.cost.iteration_time_s,
+            plan.cost.energy_j,
+            plan.energy_lower_bound_j,
+            plan.cost.mean_power_w,
+        )
         for plan in plans
     ]
     table = io.StringIO()

@@ -8,6 +8,7 @@ from itertools import chain, count, takewhile
 
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.policies.limits import OrderLimits
+from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
 from envpipe_megatron.policies.order_search import WORTH, Extra, OrderSearch
 
 #: Limits on the extra forwards of every stage; beyond them, multiples of the last.
@@ -27,11 +28,13 @@ class MemoryPoint:
         return max(self.plan.schedule.peak_in_flight)
 
 
-def memory_frontier(search: OrderSearch, limits: OrderLimits) -> list[MemoryPoint]:
+def memory_frontier(
+    search: OrderSearch, limits: OrderLimits, planner: ObjectivePlanner | None = None
+) -> list[MemoryPoint]:
     """Plans for rising limits, as far as more memory still saves energy.
 
     Every search starts from what tighter limits found, and a limit that buys next to nothing
-    (`WORTH`) is left out. LinearProgramError: not even 1F1B meets the deadline.
+    (`WORTH`) is left out. LinearProgramError: not even 1F1B has a plan.
     """
     points: list[MemoryPoint] = []
     best: Sequence[Extra] = ()
@@ -39,7 +42,7 @@ def memory_frontier(search: OrderSearch, limits: OrderLimits) -> list[MemoryPoin
         within = replace(limits, most=tuple(min(most, cap) for cap in limits.most))
         candidates = search.search(within, best)
         best = (candidates[0].extra_forwards,)
-        plan = search.plan(candidates)
+        plan = search.plan(candidates, planner)
         if not points or plan.cost.energy_j < points[-1].plan.cost.energy_j * (1 - WORTH):
             points.append(MemoryPoint(most, plan))
         if max(best[0]) < most:  # more memory would not be used

@@ -27,6 +27,8 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.any_order import any_order
 from envpipe_megatron.policies.limits import OrderLimits, envpipe_counts
+from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY
+from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
 from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import GOOD_GAP, Optimizer, iteration_time_s
@@ -78,10 +80,8 @@ class OrderSearch:
         deadline_s: float,
         *,
         parking: bool = False,
-        min_dwell_s: float = 0.0,
     ) -> None:
-        self._profile, self._conditions = profile, conditions
-        self._parking, self._min_dwell_s = parking, min_dwell_s
+        self._profile, self._conditions, self._parking = profile, conditions, parking
         self.num_microbatches, self._deadline_s = num_microbatches, deadline_s
         #: None if an order does not meet the deadline.
         self._solved: dict[Extra, _Solved | None] = {}
@@ -131,37 +131,41 @@ class OrderSearch:
         known = [e for e in self._solved if math.isfinite(self._energy(e)) and limits.allow(e)]
         return [Candidate(e, self._energy(e)) for e in sorted(known, key=self._score)]
 
-    def plan(self, candidates: Sequence[Candidate]) -> Plan:
+    def plan(
+        self, candidates: Sequence[Candidate], planner: ObjectivePlanner | None = None
+    ) -> Plan:
         """The best plan of the first few orders that a search found, and of 1F1B.
 
-        The best is the cheapest, but for savings that are not worth their memory.
-        LinearProgramError: late clocks or the dwell time leave no plan to any of them.
+        By default the best is the cheapest at the deadline, and in any case what is gained must be
+        worth its memory. LinearProgramError: none of them has a plan.
         """
+        planner = planner or ObjectivePlanner(LEAST_ENERGY, self._deadline_s)
         best: Plan | None = None
-        least_j = math.inf
+        least_j = least = math.inf
         refused: LinearProgramError | None = None
         for rank, candidate in enumerate(candidates):
             if rank >= _ROUNDED and any(candidate.extra_forwards):
                 continue
             extra = candidate.extra_forwards
-            if _worth_j(candidate.relaxed_energy_j, extra) >= least_j:
+            if _worth(candidate.relaxed_energy_j, extra) >= least_j:
                 continue
             optimizer = self.optimizer(extra)
             try:
-                plan = optimizer.plan(self._deadline_s, self._min_dwell_s)
+                plan = planner.plan(optimizer)
             except LinearProgramError as error:
-                refused = error
+                refused = refused or error
                 continue
-            worth_j = _worth_j(plan.cost.energy_j, extra)
-            if worth_j < least_j:
-                best, least_j = plan, worth_j
+            worth = _worth(planner.score(plan), extra)
+            if worth < least:
+                best, least = plan, worth
+                least_j = _worth(plan.cost.energy_j, extra)
         if best is None:
             assert refused is not None  # there is a candidate, and it got no plan
             raise refused
         return best
 
-    def any_order_bound_j(self) -> float:
-        """What no order and no frequencies can go below at the deadline, J."""
+    def any_order_bound_j(self, or_at_s: float = 0.0) -> float:
+        """What no order and no frequencies can go below at the deadline or a later one, J."""
         conditions = self._conditions
         powers = waiting_floor_w(self._profile, conditions, self._parking)
         return any_order(
@@ -170,7 +174,7 @@ class OrderSearch:
             self.num_microbatches,
             conditions.latency_s,
             conditions.tail_by_stage_s,
-            self._deadline_s,
+            max(self._deadline_s, or_at_s),
         ).energy_lower_bound_j
 
     def optimizer(self, extra_forwards: Extra, good_gap: float = GOOD_GAP) -> Optimizer:
@@ -235,12 +239,12 @@ class OrderSearch:
         return math.inf if solved is None else solved.energy_j
 
     def _score(self, extra: Extra) -> float:
-        return _worth_j(self._energy(extra), extra)
+        return _worth(self._energy(extra), extra)
 
 
-def _worth_j(energy_j: float, extra: Extra) -> float:
+def _worth(score: float, extra: Extra) -> float:
     """What orders and their plans are compared by: memory that buys next to nothing is a loss."""
-    return energy_j * (1 + WORTH * sum(extra))
+    return score * (1 + WORTH * sum(extra))
 
 
 def _directions(num_stages: int) -> deque[Extra]:

@@ -28,6 +28,8 @@ from envpipe_megatron.policies.limits import (
     order_limits,
 )
 from envpipe_megatron.policies.memory_frontier import MemoryPoint, memory_frontier
+from envpipe_megatron.policies.objectives.objective import LEAST_ENERGY, Goal, Objective
+from envpipe_megatron.policies.objectives.plans import ObjectivePlanner
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.order_search import OrderSearch
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Reconfigured, reconfigure
@@ -66,12 +68,14 @@ class PlanRequest:
         max_warmup_step: how far neighbouring stages' extra forwards may differ.
         channel_capacity: messages a bounded p2p channel holds; None for one that never blocks.
         deadline_factor: the optimal policy may take this many times as long as the framework's own
-            order at the highest clocks.
+            order at the highest clocks; by default 1 for the least energy, and any time for other
+            objectives.
         conditions: what surrounds the units, in place of the blocking power alone.
         min_dwell_s: the optimal policy keeps each clock of a stage at least as long.
         park: the optimal policy may lower the clock in long waits; needs the waiting power by clock
             among the conditions.
         order: an order that is there already, in place of one that `schedule` names.
+        objective: what the optimal policy plans for.
     """
 
     num_microbatches: int
@@ -85,11 +89,12 @@ class PlanRequest:
     max_in_flight: int | tuple[int, ...] | str | None = None
     max_warmup_step: int | None = None
     channel_capacity: int | None = None
-    deadline_factor: float = 1.0
+    deadline_factor: float | None = None
     conditions: Conditions | None = None
     min_dwell_s: float = 0.0
     park: bool = False
     order: Schedule | None = None
+    objective: Objective = LEAST_ENERGY
 
     @property
     def order_name(self) -> str:
@@ -127,6 +132,9 @@ BUILDERS: Registry[Callable[[Profile, PlanRequest], Schedule]] = Registry(
     },
 )
 SCHEDULES = tuple(dict.fromkeys(("1f1b", "gpipe", "interleaved", *LIMITED_SCHEDULES, *BUILDERS)))
+#: Searches for an order at ever better times, which end sooner at times as close as this fraction.
+_MOST_SEARCHES = 4
+_SAME_TIME = 1e-3
 _ONE_CHUNK = ("1f1b", "gpipe", *LIMITED_SCHEDULES, *SCHEDULE_ALIASES)
 
 
@@ -153,9 +161,9 @@ def make_plan(profile: Profile, request: PlanRequest) -> Planned:
     schedule, notes = build_schedule(profile, request)
     conditions = request_conditions(profile, request)
     if request.policy == "optimal":
-        deadline_s = request.deadline_factor * all_maximum_s(schedule, profile, conditions)
         optimizer = Optimizer(schedule, profile, conditions, parking=request.park)
-        return Planned(optimizer.plan(deadline_s, request.min_dwell_s), None, notes)
+        planner = _planner(request, schedule, profile, conditions)
+        return Planned(planner.plan(optimizer), None, notes)
     frequency = np.asarray(RULES[request.policy](schedule, profile))
     plan = Plan(request.policy, schedule, frequency, profile, conditions)
     if request.reconfigure == "default":
@@ -173,7 +181,7 @@ def make_frontier(profile: Profile, request: PlanRequest, num_points: int) -> li
     check_frontier(request)
     profile = profile.for_chunks(request.chunks)
     if request.order_name == "auto":
-        search = _order_search(profile, request)
+        search, _ = _order_search(profile, request)
         optimizers = competing_orders(profile, search, request_limits(profile, request))
     else:
         schedule, _ = build_schedule(profile, request)
@@ -188,8 +196,8 @@ def make_memory_frontier(profile: Profile, request: PlanRequest) -> list[MemoryP
     """The best plans of a request's job for rising limits of extra forwards."""
     check_memory_frontier(request)
     profile = profile.for_chunks(request.chunks)
-    search = _order_search(profile, request)
-    return memory_frontier(search, request_limits(profile, request))
+    search, planner = _order_search(profile, request)
+    return memory_frontier(search, request_limits(profile, request), planner)
 
 
 def request_conditions(profile: Profile, request: PlanRequest) -> Conditions:
@@ -206,9 +214,10 @@ def request_conditions(profile: Profile, request: PlanRequest) -> Conditions:
 
 
 def _plan_order_too(profile: Profile, request: PlanRequest) -> Planned:
-    search = _order_search(profile, request)
-    plan = search.plan(search.search(request_limits(profile, request)))
-    most = 100 * (1 - search.any_order_bound_j() / plan.baseline.cost.energy_j)
+    search, planner = _order_search(profile, request)
+    plan = search.plan(search.search(request_limits(profile, request)), planner)
+    bound_j = search.any_order_bound_j(plan.cost.iteration_time_s)
+    most = 100 * (1 - bound_j / plan.baseline.cost.energy_j)
     note = (
         f"{search.orders_tried} orders were compared. No order at all can save more than "
         f"{most:.2f} % at this deadline."
@@ -216,19 +225,44 @@ def _plan_order_too(profile: Profile, request: PlanRequest) -> Planned:
     return Planned(plan, None, (note,))
 
 
-def _order_search(profile: Profile, request: PlanRequest) -> OrderSearch:
+def _planner(
+    request: PlanRequest, schedule: Schedule, profile: Profile, conditions: Conditions
+) -> ObjectivePlanner:
+    """What plans any order of a job, within the time of the framework's own order."""
+    factor = request.deadline_factor
+    if factor is None:
+        factor = 1.0 if request.objective.goal == Goal.ENERGY else math.inf
+    longest_s = factor * all_maximum_s(schedule, profile, conditions)
+    return ObjectivePlanner(request.objective, longest_s, request.min_dwell_s)
+
+
+def _order_search(profile: Profile, request: PlanRequest) -> tuple[OrderSearch, ObjectivePlanner]:
+    """The search for an order, at the time that is best for the objective.
+
+    That time depends on the order: the first search is at the best time of 1F1B, the next at that
+    of the order that it found.
+    """
     _check_chunks(request)
     conditions = request_conditions(profile, request)
     own = builders.one_f_one_b(profile.num_stages, request.num_microbatches)
-    deadline_s = request.deadline_factor * all_maximum_s(own, profile, conditions)
-    return OrderSearch(
-        profile,
-        request.num_microbatches,
-        conditions,
-        deadline_s,
-        parking=request.park,
-        min_dwell_s=request.min_dwell_s,
-    )
+    planner = _planner(request, own, profile, conditions)
+
+    def search_at(time_s: float) -> OrderSearch:
+        return OrderSearch(
+            profile, request.num_microbatches, conditions, time_s, parking=request.park
+        )
+
+    if request.objective.goal == Goal.ENERGY:
+        return search_at(planner.longest_s), planner
+    limits = request_limits(profile, request)
+    better_s = planner.best_time_s(Optimizer(own, profile, conditions, parking=request.park))
+    for _ in range(_MOST_SEARCHES):
+        time_s, search = better_s, search_at(better_s)
+        best = search.search(limits)[0]
+        better_s = planner.best_time_s(search.optimizer(best.extra_forwards))
+        if abs(better_s - time_s) <= _SAME_TIME * time_s:
+            break
+    return search, planner
 
 
 def request_limits(profile: Profile, request: PlanRequest) -> OrderLimits:
@@ -265,7 +299,8 @@ def check_request(request: PlanRequest) -> None:
             remedy="Use --policy optimal, or another schedule.",
         )
     for what, value, default in (
-        ("deadline", request.deadline_factor, 1.0),
+        ("deadline", request.deadline_factor or 1.0, 1.0),
+        ("objective", request.objective, LEAST_ENERGY),
         ("dwell time", request.min_dwell_s, 0.0),
         ("parking", request.park, False),
     ):
@@ -275,10 +310,11 @@ def check_request(request: PlanRequest) -> None:
                 value=value,
                 remedy=f"Use --policy optimal, or leave the {what} out.",
             )
-    if not 0 < request.deadline_factor < math.inf:
+    factor = request.deadline_factor
+    if factor is not None and not 0 < factor < math.inf:
         raise PlannerError(
             "The deadline must be a multiple of the framework's own iteration time",
-            value=request.deadline_factor,
+            value=factor,
             remedy="Give a number above 0: 1 for no slowdown, 1.02 for 2 %.",
         )
     limits = (request.max_extra_forwards, request.max_in_flight, request.max_warmup_step)

@@ -162,7 +162,8 @@ def test_a_microbatch_is_not_taken_for_next_to_nothing(monkeypatch, saved, taken
     job = Job(uniform_profile(2, CURVE), 4, Conditions((10.0,) * 2))
 
     def rounded(extra):
-        return Namespace(cost=Namespace(energy_j=100.0 * (1 - saved * sum(extra))), extra=extra)
+        cost = Namespace(energy_j=100.0 * (1 - saved * sum(extra)))
+        return Namespace(cost=cost, extra=extra, conditions=job.conditions)
 
     def optimizer(self, extra, *_):
         return Namespace(plan=lambda *_: rounded(extra))

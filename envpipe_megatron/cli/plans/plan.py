@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.frontier import FRONTIER_FORMAT, write_frontier
+from envpipe_megatron.policies.objectives.objective import Goal, Objective
 from envpipe_megatron.policies.planner import (
     BY_MEMORY,
     LIMITED_SCHEDULES,
@@ -42,6 +44,8 @@ from envpipe_megatron.policies.planner import (
     make_memory_frontier,
     make_plan,
 )
+
+_ABOVE_0 = Finite(min=0, min_open=True)
 
 
 @click.command()
@@ -62,12 +66,37 @@ from envpipe_megatron.policies.planner import (
 )  # fmt: skip
 @click.option(
     "--deadline-factor",
-    type=Finite(min=0, min_open=True),
-    default=1.0,
-    show_default=True,
+    type=_ABOVE_0,
     help="With --policy optimal: times the iteration time of the framework's own order at the "
-    "highest clocks.",
+    "highest clocks. Default: 1 with --objective energy, and none with others.",
 )
+@click.option(
+    "--objective", "goal", type=click.Choice([goal.value for goal in Goal]),
+    default=Goal.ENERGY.value,
+    show_default=True,
+    help="With --policy optimal: what is to be least; edp is energy x time.",
+)  # fmt: skip
+@click.option("--max-energy", "max_energy_j", type=_ABOVE_0, help="Most energy of an iteration, J.")
+@click.option(
+    "--power-cap", "power_cap_w", type=_ABOVE_0,
+    help="Most power of all GPUs of the pipeline, the mean over an iteration, W.",
+)  # fmt: skip
+@click.option(
+    "--power-window", "power_window_s", type=_ABOVE_0,
+    help="The cap is for the mean over every window of this length, s.",
+)  # fmt: skip
+@click.option(
+    "--stages-per-node", type=click.IntRange(min=1),
+    help="The cap is for each node, of so many stages in a row.",
+)  # fmt: skip
+@click.option(
+    "--energy-price", type=Finite(min=0), default=0.0,
+    help="With --objective cost: price of a kWh.",
+)  # fmt: skip
+@click.option(
+    "--gpu-price", type=Finite(min=0), default=0.0,
+    help="With --objective cost: price of an hour of a GPU.",
+)  # fmt: skip
 @click.option(
     "--min-dwell", "min_dwell_s", type=Finite(min=0), default=0.0,
     help="With --policy optimal: keep each clock of a stage at least as long, s.",
@@ -108,7 +137,8 @@ from envpipe_megatron.policies.planner import (
     "frontier_path",
     type=OUTPUT_FILE,
     help="CSV of the time-energy frontier, from the fastest iteration to the cheapest; its plans "
-    "(.jsonl) and a picture (.png) go beside it. The deadline only decides which order competes.",
+    "(.jsonl) and a picture (.png) go beside it. Deadline and objective only decide which order "
+    "competes.",
 )
 @click.option(
     "--frontier-points", type=click.IntRange(min=2), default=100, show_default=True,
@@ -158,7 +188,10 @@ def plan(
     options |= job_options(schedule, options["num_microbatches"], options["policy"])
     profile = read_profile(profile_path)
     surroundings = {name: options.pop(name) for name in CONDITION_NAMES}
-    request = PlanRequest(conditions=read_conditions(profile, **surroundings), **options)
+    objective = Objective(**{field.name: options.pop(field.name) for field in fields(Objective)})
+    request = PlanRequest(
+        conditions=read_conditions(profile, **surroundings), objective=objective, **options
+    )
     given = click.get_current_context().get_parameter_source("frontier_points")
     if frontier_path is not None:
         check_frontier(request)
@@ -226,7 +259,7 @@ def _make_memory_frontier(
     say(console, f"Memory frontier written to {path}")
 
 
-_FIGURES = ("iteration time (s)", "energy (J)", "saving (%)", "slowdown (%)")
+_FIGURES = ("iteration time (s)", "energy (J)", "mean power (W)", "saving (%)", "slowdown (%)")
 
 
 def _figures(plan: Plan) -> tuple[str, ...]:
@@ -234,6 +267,7 @@ def _figures(plan: Plan) -> tuple[str, ...]:
     return (
         f"{cost.iteration_time_s:.4f}",
         f"{cost.energy_j:.1f}",
+        f"{cost.mean_power_w:.0f}",
         f"{cost.saving_percent(baseline):.2f}",
         f"{cost.slowdown_percent(baseline):.3f}",
     )

@@ -49,12 +49,14 @@ class Relaxed:
         cost_j: planning cost plus waiting power x iteration time, of these durations.
         lower_bound_j: what no durations on the hulls go below, by the prices; see `certificate`.
         prices: what a second is worth at each wait of a unit for another.
+        slope_w: by how much the bound rises for each second of another deadline, zero or less.
     """
 
     duration_s: FloatArray
     cost_j: float
     lower_bound_j: float
     prices: Prices
+    slope_w: float
 
 
 class DurationProgram:
@@ -157,7 +159,8 @@ class DurationProgram:
         can_save_j = -float(problem.slope @ problem.width) * self._cost_unit_j
         if not cost_j - bound_j <= _GAP * (abs(cost_j) + can_save_j):
             raise SolverError(f"the answer costs {cost_j:.6g} J, and is bounded by {bound_j:.6g} J")
-        return Relaxed(duration_s, cost_j, bound_j, prices)
+        slope_w = min(0.0, self._choices.waiting_power_w - float(prices.deadline_w.sum()))
+        return Relaxed(duration_s, cost_j, bound_j, prices, slope_w)
 
     def _iteration_s(self, duration_s: FloatArray) -> float:
         by_stage = duration_s.reshape(self._schedule.is_backward.shape)

@@ -84,6 +84,7 @@ class Optimizer:
         self._floor = self._priced(waiting_floor_w(profile, conditions, parking))
         self._usual = self._floor
         self._at_mean: _Priced | None = None
+        self._at_worth: dict[float, _Priced] = {}
         if conditions.wait_power_w is not None:
             self._usual = self._priced(np.array(conditions.blocking_power_w))
 
@@ -92,9 +93,13 @@ class Optimizer:
         """Iteration time with every unit at its fastest frequency, none of them late."""
         return self._floor.program.fastest_iteration_s
 
-    def cheapest_s(self) -> float:
-        """Iteration time beyond which waiting costs more than slower units save."""
-        relaxed = self._floor.program.solve(_NO_DEADLINE * self.fastest_s)
+    def cheapest_s(self, waiting_worth_w: float | None = None) -> float:
+        """Iteration time beyond which waiting costs more than slower units save.
+
+        Where waiting is worth more, as `plan` takes it, the time beyond which no unit is slower.
+        """
+        priced = self._floor if waiting_worth_w is None else self._priced_at(waiting_worth_w)
+        relaxed = priced.program.solve(_NO_DEADLINE * self.fastest_s)
         return self._iteration_time_s(relaxed.duration_s)
 
     def relaxed(self, deadline_s: float) -> Relaxed:
@@ -104,10 +109,14 @@ class Optimizer:
         """
         return self._floor.program.solve(deadline_s)
 
-    def plan(self, deadline_s: float, min_dwell_s: float = 0.0) -> Plan:
+    def plan(
+        self, deadline_s: float, min_dwell_s: float = 0.0, waiting_worth_w: float | None = None
+    ) -> Plan:
         """The cheapest plan that is found, never slower than the deadline, late clocks included.
 
-        Each clock of a stage is kept for `min_dwell_s` (see `clock_runs.shortest_dwell_s`).
+        Each clock of a stage is kept for `min_dwell_s` (see `clock_runs.shortest_dwell_s`). With
+        `waiting_worth_w` units are slowed down, time allowing, as long as they take less than this
+        power for each second that it takes longer: power falls further than energy does.
         LinearProgramError: no frequencies meet the deadline, or none that were found do with late
         clocks and the dwell time.
         """
@@ -116,8 +125,10 @@ class Optimizer:
         schedule, conditions = self.schedule, self.conditions
         deadline_s = self._floor.program.attainable(deadline_s)
         at_floor = self._floor.program.solve(deadline_s)
-        best = self._round(self._usual, deadline_s, at_floor)
-        if conditions.wait_power_w is not None:
+        by_energy = waiting_worth_w is None
+        priced = self._usual if waiting_worth_w is None else self._priced_at(waiting_worth_w)
+        best = self._round(priced, deadline_s, at_floor)
+        if by_energy and conditions.wait_power_w is not None:
             second = self._round(self._at_mean_power_of(best.plan), deadline_s, at_floor)
             best = min(best, second, key=lambda rounded: self._parked(rounded.plan).cost.energy_j)
         plan: Plan | None = best.plan
@@ -134,7 +145,7 @@ class Optimizer:
                 remedy="Allow more time, or a shorter dwell time.",
             )
         plan = self._parked(plan, min_dwell_s)
-        if not min_dwell_s:
+        if by_energy and not min_dwell_s:
             plan = self._or_by_rule(plan, deadline_s)
         return replace(plan, energy_lower_bound_j=at_floor.lower_bound_j)
 
@@ -152,11 +163,20 @@ class Optimizer:
                     plan = ruled
         return plan
 
-    def _priced(self, waiting_power_w: FloatArray) -> _Priced:
+    def _priced(self, waiting_power_w: FloatArray, *, time_costs: bool = True) -> _Priced:
         conditions = self.conditions
         choices = make_choices(self.profile, waiting_power_w, conditions.gpus_by_stage)
+        if not time_costs:
+            choices = replace(choices, waiting_power_w=0.0)
         program = DurationProgram(self.schedule, choices, conditions.latency_s, self._tail_s)
         return _Priced(waiting_power_w, choices, program)
+
+    def _priced_at(self, waiting_worth_w: float) -> _Priced:
+        """The program for a worth of waiting, in which the time of the iteration costs nothing."""
+        if waiting_worth_w not in self._at_worth:
+            worth_w = np.full(self.schedule.num_stages, waiting_worth_w)
+            self._at_worth[waiting_worth_w] = self._priced(worth_w, time_costs=False)
+        return self._at_worth[waiting_worth_w]
 
     def _at_mean_power_of(self, plan: Plan) -> _Priced:
         """The linear program for what a plan waits at, or for nearly that if it is at hand."""

@@ -25,11 +25,14 @@ from envpipe_megatron.report.drawing.style import (
     save_picture,
 )
 
-_PLAN, _BOUND, _BASELINE = BLUE, GREEN, VERMILION
+_PLAN, _BOUND, _BASELINE, _POWER = BLUE, GREEN, VERMILION, MUTED
 
 
 def plot_frontier(plans: Sequence[Plan], path: Path, *, title: str) -> None:
-    """Write energy over time of a job's plans, the fastest first; the suffix sets the format."""
+    """Write energy and mean power over time of a job's plans, the fastest first.
+
+    The suffix sets the format.
+    """
     figure, axes = _canvas(title, "iteration time (s)", "energy of an iteration (J)")
     times_s = [plan.cost.iteration_time_s for plan in plans]
     axes.plot(times_s, [plan.cost.energy_j for plan in plans], ".-", color=_PLAN, label="plans",
@@ -42,6 +45,12 @@ def plot_frontier(plans: Sequence[Plan], path: Path, *, title: str) -> None:
         baseline.cost.iteration_time_s, baseline.cost.energy_j, "^", color=_BASELINE,
         markeredgecolor=INK, markersize=8, label=f"{baseline.schedule.name} at the highest clocks",
     )  # fmt: skip
+    power = axes.twinx()
+    power.plot(
+        times_s, [plan.cost.mean_power_w for plan in plans], ":", color=_POWER, linewidth=1.4
+    )
+    power.set_ylabel("mean power of all GPUs (W)", color=_POWER)
+    axes.plot([], [], ":", color=_POWER, linewidth=1.4, label="mean power of the plans")
     axes.legend(frameon=False, fontsize=8)
     save_picture(figure, path)
 

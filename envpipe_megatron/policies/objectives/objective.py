@@ -1,0 +1,138 @@
+"""What a plan is to have least of, and what it may not exceed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.plan import Cost, Plan
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.objectives.power import peak_power_w
+
+_JOULES_PER_KWH, _SECONDS_PER_HOUR = 3.6e6, 3600.0
+
+
+class Goal(StrEnum):
+    """What a plan is to have least of."""
+
+    ENERGY = "energy"
+    TIME = "time"
+    COST = "cost"
+    #: The energy-delay product.
+    EDP = "edp"
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a plan of one pipeline is made for; EnvPipeError for parts that contradict each other.
+
+    How long an iteration may take is not part of it, since that is relative to an order.
+
+    Args:
+        goal: what is to be least.
+        max_energy_j: the most that an iteration may take.
+        power_cap_w: the most power of all GPUs of the pipeline, as the mean over an iteration.
+        power_window_s: the cap holds for the mean over every window of this length instead.
+        stages_per_node: the cap is of the GPUs of each node, which holds so many stages in a row.
+        energy_price: of a kWh, for the cost.
+        gpu_price: of a GPU for an hour, for the cost.
+    """
+
+    goal: str = Goal.ENERGY
+    max_energy_j: float | None = None
+    power_cap_w: float | None = None
+    power_window_s: float | None = None
+    stages_per_node: int | None = None
+    energy_price: float = 0.0
+    gpu_price: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.goal not in set(Goal):
+            known = ", ".join(Goal)
+            raise EnvPipeError("Unknown objective", value=self.goal, remedy=f"Known: {known}.")
+        for name in ("max_energy_j", "power_cap_w", "power_window_s", "stages_per_node"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise EnvPipeError(f"'{name}' must be above 0", value=value)
+        if self.power_cap_w is None and (self.power_window_s or self.stages_per_node):
+            raise EnvPipeError(
+                "A window of power and stages of a node go with a power cap",
+                value=self.power_window_s or self.stages_per_node,
+                remedy="Give --power-cap, or leave them out.",
+            )
+        prices = self.energy_price, self.gpu_price
+        if not all(0 <= price < math.inf for price in prices):
+            raise EnvPipeError("Prices must be zero or more", value=prices)
+        if (self.goal == Goal.COST) != any(prices):
+            raise EnvPipeError(
+                "The objective cost, and it alone, needs a price above 0",
+                value=self.goal,
+                remedy="Use --objective cost with --energy-price, --gpu-price or both.",
+            )
+
+    def score(self, cost: Cost, num_gpus: int) -> float:
+        """What is to be least; on a straight line of time and energy it is so at an end."""
+        if self.goal == Goal.ENERGY:
+            return cost.energy_j
+        if self.goal == Goal.TIME:
+            return cost.iteration_time_s
+        if self.goal == Goal.EDP:
+            return cost.energy_j * cost.iteration_time_s
+        of_gpus = self.gpu_price / _SECONDS_PER_HOUR * num_gpus * cost.iteration_time_s
+        return self.energy_price / _JOULES_PER_KWH * cost.energy_j + of_gpus
+
+    def limits(self, num_stages: int) -> list[tuple[float, float, float]]:
+        """(a, b, c) of which every plan that is within limits keeps a T + b E <= c (s, J).
+
+        Nothing is said of windows and single nodes: no plan keeps their cap that exceeds it in the
+        mean over the iteration and the nodes.
+        """
+        kept = []
+        if self.max_energy_j is not None:
+            kept.append((0.0, 1.0, self.max_energy_j))
+        if self.power_cap_w is not None:
+            all_w = self.power_cap_w * len(self._nodes(num_stages))
+            kept.append((-all_w, 1.0, 0.0))
+        return kept
+
+    def gpus_below_cap(self, conditions: Conditions) -> int:
+        """How many GPUs share the power cap, of the node with the most."""
+        return max(
+            int(conditions.gpus_by_stage[node].sum()) for node in self._nodes(conditions.num_stages)
+        )
+
+    def _nodes(self, num_stages: int) -> list[slice]:
+        step = self.stages_per_node or num_stages
+        return [slice(first, first + step) for first in range(0, num_stages, step)]
+
+    def power_w(self, plan: Plan) -> float:
+        """What of a plan is held against the power cap, W."""
+        nodes = self._nodes(plan.schedule.num_stages)
+        if self.power_window_s is not None:
+            return max(peak_power_w(plan, self.power_window_s, node) for node in nodes)
+        by_stage_w = plan.energy_by_stage_j / plan.cost.iteration_time_s
+        return max(float(by_stage_w[node].sum()) for node in nodes)
+
+    def excess(self, plan: Plan) -> float:
+        """How much of its tightest limit a plan takes: more than 1 breaks it."""
+        shares = [0.0]
+        if self.max_energy_j is not None:
+            shares.append(plan.cost.energy_j / self.max_energy_j)
+        if self.power_cap_w is not None:
+            shares.append(self.power_w(plan) / self.power_cap_w)
+        return max(shares)
+
+    def to_json(self) -> dict[str, Any]:
+        """What was asked, for a plan's file: all that is not the default, and the goal."""
+        asked = asdict(self)
+        return {
+            field.name: asked[field.name]
+            for field in fields(self)
+            if field.name == "goal" or asked[field.name] != field.default
+        }
+
+
+LEAST_ENERGY = Objective()
