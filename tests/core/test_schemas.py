@@ -58,7 +58,9 @@ def plan_on(schedule, conditions=CONDITIONS, park_mhz=0, **options):
 
 PLANS = {
     "plain": plan_on(builders.one_f_one_b(2, 3), Conditions((80.0, 80.0))),
-    "all that is around": plan_on(builders.one_f_one_b(2, 3), energy_lower_bound_j=10.0),
+    "all that is around": plan_on(
+        builders.one_f_one_b(2, 3), energy_lower_bound_j=10.0, objective={"goal": "time"}
+    ),
     "parked": plan_on(
         builders.one_f_one_b(2, 3), replace(CONDITIONS, change_time_s=0.0), park_mhz=1200
     ),

@@ -115,7 +115,8 @@ def test_the_csv_holds_times_energies_and_bounds(plans, stored_path):
     rows = list(csv.reader(text.splitlines()))
     assert tuple(rows[0]) == CSV_COLUMNS
     assert [[float(cell) for cell in row] for row in rows[1:]] == [
-        [p.cost.iteration_time_s, p.cost.energy_j, p.energy_lower_bound_j] for p in plans
+        [p.cost.iteration_time_s, p.cost.energy_j, p.energy_lower_bound_j, p.cost.mean_power_w]
+        for p in plans
     ]
 
 
@@ -126,6 +127,7 @@ def test_the_header_of_the_plans_holds_the_same_figures(plans, stored_path):
         "iteration_time_s": [p.cost.iteration_time_s for p in plans],
         "energy_j": [p.cost.energy_j for p in plans],
         "energy_lower_bound_j": [p.energy_lower_bound_j for p in plans],
+        "mean_power_w": [p.cost.mean_power_w for p in plans],
         "baseline": {
             "iteration_time_s": baseline.iteration_time_s,
             "energy_j": baseline.energy_j,

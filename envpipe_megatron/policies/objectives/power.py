@@ -20,14 +20,15 @@ def peak_power_w(plan: Plan, window_s: float, stages: slice = slice(None)) -> fl
     energy.
     """
     at_s, used_j = _energy_over_time(plan, stages)
-    whole, rest_s = divmod(window_s, at_s[-1])
+    iteration_s, iteration_j = float(at_s[-1]), float(used_j[-1])
+    whole, rest_s = divmod(window_s, iteration_s)
     # What a window holds is linear in its begin, but where its begin or its end meets a corner.
-    begin_s = np.concatenate([at_s, (at_s - rest_s) % at_s[-1]])
+    begin_s = np.concatenate([at_s, (at_s - rest_s) % iteration_s])
     end_s = begin_s + rest_s
-    over = end_s > at_s[-1]
-    until_j = np.interp(np.where(over, end_s - at_s[-1], end_s), at_s, used_j) + over * used_j[-1]
+    over = end_s > iteration_s
+    until_j = np.interp(end_s - over * iteration_s, at_s, used_j) + over * iteration_j
     most_j = float((until_j - np.interp(begin_s, at_s, used_j)).max())
-    return (whole * float(used_j[-1]) + most_j) / window_s
+    return (whole * iteration_j + most_j) / window_s
 
 
 def _energy_over_time(plan: Plan, stages: slice) -> tuple[FloatArray, FloatArray]:
