@@ -2,13 +2,14 @@
 
 The CSV is Zeus's and lowtime's, `stage,instruction,frequency,time,energy` with MHz, s and J for one
 GPU and one microbatch, its columns in any order. Columns `energy_uncertainty_j` (the standard
-uncertainty, empty if not known) and `chunk` may follow; others are kept out. With `chunk`, each
-row is of that virtual stage; without, all chunks of a stage are alike. An instruction is the name
-of a kind of unit: forwards and backwards always, both parts of a backward where that can be split,
-and `combined` (a backward of the chunk, and the forward that runs as one with it) where there are
-chunks. Zeus writes a row for each `rank`: a stage's time is that of its slowest GPU, for which the
-others wait, its energy the mean of its GPUs. A sidecar JSON of the same name holds what else was
-measured about the job.
+uncertainty), `chunk` and `time_spread_s` (the standard deviation of the time from one such unit to
+the next) may follow, empty but for `chunk` where they are not known; others are kept out. With
+`chunk`, each row is of that virtual stage; without, all chunks are alike. An instruction is the
+name of a kind of unit: forwards and backwards always, both parts of a backward where that can be
+split, and `combined` (a backward of the chunk, and the forward that runs as one with it) where
+there are chunks. Zeus writes a row for each `rank`: a stage's time is that of its slowest GPU, for
+which the others wait, its energy the mean of its GPUs. A sidecar JSON of the same name holds what
+else was measured about the job.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
 _RANK = "rank"
 _UNCERTAINTY = "energy_uncertainty_j"
 _CHUNK = "chunk"
+_SPREAD = "time_spread_s"
 #: The kinds that a profile's file may list.
 _LISTED = tuple(kind for kind in Kind if kind is not Kind.NOTHING)
 #: What `Kind.NOTHING` takes: nothing, to those who do not divide by it.
@@ -62,12 +64,17 @@ class ProfileError(EnvPipeError):
 
 @dataclass(frozen=True, slots=True)
 class ProfileRow:
-    """What one unit costs at one frequency, of one GPU and microbatch, with its uncertainty."""
+    """What one unit costs at one frequency, of one GPU and microbatch.
+
+    With the standard uncertainty of its energy, and the standard deviation of its time from one
+    such unit to the next.
+    """
 
     frequency_mhz: int
     time_s: float
     energy_j: float
     energy_uncertainty_j: float | None = None
+    time_spread_s: float | None = None
 
     def __post_init__(self) -> None:
         if not (0 < self.frequency_mhz < MAX_FREQUENCY_MHZ and 0 < self.time_s < math.inf) or not (
@@ -78,18 +85,22 @@ class ProfileRow:
                 "energy (J) of at least 0",
                 value=(self.frequency_mhz, self.time_s, self.energy_j),
             )
-        known = self.energy_uncertainty_j
-        if known is not None and not 0 <= known < math.inf:
-            raise ProfileError("The uncertainty of a row's energy is at least 0", value=known)
+        for what, known in (
+            ("uncertainty of a row's energy", self.energy_uncertainty_j),
+            ("spread of a row's time", self.time_spread_s),
+        ):
+            if known is not None and not 0 <= known < math.inf:
+                raise ProfileError(f"The {what} is at least 0", value=known)
 
     def scaled(self, share: float) -> ProfileRow:
-        """The row of a share of the unit."""
-        known = self.energy_uncertainty_j
+        """The row of a share of the unit; shares vary each for itself, so variances add up."""
+        known_j, spread_s = self.energy_uncertainty_j, self.time_spread_s
         return ProfileRow(
             self.frequency_mhz,
             self.time_s * share,
             self.energy_j * share,
-            None if known is None else known * share,
+            None if known_j is None else known_j * share,
+            None if spread_s is None else spread_s * math.sqrt(share),
         )
 
 
@@ -321,12 +332,16 @@ class Profile:
             if self.assumed is None or kind not in SPLIT[1:]
             for row in rows
         ]
-        known = any(row.energy_uncertainty_j is not None for *_, row in listed)
-        more = (_UNCERTAINTY,) * known + (_CHUNK,) * (self.listed_chunks > 1)
+        more = (_CHUNK,) * (self.listed_chunks > 1)
+        if any(row.energy_uncertainty_j is not None for *_, row in listed):
+            more = (_UNCERTAINTY, *more)
+        if any(row.time_spread_s is not None for *_, row in listed):
+            more = (*more, _SPREAD)
         writer.writerow([*COLUMNS, *more])
         for stage, chunk, instruction, row in listed:
             cells = [stage, instruction, row.frequency_mhz, row.time_s, row.energy_j]
-            optional = {_UNCERTAINTY: row.energy_uncertainty_j, _CHUNK: chunk}
+            known = row.energy_uncertainty_j, chunk, row.time_spread_s
+            optional = dict(zip((_UNCERTAINTY, _CHUNK, _SPREAD), known, strict=True))
             writer.writerow([*cells, *(optional[name] for name in more)])
         return out.getvalue()
 
@@ -417,7 +432,7 @@ def read_profile(path: Path) -> Profile:
 
     EnvPipeError names file, line and value of what is wrong.
     """
-    optional = (_RANK, _UNCERTAINTY, _CHUNK)
+    optional = (_RANK, _UNCERTAINTY, _CHUNK, _SPREAD)
     content, lines = read_table(path, "profile", COLUMNS, optional, ProfileError)
     chunks = [
         line.read(_CHUNK, Number(whole=True)) if _CHUNK in line.cells else 0 for line in lines
@@ -471,12 +486,14 @@ def read_unit(line: Row, kinds: Sequence[Kind] = WHOLE) -> tuple[Kind, ProfileRo
             value=instruction,
             remedy=f"Use {', '.join(kinds[:-1])} or {kinds[-1]}.",
         )
-    uncertain = bool(line.cells.get(_UNCERTAINTY))
     return Kind(instruction), ProfileRow(
         line.read("frequency", FREQUENCY, "MHz"),
         line.read("time", Number(positive=True), "s"),
         line.read("energy", AMOUNT, "J"),
-        line.read(_UNCERTAINTY, AMOUNT, "J") if uncertain else None,
+        *(
+            line.read(name, AMOUNT, unit) if line.cells.get(name) else None
+            for name, unit in ((_UNCERTAINTY, "J"), (_SPREAD, "s"))
+        ),
     )
 
 
@@ -507,9 +524,11 @@ def _describe(part: int, kind: Kind, listed_chunks: int) -> str:
 def _one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:
     """One row from those of a stage's GPUs."""
     known = [row.energy_uncertainty_j for row in ranks if row.energy_uncertainty_j is not None]
+    slowest = max(ranks, key=lambda row: row.time_s)
     return ProfileRow(
         frequency_mhz,
-        max(row.time_s for row in ranks),
+        slowest.time_s,
         math.fsum(row.energy_j for row in ranks) / len(ranks),
         math.hypot(*known) / len(ranks) if len(known) == len(ranks) else None,
+        slowest.time_spread_s,
     )

@@ -142,6 +142,11 @@ class Schedule:
         listed = np.array([_KINDS.index(kind) for kind in self.unit_kinds], dtype=np.int8)
         return listed[self._codes // (self.num_microbatches * self.num_chunks)]
 
+    @property
+    def places(self) -> IntArray:
+        """[num_stages, units_per_stage] the place of the unit there in `all_units`."""
+        return self._codes
+
     @cached_property
     def combined(self) -> BoolArray:
         """[num_stages, units_per_stage] whether the unit there runs as one with the next.
