@@ -172,8 +172,9 @@ def drawn_path(plan: Plan, factors: FloatArray) -> LongestPath:
 def iteration_times_s(plan: Plan, path: LongestPath) -> FloatArray:
     """[num_draws] when the last stage has ended its tail."""
     last = path.end_s[plan.schedule.units_per_stage - 1 :: plan.schedule.units_per_stage]
-    ends_s: FloatArray = np.array(last) + plan.conditions.tail_by_stage_s[:, None]
-    return ends_s.max(axis=0)
+    ends_s = np.array(last) + plan.conditions.tail_by_stage_s[:, None]
+    latest_s: FloatArray = ends_s.max(axis=0)
+    return latest_s
 
 
 def _energy_j(plan: Plan, factors: FloatArray, path: LongestPath, time_s: FloatArray) -> FloatArray:
